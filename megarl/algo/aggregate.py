@@ -1,0 +1,113 @@
+"""Aggregation is data: a weight per token, made once per optimizer step.
+
+    loss = (weight * token_loss).sum()
+
+The weights come from the whole step, before it is split over micro-batches and ranks; a sum does not care how it is
+split, so every split gives the same loss and gradient.  Each mode is a scale per sequence, times the mask.
+n_b is the number of trainable tokens of sequence b; B counts sequences with n_b > 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algo.segments import count_segments, segment_count, segment_sum
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What a mode may look at.  Example: num_tokens [3, 0, 5], group_ids [0, 0, 1], scale 1024."""
+
+    num_tokens: Tensor  # [B] float64: n_b; every count is exact
+    group_ids: Tensor | None  # [B]: sequences of one prompt share a number
+    scale: float | None  # S of the -norm modes
+
+    @property
+    def num_sequences(self) -> Tensor:
+        return (self.num_tokens > 0).sum()
+
+    def require_scale(self) -> float:
+        if self.scale is None or not self.scale > 0:
+            raise ValueError(f"loss_scale_factor={self.scale}: a loss_agg_mode ending in -norm wants a number above 0")
+        return self.scale
+
+
+def token_mean(step: StepCounts) -> Tensor:
+    """1 / sum_b n_b: every token counts the same (DAPO's public code; arXiv:2503.14476)."""
+    return (1 / step.num_tokens.sum()).expand_as(step.num_tokens)
+
+
+def token_sum(step: StepCounts) -> Tensor:
+    """1."""
+    return torch.ones_like(step.num_tokens)
+
+
+def seq_mean_token_sum(step: StepCounts) -> Tensor:
+    """1 / B."""
+    return (1 / step.num_sequences.double()).expand_as(step.num_tokens)
+
+
+def seq_mean_token_mean(step: StepCounts) -> Tensor:
+    """1 / (B n_b): every sequence counts the same (GRPO, arXiv:2402.03300)."""
+    return 1 / (step.num_sequences * step.num_tokens)
+
+
+def seq_mean_token_sum_norm(step: StepCounts) -> Tensor:
+    """1 / (B S): a constant in place of the length (Dr.GRPO, arXiv:2503.20783)."""
+    return seq_mean_token_sum(step) / step.require_scale()
+
+
+def token_sum_norm(step: StepCounts) -> Tensor:
+    """1 / S."""
+    return token_sum(step) / step.require_scale()
+
+
+def prompt_mean_token_mean(step: StepCounts) -> Tensor:
+    """1 / (P sum of n_b over the prompt group): DAPO as published; P counts groups with a trainable token."""
+    if step.group_ids is None:
+        raise ValueError("loss_agg_mode='prompt-mean-token-mean' wants the prompt group of every sequence")
+    groups, group_B = step.group_ids.unique(return_inverse=True)
+    tokens_P = segment_sum(step.num_tokens, group_B, len(groups))
+    return 1 / ((tokens_P > 0).sum() * tokens_P[group_B])
+
+
+AGG_MODES: dict[str, Callable[[StepCounts], Tensor]] = {
+    "token-mean": token_mean,
+    "token_level": token_mean,
+    "token-sum": token_sum,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "sample_level": seq_mean_token_mean,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+    "token-sum-norm": token_sum_norm,
+    "prompt-mean-token-mean": prompt_mean_token_mean,
+}
+
+
+def token_weights(
+    mode: str,
+    mask: Tensor,
+    segment_ids: Tensor,
+    *,
+    group_ids: Tensor | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """The weight of every token of one optimizer step.
+
+    Args: mode: a name of AGG_MODES; mask, segment_ids [N] of the whole step; group_ids [B], for prompt-mean-token-mean;
+        loss_scale_factor: S of the -norm modes, never a width of this batch.
+    Returns: [N] in the mask's floating type (else float32); 0 at masked places, everywhere if no token is trainable.
+    Raises: ValueError for an unknown mode or one that lacks what it wants.
+    """
+    if mode not in AGG_MODES:
+        raise ValueError(f"loss_agg_mode={mode!r}: want one of {', '.join(AGG_MODES)}")
+    live = mask != 0
+    num_sequences = count_segments(segment_ids) if group_ids is None else len(group_ids)
+    counts = segment_count(live, segment_ids, num_sequences).double()
+    scale_B = AGG_MODES[mode](StepCounts(counts, group_ids, loss_scale_factor))
+    weight = torch.where(live, scale_B[segment_ids], 0.0)  # a sequence without a trainable token may have scale inf
+    return weight.to(mask.dtype if mask.is_floating_point() else torch.float32)

@@ -1,0 +1,137 @@
+"""Estimators of KL(policy || reference) from sampled tokens, and the controllers of its coefficient in the reward.
+
+x = l - l_ref.  An estimator is a function (log_probs [T], ref_log_probs [T]) -> [T], differentiable in log_probs.
+Its value and its gradient are two questions: k1's value is unbiased while its gradient is zero on average, k2's
+gradient is that of the reverse KL while its value is not the KL (arXiv:2506.09477).
+A name with "+" takes one estimator's value and k2's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
+
+# exp(d) - d - 1 = 10 at d = LINEAR_FROM; its slope there is exp(d) - 1 = 10 + d.
+LINEAR_FROM = 2.610868638149876
+
+
+def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """x.  Unbiased, may be negative; as a loss its expected gradient is zero."""
+    return log_probs - ref_log_probs
+
+
+def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """x^2 / 2.  As a loss on-policy: the gradient of the reverse KL."""
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """exp(-x) + x - 1, continued linearly where it exceeds 10: the value stays finite and the gradient never vanishes.
+
+    As a loss on-policy: the gradient of the forward KL(reference || policy).
+    """
+    d = ref_log_probs - log_probs  # -x
+    steep = d > LINEAR_FROM
+    inside = torch.where(steep, 0.0, d)  # before expm1: exp(90) would be inf, and inf * 0 in the gradient NaN
+    return torch.where(steep, 10 + (10 + LINEAR_FROM) * (d - LINEAR_FROM), torch.expm1(inside) - inside)
+
+
+def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """|x|.  As a loss on-policy: the gradient of twice the total variation."""
+    return (log_probs - ref_log_probs).abs()
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {
+    "kl": k1,
+    "k1": k1,
+    "mse": k2,
+    "k2": k2,
+    "low_var_kl": k3,
+    "k3": k3,
+    "abs": absolute,
+}
+
+
+def kl_estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The estimator of that name, [T]; with "+": its value, the gradient of k2.
+
+    k2 - sg(k2) + sg(value)
+
+    Args: log_probs, ref_log_probs [T], masked places already 0.
+    Raises: ValueError for an unknown name.
+    """
+    base = name.removesuffix("+")
+    if base not in KL_ESTIMATORS:
+        raise ValueError(f'KL estimator {name!r}: want one of {", ".join(KL_ESTIMATORS)}, or one of these with "+"')
+    value = KL_ESTIMATORS[base](log_probs, ref_log_probs)
+    if base == name:
+        return value
+    straight = k2(log_probs, ref_log_probs)
+    return straight - straight.detach() + value.detach()
+
+
+@dataclass
+class FixedKL:
+    """A coefficient that stays: a setting, so a checkpoint holds nothing of it."""
+
+    value: float
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Nothing to learn from the current KL."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """The configured coefficient wins."""
+
+
+@dataclass
+class AdaptiveKL:
+    """A coefficient that steers the KL towards `target_kl`.
+
+    beta *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon
+
+    Paper: Ziegler et al., arXiv:1909.08593, section 2.2.
+    """
+
+    value: float
+    target_kl: float = 0.1
+    horizon: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if not (self.target_kl > 0 and self.horizon > 0):
+            raise ValueError(
+                f"algorithm.kl_ctrl.target_kl={self.target_kl}, horizon={self.horizon}: want numbers above 0"
+            )
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """After the coefficient was used. kl: mean over sequences of token means; num_sequences: how many."""
+        error = min(max(kl / self.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * num_sequences / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """A checkpoint of a run with a fixed coefficient has no value: the configured one starts."""
+        self.value = state.get("value", self.value)
+
+
+KL_CONTROLLERS: tuple[str, ...] = ("fixed", "adaptive")
+
+
+def make_kl_controller(
+    kind: str, *, kl_coef: float, target_kl: float = 0.1, horizon: float = 10000.0
+) -> FixedKL | AdaptiveKL:
+    """The controller of `algorithm.kl_ctrl`.  Raises: ValueError for an unknown type."""
+    if kind == "fixed":
+        return FixedKL(kl_coef)
+    if kind == "adaptive":
+        return AdaptiveKL(kl_coef, target_kl, horizon)
+    raise ValueError(f"algorithm.kl_ctrl.type={kind!r}: want one of {', '.join(KL_CONTROLLERS)}")

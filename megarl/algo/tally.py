@@ -1,0 +1,71 @@
+"""Statistics of one micro-batch: many [T] columns in, one transfer, a dictionary of Stat out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megarl.algo.finite import num_non_finite, require_finite
+from megarl.algo.segments import clean
+from megarl.sample import Stat, Stats
+
+
+class Tally:
+    """Collects columns; `stats()` reduces them all with the loss's weights in one product and reads one tensor.
+
+    Means travel as weighted sum and sum of weights, in float64, so that a small variance survives as a difference of
+    sums.  A name with "~" is a part of a number that can only be finished after the last merge: `x~mean` and `x~square`
+    make the standard deviation x; `x~error_mean|error_square|target_mean|target_square` the explained variance x.
+    """
+
+    def __init__(self, weight: Tensor, mask: Tensor, segment_ids: Tensor) -> None:
+        self._weight, self._mask, self._segment_ids = weight.detach().double(), mask, segment_ids
+        self._live = mask & (weight != 0)
+        self._means: dict[str, Tensor] = {}
+        self._extremes: dict[str, tuple[str, Tensor]] = {}
+        self._watched: dict[str, Tensor] = {}
+
+    def watch(self, name: str, column: Tensor) -> None:
+        """This column, as it came, has to be finite at unmasked places."""
+        self._watched[name] = column.detach()
+
+    def mean(self, name: str, column: Tensor) -> None:
+        self._means[name] = clean(column.detach(), self._live).double()
+
+    def std(self, name: str, column: Tensor) -> None:
+        wide = column.detach().double()
+        self.mean(f"{name}~mean", wide)
+        self.mean(f"{name}~square", wide.square())
+
+    def explained_variance(self, name: str, prediction: Tensor, target: Tensor) -> None:
+        target = target.detach().double()
+        error = target - prediction.detach().double()
+        for part, column in (("error", error), ("target", target)):
+            self.mean(f"{name}~{part}_mean", column)
+            self.mean(f"{name}~{part}_square", column.square())
+
+    def extremes(self, name_min: str, name_max: str, column: Tensor) -> None:
+        self._extremes[name_min] = ("min", column.detach())
+        self._extremes[name_max] = ("max", column.detach())
+
+    def stats(self) -> Stats:
+        """Raises: NonFiniteError when a watched column is not finite.  Extremes of no token at all are left out."""
+        scalars = [num_non_finite(self._watched, self._mask).double(), self._weight.sum()]
+        scalars += [self._extreme(kind, column) for kind, column in self._extremes.values()]
+        sums = [torch.stack(list(self._means.values())) @ self._weight] if self._means else []
+        bad, weight, *numbers = torch.cat([torch.stack(scalars), *sums]).tolist()
+        if bad:
+            require_finite(self._watched, self._mask, self._segment_ids)
+        extremes = zip(self._extremes.items(), numbers, strict=False)
+        out = {name: Stat(kind, value) for (name, (kind, _)), value in extremes if math.isfinite(value)}
+        means = zip(self._means, numbers[len(self._extremes) :], strict=True)
+        return out | {name: Stat("mean", value, weight) for name, value in means}
+
+    def _extreme(self, kind: str, column: Tensor) -> Tensor:
+        if len(column) == 0:
+            return torch.full((), math.inf, dtype=torch.float64, device=column.device)
+        empty = math.inf if kind == "min" else -math.inf
+        masked = torch.where(self._live, column.double(), empty)
+        return masked.amin() if kind == "min" else masked.amax()

@@ -1,0 +1,95 @@
+"""Everything a run needs to go on after a crash: one folder a step, whose manifest is written last.
+
+A folder without a manifest is an unfinished save and does not exist for a reader.  The manifest is plain JSON; models and
+optimizers lie beside it as Megatron's sharded checkpoints, which load into another layout too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+MANIFEST = "manifest.json"
+
+
+class Saves(Protocol):
+    """A role, as far as a checkpoint cares."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def restore(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A finished save.  `state` is what the driver put in: step, data position, KL controller, seed."""
+
+    folder: Path
+    step: int  # iterations done
+    state: dict[str, Any]
+
+
+def save(root: Path, step: int, roles: Mapping[str, Saves], state: dict[str, Any], *, keep: int) -> Checkpoint:
+    """Write `root/step_N`, then forget all but the newest `keep`."""
+    folder = root / f"step_{step:08d}"
+    if folder.exists():  # of a run that died while it wrote, or that was resumed from an older step
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    for name, role in roles.items():
+        role.save(folder / name)
+    manifest = {"step": step, "roles": sorted(roles), "state": state}
+    partial = folder / f".{MANIFEST}.partial"
+    partial.write_text(json.dumps(manifest, indent=2))
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
+    partial.rename(folder / MANIFEST)
+    for old in all_checkpoints(root)[:-keep]:
+        shutil.rmtree(old.folder)
+    return Checkpoint(folder, step, state)
+
+
+def restore(checkpoint: Checkpoint, roles: Mapping[str, Saves]) -> None:
+    """Fill every role.  Raises ValueError where the checkpoint was made by other roles."""
+    saved = json.loads((checkpoint.folder / MANIFEST).read_text())["roles"]
+    if saved != sorted(roles):
+        raise ValueError(
+            f"trainer.resume_mode: {checkpoint.folder} holds {', '.join(saved)}, this run trains "
+            f"{', '.join(sorted(roles))}; want the same roles, or trainer.resume_mode=disable"
+        )
+    for name, role in roles.items():
+        role.restore(checkpoint.folder / name)
+
+
+def find(resume_mode: str, root: Path) -> Checkpoint | None:
+    """auto: the newest checkpoint under `root`, if there is one; disable: none; else the folder of a checkpoint."""
+    if resume_mode == "disable":
+        return None
+    if resume_mode == "auto":
+        found = all_checkpoints(root)
+        return found[-1] if found else None
+    checkpoint = _read(Path(resume_mode))
+    if checkpoint is None:
+        raise ValueError(
+            f"trainer.resume_mode={resume_mode}: no finished checkpoint there (no {MANIFEST}); want auto, disable, "
+            "or the folder of a checkpoint"
+        )
+    return checkpoint
+
+
+def all_checkpoints(root: Path) -> list[Checkpoint]:
+    """The finished checkpoints under `root`, oldest step first."""
+    found = [_read(folder) for folder in sorted(root.glob("step_*"))]
+    return sorted((c for c in found if c is not None), key=lambda c: c.step)
+
+
+def _read(folder: Path) -> Checkpoint | None:
+    manifest = folder / MANIFEST
+    if not manifest.exists():
+        return None
+    content = json.loads(manifest.read_text())
+    return Checkpoint(folder, content["step"], content["state"])

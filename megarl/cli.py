@@ -1,0 +1,156 @@
+"""`megarl COMMAND [key=value ...]`: the front door for a person at a terminal.
+
+Knows the commands and how their mistakes are told: a wrong setting is one sentence and exit code 2, never a traceback.
+Each command lives in a module of its own, which is loaded only when it is asked for: help answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megarl import __version__
+from megarl.config import Config, load_config, recipe_names, to_yaml
+
+
+class Command(NamedTuple):
+    """`module.function(config) -> exit code` does the work."""
+
+    module: str
+    function: str
+    about: str
+
+
+COMMANDS = {
+    "train": Command("megarl.train", "main", "reinforcement learning: rollouts, rewards, losses, weights, again"),
+    "sft": Command("megarl.sft", "main", "supervised training on prompts and responses, with the same engine"),
+    "evaluate": Command("megarl.evaluate", "main", "answer the evaluation prompts with a model and score the answers"),
+    "doctor": Command("megarl.doctor", "main", "look whether this machine has what a run needs"),
+    "config": Command("megarl.cli", "print_config", "print the configuration that a command line comes to"),
+}
+
+GROUPS = {
+    "data": "files of prompts, batch size, lengths",
+    "model": "the policy at the start: a Hugging Face folder or hub name",
+    "actor": "its loss, optimizer and layout (actor.optim.*, actor.megatron.*)",
+    "critic": "the same for the value model; follows the actor unless set",
+    "ref": "the reference policy of the KL terms",
+    "rollout": "who writes the completions, and how they are sampled",
+    "algorithm": "policy loss, advantages, KL in the reward, plug-ins",
+    "reward": "what scores a completion",
+    "trainer": "names, ranks, steps, checkpoints, trackers",
+    "sft": "the supervised stage (megarl sft)",
+}
+
+EXAMPLES = (
+    ("megarl train recipe=quickstart", "a whole run on two CPU cores"),
+    ("megarl train recipe=quickstart actor.optim.lr=1e-4", "the same with another learning rate"),
+    ("megarl train --config my_run.yaml", "your own file; it may say `recipe: NAME` to build on a shipped one"),
+    ("megarl config recipe=quickstart", "every key of a run and its value"),
+)
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line (default: the process's own) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = _take_flag(words, "--debug")
+    help_wanted = _take_flag(words, "--help", "-h")
+    if _take_flag(words, "--version"):
+        Console().print(f"megarl {__version__}", highlight=False)
+        return 0
+    if help_wanted or not words:
+        _print_help(Console(stderr=not help_wanted))
+        return 0 if help_wanted else EXIT_USAGE
+    try:
+        return _run(words[0], words[1:])
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return EXIT_INTERRUPTED
+    except ValueError as error:
+        if debug:
+            raise
+        _complain(f"error: {error}")
+        return EXIT_USAGE
+
+
+def print_config(config: Config) -> int:
+    """The body of `megarl config`: YAML on stdout, fit for `--config`."""
+    Console(soft_wrap=True).print(to_yaml(config), markup=False, highlight=False, end="")
+    return 0
+
+
+def _run(name: str, words: list[str]) -> int:
+    if name not in COMMANDS:
+        guess = get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {guess[0]}?" if guess else f"want one of {', '.join(COMMANDS)}"
+        raise ValueError(f"there is no command {name}; {hint}")
+    config, warnings = load_config(_overrides(words), command=name)
+    for warning in warnings:
+        _complain(f"warning: {warning}")
+    return _work_of(COMMANDS[name])(config)
+
+
+def _work_of(command: Command) -> Callable[[Config], int]:
+    return getattr(import_module(command.module), command.function)
+
+
+def _overrides(words: list[str]) -> list[str]:
+    """`--config FILE` and `--config=FILE` are `recipe=FILE`; everything else is key=value already."""
+    out: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if option != "--config":
+            if word.startswith("--"):
+                raise ValueError(f"there is no option {option}; want --config FILE, --debug, --help or key=value")
+            out.append(word)
+            continue
+        path = value if equals else next(rest, "")
+        if not path.endswith((".yaml", ".yml")):
+            raise ValueError(f"--config {path}: want the path of a YAML file")
+        quoted = path.replace("'", "\\'")
+        out.append(f"recipe='{quoted}'")
+    return out
+
+
+def _take_flag(words: list[str], *names: str) -> bool:
+    found = [word for word in words if word in names]
+    for word in found:
+        words.remove(word)
+    return bool(found)
+
+
+def _complain(sentence: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
+
+
+def _print_help(console: Console) -> None:
+    console.print("[bold]megarl[/] COMMAND \\[recipe=NAME | --config FILE] \\[key=value ...]", highlight=False)
+    console.print("Reinforcement-learning post-training of language models with Megatron-Core and SGLang.\n")
+    _print_table(console, "commands", [(name, command.about) for name, command in COMMANDS.items()])
+    _print_table(console, "keys: GROUP.NAME=VALUE", list(GROUPS.items()))
+    _print_table(console, "recipes", [(name, "") for name in recipe_names()])
+    _print_table(console, "examples", list(EXAMPLES))
+    console.print(
+        "Keys of verl's documents are understood, with or without actor_rollout_ref. in front.\n"
+        "--debug shows the traceback of an error, --version the version.",
+        highlight=False,
+    )
+
+
+def _print_table(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
+    for name, about in rows:
+        table.add_row(f"[cyan]{escape(name)}[/]", escape(about))
+    console.print(table)
+    console.print()

@@ -1,0 +1,254 @@
+"""Values and combinations that cannot be, found before any process starts.
+
+What needs the model (its heads and layers) or the data is checked where those are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from megarl.config import names
+from megarl.config.errors import ConfigError
+from megarl.config.resolve import data_parallel_size
+from megarl.config.schema import Config
+from megarl.config.settings import show
+
+Test = Callable[[Any], bool]
+
+_ROLES = ("actor", "critic", "ref")
+_LEARNERS = ("actor", "critic")
+
+_AT_LEAST_0: tuple[Test, str] = (lambda v: v >= 0, "a number of at least 0")
+_AT_LEAST_1: tuple[Test, str] = (lambda v: v >= 1, "at least 1")
+_ABOVE_0: tuple[Test, str] = (lambda v: 0 < v < float("inf"), "a number above 0")
+_UNIT: tuple[Test, str] = (lambda v: 0 <= v <= 1, "a number from 0 to 1")
+_INSIDE_UNIT: tuple[Test, str] = (lambda v: 0 < v < 1, "a number between 0 and 1, both excluded")
+_PERIOD: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "-1 (never) or at least 1")
+_NUCLEUS: tuple[Test, str] = (lambda v: 0 < v <= 1, "a number above 0 and at most 1")
+_ONE_YET: tuple[Test, str] = (lambda v: v == 1, "null or 1, because this kind of parallelism is not built yet")
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "algorithm.kl_ctrl.type": names.KL_CONTROLLERS,
+    "data.overlong_prompts": names.OVERLONG_PROMPTS,
+    "model.dtype": names.DTYPES,
+    "reward.on_error": names.REWARD_ERRORS,
+    "rollout.dtype": names.DTYPES,
+    "rollout.engine": names.ENGINES,
+    "trainer.device": names.DEVICES,
+} | {
+    f"{role}.{key}": choices
+    for role in _LEARNERS
+    for key, choices in (
+        ("loss_agg_mode", names.AGG_MODES),
+        ("optim.name", names.OPTIMIZERS),
+        ("optim.lr_decay_style", names.LR_DECAY_STYLES),
+    )
+}
+CHOICES |= {f"{role}.strategy": names.STRATEGIES for role in _ROLES}
+
+# Names that a plug-in may add to.
+OPEN_CHOICES: dict[str, tuple[str, ...]] = {
+    "algorithm.policy_loss_fn": names.POLICY_LOSSES,
+    "algorithm.adv_estimator": names.ADV_ESTIMATORS,
+    "algorithm.kl_penalty": names.KL_PENALTIES,
+    "actor.kl_loss_type": names.KL_ESTIMATORS,
+}
+
+# A null value passes: there null has a meaning of its own.
+RANGES: dict[str, tuple[Test, str]] = {
+    "data.train_batch_size": _AT_LEAST_1,
+    "data.max_prompt_length": _AT_LEAST_1,
+    "data.max_response_length": _AT_LEAST_1,
+    "data.val_max_samples": _AT_LEAST_1,
+    "actor.clip_ratio": _INSIDE_UNIT,
+    "actor.clip_ratio_low": _INSIDE_UNIT,
+    "actor.clip_ratio_high": _ABOVE_0,
+    "actor.clip_ratio_c": (lambda v: v == "off" or (not isinstance(v, str) and v > 1), "a number above 1, null or off"),
+    "actor.entropy_coeff": _AT_LEAST_0,
+    "actor.kl_loss_coef": _AT_LEAST_0,
+    "critic.cliprange_value": _ABOVE_0,
+    "rollout.n": _AT_LEAST_1,
+    "rollout.temperature": (_ABOVE_0[0], "a number above 0, because greedy completions give a policy nothing to learn"),
+    "rollout.top_p": _NUCLEUS,
+    "rollout.top_k": (lambda v: v == -1 or v >= 1, "-1 (all tokens) or at least 1"),
+    "rollout.tensor_model_parallel_size": _AT_LEAST_1,
+    "rollout.num_servers": _AT_LEAST_1,
+    "rollout.ahead": _AT_LEAST_0,
+    "rollout.max_running_requests": _AT_LEAST_1,
+    "rollout.request_timeout_s": _ABOVE_0,
+    "rollout.val_kwargs.temperature": _AT_LEAST_0,
+    "rollout.val_kwargs.top_p": _NUCLEUS,
+    "rollout.val_kwargs.n": _AT_LEAST_1,
+    "rollout.bucket_bytes": _AT_LEAST_1,
+    "algorithm.gamma": _UNIT,
+    "algorithm.lam": _UNIT,
+    "algorithm.advantage_clip": _ABOVE_0,
+    "algorithm.kl_ctrl.kl_coef": _AT_LEAST_0,
+    "algorithm.kl_ctrl.horizon": _AT_LEAST_1,
+    "algorithm.kl_ctrl.target_kl": _ABOVE_0,
+    "reward.num_workers": _AT_LEAST_1,
+    "reward.timeout_s": _ABOVE_0,
+    "trainer.total_training_steps": _AT_LEAST_1,
+    "trainer.total_epochs": _AT_LEAST_1,
+    "trainer.nnodes": _AT_LEAST_1,
+    "trainer.node_rank": _AT_LEAST_0,
+    "trainer.n_gpus_per_node": _AT_LEAST_1,
+    "trainer.save_freq": _PERIOD,
+    "trainer.test_freq": _PERIOD,
+    "trainer.critic_warmup": _AT_LEAST_0,
+    "trainer.max_checkpoints_to_keep": _AT_LEAST_1,
+    "trainer.call_timeout_s": _ABOVE_0,
+    "sft.epochs": _AT_LEAST_1,
+    "sft.batch_size": _AT_LEAST_1,
+    "sft.max_length": (lambda v: v >= 2, "at least 2"),
+}
+RANGES |= {
+    f"{role}.{key}": rule
+    for role in _LEARNERS
+    for key, rule in (
+        ("ppo_mini_batch_size", _AT_LEAST_1),
+        ("ppo_epochs", _AT_LEAST_1),
+        ("loss_scale_factor", _ABOVE_0),
+        ("max_grad_norm", _ABOVE_0),
+        ("optim.lr", _ABOVE_0),
+        ("optim.betas", (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers from 0 to below 1")),
+        ("optim.eps", _ABOVE_0),
+        ("optim.weight_decay", _AT_LEAST_0),
+        ("optim.momentum", (lambda v: 0 <= v < 1, "a number from 0 to below 1")),
+        ("optim.lr_warmup_steps", _AT_LEAST_0),
+        ("optim.lr_decay_steps", _AT_LEAST_1),
+        ("optim.min_lr", _AT_LEAST_0),
+    )
+}
+RANGES |= {
+    f"{role}.megatron.{kind}_parallel_size": _ONE_YET
+    for role in _ROLES
+    for kind in ("virtual_pipeline_model", "expert_model", "expert_tensor")
+}
+
+NEEDED: dict[str, tuple[str, ...]] = {
+    "train": ("model.path", "data.train_files"),
+    "sft": ("model.path", "sft.train_files"),
+    "evaluate": ("model.path", "data.val_files"),
+    "doctor": (),
+    "config": (),
+}
+
+
+def value_of(config: Config, key: str) -> Any:
+    """value_of(config, "actor.optim.lr") -> 1e-6."""
+    return reduce(getattr, key.split("."), config)
+
+
+def check(config: Config, command: str) -> None:
+    """Raise ConfigError, one sentence, at the first thing in a resolved `config` that cannot be."""
+    for key in NEEDED[command]:
+        if not value_of(config, key):
+            wanted = "a Hugging Face folder or hub name" if key == "model.path" else "at least one file"
+            raise ConfigError(f"{key} is not set: `megarl {command}` wants {wanted}")
+    for key, choices in CHOICES.items():
+        value = value_of(config, key)
+        if value not in choices:
+            raise ConfigError(f"{key}={value}: want one of {', '.join(choices)}")
+    for key, choices in OPEN_CHOICES.items():
+        value = value_of(config, key)
+        if value not in choices and not config.algorithm.plugins:
+            wanted = f"want one of {', '.join(choices)}, or a name that a file in algorithm.plugins registers"
+            raise ConfigError(f"{key}={value}: {wanted}")
+    for key, (test, wanted) in RANGES.items():
+        value = value_of(config, key)
+        if value is not None and not test(value):
+            raise ConfigError(f"{key}={show(value)}: want {wanted}")
+    for sentence in _contradictions(config, command):
+        raise ConfigError(sentence)
+
+
+def advice(config: Config) -> list[str]:
+    """What is allowed, and probably not meant: one sentence each."""
+    out: list[str] = []
+    for key, off in (("rollout.top_p", 1.0), ("rollout.top_k", -1)):
+        value = value_of(config, key)
+        if value != off:
+            out.append(f"{key}={value}: log-probs of the trainer are over all tokens, those of the server over fewer")
+    if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        out.append("actor.use_kl_loss=true and algorithm.use_kl_in_reward=true: the KL penalty counts twice")
+    if config.actor.use_kl_loss and config.actor.kl_loss_type in names.KL_WITHOUT_GRADIENT:
+        wanted = f"{config.actor.kl_loss_type}+ or low_var_kl"
+        out.append(f"actor.kl_loss_type={config.actor.kl_loss_type}: its expected gradient is zero; want {wanted}")
+    return out
+
+
+def _contradictions(config: Config, command: str) -> Iterator[str]:
+    yield from _layouts(config)
+    yield from _batches(config, command)
+    yield from _schedules(config)
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.adv_estimator in names.GROUP_ESTIMATORS and rollout.n == 1:
+        compares = "compares completions of one prompt"
+        yield f"rollout.n=1: algorithm.adv_estimator={algorithm.adv_estimator} {compares}; want at least 2"
+    if rollout.engine == "cpu" and rollout.tensor_model_parallel_size != 1:
+        size = rollout.tensor_model_parallel_size
+        yield f"rollout.tensor_model_parallel_size={size}: want 1, because rollout.engine=cpu is one process"
+    yield from _places(config)
+
+
+def _layouts(config: Config) -> Iterator[str]:
+    used = {"actor": True, "critic": config.uses_critic, "ref": config.uses_reference}
+    for role in (role for role in _ROLES if used[role]):
+        data_parallel_size(config, role)
+        node = value_of(config, role)
+        if node.megatron.sequence_parallel and node.megatron.tensor_model_parallel_size == 1:
+            yield f"{role}.megatron.sequence_parallel=true: want tensor_model_parallel_size above 1, or false"
+        if node.strategy == "none" and config.trainer.num_ranks > 1:
+            yield f"{role}.strategy=none: want megatron, because there are {config.trainer.num_ranks} ranks"
+
+
+def _batches(config: Config, command: str) -> Iterator[str]:
+    prompts = config.data.train_batch_size
+    for role in _LEARNERS if config.uses_critic else ("actor",):
+        mini = value_of(config, f"{role}.ppo_mini_batch_size")
+        if prompts % mini:
+            yield f"{role}.ppo_mini_batch_size={mini}: want a divisor of data.train_batch_size={prompts}"
+    longest, name = config.data.max_prompt_length + config.data.max_response_length, "data.max_prompt_length + "
+    name += "data.max_response_length"
+    if command == "sft":
+        longest, name = config.sft.max_length, "sft.max_length"
+    for key in ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu",
+                "ref.log_prob_max_token_len_per_gpu", "rollout.max_total_tokens"):  # fmt: skip
+        limit = value_of(config, key)
+        if limit is not None and limit < longest:
+            yield f"{key}={limit}: want room for one sequence, at least {name} = {longest}"
+
+
+def _schedules(config: Config) -> Iterator[str]:
+    for role in _LEARNERS if config.uses_critic else ("actor",):
+        optim = value_of(config, f"{role}.optim")
+        if optim.min_lr > optim.lr:
+            yield f"{role}.optim.min_lr={optim.min_lr}: want at most {role}.optim.lr={optim.lr}"
+        if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
+            warmup = f"{role}.optim.lr_warmup_steps={optim.lr_warmup_steps}"
+            yield f"{role}.optim.lr_decay_steps={optim.lr_decay_steps}: want more than {warmup}"
+    steps, alone = config.trainer.total_training_steps, config.trainer.critic_warmup
+    if config.uses_critic and steps is not None and alone >= steps:
+        yield f"trainer.critic_warmup={alone}: want fewer than trainer.total_training_steps={steps}"
+
+
+def _places(config: Config) -> Iterator[str]:
+    trainer, fn = config.trainer, config.reward.fn
+    if trainer.node_rank >= trainer.nnodes:
+        yield f"trainer.node_rank={trainer.node_rank}: want less than trainer.nnodes={trainer.nnodes}"
+    unknown = [name for name in trainer.logger if name not in names.LOGGERS]
+    if unknown:
+        yield f"trainer.logger={show(trainer.logger)}: {unknown[0]} is none of {', '.join(names.LOGGERS)}"
+    if trainer.experiment_name in ("", ".", "..") or Path(trainer.experiment_name).name != trainer.experiment_name:
+        yield f"trainer.experiment_name={trainer.experiment_name}: want the plain name of a folder"
+    if trainer.resume_mode not in names.RESUME_MODES and not Path(trainer.resume_mode).is_dir():
+        yield f"trainer.resume_mode={trainer.resume_mode}: want auto, disable or the folder of a checkpoint"
+    place, colon, _ = fn.rpartition(":")
+    if not colon and fn not in names.REWARDS:
+        yield f"reward.fn={fn}: want one of {', '.join(names.REWARDS)}, or path/to/file.py:function"
+    if place.endswith(".py") and not Path(place).expanduser().is_file():
+        yield f"reward.fn={fn}: want a file that exists, as path/to/file.py:function"

@@ -1,0 +1,142 @@
+"""Keys that would do nothing under the chosen settings.
+
+Whoever types `algorithm.lam=0.9` for GRPO expects something to happen; a silent nothing costs a run.  Only the command
+line is held to this: a recipe may carry values for choices that are not taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from megarl.config import names
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config, Optim
+from megarl.config.settings import Setting
+
+
+class Inert(NamedTuple):
+    """Keys that match `keys` (patterns, separated by spaces) do nothing where `when` holds."""
+
+    keys: str
+    because: str  # {c...} is a value of the configuration
+    when: Callable[[Config], bool]
+
+
+def _optim_rows(role: str, optim: Callable[[Config], Optim]) -> tuple[Inert, ...]:
+    name = f"{role}.optim.name={{c.{role}.optim.name}}"
+    return (
+        Inert(f"{role}.optim.momentum", f"{name} has no momentum", lambda c: optim(c).name != "sgd"),
+        Inert(f"{role}.optim.betas {role}.optim.eps", f"{name} has no moments", lambda c: optim(c).name == "sgd"),
+        Inert(
+            f"{role}.optim.lr_decay_steps {role}.optim.min_lr",
+            f"{role}.optim.lr_decay_style=constant never decays",
+            lambda c: optim(c).lr_decay_style == "constant",
+        ),
+    )
+
+
+TABLE = (
+    Inert(
+        "critic.* trainer.critic_warmup",
+        "algorithm.adv_estimator={c.algorithm.adv_estimator} needs no critic",
+        lambda c: not c.uses_critic,
+    ),
+    Inert(
+        "algorithm.lam algorithm.gamma",
+        "algorithm.adv_estimator={c.algorithm.adv_estimator} scores whole completions",
+        lambda c: c.algorithm.adv_estimator == "grpo",
+    ),
+    Inert(
+        "algorithm.norm_adv_by_std_in_grpo",
+        "algorithm.adv_estimator={c.algorithm.adv_estimator} is not grpo",
+        lambda c: c.algorithm.adv_estimator == "gae",
+    ),
+    Inert(
+        "ref.*",
+        "actor.use_kl_loss and algorithm.use_kl_in_reward are both false, so there is no reference",
+        lambda c: not c.uses_reference,
+    ),
+    Inert(
+        "actor.kl_loss_coef actor.kl_loss_type actor.kl_importance",
+        "actor.use_kl_loss=false",
+        lambda c: not c.actor.use_kl_loss,
+    ),
+    Inert(
+        "algorithm.kl_penalty algorithm.kl_ctrl.*",
+        "algorithm.use_kl_in_reward=false",
+        lambda c: not c.algorithm.use_kl_in_reward,
+    ),
+    Inert(
+        "algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl",
+        "algorithm.kl_ctrl.type=fixed",
+        lambda c: c.algorithm.kl_ctrl.type == "fixed",
+    ),
+    Inert(
+        "actor.clip_ratio actor.clip_ratio_*",
+        "algorithm.policy_loss_fn={c.algorithm.policy_loss_fn} has no clip",
+        lambda c: c.algorithm.policy_loss_fn in names.LOSSES_WITHOUT_CLIP,
+    ),
+    Inert(
+        "actor.clip_ratio",
+        "actor.clip_ratio_low and actor.clip_ratio_high are both set",
+        lambda c: c.actor.clip_ratio_low is not None and c.actor.clip_ratio_high is not None,
+    ),
+    Inert(
+        "actor.loss_scale_factor",
+        "actor.loss_agg_mode={c.actor.loss_agg_mode} has no constant",
+        lambda c: not {c.actor.loss_agg_mode, c.critic.loss_agg_mode} & set(names.AGG_MODES_WITH_SCALE),
+    ),
+    Inert(
+        "critic.loss_scale_factor",
+        "critic.loss_agg_mode={c.critic.loss_agg_mode} has no constant",
+        lambda c: c.critic.loss_agg_mode not in names.AGG_MODES_WITH_SCALE,
+    ),
+    *_optim_rows("actor", lambda c: c.actor.optim),
+    *_optim_rows("critic", lambda c: c.critic.optim),
+    Inert(
+        "rollout.val_kwargs.top_p",
+        "rollout.val_kwargs.temperature=0 is greedy",
+        lambda c: c.rollout.val_kwargs.temperature == 0,
+    ),
+    Inert(
+        "data.val_max_samples trainer.test_freq trainer.val_before_train rollout.val_kwargs.*",
+        "data.val_files is empty, so nothing is evaluated",
+        lambda c: not c.data.val_files,
+    ),
+    Inert("data.seed", "data.shuffle=false", lambda c: not c.data.shuffle),
+    Inert(
+        "trainer.total_epochs",
+        "trainer.total_training_steps={c.trainer.total_training_steps} decides (null leaves it to the epochs)",
+        lambda c: c.trainer.total_training_steps is not None,
+    ),
+    Inert("trainer.node_rank", "trainer.nnodes=1", lambda c: c.trainer.nnodes == 1),
+)
+
+# What a command never reads.
+UNREAD = {
+    "train": "sft.*",
+    "sft": (
+        "algorithm.* critic.* ref.* actor.ppo_mini_batch_size actor.ppo_epochs actor.clip_ratio* actor.entropy_coeff "
+        "actor.use_kl_loss actor.kl_*"
+    ),
+    "evaluate": "critic.* ref.* sft.*",
+}
+COMMANDS_THAT_RUN_NOTHING = ("doctor",)
+
+
+def check_effect(config: Config, typed: Iterable[Setting], command: str) -> None:
+    """Raise ConfigError, one sentence, at the first typed setting that nothing would read."""
+    if command in COMMANDS_THAT_RUN_NOTHING:
+        return
+    for setting in typed:
+        if _matches(setting.key, UNREAD.get(command, "")):
+            raise ConfigError(f"{setting.text}: has no effect, because `megarl {command}` does not read it")
+        for row in TABLE:
+            if _matches(setting.key, row.keys) and row.when(config):
+                raise ConfigError(f"{setting.text}: has no effect, because {row.because.format(c=config)}")
+
+
+def _matches(key: str, patterns: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns.split())

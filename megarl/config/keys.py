@@ -1,0 +1,104 @@
+"""What keys there are, what type each wants, and which one a misspelt key meant."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from megarl.config.schema import Config
+
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+_BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
+_ALMOST_EQUAL = 0.9  # share of matching characters: a slip of the finger
+_ALIKE = 0.7  # below this a guess would only confuse
+
+
+@cache
+def leaf_types() -> dict[str, Any]:
+    """Every key of `Config` with its type.  Example: {"data.seed": int, "actor.clip_ratio": float | None, ...}."""
+    return dict(_walk(Config, ""))
+
+
+@cache
+def groups() -> frozenset[str]:
+    """Every key that holds other keys: "actor", "actor.optim", ..."""
+    return frozenset(key.rsplit(".", depth)[0] for key in leaf_types() for depth in range(1, key.count(".") + 1))
+
+
+@cache
+def followed() -> dict[str, str]:
+    """Keys whose default is another key's value.  Example: {"data.seed": "${trainer.seed}", ...}."""
+    return {key: default for key, default in _defaults(Config(), "") if is_reference(default)}
+
+
+def is_reference(value: object) -> bool:
+    """Is it "${another.key}"?"""
+    return isinstance(value, str) and "${" in value
+
+
+def fits(value: object, wanted: Any) -> bool:
+    """Can `value`, from a command line or a YAML file, be of type `wanted`?"""
+    if is_reference(value):
+        return True
+    if isinstance(wanted, UnionType):
+        return any(fits(value, part) for part in get_args(wanted))
+    if get_origin(wanted) is list:
+        return isinstance(value, list) and all(fits(item, get_args(wanted)[0]) for item in value)
+    if wanted is bool:
+        return isinstance(value, bool) or (isinstance(value, str) and value.lower() in _BOOLEANS)
+    if isinstance(value, bool):
+        return False
+    if wanted is str:
+        return isinstance(value, str | int | float)
+    if wanted in (int, float):
+        return isinstance(value, int | wanted) or (isinstance(value, str) and _parses(value, wanted))
+    return isinstance(value, wanted)
+
+
+def type_name(wanted: Any) -> str:
+    """Example: `int | None` -> "an integer or null"."""
+    if isinstance(wanted, UnionType):
+        *first, last = (type_name(part) for part in get_args(wanted))
+        return f"{', '.join(first)} or {last}"
+    if get_origin(wanted) is list:
+        return "a list of texts" if get_args(wanted)[0] is str else "a list of numbers"
+    return _TYPE_NAMES[wanted]
+
+
+def nearest(key: str, candidates: list[str] | None = None) -> str | None:
+    """The candidate (a key of `Config`, unless others are given) that was probably meant, or None.
+
+    Example: "actor.clip_ration" -> "actor.clip_ratio"; "trainer.kl_coef" -> "algorithm.kl_ctrl.kl_coef".
+    """
+    known = list(leaf_types()) if candidates is None else candidates
+    same_leaf = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    guesses = get_close_matches(key, known, 1, _ALMOST_EQUAL) or same_leaf or get_close_matches(key, known, 1, _ALIKE)
+    return guesses[0] if guesses else None
+
+
+def _parses(text: str, number: type) -> bool:
+    try:
+        number(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _walk(cls: Any, prefix: str) -> list[tuple[str, Any]]:
+    hints = get_type_hints(cls)
+    out: list[tuple[str, Any]] = []
+    for item in fields(cls):
+        kind = hints[item.name]
+        out += _walk(kind, f"{prefix}{item.name}.") if is_dataclass(kind) else [(prefix + item.name, kind)]
+    return out
+
+
+def _defaults(node: Any, prefix: str) -> list[tuple[str, Any]]:
+    out: list[tuple[str, Any]] = []
+    for item in fields(node):
+        value = getattr(node, item.name)
+        out += _defaults(value, f"{prefix}{item.name}.") if is_dataclass(value) else [(prefix + item.name, value)]
+    return out

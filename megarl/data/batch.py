@@ -1,0 +1,82 @@
+"""Scored groups to one ragged Batch, and a Batch to the mini-batches of its optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from megarl.sample import Batch, Sample
+
+
+def make_batch(groups: Sequence[Sequence[Sample]]) -> Batch:
+    """All samples of all groups, end to end, prompt then completion.
+
+    columns [N] float32
+        response_mask       1 on the completion's tokens, its stop token included
+        rollout_log_probs   what the server wrote; 0 on the prompt
+    rows [B]
+        score               float32, the reward
+        group               int64, index into `groups`: samples of one visit of one prompt
+        version_min, version_max   int64, oldest and newest weights that wrote a token
+        truncated           float32, 1 where the length limit ended the completion
+    """
+    samples = [sample for group in groups for sample in group]
+    assert samples, "a batch needs at least one sample"
+    completions = [sample.completion for sample in samples]
+    for sample in samples:
+        _check(sample)
+    parts = np.array([(len(s.prompt.token_ids), len(s.completion.token_ids)) for s in samples], dtype=np.int64)
+    lengths = parts.sum(axis=1)
+    num_tokens, num_written = int(lengths.sum()), int(parts[:, 1].sum())
+
+    pieces = chain.from_iterable((s.prompt.token_ids, s.completion.token_ids) for s in samples)
+    tokens = np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=num_tokens)
+    mask = np.repeat(np.tile(np.array([0, 1], dtype=np.float32), len(samples)), parts.ravel())
+    written = chain.from_iterable(completion.log_probs for completion in completions)
+    log_probs = np.zeros(num_tokens, dtype=np.float32)
+    log_probs[mask == 1] = np.fromiter(written, dtype=np.float32, count=num_written)
+
+    return Batch(
+        tokens=torch.from_numpy(tokens),
+        lengths=torch.from_numpy(lengths),
+        columns={"response_mask": torch.from_numpy(mask), "rollout_log_probs": torch.from_numpy(log_probs)},
+        rows={
+            "score": torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
+            "group": torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g) for g in groups])),
+            "version_min": torch.tensor([min(span.version for span in c.versions) for c in completions]),
+            "version_max": torch.tensor([max(span.version for span in c.versions) for c in completions]),
+            "truncated": torch.tensor([float(c.finish_reason == "length") for c in completions]),
+        },
+    )
+
+
+def mini_batches(batch: Batch, prompts_per_step: int, *, seed: int | None) -> list[Batch]:
+    """The batches of the optimizer steps of one epoch: whole prompt groups, `prompts_per_step` of them in each.
+
+    Where lost rollouts left a number of groups that does not divide, there are as many steps as it takes and their
+    sizes differ by at most one group, so that no step rests on a handful of leftovers.
+    `seed` shuffles the groups (None: as they came); rows["group"] keeps its numbers.
+    """
+    assert prompts_per_step > 0, "a step needs at least one prompt"
+    group = batch.rows["group"]
+    members: dict[int, list[int]] = {}
+    for sequence, index in enumerate(group.tolist()):
+        members.setdefault(index, []).append(sequence)
+    names = list(members)
+    if seed is not None:
+        names = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
+    num_steps = -(-len(names) // prompts_per_step)
+    steps = np.array_split(np.arange(len(names)), num_steps)
+    return [batch.select([sequence for at in step for sequence in members[names[at]]]) for step in steps]
+
+
+def _check(sample: Sample) -> None:
+    completion = sample.completion
+    assert len(completion.log_probs) == len(completion.token_ids), (
+        f"completion of prompt {sample.prompt.uid} has {len(completion.token_ids)} tokens "
+        f"and {len(completion.log_probs)} log-probs"
+    )
+    assert completion.versions, f"completion of prompt {sample.prompt.uid} does not say which weights wrote it"

@@ -1,0 +1,82 @@
+"""Tokenizers: loading one, and turning text or chat messages into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+Text = str | list[dict[str, str]]
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder (or hub name).  Raises ValueError of one sentence when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"model.tokenizer_path={path}: no tokenizer can be loaded from there ({reason[0]})") from error
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: Text) -> list[int]:
+    """Token ids of a string as it stands, or of chat messages with the header of the answer that is to come."""
+    return encode_many(tokenizer, [text])[0]
+
+
+def encode_many(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], *, system_prompt: str | None = None
+) -> list[list[int]]:
+    """The same for many at once, which fast tokenizers do in parallel.
+
+    With a system prompt, strings become a user's message and messages without a system turn get one.
+    Raises ValueError when messages meet a tokenizer without a chat template.
+    """
+    texts = [_with_system(text, system_prompt) for text in texts]
+    rendered = [text if isinstance(text, str) else _render(tokenizer, text) for text in texts]
+    # A chat template writes its own special tokens; for plain text the tokenizer decides.
+    ids: list[list[int]] = [[] for _ in texts]
+    for is_chat in (False, True):
+        where = [i for i, text in enumerate(texts) if isinstance(text, list) == is_chat]
+        if where:
+            encoded = _encode_strings(tokenizer, [rendered[i] for i in where], add_special_tokens=not is_chat)
+            for i, token_ids in zip(where, encoded, strict=True):
+                ids[i] = token_ids
+    return ids
+
+
+def encode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[str]) -> list[list[int]]:
+    """Answers as a model would have written them: no special tokens but the end-of-sequence token at the end."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model.tokenizer_path={tokenizer.name_or_path}: want a tokenizer with an end-of-text token")
+    encoded = _encode_strings(tokenizer, list(responses), add_special_tokens=False)
+    return [token_ids + [tokenizer.eos_token_id] for token_ids in encoded]
+
+
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return bool(tokenizer.chat_template)
+
+
+def _encode_strings(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, add_special_tokens: bool) -> Any:
+    # verbose=False: the tokenizer's own warning about long texts; our limit is data.max_prompt_length.
+    return tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    if not has_chat_template(tokenizer):
+        raise ValueError(
+            f"model.tokenizer_path={tokenizer.name_or_path}: the tokenizer has no chat template, which chat messages "
+            "and data.system_prompt need; want string prompts, or a tokenizer with one"
+        )
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _with_system(text: Text, system_prompt: str | None) -> Text:
+    if system_prompt is None:
+        return text
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    if any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]

@@ -1,0 +1,148 @@
+"""Which sequences share a micro-batch, and which rank runs it.
+
+Every rank runs equally many micro-batches, because a gradient reduction or an expert exchange waits for all of them;
+the k-th micro-batches of all ranks cost about the same, and so do the ranks' sums.  A micro-batch without sequences is
+a dummy: the rank runs a row of weight 0.  None of this changes a result, only how long it takes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.sample import token_positions
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's sequences, micro-batch after micro-batch.  Example: RankPlan([4, 0, 2], [2, 1, 0])."""
+
+    indices: list[int]  # which sequences of the batch, in the order in which they run
+    micro_sizes: list[int]  # sequences of each micro-batch; 0 is a dummy
+
+    @property
+    def micro_batches(self) -> list[list[int]]:
+        """The sequences of each micro-batch."""
+        ends = np.cumsum(self.micro_sizes)
+        return [self.indices[end - size : end] for end, size in zip(ends, self.micro_sizes, strict=True)]
+
+
+def plan(
+    lengths: Sequence[int],
+    num_ranks: int,
+    *,
+    max_tokens: int | None = None,
+    max_sequences: int | None = None,
+    hidden_size: int = 1024,
+) -> list[RankPlan]:
+    """Spread sequences of these lengths over `num_ranks` ranks: the fewest micro-batches, then the most even ones.
+
+    A micro-batch holds at most `max_tokens` tokens, or at most `max_sequences` sequences; give one of the two.
+    The cost of a sequence of length L is L * (12 * hidden_size + L): the linear layers' and causal attention's
+    operations are in the ratio 24 h^2 to 2 h L for a token.
+    Raises ValueError when a sequence alone exceeds `max_tokens`.
+    """
+    assert (max_tokens is None) != (max_sequences is None), "give max_tokens or max_sequences, not both"
+    size = np.asarray(lengths, dtype=np.int64)
+    if max_tokens is not None and len(size) and size.max() > max_tokens:
+        raise ValueError(
+            f"ppo_max_token_len_per_gpu={max_tokens}: sequence {int(size.argmax())} has {int(size.max())} tokens; "
+            "want a limit of at least data.max_prompt_length + data.max_response_length"
+        )
+    cost = size * (12 * hidden_size + size)
+    longest_first = np.argsort(-size, kind="stable")
+    if max_tokens is not None:
+        bins = _bins_by_tokens(longest_first, size, cost, num_ranks, max_tokens)
+    else:
+        assert max_sequences is not None and max_sequences > 0, f"max_sequences is {max_sequences}, want 1 or more"
+        num_bins = _round_up(-(-len(size) // max_sequences), num_ranks)
+        even = _even_bins(longest_first, np.ones_like(size), cost, num_bins, max_sequences)
+        assert even is not None, "sequences of weight 1 always fit"
+        bins = even
+    return _deal(bins, cost, num_ranks)
+
+
+def unpack(plans: Sequence[RankPlan], parts: Sequence[Tensor], lengths: Sequence[int] | Tensor) -> Tensor:
+    """Undo a plan for a column: parts[r] holds rank r's tokens in its order -> [N] in the order of the batch."""
+    order = torch.tensor([index for rank in plans for index in rank.indices], dtype=torch.int64)
+    flat = torch.cat(list(parts))
+    all_lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    assert len(order) == len(all_lengths), f"plans hold {len(order)} sequences, the batch {len(all_lengths)}"
+    assert len(flat) == int(all_lengths.sum()), f"parts hold {len(flat)} tokens, the batch {int(all_lengths.sum())}"
+    out = torch.empty_like(flat)
+    out[token_positions(all_lengths, order)] = flat
+    return out
+
+
+def _bins_by_tokens(
+    longest_first: np.ndarray, size: np.ndarray, cost: np.ndarray, num_ranks: int, max_tokens: int
+) -> list[list[int]]:
+    """As few bins as best-fit-decreasing needs (rounded up to the ranks), evened out where that fits as well."""
+    tight = _best_fit(longest_first, size, max_tokens)
+    num_bins = _round_up(len(tight), num_ranks)
+    even = _even_bins(longest_first, size, cost, num_bins, max_tokens)
+    return even if even is not None else tight + [[] for _ in range(num_bins - len(tight))]
+
+
+def _best_fit(longest_first: np.ndarray, size: np.ndarray, capacity: int) -> list[list[int]]:
+    """Best-fit-decreasing: each sequence goes where it leaves the least room; at most 11/9 of the optimal count."""
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
+    for index in longest_first.tolist():
+        need = int(size[index])
+        at = bisect_left(room, (need, -1))
+        if at == len(room):
+            left, target = capacity, len(bins)
+            bins.append([])
+        else:
+            left, target = room.pop(at)
+        bins[target].append(index)
+        insort(room, (left - need, target))
+    return bins
+
+
+def _even_bins(
+    longest_first: np.ndarray, size: np.ndarray, cost: np.ndarray, num_bins: int, capacity: int
+) -> list[list[int]] | None:
+    """Longest first into the cheapest bin with room; None when a sequence finds no room in any."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    used = np.zeros(num_bins, dtype=np.int64)
+    spent = np.zeros(num_bins, dtype=np.float64)
+    for index in longest_first.tolist():
+        target = int(spent.argmin())
+        if used[target] + size[index] > capacity:
+            target = int(np.where(used + size[index] <= capacity, spent, np.inf).argmin())
+            if used[target] + size[index] > capacity:
+                return None
+        bins[target].append(index)
+        used[target] += size[index]
+        spent[target] += cost[index]
+    return bins
+
+
+def _deal(bins: list[list[int]], cost: np.ndarray, num_ranks: int) -> list[RankPlan]:
+    """Bins of like cost run at the same time; within such a round the dearest goes to the rank with the least so far.
+
+    Dear rounds come first: if memory does not suffice, it shows at once.
+    """
+    totals = [int(cost[members].sum()) if members else 0 for members in bins]
+    dearest_first = sorted(range(len(bins)), key=lambda b: (-totals[b], b))
+    rank_cost = [0] * num_ranks
+    rank_bins: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for start in range(0, len(bins), num_ranks):
+        cheapest_ranks = sorted(range(num_ranks), key=lambda r: (rank_cost[r], r))
+        for rank, chosen in zip(cheapest_ranks, dearest_first[start : start + num_ranks], strict=True):
+            rank_bins[rank].append(sorted(bins[chosen]))
+            rank_cost[rank] += totals[chosen]
+    return [
+        RankPlan([i for members in mine for i in members], [len(members) for members in mine]) for mine in rank_bins
+    ]
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,102 @@
+"""The prompts of a run: read and checked once, then handed out for ever in a saved order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data import FILE_KINDS
+from megarl.data.chat import encode_many, has_chat_template
+from megarl.data.fields import Question, question_of
+from megarl.data.order import Visits
+from megarl.data.rows import content_digest, read_rows
+from megarl.sample import Prompt
+
+
+class Prompts:
+    """Rows of JSONL or parquet files or a `datasets` folder (`fields` lists the shapes), as tokenised prompts.
+
+    Example: Prompts("train.jsonl", tokenizer, max_prompt_length=512, seed=1).take(64)
+    Raises ValueError, naming file:line, for a bad row, and for a prompt longer than `max_prompt_length` tokens unless
+    overlong="filter", which leaves it out and counts it in `num_filtered`.
+    """
+
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_key: str = "prompt",
+        ground_truth_key: str = "ground_truth",
+        max_prompt_length: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        overlong: str = "error",
+        system_prompt: str | None = None,
+    ) -> None:
+        templated = has_chat_template(tokenizer)
+        questions = [
+            question_of(row, prompt_key=prompt_key, ground_truth_key=ground_truth_key, has_chat_template=templated)
+            for row in read_rows(files, FILE_KINDS)
+        ]
+        encoded = encode_many(tokenizer, [question.text for question in questions], system_prompt=system_prompt)
+        fits = [
+            _fits(question.where, len(ids), max_prompt_length, overlong)
+            for question, ids in zip(questions, encoded, strict=True)
+        ]
+        self._rows = [row for row, fit in enumerate(fits) if fit]
+        if not self._rows:
+            raise ValueError(f"data.max_prompt_length={max_prompt_length}: every prompt of {files} is longer")
+        self.num_filtered = len(fits) - len(self._rows)
+        self._questions: list[Question] = [questions[row] for row in self._rows]
+        # int32 arrays: a list of Python integers would take several times the memory for a large data set.
+        self._token_ids = [np.asarray(encoded[row], dtype=np.int32) for row in self._rows]
+        fingerprint = f"{len(self._rows)}-{content_digest(files)}"
+        self._visits = Visits(len(self._rows), shuffle=shuffle, seed=seed, fingerprint=fingerprint)
+
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+        return len(self._rows)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; after the last row a new epoch begins.  The uid is "epoch-row"."""
+        return [self._prompt(index, str(epoch)) for epoch, index in self._visits.next(count)]
+
+    def all(self, max_samples: int | None = None) -> list[Prompt]:
+        """The first `max_samples` prompts (or all) in the order of the files, for evaluation; uid "eval-row"."""
+        return [self._prompt(index, "eval") for index in range(len(self))[:max_samples]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next `take` begins: {epoch, position, fingerprint}, JSON values."""
+        return self._visits.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position.  Raises ValueError when it was saved over other data."""
+        self._visits.load_state_dict(state)
+
+    def _prompt(self, index: int, visit: str) -> Prompt:
+        question = self._questions[index]
+        return Prompt(
+            uid=f"{visit}-{self._rows[index]}",
+            token_ids=self._token_ids[index].tolist(),
+            text=question.text,
+            ground_truth=question.ground_truth,
+            data_source=question.data_source,
+            extra=question.extra,
+        )
+
+
+def _fits(where: str, num_tokens: int, limit: int, overlong: str) -> bool:
+    """Whether a prompt is kept.  Raises ValueError for an empty one, and for a long one unless those are filtered."""
+    assert overlong in ("error", "filter"), f"overlong is {overlong!r}, want error or filter"
+    if num_tokens == 0:
+        raise ValueError(f"{where}: the prompt is empty; want at least one token")
+    if num_tokens > limit and overlong == "error":
+        raise ValueError(
+            f"{where}: the prompt has {num_tokens} tokens, data.max_prompt_length is {limit}; "
+            "want a shorter prompt, a higher limit, or data.overlong_prompts=filter"
+        )
+    return num_tokens <= limit

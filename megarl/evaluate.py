@@ -1,0 +1,128 @@
+"""The score of a model on held-out prompts, through the same servers and rewards as the training."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from megarl.config import Config
+from megarl.data.chat import load_tokenizer
+from megarl.run import make_servers, make_stream, read_prompts
+from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.stream import Stream
+from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The groups in the order of the prompts; a lost group counts as failed."""
+
+    groups: list[list[Sample] | LostRollout]
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over prompts of the mean reward of their completions; 0 over nothing."""
+        scores = [self._score(group) for group in self.groups]
+        return sum(scores) / len(scores) if scores else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """val/score, and val/SOURCE/score where there are several data sources."""
+        out = {"val/score": self.accuracy}
+        sources = {_prompt(group).data_source for group in self.groups}
+        for source in sorted(sources) if len(sources) > 1 else ():
+            part = Evaluation([g for g in self.groups if _prompt(g).data_source == source])
+            out[f"val/{source or 'unnamed'}/score"] = part.accuracy
+        return out
+
+    def answers(self) -> list[dict[str, Any]]:
+        """The first completion of each prompt: {uid, text, reward}."""
+        return [
+            {"uid": _prompt(g).uid, "text": "", "reward": 0.0}
+            if isinstance(g, LostRollout)
+            else {"uid": g[0].prompt.uid, "text": g[0].completion.text, "reward": g[0].reward}
+            for g in self.groups
+        ]
+
+    @staticmethod
+    def _score(group: list[Sample] | LostRollout) -> float:
+        return 0.0 if isinstance(group, LostRollout) else sum(s.reward for s in group) / len(group)
+
+
+def _prompt(group: list[Sample] | LostRollout) -> Prompt:
+    return group.prompt if isinstance(group, LostRollout) else group[0].prompt
+
+
+def evaluate(
+    stream: Stream,
+    prompts: Sequence[Prompt],
+    *,
+    n: int,
+    temperature: float,
+    top_p: float,
+    max_new_tokens: int,
+    seed: int | None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Write and score n completions of each prompt with the weights that the servers hold now."""
+    if not prompts:
+        return Evaluation([])
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, sampling_seed=seed
+    )
+    return Evaluation(stream.next(stream.submit(prompts, n=n, params=params), on_progress))
+
+
+@torch.inference_mode()
+def transformers_accuracy(
+    folder: str, prompts: Sequence[Prompt], reward: Callable[[Prompt, Completion], Any], *, max_new_tokens: int
+) -> float:
+    """Greedy accuracy of an HF folder as transformers' own `generate` writes it, one prompt after another length.
+
+    Prompts of one length share a batch, so nothing is padded.
+    """
+    tokenizer = load_tokenizer(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    by_length: dict[int, list[Prompt]] = {}
+    for prompt in prompts:
+        by_length.setdefault(len(prompt.token_ids), []).append(prompt)
+    total = 0.0
+    for length, same in by_length.items():
+        ids = torch.tensor([prompt.token_ids for prompt in same])
+        written = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens)
+        texts = tokenizer.batch_decode(written[:, length:], skip_special_tokens=True)
+        for prompt, text in zip(same, texts, strict=True):
+            score = reward(prompt, Completion([], [], "stop", (VersionSpan(0, 0, 0),), text))
+            total += float(score["score"] if isinstance(score, dict) else score)
+    return total / len(prompts)
+
+
+def main(config: Config) -> int:
+    """`megarl evaluate`: score model.path on data.val_files, with the servers and rewards of the configuration."""
+    if not config.data.val_files:
+        raise ValueError("data.val_files=[]: there is nothing to evaluate; want at least one file of prompts")
+    console = Console()
+    prompts = read_prompts(config, config.data.val_files, overlong="filter").all(config.data.val_max_samples)
+    val, token = config.rollout.val_kwargs, secrets.token_hex(16)
+    with make_servers(config, token) as servers, console.status("starting the servers") as status:
+        servers.start()
+        with closing(make_stream(config, servers.urls, token)) as stream:
+            found = evaluate(
+                stream,
+                prompts,
+                n=val.n,
+                temperature=val.temperature,
+                top_p=val.top_p,
+                max_new_tokens=config.data.max_response_length,
+                seed=config.rollout.seed,
+                on_progress=lambda done, total: status.update(f"evaluating: {done} of {total} prompts"),
+            )
+    for name, value in found.metrics().items():
+        console.print(f"{name} {value:.4f}", highlight=False)
+    return 0

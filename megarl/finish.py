@@ -1,0 +1,108 @@
+"""What a run leaves behind: the trained model, what it says now and said before, a picture, and a page that explains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from megarl.evaluate import Evaluation, transformers_accuracy
+from megarl.metrics.curve import learning_curve
+from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
+from megarl.rewards import load_reward
+from megarl.run import Run
+
+BEFORE = "answers_before.json"
+NUM_ANSWERS = 12
+PAGE = """# {name}
+
+| file | what it is |
+| --- | --- |
+| `summary.json` | the result in numbers |
+| `learning_curve.png` | the run as a picture |
+| `answers.md` | held-out prompts with the answers before and after |
+| `hf/` | the trained model, a folder that `transformers` and servers load |
+| `config.yaml` | every setting of this run; `megarl train --config {folder}/config.yaml` runs it again |
+| `metrics.jsonl` | every number of every step, one JSON object a line |
+| `samples.jsonl` | some completions of every step, with their rewards and the weights that wrote them |
+| `checkpoints/` | what `trainer.resume_mode=auto` goes on from |
+| `logs/` | what ranks, servers and the collector wrote |
+
+{answers}
+![learning curve](learning_curve.png)
+"""
+
+
+class Totals(Protocol):
+    wall_s: float
+    pushes_verified: int
+    log_prob_gap_max: float
+    first_ppo_kl_max: float
+    lost_rollouts: int
+
+
+def remember(folder: Path, before: Evaluation) -> None:
+    """Keep what the untrained model said, for the comparison at the end, which may be in another process."""
+    content = {"accuracy": before.accuracy, "answers": before.answers()}
+    (folder / BEFORE).write_text(json.dumps(content))
+
+
+def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
+    """Write everything and show the answers; returns the summary."""
+    console = Console()
+    run.trackers.stage("writing the model")
+    run.actor.export(run.dir / "hf")
+    summary: dict[str, Any] = {
+        "steps": run.num_steps,
+        "wall_s": round(totals.wall_s, 1),
+        "log_prob_gap_max": totals.log_prob_gap_max,
+        "first_ppo_kl_max": totals.first_ppo_kl_max,
+        "pushes_verified": totals.pushes_verified,
+        "lost_rollouts": totals.lost_rollouts,
+    }
+    before_file = run.dir / BEFORE
+    before = json.loads(before_file.read_text()) if before_file.exists() else None
+    markdown = ""
+    if run.val_prompts:
+        summary |= {"accuracy_before": before["accuracy"] if before else None, "accuracy_after": after.accuracy}
+        if run.config.trainer.check_export:
+            run.trackers.stage("checking hf/")
+            summary["accuracy_transformers"] = _accuracy_of_export(run)
+        table, markdown = samples_table(_answers(run, before, after))
+        (run.dir / "answers.md").write_text(markdown)
+        console.print(table)
+    metrics = run.dir / "metrics.jsonl"
+    if metrics.exists():
+        learning_curve(metrics, run.dir / "learning_curve.png", title=run.config.trainer.experiment_name)
+    page = PAGE.format(name=run.config.trainer.experiment_name, folder=run.dir, answers=markdown)
+    (run.dir / "README.md").write_text(page)
+    write_summary(run.dir / "summary.json", summary)
+    console.print_json(data=summary)
+    return summary
+
+
+def _accuracy_of_export(run: Run) -> float:
+    return transformers_accuracy(
+        str(run.dir / "hf"),
+        run.val_prompts,
+        load_reward(run.config.reward.fn),
+        max_new_tokens=run.config.data.max_response_length,
+    )
+
+
+def _answers(run: Run, before: dict[str, Any] | None, after: Evaluation) -> list[Answer]:
+    then = {answer["uid"]: answer for answer in before["answers"]} if before else {}
+    nothing = {"text": "", "reward": 0.0}
+    return [
+        Answer(
+            prompt=prompt_text(prompt),
+            ground_truth=prompt.ground_truth,
+            before=then.get(prompt.uid, nothing)["text"],
+            after=now["text"],
+            reward_before=then.get(prompt.uid, nothing)["reward"],
+            reward_after=now["reward"],
+        )
+        for prompt, now in list(zip(run.val_prompts, after.answers(), strict=True))[:NUM_ANSWERS]
+    ]

@@ -1,0 +1,68 @@
+"""The rank's side of a Group: take calls from the driver, carry them out, answer each with a status."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from megarl.group.group import ADDRESS, HEARTBEAT_S, TOKEN
+from megarl.group.wire import Tensors, Wire, WireClosed, connect
+
+Answer = tuple[dict[str, Any], Tensors]
+Handler = Callable[..., Answer]
+
+
+def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Callable[[], bool]) -> None:
+    """Serve until the driver says close or goes away.
+
+    `share()` is the process group of this rank's replica and `is_first()` tells whether this rank takes its tensors;
+    both are asked only after the setup call.
+    """
+    rank = int(os.environ["RANK"])
+    wire = connect(os.environ[ADDRESS], os.environ[TOKEN], {"rank": rank}, timeout_s=60.0)
+    threading.Thread(target=_beat, args=(wire,), daemon=True).start()
+    while True:
+        try:
+            header, tensors = wire.receive()
+        except WireClosed:
+            os._exit(1)  # the driver is gone: nothing that this rank still holds is wanted
+        if header["method"] == "close":
+            return
+        try:
+            if header["has_payload"]:
+                tensors = share_payload(tensors, share(), is_first())
+            result, out = handlers[header["method"]](header["arguments"], tensors)
+            wire.send({"id": header["id"], "ok": True, "result": result}, out)
+        except Exception as error:  # every exception is the driver's to judge
+            report = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+            wire.send({"id": header["id"], "ok": False, **report})
+
+
+def _beat(wire: Wire) -> None:
+    """Say that this rank lives; the end of the connection in mid-call ends the process, which may hang in a collective."""
+    stop = threading.Event()
+    while not stop.wait(HEARTBEAT_S):
+        try:
+            wire.send({"beat": 1})
+        except WireClosed:
+            os._exit(1)
+
+
+def share_payload(tensors: Tensors, group: Any, is_first: bool) -> Tensors:
+    """Give the tensors that the first rank of a replica received to all its ranks: one length, one broadcast."""
+    if group.size() == 1:
+        return tensors
+    source = dist.get_global_rank(group, 0)
+    body = bytearray(safetensors.torch.save(tensors)) if is_first else bytearray()
+    size = torch.tensor([len(body)])
+    dist.broadcast(size, src=source, group=group)
+    data = torch.frombuffer(body, dtype=torch.uint8) if is_first else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, src=source, group=group)
+    return tensors if is_first else safetensors.torch.load(data.numpy().tobytes())

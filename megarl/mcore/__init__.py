@@ -1,0 +1,6 @@
+"""Everything that knows Megatron-Core, and the only room that does.
+
+It knows process groups, models, packed rows, pipeline schedules, optimizers and sharded checkpoints. It does not know
+losses (they are passed in as functions of packed columns), tensor names of other libraries, servers or prompts.
+`roles.py` calls it on every rank.
+"""

@@ -1,0 +1,183 @@
+"""Core attention and norms on plain torch, for where Transformer-Engine is missing.
+
+Megatron's own local spec refuses packed sequences and context parallelism (dot_product_attention:57,153), and its norm
+refuses sequence parallelism (torch_norm:32); these two modules take both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+
+class Norm:
+    """torch's RMSNorm or LayerNorm, marked so that Megatron sums its gradient over sequence-parallel ranks."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:  # noqa: ARG003
+        kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        norm = kind(hidden_size, eps=eps)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def zigzag(start: int, length: int, cp: int, rank: int) -> Tensor:
+    """Positions of [start, start+length) that context rank `rank` holds: chunks rank and 2cp-1-rank of 2cp."""
+    chunks = torch.arange(start, start + length).chunk(2 * cp)
+    return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
+
+
+class _ToPadded(torch.autograd.Function):
+    """[T, ...] -> [slots, ...] with zeros between; `slots_of` [T] are distinct, so the gradient is a plain gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots_of: Tensor, num_slots: int) -> Tensor:
+        ctx.save_for_backward(slots_of)
+        return x.new_zeros(num_slots, *x.shape[1:]).index_copy_(0, slots_of, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _FromPadded(torch.autograd.Function):
+    """The way back: [slots, ...] -> [T, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots_of: Tensor) -> Tensor:
+        ctx.save_for_backward(slots_of)
+        ctx.shape = x.shape
+        return x.index_select(0, slots_of)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.saved_tensors[0], grad), None
+
+
+@dataclass(frozen=True)
+class PadPlan:
+    """Where the tokens of a packed row go so that one dense causal call serves many sequences.
+
+    Sequences of similar length share a bucket [s, l]; the buckets stand one after the other in a flat list of slots.
+    Padding stands behind each sequence, where causality hides it.
+    Example, lengths [2, 40, 3]: buckets [(2, 3), (1, 40)], slots 0 1 | 6..45 | 3 4 5.
+    """
+
+    slots: Tensor  # [T] int64, distinct
+    buckets: tuple[tuple[int, int], ...]  # (sequences, longest length) of each
+
+    @property
+    def num_slots(self) -> int:
+        return sum(s * length for s, length in self.buckets)
+
+
+def pad_plan(lengths: list[int], waste: float = 1.3) -> PadPlan:
+    """Buckets in which the longest sequence is at most `waste` times the shortest, plus 8 tokens."""
+    buckets: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if buckets and lengths[i] <= waste * lengths[buckets[-1][0]] + 8:
+            buckets[-1].append(i)
+        else:
+            buckets.append([i])
+    first_slot, offset = [0] * len(lengths), 0
+    for bucket in buckets:
+        longest = lengths[bucket[-1]]
+        for n, i in enumerate(bucket):
+            first_slot[i] = offset + n * longest
+        offset += len(bucket) * longest
+    size = torch.tensor(lengths)
+    start = size.cumsum(0) - size
+    shift = torch.repeat_interleave(torch.tensor(first_slot) - start, size)
+    return PadPlan(torch.arange(int(size.sum())) + shift, tuple((len(b), lengths[b[-1]]) for b in buckets))
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """Megatron's description of a packed row, with the pad plan made once for all layers."""
+
+    pad: PadPlan | None = None
+
+
+class SDPAttention(MegatronModule):
+    """Causal attention by torch's scaled_dot_product_attention.
+
+    sbhd: q [s, b, n, d] -> [s, b, n*d];  thd (packed row): q [t, n, d] with cu_seqlens -> [t, n*d].
+    Context parallelism gathers keys and values and masks by true position: right, and meant for CPU and small cp.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.cp, self.scale = groups.cp, softmax_scale
+        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), "decoders only"
+        assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "dropout is 0 in RL"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        assert attention_bias is None, "attention bias is not supported"
+        if packed_seq_params is None:
+            assert self.cp.size() == 1, "context parallelism wants packed rows"
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self._sdpa(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        p = packed_seq_params
+        cu_seqlens = p.cu_seqlens_q if p.cu_seqlens_q_padded is None else p.cu_seqlens_q_padded
+        lengths = [b - a for a, b in pairwise(cu_seqlens.tolist())]
+        if self.cp.size() > 1:
+            return self._context_parallel(query, key, value, lengths).flatten(1)
+        return self._packed(query, key, value, getattr(p, "pad", None) or pad_plan(lengths)).flatten(1)
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[b, n, s, d] each; keys and values may have fewer heads (grouped-query attention)."""
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+        )
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, pad: PadPlan) -> Tensor:
+        slots = pad.slots.to(query.device)
+        q, k, v = (_ToPadded.apply(x, slots, pad.num_slots) for x in (query, key, value))
+        sizes = [s * length for s, length in pad.buckets]
+        parts = []
+        for shape, *qkv in zip(pad.buckets, *(x.split(sizes) for x in (q, k, v)), strict=True):
+            dense = self._sdpa(*(x.unflatten(0, shape).transpose(1, 2) for x in qkv))
+            parts.append(dense.transpose(1, 2).flatten(0, 1))
+        return _FromPadded.apply(torch.cat(parts), slots)
+
+    def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        n, rank, device = self.cp.size(), self.cp.rank(), query.device
+        assert all(length % (2 * n) == 0 for length in lengths), "sequences are padded to 2 cp"
+        key, value = (gather_from_sequence_parallel_region(x.contiguous(), True, self.cp) for x in (key, value))
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        held = [torch.cat([zigzag(a, size, n, r) for a, size in zip(starts, lengths, strict=True)]) for r in range(n)]
+        at_q, at_k = held[rank].to(device), torch.cat(held).to(device)
+        segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+        mask = (at_q[:, None] >= at_k) & (segment[at_q][:, None] == segment[at_k])
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return self._sdpa(q, k, v, mask)[0].transpose(0, 1)

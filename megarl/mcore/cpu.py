@@ -1,0 +1,78 @@
+"""Lets stock megatron-core run on a host without CUDA (torch's CPU build, gloo).  Does nothing where CUDA is there.
+
+Nothing of Megatron is written again: inside torch the CPU answers to the name "cuda", and a few functions that only make
+sense on a GPU become no-ops.  `activate()` runs once per process, before the first Megatron call, in the thread that runs
+Megatron code.  File and line are those of megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_active = False
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Answers what Megatron asks of "cuda" by its literal name."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:  # language_module:244 (tied embeddings across pipeline stages)
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizers compare type strings with 'torch.cuda.FloatTensor': clip_grads:167, optimizer:671,690.
+            return func(*args).replace("torch.", "torch.cuda.")
+        if str(kwargs.get("device", "")).startswith("cuda"):  # optimizer:473-907, clip_grads:90-207, schedules:596,983
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if "pin_memory" in kwargs:  # rope_utils:62 under context parallelism
+            kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+        return func(*args, **kwargs)
+
+
+class _NullStream:
+    """Stands for torch.cuda.Stream and Event: every method does nothing (token_dispatcher:445,871)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else self
+
+
+def _patch_torch_cuda() -> None:
+    torch.cuda.current_device = lambda: torch.device("cpu")  # about 60 places: rope, linears, p2p, gradient buffers
+    torch.cuda.synchronize = lambda device=None: None  # p2p_communication:398 (every pipeline), filesystem_async:230
+    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    torch.cuda.Stream = torch.cuda.Event = _NullStream
+    stream = _NullStream()
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: stream
+    torch.cuda.stream = lambda s: contextlib.nullcontext()
+
+
+def _patch_megatron() -> None:
+    import megatron.core.tensor_parallel.random as mcore_random
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    # Activation recomputation saves and restores the CUDA generator (random:55-112).
+    mcore_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    mcore_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # moe_utils:1092 turns splits into numpy only when they are CUDA tensors; gloo's all-to-all wants numbers too.
+    dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+
+
+def activate() -> None:
+    """Prepare this process for Megatron on CPU; safe to call again, and nothing happens where CUDA is available."""
+    global _active
+    if _active or torch.cuda.is_available():
+        return
+    _patch_torch_cuda()
+    _CudaIsCpu().__enter__()  # for the life of this thread
+    _patch_megatron()
+    _active = True

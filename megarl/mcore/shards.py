@@ -1,0 +1,50 @@
+"""Sharded checkpoints by Megatron's own dist_checkpointing: weights and optimizer, loadable into another layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as ps
+from torch import nn
+
+from megarl.mcore.model import unwrap
+from megarl.mcore.optimizer import Optimizer
+
+
+def save(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Write this rank's part; every rank of the group calls it.  `folder` must not hold a checkpoint yet."""
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(folder))
+
+
+def load(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Fill the model and the optimizer from a checkpoint, whatever layout wrote it.
+
+    Raises a ValueError where the folder holds no checkpoint.
+    """
+    if not (folder / "metadata.json").exists():
+        raise ValueError(f"{folder}: there is no checkpoint here; want a folder that a save has finished")
+    state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(folder))
+    unwrap(model).load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.inner.load_state_dict(state["optimizer"])
+        optimizer.step_index = state["step_index"]
+
+
+def _state(model: nn.Module, optimizer: Optimizer | None, *, is_loading: bool) -> dict[str, Any]:
+    weights = unwrap(model).sharded_state_dict()
+    if optimizer is None:
+        return {"model": weights}
+    # The default sharding of the distributed optimizer does not load in 0.16.1; this one also changes layouts.
+    how = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
+    }
+    moments = optimizer.inner.sharded_state_dict(weights, is_loading=is_loading, metadata=how)
+    return {"model": weights, "optimizer": moments, "step_index": optimizer.step_index}

@@ -1,0 +1,101 @@
+"""The run as one reads it in a terminal: a line a step, and below it a bar with what the running step is doing.
+
+Where the output is no terminal there is no bar and no colour, only the lines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megarl.metrics.run import Run
+
+# (what the line calls it, the metric, its format); what a step does not have is left out
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("score", "critic/score/mean", ".3f"),
+    ("pg_loss", "actor/pg_loss", "+.4f"),
+    ("vf_loss", "critic/vf_loss", ".4f"),
+    ("ppo_kl", "actor/ppo_kl", "+.1e"),
+    ("kl", "actor/kl_loss", ".1e"),
+    ("entropy", "actor/entropy", ".3f"),
+    ("grad", "actor/grad_norm", ".2f"),
+    ("len", "response_length/mean", ".1f"),
+    ("gap", "rollout_corr/log_prob_gap_max", ".1e"),
+    ("tok/s", "perf/throughput", ".0f"),
+)
+STEPS_OF_ETA = 20  # the pace is the mean of this many last steps
+
+
+class ConsoleTracker:
+    """Lines and bar through rich."""
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._total, self._clock = run.console, run.total_steps, clock
+        self._step = run.resume_step or 0
+        self._last = clock()
+        self._pace: deque[float] = deque(maxlen=STEPS_OF_ETA)
+        self._progress = Progress(
+            TextColumn("[bold]step {task.fields[step]}/{task.fields[of]}[/]"),
+            TextColumn("[cyan]{task.description:<14}[/]"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]eta {task.fields[eta]}[/]"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=None, step=self._step + 1, of=self._total, count="", eta="?")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line.  Numbers of an evaluation, "val/...", get a line of their own."""
+        checks = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("val/")]
+        if checks:
+            self._line(step, checks)
+        if any(not name.startswith("val/") for name in metrics):
+            seconds = self._finish_step(step, metrics.get("timing_s/step"))
+            found = [f"{label} {metrics[name]:{style}}" for label, name, style in COLUMNS if name in metrics]
+            self._line(step, [*found, f"{seconds:.2f} s", f"eta {self.eta}"])
+
+    def stage(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Draw the bar; the first stage of a run makes it appear."""
+        self._progress.start()
+        count = f"{done}/{total}" if total else ""
+        fields: dict[str, Any] = {"step": min(self._step + 1, self._total), "count": count, "eta": self.eta}
+        self._progress.update(self._task, description=name, completed=done, total=total or None, **fields)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    @property
+    def eta(self) -> str:
+        """Time to the end of the run at the pace of the last steps; "?" before the first."""
+        if not self._pace:
+            return "?"
+        return _clock_text(max(self._total - self._step, 0) * sum(self._pace) / len(self._pace))
+
+    def _finish_step(self, step: int, measured: float | None) -> float:
+        """Its seconds.  The pace goes from line to line, so evaluations count; what came before step 1 does not."""
+        now = self._clock()
+        between = now - self._last
+        self._pace.append(measured if measured is not None and not self._pace else between)
+        self._last, self._step = now, step
+        fields: dict[str, Any] = {"step": min(step + 1, self._total), "of": self._total, "count": "", "eta": self.eta}
+        self._progress.reset(self._task, total=None, description="", **fields)  # drops the fields it is not given
+        return between if measured is None else measured
+
+    def _line(self, step: int, parts: list[str]) -> None:
+        width = len(str(self._total))
+        text = "  ".join([f"step {step:>{width}}/{self._total}", *parts])
+        self._console.print(text, soft_wrap=True, highlight=self._console.is_terminal, markup=False)
+
+
+def _clock_text(seconds: float) -> str:
+    """75 -> "1:15", 3725 -> "1:02:05"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,108 @@
+"""What is left of a run for people: the summary, samples on disk, a table of answers before and after.
+
+The picture is in curve.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from megarl.metrics.jsonl import append_lines
+from megarl.sample import Prompt, Sample
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt and what the model said.  Example: Answer("12+34=", "46", "37", "46", 0.0, 1.0)."""
+
+    prompt: str
+    ground_truth: str | None
+    before: str
+    after: str
+    reward_before: float
+    reward_after: float
+
+
+def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:
+    """One JSON object, indented, there as a whole or not at all."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(dict(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def write_samples(path: Path | str, step: int, groups: Sequence[Sequence[Sample]], *, num_groups: int = 4) -> None:
+    """Append the first groups of a step, one sample a line.  jsonl.drop_after cuts the file when a run resumes.
+
+    {"step", "uid", "prompt", "completion", "ground_truth", "reward", "reward_extra", "finish_reason",
+     "versions": [[version, start, end], ...], "num_tokens"}
+    """
+    append_lines(Path(path), [_sample_line(step, sample) for group in groups[:num_groups] for sample in group])
+
+
+def samples_table(
+    answers: Sequence[Answer], *, title: str = "answers before and after", width: int = 60
+) -> tuple[Table, str]:
+    """The same table twice: for a rich console and as markdown.  Longer texts than `width` are cut in the middle."""
+    table = Table(title=title, title_justify="left", show_lines=any(len(a.after) > width // 2 for a in answers))
+    head = ("prompt", "truth", "before", "", "after", "")
+    for name in head:
+        table.add_column(name, overflow="fold")
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for a in answers:
+        texts = [_shorten(text, width) for text in (a.prompt, a.ground_truth or "", a.before, a.after)]
+        marks = [(_mark(reward), "green" if reward > 0 else "red") for reward in (a.reward_before, a.reward_after)]
+        cells = [Text(text) for text in texts[:3]] + [Text(*marks[0]), Text(texts[3]), Text(*marks[1])]
+        table.add_row(*cells)
+        lines.append(f"| {' | '.join(_markdown(cell.plain) for cell in cells)} |")
+    return table, "\n".join(lines) + "\n"
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """What the file held, as one string; chat messages as "role: content" lines."""
+    if isinstance(prompt.text, str):
+        return prompt.text
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+
+
+def _sample_line(step: int, sample: Sample) -> dict[str, Any]:
+    prompt, completion = sample.prompt, sample.completion
+    return {
+        "step": step,
+        "uid": prompt.uid,
+        "prompt": prompt_text(prompt),
+        "completion": completion.text,
+        "ground_truth": prompt.ground_truth,
+        "reward": sample.reward,
+        "reward_extra": sample.reward_extra,
+        "finish_reason": completion.finish_reason,
+        "versions": [[span.version, span.start, span.end] for span in completion.versions],
+        "num_tokens": len(completion.token_ids),
+    }
+
+
+def _mark(reward: float) -> str:
+    """A tick for 1, a cross for 0 or less, else the number."""
+    if reward == 1:
+        return "✓"
+    return "✗" if reward <= 0 else f"{reward:.2g}"
+
+
+def _shorten(text: str, width: int) -> str:
+    text = text.strip()
+    if len(text) <= width:
+        return text
+    half = (width - 3) // 2
+    return f"{text[:half]} … {text[-half:]}"
+
+
+def _markdown(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")

@@ -1,0 +1,134 @@
+"""Numbers about a whole batch, and the last touch to the statistics that the losses sent.
+
+Names are those that users of PPO know.  Everything here is over whole samples on the CPU; "over tokens" means over the
+trainable ones.  How a Stat is merged is sample.py's business; what a loss measures is algo's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from megarl.sample import Batch, Stats
+
+
+def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]:
+    """Statistics of one scored batch; what the batch does not have is left out.
+
+    Args: batch: column response_mask and any of token_level_rewards, advantages, returns, values, old_log_probs,
+        rollout_log_probs; rows score, truncated, version_min.  version: of the weights that are about to be trained.
+    Returns: critic/{score,rewards,advantages,returns,values}/*, response_length/*, prompt_length/*, rollout_corr/*,
+        off_policy/version_lag/*.
+    """
+    mask = batch.columns["response_mask"] != 0
+    out = _spread("critic/score", batch.rows["score"]) if "score" in batch.rows else {}
+    if "token_level_rewards" in batch.columns:
+        out |= _spread("critic/rewards", _sum_per_sequence(batch, batch.columns["token_level_rewards"], mask))
+    for name in ("advantages", "returns", "values"):
+        if name in batch.columns:
+            out |= _spread(f"critic/{name}", batch.columns[name][mask], std=True)
+    out |= _lengths(batch, mask)
+    if "rollout_log_probs" in batch.columns and "old_log_probs" in batch.columns:
+        out |= _rollout_gap(batch, mask)
+    if version is not None and "version_min" in batch.rows:
+        lag = _spread("off_policy/version_lag", version - batch.rows["version_min"])
+        out |= {name: value for name, value in lag.items() if not name.endswith("/min")}
+    return out
+
+
+def finalise(stats: Stats) -> dict[str, float]:
+    """Merged statistics as plain numbers.
+
+    A name "x~part" is a part of x, which can only be made after the last merge: see DERIVED.
+    Raises: ValueError for a set of parts that is not in DERIVED.
+    """
+    out: dict[str, float] = {}
+    parts: dict[str, dict[str, float]] = {}
+    for name, stat in stats.items():
+        base, tilde, part = name.partition("~")
+        if tilde:
+            parts.setdefault(base, {})[part] = stat.result()
+        else:
+            out[name] = stat.result()
+    for base, found in parts.items():
+        if frozenset(found) not in DERIVED:
+            known = "; ".join(", ".join(sorted(names)) for names in DERIVED)
+            raise ValueError(f"statistic {base} came in the parts {', '.join(sorted(found))}: want one of {known}")
+        out[base] = DERIVED[frozenset(found)](found)
+    return out
+
+
+def _std(parts: Mapping[str, float]) -> float:
+    """sqrt(E x^2 - (E x)^2)"""
+    return math.sqrt(_variance(parts["mean"], parts["square"]))
+
+
+def _explained_variance(parts: Mapping[str, float]) -> float:
+    """1 - Var(target - prediction) / Var(target); 0 for a target that does not vary."""
+    target = _variance(parts["target_mean"], parts["target_square"])
+    error = _variance(parts["error_mean"], parts["error_square"])
+    return 1 - error / target if target > 1e-12 * max(parts["target_square"], 1e-12) else 0.0
+
+
+DERIVED: dict[frozenset[str], Callable[[Mapping[str, float]], float]] = {
+    frozenset({"mean", "square"}): _std,
+    frozenset({"error_mean", "error_square", "target_mean", "target_square"}): _explained_variance,
+}
+
+
+def _variance(mean: float, square: float) -> float:
+    return max(square - mean * mean, 0.0)
+
+
+def _spread(name: str, values: Tensor, *, std: bool = False) -> dict[str, float]:
+    """mean, max, min and, if wanted, the (population) std; nothing of nothing."""
+    if values.numel() == 0:
+        return {}
+    wide = values.double()
+    numbers = {"mean": wide.mean(), "max": wide.max(), "min": wide.min()}
+    if std:
+        numbers["std"] = wide.std(correction=0)
+    return {f"{name}/{key}": number.item() for key, number in numbers.items()}
+
+
+def _lengths(batch: Batch, mask: Tensor) -> dict[str, float]:
+    """A response begins at the first trainable token; tool output within it counts as part of it."""
+    places = torch.arange(batch.num_tokens)
+    end = batch.starts + batch.lengths
+    first = end.scatter_reduce(0, batch.segment_ids, torch.where(mask, places, batch.num_tokens), "amin")
+    out = _spread("prompt_length", first - batch.starts) | _spread("response_length", end - first)
+    if "truncated" in batch.rows:
+        out["response_length/clip_ratio"] = batch.rows["truncated"].double().mean().item()
+    return out
+
+
+def _rollout_gap(batch: Batch, mask: Tensor) -> dict[str, float]:
+    """How far the trainer's log-probs are from those the server reported, d = l_old - l_roll; 0 is perfect.
+
+    kl: mean of -d; k3_kl: mean of exp(d) - d - 1; ppl_ratio: mean over sequences of exp(mean of -d), the trainer's
+    perplexity over the server's; ess: (sum w)^2 / (n sum w^2), w = exp(d), the share of tokens that still count.
+    """
+    if not bool(mask.any()):
+        return {}
+    gap = (batch.columns["old_log_probs"] - batch.columns["rollout_log_probs"])[mask].double()
+    d = gap.clamp(-20, 20)
+    w = d.exp()
+    counts = torch.bincount(batch.segment_ids[mask], minlength=batch.num_sequences)
+    sums = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.segment_ids[mask], d)
+    numbers = {
+        "log_prob_gap_mean": gap.abs().mean(),
+        "log_prob_gap_max": gap.abs().max(),
+        "kl": -gap.mean(),
+        "k3_kl": (d.expm1() - d).mean(),
+        "ppl_ratio": (-sums[counts > 0] / counts[counts > 0]).exp().mean(),
+        "ess": w.sum().square() / (len(w) * w.square().sum()),
+    }
+    return {f"rollout_corr/{name}": number.item() for name, number in numbers.items()}
+
+
+def _sum_per_sequence(batch: Batch, column: Tensor, mask: Tensor) -> Tensor:
+    kept = torch.where(mask, column, 0.0)
+    return torch.zeros(batch.num_sequences, dtype=kept.dtype).index_add(0, batch.segment_ids, kept)

@@ -1,0 +1,65 @@
+"""Where the seconds of a step go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Timer:
+    """Stages of one step after another.
+
+    Example:
+        timer = Timer(on_stage=trackers.stage)
+        timer.start()
+        with timer("gen"):
+            groups = stream.next()
+        metrics |= timer.finish(num_tokens=batch.num_tokens)      # timing_s/gen, timing_s/step, perf/...
+
+    A stage inside a stage has its own time and counts once in the accounts.  The same name twice adds up.
+    """
+
+    def __init__(self, on_stage: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter):
+        self._on_stage, self._clock = on_stage, clock
+        self.start()
+
+    def start(self) -> None:
+        """A new step begins now."""
+        self._begin = self._clock()
+        self._seconds: dict[str, float] = {}
+        self._accounted = 0.0
+        self._depth = 0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a stage, also one that ends with an exception."""
+        if self._on_stage:
+            self._on_stage(name)
+        begin, self._depth = self._clock(), self._depth + 1
+        try:
+            yield
+        finally:
+            seconds, self._depth = self._clock() - begin, self._depth - 1
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            if self._depth == 0:
+                self._accounted += seconds
+
+    def finish(self, *, num_tokens: int, num_devices: int = 1) -> dict[str, float]:
+        """The step ends now.  num_tokens: prompts and responses trained on.  A new step begins at once.
+
+        Returns: timing_s/<stage> and timing_s/step in seconds; perf/total_num_tokens; perf/time_per_step in seconds;
+            perf/throughput in tokens per second and device; perf/unaccounted, the share of the step outside all stages.
+        """
+        assert self._depth == 0, "finish() inside a stage"
+        step = self._clock() - self._begin
+        out = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        out |= {
+            "timing_s/step": step,
+            "perf/total_num_tokens": float(num_tokens),
+            "perf/time_per_step": step,
+            "perf/throughput": num_tokens / (step * num_devices) if step > 0 else 0.0,
+            "perf/unaccounted": max(step - self._accounted, 0.0) / step if step > 0 else 0.0,
+        }
+        self.start()
+        return out

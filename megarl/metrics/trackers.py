@@ -1,0 +1,172 @@
+"""Where the numbers of a run go: a name in `trainer.logger`, a class here.
+
+A tracker that cannot start stops the run before it begins; one that later cannot log warns once and the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from megarl.metrics.console import ConsoleTracker
+from megarl.metrics.jsonl import append_lines, drop_after
+from megarl.metrics.run import Run
+
+log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Takes numbers.  Steps count from 1; step 0 is what was measured before the first."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def stage(self, name: str, done: int = 0, total: int = 0) -> None:
+        """What the running step is doing now, and how far it is; total 0 where nobody knows."""
+
+    def close(self) -> None: ...
+
+
+class Quiet:
+    """For trackers that only take numbers."""
+
+    def stage(self, name: str, done: int = 0, total: int = 0) -> None:
+        """A file has no progress bar."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class JsonlTracker(Quiet):
+    """`metrics.jsonl` in the run's folder: {"step": 3, "time": 1763700000.0, "actor/pg_loss": -0.01, ...}."""
+
+    def __init__(self, run: Run) -> None:
+        self.path = run.run_dir / "metrics.jsonl"
+        drop_after(self.path, run.resume_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        append_lines(self.path, [{"step": step, "time": round(time.time(), 3), **metrics}])
+
+
+class TensorBoardTracker(Quiet):
+    """Event files in `tensorboard/` of the run's folder."""
+
+    def __init__(self, run: Run) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # optional, and slow to import
+
+        purge = None if run.resume_step is None else run.resume_step + 1
+        self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=purge)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker(Quiet):
+    """Weights & Biases, online or offline as WANDB_MODE says; a resumed run goes on under the same id."""
+
+    def __init__(self, run: Run) -> None:
+        import wandb  # optional, and slow to import
+
+        id_file = run.run_dir / "wandb_id"
+        if run.resume_step is None or not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        self._run = wandb.init(
+            project=run.project,
+            name=run.experiment,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=str(run.run_dir),
+            config=dict(run.config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Run], Tracker]] = {
+    "console": ConsoleTracker,
+    "jsonl": JsonlTracker,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+}
+
+
+class Trackers:
+    """Several trackers as one."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
+        self._failures: dict[str, int] = {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._each(lambda tracker: tracker.log(step, metrics), f"log step {step}")
+
+    def stage(self, name: str, done: int = 0, total: int = 0) -> None:
+        self._each(lambda tracker: tracker.stage(name, done, total), f"show {name}")
+
+    def close(self) -> None:
+        """Also after failures, of which it says how many there were."""
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:  # the next one still has to be closed
+                log.warning("trainer.logger %s did not close: %s", name, one_line(error))
+        for name, count in self._failures.items():
+            log.warning("trainer.logger %s failed %d times", name, count)
+
+    def _each(self, act: Callable[[Tracker], None], what: str) -> None:
+        for name, tracker in self._trackers.items():
+            try:
+                act(tracker)
+            except Exception as error:  # whatever a tracker's library raises, the run is worth more
+                self._failures[name] = self._failures.get(name, 0) + 1
+                if self._failures[name] == 1:
+                    log.warning("trainer.logger %s could not %s, the run goes on: %s", name, what, one_line(error))
+
+
+def make_trackers(
+    names: Sequence[str],
+    run_dir: Path | str,
+    project: str,
+    experiment: str,
+    config_dict: Mapping[str, Any],
+    total_steps: int,
+    *,
+    resume_step: int | None = None,
+    console: Console | None = None,
+) -> Trackers:
+    """Start every tracker of `trainer.logger`.
+
+    Raises: ValueError of one sentence for an unknown name or a tracker that does not start; those that did are closed.
+    """
+    run = Run(Path(run_dir), project, experiment, config_dict, total_steps, resume_step, console or Console())
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    started: dict[str, Tracker] = {}
+    for name in names:
+        if name not in TRACKERS:
+            Trackers(started).close()
+            raise ValueError(f"trainer.logger has {name!r}: want some of {', '.join(TRACKERS)}")
+        try:
+            started[name] = TRACKERS[name](run)
+        except Exception as error:  # any library's own kind of "cannot start"
+            Trackers(started).close()
+            raise ValueError(f"trainer.logger has {name!r}, which did not start: {one_line(error)}") from error
+    return Trackers(started)
+
+
+def one_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,0 +1,42 @@
+"""What recipe=quickstart needs before it can learn: a task in files, a tiny model, and its cold start.
+
+Each part is made once and kept; an interrupted one is made again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.config import Config, load_config
+from megarl.data.arithmetic import write_task
+from megarl.data.tiny import write_tiny_model
+from megarl.sft import sft
+
+
+def prepare(config: Config) -> None:
+    """Make the files of `data.*` and the folder `model.path` (the cold start's export).
+
+    Reinforcement learning sees neither the prompts of the cold start nor those of the evaluation.
+    """
+    console = Console()
+    layout = config.actor.megatron
+    cold_start, _ = load_config(
+        [
+            "recipe=quickstart_sft",
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}",
+            f"actor.megatron.tensor_model_parallel_size={layout.tensor_model_parallel_size}",
+            f"actor.megatron.pipeline_model_parallel_size={layout.pipeline_model_parallel_size}",
+        ],
+        command="sft",
+    )
+    data = Path(cold_start.sft.train_files[0]).parent
+    console.print(f"the task: {data}", highlight=False)
+    write_task(data)
+    model = Path(cold_start.model.path)
+    if not (model / "config.json").exists():
+        console.print(f"a tiny model with random weights: {model}", highlight=False)
+        write_tiny_model(model)
+    console.print(f"its cold start: {cold_start.trainer.run_dir}", highlight=False)
+    sft(cold_start)

@@ -1,0 +1,26 @@
+"""How good a completion is: a number for (prompt, completion), and the processes that compute it.
+
+Knows: the built-in rewards (`exact`, `gsm8k`, `math_answer`, `choice`), how a user's function is found (`load`), what
+may be returned (`result`), and the pool that runs it with a limit for each sample (`worker`, `pool`).
+Does not know: engines, tokenizers, how a reward becomes an advantage.
+Called by: the collector, through `pool.RewardPool`; the driver, to refuse a wrong `reward.fn` before anything starts.
+"""
+
+from megarl.rewards.load import RewardFn, resolve
+
+# Addresses, not functions: nobody loads the mathematics of a reward that he does not use.
+REWARDS: dict[str, str] = {
+    "exact": "megarl.rewards.exact:exact",
+    "gsm8k": "megarl.rewards.gsm8k:gsm8k",
+    "gsm8k_strict": "megarl.rewards.gsm8k:gsm8k_strict",
+    "math": "megarl.rewards.math_answer:math_answer",
+    "choice": "megarl.rewards.choice:choice",
+}
+
+
+def load_reward(fn: str) -> RewardFn:
+    """The function behind `reward.fn`: a name of REWARDS, "path/file.py:function", or "package.module:function".
+
+    Raises ValueError of one sentence when there is no such function or it takes other arguments.
+    """
+    return resolve(fn, REWARDS)

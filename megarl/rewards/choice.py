@@ -1,0 +1,34 @@
+"""Reward 1 when a multiple-choice question is answered with the right letter."""
+
+from __future__ import annotations
+
+import re
+
+from megarl.rewards.result import ground_truth_of
+from megarl.sample import Completion, Prompt
+
+# The most explicit way of saying it wins, and within one way the last place in the text.
+_PATTERNS = (
+    re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}"),
+    re.compile(r"####\s*\(?([A-Z])\b"),
+    re.compile(r"(?i:answer|option|choice)\s*(?i:is)?\s*:?\s*\**\s*\(?([A-Z])\b"),
+    re.compile(r"(?<![A-Za-z0-9'])\(?([A-Z])\)?(?![A-Za-z0-9'])"),
+)
+
+
+def choice(prompt: Prompt, completion: Completion) -> float:
+    """1.0 if the letter that the completion settles on is the ground truth's."""
+    return float(chosen_letter(completion.text) == ground_truth_of(prompt).strip().strip("().").upper())
+
+
+def chosen_letter(text: str) -> str | None:
+    r"""The letter in \boxed{}, after ####, after "answer is", else the last capital that stands alone; None without.
+
+    >>> chosen_letter("A is too small, so the answer is (B).")
+    'B'
+    """
+    for pattern in _PATTERNS:
+        letters = pattern.findall(text)
+        if letters:
+            return str(letters[-1])
+    return None

@@ -1,0 +1,11 @@
+"""Reward 1 when the completion is the ground truth, character by character."""
+
+from __future__ import annotations
+
+from megarl.rewards.result import ground_truth_of
+from megarl.sample import Completion, Prompt
+
+
+def exact(prompt: Prompt, completion: Completion) -> float:
+    """1.0 if both texts are equal but for white space around them, else 0.0."""
+    return float(completion.text.strip() == ground_truth_of(prompt).strip())

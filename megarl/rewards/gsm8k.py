@@ -1,0 +1,64 @@
+"""Reward 1 when the final number of a completion is the ground truth.
+
+Grade-school mathematics (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168) marks the answer with `####`.
+`gsm8k` finds the answer of a model that forgets the mark; `gsm8k_strict` pays for the mark as well, which is what
+published runs of PPO on this data set use.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+
+from megarl.rewards.result import ground_truth_of
+from megarl.sample import Completion, Prompt
+
+_NUMBER = re.compile(r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+def gsm8k(prompt: Prompt, completion: Completion) -> float:
+    """1.0 if the answer is right: the number after the last `####`, else in the last \\boxed{}, else the last one."""
+    text, truth = completion.text, ground_truth_of(prompt)
+    for part in (_after_mark(text), _boxed(text), text):
+        if part is not None:
+            numbers = _NUMBER.findall(part)
+            if numbers:
+                answer = numbers[-1] if part is text else numbers[0]
+                return float(_same(answer, truth))
+    return 0.0
+
+
+def gsm8k_strict(prompt: Prompt, completion: Completion) -> float:
+    """1.0 if the number after the last `####` is right; an answer without the mark is wrong."""
+    truth = ground_truth_of(prompt)
+    numbers = _NUMBER.findall(_after_mark(completion.text) or "")
+    return float(bool(numbers) and _same(numbers[0], truth))
+
+
+def to_decimal(text: str) -> Decimal | None:
+    """A number as written by people: commas, $ and % are dropped; None when it is none.
+
+    >>> to_decimal(" $1,234.50 ")
+    Decimal('1234.50')
+    """
+    try:
+        return Decimal(text.strip().replace(",", "").replace("$", "").rstrip("%").rstrip("."))
+    except InvalidOperation:
+        return None
+
+
+def _same(answer: str, ground_truth: str) -> bool:
+    """Equal as numbers: 42, 42.0 and $42 are one answer."""
+    number = to_decimal(answer)
+    return number is not None and number == to_decimal(ground_truth)
+
+
+def _after_mark(text: str) -> str | None:
+    _, mark, rest = text.rpartition("####")
+    return rest if mark else None
+
+
+def _boxed(text: str) -> str | None:
+    r"""What stands in the last \boxed{...}."""
+    _, mark, rest = text.rpartition(r"\boxed{")
+    return rest.partition("}")[0] if mark else None

@@ -1,0 +1,111 @@
+"""From the text of `reward.fn` to a function of (prompt, completion)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megarl.sample import Completion, Prompt
+
+RewardFn = Callable[[Prompt, Completion], Any]  # a number, or {"score": number, further numbers}
+
+# verl's documented signature: compute_score(data_source, solution_str, ground_truth, extra_info=None)
+VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def resolve(fn: str, table: Mapping[str, str]) -> RewardFn:
+    """Find and adapt the function.  `table` gives the addresses of short names.
+
+    Raises ValueError of one sentence: unknown name, missing file, failing import, no such function, other arguments.
+    """
+    address = table.get(fn, fn)
+    place, colon, name = address.rpartition(":")
+    if not colon or not place or not name:
+        raise ValueError(f"reward.fn={fn}: want one of {', '.join(table)}, or path/file.py:function")
+    module = _module(fn, place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"reward.fn={fn}: {place} has no function {name!r}; it has {_functions(module)}")
+    return _adapt(fn, function)
+
+
+def _module(fn: str, place: str) -> ModuleType:
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        return _module_from_file(fn, Path(place).expanduser())
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ValueError) and str(error).startswith("reward.fn="):
+            raise
+        raise ValueError(f"reward.fn={fn}: importing {place} failed with {type(error).__name__}: {error}") from error
+
+
+def _module_from_file(fn: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"reward.fn={fn}: there is no file {path.resolve()}")
+    name = f"megarl_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None and spec.loader is not None, f"a .py file always has a loader: {path}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
+    """Our own signature as it is; verl's by the names of its parameters."""
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"reward.fn={fn}: the function is async; want an ordinary one, each runs in a process pool")
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return function  # built in C: it says nothing about its arguments
+    if "solution_str" in parameters:
+        return _from_verl(fn, function, parameters)
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        raise ValueError(
+            f"reward.fn={fn}: it takes ({', '.join(parameters)}); want (prompt, completion) "
+            f"or ({', '.join(VERL_ARGUMENTS)})"
+        ) from None
+    return function
+
+
+def _from_verl(fn: str, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> RewardFn:
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    wanted = [name for name in VERL_ARGUMENTS if takes_any or name in parameters]
+    needed = [name for name, parameter in parameters.items() if _is_required(parameter)]
+    unknown = [name for name in needed if name not in VERL_ARGUMENTS]
+    if unknown:
+        raise ValueError(f"reward.fn={fn}: no value for {', '.join(unknown)}; want ({', '.join(VERL_ARGUMENTS)})")
+
+    def reward(prompt: Prompt, completion: Completion) -> Any:
+        values = {
+            "data_source": prompt.data_source,
+            "solution_str": completion.text,
+            "ground_truth": prompt.ground_truth,
+            # verl's rows hold these fields in a column of that name; other data sets have them at the top.
+            "extra_info": prompt.extra.get("extra_info", prompt.extra),
+        }
+        return function(**{name: values[name] for name in wanted})
+
+    return reward
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_KEYWORD,
+        parameter.VAR_POSITIONAL,
+    )
+
+
+def _functions(module: ModuleType) -> str:
+    names = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return ", ".join(names) or "none"

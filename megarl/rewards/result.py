@@ -1,0 +1,59 @@
+"""What the ring takes from a reward function's return value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.sample import Prompt
+
+REWARD_ERROR = "reward_error"  # the key of `extra` that is 1.0 where the function failed
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Example: RewardResult(1.0, {"format": 1.0})."""
+
+    reward: float
+    extra: dict[str, float] = field(default_factory=dict)  # further numbers, for the log only
+
+
+def to_result(value: Any) -> RewardResult:
+    """A finite number, or a dict whose "score" is one; its other numbers become `extra`, what is no number is left out.
+
+    Raises TypeError or ValueError for anything else: a reward of NaN would spread through a whole group's advantages.
+    """
+    if not isinstance(value, dict):
+        return RewardResult(_finite(value))
+    if "score" not in value:
+        raise TypeError(f"returned a dict with the keys {list(value)}; want 'score' among them")
+    numbers = {str(key): _number(item) for key, item in value.items() if key != "score"}
+    extra = {key: number for key, number in numbers.items() if number is not None}
+    return RewardResult(_finite(value["score"]), extra)
+
+
+def ground_truth_of(prompt: Prompt) -> str:
+    """The expected answer.  Raises ValueError when the row had none, which a comparison cannot do without."""
+    if prompt.ground_truth is None:
+        raise ValueError("the prompt has no ground truth; want data.ground_truth_key to name a field of the row")
+    return prompt.ground_truth
+
+
+def _finite(value: Any) -> float:
+    number = _number(value)
+    if number is None:
+        raise TypeError(f"returned {value!r}, a {type(value).__name__}; want a number or a dict with 'score'")
+    if not math.isfinite(number):
+        raise ValueError(f"returned {number}; want a finite number")
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """Python, numpy and torch numbers alike as a float; None for text and for whatever is not one number."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a torch tensor of several elements
+        return None

@@ -1,0 +1,162 @@
+"""A rank of a group: builds the models of its roles and carries out what `handles.py` asks.
+
+Run by torchrun as `python -m megarl.roles.worker`.  It reads no configuration: every call brings its plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.registry import load_plugins
+from megarl.group.follow import Answer, follow
+from megarl.group.wire import Tensors
+from megarl.mcore import shards
+from megarl.mcore.model import DTYPES, build_model, read_hf_config
+from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.rows import micro_batches
+from megarl.mcore.setup import Layout, Place, device_for, initialize, replica_group
+from megarl.mcore.step import Outputs, forward_only, train_step
+from megarl.sample import Batch
+from megarl.weights.export import save_hf
+from megarl.weights.load import load_hf
+from megarl.weights.push import Pusher
+
+LOSSES: dict[str, Callable[..., Any]] = {"actor": ActorLoss, "critic": CriticLoss}
+
+
+@dataclass
+class Role:
+    """One model on this rank."""
+
+    kind: str  # actor (also a reference) | critic
+    model: nn.Module
+    hf: dict[str, Any]
+    source_folder: str
+    optimizer: Optimizer | None
+    pusher: Pusher | None = None
+
+
+class Worker:
+    """The methods that a driver can call; each returns (plain result, tensors)."""
+
+    def __init__(self) -> None:
+        self.roles: dict[str, Role] = {}
+        self.layout: Layout
+        self.place: Place
+        self.device: torch.device
+        self.share: Any
+
+    def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
+        methods = (self.setup, self.load, self.columns, self.update, self.push, self.save, self.restore, self.export)
+        return {method.__name__: method for method in methods}
+
+    def setup(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        self.layout = Layout(**arguments["layout"])
+        where = {"device": arguments["device"], "seed": arguments["seed"], "timeout_s": arguments["timeout_s"]}
+        self.device = device_for(arguments["device"])
+        if self.device.type == "cpu":
+            torch.set_num_threads(max(1, torch.get_num_threads()))
+        self.place = initialize(self.layout, **where)
+        self.share = replica_group()
+        return {"replica": self.place.replica, "is_reporter": self.place.is_reporter}, {}
+
+    def load(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Build a role's model from an HF folder; `optim` None makes one that only looks."""
+        load_plugins(arguments["plugins"])
+        hf = read_hf_config(arguments["folder"])
+        kind, optim = arguments["kind"], arguments["optim"]
+        model = build_model(hf, self.layout, role=kind, dtype=arguments["dtype"])
+        load_hf(model, arguments["folder"], hf, role=kind)
+        optimizer = None
+        if optim is not None:
+            wrapped = wrap_for_training(model, self.layout)
+            optimizer = Optimizer(wrapped, OptimSettings(**{**optim, "betas": tuple(optim["betas"])}))
+            model = wrapped
+        self.roles[arguments["role"]] = Role(kind, model, hf, arguments["folder"], optimizer)
+        own = sum(p.numel() for p in model.parameters())
+        return {"parameters_per_rank": own}, {}
+
+    def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
+        """Log-probs (and entropy) or values of every token of this replica's sequences."""
+        role = self.roles[arguments["role"]]
+        micros = micro_batches(*_unpack(tensors))
+        found = forward_only(role.model, micros, self._outputs(role, arguments), self.device)
+        if not self.place.is_reporter:
+            return {}, {}
+        names = found[0] if found else {}
+        return {}, {name: torch.cat([columns[name] for columns in found]).float().cpu() for name in names}
+
+    def update(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
+        """One optimizer step on this replica's share of a mini-batch."""
+        role = self.roles[arguments["role"]]
+        assert role.optimizer is not None, f"role {arguments['role']} was loaded without an optimizer"
+        stats, grad_norm, lr = train_step(
+            role.model,
+            role.optimizer,
+            micro_batches(*_unpack(tensors)),
+            self._outputs(role, arguments),
+            LOSSES[role.kind](**arguments["loss"]),
+            num_tokens=arguments["num_tokens"],
+            device=self.device,
+        )
+        plain = {name: [stat.kind, stat.value, stat.weight] for name, stat in stats.items()}
+        return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
+
+    def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
+        return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], arguments["entropy"])
+
+    def push(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Stream the weights to the servers and verify what they hold; the report is rank 0's."""
+        role = self.roles[arguments["role"]]
+        if role.pusher is None:
+            role.pusher = Pusher(
+                arguments["urls"],
+                arguments["token"],
+                role.hf,
+                dtype=DTYPES[arguments["dtype"]],
+                bucket_bytes=arguments["bucket_bytes"],
+                timeout_s=arguments["timeout_s"],
+            )
+        role.pusher.connect(arguments["urls"])
+        report = role.pusher.push(role.model, arguments["version"], pause_mode=arguments["pause_mode"])
+        return asdict(report) if report else {}, {}
+
+    def save(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        role = self.roles[arguments["role"]]
+        shards.save(Path(arguments["folder"]), role.model, role.optimizer)
+        return {}, {}
+
+    def restore(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        role = self.roles[arguments["role"]]
+        shards.load(Path(arguments["folder"]), role.model, role.optimizer)
+        return {}, {}
+
+    def export(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        role = self.roles[arguments["role"]]
+        save_hf(role.model, role.hf, arguments["folder"], source_folder=role.source_folder, role=role.kind)
+        return {}, {}
+
+
+def _unpack(tensors: Tensors) -> tuple[Batch, list[int]]:
+    columns: dict[str, Tensor] = dict(tensors)
+    tokens, lengths, sizes = columns.pop("tokens"), columns.pop("lengths"), columns.pop("micro_sizes")
+    return Batch(tokens.long(), lengths, columns), sizes.tolist()
+
+
+def main() -> None:
+    worker = Worker()
+    follow(worker.handlers(), lambda: worker.share, lambda: worker.place.is_first)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

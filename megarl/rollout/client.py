@@ -1,0 +1,164 @@
+"""Calling servers: `Engine` gives one server orders, `EnginePool` (of `pool`) asks many for completions.
+
+Both speak only `protocol`, so the same client serves SGLang and the CPU server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.protocol import FLATTENED, Route, auth_headers, error_message
+
+__all__ = ["Engine", "EngineError", "EnginePool", "RolloutFailed"]
+
+
+class EngineError(RuntimeError):
+    """A server refused or failed an order. One sentence: url, route, status (0: no answer), message."""
+
+    def __init__(self, url: str, route: str, status: int, message: str) -> None:
+        super().__init__(f"{url}{route} answered {status}: {message}" if status else f"{url}{route} failed: {message}")
+        self.url, self.route, self.status, self.message = url, route, status, message
+
+
+class Engine:
+    """Orders to one server.
+
+    Example: engine = Engine("http://127.0.0.1:30000", token, timeout_s=60); engine.pause("retract"); engine.resume()
+    Every method raises EngineError when the server refuses, fails, or does not answer within `timeout_s`.
+    """
+
+    def __init__(self, url: str, token: str, *, timeout_s: float = 120.0) -> None:
+        self.url = url.rstrip("/")
+        # trust_env=False: a proxy of the environment must never see the token, nor stand before a loopback server
+        self._http = httpx.Client(headers=auth_headers(token), timeout=timeout_s, trust_env=False)
+        self._has_sessions = True
+
+    def close(self) -> None:
+        self._http.close()
+
+    # ---- questions
+
+    def health(self) -> None:
+        """Returns when the server says that it can serve."""
+        self._call(Route.HEALTH, method="GET")
+
+    def server_info(self) -> dict[str, Any]:
+        return self._json(Route.SERVER_INFO, method="GET")
+
+    def model_info(self) -> dict[str, Any]:
+        return self._json(Route.MODEL_INFO, method="GET")
+
+    def checksums(self) -> dict[str, str]:
+        """Digest of every tensor the server holds, by name; of several tensor-parallel ranks as "rank:name"."""
+        ranks = self._accepted(Route.WEIGHTS_CHECKER, {"action": "checksum"})["ranks"]
+        if len(ranks) == 1:
+            return dict(ranks[0]["checksums"])
+        return {f"{i}:{name}": digest for i, rank in enumerate(ranks) for name, digest in rank["checksums"].items()}
+
+    # ---- running
+
+    def pause(self, mode: str = "retract") -> None:
+        """abort: end what runs; retract: send it back to the queue, to be prefilled anew; in_place: keep its KV."""
+        self._call(Route.PAUSE, {"mode": mode})
+
+    def resume(self) -> None:
+        self._call(Route.CONTINUE, {})
+
+    def abort(self, rid: str = "", *, everything: bool = False) -> None:
+        """End one request, or all; they answer with what they have written."""
+        self._call(Route.ABORT, {"rid": rid, "abort_all": everything})
+
+    def flush_cache(self) -> None:
+        self._call(Route.FLUSH_CACHE, {})
+
+    def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Give memory back ("weights", "kv_cache"; None: all). No completion may be running on the server."""
+        self._call(Route.RELEASE_MEMORY, {} if tags is None else {"tags": list(tags)})
+
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        self._call(Route.RESUME_MEMORY, {} if tags is None else {"tags": list(tags)})
+
+    # ---- weights
+
+    def init_group(
+        self, master_address: str, master_port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Join a weight group; answers only when all members have joined, so call it in a thread of its own."""
+        body = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
+        body |= {"world_size": world_size, "group_name": group_name, "backend": backend}
+        self._accepted(Route.INIT_GROUP, body)
+
+    def destroy_group(self, group_name: str) -> None:
+        self._accepted(Route.DESTROY_GROUP, {"group_name": group_name})
+
+    def begin_update(self) -> None:
+        """Open an update session; a server from before sessions has no such route, and needs none."""
+        try:
+            self._accepted(Route.BEGIN_UPDATE, {})
+        except EngineError as error:
+            if error.status != 404:
+                raise
+            self._has_sessions = False
+
+    def end_update(self) -> None:
+        if self._has_sessions:
+            self._accepted(Route.END_UPDATE, {})
+
+    def update_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+        version: int | None = None,
+        flattened: bool = False,
+        flush_cache: bool = True,
+    ) -> None:
+        """Have the server receive these tensors from rank 0 of the group.
+
+        Answers after the broadcasts, so call it in a thread. Plain: one broadcast a tensor, in order. Flattened: one
+        broadcast of all their bytes, end to end. A refused update takes part in no broadcast. `version` stamps the
+        tokens written from now on: give it with the last bucket.
+        """
+        body: dict[str, Any] = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(s) for s in shapes]}
+        body |= {"group_name": group_name, "flush_cache": flush_cache, "load_format": FLATTENED if flattened else None}
+        body["weight_version"] = None if version is None else str(version)
+        self._accepted(Route.UPDATE_FROM_DISTRIBUTED, body)
+
+    def update_from_disk(self, model_path: str, *, version: int | None = None, flush_cache: bool = True) -> None:
+        body = {"model_path": model_path, "flush_cache": flush_cache}
+        body["weight_version"] = None if version is None else str(version)
+        self._accepted(Route.UPDATE_FROM_DISK, body)
+
+    # ---- the wire
+
+    def _call(self, route: Route, body: dict[str, Any] | None = None, *, method: str = "POST") -> httpx.Response:
+        try:
+            reply = self._http.request(method, self.url + route, json=body)
+        except httpx.HTTPError as error:
+            raise EngineError(self.url, route, 0, f"{type(error).__name__} {error}".strip()) from error
+        if reply.status_code != 200:
+            raise EngineError(self.url, route, reply.status_code, error_message(reply.text, reply.reason_phrase))
+        return reply
+
+    def _json(self, route: Route, body: dict[str, Any] | None = None, *, method: str = "POST") -> dict[str, Any]:
+        reply = self._call(route, body, method=method)
+        try:
+            value = reply.json()
+        except ValueError as error:
+            raise EngineError(self.url, route, 200, f"not JSON: {reply.text[:200]!r}") from error
+        if not isinstance(value, dict):
+            raise EngineError(self.url, route, 200, f"not a JSON object: {reply.text[:200]!r}")
+        return value
+
+    def _accepted(self, route: Route, body: dict[str, Any]) -> dict[str, Any]:
+        """For routes that answer {"success": ..., "message": ...}."""
+        value = self._json(route, body)
+        if value.get("success") is not True:
+            raise EngineError(self.url, route, 200, str(value.get("message", value)))
+        return value

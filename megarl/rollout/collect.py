@@ -1,0 +1,63 @@
+"""One prompt's way: asked, written, given text, scored. A request that no server answered becomes a value."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.protocol import MAX_SEED, SamplingParams
+from megarl.sample import Completion, LostRollout, Prompt, Sample
+
+
+class Scored(Protocol):
+    """What a reward says of one completion: the number to learn from, and further numbers to log."""
+
+    @property
+    def reward(self) -> float: ...
+
+    @property
+    def extra(self) -> dict[str, float]: ...
+
+
+Score = Callable[[Prompt, list[Completion]], Awaitable[Sequence[Scored]]]
+
+
+async def collect_group(
+    pool: EnginePool,
+    prompt: Prompt,
+    n: int,
+    params: SamplingParams,
+    score: Score,
+    *,
+    decode: Callable[[list[int]], str],
+) -> list[Sample] | LostRollout:
+    """n scored completions of one prompt; a LostRollout when the servers gave none, or aborted one of them.
+
+    `decode` turns a completion's tokens into text, special tokens left out. With params.sampling_seed every prompt has
+    a seed of its own, made of it and the prompt's uid. What `score` raises goes through: that is no lost rollout.
+    """
+    try:
+        completions = await pool.generate(prompt.token_ids, n, for_prompt(params, prompt.uid), rid=None)
+    except RolloutFailed as error:
+        return LostRollout(prompt, str(error))
+    aborted = sum(completion.finish_reason == "abort" for completion in completions)
+    if aborted:
+        return LostRollout(prompt, f"{aborted} of {n} completions were aborted by the server")
+    completions = [replace(completion, text=decode(completion.token_ids)) for completion in completions]
+    results = await score(prompt, completions)
+    assert len(results) == n, f"the reward returned {len(results)} results for {n} completions"
+    return [
+        Sample(prompt, completion, float(result.reward), dict(result.extra))
+        for completion, result in zip(completions, results, strict=True)
+    ]
+
+
+def for_prompt(params: SamplingParams, uid: str) -> SamplingParams:
+    """The same parameters with a seed for this prompt: one seed for all would give all the same random numbers."""
+    if params.sampling_seed is None:
+        return params
+    digest = hashlib.sha256(f"{params.sampling_seed}:{uid}".encode()).digest()
+    return replace(params, sampling_seed=int.from_bytes(digest[:4], "big") & MAX_SEED)

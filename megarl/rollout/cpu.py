@@ -1,0 +1,96 @@
+"""A small rollout server for machines without a GPU: SGLang's routes and JSON over transformers' modelling code.
+
+    MEGARL_SERVER_TOKEN=... python -m megarl.rollout.cpu --model-path DIR --port 30000
+
+The process ends when its engine fails: whoever supervises it then knows, and no request waits for an answer that cannot
+come. `cpu_http` has the routes, `cpu_engine` the batching, `cpu_model` the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import os
+import secrets
+import signal
+
+import torch
+from aiohttp import web
+
+from megarl.rollout.cpu_http import CpuServer, logger
+from megarl.rollout.cpu_model import CpuModel
+from megarl.rollout.launch import TOKEN_VARIABLE
+from megarl.rollout.lifetime import die_with_parent
+from megarl.rollout.protocol import DTYPES
+
+
+def main() -> None:
+    args = _parse_args()
+    if args.die_with_parent is not None:
+        die_with_parent(args.die_with_parent)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    torch.set_num_threads(args.num_threads)
+    code = asyncio.run(_serve(args))
+    logging.shutdown()
+    os._exit(code)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m megarl.rollout.cpu", description="A small rollout server.")
+    parser.add_argument("--model-path", required=True, help="a Hugging Face model folder with safetensors")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--max-running-requests", type=int, default=512, help="completions decoded at once")
+    parser.add_argument("--max-total-tokens", type=int, help="tokens of the KV cache; default: what 2 GiB hold")
+    parser.add_argument("--random-seed", type=int, help="for requests without a sampling_seed; default: a fresh one")
+    parser.add_argument("--weight-version", default="0", help="stamp of the weights in the folder")
+    parser.add_argument("--num-threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--group-timeout-s", type=float, default=300.0, help="limit of a weight group's every wait")
+    parser.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process does")
+    args = parser.parse_args()
+    if not _is_loopback(args.host) and not os.environ.get(TOKEN_VARIABLE):
+        parser.error(f"--host {args.host} can be reached from other machines: want a token in {TOKEN_VARIABLE}")
+    return args
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: it may resolve to anything
+        return False
+
+
+async def _serve(args: argparse.Namespace) -> int:
+    """Serve until a signal or the engine's end; returns the exit code."""
+    model = CpuModel(args.model_path, DTYPES[args.dtype])
+    server = CpuServer(
+        model,
+        os.environ.get(TOKEN_VARIABLE, ""),
+        group_timeout_s=args.group_timeout_s,
+        max_running=args.max_running_requests,
+        max_total_tokens=args.max_total_tokens,
+        random_seed=secrets.randbits(31) if args.random_seed is None else args.random_seed,
+        weight_version=args.weight_version,
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.end)
+    server.engine.start()
+    runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, args.host, args.port, backlog=4096).start()
+    logger.info("serving %s (%s) on http://%s:%d", args.model_path, args.dtype, args.host, args.port)
+    error = await server.ended
+    if error is not None:
+        logger.error("the engine failed, so this server ends", exc_info=error)
+    await runner.cleanup()
+    return 0 if error is None else 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""The routes of the CPU server: SGLang's JSON on one side, the engine's orders on the other.
+
+Every route wants the token (401 without). Refused requests answer 400 and change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from megarl.rollout.cpu_engine import CpuEngine
+from megarl.rollout.cpu_model import CpuModel
+from megarl.rollout.cpu_requests import read_call, write_reply
+from megarl.rollout.cpu_rows import Call
+from megarl.rollout.cpu_weights import WeightUpdates
+from megarl.rollout.protocol import PAUSE_MODES, Route
+
+logger = logging.getLogger("megarl.rollout.cpu")
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_MAX_BODY_BYTES = 64 << 20
+_ROUTES: dict[Route, tuple[str, str]] = {  # route -> methods, handler of CpuServer
+    Route.HEALTH: ("GET", "health"),
+    Route.SERVER_INFO: ("GET", "server_info"),
+    Route.MODEL_INFO: ("GET", "model_info"),
+    Route.GENERATE: ("POST PUT", "generate"),
+    Route.PAUSE: ("POST", "pause"),
+    Route.CONTINUE: ("POST", "resume"),
+    Route.ABORT: ("POST", "abort"),
+    Route.FLUSH_CACHE: ("GET POST", "flush_cache"),
+    Route.RELEASE_MEMORY: ("GET POST", "release_memory"),
+    Route.RESUME_MEMORY: ("GET POST", "resume_memory"),
+    Route.WEIGHTS_CHECKER: ("GET POST", "weights_checker"),
+}
+_UPDATE_ROUTES: dict[Route, str] = {  # route -> method of WeightUpdates, run in a thread
+    Route.INIT_GROUP: "init_group",
+    Route.DESTROY_GROUP: "destroy_group",
+    Route.BEGIN_UPDATE: "begin",
+    Route.END_UPDATE: "end",
+    Route.UPDATE_FROM_DISTRIBUTED: "from_distributed",
+    Route.UPDATE_FROM_DISK: "from_disk",
+}
+
+
+class CpuServer:
+    """The HTTP side. Example: AppRunner(CpuServer(model, token, ...).app)."""
+
+    def __init__(self, model: CpuModel, token: str, *, group_timeout_s: float, **engine_settings: Any) -> None:
+        self._model, self._token = model, token.encode()
+        self._loop = asyncio.get_running_loop()
+        self._replies: dict[int, asyncio.Future[None]] = {}  # id(call) -> resolved when the call is complete
+        self.ended: asyncio.Future[BaseException | None] = self._loop.create_future()
+        self.engine = CpuEngine(
+            model,
+            on_done=lambda calls: self._loop.call_soon_threadsafe(self._resolve, calls),
+            on_death=lambda error: self._loop.call_soon_threadsafe(self.end, error),
+            **engine_settings,
+        )
+        updates = WeightUpdates(self.engine, group_timeout_s)
+        self.app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_BYTES)
+        for route, (methods, name) in _ROUTES.items():
+            for method in methods.split():
+                self.app.router.add_route(method, route, getattr(self, name))
+        for route, name in _UPDATE_ROUTES.items():
+            self.app.router.add_post(route, _in_thread(getattr(updates, name)))
+
+    # ---- around every request
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Token first; refusals become 400 with SGLang's JSON, anything unforeseen 500 with a traceback in the log."""
+        given = request.headers.get("Authorization", "").encode()
+        if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return web.json_response({"error": f"{request.method} {request.path}: {error.reason}"}, status=error.status)
+        except ValueError as error:
+            if request.path == Route.GENERATE:
+                return web.json_response({"error": {"message": str(error)}}, status=400)
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.path)
+            return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
+
+    def _resolve(self, calls: list[Call]) -> None:
+        for call in calls:
+            reply = self._replies.pop(id(call), None)  # gone when the client hung up
+            if reply is not None and not reply.done():
+                reply.set_result(None)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Resolve `ended`, with the engine's error if it failed; nobody is left waiting."""
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(RuntimeError(f"the server ends: {error or 'it was asked to'}"))
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+    # ---- routes
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.engine.alive else 503)
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        state = {"num_running_reqs": self.engine.num_running, "num_waiting_reqs": self.engine.num_waiting}
+        info = {
+            "version": "megarl-cpu",
+            "model_path": self._model.folder,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "max_running_requests": self.engine.max_running,
+            "max_total_num_tokens": self.engine.max_total_tokens,
+            "weight_version": self.engine.weight_version,
+            "is_paused": self.engine.paused,
+            "internal_states": [state],
+        }
+        return web.json_response(info)
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        config = self._model.config
+        info = {
+            "model_path": self._model.folder,
+            "tokenizer_path": self._model.folder,
+            "is_generation": True,
+            "weight_version": self.engine.weight_version,
+            "model_type": config.model_type,
+            "architectures": config.architectures,
+            "vocab_size": self._model.vocab_size,
+            "context_length": self._model.context_length,
+            "eos_token_ids": list(self._model.eos_ids),
+        }
+        return web.json_response(info)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await _json_body(request)
+        call = read_call(body, self._model, self.engine.max_total_tokens)
+        reply = self._replies[id(call)] = self._loop.create_future()
+        self.engine.submit(call)
+        try:
+            await reply
+        except asyncio.CancelledError:  # the client hung up: nobody wants the rest
+            self._replies.pop(id(call), None)
+            self.engine.run_now(lambda: self.engine.abort(lambda row: row.call is call))
+            raise
+        return web.json_response(write_reply(call, body))
+
+    async def pause(self, request: web.Request) -> web.Response:
+        mode = (await _json_body(request)).get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"mode={mode!r}: want one of {', '.join(PAUSE_MODES)}")
+        await asyncio.wrap_future(self.engine.run_now(lambda: self.engine.pause(mode)))
+        return web.json_response({"status": "ok", "message": f"paused ({mode})"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        await asyncio.wrap_future(self.engine.run_now(self.engine.resume))
+        return web.json_response({"status": "ok", "message": "continued"})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        body = await _json_body(request)
+        rid, everything = body.get("rid"), bool(body.get("abort_all"))
+        order = functools.partial(self.engine.abort, lambda row: everything or row.rid == rid)
+        await asyncio.wrap_future(self.engine.run_now(order))
+        return web.Response()
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        try:
+            await asyncio.wrap_future(self.engine.run_now(self.engine.flush_cache))
+        except ValueError as error:
+            return web.Response(text=str(error), status=400)
+        return web.Response(text="Cache flushed.")
+
+    async def release_memory(self, request: web.Request) -> web.Response:
+        """Gives back the KV cache; weights stay, as in SGLang without its memory saver."""
+        if _has_kv_cache(await _json_body(request)):
+            await asyncio.wrap_future(self.engine.run_now(self.engine.release))
+        return web.Response()
+
+    async def resume_memory(self, request: web.Request) -> web.Response:
+        if _has_kv_cache(await _json_body(request)):
+            await asyncio.wrap_future(self.engine.run_now(self.engine.take_back))
+        return web.Response()
+
+    async def weights_checker(self, request: web.Request) -> web.Response:
+        action = (await _json_body(request)).get("action", "checksum")
+        if action != "checksum":
+            raise ValueError(f"action={action!r}: want 'checksum'")
+        checksums = await asyncio.wrap_future(self.engine.run_now(self._model.checksums))
+        whole = _digest_of(checksums)
+        ranks = [{"checksums": checksums, "per_gpu_checksum": whole, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}]
+        return web.json_response({"success": True, "message": "", "ranks": ranks, "per_engine_checksum": whole})
+
+
+def _in_thread(method: Callable[[Mapping[str, Any]], str]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """A handler around a blocking method that returns a message."""
+
+    async def handler(request: web.Request) -> web.Response:
+        message = await asyncio.to_thread(method, await _json_body(request))
+        return web.json_response({"success": True, "message": message})
+
+    return handler
+
+
+async def _json_body(request: web.Request) -> Mapping[str, Any]:
+    """The JSON object of the body; a body that is missing counts as an empty object."""
+    raw = await request.read()
+    if not raw:
+        return {}
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise ValueError(f"the body of {request.path} is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ValueError(f"the body of {request.path} is not a JSON object")
+    return body
+
+
+def _has_kv_cache(body: Mapping[str, Any]) -> bool:
+    tags = body.get("tags") or ["weights", "kv_cache", "cuda_graph"]
+    wrong = [tag for tag in tags if tag not in ("weights", "kv_cache", "cuda_graph")]
+    if wrong:
+        raise ValueError(f"tags holds {wrong[0]!r}: want weights, kv_cache or cuda_graph")
+    return "kv_cache" in tags
+
+
+def _digest_of(checksums: Mapping[str, str]) -> str:
+    lines = "".join(f"{name}:{digest}\n" for name, digest in sorted(checksums.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()

@@ -1,0 +1,163 @@
+"""A language model out of an HF folder: its two forward passes, its named weights, its digests.
+
+Uses transformers' modelling code, so that the server is an opinion on the weights that shares no line with the trainer.
+Serves models whose layers all attend to the whole past and whose logits are the output embedding of the last hidden
+state (Llama, Qwen2, Qwen3 and their relatives); any other is refused at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from megarl.rollout.cpu_cache import Decode, KVSlots, Prefill
+from megarl.rollout.protocol import DTYPE_NAMES, tensor_digest
+
+
+class CpuModel:
+    """Example: model = CpuModel("/models/tiny", torch.float32); model.vocab_size, model.eos_ids."""
+
+    def __init__(self, folder: str, dtype: torch.dtype) -> None:
+        transformers_logging.disable_progress_bar()
+        self.folder, self.dtype = folder, dtype
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+        self._model.eval().requires_grad_(False)
+        self.config = self._model.config
+        self._body = self._model.base_model
+        self._head = self._model.get_output_embeddings()
+        self.vocab_size: int = self._head.weight.shape[0]
+        self.context_length: int = self.config.max_position_embeddings
+        self.eos_ids = _eos_ids(folder, self._model)
+        self.weights = self._named_weights(_safetensors_files(folder))
+        self._check_served()
+
+    # ---- forward passes
+
+    def new_cache(self, max_tokens: int) -> KVSlots:
+        config = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return KVSlots(config.num_hidden_layers, heads, head_dim, self.dtype, max_tokens)
+
+    def prefill(self, tokens: Tensor, cache: Prefill) -> Tensor:
+        """Sequences [S, P], padded on the right with anything (nothing looks ahead) -> hidden states [S, P, H]."""
+        length = tokens.shape[1]
+        mask = torch.full((length, length), -torch.inf, dtype=self.dtype).triu(1)
+        return self._hidden(tokens, torch.arange(length)[None], mask[None, None], cache)
+
+    def decode(self, tokens: Tensor, cache: Decode, positions: Tensor, length: int) -> Tensor:
+        """The last token of each row [R] at its position [R] -> logits [R, V]; `length` is the largest position + 1."""
+        mask = torch.zeros(len(tokens), 1, 1, length, dtype=self.dtype)
+        mask.masked_fill_(torch.arange(length) > positions[:, None, None, None], -torch.inf)
+        return self.logits(self._hidden(tokens[:, None], positions[:, None], mask, cache)[:, 0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., V]"""
+        return self._head(hidden)
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Prefill | Decode) -> Tensor:
+        out = self._body(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+        return out.last_hidden_state
+
+    # ---- weights
+
+    def check_weights(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError that lists every name that is unknown or has another shape or dtype than the one held."""
+        wrong = []
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            held = self.weights.get(name)
+            if held is None:
+                wrong.append(f"{name}: unknown")
+            elif list(held.shape) != list(shape):
+                wrong.append(f"{name}: shape {list(shape)}, want {list(held.shape)}")
+            elif DTYPE_NAMES[held.dtype] != dtype:
+                wrong.append(f"{name}: dtype {dtype}, want {DTYPE_NAMES[held.dtype]}")
+        if wrong:
+            raise ValueError("nothing was loaded, because of " + "; ".join(wrong))
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy checked tensors into the model."""
+        for name, tensor in tensors.items():
+            self.weights[name].copy_(tensor)
+
+    def read_folder(self, folder: str) -> dict[str, Tensor]:
+        """All weights of another folder in the dtype held, checked. Raises ValueError, also for a missing name."""
+        tensors: dict[str, Tensor] = {}
+        for file in _safetensors_files(folder):
+            with safe_open(file, framework="pt") as opened:
+                tensors |= {name: opened.get_tensor(name).to(self.dtype) for name in opened.keys()}  # noqa: SIM118
+        missing = sorted(set(self.weights) - set(tensors))
+        if missing:
+            raise ValueError(f"nothing was loaded, because {folder} lacks {', '.join(missing)}")
+        self.check_weights(
+            list(tensors), [DTYPE_NAMES[t.dtype] for t in tensors.values()], [t.shape for t in tensors.values()]
+        )
+        return tensors
+
+    def checksums(self) -> dict[str, str]:
+        return {name: tensor_digest(tensor) for name, tensor in self.weights.items()}
+
+    def _named_weights(self, files: Sequence[Path]) -> dict[str, Tensor]:
+        """The weights under the names that the folder holds: of tied weights only the stored name."""
+        held: dict[str, Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
+        stored: set[str] = set()
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                stored |= set(opened.keys())
+        weights = {name: tensor for name, tensor in held.items() if name in stored}
+        covered = {id(tensor) for tensor in weights.values()}
+        nameless = sorted(name for name, tensor in held.items() if id(tensor) not in covered)
+        if nameless:
+            raise ValueError(
+                f"{self.folder}: the cpu engine finds no tensor named {nameless[0]}, want a folder that holds every "
+                "parameter of the model under transformers' own names"
+            )
+        return weights
+
+    def _check_served(self) -> None:
+        """Raises ValueError for a model whose forward pass is more than what `_hidden` and `logits` do."""
+        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise ValueError(f"{self.folder}: the cpu engine serves full_attention layers only, found {sorted(kinds)}")
+        rope = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope in ("dynamic", "longrope"):  # their angles depend on the longest row of the batch
+            raise ValueError(f"{self.folder}: rope_type={rope!r}: want one of default, linear, llama3, yarn")
+        tokens = torch.arange(3)[None] % self.vocab_size
+        cache = self.new_cache(max_tokens=3)
+        cache.reserve(1, 3, used=(0, 0))
+        with torch.inference_mode():
+            ours = self.logits(self.prefill(tokens, Prefill(cache, 0, torch.zeros(1, dtype=torch.int64))))
+            theirs = self._model(input_ids=tokens, use_cache=False).logits
+        # far above rounding even in bfloat16, far below any scaling or capping of the logits
+        if not torch.allclose(ours.float(), theirs.float(), rtol=0.05, atol=0.05):
+            kind = type(self._model).__name__
+            raise ValueError(f"{self.folder}: the cpu engine cannot serve {kind}, want Llama, Qwen2 or Qwen3")
+
+
+def _safetensors_files(folder: str) -> list[Path]:
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder}: found no *.safetensors, want a Hugging Face model folder")
+    return files
+
+
+def _eos_ids(folder: str, model: torch.nn.Module) -> tuple[int, ...]:
+    """Every end-of-sequence id that the configuration, the generation configuration or the tokenizer names."""
+    found: set[int] = set()
+    for source in (model.config, model.generation_config):
+        ids = getattr(source, "eos_token_id", None)
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    if (Path(folder) / "tokenizer_config.json").exists():
+        tokenizer_id = AutoTokenizer.from_pretrained(folder, local_files_only=True).eos_token_id
+        found |= set() if tokenizer_id is None else {tokenizer_id}
+    return tuple(sorted(found))

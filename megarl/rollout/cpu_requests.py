@@ -1,0 +1,109 @@
+"""The JSON of /generate on the server's side: a body becomes a `Call`, a finished call becomes the reply."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.rollout.cpu_model import CpuModel
+from megarl.rollout.cpu_rows import Call, Row
+from megarl.rollout.protocol import SamplingParams
+
+
+def read_call(body: Any, model: CpuModel, max_total_tokens: int) -> Call:
+    """Check everything and build the call. Raises ValueError with a sentence for whatever the engine cannot serve."""
+    if not isinstance(body, Mapping):
+        raise ValueError("the body of /generate is not a JSON object")
+    params, n = SamplingParams.from_json(body.get("sampling_params") or {})
+    prompts = _prompts(body.get("input_ids"))
+    rids = _rids(body.get("rid"), len(prompts))
+    start = body.get("logprob_start_len", -1)
+    if not isinstance(start, int) or isinstance(start, bool) or start < -1:
+        raise ValueError(f"logprob_start_len={start!r}: want -1 (none) or a position of the prompt")
+    scored_from = start if body.get("return_logprob") and start >= 0 else None
+    stops = () if params.ignore_eos else (*model.eos_ids, *params.stop_token_ids)
+    call = Call()
+    for prompt, rid in zip(prompts, rids, strict=True):
+        _check_prompt(prompt, params.max_new_tokens, model, max_total_tokens)
+        call.add(n, rid, prompt, params, stops, prompt_log_probs_from=scored_from)
+    return call
+
+
+def _prompts(input_ids: Any) -> list[list[int]]:
+    nested = isinstance(input_ids, list) and bool(input_ids) and isinstance(input_ids[0], list)
+    prompts = input_ids if nested else [input_ids]
+    for prompt in prompts:
+        if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
+            raise ValueError("input_ids: want a list of token ids, or a list of such lists, none of them empty")
+    return prompts
+
+
+def _rids(rid: Any, num_prompts: int) -> list[str]:
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(num_prompts)]
+    rids = rid if isinstance(rid, list) else [rid] if num_prompts == 1 else [f"{rid}_{i}" for i in range(num_prompts)]
+    if len(rids) != num_prompts or not all(isinstance(r, str) for r in rids):
+        raise ValueError(f"rid={rid!r}: want a string, or one string for each of the {num_prompts} prompts")
+    return rids
+
+
+def _check_prompt(prompt: list[int], max_new_tokens: int, model: CpuModel, max_total_tokens: int) -> None:
+    if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < model.vocab_size)
+        raise ValueError(f"input_ids holds {wrong}: want token ids from 0 to {model.vocab_size - 1}")
+    length = len(prompt) + max_new_tokens
+    limits = ((model.context_length, "the model's context"), (max_total_tokens, "the server's max_total_tokens"))
+    limit, name = min(limits)
+    if length > limit:
+        raise ValueError(f"{len(prompt)} prompt tokens and max_new_tokens={max_new_tokens} exceed {limit}, {name}")
+
+
+def write_reply(call: Call, body: Mapping[str, Any]) -> Any:
+    """One object for one completion, else a flat list: all completions of the first prompt, then of the next."""
+    with_log_probs = bool(body.get("return_logprob"))
+    several = sum(row.rid == call.rows[0].rid for row in call.rows) > 1
+    items = [_item(row, with_log_probs, several) for row in call.rows]
+    return items if len(items) > 1 or isinstance(body["input_ids"][0], list) else items[0]
+
+
+def _item(row: Row, with_log_probs: bool, several: bool) -> dict[str, Any]:
+    spans = _spans(row)
+    meta: dict[str, Any] = {
+        "id": f"{row.rid}-{row.index}" if several else row.rid,
+        "finish_reason": row.finish,
+        "prompt_tokens": len(row.prompt),
+        "completion_tokens": len(row.token_ids),
+        "cached_tokens": 0,
+        "num_retractions": row.num_retractions,
+        "weight_version": spans[-1]["version"] if spans else None,
+        "weight_versions": spans,
+    }
+    if with_log_probs:
+        meta["input_token_logprobs"] = _prompt_log_probs(row)
+        meta["output_token_logprobs"] = [
+            [log_prob, token, None] for log_prob, token in zip(row.log_probs, row.token_ids, strict=True)
+        ]
+        meta["output_token_logprobs_length"] = len(row.token_ids)
+    return {"text": "", "output_ids": row.token_ids, "meta_info": meta}
+
+
+def _spans(row: Row) -> list[dict[str, Any]]:
+    if not row.versions:  # aborted before its turn
+        return []
+    ends = [*(start for _, start in row.versions[1:]), len(row.token_ids)]
+    return [
+        {"version": version, "start": start, "end": end}
+        for (version, start), end in zip(row.versions, ends, strict=True)
+        if end > start
+    ]
+
+
+def _prompt_log_probs(row: Row) -> list[list[Any]]:
+    """[log-prob, token, text] from the asked position on; the first of them has no log-prob, as in SGLang."""
+    start = row.prompt_log_probs_from
+    if start is None or row.prompt_log_probs is None:
+        return []
+    triples: list[list[Any]] = [[row.prompt_log_probs[i - 1], row.prompt[i], None] for i in range(1, len(row.prompt))]
+    triples = [[None, row.prompt[0], None], *triples][start:]
+    return [[None, *triples[0][1:]], *triples[1:]] if triples else []

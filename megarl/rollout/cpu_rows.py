@@ -1,0 +1,191 @@
+"""A completion from arrival to reply (`Row`), the call that waits for it (`Call`), those now decoded (`Running`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.rollout.cpu_sampling import draw, row_key, uniforms
+from megarl.rollout.protocol import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A completion. Rows of one prompt share the `prompt` list itself, and by it are known to share a prefill."""
+
+    call: Call
+    index: int  # which of the prompt's n completions
+    rid: str
+    prompt: list[int]
+    params: SamplingParams
+    stops: tuple[int, ...]  # tokens that end it
+    prompt_log_probs_from: int | None = None  # report the prompt's log-probs from this position on
+    key: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    prompt_log_probs: list[float] | None = None  # of tokens 1.. of the prompt, at temperature 1
+    versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token written by it)
+    num_retractions: int = 0
+    finish: dict[str, Any] | None = None
+
+    @property
+    def sequence(self) -> list[int]:
+        """What is known of it: after a retraction the completion so far is prefilled with the prompt."""
+        return self.prompt + self.token_ids if self.token_ids else self.prompt
+
+    @property
+    def max_length(self) -> int:
+        return len(self.prompt) + self.params.max_new_tokens
+
+    def stamp(self, version: str, start: int) -> None:
+        """Tokens from `start` on are written by weights `version`."""
+        if self.versions and self.versions[-1][1] == start:
+            self.versions.pop()
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, start))
+
+    def finish_with(self, reason: dict[str, Any]) -> None:
+        assert self.finish is None, f"row {self.rid} ended twice"
+        self.finish = reason
+        self.call.pending -= 1
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One /generate request: complete when none of its rows is pending."""
+
+    rows: list[Row] = field(default_factory=list)
+    pending: int = 0
+
+    def add(self, n: int, *shared: Any, **options: Any) -> None:
+        """Ask for n rows that share everything but their index; `shared` are the fields of Row from `rid` on."""
+        self.rows += [Row(self, index, *shared, **options) for index in range(n)]
+        self.pending += n
+
+    def set_keys(self, default_seed: int) -> None:
+        """Give every row its randomness: from its own seed, or from `default_seed` and its place in the call."""
+        for place, row in enumerate(self.rows):
+            seed = row.params.sampling_seed
+            row.key = row_key(default_seed, place) if seed is None else row_key(seed, row.index)
+
+
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+_COLUMNS = {
+    "length": torch.int64,  # tokens so far; the last of them is not yet in the KV cache
+    "last": torch.int64,  # that token
+    "num_new": torch.int64,
+    "max_new": torch.int64,
+    "key": torch.int64,
+    "temperature": torch.float32,  # 0 = greedy
+    "top_p": torch.float64,
+    "top_k": torch.int64,
+    "stopped": torch.bool,  # the last token ends the row
+}
+_TABLES = {"tokens": torch.int64, "log_probs": torch.float32, "stops": torch.int64}  # [capacity, width], width grows
+
+
+class Running:
+    """The rows being decoded: row i is entry i of every column, and only the first `count` entries mean anything."""
+
+    def __init__(self, capacity: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.rows: list[Row] = []
+        self.max_length = 0  # the longest that any row since the last idle moment may grow
+        self._columns = {name: torch.zeros(capacity, dtype=dtype) for name, dtype in _COLUMNS.items()}
+        self._columns |= {name: torch.full((capacity, 1), -1, dtype=dtype) for name, dtype in _TABLES.items()}
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def column(self, name: str) -> Tensor:
+        """A view of the running rows' entries."""
+        return self._columns[name][: self.count]
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Append rows whose sequence so far was just prefilled."""
+        part = slice(self.count, self.count + len(rows))
+        params = [row.params for row in rows]
+        values = {
+            "length": [len(row.prompt) + len(row.token_ids) for row in rows],
+            "num_new": [len(row.token_ids) for row in rows],
+            "max_new": [p.max_new_tokens for p in params],
+            "key": [row.key for row in rows],
+            "temperature": [0.0 if p.greedy else p.temperature for p in params],
+            "top_p": [p.top_p for p in params],
+            "top_k": [self.vocab_size if p.top_k < 0 else p.top_k for p in params],
+        }
+        for name, entries in values.items():
+            self._columns[name][part] = torch.tensor(entries, dtype=_COLUMNS[name])
+        width = max(p.max_new_tokens for p in params)
+        self._table("tokens", width), self._table("log_probs", width)
+        self._set_stops(part, [row.stops for row in rows])
+        self.rows += rows
+        self.max_length = max(self.max_length, *(row.max_length for row in rows))
+        for place, row in enumerate(rows, start=part.start):
+            if row.token_ids:
+                self._columns["tokens"][place, : len(row.token_ids)] = torch.tensor(row.token_ids)
+                self._columns["log_probs"][place, : len(row.log_probs)] = torch.tensor(row.log_probs)
+
+    def draw_next(self, logits: Tensor, first: int = 0) -> Tensor:
+        """Draw a token for every row from `first` on out of logits [R, V]; returns the places of rows now complete."""
+        part = {name: column[first : self.count] for name, column in self._columns.items()}
+        uniform = uniforms(part["key"], part["num_new"])
+        tokens, log_probs = draw(logits, part["temperature"], part["top_p"], part["top_k"], uniform)
+        each = torch.arange(len(tokens))
+        part["tokens"][each, part["num_new"]] = tokens
+        part["log_probs"][each, part["num_new"]] = log_probs
+        part["last"].copy_(tokens)
+        part["num_new"].add_(1)
+        part["length"].add_(1)
+        part["stopped"].copy_((tokens[:, None] == part["stops"]).any(1))
+        return (part["stopped"] | (part["num_new"] >= part["max_new"])).nonzero()[:, 0] + first
+
+    def collect(self, places: Tensor) -> list[Row]:
+        """The rows at `places`, with what they wrote so far copied into them; a complete one is marked as finished."""
+        columns = [self._columns[name][places].tolist() for name in ("num_new", "tokens", "log_probs", "stopped")]
+        out = []
+        for place, n, tokens, log_probs, stopped in zip(places.tolist(), *columns, strict=True):
+            row = self.rows[place]
+            row.token_ids, row.log_probs = tokens[:n], log_probs[:n]
+            if stopped:
+                row.finish_with({"type": "stop", "matched": tokens[n - 1]})
+            elif n == row.params.max_new_tokens:
+                row.finish_with({"type": "length", "length": n})
+            out.append(row)
+        return out
+
+    def remove(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Drop rows; the last ones move into the holes. Returns (source, target) of the moves, for the KV cache."""
+        kept = torch.ones(self.count, dtype=torch.bool)
+        kept[places] = False
+        left = int(kept.sum())
+        source, target = kept[left:].nonzero()[:, 0] + left, (~kept[:left]).nonzero()[:, 0]
+        for column in self._columns.values():
+            column[target] = column[source]
+        for hole, moved in zip(target.tolist(), source.tolist(), strict=True):
+            self.rows[hole] = self.rows[moved]
+        del self.rows[left:]
+        if not self.rows:
+            self.max_length = 0
+        return source, target
+
+    def _set_stops(self, part: slice, stops: Sequence[tuple[int, ...]]) -> None:
+        table = self._table("stops", max(len(s) for s in stops))
+        width = table.shape[1]
+        table[part] = torch.tensor([[*s, *[-1] * (width - len(s))] for s in stops])  # -1 is no token
+
+    def _table(self, name: str, width: int) -> Tensor:
+        """The table, first widened where it is narrower than `width`."""
+        table = self._columns[name]
+        if table.shape[1] < width:
+            wide = torch.full((len(table), width), -1, dtype=table.dtype)
+            wide[:, : table.shape[1]] = table
+            self._columns[name] = table = wide
+        return table

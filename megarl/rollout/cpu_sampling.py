@@ -1,0 +1,91 @@
+"""Drawing the next token of many rows at once, and the log-probs of what was drawn.
+
+Randomness is counter-based: the uniform number of a token is a hash of (row key, index of the token in its completion),
+so a row draws the same whatever else is in the batch, whenever it joins, and after it was retracted.
+R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15  # the increment of splitmix64 (Steele, Lea, Flood 2014), 2^64 / golden ratio
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MAX_ELEMENTS = 1 << 23  # float64 scratch of one chunk of rows: 64 MiB
+
+
+def row_key(seed: int, completion: int) -> int:
+    """The key of completion number `completion` of a prompt, as a signed 64-bit number."""
+    key = _mix_int(_mix_int(seed & _MASK) + (completion + 1) * _STEP)
+    return key - (1 << 64) if key >> 63 else key
+
+
+def _mix_int(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _MIX[0]) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX[1]) & _MASK
+    return x ^ (x >> 31)
+
+
+def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
+    """keys [R] int64, counters [R] int64 -> [R] float64 in [0, 1): splitmix64 of key + counter, its upper 53 bits."""
+    x = keys.numpy().view(np.uint64) + (counters.numpy().view(np.uint64) + np.uint64(1)) * np.uint64(_STEP)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX[0])
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX[1])
+    x = x ^ (x >> np.uint64(31))
+    return torch.from_numpy((x >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """One token a row by inverting its cumulative distribution at `uniform`.
+
+    log_probs are of softmax(logits / temperature), not renormalised over top-p and top-k; a greedy row (temperature 0)
+    takes the largest logit and its log-prob at temperature 1.
+
+    Args: logits [R, V]; temperature, top_p, uniform [R] floating; top_k [R] int64 (V or more: all).
+    Returns: tokens [R] int64, log_probs [R] float32.
+    """
+    rows = max(1, _MAX_ELEMENTS // logits.shape[1])
+    if len(logits) <= rows:
+        return _draw(logits, temperature, top_p, top_k, uniform)
+    parts = zip(*(x.split(rows) for x in (logits, temperature, top_p, top_k, uniform)), strict=True)
+    tokens, log_probs = zip(*(_draw(*part) for part in parts), strict=True)
+    return torch.cat(tokens), torch.cat(log_probs)
+
+
+def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    greedy = temperature == 0
+    logits = logits.float()
+    all_log_probs = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
+    if greedy.all():
+        tokens = logits.argmax(-1)
+    else:
+        probs = all_log_probs.double().exp()
+        tokens = _invert(probs, uniform)
+        narrowed = ((top_p < 1) | (top_k < logits.shape[1])) & ~greedy
+        if narrowed.any():
+            tokens[narrowed] = _draw_narrowed(probs[narrowed], top_p[narrowed], top_k[narrowed], uniform[narrowed])
+        if greedy.any():
+            tokens[greedy] = logits[greedy].argmax(-1)
+    return tokens, all_log_probs.gather(1, tokens[:, None])[:, 0]
+
+
+def _draw_narrowed(probs: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> Tensor:
+    """Keep the k likeliest tokens, of those the shortest prefix that reaches mass p of the whole; draw among them."""
+    probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    mass_before = probs.cumsum(-1) - probs
+    rank = torch.arange(probs.shape[1])
+    kept = (rank < top_k[:, None]) & (mass_before <= top_p[:, None])
+    picked = _invert(torch.where(kept, probs, 0.0), uniform)
+    return order.gather(1, picked[:, None])[:, 0]
+
+
+def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
+    """First index whose cumulated probability exceeds uniform * total; its own probability is then above 0."""
+    cumulated = probs.cumsum(-1)
+    total = cumulated[:, -1]
+    # uniform * total may round up to total itself, beyond which there is no index
+    target = torch.minimum(uniform * total, total * (1 - 2.0**-52))
+    return torch.searchsorted(cumulated, target[:, None], right=True)[:, 0]

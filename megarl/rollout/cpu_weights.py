@@ -1,0 +1,160 @@
+"""Weight updates on the CPU server: groups, the update session, and the refusal of whatever does not fit the model.
+
+The methods block (a meeting, a broadcast, a file), so the HTTP side calls them in threads; one lock keeps their order.
+Tensors are received beside the model and copied into it by the engine's thread between two steps. A refusal is a
+ValueError, and leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.rollout.cpu_engine import CpuEngine
+from megarl.rollout.protocol import DTYPES, FLATTENED, Route
+from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+
+_DEFAULT_GROUP = "weight_update_group"
+
+
+class WeightUpdates:
+    def __init__(self, engine: CpuEngine, group_timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout_s = group_timeout_s
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._session_open = False
+        self._lock = threading.Lock()
+
+    def init_group(self, body: Mapping[str, Any]) -> str:
+        """Blocks until all members joined or the time is over."""
+        name, backend = body.get("group_name", _DEFAULT_GROUP), body.get("backend", "nccl")
+        rank, world_size = _field(body, "rank_offset", int), _field(body, "world_size", int)
+        address, port = _field(body, "master_address", str), _field(body, "master_port", int)
+        if not 0 < rank < world_size:
+            raise ValueError(f"rank_offset={rank}: want 1 .. world_size-1 ({world_size - 1}); rank 0 sends")
+        if backend != "gloo":
+            raise ValueError(f"backend={backend!r}: the cpu engine speaks gloo")
+        if name in self._groups:
+            raise ValueError(f"group_name={name!r}: this server is already in that group, want a new name")
+        try:  # outside the lock: a meeting to which nobody comes must not stop other groups
+            group = join_weight_group(address, port, rank, world_size, name, backend, self._timeout_s)
+        except RuntimeError as error:  # torch's word for a meeting that failed or took too long
+            raise ValueError(f"joining {name!r} at {address}:{port} failed: {_first_line(error)}") from error
+        with self._lock:
+            self._groups[name] = group
+        return f"joined {name} as rank {rank} of {world_size}"
+
+    def destroy_group(self, body: Mapping[str, Any]) -> str:
+        with self._lock:
+            name = body.get("group_name", _DEFAULT_GROUP)
+            leave_weight_group(self._group(name))
+            del self._groups[name]
+        return f"left {name}"
+
+    def begin(self, body: Mapping[str, Any]) -> str:
+        with self._lock:
+            if self._session_open:
+                raise ValueError(f"a weight update is open already: want {Route.END_UPDATE} first")
+            self._session_open = True
+        return "weight update begun"
+
+    def end(self, body: Mapping[str, Any]) -> str:
+        with self._lock:
+            if not self._session_open:
+                raise ValueError(f"no weight update is open: want {Route.BEGIN_UPDATE} first")
+            self._session_open = False
+        return "weight update ended"
+
+    def from_distributed(self, body: Mapping[str, Any]) -> str:
+        """Receive named tensors from rank 0 of a group, all of them checked before the first byte is awaited."""
+        with self._lock:
+            if not self._session_open:
+                raise ValueError(f"no weight update is open: want {Route.BEGIN_UPDATE} first")
+            group = self._group(body.get("group_name", _DEFAULT_GROUP))
+            names, dtypes, shapes = (_field(body, key, list) for key in ("names", "dtypes", "shapes"))
+            if not len(names) == len(dtypes) == len(shapes):
+                raise ValueError(f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes: want equally many")
+            self._engine.model.check_weights(names, dtypes, shapes)
+            load_format = body.get("load_format")
+            if load_format not in (None, FLATTENED):
+                raise ValueError(f"load_format={load_format!r}: want null or {FLATTENED!r}")
+            self._check_flush(body)
+            receive = _receive_flattened if load_format == FLATTENED else _receive_each
+            try:
+                tensors = receive(group, names, dtypes, shapes)
+            except RuntimeError as error:  # torch's word for a peer that is gone or silent
+                raise ValueError(f"nothing was loaded, because the broadcast failed: {_first_line(error)}") from error
+            self._apply(tensors, body)
+        return f"loaded {len(tensors)} tensors"
+
+    def from_disk(self, body: Mapping[str, Any]) -> str:
+        with self._lock:
+            self._check_flush(body)
+            tensors = self._engine.model.read_folder(_field(body, "model_path", str))
+            self._apply(tensors, body)
+        return f"loaded {len(tensors)} tensors"
+
+    def _group(self, name: str) -> dist.ProcessGroup:
+        if name not in self._groups:
+            raise ValueError(f"group_name={name!r}: this server is in no such group, it is in {sorted(self._groups)}")
+        return self._groups[name]
+
+    def _check_flush(self, body: Mapping[str, Any]) -> None:
+        if self._engine.paused and body.get("flush_cache", True):
+            self._engine.run_now(self._engine.flush_cache).result()
+
+    def _apply(self, tensors: Mapping[str, Tensor], body: Mapping[str, Any]) -> None:
+        version = body.get("weight_version")
+
+        def order() -> None:
+            self._engine.model.load_weights(tensors)
+            if version is not None:
+                self._engine.set_version(str(version))
+
+        if body.get("abort_all_requests"):
+            self._engine.run_now(lambda: self._engine.abort(lambda row: True)).result()
+        self._engine.run_alone(order).result()
+
+
+def _receive_each(
+    group: dist.ProcessGroup, names: list[str], dtypes: list[str], shapes: list[list[int]]
+) -> dict[str, Tensor]:
+    tensors = {}
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
+        dist.broadcast(tensors[name], src=0, group=group)
+    return tensors
+
+
+def _receive_flattened(
+    group: dist.ProcessGroup, names: list[str], dtypes: list[str], shapes: list[list[int]]
+) -> dict[str, Tensor]:
+    """One broadcast of all bytes end to end; tensors are views of it, so each starts at a multiple of its item size."""
+    sizes = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    for name, dtype, start in zip(names, dtypes, starts, strict=True):
+        if start % DTYPES[dtype].itemsize:
+            raise ValueError(f"nothing was loaded, because {name} ({dtype}) would start at byte {start} of the bucket")
+    flat = torch.empty(sum(sizes), dtype=torch.uint8)
+    dist.broadcast(flat, src=0, group=group)
+    return {
+        name: flat[start : start + size].view(DTYPES[dtype]).view(shape)
+        for name, dtype, shape, start, size in zip(names, dtypes, shapes, starts, sizes, strict=True)
+    }
+
+
+def _field(body: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = body.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{key}={value!r}: want a {kind.__name__}")
+    return value
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

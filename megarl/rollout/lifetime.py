@@ -1,0 +1,31 @@
+"""Child processes: they end with their parent, whatever ended it, and their log says why they ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_NUM_LINES = 15
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL when the parent goes. Linux.
+
+    The kernel watches the *thread* that started this process: start children from a thread that lives as long as they
+    shall. If the parent went before this call took effect, the process ends here.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(number)}")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+def last_lines(path: str | Path) -> str:
+    """The end of a log, to be put behind a sentence; empty when there is none."""
+    file = Path(path)
+    lines = file.read_text(errors="replace").splitlines()[-_NUM_LINES:] if file.exists() else []
+    return "".join(f"\n    {line}" for line in lines)

@@ -1,0 +1,187 @@
+"""SGLang's wire, as far as a trainer needs it: routes, request bodies, replies, dtype names, the digest of a tensor.
+
+Nothing here sends anything. Leaves out what needs text on the server (stop strings, grammars): prompts and completions
+are token ids, and text is made where the tokenizer is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.sample import Completion, VersionSpan
+
+GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
+MAX_SEED = 2**31 - 1
+
+
+class Route(StrEnum):
+    HEALTH = "/health"
+    SERVER_INFO = "/server_info"
+    MODEL_INFO = "/model_info"
+    GENERATE = "/generate"
+    PAUSE = "/pause_generation"
+    CONTINUE = "/continue_generation"
+    INIT_GROUP = "/init_weights_update_group"
+    DESTROY_GROUP = "/destroy_weights_update_group"
+    BEGIN_UPDATE = "/begin_weight_update"
+    END_UPDATE = "/end_weight_update"
+    UPDATE_FROM_DISTRIBUTED = "/update_weights_from_distributed"
+    UPDATE_FROM_DISK = "/update_weights_from_disk"
+    WEIGHTS_CHECKER = "/weights_checker"
+    RELEASE_MEMORY = "/release_memory_occupation"
+    RESUME_MEMORY = "/resume_memory_occupation"
+    FLUSH_CACHE = "/flush_cache"
+    ABORT = "/abort_request"
+
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+FLATTENED = "flattened_bucket"  # load_format: one broadcast of the uint8 concatenation of all tensors
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+# Keys that change how text is shown, never which tokens are drawn: taken and ignored where there is no text.
+_TEXT_ONLY_KEYS = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"})
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn.  Example: SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=256)."""
+
+    temperature: float = 1.0  # 0 = greedy; then log-probs are of the softmax at temperature 1
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all
+    max_new_tokens: int = 128
+    sampling_seed: int | None = None  # None: drawn from the server's own seed
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence tokens
+    ignore_eos: bool = False  # neither EOS nor stop_token_ids end a completion
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, (int, float), "a number >= 0", lambda v: 0 <= v < float("inf"))
+        _check("top_p", self.top_p, (int, float), "0 < top_p <= 1", lambda v: 0 < v <= 1)
+        _check("top_k", self.top_k, int, "-1 (all) or a whole number >= 1", lambda v: v == -1 or v >= 1)
+        _check("max_new_tokens", self.max_new_tokens, int, "a whole number >= 1", lambda v: v >= 1)
+        _check("ignore_eos", self.ignore_eos, bool, "true or false", lambda v: True)
+        if self.sampling_seed is not None:
+            _check("sampling_seed", self.sampling_seed, int, f"0 .. {MAX_SEED}", lambda v: 0 <= v <= MAX_SEED)
+        for token in self.stop_token_ids:
+            _check("stop_token_ids", token, int, "token ids >= 0", lambda v: v >= 0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def to_json(self, n: int = 1) -> dict[str, Any]:
+        """The body's `sampling_params` for `n` completions of every prompt."""
+        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["stop_token_ids"] = list(self.stop_token_ids)
+        if self.sampling_seed is None:
+            del out["sampling_seed"]
+        return {**out, "n": n}
+
+    @staticmethod
+    def from_json(body: Mapping[str, Any]) -> tuple[SamplingParams, int]:
+        """What a server reads: the parameters and n. Raises ValueError for an unknown key or an impossible value."""
+        if not isinstance(body, Mapping):
+            raise ValueError(f"sampling_params={body!r}: want an object")
+        values = {key: value for key, value in body.items() if key not in _TEXT_ONLY_KEYS and value is not None}
+        n = values.pop("n", 1)
+        _check("n", n, int, "a whole number >= 1", lambda v: v >= 1)
+        known = {f.name for f in fields(SamplingParams)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"sampling_params has the unknown key {unknown[0]!r}: want {sorted(known | {'n'})}")
+        if not isinstance(values.get("stop_token_ids", []), list):
+            raise ValueError(f"stop_token_ids={values['stop_token_ids']!r}: want a list of token ids")
+        values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+        return SamplingParams(**values), n
+
+
+def _check(name: str, value: Any, kind: Any, wanted: str, allowed: Any) -> None:
+    wrong_type = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+    if wrong_type or not allowed(value):
+        raise ValueError(f"{name}={value!r}: want {wanted}")
+
+
+def generate_body(prompt_ids: Sequence[int], n: int, params: SamplingParams, rid: str) -> dict[str, Any]:
+    """The body of /generate for `n` completions of one prompt, with their log-probs but not the prompt's."""
+    return {
+        "input_ids": list(prompt_ids),
+        "sampling_params": params.to_json(n),
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "rid": rid,
+    }
+
+
+def parse_completions(reply: Any, n: int) -> list[Completion]:
+    """The n completions of a /generate reply, without text. Raises ValueError when the reply is not what was asked."""
+    items = reply if isinstance(reply, list) else [reply]
+    if len(items) != n:
+        raise ValueError(f"the reply of {Route.GENERATE} holds {len(items)} completions, want {n}")
+    return [_completion(item) for item in items]
+
+
+def _completion(item: Any) -> Completion:
+    try:
+        token_ids, meta = item["output_ids"], item["meta_info"]
+        finish_reason, triples = meta["finish_reason"]["type"], meta["output_token_logprobs"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a completion of {Route.GENERATE} lacks {error}") from error
+    if [triple[1] for triple in triples] != token_ids:
+        raise ValueError(f"a completion has {len(token_ids)} tokens and {len(triples)} log-probs of other tokens")
+    return Completion(
+        token_ids=token_ids,
+        log_probs=[triple[0] for triple in triples],
+        finish_reason=finish_reason,
+        versions=_versions(meta, len(token_ids)),
+    )
+
+
+def _versions(meta: Mapping[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
+    """Spans as the server gave them; an older server stamps only the whole completion."""
+    if num_tokens == 0:
+        return ()
+    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": num_tokens}]
+    out = tuple(VersionSpan(_version(span["version"]), span["start"], span["end"]) for span in spans)
+    edges = [0, *(span.end for span in out)]
+    if [span.start for span in out] != edges[:-1] or edges[-1] != num_tokens:
+        raise ValueError(f"weight_versions {spans} do not cover the {num_tokens} tokens of a completion")
+    return out
+
+
+def _version(text: Any) -> int:
+    if not str(text).isdecimal():
+        raise ValueError(f"weight_version {text!r} is not a decimal number: start the server with --weight-version 0")
+    return int(text)
+
+
+def auth_headers(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def error_message(text: str, otherwise: str) -> str:
+    """The sentence inside an error reply, whichever of SGLang's shapes it has; `otherwise` where it is empty."""
+    try:
+        value = json.loads(text)
+    except ValueError:  # plain text
+        return text.strip()[:500] or otherwise
+    for key in ("message", "error", "detail"):
+        if isinstance(value, dict) and key in value:
+            inner = value[key]
+            return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
+    return str(value)[:500]
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """sha256 over the bytes of a tensor in row-major order, as hex: equal exactly when the bits are equal."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()

@@ -1,0 +1,200 @@
+"""The nouns of the ring, in the order in which they are born.
+
+Ragged outside, packed inside: whatever travels between the rooms is one of these, and sequences are never padded.
+Column t of a sequence describes token t: `log_probs[t]` is the log-probability of token t given the tokens before it
+(0 for a sequence's first token, which nothing predicts) and `values[t]` is the value just before token t is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question.  Example: Prompt("0-17", [12, 34], "12+34=", "46", "arithmetic")."""
+
+    uid: str  # epoch and row of the file: two visits of the same row are two groups
+    token_ids: list[int]
+    text: str | list[dict[str, str]]  # what the file held: a string, or chat messages
+    ground_truth: str | None = None
+    data_source: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)  # every other field of the row, for the reward
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens `start` (inclusive) to `end` (exclusive) of a completion were written by weights `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a server wrote.  Example: token_ids [4, 6, 1], log_probs [-0.1, -0.7, -0.0], finish_reason "stop"."""
+
+    token_ids: list[int]  # the stop token included
+    log_probs: list[float]  # of the temperature-scaled softmax, as the server saw it
+    finish_reason: str  # stop | length | abort
+    versions: tuple[VersionSpan, ...]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, one completion of it, and what the reward said."""
+
+    prompt: Prompt
+    completion: Completion
+    reward: float
+    reward_extra: dict[str, float] = field(default_factory=dict)  # further numbers of a reward function, logged only
+
+
+@dataclass(frozen=True)
+class LostRollout:
+    """A completion that never came: a value, so that one bad request does not stop a run."""
+
+    prompt: Prompt
+    reason: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B whole sequences, end to end; N is the sum of their lengths.
+
+    Example, two sequences "ab|c" and "a|bc" (prompt|response):
+        tokens   a b c a b c      lengths 3 3
+        columns["response_mask"]   0 0 1 0 1 1        [N], one number a token
+        rows["group"]              0 1                [B], one number a sequence
+    """
+
+    tokens: Tensor  # [N] int64
+    lengths: Tensor  # [B] int64, prompt and response
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [N], float32
+    rows: Mapping[str, Tensor] = field(default_factory=dict)  # each [B]
+
+    def __post_init__(self) -> None:
+        n, b = len(self.tokens), len(self.lengths)
+        assert int(self.lengths.sum()) == n, f"lengths sum to {int(self.lengths.sum())}, tokens are {n}"
+        for name, column in self.columns.items():
+            assert column.shape == (n,), f"column {name} has shape {tuple(column.shape)}, want ({n},)"
+        for name, row in self.rows.items():
+            assert row.shape[:1] == (b,), f"row {name} has shape {tuple(row.shape)}, want ({b},)"
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def segment_ids(self) -> Tensor:
+        """[N] int64: the sequence that each token belongs to."""
+        return segment_ids(self.lengths)
+
+    @property
+    def starts(self) -> Tensor:
+        """[B] int64: where each sequence begins in `tokens`."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    def with_columns(self, **columns: Tensor) -> Batch:
+        return replace(self, columns={**self.columns, **columns})
+
+    def with_rows(self, **rows: Tensor) -> Batch:
+        return replace(self, rows={**self.rows, **rows})
+
+    def keep_columns(self, *names: str) -> Batch:
+        """The same sequences with only these columns and no rows: what travels to a rank."""
+        return replace(self, columns={n: self.columns[n] for n in names}, rows={})
+
+    def select(self, indices: Sequence[int]) -> Batch:
+        """These sequences, in this order."""
+        pick = torch.as_tensor(indices, dtype=torch.int64)
+        where = token_positions(self.lengths, pick)
+        return Batch(
+            tokens=self.tokens[where],
+            lengths=self.lengths[pick],
+            columns={n: c[where] for n, c in self.columns.items()},
+            rows={n: r[pick] for n, r in self.rows.items()},
+        )
+
+    def split(self, column: Tensor) -> list[Tensor]:
+        """A [N] column as one tensor per sequence."""
+        return list(column.split(self.lengths.tolist()))
+
+
+def segment_ids(lengths: Tensor) -> Tensor:
+    """lengths [B] -> [N]: 0 repeated lengths[0] times, then 1, ..."""
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+def token_positions(lengths: Tensor, indices: Tensor) -> Tensor:
+    """Where the tokens of sequences `indices` stand in the flat [N] order, in the order of `indices`."""
+    if len(indices) == 0:
+        return torch.zeros(0, dtype=torch.int64)
+    starts = (lengths.cumsum(0) - lengths)[indices]
+    picked = lengths[indices]
+    inside = torch.arange(int(picked.sum())) - torch.repeat_interleave(picked.cumsum(0) - picked, picked)
+    return torch.repeat_interleave(starts, picked) + inside
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass takes: a few sequences packed into one row.
+
+    A dummy keeps the number of micro-batches equal on all data-parallel ranks; it counts for nothing.
+    """
+
+    batch: Batch
+    is_dummy: bool = False
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A number that knows how it is reduced: a mean travels as sum and weight, so nobody averages averages."""
+
+    kind: str  # mean | sum | max | min
+    value: float  # mean: the weighted sum
+    weight: float = 1.0  # mean: the sum of the weights
+
+    def merge(self, other: Stat) -> Stat:
+        assert self.kind == other.kind, f"cannot merge a {self.kind} with a {other.kind}"
+        if self.kind in ("mean", "sum"):
+            return Stat(self.kind, self.value + other.value, self.weight + other.weight)
+        pick = max if self.kind == "max" else min
+        return Stat(self.kind, pick(self.value, other.value))
+
+    def result(self) -> float:
+        """The reduced number; a mean over nothing is 0."""
+        if self.kind != "mean":
+            return self.value
+        return self.value / self.weight if self.weight else 0.0
+
+
+Stats = dict[str, Stat]
+
+
+def merge_stats(parts: Sequence[Stats]) -> Stats:
+    """One dictionary out of many; a name that only some have is merged over those."""
+    out: Stats = {}
+    for part in parts:
+        for name, stat in part.items():
+            out[name] = out[name].merge(stat) if name in out else stat
+    return out
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What a loss function returns for one micro-batch: a scalar to differentiate, and statistics."""
+
+    loss: Tensor  # [] the sum of weight * token_loss over the micro-batch
+    stats: Stats

@@ -1,0 +1,176 @@
+"""The ring: prompts -> rollout -> columns -> advantages -> gradient -> weights -> the next rollout.
+
+An ordinary program of one process.  What it calls may run on one CPU rank or on thousands of GPUs; nothing here knows.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from megarl.algo.estimate import estimate
+from megarl.config import Config
+from megarl.data.batch import make_batch
+from megarl.evaluate import Evaluation, evaluate
+from megarl.finish import finish, remember
+from megarl.metrics.report import write_samples
+from megarl.metrics.stats import batch_stats, finalise
+from megarl.run import Run
+from megarl.sample import Batch, Stat, Stats
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run to the end; returns the summary that it also writes."""
+    prepare(config)
+    with Run(config) as run:
+        totals = Totals.begin(run)
+        push(run, run.first_step, totals)
+        if run.first_step == 0 and config.trainer.val_before_train:
+            remember(run.dir, measure(run, 0))
+        for step in range(run.first_step, run.num_steps):
+            position = lap(run, step, totals)
+            if due(step + 1, config.trainer.test_freq) and step + 1 < run.num_steps:
+                measure(run, step + 1)
+            if due(step + 1, config.trainer.save_freq):
+                run.save(step + 1, position, totals.state_dict())
+        return finish(run, measure(run, run.num_steps), totals)
+
+
+def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
+    """One iteration, from prompts to pushed weights; returns the position of the prompts behind it."""
+    config, algorithm, timer = run.config, run.config.algorithm, run.timer
+    with timer("gen"):
+        iteration = run.feed.next(lambda done, total: run.trackers.stage("gen", done, total))
+    batch = make_batch(iteration.groups)
+    if config.reward.shuffle:
+        batch = shuffle_rewards(batch, seed=config.trainer.seed + step)
+    with timer("old_log_prob"):
+        batch = batch.with_columns(old_log_probs=run.actor.log_probs(batch))
+    if run.reference:
+        with timer("ref"):
+            batch = batch.with_columns(ref_log_probs=run.reference.log_probs(batch))
+    if run.critic:
+        with timer("values"):
+            batch = batch.with_columns(values=run.critic.values(batch))
+    with timer("adv"):
+        batch, stats = estimate(
+            batch,
+            adv_estimator=algorithm.adv_estimator,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            use_kl_in_reward=algorithm.use_kl_in_reward,
+            kl_penalty=algorithm.kl_penalty,
+            kl_coef=run.kl.value,
+            advantage_clip=algorithm.advantage_clip,
+        )
+    if run.critic:
+        with timer("update_critic"):
+            stats |= run.critic.update(batch, seed=config.trainer.seed + step)
+    if step >= config.trainer.critic_warmup or not run.critic:
+        with timer("update_actor"):
+            stats |= run.actor.update(batch, seed=config.trainer.seed + step)
+    with timer("update_weights"):
+        report = push(run, step + 1, totals)
+    with timer("log"):
+        steer_kl(run, stats)
+        write_samples(run.dir / "samples.jsonl", step + 1, iteration.groups)
+        metrics = finalise(stats) | batch_stats(batch, version=step) | {"rollout/lost": float(len(iteration.lost))}
+        metrics |= {f"timing_s/push/{phase}": seconds for phase, seconds in report["timings"].items()}
+    metrics |= timer.finish(num_tokens=batch.num_tokens, num_devices=config.trainer.num_ranks)
+    totals.add(metrics)
+    run.trackers.log(step + 1, metrics)
+    return iteration.position
+
+
+def push(run: Run, version: int, totals: Totals) -> dict[str, Any]:
+    """The actor's weights into every server, verified; an unverified push has raised."""
+    report = run.actor.push(run.servers, version)
+    totals.pushes_verified += 1
+    return report
+
+
+def measure(run: Run, step: int) -> Evaluation:
+    """The score on the held-out prompts."""
+    val = run.config.rollout.val_kwargs
+    found = evaluate(
+        run.stream,
+        run.val_prompts,
+        n=val.n,
+        temperature=val.temperature,
+        top_p=val.top_p,
+        max_new_tokens=run.config.data.max_response_length,
+        seed=run.config.rollout.seed,
+        on_progress=lambda done, total: run.trackers.stage("evaluate", done, total),
+    )
+    if run.val_prompts:
+        run.trackers.log(step, found.metrics())
+    run.timer.start()
+    return found
+
+
+def steer_kl(run: Run, stats: Stats) -> None:
+    """The controller of the KL in the reward looks at what it caused."""
+    current: Stat | None = stats.get("actor/reward_kl_penalty")
+    if current is not None:
+        run.kl.update(current.result(), int(current.weight))
+
+
+def shuffle_rewards(batch: Batch, seed: int) -> Batch:
+    """The control experiment: the same rewards, given to the wrong samples."""
+    order = torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(seed))
+    return batch.with_rows(score=batch.rows["score"][order])
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def prepare(config: Config) -> None:
+    """Let the recipe make its model folder, where it names a module for that and the folder is missing."""
+    if config.trainer.prepare and not (Path(config.model.path) / "config.json").exists():
+        import_module(config.trainer.prepare).prepare(config)
+
+
+class Totals:
+    """Numbers over the whole run, resumed with it."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.pushes_verified = 0
+        self.log_prob_gap_max = 0.0
+        self.first_ppo_kl_max = 0.0
+        self.lost_rollouts = 0
+
+    @classmethod
+    def begin(cls, run: Run) -> Totals:
+        totals = cls()
+        if run.resumed_from is not None:
+            saved = dict(run.resumed_from.state["totals"])
+            totals.began -= saved.pop("wall_s")
+            vars(totals).update(saved)
+        return totals
+
+    def add(self, metrics: dict[str, float]) -> None:
+        self.log_prob_gap_max = max(self.log_prob_gap_max, metrics.get("rollout_corr/log_prob_gap_max", 0.0))
+        self.first_ppo_kl_max = max(self.first_ppo_kl_max, abs(metrics.get("actor/first_ppo_kl", 0.0)))
+        self.lost_rollouts += int(metrics["rollout/lost"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "began"} | {"wall_s": self.wall_s}
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self.began
+
+
+def main(config: Config) -> int:
+    """`megarl train`."""
+    train(config)
+    Console().print(f"results: {config.trainer.run_dir.resolve()}", highlight=False)
+    return 0

@@ -1,0 +1,102 @@
+"""From the model's shards to HF tensors, as a stream or as a folder that `transformers` loads."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.weights.buckets import Sizes
+from megarl.weights.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
+from megarl.weights.gather import Model, ModelParallel, local_parameters, owner_dtypes, whole_tensors
+from megarl.weights.names import num_bytes
+from megarl.weights.tables import HFConfig, Role, table_for
+
+BUFFER_BYTES = 64 << 20
+SHARD_BYTES = 4 << 30
+
+
+def hf_tensors(
+    model: Model,
+    hf_config: HFConfig,
+    *,
+    role: Role = "actor",
+    dtype: torch.dtype | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor) on every rank of a model replica, in the order of the table; all ranks must finish it.
+
+    `dtype` None keeps each parameter's own.  A tensor may share memory with the model: use it before the next one is
+    asked for, and never write to it.  Peak extra memory: twice the larger of `buffer_bytes` and the largest parameter.
+    """
+    table = table_for(hf_config, role=role)
+    stream = whole_tensors(table, local_parameters(model), ModelParallel.current(), buffer_bytes=buffer_bytes)
+    for name, tensor in stream:
+        yield name, tensor if dtype is None else tensor.to(dtype)
+
+
+def hf_sizes(model: Model, hf_config: HFConfig, *, role: Role = "actor", dtype: torch.dtype | None = None) -> Sizes:
+    """HF name -> shape and type of what `hf_tensors` will bring, in its order; a collective of one small message."""
+    table = table_for(hf_config, role=role)
+    own = owner_dtypes(table, local_parameters(model), ModelParallel.current())
+    return {n: (shape, dtype or d) for op, d in zip(table, own, strict=True) for n, shape in op.hf_shapes.items()}
+
+
+def save_hf(
+    model: Model,
+    hf_config: HFConfig,
+    folder: str | Path,
+    *,
+    source_folder: str | Path,
+    role: Role = "actor",
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write an HF folder from world rank 0: weights, tokenizer files of `source_folder`, and config.json last.
+
+    Every rank of rank 0's replica must call it.  A folder without config.json is an unfinished one.  A critic is
+    written as a sequence classifier with one label, which `transformers` loads too.
+    """
+    sizes = hf_sizes(model, hf_config, role=role, dtype=dtype)
+    stream = hf_tensors(model, hf_config, role=role, dtype=dtype)
+    try:
+        if dist.get_rank() == 0:
+            writer = _start_folder(Path(folder), sizes, shard_bytes)
+            for name, tensor in stream:
+                writer.add(name, tensor)
+            writer.finish()
+            _finish_folder(Path(folder), Path(source_folder), role, next(d for _, d in sizes.values()))
+    finally:
+        deque(stream, maxlen=0)  # a full disk on rank 0 must not leave the other ranks waiting in the stream
+
+
+def _start_folder(folder: Path, sizes: Sizes, shard_bytes: int) -> HFWriter:
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_weights(folder)
+    return HFWriter(folder, {n: num_bytes(shape, dtype) for n, (shape, dtype) in sizes.items()}, shard_bytes)
+
+
+def _finish_folder(folder: Path, source_folder: Path, role: Role, dtype: torch.dtype) -> None:
+    config = _config_to_write(source_folder, role, dtype)
+    copy_tokenizer(source_folder, folder)
+    write_whole(folder / CONFIG, lambda p: p.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n"))
+
+
+def _config_to_write(source_folder: Path, role: Role, dtype: torch.dtype) -> dict[str, Any]:
+    config = json.loads((source_folder / CONFIG).read_text())
+    config.pop("torch_dtype", None)  # the older name of "dtype"
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    if role == "critic":
+        decoder = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
+        config |= {
+            "architectures": [f"{decoder}ForSequenceClassification"],
+            "id2label": {"0": "value"},
+            "label2id": {"value": 0},
+        }
+    return config

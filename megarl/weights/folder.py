@@ -1,0 +1,122 @@
+"""An HF model folder on disk: safetensors read by slices, and written shard by shard."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CONFIG = "config.json"
+
+
+class HFFolder:
+    """Shapes of all tensors, and slices of any of them; nothing is read before it is asked for."""
+
+    def __init__(self, folder: Path, files: list[Any]):
+        self.folder = folder
+        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no plain dict)
+        self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
+
+    def read(self, name: str, dim: int, start: int, length: int) -> Tensor:
+        """Rows (dim 0) or columns (dim 1) [start, start + length) of a tensor, in the type of the file."""
+        stored = self._file_of[name].get_slice(name)
+        return stored[start : start + length] if dim == 0 else stored[:, start : start + length]
+
+
+@contextmanager
+def open_hf(folder: str | Path) -> Iterator[HFFolder]:
+    """Map the weight files of `folder`; ValueError where there are none or one is missing."""
+    folder = Path(folder)
+    with ExitStack() as stack:
+        paths = _weight_files(folder)
+        yield HFFolder(folder, [stack.enter_context(safe_open(p, framework="pt", device="cpu")) for p in paths])
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.is_file():
+        paths = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        if absent := [p.name for p in paths if not p.is_file()]:
+            raise ValueError(f"{index} lists files that are not there: {', '.join(absent)}")
+        return paths
+    if not (folder / SINGLE).is_file():
+        raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}; want an HF folder with safetensors weights")
+    return [folder / SINGLE]
+
+
+class HFWriter:
+    """Writes weight files of at most `shard_bytes` (a larger tensor gets its own); peak memory is one such file.
+
+    The order is known from `sizes` (name -> bytes) before the first tensor comes, so the final names are, too.
+    """
+
+    def __init__(self, folder: Path, sizes: dict[str, int], shard_bytes: int):
+        self.folder = folder
+        self.total_bytes = sum(sizes.values())
+        self._file_of = _assign_files(sizes, shard_bytes)
+        self._waiting: dict[str, Tensor] = {}
+        self._left = list(sizes)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Tensors come in the order of `sizes`."""
+        assert self._left and self._left[0] == name, f"got {name}, want {self._left[:1]}"
+        self._left.pop(0)
+        self._waiting[name] = tensor.detach().cpu().clone()
+        if not self._left or self._file_of[self._left[0]] != self._file_of[name]:
+            write_whole(self.folder / self._file_of[name], lambda p: save_file(self._waiting, p, {"format": "pt"}))
+            self._waiting = {}
+
+    def finish(self) -> None:
+        """The index, where there is more than one file."""
+        assert not self._left, f"tensors that never came: {self._left}"
+        if set(self._file_of.values()) == {SINGLE}:
+            return
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": self._file_of}
+        write_whole(self.folder / INDEX, lambda p: p.write_text(json.dumps(index, indent=2)))
+
+
+def _assign_files(sizes: dict[str, int], shard_bytes: int) -> dict[str, str]:
+    number, filled, numbers = 1, 0, {}
+    for name, size in sizes.items():
+        if filled and filled + size > shard_bytes:
+            number, filled = number + 1, 0
+        numbers[name], filled = number, filled + size
+    if number == 1:
+        return dict.fromkeys(sizes, SINGLE)
+    return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
+
+
+def write_whole(path: Path, write: Any) -> None:
+    """Let `write(path)` fill a file under another name first, so that a half-written file never has the real one."""
+    partial = path.with_name(path.name + ".partial")
+    write(partial)
+    os.replace(partial, path)
+
+
+def clear_weights(folder: Path) -> None:
+    """Make `folder` no model any more: config first, then weights, so that an interrupted rewrite is never loaded."""
+    for path in [folder / CONFIG, folder / INDEX, *folder.glob("*.safetensors"), *folder.glob("*.partial")]:
+        path.unlink(missing_ok=True)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy what a model folder holds beside config and weights: tokenizer, chat template, generation settings."""
+    for path in _companions(source):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _companions(source: Path) -> Iterable[Path]:
+    for path in sorted(source.iterdir()):
+        is_text = path.suffix in (".json", ".jinja", ".txt", ".model", ".tiktoken")
+        if path.is_file() and is_text and path.name != CONFIG and not path.name.endswith(".index.json"):
+            yield path

@@ -1,0 +1,247 @@
+"""How one Megatron parameter is made of tensors with Hugging Face (HF) names: data, read in both directions.
+
+A mapping lists pieces: runs of rows (or of columns) that stand both in an HF tensor and in the shard that one
+tensor-parallel rank holds.  Copying the pieces one way loads a shard, copying them the other way exports it, and
+whoever plans a transfer reads from them which slice of which tensor a rank owns.  Megatron names carry the layer's
+number in the whole model, not in its pipeline stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Example: Piece("k_proj.weight", 0, 16, 48, 16): rows 16-31 of k_proj are rows 48-63 of the shard."""
+
+    hf_name: str
+    dim: int  # 0 rows, 1 columns
+    hf_start: int
+    shard_start: int
+    length: int
+
+    def of_hf(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(self.dim, self.hf_start, self.length)
+
+    def of_shard(self, shard: Tensor) -> Tensor:
+        return shard.narrow(self.dim, self.shard_start, self.length)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One Megatron parameter and the HF tensors it is made of; subclasses say where the pieces are."""
+
+    megatron: str  # e.g. decoder.layers.3.mlp.linear_fc1.weight
+    copies: tuple[str, ...] = field(default=(), kw_only=True)  # parameters with the same content on other stages
+
+    required = True  # an HF folder without these tensors is refused
+
+    @property
+    def is_sharded(self) -> bool:
+        """False where every tensor-parallel rank holds the whole parameter."""
+        return True
+
+    @property
+    def layer(self) -> int | None:
+        """The transformer layer in the whole model, None for what belongs to no layer."""
+        found = re.match(r"decoder\.layers\.(\d+)\.", self.megatron)
+        return int(found[1]) if found else None
+
+    @property
+    def hf_shapes(self) -> dict[str, Shape]:
+        """HF names and their global shapes, in the order in which they are exported."""
+        raise NotImplementedError
+
+    def shard_shape(self, tp_size: int) -> Shape:
+        """The shape that every rank holds."""
+        raise NotImplementedError
+
+    def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
+        """What rank `tp_rank` owns; shard rows in no piece are padding."""
+        raise NotImplementedError
+
+    def to_megatron(self, tensors: Mapping[str, Tensor], tp_rank: int = 0, tp_size: int = 1) -> Tensor:
+        """Whole HF tensors -> a rank's shard, padding zero; tp_size=1 gives the whole parameter."""
+        for name, shape in self.hf_shapes.items():
+            assert tensors[name].shape == shape, f"{name} has shape {tuple(tensors[name].shape)}, want {shape}"
+        shard = next(iter(tensors.values())).new_zeros(self.shard_shape(tp_size))
+        for piece in self.pieces(tp_rank, tp_size):
+            piece.of_shard(shard).copy_(piece.of_hf(tensors[piece.hf_name]))
+        return shard
+
+    def to_hf(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The shards of all tensor-parallel ranks (one suffices if not sharded) -> whole HF tensors, contiguous.
+
+        A tensor that stands in the first shard as it is shares that shard's memory.
+        """
+        tp_size = len(shards)
+        whole = self._alias(shards[0]) if tp_size == 1 or not self.is_sharded else None
+        if whole is not None:
+            return whole
+        out = {name: shards[0].new_empty(shape) for name, shape in self.hf_shapes.items()}
+        for rank, shard in enumerate(shards):
+            assert shard.shape == self.shard_shape(tp_size), f"{self.megatron}: shard {rank} is {tuple(shard.shape)}"
+            for piece in self.pieces(rank, tp_size):
+                piece.of_hf(out[piece.hf_name]).copy_(piece.of_shard(shard))
+        return out
+
+    def _alias(self, shard: Tensor) -> dict[str, Tensor] | None:
+        """Views of a shard whose HF tensors each stand in it in one run of rows, else None."""
+        pieces, shapes = self.pieces(0, 1), self.hf_shapes
+        if len(pieces) != len(shapes) or not shard.is_contiguous():
+            return None
+        return {p.hf_name: p.of_shard(shard) for p in pieces}
+
+    def _share(self, size: int, tp_size: int) -> int:
+        if size % tp_size:
+            raise ValueError(
+                f"{self.megatron}: its size {size} does not divide by tensor_model_parallel_size={tp_size}"
+            )
+        return size // tp_size
+
+
+@dataclass(frozen=True)
+class Rename(Op):
+    """The same tensor under another name, cut along `dim`, or whole on every rank (dim None)."""
+
+    hf_name: str
+    shape: Shape
+    dim: int | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.dim is not None
+
+    @property
+    def hf_shapes(self) -> dict[str, Shape]:
+        return {self.hf_name: self.shape}
+
+    def shard_shape(self, tp_size: int) -> Shape:
+        if self.dim is None:
+            return self.shape
+        return tuple(self._share(n, tp_size) if d == self.dim else n for d, n in enumerate(self.shape))
+
+    def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
+        if self.dim is None:
+            return [Piece(self.hf_name, 0, 0, 0, self.shape[0])]
+        n = self._share(self.shape[self.dim], tp_size)
+        return [Piece(self.hf_name, self.dim, tp_rank * n, 0, n)]
+
+
+@dataclass(frozen=True)
+class QKV(Op):
+    """q, k, v <-> linear_qkv: for each key-value group the q heads of the group, then its k, then its v.
+
+    Example, 4 heads in 2 groups: rows q0 q1 k0 v0 | q2 q3 k1 v1; a rank holds a run of these rows.
+    `hidden` is None for the bias.
+    """
+
+    q: str
+    k: str
+    v: str
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    hidden: int | None
+
+    @property
+    def hf_shapes(self) -> dict[str, Shape]:
+        q, kv = self._shape(self.num_heads * self.head_dim), self._shape(self.num_groups * self.head_dim)
+        return {self.q: q, self.k: kv, self.v: kv}
+
+    def shard_shape(self, tp_size: int) -> Shape:
+        rows = (self.num_heads + 2 * self.num_groups) * self.head_dim
+        return self._shape(self._share(rows, tp_size))
+
+    def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
+        rows = self.shard_shape(tp_size)[0]
+        return list(_cut(self._runs(), tp_rank * rows, (tp_rank + 1) * rows))
+
+    def _shape(self, rows: int) -> Shape:
+        return (rows,) if self.hidden is None else (rows, self.hidden)
+
+    def _runs(self) -> Iterator[Piece]:
+        """The whole parameter in the order of its rows."""
+        q_rows, at = self.num_heads // self.num_groups * self.head_dim, 0
+        for group in range(self.num_groups):
+            for name, rows in ((self.q, q_rows), (self.k, self.head_dim), (self.v, self.head_dim)):
+                yield Piece(name, 0, group * rows, at, rows)
+                at += rows
+
+
+@dataclass(frozen=True)
+class GateUp(Op):
+    """gate_proj, up_proj <-> linear_fc1: every rank holds its rows of gate over its rows of up."""
+
+    gate: str
+    up: str
+    ffn: int
+    hidden: int
+
+    @property
+    def hf_shapes(self) -> dict[str, Shape]:
+        return {self.gate: (self.ffn, self.hidden), self.up: (self.ffn, self.hidden)}
+
+    def shard_shape(self, tp_size: int) -> Shape:
+        return (2 * self._share(self.ffn, tp_size), self.hidden)
+
+    def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
+        n = self._share(self.ffn, tp_size)
+        return [Piece(self.gate, 0, tp_rank * n, 0, n), Piece(self.up, 0, tp_rank * n, n, n)]
+
+
+@dataclass(frozen=True)
+class Vocab(Op):
+    """Rows of the vocabulary, padded with zeros at the end so that every rank holds a multiple of `multiple`."""
+
+    hf_name: str
+    vocab_size: int
+    hidden: int
+    multiple: int = 1
+
+    @property
+    def hf_shapes(self) -> dict[str, Shape]:
+        return {self.hf_name: (self.vocab_size, self.hidden)}
+
+    def shard_shape(self, tp_size: int) -> Shape:
+        unit = self.multiple * tp_size
+        return (-(-self.vocab_size // unit) * self.multiple, self.hidden)
+
+    def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
+        rows = self.shard_shape(tp_size)[0]
+        start, stop = tp_rank * rows, min((tp_rank + 1) * rows, self.vocab_size)
+        return [Piece(self.hf_name, 0, start, 0, stop - start)] if stop > start else []
+
+
+@dataclass(frozen=True)
+class ValueHead(Rename):
+    """The critic's head [1, hidden], whole on every rank; a folder without one leaves it as the model made it."""
+
+    required = False
+
+
+def _cut(runs: Iterator[Piece], start: int, stop: int) -> Iterator[Piece]:
+    """The parts of `runs` whose rows of the whole parameter lie in [start, stop), as pieces of that shard."""
+    for run in runs:
+        first, last = max(run.shard_start, start), min(run.shard_start + run.length, stop)
+        if first < last:
+            inside = first - run.shard_start
+            yield Piece(run.hf_name, run.dim, run.hf_start + inside, first - start, last - first)
+
+
+def some_names(names: Sequence[str], at_most: int = 8) -> str:
+    """Names for an error message: the first few, and how many more there are."""
+    rest = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return ", ".join(names[:at_most]) + rest
+
+
+def num_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

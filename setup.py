@@ -1,0 +1,64 @@
+"""Packaging of megarl; the versions that were tested are in launch/constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = next(
+    line.split('"')[1]
+    for line in (HERE / "megarl/__init__.py").read_text().splitlines()
+    if line.startswith("__version__")
+)
+README = HERE / "README.md"
+
+TRACKERS = {"wandb": ["wandb>=0.19"], "tensorboard": ["tensorboard>=2.15"]}
+
+setup(
+    name="megarl",
+    version=VERSION,
+    description="Reinforcement-learning post-training of language models with Megatron-Core and SGLang",
+    long_description=README.read_text() if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.13",
+    # configs/ stands at the top of the repository and is installed as megarl/configs/.
+    packages=[*find_packages(include=["megarl", "megarl.*"]), "megarl.configs"],
+    package_dir={"megarl.configs": "configs"},
+    package_data={"megarl.configs": ["*.yaml", "*/*.yaml"]},
+    entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core==0.16.1",
+        "psutil>=5.9",  # needed by megatron-core's checkpoints, which do not declare it
+        "einops>=0.7",  # needed by megatron-core, which does not declare it
+        "numpy>=1.26",
+        "transformers>=5.0,<6",
+        "tokenizers>=0.20",
+        "safetensors>=0.4",
+        "jinja2>=3.1",  # chat templates
+        "datasets>=3.0",
+        "math-verify>=0.8",
+        "hydra-core>=1.3,<1.4",
+        "omegaconf>=2.3,<2.4",
+        "rich>=13.0",
+        "matplotlib>=3.8",
+        "aiohttp>=3.9",
+        "httpx>=0.27,<1",
+        "pebble>=5.0",
+    ],
+    extras_require={
+        **TRACKERS,
+        "gpu": ["transformer-engine[pytorch]>=2.0"],
+        "dev": [
+            "pytest>=8.0",
+            "hypothesis>=6.100",
+            "pytest-timeout>=2.3",
+            "ruff>=0.6",
+            "mypy>=1.10",
+            *TRACKERS["tensorboard"],
+            *TRACKERS["wandb"],
+        ],
+    },
+)

@@ -1,0 +1,245 @@
+import math
+
+import algo_reference as ref
+import pytest
+import torch
+from algo_reference import Packed, packs, random_packed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo import ActorLoss, CriticLoss, NonFiniteError, token_weights
+from megarl.sample import Batch
+
+D = torch.float64
+INPUTS = ("log_probs", "entropy")
+
+
+def weighted(packed: Packed, mode: str = "seq-mean-token-mean") -> Batch:
+    batch = packed.batch
+    mask = batch.columns["response_mask"]
+    return batch.with_columns(weight=token_weights(mode, mask, batch.segment_ids, group_ids=batch.rows["group"]))
+
+
+def leaves(batch: Batch, *names: str) -> dict[str, torch.Tensor]:
+    return {name: batch.columns[name].clone().requires_grad_() for name in names}
+
+
+def two_tokens(**columns) -> Batch:
+    base = {"weight": [0.0, 0.25, 0.75], "response_mask": [0.0, 1.0, 1.0]} | columns
+    tensors = {name: torch.tensor(c, dtype=D) for name, c in base.items()}
+    return Batch(torch.zeros(3, dtype=torch.int64), torch.tensor([3]), tensors)
+
+
+def test_total_by_hand():
+    batch = two_tokens(
+        old_log_probs=[math.nan, -1.0, -2.0], advantages=[math.nan, 1.0, -1.0], ref_log_probs=[math.nan, -1.5, -2.0]
+    )
+    outputs = {
+        "log_probs": torch.tensor([math.nan, -1.0, -2.0 + math.log(1.1)], dtype=D, requires_grad=True),
+        "entropy": torch.tensor([math.nan, 2.0, 4.0], dtype=D, requires_grad=True),
+    }
+    loss_fn = ActorLoss(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2")
+    out = loss_fn(batch, outputs)
+    x = math.log(1.1)
+    policy = 0.25 * -1.0 + 0.75 * 1.1
+    entropy = 0.25 * 2 + 0.75 * 4
+    kl = 0.25 * 0.125 + 0.75 * x * x / 2
+    assert out.loss.item() == pytest.approx(policy - 0.01 * entropy + 0.1 * kl)
+    out.loss.backward()
+    assert outputs["log_probs"].grad.tolist() == pytest.approx([0, 0.25 * (-1 + 0.1 * 0.5), 0.75 * (1.1 + 0.1 * x)])
+    assert outputs["entropy"].grad.tolist() == pytest.approx([0.0, -0.0025, -0.0075])
+
+    result = {name: stat.result() for name, stat in out.stats.items()}
+    mean = 0.25 + 0.75 * 1.1
+    by_hand = {
+        "actor/pg_loss": policy,
+        "actor/pg_clipfrac": 0.0,
+        "actor/pg_clipfrac_lower": 0.0,
+        "actor/entropy": entropy,
+        "actor/kl_loss": kl,
+        "actor/ppo_kl": 0.75 * -x,
+        "actor/ratio_mean": mean,
+        "actor/ratio_std~mean": mean,
+        "actor/ratio_std~square": 0.25 + 0.75 * 1.21,
+        "actor/ratio_min": 1.0,
+        "actor/ratio_max": 1.1,
+    }
+    assert result == pytest.approx(by_hand)
+    assert {s.weight for s in out.stats.values() if s.kind == "mean"} == {1.0}
+
+
+def test_first_step_has_ratio_one_and_no_kl_exactly():
+    batch = weighted(random_packed([5, 7], 0, dtype=torch.float32))
+    out = ActorLoss()(batch, {"log_probs": batch.columns["old_log_probs"]})
+    assert out.stats["actor/ppo_kl"].result() == 0.0
+    assert out.stats["actor/ratio_min"].value == out.stats["actor/ratio_max"].value == 1.0
+
+
+def test_importance_multiplies_the_kl_and_its_gradient_unless_plus_owns_the_gradient():
+    batch = two_tokens(old_log_probs=[0, -1.0, -1.0], advantages=[0, 0.0, 0.0], ref_log_probs=[0, -2.0, -3.0])
+    new, r = [0.0, -1.5, -1.0], math.exp(-0.5)
+    for kind, gradient in (("k1", [0.25 * (r * 0.5 + r), 0.75 * 3.0]), ("k1+", [0.25 * r * 0.5, 0.75 * 2.0])):
+        log_probs = torch.tensor(new, dtype=D, requires_grad=True)
+        loss_fn = ActorLoss(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind, kl_importance=True)
+        out = loss_fn(batch, {"log_probs": log_probs})
+        out.loss.backward()
+        assert out.loss.item() == pytest.approx(0.25 * r * 0.5 + 0.75 * 2.0)
+        assert log_probs.grad.tolist() == pytest.approx([0.0, *gradient])
+
+
+ACTORS = [
+    ActorLoss(),
+    ActorLoss("reinforce", entropy_coeff=0.01),
+    ActorLoss("grpo", clip_low=0.1, clip_high=0.3, clip_c="off", use_kl_loss=True, kl_loss_coef=0.05),
+    ActorLoss("vanilla", clip_c=1.5, entropy_coeff=-0.1, use_kl_loss=True, kl_loss_type="abs+", kl_importance=True),
+    ActorLoss(use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.5, kl_importance=True),
+]
+
+
+@pytest.mark.parametrize("loss_fn", ACTORS[:-2] + ACTORS[-1:])  # "+" has, on purpose, another gradient than its value
+def test_actor_gradients_agree_with_finite_differences(loss_fn):
+    batch = weighted(random_packed([4, 0, 1, 6], 5))
+    outputs = leaves(batch, *INPUTS)
+    places = batch.columns["response_mask"].nonzero().squeeze(1)
+
+    def loss(log_probs, entropy):  # gradcheck may only move what is finite
+        full = {n: batch.columns[n].index_put((places,), x) for n, x in zip(INPUTS, (log_probs, entropy), strict=True)}
+        return loss_fn(batch, full).loss
+
+    live = [outputs[name].detach()[places].requires_grad_() for name in INPUTS]
+    assert torch.autograd.gradcheck(loss, live)
+
+
+@given(packs, st.sampled_from(range(len(ACTORS))))
+def test_actor_loss_agrees_with_the_slow_reference(packed: Packed, which):
+    fn = ACTORS[which]
+    batch = weighted(packed)
+    total = 0.0
+    for b, mask in enumerate(packed.masks):
+        cols = {name: packed.lists(name)[b] for name in packed.batch.columns}
+        n, num_sequences = sum(mask), sum(any(m) for m in packed.masks)
+        for t, m in enumerate(mask):
+            if not m:
+                continue
+            new, old, a = cols["log_probs"][t], cols["old_log_probs"][t], cols["advantages"][t]
+            low, high = fn.clip_low or 0.2, fn.clip_high or 0.2
+            c = None if fn.clip_c == "off" else fn.clip_c or 3.0
+            loss = -a * new if fn.policy_loss == "reinforce" else ref.ppo_token(new, old, a, low, high, c)
+            loss -= fn.entropy_coeff * cols["entropy"][t]
+            if fn.use_kl_loss:
+                kl = ref.kl_token(fn.kl_loss_type.removesuffix("+"), new, cols["ref_log_probs"][t])
+                loss += fn.kl_loss_coef * kl * (ref.ratio(new, old) if fn.kl_importance else 1.0)
+            total += loss / (n * num_sequences)
+    assert fn(batch, leaves(batch, *INPUTS)).loss.item() == pytest.approx(total, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("loss_fn", ACTORS)
+def test_nothing_at_masked_places_reaches_loss_gradient_or_statistics(loss_fn):
+    poisoned, plain = (weighted(random_packed([4, 0, 1, 6, 3], 11, poison=p)) for p in (True, False))
+    results = []
+    for batch in (poisoned, plain):
+        outputs = leaves(batch, *INPUTS)
+        out = loss_fn(batch, outputs)
+        out.loss.backward()
+        grads = [x.grad for x in outputs.values() if x.grad is not None]
+        results.append((out.loss.detach(), grads, out.stats))
+    (loss, grads, stats), (loss_0, grads_0, stats_0) = results
+    assert torch.equal(loss, loss_0)
+    assert stats == stats_0
+    assert all(torch.equal(a, b) for a, b in zip(grads, grads_0, strict=True))
+    masked = plain.columns["response_mask"] == 0
+    assert all(float(g[masked].abs().sum()) == 0 for g in grads)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [1], [3, 1]])
+def test_a_step_without_a_trainable_token_is_zero_with_zero_gradients(lengths):
+    batch = random_packed(lengths, 2).batch
+    zeros = torch.zeros(batch.num_tokens, dtype=D)
+    batch = weighted(Packed(batch.with_columns(response_mask=zeros)))
+    outputs = leaves(batch, *INPUTS, "values")
+    actor = ActorLoss(entropy_coeff=0.1, use_kl_loss=True)(batch, outputs)
+    critic = CriticLoss()(batch, outputs)
+    (actor.loss + critic.loss).backward()
+    assert (float(actor.loss), float(critic.loss)) == (0.0, 0.0)
+    assert all(x.grad.tolist() == zeros.tolist() for x in outputs.values())
+    stats = actor.stats | critic.stats
+    assert "actor/ratio_min" not in stats
+    assert all(s.weight == 0 and s.result() == 0 for s in stats.values())
+
+
+def test_half_precision_outputs_are_widened():
+    batch = weighted(random_packed([5, 4], 3, dtype=torch.float32))
+    log_probs = batch.columns["log_probs"].bfloat16().requires_grad_()
+    out = ActorLoss()(batch, {"log_probs": log_probs})
+    out.loss.backward()
+    assert out.loss.dtype == torch.float32
+    assert log_probs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("column", ["log_probs", "old_log_probs", "advantages", "entropy", "weight"])
+def test_a_number_that_is_not_finite_names_its_sequence(column):
+    packed = random_packed([3, 0, 6, 2], 1, poison=False)
+    batch = weighted(Packed(packed.batch.with_columns(response_mask=torch.ones(11, dtype=D))))
+    broken = batch.columns[column].clone()
+    broken[5] = -math.inf
+    batch = batch.with_columns(**{column: broken})
+    with pytest.raises(NonFiniteError, match=f"{column} is -inf at token 2 of sequence 2 ") as caught:
+        ActorLoss()(batch, {name: batch.columns[name] for name in INPUTS})
+    assert (caught.value.sequence, caught.value.token, caught.value.column) == (2, 2, column)
+
+
+def test_a_critic_that_is_not_finite_names_its_sequence():
+    packed = random_packed([3, 2], 1, poison=False)
+    batch = weighted(Packed(packed.batch.with_columns(response_mask=torch.ones(5, dtype=D))))
+    values = torch.tensor([0, 0, 0, math.nan, 0], dtype=D)
+    with pytest.raises(NonFiniteError, match="values is nan at token 0 of sequence 1"):
+        CriticLoss()(batch, {"values": values})
+
+
+def test_critic_by_hand():
+    batch = two_tokens(values=[math.nan, 1.0, 0.0], returns=[math.nan, 3.0, 1.0])
+    values = torch.tensor([math.nan, 2.0, 0.25], dtype=D, requires_grad=True)
+    out = CriticLoss(0.5)(batch, {"values": values})
+    out.loss.backward()
+    # token 1: clipped to 1.5, error 1.5^2;  token 2: error .75^2
+    assert out.loss.item() == pytest.approx(0.25 * 0.5 * 2.25 + 0.75 * 0.5 * 0.5625)
+    assert values.grad.tolist() == pytest.approx([0.0, 0.0, 0.75 * -0.75])
+    result = {name: stat.result() for name, stat in out.stats.items()}
+    assert result == pytest.approx(
+        {
+            "critic/vf_loss": out.loss.item(),
+            "critic/vf_clipfrac": 0.25,
+            "critic/vpred_mean": 0.25 * 2 + 0.75 * 0.25,
+            "critic/vf_explained_var~error_mean": 0.25 * 1 + 0.75 * 0.75,
+            "critic/vf_explained_var~error_square": 0.25 * 1 + 0.75 * 0.5625,
+            "critic/vf_explained_var~target_mean": 0.25 * 3 + 0.75 * 1,
+            "critic/vf_explained_var~target_square": 0.25 * 9 + 0.75 * 1,
+        }
+    )
+
+
+def test_columns_and_entropy_follow_the_settings():
+    assert ActorLoss().columns == ("weight", "response_mask", "old_log_probs", "advantages")
+    assert ActorLoss(use_kl_loss=True).columns[-1] == "ref_log_probs"
+    assert not ActorLoss().needs_entropy
+    assert ActorLoss(entropy_coeff=0.1).needs_entropy
+    assert CriticLoss().columns == ("weight", "response_mask", "values", "returns")
+    assert "expected gradient is zero" in ActorLoss(use_kl_loss=True, kl_loss_type="k1").warnings[0]
+    assert ActorLoss(use_kl_loss=True).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"policy_loss": "ppo2"}, "policy_loss_fn='ppo2': want one of ppo, vanilla, grpo, reinforce"),
+        ({"policy_loss": "reinforce", "clip_c": "off"}, "actor.clip_ratio_c=off: the policy loss reinforce has no"),
+        ({"policy_loss": "reinforce", "clip_low": 0.1}, "actor.clip_ratio_low=0.1"),
+        ({"clip_c": 0.5}, "clip_c=0.5: want a number above 1"),
+        ({"clip_low": 1.5}, "clip_low=1.5"),
+        ({"kl_importance": True}, "no effect without actor.use_kl_loss"),
+        ({"use_kl_loss": True, "kl_loss_type": "k9"}, "KL estimator 'k9'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_at_once(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ActorLoss(**settings)

@@ -1,0 +1,123 @@
+import algo_reference as ref
+import pytest
+import torch
+from algo_reference import Packed, packs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.advantages import gae, grpo, whiten
+
+D = torch.float64
+
+
+def test_gae_by_hand():
+    mask = torch.tensor([False, True, True, False, True])  # one tool token between two steps
+    values = torch.tensor([9.0, 1.0, 2.0, torch.nan, 3.0], dtype=D)
+    rewards = torch.tensor([0.0, 0.0, 0.0, 0.0, 4.0], dtype=D)
+    advantages, returns = gae(rewards, values, mask, torch.zeros(5, dtype=torch.int64), gamma=0.5, lam=0.5)
+    # deltas 0 + .5*2 - 1 = 0;  .5*3 - 2 = -.5;  4 - 3 = 1;  A = 1;  -.5 + .25 = -.25;  0 - .0625
+    assert advantages.tolist() == pytest.approx([0.0, -0.0625, -0.25, 0.0, 1.0])
+    assert returns.tolist() == pytest.approx([0.0, 0.9375, 1.75, 0.0, 4.0])
+
+
+def test_a_reward_on_a_masked_token_moves_back_to_the_last_step_and_before_any_step_is_dropped():
+    mask = torch.tensor([False, True, False, True, False])
+    rewards = torch.tensor([100.0, 0.0, 3.0, 0.0, 5.0], dtype=D)
+    segments = torch.zeros(5, dtype=torch.int64)
+    _, returns = gae(rewards, torch.zeros(5, dtype=D), mask, segments, gamma=1.0, lam=1.0)
+    assert returns.tolist() == [0.0, 8.0, 0.0, 5.0, 0.0]
+
+
+def test_sequences_do_not_leak_into_each_other():
+    segments = torch.tensor([0, 0, 2, 2, 3])  # sequence 1 is empty, 3 has one token
+    mask = torch.tensor([True, True, True, False, True])
+    rewards = torch.tensor([0.0, 1.0, 0.0, 10.0, 100.0], dtype=D)
+    _, returns = gae(rewards, torch.ones(5, dtype=D), mask, segments, gamma=1.0, lam=1.0)
+    assert returns.tolist() == [1.0, 1.0, 10.0, 0.0, 100.0]
+
+
+def test_gae_of_nothing():
+    empty = torch.zeros(0, dtype=D)
+    advantages, returns = gae(empty, empty, empty.bool(), empty.long(), gamma=1.0, lam=1.0)
+    assert (advantages.tolist(), returns.tolist()) == ([], [])
+    x, segments = torch.full((3,), torch.nan, dtype=D), torch.zeros(3, dtype=torch.int64)
+    advantages, _ = gae(torch.zeros(3, dtype=D), x, torch.zeros(3, dtype=torch.bool), segments, gamma=1.0, lam=1.0)
+    assert advantages.tolist() == [0.0, 0.0, 0.0]
+
+
+@given(packs, st.sampled_from([0.0, 0.5, 0.97, 1.0]), st.sampled_from([0.0, 0.9, 1.0]), st.integers(0, 10**6))
+def test_gae_agrees_with_the_slow_reference(packed: Packed, gamma, lam, seed):
+    batch = packed.batch
+    rewards = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed), dtype=D)
+    mask = batch.columns["response_mask"] != 0
+    fast = gae(rewards, batch.columns["values"], mask, batch.segment_ids, gamma=gamma, lam=lam)
+    slow_advantages, slow_returns = [], []
+    for r, v, m in zip(batch.split(rewards), packed.lists("values"), packed.masks, strict=True):
+        a, g = ref.gae_sequence(r.tolist(), v, m, gamma, lam)
+        slow_advantages += a
+        slow_returns += g
+    assert fast[0].tolist() == pytest.approx(slow_advantages, rel=1e-10, abs=1e-12)
+    assert fast[1].tolist() == pytest.approx(slow_returns, rel=1e-10, abs=1e-12)
+
+
+def test_gae_of_a_long_sequence_keeps_float32_accuracy():
+    n = 5000
+    g = torch.Generator().manual_seed(3)
+    rewards, values = torch.randn(n, generator=g), torch.randn(n, generator=g)
+    mask, segments = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
+    fast, _ = gae(rewards, values, mask, segments, gamma=0.99, lam=0.95)
+    slow, _ = ref.gae_sequence(rewards.tolist(), values.tolist(), [True] * n, 0.99, 0.95)
+    assert fast.tolist() == pytest.approx(slow, rel=1e-5, abs=1e-5)
+
+
+def test_grpo_by_hand():
+    scores = torch.tensor([1.0, 5.0, 0.0, 3.0, 9.0])
+    groups = torch.tensor([4, 2, 4, 4, 2])  # not sorted, unequal sizes: {1, 0, 3} and {5, 9}
+    std_4, std_2 = (7 / 3) ** 0.5, 8**0.5
+    plain = torch.tensor([-1 / 3, -2.0, -4 / 3, 5 / 3, 2.0])
+    scale = torch.tensor([std_4, std_2, std_4, std_4, std_2]) + 1e-6
+    assert grpo(scores, groups, norm_by_std=False).tolist() == pytest.approx(plain.tolist(), rel=1e-6)
+    assert grpo(scores, groups).tolist() == pytest.approx((plain / scale).tolist(), rel=1e-6)
+
+
+def test_a_group_of_one_gives_zero_whatever_its_score():
+    scores, groups = torch.tensor([7.0, 1.0, 0.0]), torch.tensor([0, 1, 1])
+    for norm in (True, False):
+        assert grpo(scores, groups, norm_by_std=norm)[0] == 0
+
+
+def test_equal_scores_give_exactly_nothing():
+    scores = torch.full((7,), 0.1)
+    assert grpo(scores, torch.zeros(7, dtype=torch.int64)).abs().max() < 1e-9
+
+
+def test_samples_that_take_no_part_change_nothing():
+    scores, groups = torch.tensor([1.0, 3.0, torch.nan]), torch.zeros(3, dtype=torch.int64)
+    advantage = grpo(scores, groups, norm_by_std=False, takes_part=torch.tensor([True, True, False]))
+    assert advantage.tolist() == [-1.0, 1.0, 0.0]
+
+
+@given(
+    st.lists(st.tuples(st.floats(-5, 5), st.integers(-2, 2)), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_grpo_agrees_with_the_slow_reference(samples, norm):
+    scores, groups = zip(*samples, strict=True)
+    fast = grpo(torch.tensor(scores, dtype=D), torch.tensor(groups), norm_by_std=norm)
+    assert fast.tolist() == pytest.approx(ref.grpo_samples(list(scores), list(groups), norm), rel=1e-6, abs=1e-6)
+
+
+def test_whiten_by_hand_and_unchanged_below_two():
+    mask = torch.tensor([True, False, True, True])
+    x = torch.tensor([1.0, torch.nan, 2.0, 3.0], dtype=D)
+    assert whiten(x, mask).tolist() == pytest.approx([-1.0, 0.0, 0.0, 1.0], rel=1e-7)
+    assert whiten(x, torch.tensor([True, False, False, False])).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert whiten(x, torch.zeros(4, dtype=torch.bool)).tolist() == [0.0] * 4
+    assert whiten(torch.full((4,), 0.3), torch.ones(4, dtype=torch.bool)).abs().max() < 1e-6
+
+
+@given(packs)
+def test_whiten_agrees_with_the_slow_reference(packed: Packed):
+    mask = packed.batch.columns["response_mask"] != 0
+    x = packed.batch.columns["values"]
+    assert whiten(x, mask)[mask].tolist() == pytest.approx(ref.whiten(x[mask].tolist()), rel=1e-9, abs=1e-12)

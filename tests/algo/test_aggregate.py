@@ -1,0 +1,81 @@
+import algo_reference as ref
+import pytest
+import torch
+from algo_reference import Packed, packs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo import AGG_MODES, token_weights
+
+# Four sequences, three prompt groups: n_b = 2, 1, 0, 3; group 7 has no trainable token.
+SEGMENTS = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 3])
+MASK = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 1], dtype=torch.float64)
+GROUPS = torch.tensor([5, 5, 7, 9])
+BY_HAND = {
+    "token-mean": [1 / 6, 1 / 6, 1 / 6, 1 / 6, 1 / 6, 1 / 6],
+    "token-sum": [1, 1, 1, 1, 1, 1],
+    "seq-mean-token-sum": [1 / 3] * 6,
+    "seq-mean-token-mean": [1 / 6, 1 / 6, 1 / 3, 1 / 9, 1 / 9, 1 / 9],
+    "seq-mean-token-sum-norm": [1 / 24] * 6,
+    "token-sum-norm": [1 / 8] * 6,
+    "prompt-mean-token-mean": [1 / 6, 1 / 6, 1 / 6, 1 / 6, 1 / 6, 1 / 6],
+}
+
+
+def weigh(mode, mask=MASK, segments=SEGMENTS, groups=GROUPS, scale=8.0):
+    return token_weights(mode, mask, segments, group_ids=groups, loss_scale_factor=scale)
+
+
+@pytest.mark.parametrize("mode", BY_HAND)
+def test_weights_by_hand(mode):
+    weight = weigh(mode)
+    assert weight[MASK != 0].tolist() == pytest.approx(BY_HAND[mode], abs=1e-15)
+    assert weight[MASK == 0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_prompt_mean_weighs_groups_and_not_tokens():
+    groups = torch.tensor([5, 7, 7, 9])  # 2, 1 and 3 trainable tokens in three groups
+    assert weigh("prompt-mean-token-mean", groups=groups)[MASK != 0].tolist() == pytest.approx(
+        [1 / 6, 1 / 6, 1 / 3, 1 / 9, 1 / 9, 1 / 9]
+    )
+
+
+def test_every_mode_has_a_row_by_hand_or_is_an_alias():
+    aliases = {"token_level": "token-mean", "sample_level": "seq-mean-token-mean"}
+    assert set(AGG_MODES) == set(BY_HAND) | set(aliases)
+    for alias, mode in aliases.items():
+        assert AGG_MODES[alias] is AGG_MODES[mode]
+
+
+@pytest.mark.parametrize("mode", AGG_MODES)
+def test_no_trainable_token_gives_zero_weights(mode):
+    assert weigh(mode, mask=torch.zeros(9)).tolist() == [0.0] * 9
+    assert weigh(mode, mask=torch.zeros(0), segments=SEGMENTS[:0]).tolist() == []
+
+
+def test_refusals_are_one_sentence():
+    with pytest.raises(ValueError, match="loss_agg_mode='mean': want one of token-mean"):
+        token_weights("mean", MASK, SEGMENTS)
+    with pytest.raises(ValueError, match="loss_scale_factor=None"):
+        token_weights("token-sum-norm", MASK, SEGMENTS)
+    with pytest.raises(ValueError, match="prompt group"):
+        token_weights("prompt-mean-token-mean", MASK, SEGMENTS)
+
+
+def test_weights_take_the_type_of_a_floating_mask():
+    assert weigh("token-mean").dtype == torch.float64
+    assert weigh("token-mean", mask=MASK.float()).dtype == torch.float32
+    assert weigh("token-mean", mask=MASK.bool()).dtype == torch.float32
+
+
+@given(packs, st.sampled_from(sorted(BY_HAND)), st.lists(st.integers(0, 2), min_size=6, max_size=6))
+def test_weights_agree_with_the_slow_reference(packed: Packed, mode, groups):
+    groups = groups[: packed.batch.num_sequences]
+    fast = token_weights(
+        mode,
+        packed.batch.columns["response_mask"],
+        packed.batch.segment_ids,
+        group_ids=torch.tensor(groups),
+        loss_scale_factor=8.0,
+    )
+    assert fast.tolist() == pytest.approx(ref.weights(mode, packed.masks, groups, 8.0), rel=1e-14)

@@ -1,0 +1,120 @@
+import pytest
+import torch
+
+from megarl.data.batch import make_batch, mini_batches
+from megarl.sample import Completion, Prompt, Sample, VersionSpan
+
+
+def sample(uid, prompt_ids, token_ids, log_probs, reward, *, finish="stop", versions=((0, 0, 9),)):
+    spans = tuple(VersionSpan(*span) for span in versions)
+    return Sample(Prompt(uid, prompt_ids, "x"), Completion(token_ids, log_probs, finish, spans), reward)
+
+
+def slow_batch(groups):
+    """Token by token: what make_batch does at once."""
+    tokens, mask, log_probs = [], [], []
+    for group in groups:
+        for one in group:
+            tokens += one.prompt.token_ids + one.completion.token_ids
+            mask += [0.0] * len(one.prompt.token_ids) + [1.0] * len(one.completion.token_ids)
+            log_probs += [0.0] * len(one.prompt.token_ids) + one.completion.log_probs
+    return tokens, mask, log_probs
+
+
+def test_two_groups_by_hand():
+    batch = make_batch(
+        [
+            [
+                sample("0-0", [5, 6], [7], [-0.5], 1.0),
+                sample("0-0", [5, 6], [8, 9], [-0.25, -1.0], 0.0, finish="length", versions=((3, 0, 1), (4, 1, 2))),
+            ],
+            [sample("0-1", [4], [7, 7, 7], [-1.0, -2.0, -3.0], -1.0, versions=((2, 0, 3),))],
+        ]
+    )
+    assert batch.tokens.tolist() == [5, 6, 7, 5, 6, 8, 9, 4, 7, 7, 7]
+    assert batch.lengths.tolist() == [3, 4, 4]
+    assert batch.columns["response_mask"].tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1]
+    assert batch.columns["rollout_log_probs"].tolist() == [0, 0, -0.5, 0, 0, -0.25, -1, 0, -1, -2, -3]
+    assert batch.rows["score"].tolist() == [1, 0, -1]
+    assert batch.rows["group"].tolist() == [0, 0, 1]
+    assert batch.rows["version_min"].tolist() == [0, 3, 2]
+    assert batch.rows["version_max"].tolist() == [0, 4, 2]
+    assert batch.rows["truncated"].tolist() == [0, 1, 0]
+
+
+def test_types_of_the_columns():
+    batch = make_batch([[sample("0-0", [5], [7], [-0.5], 1)]])
+    assert batch.tokens.dtype == batch.lengths.dtype == torch.int64
+    assert {column.dtype for column in batch.columns.values()} == {torch.float32}
+    wanted = {"score": torch.float32, "truncated": torch.float32, "group": torch.int64}
+    wanted |= {"version_min": torch.int64, "version_max": torch.int64}
+    assert {name: row.dtype for name, row in batch.rows.items()} == wanted
+
+
+def random_groups(num_groups, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+
+    def ints(low, high, size):
+        return torch.randint(low, high, (size,), generator=draw).tolist()
+
+    groups = []
+    for g in range(num_groups):
+        prompt, group = ints(0, 50, ints(1, 6, 1)[0]), []
+        for _ in range(ints(1, 5, 1)[0]):
+            tokens = ints(0, 50, ints(0, 7, 1)[0])
+            group.append(sample(f"0-{g}", prompt, tokens, [-0.5 * t for t in tokens], float(g)))
+        groups.append(group)
+    return groups
+
+
+def test_many_groups_match_the_slow_reference():
+    groups = random_groups(20)
+    batch = make_batch(groups)
+    tokens, mask, log_probs = slow_batch(groups)
+    assert batch.tokens.tolist() == tokens
+    assert batch.columns["response_mask"].tolist() == mask
+    assert batch.columns["rollout_log_probs"].tolist() == log_probs
+
+
+def test_a_completion_that_contradicts_itself_is_caught():
+    with pytest.raises(AssertionError, match="completion of prompt 0-0 has 1 tokens and 0 log-probs"):
+        make_batch([[sample("0-0", [5], [7], [], 1.0)]])
+    with pytest.raises(AssertionError, match="completion of prompt 0-0 does not say which weights wrote it"):
+        make_batch([[sample("0-0", [5], [7], [-1.0], 1.0, versions=())]])
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_mini_batches_hold_whole_groups_once(seed):
+    batch = make_batch(random_groups(12))
+    parts = mini_batches(batch, 4, seed=seed)
+    groups = [part.rows["group"].unique_consecutive().tolist() for part in parts]
+    assert [len(names) for names in groups] == [4, 4, 4]
+    assert sorted(sum(groups, [])) == list(range(12))
+    assert sum(part.num_sequences for part in parts) == batch.num_sequences
+    assert (sum(groups, []) == list(range(12))) == (seed is None)
+
+
+def test_mini_batches_carry_every_column_and_row_along():
+    batch = make_batch(random_groups(6))
+    for part in mini_batches(batch, 2, seed=5):
+        wanted = batch.select([i for g in part.rows["group"].unique_consecutive() for i in where(batch, g)])
+        assert part.tokens.tolist() == wanted.tokens.tolist()
+        assert part.columns["rollout_log_probs"].tolist() == wanted.columns["rollout_log_probs"].tolist()
+        assert part.rows["score"].tolist() == wanted.rows["score"].tolist()
+
+
+def where(batch, group):
+    return (batch.rows["group"] == group).nonzero().flatten().tolist()
+
+
+def test_groups_that_do_not_divide_are_spread_evenly():
+    batch = make_batch(random_groups(33))
+    sizes = [len(part.rows["group"].unique()) for part in mini_batches(batch, 16, seed=None)]
+    assert sizes == [11, 11, 11]
+    assert len(mini_batches(batch, 64, seed=None)) == 1
+
+
+def test_the_same_seed_gives_the_same_steps():
+    batch = make_batch(random_groups(9))
+    first, again = (mini_batches(batch, 3, seed=7) for _ in range(2))
+    assert [part.tokens.tolist() for part in first] == [part.tokens.tolist() for part in again]

@@ -1,0 +1,130 @@
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.packing import RankPlan, plan, unpack
+from megarl.sample import Batch
+
+LENGTHS = st.lists(st.integers(1, 100), max_size=60)
+
+
+def check(lengths, plans, num_ranks, fits):
+    """What every plan promises."""
+    assert len(plans) == num_ranks
+    assert sorted(index for rank in plans for index in rank.indices) == list(range(len(lengths)))
+    assert len({len(rank.micro_sizes) for rank in plans}) == 1
+    for rank in plans:
+        assert sum(rank.micro_sizes) == len(rank.indices)
+        assert [index for members in rank.micro_batches for index in members] == rank.indices
+        assert all(fits(members) for members in rank.micro_batches)
+
+
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 5), slack=st.integers(0, 200))
+def test_a_plan_by_tokens_keeps_its_promises(lengths, num_ranks, slack):
+    cap = max(lengths, default=1) + slack
+    plans = plan(lengths, num_ranks, max_tokens=cap)
+    check(lengths, plans, num_ranks, lambda members: sum(lengths[i] for i in members) <= cap)
+    assert plans == plan(lengths, num_ranks, max_tokens=cap)
+
+
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 5), cap=st.integers(1, 9))
+def test_a_plan_by_count_keeps_its_promises_with_the_fewest_micro_batches(lengths, num_ranks, cap):
+    plans = plan(lengths, num_ranks, max_sequences=cap)
+    check(lengths, plans, num_ranks, lambda members: len(members) <= cap)
+    assert len(plans[0].micro_sizes) == -(-len(lengths) // (cap * num_ranks))
+
+
+def fewest_bins(lengths, cap):
+    """Slow reference: try every placement."""
+    best = len(lengths)
+
+    def place(rest, bins):
+        nonlocal best
+        if len(bins) >= best and rest:
+            return
+        if not rest:
+            best = min(best, len(bins))
+            return
+        for i, used in enumerate(bins):
+            if used + rest[0] <= cap:
+                place(rest[1:], [*bins[:i], used + rest[0], *bins[i + 1 :]])
+        place(rest[1:], [*bins, rest[0]])
+
+    place(sorted(lengths, reverse=True), [])
+    return best
+
+
+@given(lengths=st.lists(st.integers(1, 10), min_size=1, max_size=8), slack=st.integers(0, 10))
+def test_the_number_of_micro_batches_is_within_best_fit_decreasings_bound(lengths, slack):
+    cap = max(lengths) + slack
+    optimum = fewest_bins(lengths, cap)
+    assert len(plan(lengths, 1, max_tokens=cap)[0].micro_sizes) <= 11 * optimum / 9 + 1
+
+
+def test_small_plans_by_hand():
+    assert plan([5, 4, 3, 3], 1, max_tokens=8) == [RankPlan([0, 3, 1, 2], [2, 2])]
+    assert plan([5, 4, 3, 3], 2, max_tokens=8) == [RankPlan([0, 3], [2]), RankPlan([1, 2], [2])]
+    assert plan([5], 2, max_tokens=8) == [RankPlan([0], [1]), RankPlan([], [0])]
+    assert plan([7, 1, 1, 1], 1, max_sequences=2) == [RankPlan([0, 3, 1, 2], [2, 2])]
+    assert plan([], 2, max_tokens=8) == [RankPlan([], []), RankPlan([], [])]
+
+
+def test_the_tight_packing_is_kept_where_an_even_one_needs_more():
+    # Evenly placed, 3+2 and 3+2 leave no room for the last 2; best fit fills both micro-batches.
+    assert plan([3, 3, 2, 2, 2], 1, max_tokens=6) == [RankPlan([0, 1, 2, 3, 4], [2, 3])]
+
+
+def test_long_sequences_count_for_their_attention():
+    # Equal tokens, but one sequence of 4000 attends over ten times as much as ten of 400.
+    lengths = [4000] + [400] * 20
+    plans = plan(lengths, 2, max_tokens=8000, hidden_size=16)
+    with_long = next(rank for rank in plans if 0 in rank.indices)
+    assert len(with_long.indices) == 1
+
+
+def test_ranks_and_simultaneous_micro_batches_cost_alike():
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(50, 4000, (512,), generator=draw).tolist()
+    plans = plan(lengths, 4, max_tokens=16384)
+    cost = [[sum(n * (12288 + n) for n in (lengths[i] for i in m)) for m in rank.micro_batches] for rank in plans]
+    sums = [sum(rank) for rank in cost]
+    assert max(sums) < 1.01 * sum(sums) / len(sums)
+    waiting = sum(max(together) for together in zip(*cost, strict=True))
+    assert waiting < 1.03 * sum(sums) / len(sums)
+
+
+@given(lengths=LENGTHS.filter(bool), num_ranks=st.integers(1, 4))
+def test_unpack_undoes_a_plan(lengths, num_ranks):
+    tokens = torch.arange(sum(lengths))
+    batch = Batch(tokens, torch.tensor(lengths))
+    plans = plan(lengths, num_ranks, max_tokens=150)
+    parts = [batch.select(rank.indices).tokens for rank in plans]
+    assert torch.equal(unpack(plans, parts, lengths), tokens)
+    assert torch.equal(unpack(plans, parts, batch.lengths), tokens)
+
+
+def test_unpack_refuses_parts_that_do_not_fit():
+    with pytest.raises(AssertionError, match="parts hold 3 tokens, the batch 5"):
+        unpack([RankPlan([1, 0], [2])], [torch.zeros(3)], [2, 3])
+    with pytest.raises(AssertionError, match="plans hold 1 sequences, the batch 2"):
+        unpack([RankPlan([1], [1])], [torch.zeros(5)], [2, 3])
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_refused():
+    with pytest.raises(ValueError, match="ppo_max_token_len_per_gpu=8: sequence 1 has 9 tokens; want a limit of at le"):
+        plan([3, 9], 1, max_tokens=8)
+    with pytest.raises(AssertionError, match="give max_tokens or max_sequences, not both"):
+        plan([3], 1, max_tokens=8, max_sequences=1)
+    with pytest.raises(AssertionError, match="give max_tokens or max_sequences"):
+        plan([3], 1)
+
+
+def test_ten_thousand_sequences_are_planned_quickly():
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(50, 8000, (10_000,), generator=draw).tolist()
+    start = time.process_time()
+    plan(lengths, 8, max_tokens=16384)
+    assert time.process_time() - start < 0.3

@@ -1,0 +1,76 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.data.chat import encode, load_tokenizer
+from megarl.data.tiny import CHARACTERS, tiny_tokenizer, write_tiny_model
+
+SMALL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", **SMALL)
+
+
+def test_the_folder_is_an_ordinary_qwen3(folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("qwen3", ["Qwen3ForCausalLM"])
+    assert config["tie_word_embeddings"] is True
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.head_dim == 8
+    assert model.generation_config.eos_token_id == load_tokenizer(str(folder)).eos_token_id
+    assert sum(p.numel() for p in model.parameters()) < 40_000
+    assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, config["vocab_size"])
+
+
+def test_the_tokenizer_survives_the_folder_and_loses_no_character(folder):
+    tokenizer = load_tokenizer(str(folder))
+    assert len(tokenizer) == len(set(tiny_tokenizer().get_vocab()))
+    ids = encode(tokenizer, CHARACTERS)
+    assert len(ids) == len(CHARACTERS) == len(set(ids))
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids) == CHARACTERS
+    assert tokenizer.decode([*encode(tokenizer, "46"), tokenizer.eos_token_id], skip_special_tokens=True) == "46"
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert tokenizer.chat_template
+
+
+def test_every_printable_character_has_a_token():
+    assert set(CHARACTERS) == {chr(code) for code in range(32, 127)} | {"\n"}
+    assert encode(tiny_tokenizer(), "é") == [tiny_tokenizer().unk_token_id]
+
+
+def test_the_seed_decides_the_weights_and_leaves_the_callers_random_state(tmp_path):
+    state = torch.random.get_rng_state()
+    models = [
+        AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / str(i), seed=seed, **SMALL)).state_dict()
+        for i, seed in enumerate((0, 0, 1))
+    ]
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(models[0][name], models[1][name])
+    assert not torch.equal(models[0][name], models[2][name])
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_qwen2_bfloat16_untied(tmp_path):
+    folder = write_tiny_model(tmp_path / "m", family="qwen2", dtype="bfloat16", tied=False, **SMALL)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    names = dict(model.named_parameters())
+    assert "lm_head.weight" in names
+    assert "model.layers.0.self_attn.q_proj.bias" in names
+    assert model.dtype == torch.bfloat16
+
+
+def test_mistakes_are_named(tmp_path, folder):
+    with pytest.raises(ValueError, match="the folder is not empty; want a new one"):
+        write_tiny_model(folder)
+    with pytest.raises(ValueError, match="family='llama': want one of qwen3, qwen2"):
+        write_tiny_model(tmp_path / "a", family="llama")
+    with pytest.raises(ValueError, match="heads=4, kv_heads=3: want heads to be a multiple of kv_heads"):
+        write_tiny_model(tmp_path / "a", **{**SMALL, "kv_heads": 3})
+    with pytest.raises(ValueError, match="head_dim=16: want hidden / heads for qwen2"):
+        write_tiny_model(tmp_path / "a", family="qwen2", **{**SMALL, "head_dim": 16})
+    assert not (tmp_path / "a").exists()

@@ -1,0 +1,124 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algo.tally import Tally
+from megarl.metrics import batch_stats, finalise
+from megarl.sample import Batch, Stat, merge_stats
+
+
+def example() -> Batch:
+    """Three sequences: prompt 2 + response 3 with a tool token, prompt 1 + response 1, and one that is all prompt."""
+    nan = math.nan
+    columns = {
+        "response_mask": [0, 0, 1, 0, 1, 0, 1, 0, 0],
+        "token_level_rewards": [nan, nan, -0.5, nan, 2.0, nan, 1.0, nan, nan],
+        "advantages": [nan, nan, 1.0, nan, 2.0, nan, 3.0, nan, nan],
+        "old_log_probs": [nan, nan, -1.0, nan, -2.0, nan, -0.5, nan, nan],
+        "rollout_log_probs": [nan, nan, -1.0, nan, -1.5, nan, -0.75, nan, nan],
+    }
+    rows = {
+        "score": torch.tensor([2.0, 1.0, 0.0]),
+        "version_min": torch.tensor([3, 4, 5]),
+        "truncated": torch.tensor([1, 0, 0]),
+    }
+    tensors = {name: torch.tensor(c, dtype=torch.float32) for name, c in columns.items()}
+    return Batch(torch.zeros(9, dtype=torch.int64), torch.tensor([5, 2, 2]), tensors, rows)
+
+
+def test_batch_statistics_by_hand():
+    w = [1.0, math.exp(-0.5), math.exp(0.25)]
+    expected = {
+        "critic/score/mean": 1.0,
+        "critic/score/max": 2.0,
+        "critic/score/min": 0.0,
+        "critic/rewards/mean": 2.5 / 3,
+        "critic/rewards/max": 1.5,
+        "critic/rewards/min": 0.0,
+        "critic/advantages/mean": 2.0,
+        "critic/advantages/std": math.sqrt(2 / 3),
+        "critic/advantages/max": 3.0,
+        "critic/advantages/min": 1.0,
+        "prompt_length/mean": 5 / 3,
+        "prompt_length/max": 2.0,
+        "prompt_length/min": 1.0,
+        "response_length/mean": 4 / 3,
+        "response_length/max": 3.0,
+        "response_length/min": 0.0,
+        "response_length/clip_ratio": 1 / 3,
+        "rollout_corr/log_prob_gap_mean": 0.25,
+        "rollout_corr/log_prob_gap_max": 0.5,
+        "rollout_corr/kl": (0.5 - 0.25) / 3,
+        "rollout_corr/k3_kl": sum(x - math.log(x) - 1 for x in w) / 3,
+        "rollout_corr/ppl_ratio": (math.exp(0.25) + math.exp(-0.25)) / 2,
+        "rollout_corr/ess": sum(w) ** 2 / (3 * sum(x * x for x in w)),
+        "off_policy/version_lag/mean": 1.0,
+        "off_policy/version_lag/max": 2.0,
+    }
+    assert batch_stats(example(), version=5) == pytest.approx(expected, abs=1e-7)
+
+
+def test_a_server_that_agrees_has_no_gap():
+    batch = example()
+    batch = batch.with_columns(rollout_log_probs=batch.columns["old_log_probs"])
+    stats = {name: value for name, value in batch_stats(batch).items() if name.startswith("rollout_corr")}
+    assert stats == {
+        "rollout_corr/log_prob_gap_mean": 0.0,
+        "rollout_corr/log_prob_gap_max": 0.0,
+        "rollout_corr/kl": 0.0,
+        "rollout_corr/k3_kl": 0.0,
+        "rollout_corr/ppl_ratio": 1.0,
+        "rollout_corr/ess": 1.0,
+    }
+
+
+def test_nothing_trainable_leaves_token_statistics_out():
+    batch = example().with_columns(response_mask=torch.zeros(9))
+    stats = batch_stats(batch)
+    assert not [name for name in stats if name.startswith(("critic/advantages", "rollout_corr"))]
+    assert stats["response_length/max"] == 0
+    assert stats["prompt_length/max"] == 5
+    empty = Batch(torch.zeros(0).long(), torch.zeros(0).long(), {"response_mask": torch.zeros(0)})
+    assert batch_stats(empty) == {}
+
+
+def test_std_and_explained_variance_over_micro_batches_equal_numpy():
+    g = torch.Generator().manual_seed(0)
+    n = 300
+    x = 1 + 1e-4 * torch.randn(n, generator=g)  # a spread that float32 sums of squares would lose
+    target, weight = torch.randn(n, generator=g) + 5, torch.rand(n, generator=g)
+    prediction = target + 0.3 * torch.randn(n, generator=g)
+    parts = []
+    for places in torch.randperm(n, generator=g).split([1, 99, 150, 50]):
+        mask, segments = torch.ones(len(places), dtype=torch.bool), torch.zeros(len(places), dtype=torch.int64)
+        tally = Tally(weight[places], mask, segments)
+        tally.std("actor/ratio_std", x[places])
+        tally.explained_variance("critic/vf_explained_var", prediction[places], target[places])
+        tally.mean("actor/mean", x[places])
+        parts.append(tally.stats())
+    out = finalise(merge_stats(parts))
+
+    def variance(a):
+        return np.cov(a.double().numpy(), aweights=weight.double().numpy(), ddof=0)
+
+    assert out.keys() == {"actor/ratio_std", "critic/vf_explained_var", "actor/mean"}
+    assert out["actor/ratio_std"] == pytest.approx(math.sqrt(variance(x)), rel=1e-6)
+    assert out["critic/vf_explained_var"] == pytest.approx(
+        1 - variance(target - prediction) / variance(target), rel=1e-6
+    )
+    assert out["actor/mean"] == pytest.approx(np.average(x.double(), weights=weight.double()), rel=1e-9)
+
+
+def test_explained_variance_of_a_constant_target_is_zero():
+    parts = {"error_mean": 0.5, "error_square": 1.0, "target_mean": 2.0, "target_square": 4.0}
+    stats = {f"critic/vf_explained_var~{part}": Stat("mean", value) for part, value in parts.items()}
+    assert finalise(stats) == {"critic/vf_explained_var": 0.0}
+
+
+def test_other_kinds_pass_and_unknown_parts_are_refused():
+    stats = {"a": Stat("mean", 3.0, 2.0), "b": Stat("sum", 3.0), "c": Stat("max", 7.0), "d": Stat("mean", 0.0, 0.0)}
+    assert finalise(stats) == {"a": 1.5, "b": 3.0, "c": 7.0, "d": 0.0}
+    with pytest.raises(ValueError, match="statistic x came in the parts mean: want one of mean, square"):
+        finalise({"x~mean": Stat("mean", 1.0)})

@@ -1,0 +1,109 @@
+import json
+import logging
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarl.metrics import TRACKERS, make_trackers
+from megarl.metrics.jsonl import read_lines
+from megarl.metrics.trackers import Quiet
+
+METRICS = {"actor/pg_loss": -0.5, "critic/score/mean": 0.25}
+
+
+def make(names, tmp_path, **kwargs):
+    return make_trackers(names, tmp_path / "run", "megarl", "try", {"actor": {"optim": {"lr": 1e-6}}}, 10, **kwargs)
+
+
+def test_jsonl_holds_what_was_logged_and_a_resumed_run_has_no_step_twice(tmp_path):
+    trackers = make(["jsonl"], tmp_path)
+    for step in (1, 2, 3):
+        trackers.log(step, METRICS)
+    trackers.stage("gen", 1, 2)
+    trackers.close()
+    trackers = make(["jsonl"], tmp_path, resume_step=2)
+    trackers.log(3, {"actor/pg_loss": 9.0})
+    rows = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert {name: rows[0][name] for name in METRICS} == METRICS
+    assert rows[2]["actor/pg_loss"] == 9.0
+    assert rows[0]["time"] > 1e9
+    make(["jsonl"], tmp_path)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+def test_tensorboard_holds_what_was_logged(tmp_path):
+    trackers = make(["tensorboard"], tmp_path)
+    trackers.log(1, METRICS)
+    trackers.log(2, METRICS)
+    trackers.close()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == sorted(METRICS)
+    assert [(e.step, e.value) for e in events.Scalars("actor/pg_loss")] == [(1, -0.5), (2, -0.5)]
+
+
+def test_offline_wandb_makes_its_folder_and_keeps_its_id_when_resuming(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trackers = make(["wandb"], tmp_path)
+    trackers.log(1, METRICS)
+    trackers.close()
+    run_id = (tmp_path / "run" / "wandb_id").read_text()
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (data,) = folder.glob("*.wandb")
+    assert run_id in data.name
+    assert b"critic/score/mean" in data.read_bytes()
+    make(["wandb"], tmp_path, resume_step=1).close()
+    assert (tmp_path / "run" / "wandb_id").read_text() == run_id
+
+
+class Broken(Quiet):
+    closed = 0
+
+    def __init__(self, run) -> None:
+        self.run = run
+
+    def log(self, step, metrics) -> None:
+        raise OSError("disk full\nsecond line")
+
+    def close(self) -> None:
+        Broken.closed += 1
+
+
+def test_a_tracker_that_cannot_log_warns_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(TRACKERS, "broken", Broken)
+    with caplog.at_level(logging.WARNING):
+        trackers = make(["broken", "jsonl"], tmp_path)
+        for step in (1, 2, 3):
+            trackers.log(step, METRICS)
+        trackers.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "trainer.logger broken could not log step 1, the run goes on: OSError: disk full",
+        "trainer.logger broken failed 3 times",
+    ]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_tracker_that_cannot_start_stops_the_run_in_one_sentence_and_closes_the_others(tmp_path, monkeypatch):
+    def unreachable(run):
+        raise ConnectionError("no route to host\nlong trace")
+
+    monkeypatch.setitem(TRACKERS, "broken", Broken)
+    monkeypatch.setitem(TRACKERS, "unreachable", unreachable)
+    before = Broken.closed
+    with pytest.raises(ValueError, match=r"'unreachable', which did not start: ConnectionError: no route to host$"):
+        make(["broken", "unreachable"], tmp_path)
+    with pytest.raises(
+        ValueError, match="trainer.logger has 'mlflow': want some of console, jsonl, tensorboard, wandb"
+    ):
+        make(["broken", "mlflow"], tmp_path)
+    assert Broken.closed == before + 2
+
+
+def test_lines_are_valid_json_for_other_readers(tmp_path):
+    trackers = make(["jsonl"], tmp_path)
+    trackers.log(1, {"a": float("nan"), "b": float("inf"), "c": 1.0})
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (row["a"], row["b"], row["c"]) == (None, None, 1.0)

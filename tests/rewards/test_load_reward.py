@@ -1,0 +1,98 @@
+import pytest
+
+from megarl.rewards import load_reward
+from megarl.sample import Completion, Prompt, VersionSpan
+
+PROMPT = Prompt("0-0", [1], "1+1=", "2", "sums", {"level": 3})
+COMPLETION = Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), "2")
+
+FILE = """
+import dataclasses
+
+@dataclasses.dataclass
+class Seen:
+    text: str
+
+def ours(prompt, completion):
+    return {"score": float(Seen(completion.text).text == prompt.ground_truth), "level": prompt.extra["level"]}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return [data_source, solution_str, ground_truth, extra_info]
+
+def short_score(solution_str, ground_truth):
+    return solution_str == ground_truth
+
+def any_score(solution_str, **more):
+    return sorted(more)
+
+def strange_score(solution_str, tokenizer):
+    return 0
+
+def one(prompt):
+    return 0
+
+async def later(prompt, completion):
+    return 0
+
+number = 3
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+    return str(file)
+
+
+def test_a_users_function_of_prompt_and_completion(path):
+    assert load_reward(f"{path}:ours")(PROMPT, COMPLETION) == {"score": 1.0, "level": 3}
+
+
+def test_a_path_may_be_relative(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_reward("mine.py:ours")(PROMPT, COMPLETION)["score"] == 1
+
+
+def test_a_function_of_verls_signature_gets_what_its_parameters_name(path):
+    assert load_reward(f"{path}:compute_score")(PROMPT, COMPLETION) == ["sums", "2", "2", {"level": 3}]
+    assert load_reward(f"{path}:short_score")(PROMPT, COMPLETION) is True
+    assert load_reward(f"{path}:any_score")(PROMPT, COMPLETION) == ["data_source", "extra_info", "ground_truth"]
+
+
+def test_verls_own_column_of_extra_information_is_handed_on(path):
+    prompt = Prompt("0-0", [1], "x", "2", "sums", {"extra_info": {"index": 1}, "ability": "math"})
+    assert load_reward(f"{path}:compute_score")(prompt, COMPLETION)[3] == {"index": 1}
+
+
+def test_an_installed_module_can_be_named():
+    assert load_reward("megarl.rewards.exact:exact")(PROMPT, COMPLETION) == 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "sentence"),
+    [
+        ("exakt", r"reward.fn=exakt: want one of exact, gsm8k, gsm8k_strict, math, choice, or path/file.py:function"),
+        ("{path}", r"reward.fn=.*mine.py: want one of exact"),
+        ("{path}:", r"mine.py:: want one of exact"),
+        ("gone/mine.py:f", r"reward.fn=gone/mine.py:f: there is no file .*gone/mine.py$"),
+        ("{path}:gone", r"mine.py has no function 'gone'; it has ours, compute_score, .*later$"),
+        ("{path}:number", r"has no function 'number'"),
+        ("{path}:one", r"it takes \(prompt\); want \(prompt, completion\) or \(data_source, solution_str, "),
+        ("{path}:strange_score", r"no value for tokenizer; want \(data_source, solution_str, ground_truth, extra_info"),
+        ("{path}:later", r"the function is async; want an ordinary one"),
+        ("no.such.module:f", r"importing no.such.module failed with ModuleNotFoundError: No module named 'no'$"),
+    ],
+)
+def test_a_wrong_name_is_one_sentence(path, fn, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        load_reward(fn.format(path=path))
+
+
+def test_a_file_that_does_not_import_is_named_with_its_error(tmp_path):
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    with pytest.raises(ValueError, match=r"importing .*bad.py failed with ZeroDivisionError: division by zero$"):
+        load_reward(f"{tmp_path}/bad.py:f")
+    (tmp_path / "quits.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(ValueError, match="failed with SystemExit: 3"):
+        load_reward(f"{tmp_path}/quits.py:f")

@@ -1,0 +1,242 @@
+"""One file of functions that fail in every way, and pools of real processes around them."""
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import megarl
+from megarl.rewards.pool import RewardError, RewardPool
+from megarl.rewards.result import RewardResult
+from megarl.sample import Completion, Prompt, VersionSpan
+
+ROOT = Path(megarl.__file__).parent.parent
+FILE = """
+import os, signal, time
+
+def by_text(prompt, completion):
+    text = completion.text
+    if text == "raise":
+        raise KeyError("gone")
+    if text == "loop":
+        while True:
+            pass
+    if text == "stubborn":
+        try:
+            time.sleep(60)
+        except Exception:
+            return 1.0
+    if text == "deaf":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        time.sleep(60)
+    if text == "die":
+        os._exit(7)
+    if text == "exit":
+        raise SystemExit(1)
+    if text == "nan":
+        return float("nan")
+    if text == "nothing":
+        return None
+    if text == "slow":
+        time.sleep(0.06)
+    if text == "pid":
+        return os.getpid()
+    return {"score": 1.0, "length": len(text)}
+"""
+
+
+@pytest.fixture
+def fn(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    return f"{tmp_path}/mine.py:by_text"
+
+
+def completion(text):
+    return Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text)
+
+
+def run(fn, groups, **settings):
+    """Score groups of texts at once; returns (results, pool)."""
+    pool = RewardPool(fn, **settings)
+
+    async def score_all():
+        calls = [
+            pool.score(Prompt(f"0-{g}", [1], "x", "46"), [completion(text) for text in texts])
+            for g, texts in enumerate(groups)
+        ]
+        return await asyncio.wait_for(asyncio.gather(*calls), timeout=60)
+
+    pool.start()
+    try:
+        return asyncio.run(score_all()), pool
+    finally:
+        pool.stop()
+
+
+ZERO = RewardResult(0.0, {"reward_error": 1.0})
+
+
+def test_results_come_back_in_order_with_their_extra_numbers(fn):
+    groups = [["a", "bb"], [], ["ccc"]]
+    results, pool = run(fn, groups, num_workers=2)
+    assert results == [[RewardResult(1.0, {"length": len(text)}) for text in texts] for texts in groups]
+    assert pool.num_errors == 0
+
+
+def test_every_failure_is_a_zero_that_names_the_sample_and_leaves_its_neighbours_alone(fn, caplog):
+    texts = ["a", "raise", "loop", "stubborn", "exit", "nan", "nothing", "b"]
+    with caplog.at_level(logging.WARNING, "megarl.rewards.pool"):
+        ((results,), pool) = run(fn, [texts], timeout_s=0.3)
+    good = RewardResult(1.0, {"length": 1.0})
+    assert results == [good, ZERO, ZERO, ZERO, ZERO, ZERO, ZERO, good]
+    assert pool.num_errors == 6
+    assert f"reward {fn}, sample 0-0#1: KeyError: 'gone' ({fn[:-8]}:7); counted as 0" in caplog.text
+    assert "sample 0-0#2: no answer within 0.3 s" in caplog.text
+    assert "sample 0-0#3: no answer within 0.3 s" in caplog.text
+    assert "sample 0-0#4: SystemExit: 1" in caplog.text
+    assert "sample 0-0#5: ValueError: returned nan; want a finite number" in caplog.text
+    assert "sample 0-0#6: TypeError: returned None, a NoneType; want a number" in caplog.text
+
+
+def test_a_process_that_dies_or_cannot_be_interrupted_costs_only_its_own_sample(fn, caplog, monkeypatch):
+    monkeypatch.setattr("megarl.rewards.pool.GRACE_S", 0.3)
+    with caplog.at_level(logging.WARNING, "megarl.rewards.pool"):
+        results, pool = run(fn, [["a", "die"], ["b", "deaf"], ["c"]], timeout_s=0.2)
+    good = RewardResult(1.0, {"length": 1.0})
+    assert results == [[good, ZERO], [good, ZERO], [good]]
+    assert pool.num_errors == 2
+    assert "sample 0-0#1: its process died with exit code 7" in caplog.text
+    assert "sample 0-1#1: no answer within 0.2 s, and no way to interrupt it" in caplog.text
+
+
+def test_a_run_that_wants_to_stop_does(fn):
+    with pytest.raises(RewardError, match=r"reward .*mine.py:by_text, sample 0-0#1: KeyError: 'gone'"):
+        run(fn, [["a", "raise"]], on_error="stop")
+
+
+def test_slow_samples_run_on_all_processes_and_lose_no_answer(fn):
+    ((results,), _) = run(fn, [["slow"] * 30 + ["pid"]], num_workers=2)
+    assert results[:30] == [RewardResult(1.0, {"length": 4.0})] * 30
+    assert results[30].reward != os.getpid()
+
+
+def test_only_the_first_errors_are_written_out_and_all_are_counted(fn, caplog):
+    with caplog.at_level(logging.WARNING, "megarl.rewards.pool"):
+        _, pool = run(fn, [["raise"] * 12])
+    assert pool.num_errors == 12
+    assert len(caplog.records) == 10
+    assert caplog.records[-1].message.endswith("; further errors are only counted")
+
+
+def test_an_idle_pool_whose_process_was_killed_starts_another(fn):
+    pool = RewardPool(fn)
+
+    async def kill_between():
+        (first,) = await pool.score(Prompt("0-0", [1], "x"), [completion("pid")])
+        os.kill(int(first.reward), 9)
+        await asyncio.sleep(0.5)
+        (second,) = await pool.score(Prompt("0-1", [1], "x"), [completion("pid")])
+        return first, second
+
+    pool.start()
+    try:
+        first, second = asyncio.run(asyncio.wait_for(kill_between(), 60))
+    finally:
+        pool.stop()
+    assert first.reward != second.reward > 0
+    assert pool.num_errors == 0
+
+
+def test_processes_that_cannot_start_stop_the_run_instead_of_waiting_for_ever(fn, monkeypatch):
+    pool = RewardPool(fn)
+    os.remove(fn.removesuffix(":by_text"))
+    pool.start()
+    try:
+        with pytest.raises(RewardError, match="the reward processes cannot run"):
+            asyncio.run(asyncio.wait_for(pool.score(Prompt("0-0", [1], "x"), [completion("a")] * 2), 60))
+    finally:
+        pool.stop()
+
+
+SCRIPT = """
+import asyncio, sys
+from megarl.rewards.pool import RewardPool
+from megarl.sample import Completion, Prompt, VersionSpan
+
+async def main(pool):
+    def score(text):
+        return pool.score(Prompt("0-0", [1], "x"), [Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text)])
+
+    (pid,) = await score("pid")
+    sys.stdout.write(f"{int(pid.reward)}\\n")
+    sys.stdout.flush()
+    await score("deaf")
+
+if __name__ == "__main__":
+    pool = RewardPool(sys.argv[1], timeout_s=50)
+    pool.start()
+    asyncio.run(main(pool))
+"""
+
+
+def test_a_hanging_process_dies_with_the_program_that_started_it(fn, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command, environment = [sys.executable, str(script), fn], {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as program:
+        assert program.stdout is not None
+        pid = int(program.stdout.readline())
+        time.sleep(0.3)  # it sleeps in "deaf" by now
+        program.kill()
+    deadline = time.monotonic() + 10
+    while runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not runs(pid)
+
+
+def runs(pid):
+    """Whether the process lives; a zombie that nobody has collected yet does not."""
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def test_the_pool_can_be_stopped_twice_and_before_it_starts(fn):
+    pool = RewardPool(fn)
+    pool.stop()
+    pool.start()
+    pool.stop()
+    pool.stop()
+
+
+def test_a_wrong_function_is_refused_before_any_process_starts(tmp_path):
+    with pytest.raises(ValueError, match="reward.fn=exakt: want one of exact"):
+        RewardPool("exakt")
+
+
+def test_a_step_of_groups_is_scored_quickly():
+    pool = RewardPool("exact")
+    prompts = [Prompt(f"0-{g}", [1, 2, 3], "12+34=", "46") for g in range(64)]
+    group = [completion("46")] * 8
+
+    async def is_quick():
+        """Whether one round of up to thirty stays under the limit: the machine may be busy."""
+        await pool.score(prompts[0], group)
+        for _ in range(30):
+            start = time.perf_counter()
+            results = await asyncio.gather(*(pool.score(prompt, group) for prompt in prompts))
+            seconds = time.perf_counter() - start
+            assert all(result.reward == 1 for results_of_group in results for result in results_of_group)
+            if seconds < 0.06:
+                return True
+        return False
+
+    pool.start()
+    try:
+        assert asyncio.run(is_quick())
+    finally:
+        pool.stop()

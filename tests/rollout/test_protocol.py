@@ -1,0 +1,115 @@
+import hashlib
+
+import pytest
+import torch
+
+from megarl.rollout.protocol import SamplingParams, error_message, generate_body, parse_completions, tensor_digest
+from megarl.sample import Completion, VersionSpan
+
+
+def item(tokens=(4, 6), spans=None, **meta):
+    triples = [[-0.5 * i, token, None] for i, token in enumerate(tokens)]
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": triples, "weight_version": "3", **meta}
+    if spans is not None:
+        meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
+    return {"output_ids": list(tokens), "meta_info": meta}
+
+
+def test_sampling_params_survive_the_wire():
+    params = SamplingParams(0.7, 0.9, 5, 17, 11, (3, 4), True)
+    assert SamplingParams.from_json(params.to_json(6)) == (params, 6)
+
+
+def test_a_missing_seed_stays_missing():
+    body = SamplingParams().to_json()
+    assert "sampling_seed" not in body
+    assert SamplingParams.from_json(body) == (SamplingParams(), 1)
+
+
+def test_keys_that_only_shape_text_are_accepted():
+    assert SamplingParams.from_json({"skip_special_tokens": False, "n": 2}) == (SamplingParams(), 2)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": True},
+        {"top_p": 1.5},
+        {"top_k": 0},
+        {"max_new_tokens": 0},
+        {"sampling_seed": -1},
+        {"sampling_seed": 2**31},
+        {"stop_token_ids": (-3,)},
+        {"ignore_eos": 1},
+    ],
+)
+def test_an_impossible_value_names_its_field(field):
+    with pytest.raises(ValueError, match=next(iter(field))):
+        SamplingParams(**field)
+
+
+def test_the_body_asks_for_log_probs_of_the_completion_only():
+    body = generate_body((5, 6), 2, SamplingParams(), "a")
+    assert body["input_ids"] == [5, 6]
+    assert (body["return_logprob"], body["logprob_start_len"], body["rid"]) == (True, -1, "a")
+    assert body["sampling_params"]["n"] == 2
+
+
+def test_a_reply_becomes_completions():
+    spans = (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
+    reply = [item(spans=[("3", 0, 1), ("4", 1, 2)])]
+    assert parse_completions(reply, 1) == [Completion([4, 6], [0.0, -0.5], "stop", spans)]
+
+
+def test_without_spans_the_whole_completion_has_the_version_of_its_end():
+    assert parse_completions(item(), 1)[0].versions == (VersionSpan(3, 0, 2),)
+
+
+def test_an_empty_completion_has_no_version():
+    assert parse_completions(item(tokens=(), weight_version=None), 1)[0].versions == ()
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ([item(), item()], "holds 2 completions, want 1"),
+        ({"output_ids": [1]}, "meta_info"),
+        (item(weight_version="default"), "--weight-version"),
+        (item(spans=[("3", 0, 1)]), "do not cover"),
+        (item(spans=[("3", 1, 2)]), "do not cover"),
+        (item(output_token_logprobs=[[-1.0, 4, None]]), "2 tokens and 1 log-probs"),
+    ],
+)
+def test_a_reply_that_is_not_what_was_asked_is_an_error(reply, words):
+    with pytest.raises(ValueError, match=words):
+        parse_completions(reply, 1)
+
+
+def test_the_digest_is_sha256_of_the_row_major_bytes():
+    tensor = torch.arange(6.0).reshape(2, 3)
+    assert tensor_digest(tensor) == hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+    assert tensor_digest(tensor.t()) == hashlib.sha256(tensor.t().contiguous().numpy().tobytes()).hexdigest()
+
+
+def test_the_digest_tells_dtypes_and_single_bits_apart():
+    tensor = torch.zeros(4, dtype=torch.bfloat16)
+    other = tensor.clone()
+    other[2] = -0.0
+    assert len({tensor_digest(tensor), tensor_digest(other), tensor_digest(tensor.float())}) == 3
+    assert len(tensor_digest(torch.tensor(1.0))) == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"success": false, "message": "no"}', "no"),
+        ('{"error": {"message": "no"}}', "no"),
+        ('{"error": "no"}', "no"),
+        ("plain", "plain"),
+        ("", "Bad Gateway"),
+    ],
+)
+def test_the_sentence_of_an_error_is_found_in_every_shape(text, sentence):
+    assert error_message(text, "Bad Gateway") == sentence

@@ -1,0 +1,149 @@
+"""The front door: exit codes, one sentence for a mistake, and the right module for a command."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl import __version__, cli, doctor
+from megarl.config import Config, load_config
+
+ROOT = Path(__file__).parent.parent
+
+
+def call(*words: str) -> int:
+    return cli.main(list(words))
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """A `megarl train` that only notes the configuration it gets."""
+    seen = SimpleNamespace(config=None, result=0)
+
+    def run(config: Config) -> int:
+        seen.config = config
+        if isinstance(seen.result, BaseException):
+            raise seen.result
+        return seen.result
+
+    monkeypatch.setattr(cli, "_work_of", lambda command: run)
+    return seen
+
+
+def test_a_misspelt_key_exits_2_with_one_sentence_that_names_the_right_one():
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", "train", "recipe=quickstart", "actor.clip_ration=0.1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    sentence = "error: actor.clip_ration=0.1: there is no key actor.clip_ration; did you mean actor.clip_ratio?\n"
+    assert done.stderr == sentence
+
+
+def test_a_command_gets_the_configuration_and_gives_the_exit_code(train):
+    train.result = 3
+    assert call("train", "recipe=quickstart", "actor.optim.lr=0.5") == 3
+    assert train.config.actor.optim.lr == 0.5
+
+
+def test_warnings_go_to_stderr_and_the_command_still_runs(train, capsys):
+    assert call("train", "recipe=quickstart", "critic.strategy=fsdp") == 0
+    assert "warning: critic.strategy=fsdp" in capsys.readouterr().err
+    assert train.config.critic.strategy == "megatron"
+
+
+def test_a_users_mistake_found_later_is_told_in_the_same_way(train, capsys):
+    train.result = ValueError("data/a.jsonl:3: want a prompt")
+    assert call("train", "recipe=quickstart") == 2
+    assert capsys.readouterr().err == "error: data/a.jsonl:3: want a prompt\n"
+
+
+def test_debug_shows_the_traceback(train):
+    train.result = ValueError("data/a.jsonl:3: want a prompt")
+    with pytest.raises(ValueError, match="want a prompt"):
+        call("train", "--debug", "recipe=quickstart")
+
+
+def test_a_failure_that_is_no_mistake_of_the_user_keeps_its_traceback(train):
+    train.result = RuntimeError("rank 1 died")
+    with pytest.raises(RuntimeError):
+        call("train", "recipe=quickstart")
+
+
+def test_an_interruption_exits_130(train):
+    train.result = KeyboardInterrupt()
+    assert call("train", "recipe=quickstart") == 130
+
+
+def test_an_unknown_command_or_option_is_refused_with_the_nearest(capsys):
+    assert call("trian") == 2
+    assert "did you mean train?" in capsys.readouterr().err
+    assert call("train", "--recipe", "quickstart") == 2
+    assert "there is no option --recipe" in capsys.readouterr().err
+
+
+def test_help_names_every_command_group_and_recipe(capsys):
+    assert call("--help") == 0
+    shown = capsys.readouterr().out
+    groups = list(vars(Config()))
+    for word in [*cli.COMMANDS, *groups, "gsm8k_qwen2_5_0_5b_1gpu", "--config"]:
+        assert word in shown
+    assert call("train", "-h") == 0
+
+
+def test_without_a_command_the_help_is_an_error(capsys):
+    assert call() == 2
+    assert "megarl COMMAND" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"megarl {__version__}\n"
+
+
+def test_the_printed_configuration_is_a_file_that_gives_the_same_run(tmp_path, capsys):
+    words = ["recipe=quickstart", "rollout.n=3", f"trainer.project_name='a [bold]name[/] of many words {90 * 'x'}'"]
+    assert call("config", *words) == 0
+    file = tmp_path / "it's mine.yaml"
+    file.write_text(capsys.readouterr().out)
+    again, warnings = load_config(cli._overrides(["--config", str(file)]))
+    assert again == load_config(words)[0]
+    assert again.trainer.project_name.startswith("a [bold]name[/] of many words x")
+    assert not warnings
+
+
+def test_config_wants_a_yaml_file(capsys):
+    assert call("train", "--config") == 2
+    assert "want the path of a YAML file" in capsys.readouterr().err
+
+
+def test_every_command_is_a_function_that_exists():
+    for command in cli.COMMANDS.values():
+        assert callable(cli._work_of(command))
+
+
+def test_doctor_finds_nothing_wrong_where_the_tests_run(capsys):
+    assert call("doctor") == 0
+    assert "The quickstart can run here" in capsys.readouterr().out
+
+
+def test_doctor_fails_where_something_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(doctor.TESTED, "a-package-that-nobody-has", "1.0")
+    assert call("doctor") == 1
+    assert "a-package-that-nobody-has" in capsys.readouterr().out
+
+
+def test_doctor_knows_the_versions_of_the_constraints_file():
+    lines = (ROOT / "launch/constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert {name: pinned[name] for name in doctor.TESTED} == doctor.TESTED
+
+
+def test_the_tests_run_with_the_pinned_megatron():
+    assert version("megatron-core") == doctor.TESTED["megatron-core"]

@@ -1,0 +1,123 @@
+"""The floors of the house: who may import whom, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import megarl
+
+ROOT = Path(megarl.__file__).parent
+
+FLOORS = {
+    0: "sample config",
+    1: "algo data rewards metrics",
+    2: "rollout mcore",
+    3: "weights",
+    4: "group roles checkpoint plan",
+    5: "run finish train sft evaluate quickstart convert doctor cli __main__",
+}
+FLOOR_OF = {name: floor for floor, rooms in FLOORS.items() for name in rooms.split()}
+# Below this floor, the rooms of one floor do not know each other; on it and above, files work together without circles.
+FLOOR_OF_STORIES = 4
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its full name."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+def imports_of(name: str) -> Iterator[tuple[str, int]]:
+    """The modules of the package that `name` imports, at any depth of its code, with the line."""
+    for node in ast.walk(modules()[name]):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "megarl":
+                    yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            assert node.level == 0, f"{name}:{node.lineno}: want an absolute import"
+            if base.split(".")[0] == "megarl":
+                for alias in node.names:
+                    submodule = f"{base}.{alias.name}"
+                    yield (submodule if submodule in modules() else base), node.lineno
+
+
+def room_of(name: str) -> str:
+    """megarl.algo.kl -> algo; megarl itself -> ""."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_every_room_has_a_floor():
+    rooms = {room_of(name) for name in modules()} - {""}
+    assert rooms <= FLOOR_OF.keys(), f"no floor for {sorted(rooms - FLOOR_OF.keys())}"
+
+
+def test_imports_only_point_down():
+    wrong = []
+    for name in modules():
+        own = room_of(name)
+        for other, line in imports_of(name):
+            target = room_of(other)
+            if not target or target == own:
+                continue
+            here, there = FLOOR_OF.get(own, -1), FLOOR_OF[target]
+            if there > here or (there == here and here < FLOOR_OF_STORIES):
+                wrong.append(f"{name}:{line} (floor {here}) imports {other} (floor {there})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_no_circles():
+    state: dict[str, str] = {}
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert state.get(name) != "open", f"a circle: {' -> '.join((*path[path.index(name) :], name))}"
+        if name in state:
+            return
+        state[name] = "open"
+        for other, _ in imports_of(name):
+            if other != name:
+                visit(other, (*path, name))
+        state[name] = "done"
+
+    for name in modules():
+        visit(name, ())
+
+
+def test_no_module_of_ours_is_imported_by_a_written_out_name():
+    """import_module("megarl.train") would hide an import from the tests above."""
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+                first = node.args[0] if node.args else None
+                hidden = isinstance(first, ast.Constant) and str(first.value).startswith("megarl")
+                assert not hidden, f"{name}:{node.lineno} hides an import of {ast.unparse(node.args[0])}"
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("megarl", "torch numpy hydra omegaconf rich transformers megatron"),
+        ("megarl.config", "torch numpy transformers megatron"),
+        ("megarl.cli", "torch numpy transformers megatron aiohttp httpx"),
+        ("megarl.algo", "megatron transformers hydra omegaconf aiohttp httpx datasets"),
+        ("megarl.rewards", "megatron transformers hydra omegaconf aiohttp sympy"),
+        ("megarl.rollout.client", "megatron transformers hydra omegaconf"),
+    ],
+)
+def test_an_import_is_light(module, forbidden):
+    script = f"import sys, {module}; print(*[m for m in {forbidden.split()!r} if m in sys.modules])"
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT.parent, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not loaded, f"import {module} loads {loaded}"
