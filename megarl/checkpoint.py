@@ -1,7 +1,7 @@
 """Everything a run needs to go on after a crash: one folder a step, whose manifest is written last.
 
-A folder without a manifest is an unfinished save and does not exist for a reader.  The manifest is plain JSON; models and
-optimizers lie beside it as Megatron's sharded checkpoints, which load into another layout too.
+A folder without a manifest is an unfinished save and does not exist for a reader.  The manifest is plain JSON; models
+and optimizers lie beside it as Megatron's sharded checkpoints, which load into another layout too.
 """
 
 from __future__ import annotations

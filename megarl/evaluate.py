@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
-from megarl.run import make_servers, make_stream, read_prompts
+from megarl.rewards.result import to_result
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.stream import Stream
+from megarl.run import make_servers, make_stream, read_prompts
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 
 
@@ -73,9 +74,7 @@ def evaluate(
     """Write and score n completions of each prompt with the weights that the servers hold now."""
     if not prompts:
         return Evaluation([])
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, sampling_seed=seed
-    )
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, sampling_seed=seed)
     return Evaluation(stream.next(stream.submit(prompts, n=n, params=params), on_progress))
 
 
@@ -95,11 +94,13 @@ def transformers_accuracy(
     total = 0.0
     for length, same in by_length.items():
         ids = torch.tensor([prompt.token_ids for prompt in same])
-        written = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens)
+        written = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+        )
         texts = tokenizer.batch_decode(written[:, length:], skip_special_tokens=True)
         for prompt, text in zip(same, texts, strict=True):
-            score = reward(prompt, Completion([], [], "stop", (VersionSpan(0, 0, 0),), text))
-            total += float(score["score"] if isinstance(score, dict) else score)
+            completion = Completion([], [], "stop", (VersionSpan(0, 0, 0),), text)
+            total += to_result(reward(prompt, completion)).reward
     return total / len(prompts)
 
 

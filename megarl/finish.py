@@ -1,4 +1,4 @@
-"""What a run leaves behind: the trained model, what it says now and said before, a picture, and a page that explains."""
+"""What a run leaves behind: the model, what it says now and said before, a picture, and a page that explains."""
 
 from __future__ import annotations
 
@@ -36,11 +36,8 @@ PAGE = """# {name}
 
 
 class Totals(Protocol):
-    wall_s: float
-    pushes_verified: int
-    log_prob_gap_max: float
-    first_ppo_kl_max: float
-    lost_rollouts: int
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers over the whole run, with `wall_s` among them."""
 
 
 def remember(folder: Path, before: Evaluation) -> None:
@@ -54,14 +51,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     console = Console()
     run.trackers.stage("writing the model")
     run.actor.export(run.dir / "hf")
-    summary: dict[str, Any] = {
-        "steps": run.num_steps,
-        "wall_s": round(totals.wall_s, 1),
-        "log_prob_gap_max": totals.log_prob_gap_max,
-        "first_ppo_kl_max": totals.first_ppo_kl_max,
-        "pushes_verified": totals.pushes_verified,
-        "lost_rollouts": totals.lost_rollouts,
-    }
+    summary: dict[str, Any] = {"steps": run.num_steps, **totals.state_dict()}
     before_file = run.dir / BEFORE
     before = json.loads(before_file.read_text()) if before_file.exists() else None
     markdown = ""

@@ -6,7 +6,7 @@ Servers and ranks start side by side; roles that share a layout share a Group, a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
 from megarl.group import Group
 from megarl.mcore.setup import Layout
+from megarl.metrics.jsonl import drop_after
 from megarl.metrics.timer import Timer
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.rewards.pool import RewardPool
@@ -84,14 +85,24 @@ class Run:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        try:
+            if isinstance(error, RuntimeError):
+                self.check()  # a dead server explains a failed call better than the call does
+        finally:
+            self._stack.close()
+
+    def check(self) -> None:
+        """Raises ServerDied, with the end of its log, where a server has ended."""
+        self._processes.check()
 
     def _start(self) -> None:
         config = self.config
         self.dir.mkdir(parents=True, exist_ok=True)
         (self.dir / "config.yaml").write_text(to_yaml(config))
-        self.trackers = start_trackers(config, self.num_steps, self.resumed_from and self.first_step)
+        resume_step = self.first_step if self.resumed_from else None
+        drop_after(self.dir / "samples.jsonl", resume_step)
+        self.trackers = start_trackers(config, self.num_steps, resume_step)
         self._stack.callback(self.trackers.close)
         self.timer = Timer(on_stage=self.trackers.stage)
 
@@ -99,10 +110,10 @@ class Run:
         self._make_roles()
         self.trackers.stage("starting servers")
         token = secrets.token_hex(16)
-        processes = self._stack.enter_context(make_servers(config, token))
-        processes.start()
+        self._processes = self._stack.enter_context(make_servers(config, token))
+        self._processes.start()
         self.servers = Servers(
-            urls=tuple(processes.urls),
+            urls=tuple(self._processes.urls),
             token=token,
             dtype=config.rollout.dtype,
             bucket_bytes=config.rollout.bucket_bytes,

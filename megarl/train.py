@@ -6,6 +6,7 @@ An ordinary program of one process.  What it calls may run on one CPU rank or on
 from __future__ import annotations
 
 import time
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def train(config: Config) -> dict[str, Any]:
 def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
     """One iteration, from prompts to pushed weights; returns the position of the prompts behind it."""
     config, algorithm, timer = run.config, run.config.algorithm, run.timer
+    run.check()
     with timer("gen"):
         iteration = run.feed.next(lambda done, total: run.trackers.stage("gen", done, total))
     batch = make_batch(iteration.groups)
@@ -162,7 +164,9 @@ class Totals:
         self.lost_rollouts += int(metrics["rollout/lost"])
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "began"} | {"wall_s": self.wall_s}
+        return {name: value for name, value in vars(self).items() if name != "began"} | {
+            "wall_s": round(self.wall_s, 1)
+        }
 
     @property
     def wall_s(self) -> float:
@@ -170,7 +174,18 @@ class Totals:
 
 
 def main(config: Config) -> int:
-    """`megarl train`."""
-    train(config)
-    Console().print(f"results: {config.trainer.run_dir.resolve()}", highlight=False)
+    """`megarl train`: 0, or 1 with one sentence where the run failed; what it saved is there for the next try."""
+    folder = config.trainer.run_dir
+    try:
+        train(config)
+    except RuntimeError as error:  # ranks, servers, collector, push: each says in a sentence what went wrong
+        report = folder / "logs" / "failure.txt"
+        report.write_text("".join(traceback.format_exception(error)) + getattr(error, "report", ""))
+        Console(stderr=True, soft_wrap=True).print(
+            f"the run stopped: {error}\nall of it: {report}; the same command goes on from the last checkpoint",
+            markup=False,
+            highlight=False,
+        )
+        return 1
+    Console().print(f"results: {folder.resolve()}", highlight=False)
     return 0

@@ -69,7 +69,7 @@ def grpo(scores: Tensor, group_ids: Tensor, *, norm_by_std: bool = True, takes_p
 
     (R - mean_g) / (std_g + 1e-6); without the std for Dr.GRPO
 
-    Groups may differ in size; std is unbiased; a group of one gives 0.
+    Groups may differ in size; std is unbiased; a group of one is its own mean and gives 0.
     Papers: GRPO, arXiv:2402.03300; Dr.GRPO, arXiv:2503.20783.
 
     Args: scores [B]; group_ids [B]; takes_part [B] bool: samples that count (default all), the rest get 0.
@@ -87,7 +87,7 @@ def grpo(scores: Tensor, group_ids: Tensor, *, norm_by_std: bool = True, takes_p
     if norm_by_std:
         variance_G = segment_sum(centred_B.square(), group_B, len(groups)) / (size_G - 1).clamp(min=1)
         advantage_B = centred_B / (variance_G.sqrt()[group_B] + 1e-6)
-    return torch.where(size_G[group_B] > 1, advantage_B, 0.0).to(scores.dtype)
+    return advantage_B.to(scores.dtype)
 
 
 def gae_estimator(

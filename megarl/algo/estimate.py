@@ -57,6 +57,11 @@ def estimate(
     offered = {**settings, **batch.columns, **batch.rows, "group_ids": batch.rows.get("group")}
     asked = _asked_for(adv_estimator, offered)
     advantages, returns = ADV_ESTIMATORS[adv_estimator](rewards, mask, segment_ids, **asked)
+    for name, column in {"advantages": advantages, "returns": returns}.items():
+        if column.shape != mask.shape:
+            raise ValueError(
+                f"algorithm.adv_estimator={adv_estimator}: {name} want one number a token, {tuple(mask.shape)}"
+            )
     if advantage_clip is not None:
         advantages = advantages.clamp(-advantage_clip, advantage_clip)
     if "group_ids" in asked:

@@ -46,7 +46,7 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
 
 
 def _beat(wire: Wire) -> None:
-    """Say that this rank lives; the end of the connection in mid-call ends the process, which may hang in a collective."""
+    """Say that this rank lives; when the connection ends in mid-call, end the process: it may hang in a collective."""
     stop = threading.Event()
     while not stop.wait(HEARTBEAT_S):
         try:

@@ -200,7 +200,9 @@ class Group:
                     break
                 silent = [r for r, t in last_sign.items() if now - t > SILENCE_S and r not in answers]
                 if silent:
-                    raise RankError(f"group {self.name}: rank {silent[0]} gave no sign for {SILENCE_S:.0f} s in {method}")
+                    raise RankError(
+                        f"group {self.name}: rank {silent[0]} gave no sign for {SILENCE_S:.0f} s in {method}"
+                    )
         if errors:
             raise _as_error(self.name, method, errors)
         if len(answers) < self.num_ranks:

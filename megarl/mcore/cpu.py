@@ -1,8 +1,8 @@
 """Lets stock megatron-core run on a host without CUDA (torch's CPU build, gloo).  Does nothing where CUDA is there.
 
-Nothing of Megatron is written again: inside torch the CPU answers to the name "cuda", and a few functions that only make
-sense on a GPU become no-ops.  `activate()` runs once per process, before the first Megatron call, in the thread that runs
-Megatron code.  File and line are those of megatron-core 0.16.1.
+Nothing of Megatron is written again: inside torch the CPU answers to the name "cuda", and a few functions that only
+make sense on a GPU become no-ops.  `activate()` runs once per process, before the first Megatron call, in the thread
+that runs Megatron code.  File and line are those of megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ class _NullStream:
 
 
 def _patch_torch_cuda() -> None:
-    torch.cuda.current_device = lambda: torch.device("cpu")  # about 60 places: rope, linears, p2p, gradient buffers
-    torch.cuda.synchronize = lambda device=None: None  # p2p_communication:398 (every pipeline), filesystem_async:230
-    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
-    torch.cuda.Stream = torch.cuda.Event = _NullStream
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")  # about 60 places: rope, linears, p2p, gradient buffers
+    cuda.synchronize = lambda device=None: None  # p2p_communication:398 (every pipeline), filesystem_async:230
+    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    cuda.Stream = cuda.Event = _NullStream
     stream = _NullStream()
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: stream
-    torch.cuda.stream = lambda s: contextlib.nullcontext()
+    cuda.current_stream = cuda.default_stream = lambda device=None: stream
+    cuda.stream = lambda s: contextlib.nullcontext()
 
 
 def _patch_megatron() -> None:

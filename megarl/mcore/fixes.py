@@ -24,7 +24,7 @@ def fix_moe_te_gemm() -> None:
 
 
 def distributed_adamw_loses_step() -> bool:
-    """torch's AdamW keeps "step" in its state; loading the distributed optimizer forgets it (distrib_optimizer:641,940)."""
+    """torch's AdamW keeps "step" in its state; the distributed optimizer forgets it (distrib_optimizer:641,940)."""
     import megatron.core.optimizer as mcore_optimizer
 
     return mcore_optimizer.Adam is torch.optim.AdamW

@@ -1,4 +1,4 @@
-"""A Megatron GPTModel from a Hugging Face config.json: an actor with a vocabulary head, or a critic with a value head."""
+"""A Megatron GPTModel from a Hugging Face config.json: an actor with a vocabulary head, a critic with a value head."""
 
 from __future__ import annotations
 
@@ -136,7 +136,9 @@ class ValueHead(nn.Linear):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         nn.init.zeros_(self.weight)  # the first values are 0, whatever the backbone
 
-    def forward(self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
+    def forward(  # type: ignore[override]  # GPTModel calls it as it calls its output layer
+        self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None
+    ) -> tuple[Tensor, None]:
         values = super().forward(input_).float()
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
@@ -175,6 +177,7 @@ def build_model(hf: dict[str, Any], layout: Layout, *, role: str = "actor", dtyp
 
 def unwrap(model: nn.Module) -> GPTModel:
     """The GPTModel inside DistributedDataParallel and Float16Module."""
-    while not isinstance(model, GPTModel):
-        model = model.module
-    return model
+    inner: Any = model
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner

@@ -46,7 +46,7 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
 
 def wrap_for_training(model: nn.Module, layout: Layout) -> DistributedDataParallel:
     """Megatron's gradient buffers and their reduction over data and context parallelism, in float32."""
-    config = model.config
+    config: Any = model.config
     config.finalize_model_grads_func = finalize_model_grads
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=layout.use_distributed_optimizer,

@@ -1,10 +1,10 @@
 """Sequences -> one packed row of this rank, and columns back.  The alignment lives here and nowhere else.
 
-Column t describes token t, which the model predicts at position t-1: labels shift left before the context-parallel slice,
-and outputs shift right after the gather.  A sequence's first token has no prediction; its column is 0.
+Column t describes token t, which the model predicts at position t-1: labels shift left before the context-parallel
+slice, and outputs shift right after the gather.  A sequence's first token has no prediction; its column is 0.
 
-Padding exists only where a layout wants it: sequences to a multiple of 2 cp, the row to one of tp cp.  It is outside every
-count, and no column ever holds it.
+Padding exists only where a layout wants it: sequences to a multiple of 2 cp, the row to one of tp cp.  It is outside
+every count, and no column ever holds it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def where_gathered(own: Tensor, predicts: Tensor, cp: int, starts: list[int], le
 
 
 class _GatherContext(torch.autograd.Function):
-    """All-gather over context parallelism.  Every rank evaluates the whole loss, so the backward takes the own slice."""
+    """All-gather over context parallelism.  Every rank evaluates the whole loss: the backward takes the own slice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import nn
 
 from megarl.mcore.model import unwrap
@@ -19,7 +22,10 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(folder))
+    # Megatron passes results through a Manager, a process that its rank's death leaves behind; a save that is not
+    # asynchronous needs no more than a queue.
+    with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):
+        dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(folder))
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:

@@ -2,8 +2,8 @@
 
 A loss is `sum_t weight_t * token_loss_t` with weights made once for the whole optimizer step.  Megatron, told
 `calculate_per_token_loss`, sums gradients over micro-batches and data and context ranks and divides them by the global
-number of tokens; so we hand it true token counts (its MoE terms want them) and multiply the loss by their global sum: the
-division cancels, and the gradient is that of the loss, however the step was split.
+number of tokens; so we hand it true token counts (its MoE terms want them) and multiply the loss by their global sum:
+the division cancels, and the gradient is that of the loss, however the step was split.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def forward_only(model: nn.Module, micros: list[MicroBatch], outputs: Outputs, d
 
 
 def backward(
-    model: nn.Module,
+    model: Any,
     micros: list[MicroBatch],
     outputs: Outputs,
     loss_fn: LossFn,

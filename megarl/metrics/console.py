@@ -17,6 +17,7 @@ from megarl.metrics.run import Run
 # (what the line calls it, the metric, its format); what a step does not have is left out
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("score", "critic/score/mean", ".3f"),
+    ("loss", "sft/loss", ".4f"),
     ("pg_loss", "actor/pg_loss", "+.4f"),
     ("vf_loss", "critic/vf_loss", ".4f"),
     ("ppo_kl", "actor/ppo_kl", "+.1e"),

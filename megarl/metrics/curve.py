@@ -27,6 +27,7 @@ class Panel:
 
 PANELS: tuple[Panel, ...] = (
     Panel("Accuracy on held-out prompts and training score", ("val/*acc*", "val/*score*", "critic/score/mean")),
+    Panel("Supervised loss", ("sft/loss",)),
     Panel("Policy loss", ("actor/pg_loss",)),
     Panel("Distance of the policy", ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")),
     Panel("Entropy", ("actor/entropy",)),
@@ -37,7 +38,7 @@ PANELS: tuple[Panel, ...] = (
     Panel("Value loss", ("critic/vf_loss",)),
     Panel("Explained variance of the returns", ("critic/vf_explained_var",), limits=(-1.05, 1.05)),
     Panel("Share of clipped tokens", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac")),
-    Panel("Gradient norm", ("actor/grad_norm", "critic/grad_norm")),
+    Panel("Gradient norm", ("actor/grad_norm", "critic/grad_norm", "sft/grad_norm")),
     Panel("Seconds per step", ("timing_s/*",)),
 )
 COLUMNS = 3
@@ -87,7 +88,7 @@ def _largest(names: Sequence[str], series: Series) -> list[str]:
 
 def _draw(axes: Any, panel: Panel, series: Series) -> None:
     for colour, (name, (steps, values)) in zip(COLOURS, series.items(), strict=False):
-        label = f"{_label(name)}  {values[-1]:.3g}"
+        label = f"{name}  {values[-1]:.3g}"
         if len(values) <= 30:
             axes.plot(steps, values, color=colour, lw=1.6, marker="o", ms=3, label=label)
         else:  # what happened, thin; where it goes, bold
@@ -110,8 +111,3 @@ def smooth(values: Sequence[float], window: int = 15) -> list[float]:
     half = window // 2
     parts = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
-
-
-def _label(name: str) -> str:
-    """critic/score/mean -> score/mean; the rest of the name without its first folder."""
-    return name.partition("/")[2] or name

@@ -105,7 +105,8 @@ class Trainable(Role):
     def update(self, batch: Batch, *, seed: int = 0) -> dict[str, Stat]:
         """All optimizer steps of one batch: epochs times mini-batches of whole prompt groups.
 
-        Statistics are merged over the steps, and `first_ppo_kl` is that of the first step alone; a step without a trainable token is skipped, and counted.
+        Statistics are merged over the steps, and `first_ppo_kl` is that of the first step alone; a step without a
+        trainable token is skipped, and counted.
         """
         how = self.update_settings
         assert how is not None, f"role {self.name} has no loss to train with"

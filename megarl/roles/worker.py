@@ -28,6 +28,7 @@ from megarl.sample import Batch
 from megarl.weights.export import save_hf
 from megarl.weights.load import load_hf
 from megarl.weights.push import Pusher
+from megarl.weights.tables import Role as Kind
 
 LOSSES: dict[str, Callable[..., Any]] = {"actor": ActorLoss, "critic": CriticLoss}
 
@@ -36,7 +37,7 @@ LOSSES: dict[str, Callable[..., Any]] = {"actor": ActorLoss, "critic": CriticLos
 class Role:
     """One model on this rank."""
 
-    kind: str  # actor (also a reference) | critic
+    kind: Kind  # actor (also of a reference) | critic
     model: nn.Module
     hf: dict[str, Any]
     source_folder: str

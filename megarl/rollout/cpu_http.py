@@ -86,8 +86,6 @@ class CpuServer:
         except web.HTTPException as error:
             return web.json_response({"error": f"{request.method} {request.path}: {error.reason}"}, status=error.status)
         except ValueError as error:
-            if request.path == Route.GENERATE:
-                return web.json_response({"error": {"message": str(error)}}, status=400)
             return web.json_response({"success": False, "message": str(error)}, status=400)
         except Exception as error:
             logger.exception("%s %s failed", request.method, request.path)
@@ -142,8 +140,11 @@ class CpuServer:
         return web.json_response(info)
 
     async def generate(self, request: web.Request) -> web.Response:
-        body = await _json_body(request)
-        call = read_call(body, self._model, self.engine.max_total_tokens)
+        try:
+            body = await _json_body(request)
+            call = read_call(body, self._model, self.engine.max_total_tokens)
+        except ValueError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
         reply = self._replies[id(call)] = self._loop.create_future()
         self.engine.submit(call)
         try:

@@ -1,7 +1,7 @@
 """The groups of one iteration after another, with as many iterations under way as the run allows.
 
-`ahead=0` asks for an iteration's completions only when the driver wants them: on-policy.  With `ahead=k`, up to k further
-iterations are being written while the driver trains; a sample is then at most k pushes old when it began.
+`ahead=0` asks for an iteration's completions only when the driver wants them: on-policy.  With `ahead=k`, up to k
+further iterations are being written while the driver trains; a sample is then at most k pushes old when it began.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class Feed:
         prompts = self._prompts.take(self._num_prompts)
         seed = self._params.sampling_seed
         # A seed of its own for each step: a resumed run draws what the run that died would have drawn.
-        params = self._params if seed is None else replace(self._params, sampling_seed=(seed * 1_000_003 + step) & MAX_SEED)
+        params = (
+            self._params if seed is None else replace(self._params, sampling_seed=(seed * 1_000_003 + step) & MAX_SEED)
+        )
         ticket = self._stream.submit(prompts, n=self._n, params=params)
         self._under_way.append((ticket, self._prompts.state_dict()))

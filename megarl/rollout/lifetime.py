@@ -24,6 +24,7 @@ def die_with_parent(parent_pid: int) -> None:
     if os.getppid() != parent_pid:
         os._exit(1)
 
+
 def last_lines(path: str | Path) -> str:
     """The end of a log, to be put behind a sentence; empty when there is none."""
     file = Path(path)

@@ -23,6 +23,7 @@ from megarl.rollout.lifetime import last_lines
 
 _POLL_S = 0.1
 _STOP_S = 5.0
+_HEALTH_S = 10.0  # of one question: a stock server answers it by generating a token
 _PORT_TRIES = 3
 
 
@@ -76,7 +77,7 @@ class Servers:
                 self._spawn(index)
             deadline = time.monotonic() + self._start_timeout_s
             for index in range(len(self._launches)):
-                self._wait_until_serving(index, deadline)
+                self._wait_or_move(index, deadline)
                 if on_progress is not None:
                     on_progress(index + 1, len(self._launches))
         except BaseException:
@@ -118,19 +119,11 @@ class Servers:
             )
 
     def _wait_until_serving(self, index: int, deadline: float) -> None:
-        tries = 1
-        engine = Engine(self._launches[index].url, self._token, timeout_s=10.0)
+        engine = Engine(self._launches[index].url, self._token, timeout_s=_HEALTH_S)
         while True:
             process = self._processes[index]
-            assert process is not None, f"server {index} was never started"
-            if process.poll() is not None:
-                # Between our choice of a free port and the server's use of it, somebody else may have taken it.
-                if tries >= _PORT_TRIES or "address already in use" not in last_lines(self._logs[index]).lower():
-                    raise self._died(index)
-                tries += 1
-                self._launches[index] = _with_ports([replace(self._launches[index], port=None)])[0]
-                engine = Engine(self._launches[index].url, self._token, timeout_s=10.0)
-                self._spawn(index)
+            if process is None or process.poll() is not None:
+                raise self._died(index)
             try:
                 engine.health()
                 break
@@ -142,6 +135,18 @@ class Servers:
                     ) from error
                 time.sleep(_POLL_S)
         engine.close()
+
+    def _wait_or_move(self, index: int, deadline: float) -> None:
+        """Between our choice of a free port and the server's use of it, another may take it: then choose again."""
+        for _ in range(_PORT_TRIES):
+            try:
+                return self._wait_until_serving(index, deadline)
+            except ServerDied:
+                if "address already in use" not in last_lines(self._logs[index]).lower():
+                    raise
+            self._launches[index] = _with_ports([replace(self._launches[index], port=None)])[0]
+            self._spawn(index)
+        self._wait_until_serving(index, deadline)
 
     def _end(self, index: int) -> None:
         process = self._processes[index]

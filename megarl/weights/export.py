@@ -33,7 +33,8 @@ def hf_tensors(
     """(HF name, whole tensor) on every rank of a model replica, in the order of the table; all ranks must finish it.
 
     `dtype` None keeps each parameter's own.  A tensor may share memory with the model: use it before the next one is
-    asked for, and never write to it.  Peak extra memory: twice the larger of `buffer_bytes` and the largest parameter.
+    asked for, and never write to it.  Peak extra memory: about twice the larger of `buffer_bytes` and the largest
+    parameter.
     """
     table = table_for(hf_config, role=role)
     stream = whole_tensors(table, local_parameters(model), ModelParallel.current(), buffer_bytes=buffer_bytes)

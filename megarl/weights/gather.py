@@ -76,8 +76,8 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(HF name, whole tensor) of every parameter on every rank of the replica: a collective that all must finish.
 
-    A tensor is valid until the next one is asked for.  Peak extra memory: twice the larger of `buffer_bytes` and the
-    largest parameter.
+    A tensor is valid until the next one is asked for.  Peak extra memory: about twice the larger of `buffer_bytes` and
+    the largest parameter.
     """
     for run in _runs(table, _owners(table, params, where), where.tp_size, buffer_bytes):
         shards = _exchange(run, params, where)

@@ -160,7 +160,7 @@ def test_a_step_without_a_trainable_token_is_zero_with_zero_gradients(lengths):
     actor = ActorLoss(entropy_coeff=0.1, use_kl_loss=True)(batch, outputs)
     critic = CriticLoss()(batch, outputs)
     (actor.loss + critic.loss).backward()
-    assert (float(actor.loss), float(critic.loss)) == (0.0, 0.0)
+    assert (actor.loss.item(), critic.loss.item()) == (0.0, 0.0)
     assert all(x.grad.tolist() == zeros.tolist() for x in outputs.values())
     stats = actor.stats | critic.stats
     assert "actor/ratio_min" not in stats

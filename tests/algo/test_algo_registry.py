@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from megarl import algo
-from megarl.algo import ActorLoss, estimate, kl_estimate, load_plugins, register_kl, register_policy_loss
+from megarl.algo import (
+    ActorLoss,
+    estimate,
+    kl_estimate,
+    load_plugins,
+    register_adv_est,
+    register_kl,
+    register_policy_loss,
+)
 from megarl.algo.registry import keyword_names
 from megarl.sample import Batch
 
@@ -66,6 +74,15 @@ def test_a_loss_that_aggregates_is_refused_before_the_run(tables):
 
     with pytest.raises(ValueError, match=r"policy loss scalar: its token loss has shape \(\), want one number a token"):
         ActorLoss("scalar")
+
+
+def test_an_estimator_that_gives_one_number_a_sample_is_refused(tables):
+    @register_adv_est("per_sample")
+    def per_sample(rewards, mask, segment_ids):
+        return rewards.sum(), rewards
+
+    with pytest.raises(ValueError, match=r"adv_estimator=per_sample: advantages want one number a token, \(1,\)"):
+        estimate(one_token(), adv_estimator="per_sample")
 
 
 def test_names_are_taken_once(tables):

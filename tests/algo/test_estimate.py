@@ -66,6 +66,14 @@ def test_kl_in_the_reward_by_hand():
     assert out.columns["token_level_rewards"].tolist() == pytest.approx([0, -0.05, 0.9, 0, 0, -0.025])
 
 
+def test_the_current_kl_counts_only_sequences_that_have_one():
+    old, base = [0.0, -1.0, 0.0, 0.0], [0.0, -1.5, 0.0, 0.0]
+    batch = batch_of([2, 2], [0, 1, 0, 0], [1.0, 0.0], [0, 0], old_log_probs=old, ref_log_probs=base)
+    _, stats = estimate(batch, adv_estimator="grpo", use_kl_in_reward=True, kl_coef=0.1)
+    current = stats["actor/reward_kl_penalty"]
+    assert (current.result(), current.weight) == (0.5, 1)
+
+
 def test_a_sample_without_a_trainable_token_is_counted_and_left_out_of_its_group():
     batch = batch_of([2, 2, 3], [0, 1, 0, 0, 0, 1, 1], [0.0, 50.0, 4.0], [0, 0, 0])
     out, stats = estimate(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=False)

@@ -17,7 +17,7 @@ def example() -> Batch:
         "token_level_rewards": [nan, nan, -0.5, nan, 2.0, nan, 1.0, nan, nan],
         "advantages": [nan, nan, 1.0, nan, 2.0, nan, 3.0, nan, nan],
         "old_log_probs": [nan, nan, -1.0, nan, -2.0, nan, -0.5, nan, nan],
-        "rollout_log_probs": [nan, nan, -1.0, nan, -1.5, nan, -0.75, nan, nan],
+        "rollout_log_probs": [nan, nan, -1.0, nan, -1.5, nan, -1.25, nan, nan],
     }
     rows = {
         "score": torch.tensor([2.0, 1.0, 0.0]),
@@ -29,7 +29,7 @@ def example() -> Batch:
 
 
 def test_batch_statistics_by_hand():
-    w = [1.0, math.exp(-0.5), math.exp(0.25)]
+    w = [1.0, math.exp(-0.5), math.exp(0.75)]
     expected = {
         "critic/score/mean": 1.0,
         "critic/score/max": 2.0,
@@ -48,11 +48,11 @@ def test_batch_statistics_by_hand():
         "response_length/max": 3.0,
         "response_length/min": 0.0,
         "response_length/clip_ratio": 1 / 3,
-        "rollout_corr/log_prob_gap_mean": 0.25,
-        "rollout_corr/log_prob_gap_max": 0.5,
-        "rollout_corr/kl": (0.5 - 0.25) / 3,
+        "rollout_corr/log_prob_gap_mean": 1.25 / 3,
+        "rollout_corr/log_prob_gap_max": 0.75,
+        "rollout_corr/kl": (0.5 - 0.75) / 3,
         "rollout_corr/k3_kl": sum(x - math.log(x) - 1 for x in w) / 3,
-        "rollout_corr/ppl_ratio": (math.exp(0.25) + math.exp(-0.25)) / 2,
+        "rollout_corr/ppl_ratio": (math.exp(0.25) + math.exp(-0.75)) / 2,
         "rollout_corr/ess": sum(w) ** 2 / (3 * sum(x * x for x in w)),
         "off_policy/version_lag/mean": 1.0,
         "off_policy/version_lag/max": 2.0,

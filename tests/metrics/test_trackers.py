@@ -1,5 +1,6 @@
 import json
 import logging
+import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -53,7 +54,10 @@ def test_offline_wandb_makes_its_folder_and_keeps_its_id_when_resuming(tmp_path,
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (data,) = folder.glob("*.wandb")
     assert run_id in data.name
-    assert b"critic/score/mean" in data.read_bytes()
+    deadline = time.monotonic() + 20
+    while b"critic/score/mean" not in data.read_bytes():  # wandb's own process writes the file a moment later
+        assert time.monotonic() < deadline, f"{data} holds {data.stat().st_size} bytes without the metric"
+        time.sleep(0.05)
     make(["wandb"], tmp_path, resume_step=1).close()
     assert (tmp_path / "run" / "wandb_id").read_text() == run_id
 

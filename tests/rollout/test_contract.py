@@ -186,7 +186,7 @@ def test_pause_abort_ends_what_runs(server, background):
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_an_update_in_mid_generation_shows_in_the_version_spans(server, background, mode):
-    params = SamplingParams(max_new_tokens=400, ignore_eos=True, sampling_seed=3)
+    params = SamplingParams(max_new_tokens=300, ignore_eos=True, sampling_seed=3)
     future = background.submit(generate, server, 2, params)
     wait_until_running(server)
     server.engine.pause(mode)
@@ -196,7 +196,7 @@ def test_an_update_in_mid_generation_shows_in_the_version_spans(server, backgrou
         first, second = completion.versions
         assert (first.version, second.version) == (0, 12)
         assert first.start == 0
-        assert 0 < first.end == second.start < second.end == 400
+        assert 0 < first.end == second.start < second.end == 300
 
 
 def test_retraction_is_counted_and_keeps_the_tokens(server, background):
@@ -243,7 +243,7 @@ def test_an_update_that_would_flush_running_requests_is_refused(server, backgrou
 
 
 def test_an_update_without_a_pause_waits_for_the_running_requests(server, background):
-    params = SamplingParams(max_new_tokens=400, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=300, ignore_eos=True)
     future = background.submit(generate, server, 1, params)
     wait_until_running(server)
     server.engine.update_from_disk(server.other_path, version=5)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 
 import pytest
 import torch
-from conftest import CONTEXT, EOS, VOCAB
+from safetensors.torch import load_file, save_file
+from tiny_server import CONTEXT, EOS, VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from megarl.rollout.cpu_model import CpuModel
@@ -93,7 +95,7 @@ def test_without_a_seed_two_requests_differ(server):
 
 
 def test_a_sampled_distribution_is_the_models(server, reference):
-    prompt, n = PROMPTS[3], 4000
+    prompt, n = PROMPTS[3], 2000
     params = SamplingParams(max_new_tokens=1, temperature=0.8, top_p=0.7, sampling_seed=5)
     (completions,) = ask(server, [(0, prompt, n, params)])
     found = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=VOCAB) / n
@@ -102,7 +104,7 @@ def test_a_sampled_distribution_is_the_models(server, reference):
     probs, order = probs.sort(descending=True)
     probs[probs.cumsum(0) - probs > 0.7] = 0
     want = torch.zeros(VOCAB).scatter(0, order, probs / probs.sum())
-    assert (found - want).abs().max() < 0.035
+    assert (found - want).abs().max() < 0.05
     assert ((found > 0) <= (want > 0)).all()
 
 
@@ -123,6 +125,15 @@ def test_a_tied_model_holds_its_shared_weight_once(tied_path):
     names = set(CpuModel(tied_path, torch.float32).weights)
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
+
+
+def test_a_tied_folder_that_stores_both_names_answers_to_both(tied_path, tmp_path):
+    shutil.copytree(tied_path, tmp_path / "both")
+    tensors = load_file(f"{tied_path}/model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "both/model.safetensors", metadata={"format": "pt"})
+    model = CpuModel(str(tmp_path / "both"), torch.float32)
+    assert model.weights["lm_head.weight"] is model.weights["model.embed_tokens.weight"]
 
 
 @pytest.mark.parametrize(("config", "kind"), [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM)])

@@ -75,9 +75,7 @@ def test_frequencies_follow_the_distribution():
         (0.6, 4, [0.0, 0.0, 3 / 7, 4 / 7]),
         (0.75, 4, [0.0, 2 / 9, 3 / 9, 4 / 9]),
     ]:
-        tokens, log_probs = draw(
-            probs.log().expand(n, 4), torch.ones(n), one * top_p, torch.full((n,), top_k), uniform
-        )
+        tokens, log_probs = draw(probs.log().expand(n, 4), torch.ones(n), one * top_p, torch.full((n,), top_k), uniform)
         found = torch.bincount(tokens, minlength=4) / n
         assert found.tolist() == pytest.approx(want, abs=0.015)
         assert torch.allclose(log_probs, probs.log()[tokens])  # never renormalised
@@ -99,7 +97,7 @@ def test_uniform_numbers_look_uniform_and_uncorrelated():
     keys = torch.tensor([row_key(0, i) for i in range(200)]).repeat_interleave(200)
     counters = torch.arange(200).repeat(200)
     u = uniforms(keys, counters).reshape(200, 200)
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     assert u.mean().item() == pytest.approx(0.5, abs=0.01)
     assert u.var().item() == pytest.approx(1 / 12, abs=0.005)
     assert abs(torch.corrcoef(torch.stack([u[:, :-1].flatten(), u[:, 1:].flatten()]))[0, 1]) < 0.02

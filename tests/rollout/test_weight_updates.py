@@ -28,7 +28,7 @@ def read_weights(folder):
 
 @pytest.fixture
 def link(server):
-    """A weight group with the server: a function that pushes tensors through it."""
+    """A weight group with the server: a function that pushes tensors through it; `link.name` is the group's."""
     name = f"weights{next(numbers)}"
     (port,) = free_ports(["127.0.0.1"])
     with ThreadPoolExecutor(1) as threads:
@@ -53,6 +53,7 @@ def link(server):
                     dist.broadcast(tensor.contiguous(), src=0, group=group)
             reply.result(30)
 
+        push.name = name
         yield push
         server.engine.destroy_group(name)
         leave_weight_group(group)
@@ -97,8 +98,7 @@ def test_a_wrong_update_is_refused_before_any_broadcast_and_changes_nothing(serv
     before = server.engine.checksums()
     names = ["model.norm.weight", "model.layers.0.input_layernorm.weight"]
     body = {"names": names, "dtypes": ["float32"] * 2, "shapes": [[32], [32]]}
-    body["group_name"] = f"weights{next(numbers) - 1}"
-    next(numbers)
+    body["group_name"] = link.name
     server.engine.begin_update()
     with pytest.raises(EngineError, match=words):
         server.engine._accepted(Route.UPDATE_FROM_DISTRIBUTED, {**body, **change})
@@ -118,23 +118,26 @@ def test_a_wrong_group_is_refused(server, change, words):
 
 
 def test_a_group_needs_no_default_group_and_its_name_can_be_used_again():
-    (port,) = free_ports(["127.0.0.1"])
-    script = f"""
+    script = """
         import sys, torch, torch.distributed as dist
         from megarl.rollout.weight_group import join_weight_group, leave_weight_group
-        rank = int(sys.argv[1])
-        for turn, port in enumerate(({port}, int(sys.argv[2]))):
-            group = join_weight_group("127.0.0.1", port, rank, 2, "again", "gloo", timeout_s=20)
-            assert not dist.is_initialized()
-            x = torch.full((3,), float(turn + 1)) if rank == 0 else torch.zeros(3)
+        for port in sys.argv[1:]:
+            group = join_weight_group("127.0.0.1", int(port), 1, 2, "again", "gloo", timeout_s=60)
+            x = torch.zeros(3)
             dist.broadcast(x, src=0, group=group)
-            assert x.tolist() == [turn + 1.0] * 3
+            assert x.tolist() == [float(port)] * 3
             leave_weight_group(group)
     """
-    (second,) = free_ports(["127.0.0.1"])
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    children = [subprocess.Popen([*command, str(rank), str(second)]) for rank in range(2)]
-    assert [child.wait(60) for child in children] == [0, 0]
+    ports = free_ports(["127.0.0.1"] * 2)
+    other = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), *map(str, ports)])
+    for port in ports:
+        group = join_weight_group("127.0.0.1", port, 0, 2, "again", "gloo", timeout_s=60)
+        assert not dist.is_initialized()
+        with pytest.raises(ValueError, match="again"):
+            join_weight_group("127.0.0.1", port, 0, 2, "again", "gloo")
+        dist.broadcast(torch.full((3,), float(port)), src=0, group=group)
+        leave_weight_group(group)
+    assert other.wait(60) == 0
 
 
 def test_a_meeting_to_which_nobody_comes_ends():

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.weights.names import QKV, GateUp, Op, Piece, Rename, ValueHead, Vocab
@@ -100,6 +100,7 @@ def test_layer_is_read_from_the_name() -> None:
     assert Rename("decoder.final_layernorm.weight", "x", (1,)).layer is None
 
 
+@settings(deadline=None)
 @given(
     per_group=st.integers(1, 4),
     groups=st.integers(1, 6),
@@ -116,6 +117,7 @@ def test_qkv_round_trip(per_group: int, groups: int, head_dim: int, hidden: int 
     round_trip(op, tp_size)
 
 
+@settings(deadline=None)
 @given(vocab=st.integers(1, 50), multiple=st.integers(1, 8), hidden=st.integers(1, 3), tp_size=st.integers(1, 5))
 def test_vocab_round_trip(vocab: int, multiple: int, hidden: int, tp_size: int) -> None:
     op = Vocab("embedding", "embed_tokens", vocab, hidden, multiple)
@@ -124,6 +126,7 @@ def test_vocab_round_trip(vocab: int, multiple: int, hidden: int, tp_size: int) 
     round_trip(op, tp_size)
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 4), m=st.integers(1, 4), tp_size=st.integers(1, 4), dim=st.sampled_from([None, 0, 1]))
 def test_rename_and_gate_round_trip(n: int, m: int, tp_size: int, dim: int | None) -> None:
     shape = {None: (n, m), 0: (n * tp_size, m), 1: (n, m * tp_size)}[dim]
@@ -135,6 +138,7 @@ def test_rename_and_gate_round_trip(n: int, m: int, tp_size: int, dim: int | Non
     round_trip(GateUp("fc1", "gate", "up", n * tp_size, m), tp_size)
 
 
+@settings(deadline=None)
 @given(tp_size=st.integers(1, 6), groups=st.integers(1, 4))
 def test_pieces_of_all_ranks_cover_every_hf_row_once(tp_size: int, groups: int) -> None:
     for op in (

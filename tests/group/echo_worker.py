@@ -1,0 +1,56 @@
+"""A worker without Megatron: what the tests of Group call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.group.follow import Answer, follow
+from megarl.group.wire import Tensors
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def setup(arguments: dict[str, Any], _: Tensors) -> Answer:
+    """Replicas of `tp` ranks each; the last of a replica reports."""
+    dist.init_process_group("gloo")
+    tp = arguments["layout"]["tp"]
+    global group
+    for first in range(0, WORLD, tp):
+        made = dist.new_group(list(range(first, first + tp)))
+        group = made if first <= RANK < first + tp else group
+    return {"replica": RANK // tp, "is_reporter": RANK % tp == tp - 1}, {}
+
+
+def double(arguments: dict[str, Any], tensors: Tensors) -> Answer:
+    return {"rank": RANK, "said": arguments.get("say")}, {name: 2 * t for name, t in tensors.items()}
+
+
+def fail(arguments: dict[str, Any], _: Tensors) -> Answer:
+    if arguments["rank"] == RANK:
+        raise {"value": ValueError, "runtime": RuntimeError}[arguments["kind"]]("the shelf is empty")
+    time.sleep(arguments.get("others_sleep_s", 0.0))
+    return {}, {}
+
+
+def hang(arguments: dict[str, Any], _: Tensors) -> Answer:
+    if arguments["rank"] == RANK:
+        time.sleep(60)
+    return {}, {}
+
+
+def kill(arguments: dict[str, Any], _: Tensors) -> Answer:
+    if arguments["rank"] == RANK:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+    return {}, {}
+
+
+group: Any = None
+
+if __name__ == "__main__":
+    follow({f.__name__: f for f in (setup, double, fail, hang, kill)}, lambda: group, lambda: dist.get_rank(group) == 0)

@@ -1,0 +1,52 @@
+"""A small run through the real parts, for tests: its settings, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.data.arithmetic import write_task
+from megarl.data.tiny import write_tiny_model
+
+SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
+
+
+def make_parts(folder: Path) -> Path:
+    """A task and a tiny model, as a user would have them."""
+    write_task(folder / "data", num_sft=0, num_test=20, low=10, high=29)
+    write_tiny_model(folder / "model", **SHAPE)
+    # An untrained model solves nothing; this it can be scored for, so that advantages are not all 0.
+    (folder / "digits.py").write_text(
+        "def share_of_digits(prompt, completion):\n    return sum(map(str.isdigit, completion.text)) / 6\n"
+    )
+    return folder
+
+
+def settings(parts: Path, runs: Path, name: str, *more: str) -> list[str]:
+    """The words of a command line: four prompts of four completions a step, on two ranks."""
+    return [
+        f"data.train_files=[{parts}/data/train.jsonl]",
+        f"data.val_files=[{parts}/data/test.jsonl]",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=16",
+        "data.max_response_length=6",
+        f"model.path={parts}/model",
+        f"reward.fn={parts}/digits.py:share_of_digits",
+        "actor.optim.lr=1e-3",
+        "rollout.n=4",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=3",
+        f"trainer.default_local_dir={runs}",
+        f"trainer.experiment_name={name}",
+        *more,
+    ]
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def steps(run: Path, metric: str) -> dict[int, float]:
+    return {row["step"]: row[metric] for row in lines(run / "metrics.jsonl") if metric in row}

@@ -1,0 +1,185 @@
+"""The pool against servers that fail in every way; the misbehaving ones are a few lines of aiohttp in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.protocol import Route, SamplingParams
+from megarl.rollout.supervisor import free_ports
+
+PARAMS = SamplingParams(max_new_tokens=2)
+
+
+def reply_to(body, tokens=(4, 1)):
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "0"}
+    meta["output_token_logprobs"] = [[-1.0, token, None] for token in tokens]
+    return [{"output_ids": list(tokens), "meta_info": meta} for _ in range(body["sampling_params"]["n"])]
+
+
+async def good(request):
+    return web.json_response(reply_to(await request.json()))
+
+
+async def broken(request):
+    return web.json_response({"error": {"message": "out of order"}}, status=500)
+
+
+async def refusing(request):
+    return web.json_response({"error": {"message": "such a prompt is not wanted"}}, status=400)
+
+
+async def silent(request):
+    await asyncio.sleep(60)
+
+
+async def babbling(request):
+    return web.json_response([{"output_ids": [3]}])
+
+
+@asynccontextmanager
+async def serving(*handlers):
+    """A server for each handler; yields (urls, list of request bodies of each)."""
+    urls, runners, seen = [], [], []
+    for handler in handlers:
+        bodies = []
+        seen.append(bodies)
+
+        async def record(request, handler=handler, bodies=bodies):
+            bodies.append(await request.json())
+            return await handler(request)
+
+        app = web.Application()
+        app.router.add_post(Route.GENERATE, record)
+        runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)
+        await site.start()
+        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        runners.append(runner)
+    try:
+        yield urls, seen
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+
+
+def run(test):
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_work_goes_to_the_least_loaded_server():
+    async def test():
+        async with serving(good, good) as (urls, seen), EnginePool(urls, "", timeout_s=5) as pool:
+            await asyncio.gather(*(pool.generate([3], 2, PARAMS) for _ in range(40)))
+            assert [len(bodies) for bodies in seen] == [20, 20]
+
+    run(test)
+
+
+@pytest.mark.parametrize("bad", [broken, silent])
+def test_a_failed_request_is_tried_on_another_server(bad):
+    async def test():
+        async with serving(bad, good) as (urls, seen), EnginePool(urls, "", timeout_s=0.5, rest_s=10) as pool:
+            answers = await asyncio.gather(*(pool.generate([3], 1, PARAMS, rid=f"r{i}") for i in range(6)))
+            assert [answer[0].token_ids for answer in answers] == [[4, 1]] * 6
+            assert len(seen[0]) == 3 and len(seen[1]) == 6
+            await pool.generate([3], 1, PARAMS)
+            assert len(seen[0]) == 3, "a server that has just failed was asked again"
+            names = [body["rid"] for bodies in seen for body in bodies]
+            assert len(set(names)) == len(names), "two attempts share a name"
+
+    run(test)
+
+
+def test_a_dead_server_is_named_with_the_reason_of_every_attempt():
+    async def test():
+        (port,) = free_ports(["127.0.0.1"])
+        pool = EnginePool([f"http://127.0.0.1:{port}"], "", timeout_s=5, retries=2, rest_s=0.02)
+        async with pool:
+            with pytest.raises(RolloutFailed, match=rf"3 attempts failed.*{port}.*Connect") as caught:
+                await pool.generate([3], 1, PARAMS)
+        assert str(caught.value).count(str(port)) >= 3
+
+    run(test)
+
+
+def test_a_silent_server_costs_at_most_attempts_times_the_limit():
+    async def test():
+        async with serving(silent) as (urls, _):
+            start = time.monotonic()
+            async with EnginePool(urls, "", timeout_s=0.2, retries=1, rest_s=0.05) as pool:
+                with pytest.raises(RolloutFailed, match=r"no answer within 0\.2 s"):
+                    await pool.generate([3], 1, PARAMS)
+            assert time.monotonic() - start < 3
+
+    run(test)
+
+
+@pytest.mark.parametrize(("bad", "words"), [(refusing, "prompt is not wanted"), (babbling, "holds 1 completions")])
+def test_a_refusal_or_a_senseless_reply_is_not_tried_again(bad, words):
+    async def test():
+        async with serving(bad) as (urls, seen), EnginePool(urls, "", timeout_s=5) as pool:
+            with pytest.raises(RolloutFailed, match=words):
+                await pool.generate([3], 2, PARAMS)
+            assert len(seen[0]) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("prompt", [[], [3, 8], [-1]])
+def test_a_prompt_that_could_kill_a_server_is_never_sent(prompt):
+    async def test():
+        async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=5, vocab_size=8) as pool:
+            with pytest.raises(RolloutFailed):
+                await pool.generate(prompt, 1, PARAMS)
+            assert not seen[0]
+
+    run(test)
+
+
+def test_a_server_that_comes_back_is_used_again():
+    async def test():
+        moody = iter([broken, broken])
+
+        async def handler(request):
+            return await next(moody, good)(request)
+
+        async with serving(handler) as (urls, _), EnginePool(urls, "", timeout_s=5, rest_s=0.02) as pool:
+            assert len(await pool.generate([3], 4, PARAMS)) == 4
+
+    run(test)
+
+
+def test_no_more_requests_are_on_the_wire_than_allowed():
+    async def test():
+        here, most = 0, 0
+
+        async def slow(request):
+            nonlocal here, most
+            here += 1
+            most = max(most, here)
+            await asyncio.sleep(0.01)
+            here -= 1
+            return await good(request)
+
+        async with serving(slow) as (urls, _), EnginePool(urls, "", timeout_s=5, max_in_flight=7) as pool:
+            await asyncio.gather(*(pool.generate([3], 1, PARAMS) for _ in range(50)))
+        assert most == 7
+
+    run(test)
+
+
+def test_two_thousand_requests_are_answered_by_a_real_server(server):
+    async def test():
+        async with EnginePool([server.url], server.token, timeout_s=60) as pool:
+            params = SamplingParams(max_new_tokens=1)
+            answers = await asyncio.gather(*(pool.generate([2 + i % 30], 1, params) for i in range(2000)))
+        assert [len(answer[0].token_ids) for answer in answers] == [1] * 2000
+
+    asyncio.run(test())

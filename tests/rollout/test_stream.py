@@ -1,0 +1,177 @@
+"""The collector process with a real server and small rewards of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+from tiny_server import ALPHABET
+
+from megarl.rollout.collect import collect_group, for_prompt
+from megarl.rollout.collector import pack, unpack
+from megarl.rollout.pool import RolloutFailed
+from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.stream import Stream, StreamError
+from megarl.sample import Completion, LostRollout, Prompt, VersionSpan
+
+PARAMS = SamplingParams(max_new_tokens=6, sampling_seed=4)
+
+
+@dataclass(frozen=True)
+class Result:
+    reward: float
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Scorer:
+    """Rewards by the number of tokens; a prompt whose ground truth is "boom" breaks it, "slow" keeps it waiting."""
+
+    def __init__(self, bonus=0.0):
+        self.bonus, self.started = bonus, False
+
+    def start(self):
+        self.started = True
+
+    async def score(self, prompt, completions):
+        assert self.started
+        if prompt.ground_truth == "boom":
+            raise RuntimeError("the reward is broken")
+        if prompt.ground_truth == "slow":
+            await asyncio.sleep(60)
+        heavy = float(any(name.split(".")[0] == "megatron" for name in sys.modules))
+        return [Result(len(c.token_ids) + self.bonus, {"megatron": heavy}) for c in completions]
+
+    def stop(self):
+        self.started = False
+
+
+def prompts(count, first=0, ground_truth=None):
+    return [Prompt(f"0-{first + i}", [5, 6, 2 + i % 20], "x", ground_truth) for i in range(count)]
+
+
+@pytest.fixture
+def make_stream(shared_server, tmp_path):
+    streams = []
+
+    def make(**options):
+        settings = {"urls": [shared_server.url], "token": shared_server.token, "timeout_s": 30, **options}
+        stream = Stream(
+            tokenizer_path=shared_server.model_path,
+            make_scorer=partial(Scorer, bonus=0.5),
+            log_path=tmp_path / "collector.log",
+            **settings,
+        )
+        streams.append(stream)
+        return stream
+
+    yield make
+    for stream in streams:
+        stream.close()
+
+
+def test_groups_come_back_in_the_order_of_their_prompts_and_tickets_in_any(server, make_stream):
+    stream = make_stream()
+    progress = []
+    first = stream.submit(prompts(20), n=3, params=PARAMS)
+    second = stream.submit(prompts(5, first=20), n=2, params=PARAMS)
+    late = stream.next(second, timeout_s=60)
+    early = stream.next(first, lambda done, total: progress.append((done, total)), timeout_s=60)
+    assert [group[0].prompt.uid for group in [*early, *late]] == [f"0-{i}" for i in range(25)]
+    assert {len(group) for group in early} == {3} and {len(group) for group in late} == {2}
+    assert all(done <= total == 20 for done, total in progress)
+    for sample in early[0]:
+        assert sample.reward == len(sample.completion.token_ids) + 0.5
+        assert sample.reward_extra == {"megatron": 0.0}, "the collector must not load megatron"
+        assert sample.completion.versions == (VersionSpan(0, 0, len(sample.completion.token_ids)),)
+        visible = [ALPHABET[token - 2] for token in sample.completion.token_ids if token >= 2]
+        assert sample.completion.text == "".join(visible), "special tokens are no text"
+    with pytest.raises(KeyError):
+        stream.next(first)
+
+    again = stream.next(stream.submit(prompts(20), n=3, params=PARAMS))
+    for group, same in zip(early, again, strict=True):
+        assert [s.completion.token_ids for s in group] == [s.completion.token_ids for s in same]
+
+    aborted = stream.submit(prompts(1), n=2, params=SamplingParams(max_new_tokens=3000, ignore_eos=True))
+    deadline = time.monotonic() + 20
+    while not server.engine.server_info()["internal_states"][0]["num_running_reqs"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server.engine.abort(everything=True)
+    (lost,) = stream.next(aborted, timeout_s=20)
+    assert isinstance(lost, LostRollout) and "2 of 2 completions were aborted" in lost.reason
+
+    ticket = stream.submit(prompts(1, ground_truth="slow"), n=1, params=PARAMS)
+    with pytest.raises(StreamError, match=r"0 of 1 prompts within 0\.2 s.*collector\.log"):
+        stream.next(ticket, timeout_s=0.2)
+    os.kill(stream.pid, signal.SIGKILL)
+    with pytest.raises(StreamError, match=r"ended with exit code -9.*collector\.log"):
+        stream.next(ticket, timeout_s=20)
+    with pytest.raises(StreamError, match="exit code -9"):
+        stream.submit(prompts(1), n=1, params=PARAMS)
+
+
+def test_a_broken_reward_reaches_the_driver_as_one_error(server, make_stream):
+    stream = make_stream()
+    ticket = stream.submit([*prompts(3), *prompts(1, ground_truth="boom")], n=1, params=PARAMS)
+    with pytest.raises(StreamError, match=r"RuntimeError: the reward is broken.*collector\.log"):
+        stream.next(ticket, timeout_s=60)
+
+
+class FakePool:
+    def __init__(self, answer):
+        self.answer, self.asked = answer, []
+
+    async def generate(self, prompt_ids, n, params, rid=None):
+        self.asked.append(params)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def collect(pool, params=PARAMS):
+    scorer = Scorer()
+    scorer.start()
+    (prompt,) = prompts(1)
+    return asyncio.run(collect_group(pool, prompt, 2, params, scorer.score, decode=lambda ids: f"{ids}"))
+
+
+def completion(reason="stop"):
+    return Completion([4, 1], [-1.0, -0.5], reason, (VersionSpan(2, 0, 2),))
+
+
+def test_a_group_is_decoded_and_scored():
+    group = collect(FakePool([completion(), completion("length")]))
+    assert [sample.completion.text for sample in group] == ["[4, 1]"] * 2
+    assert [sample.reward for sample in group] == [2.0, 2.0]
+
+
+def test_a_failed_rollout_becomes_a_value():
+    lost = collect(FakePool(RolloutFailed("3 attempts failed")))
+    assert lost == LostRollout(prompts(1)[0], "3 attempts failed")
+
+
+def test_an_aborted_completion_loses_its_group():
+    lost = collect(FakePool([completion(), completion("abort")]))
+    assert isinstance(lost, LostRollout)
+    assert "1 of 2" in lost.reason
+
+
+def test_every_prompt_has_a_seed_of_its_own():
+    seeds = {for_prompt(PARAMS, f"0-{i}").sampling_seed for i in range(100)}
+    assert len(seeds) == 100
+    assert for_prompt(PARAMS, "0-1") == for_prompt(PARAMS, "0-1")
+    assert for_prompt(SamplingParams(), "0-1").sampling_seed is None
+
+
+def test_packing_a_group_loses_nothing():
+    group = collect(FakePool([completion(), completion("length")]))
+    assert unpack(pack(group), group[0].prompt) == group
+    lost = LostRollout(group[0].prompt, "why")
+    assert unpack(pack(lost), lost.prompt) == lost

@@ -1,0 +1,122 @@
+"""The documents that users come from: each of their commands and YAML blocks composes, or is refused by name."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from config_helpers import BASE, KEYS, load, refusal
+
+from megarl.config import Config, load_config
+from megarl.config.aliases import canonical
+from megarl.config.checks import value_of
+
+DOCUMENTS = Path(__file__).parent / "fixtures/source_documents"
+
+
+def lines_of(name: str) -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in (DOCUMENTS / name).read_text().splitlines())
+    return [line for line in lines if line]
+
+
+# Documented names that are not built (yet), and those that the documents themselves only register as examples.
+REFUSED = {
+    "algorithm.policy_loss_fn=my_custom_loss": "want one of ppo, vanilla, grpo, reinforce, or a name",
+    "algorithm.policy_loss_fn=my_ppo_variant": "want one of ppo, vanilla, grpo, reinforce, or a name",
+    "algorithm.adv_estimator=rloo": "want one of gae, grpo, or a name",
+    "algorithm.adv_estimator=remax": "want one of gae, grpo, or a name",
+    "algorithm.adv_estimator=reinforce_plus_plus": "want one of gae, grpo, or a name",
+    "algorithm.adv_estimator=reinforce_plus_plus_baseline": "want one of gae, grpo, or a name",
+    "algorithm.adv_estimator=my_advantage": "want one of gae, grpo, or a name",
+    "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=full": "want one of kl, k1, mse",
+    "algorithm.use_kl_in_reward=True algorithm.kl_penalty=full": "want one of kl, k1, mse",
+}
+# Documented values that run, with a word of warning.
+WARNED = {
+    "actor_rollout_ref.actor.strategy=fsdp": "is trained as strategy=megatron",
+    "critic.strategy=fsdp": "is trained as strategy=megatron",
+    "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=kl": "expected gradient is zero",
+}
+
+
+@pytest.mark.parametrize("command", lines_of("commands.txt") + lines_of("keys.txt"))
+def test_every_documented_command_composes_or_is_refused_by_name(command):
+    words = ["rollout.n=4", *command.split()]
+    if command in REFUSED:
+        assert REFUSED[command] in refusal(*words)
+        return
+    config, warnings = load_config([*BASE, *words])
+    assert isinstance(config, Config)
+    assert bool(warnings) == (command in WARNED)
+    for warning in warnings:
+        assert WARNED[command] in warning
+
+
+def test_the_table_of_refusals_names_only_documented_commands():
+    documented = set(lines_of("commands.txt") + lines_of("keys.txt"))
+    assert REFUSED.keys() | WARNED.keys() <= documented
+
+
+KEYS_OF_THE_REFERENCE_RUN = (
+    "actor.ppo_micro_batch_size_per_gpu",
+    "actor.ppo_mini_batch_size",
+    "critic.model.path",
+    "critic.ppo_micro_batch_size_per_gpu",
+    "critic.ppo_mini_batch_size",
+    "data.train_batch_size",
+    "model.path",
+    "rollout.tensor_model_parallel_size",
+    "trainer.n_gpus_per_node",
+)
+
+
+def test_the_reference_run_composes_as_the_recipe_that_carries_it():
+    text = (DOCUMENTS / "reference_run.sh").read_text().replace("\\\n", " ").replace("\n", " ")
+    words = shlex.split(text)[2:]  # after `bash run_gemma.sh`
+    assert len(words) == 9
+    typed, warnings = load_config(["data.train_files=a.jsonl", *words])
+    assert not warnings
+    recipe, _ = load_config(["recipe=gsm8k_qwen2_5_0_5b_1gpu"])
+    for key in KEYS_OF_THE_REFERENCE_RUN:
+        assert value_of(typed, key) == value_of(recipe, key), key
+    assert typed.trainer.logger == ["console"]
+    assert (recipe.data.max_prompt_length, recipe.data.max_response_length) == (1024, 512)
+    assert (recipe.actor.optim.lr, recipe.critic.optim.lr, recipe.algorithm.kl_ctrl.kl_coef) == (1e-6, 1e-5, 1e-3)
+
+
+BLOCKS = {
+    "critic.yaml": {"critic.strategy": "megatron"},
+    "fsdp.yaml": {},
+    "gae.yaml": {"algorithm.lam": 0.95, "algorithm.gamma": 0.99},
+    "gradient_clipping.yaml": {"actor.max_grad_norm": 1.0},
+    "learning_rate.yaml": {"actor.optim.lr": 1e-6, "actor.optim.betas": [0.9, 0.999], "actor.optim.weight_decay": 0.0},
+    "policy_loss.yaml": {"actor.use_kl_loss": True, "actor.entropy_coeff": 0.01, "actor.kl_loss_type": "low_var_kl"},
+}
+WARNINGS_OF_BLOCKS = {"critic.yaml": 1, "fsdp.yaml": 3}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DOCUMENTS.glob("*.yaml")))
+def test_every_documented_yaml_block_composes(name):
+    config, warnings = load_config([*BASE, f"recipe={DOCUMENTS / name}"])
+    assert {key: value_of(config, key) for key in BLOCKS[name]} == BLOCKS[name]
+    assert len(warnings) == WARNINGS_OF_BLOCKS.get(name, 0)
+
+
+def test_the_prefix_of_the_documents_is_dropped_in_front_of_every_key():
+    for key in KEYS:
+        assert canonical(f"actor_rollout_ref.{key}") == canonical(f"actor_rollout.ref.{key}") == (key, None)
+
+
+def test_adding_and_forcing_are_the_same_as_setting():
+    assert load("+rollout.n=4") == load("++actor_rollout_ref.rollout.n=4") == load("rollout.n=4")
+
+
+def test_one_beta_leaves_the_other_as_it_was():
+    assert load("actor.optim.betas=[0.8,0.7]", "actor.optim.beta2=0.6").actor.optim.betas == [0.8, 0.6]
+    assert refusal("actor.optim.beta1=x") == "actor.optim.beta1=x: want a number"
+
+
+def test_a_key_without_meaning_warns_once_and_says_what_replaces_it():
+    word = "actor_rollout_ref.actor.fsdp_config.param_offload=False"
+    _, warnings = load_config([*BASE, word, word])
+    assert len(warnings) == 1
+    assert "actor.megatron.use_distributed_optimizer" in warnings[0]

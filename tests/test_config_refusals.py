@@ -1,0 +1,165 @@
+"""Values that cannot be, and typed keys that would do nothing: each is told in one sentence."""
+
+import re
+
+import pytest
+from config_helpers import BASE, KEYS, load, refusal
+
+from megarl.config import ConfigError, load_config
+from megarl.config.inert import TABLE
+
+# ---- values that cannot be
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("actor.clip_ratio=1.5", "actor.clip_ratio=1.5: want a number between 0 and 1, both excluded"),
+        ("actor.clip_ratio_low=0", "actor.clip_ratio_low=0.0: want a number between 0 and 1"),
+        ("actor.clip_ratio_c=1", "actor.clip_ratio_c=1.0: want a number above 1, null or off"),
+        ("actor.clip_ratio_c=on", "actor.clip_ratio_c=on: want a number above 1, null or off"),
+        ("algorithm.gamma=1.1", "algorithm.gamma=1.1: want a number from 0 to 1"),
+        ("algorithm.lam=-0.1", "algorithm.lam=-0.1: want a number from 0 to 1"),
+        ("algorithm.gamma=nan", "algorithm.gamma=nan: want a number from 0 to 1"),
+        ("actor.optim.lr=inf", "actor.optim.lr=inf: want a number above 0"),
+        ("actor.optim.betas=[0.9]", "actor.optim.betas=[0.9]: want two numbers from 0 to below 1"),
+        ("actor.optim.name=muon", "actor.optim.name=muon: want one of adamw, sgd"),
+        ("rollout.temperature=0", "rollout.temperature=0.0: want a number above 0, because greedy"),
+        ("rollout.top_p=0", "rollout.top_p=0.0: want a number above 0 and at most 1"),
+        ("rollout.top_k=0", "rollout.top_k=0: want -1 (all tokens) or at least 1"),
+        ("rollout.engine=vllm", "rollout.engine=vllm: want one of cpu"),
+        ("rollout.tensor_model_parallel_size=2", "want 1, because rollout.engine=cpu is one process"),
+        ("rollout.max_total_tokens=100", "want room for one sequence, at least data.max_prompt_length + data.max_re"),
+        ("actor.ppo_max_token_len_per_gpu=100", "want room for one sequence"),
+        ("actor.ppo_micro_batch_size_per_gpu=0", "actor.ppo_micro_batch_size_per_gpu=0: want at least 1"),
+        ("actor.ppo_mini_batch_size=100", "actor.ppo_mini_batch_size=100: want a divisor of data.train_batch_size=256"),
+        ("critic.ppo_mini_batch_size=100", "critic.ppo_mini_batch_size=100: want a divisor"),
+        ("actor.ppo_mini_batch_size=0", "actor.ppo_mini_batch_size=0: want at least 1"),
+        ("trainer.n_gpus_per_node=2 actor.megatron.tensor_model_parallel_size=4", "want a divisor of the 2 ranks"),
+        ("trainer.n_gpus_per_node=2 critic.megatron.context_parallel_size=3", "critic.megatron: tensor x pipeline"),
+        ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node=0: want at least 1"),
+        (
+            "actor.megatron.expert_model_parallel_size=2",
+            "want null or 1, because this kind of parallelism is not built",
+        ),
+        ("actor.megatron.virtual_pipeline_model_parallel_size=2", "want null or 1"),
+        ("actor.megatron.sequence_parallel=true", "want tensor_model_parallel_size above 1, or false"),
+        (
+            "trainer.n_gpus_per_node=2 actor.strategy=none",
+            "actor.strategy=none: want megatron, because there are 2 ranks",
+        ),
+        (
+            "algorithm.adv_estimator=grpo",
+            "rollout.n=1: algorithm.adv_estimator=grpo compares completions of one prompt",
+        ),
+        ("algorithm.use_kl_in_reward=true algorithm.kl_penalty=k3+", "algorithm.kl_penalty=k3+: want one of kl, k1"),
+        (
+            "actor.optim.lr_decay_style=linear actor.optim.min_lr=1",
+            "actor.optim.min_lr=1.0: want at most actor.optim.lr",
+        ),
+        (
+            "actor.optim.lr_decay_style=linear actor.optim.lr_decay_steps=5 actor.optim.lr_warmup_steps=5",
+            "actor.optim.lr_decay_steps=5: want more than actor.optim.lr_warmup_steps=5",
+        ),
+        ("trainer.total_training_steps=5 trainer.critic_warmup=5", "trainer.critic_warmup=5: want fewer than"),
+        ("trainer.nnodes=2 trainer.node_rank=2", "trainer.node_rank=2: want less than trainer.nnodes=2"),
+        ("trainer.logger=[console,slack]", "trainer.logger=[console, slack]: slack is none of console, jsonl"),
+        ("trainer.experiment_name=a/b", "trainer.experiment_name=a/b: want the plain name of a folder"),
+        ("trainer.experiment_name=..", "want the plain name of a folder"),
+        ("trainer.resume_mode=/nowhere", "want auto, disable or the folder of a checkpoint"),
+        ("trainer.save_freq=0", "trainer.save_freq=0: want -1 (never) or at least 1"),
+        ("reward.fn=bleu", "reward.fn=bleu: want one of exact, gsm8k"),
+        ("reward.fn=nowhere/a.py:f", "reward.fn=nowhere/a.py:f: want a file that exists"),
+    ],
+)
+def test_an_impossible_value_is_refused_in_one_sentence(words, told):
+    assert told in refusal(*words.split())
+
+
+def test_what_a_command_cannot_do_without():
+    for command, words, told in (
+        ("train", ["model.path=m"], "data.train_files is not set: `megarl train` wants at least one file"),
+        ("train", ["data.train_files=a"], "model.path is not set: `megarl train` wants a Hugging Face folder or hub"),
+        ("sft", ["model.path=m"], "sft.train_files is not set"),
+        ("evaluate", ["model.path=m"], "data.val_files is not set"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(words, command=command)
+        assert told in str(caught.value)
+    load_config([], command="doctor")
+    load_config([], command="config")
+
+
+def test_a_plug_in_may_bring_names_of_its_own():
+    config = load("algorithm.plugins=[my.py]", "algorithm.policy_loss_fn=my_loss", "algorithm.adv_estimator=my_adv")
+    assert config.algorithm.policy_loss_fn == "my_loss"
+
+
+def test_what_is_allowed_but_hardly_meant_is_warned_about():
+    def said(*words: str) -> str:
+        return " ".join(load_config([*BASE, *words])[1])
+
+    assert "rollout.top_p=0.9" in said("rollout.top_p=0.9")
+    assert "rollout.top_k=5" in said("rollout.top_k=5")
+    assert "counts twice" in said("actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true")
+    assert "want k1+ or low_var_kl" in said("actor.use_kl_loss=true", "actor.kl_loss_type=k1")
+    assert not said("actor.use_kl_loss=true", "actor.kl_loss_type=k1+")
+
+
+# ---- typed keys that would do nothing
+
+
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        ("critic.optim.lr=1 algorithm.adv_estimator=grpo", "algorithm.adv_estimator=grpo needs no critic"),
+        ("trainer.critic_warmup=1 algorithm.adv_estimator=grpo", "algorithm.adv_estimator=grpo needs no critic"),
+        ("algorithm.lam=0.9 algorithm.adv_estimator=grpo", "algorithm.adv_estimator=grpo scores whole completions"),
+        ("algorithm.gamma=0.9 algorithm.adv_estimator=grpo", "algorithm.adv_estimator=grpo scores whole completions"),
+        ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_estimator=gae is not grpo"),
+        (
+            "ref.model.path=m",
+            "actor.use_kl_loss and algorithm.use_kl_in_reward are both false, so there is no reference",
+        ),
+        ("actor.kl_loss_coef=0.1", "actor.use_kl_loss=false"),
+        ("actor.kl_loss_type=k1", "actor.use_kl_loss=false"),
+        ("actor.kl_importance=true", "actor.use_kl_loss=false"),
+        ("algorithm.kl_penalty=k1", "algorithm.use_kl_in_reward=false"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.use_kl_in_reward=false"),
+        ("algorithm.kl_ctrl.horizon=5 algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=fixed"),
+        ("actor.clip_ratio=0.1 algorithm.policy_loss_fn=reinforce", "algorithm.policy_loss_fn=reinforce has no clip"),
+        ("actor.clip_ratio_c=off algorithm.policy_loss_fn=reinforce", "algorithm.policy_loss_fn=reinforce has no clip"),
+        (
+            "actor.clip_ratio=0.1 actor.clip_ratio_low=0.2 actor.clip_ratio_high=0.3",
+            "actor.clip_ratio_low and actor.clip_ratio_high are both set",
+        ),
+        ("actor.loss_scale_factor=5", "actor.loss_agg_mode=token-mean has no constant"),
+        ("critic.loss_scale_factor=5", "critic.loss_agg_mode=token-mean has no constant"),
+        ("actor.optim.momentum=0.9", "actor.optim.name=adamw has no momentum"),
+        ("critic.optim.betas=[0.9,0.9] critic.optim.name=sgd", "critic.optim.name=sgd has no moments"),
+        ("actor.optim.beta1=0.9 actor.optim.name=sgd", "actor.optim.name=sgd has no moments"),
+        ("actor.optim.min_lr=0", "actor.optim.lr_decay_style=constant never decays"),
+        ("rollout.val_kwargs.top_p=0.9 data.val_files=b", "rollout.val_kwargs.temperature=0 is greedy"),
+        ("trainer.test_freq=5", "data.val_files is empty, so nothing is evaluated"),
+        ("data.seed=5 data.shuffle=false", "data.shuffle=false"),
+        ("trainer.total_epochs=2 trainer.total_training_steps=5", "trainer.total_training_steps=5 decides"),
+        ("trainer.node_rank=0", "trainer.nnodes=1"),
+        ("sft.epochs=2", "`megarl train` does not read it"),
+    ],
+)
+def test_a_typed_key_that_would_do_nothing_is_refused(words, because):
+    first = words.split()[0]
+    told = refusal(*words.split(), *(["rollout.n=2"] if "grpo" in words else []))
+    assert told.startswith(f"{first}: has no effect, because {because}")
+
+
+def test_every_row_of_the_table_of_inert_keys_names_keys_that_exist():
+    for row in TABLE:
+        for pattern in row.keys.split():
+            assert any(re.fullmatch(pattern.replace(".", r"\.").replace("*", ".*"), key) for key in KEYS), pattern
+
+
+def test_the_commands_refuse_what_they_do_not_read():
+    sft = ("sft.train_files=a",)
+    assert "`megarl sft` does not read it" in refusal(*sft, "algorithm.lam=0.9", command="sft")
+    assert load_config([*BASE, *sft, "sft.epochs=2", "actor.optim.lr=0.1"], command="sft")[0].sft.epochs == 2
