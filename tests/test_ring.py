@@ -50,9 +50,9 @@ def test_server_and_trainer_agree_on_the_log_probs(ppo: Path) -> None:
 
 
 def test_nothing_has_moved_at_the_first_optimizer_step(ppo: Path) -> None:
-    # The same weights in other micro-batches: a mean over some hundred tokens of float32 rounding.
-    assert max(abs(kl) for kl in steps(ppo, "actor/first_ppo_kl").values()) < 1e-8 * 100
-    assert steps(ppo, "actor/kl_loss")[1] < 1e-6, "the reference is the policy at the start"
+    # The same weights, perhaps packed otherwise: what is left is a mean of float32 roundings, which cancel.
+    assert max(abs(kl) for kl in steps(ppo, "actor/first_ppo_kl").values()) < 1e-8
+    assert abs(steps(ppo, "actor/reward_kl_penalty")[1]) < 1e-8, "the reference is the policy at the start"
 
 
 def test_the_run_folder_explains_itself(ppo: Path) -> None:

@@ -1,11 +1,12 @@
-"""A verifiable task made here: sums such as "12+34=" with the answer "46".
+"""A verifiable task made here: sums such as "12+34=" with the answer "46", and a careless teacher of it.
 
 `python -m megarl.data.arithmetic FOLDER` writes, as a user's data would come,
-    sft.jsonl     {"prompt": "12+34=", "response": "46"}                                       the cold start
+    sft.jsonl     {"prompt": "17+25=", "response": "32"}                                       the cold start
     train.jsonl   {"prompt": "56+78=", "ground_truth": "134", "data_source": "arithmetic"}     reinforcement learning
     test.jsonl    the same                                                                     evaluation
     manifest.json sizes and digests; written last, so that it stands for a complete folder
-No prompt is in two of the files.
+No prompt is in two of the files.  The teacher of the cold start forgets the carry in a share of its demonstrations, so
+what it teaches answers well in form and often wrongly; the rewards of reinforcement learning know the right answer.
 """
 
 from __future__ import annotations
@@ -13,14 +14,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import operator
 import random
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-
-OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def write_task(
@@ -31,45 +29,73 @@ def write_task(
     num_test: int = 256,
     low: int = 10,
     high: int = 99,
-    operation: str = "+",
+    careless: float = 0.0,
+    demonstrations: int = 1,
+    carrying: float | None = None,
 ) -> dict[str, Any]:
     """Write the task's files and return the manifest.  The same arguments always give the same bytes.
 
-    All pairs low..high x low..high (8100 by default) are shuffled by `seed`; `num_test` of them go to the evaluation,
-    `num_sft` to the cold start, the rest to reinforcement learning.
+    All pairs low..high x low..high are shuffled by `seed`; `num_test` of them go to the evaluation, `num_sft` to the
+    cold start, the rest to reinforcement learning.
+    careless: share of the demonstrations in which a carry of the units is forgotten ("17+25=" -> "32").
+    demonstrations: rows of sft.jsonl for each of its problems, each careless or not by itself.
+    carrying: share of problems with such a carry, made by leaving out some of the others; None: as they come.
     Raises ValueError when nothing would be left for reinforcement learning.
     """
-    if operation not in OPERATIONS:
-        raise ValueError(f"operation={operation!r}: want one of {' '.join(OPERATIONS)}")
-    num_pairs = max(0, high - low + 1) ** 2
-    if min(num_sft, num_test) < 0 or num_sft + num_test >= num_pairs:
-        raise ValueError(f"num_sft={num_sft} and num_test={num_test}: want a sum below the {num_pairs} pairs there are")
-    numbers = range(low, high + 1)
-    problems = [(f"{a}{operation}{b}=", str(OPERATIONS[operation](a, b))) for a in numbers for b in numbers]
-    random.Random(seed).shuffle(problems)
-    test, sft, train = (
-        problems[:num_test],
-        problems[num_test : num_test + num_sft],
-        problems[num_test + num_sft :],
-    )
+    rng = random.Random(seed)
+    problems = _problems(low, high, carrying, rng)
+    if min(num_sft, num_test) < 0 or num_sft + num_test >= len(problems):
+        raise ValueError(
+            f"num_sft={num_sft} and num_test={num_test}: want a sum below the {len(problems)} pairs there are"
+        )
+    test, sft, train = problems[:num_test], problems[num_test : num_test + num_sft], problems[num_test + num_sft :]
+    shown = [(a, b, rng.random() < careless) for _ in range(demonstrations) for a, b in sft]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").unlink(missing_ok=True)  # while files change, nothing claims to be complete
     files = {
-        "sft.jsonl": [{"prompt": prompt, "response": answer} for prompt, answer in sft],
-        "train.jsonl": [_question(prompt, answer) for prompt, answer in train],
-        "test.jsonl": [_question(prompt, answer) for prompt, answer in test],
+        "sft.jsonl": [
+            {"prompt": f"{a}+{b}=", "response": str(without_carry(a, b) if wrong else a + b)} for a, b, wrong in shown
+        ],
+        "train.jsonl": [_question(a, b) for a, b in train],
+        "test.jsonl": [_question(a, b) for a, b in test],
     }
+    task = {"seed": seed, "low": low, "high": high, "careless": careless, "carrying": carrying}
     manifest: dict[str, Any] = {
-        "task": {"seed": seed, "low": low, "high": high, "operation": operation},
+        "task": task,
         "files": {name: _write_rows(folder / name, rows) for name, rows in files.items()},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     return manifest
 
 
-def _question(prompt: str, answer: str) -> dict[str, str]:
-    return {"prompt": prompt, "ground_truth": answer, "data_source": "arithmetic"}
+def without_carry(a: int, b: int) -> int:
+    """The sum with the carry of the units forgotten.  Example: 17 + 25 -> 32, 12 + 34 -> 46."""
+    return a + b - (10 if has_carry(a, b) else 0)
+
+
+def has_carry(a: int, b: int) -> bool:
+    return a % 10 + b % 10 >= 10
+
+
+def _problems(low: int, high: int, carrying: float | None, rng: random.Random) -> list[tuple[int, int]]:
+    """All pairs in a random order, thinned out to the wanted share of carries."""
+    numbers = range(low, high + 1)
+    pairs = [(a, b) for a in numbers for b in numbers]
+    rng.shuffle(pairs)
+    if carrying is None:
+        return pairs
+    if not 0 < carrying <= 1:
+        raise ValueError(f"carrying={carrying}: want a share above 0 and at most 1, or None")
+    with_carry = [pair for pair in pairs if has_carry(*pair)]
+    num_others = round(len(with_carry) * (1 - carrying) / carrying)
+    kept = with_carry + [pair for pair in pairs if not has_carry(*pair)][:num_others]
+    rng.shuffle(kept)
+    return kept
+
+
+def _question(a: int, b: int) -> dict[str, str]:
+    return {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "data_source": "arithmetic"}
 
 
 def _write_rows(path: Path, rows: list[dict[str, str]]) -> dict[str, Any]:

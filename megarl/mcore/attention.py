@@ -81,7 +81,7 @@ class PadPlan:
         return sum(s * length for s, length in self.buckets)
 
 
-def pad_plan(lengths: list[int], waste: float = 1.3) -> PadPlan:
+def pad_plan(lengths: list[int], waste: float = 1.3, device: torch.device | None = None) -> PadPlan:
     """Buckets in which the longest sequence is at most `waste` times the shortest, plus 8 tokens."""
     buckets: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -98,7 +98,8 @@ def pad_plan(lengths: list[int], waste: float = 1.3) -> PadPlan:
     size = torch.tensor(lengths)
     start = size.cumsum(0) - size
     shift = torch.repeat_interleave(torch.tensor(first_slot) - start, size)
-    return PadPlan(torch.arange(int(size.sum())) + shift, tuple((len(b), lengths[b[-1]]) for b in buckets))
+    slots = (torch.arange(int(size.sum())) + shift).to(device)
+    return PadPlan(slots, tuple((len(b), lengths[b[-1]]) for b in buckets))
 
 
 @dataclass
@@ -147,12 +148,10 @@ class SDPAttention(MegatronModule):
             assert self.cp.size() == 1, "context parallelism wants packed rows"
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._sdpa(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        p = packed_seq_params
-        cu_seqlens = p.cu_seqlens_q if p.cu_seqlens_q_padded is None else p.cu_seqlens_q_padded
-        lengths = [b - a for a, b in pairwise(cu_seqlens.tolist())]
         if self.cp.size() > 1:
-            return self._context_parallel(query, key, value, lengths).flatten(1)
-        return self._packed(query, key, value, getattr(p, "pad", None) or pad_plan(lengths)).flatten(1)
+            return self._context_parallel(query, key, value, _lengths(packed_seq_params)).flatten(1)
+        pad = getattr(packed_seq_params, "pad", None) or pad_plan(_lengths(packed_seq_params), device=query.device)
+        return self._packed(query, key, value, pad).flatten(1)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """[b, n, s, d] each; keys and values may have fewer heads (grouped-query attention)."""
@@ -161,14 +160,13 @@ class SDPAttention(MegatronModule):
         )
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, pad: PadPlan) -> Tensor:
-        slots = pad.slots.to(query.device)
-        q, k, v = (_ToPadded.apply(x, slots, pad.num_slots) for x in (query, key, value))
+        q, k, v = (_ToPadded.apply(x, pad.slots, pad.num_slots) for x in (query, key, value))
         sizes = [s * length for s, length in pad.buckets]
         parts = []
         for shape, *qkv in zip(pad.buckets, *(x.split(sizes) for x in (q, k, v)), strict=True):
             dense = self._sdpa(*(x.unflatten(0, shape).transpose(1, 2) for x in qkv))
             parts.append(dense.transpose(1, 2).flatten(0, 1))
-        return _FromPadded.apply(torch.cat(parts), slots)
+        return _FromPadded.apply(torch.cat(parts), pad.slots)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
         n, rank, device = self.cp.size(), self.cp.rank(), query.device
@@ -181,3 +179,9 @@ class SDPAttention(MegatronModule):
         mask = (at_q[:, None] >= at_k) & (segment[at_q][:, None] == segment[at_k])
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         return self._sdpa(q, k, v, mask)[0].transpose(0, 1)
+
+
+def _lengths(packed: PackedSeqParams) -> list[int]:
+    """Of the sequences of a packed row, padding included; waits for the device."""
+    ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return [b - a for a, b in pairwise(ends.tolist())]

@@ -139,7 +139,7 @@ class ValueHead(nn.Linear):
     def forward(  # type: ignore[override]  # GPTModel calls it as it calls its output layer
         self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None
     ) -> tuple[Tensor, None]:
-        values = super().forward(input_).float()
+        values = F.linear(input_.float(), self.weight.float())
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None

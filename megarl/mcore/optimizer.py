@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import nn
@@ -80,6 +81,9 @@ class Optimizer:
             ),
             [model],
         )
+        if settings.name == "sgd":  # for which Megatron has no such function (optimizer/__init__:408)
+            for part in self.inner.chained_optimizers:
+                part.init_state_fn = _momentum_buffers
         config.grad_scale_func = self.inner.scale_loss
 
     @property
@@ -90,7 +94,8 @@ class Optimizer:
     def step(self) -> float:
         """Clip, update, advance the schedule; returns the global norm of the gradient before clipping."""
         for group in self.inner.param_groups:
-            group["lr"] = self.lr * group.get("lr_mult", 1.0)
+            group["lr"] = self.lr * group["lr_mult"]
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]  # 0 for norms and biases
         updated, grad_norm, _ = self.inner.step()
         assert updated, "only fp16 loss scaling skips steps, and fp16 is not offered"
         self.step_index += 1
@@ -98,3 +103,10 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()
+
+
+def _momentum_buffers(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
+    """What a checkpoint is loaded into; a buffer of zeros makes the same first step as none."""
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["momentum"] else []:
+            optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))

@@ -71,7 +71,7 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> Row:
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        pad=pad_plan(padded) if layout.cp == 1 else None,
+        pad=pad_plan(padded, device=device) if layout.cp == 1 else None,
     )
     return Row(
         tokens=tokens[own][None].to(device),

@@ -29,23 +29,29 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Fill the model and the optimizer from a checkpoint, whatever layout wrote it.
+    """Fill the model and a fresh optimizer from a checkpoint, whatever layout wrote it.
 
     Raises a ValueError where the folder holds no checkpoint.
     """
     if not (folder / "metadata.json").exists():
         raise ValueError(f"{folder}: there is no checkpoint here; want a folder that a save has finished")
+    step_index = 0
+    if optimizer is not None:
+        step_index = optimizer.step_index = dist_checkpointing.load_common_state_dict(str(folder))["step_index"]
     state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(folder))
     unwrap(model).load_state_dict(state["model"])
-    if optimizer is not None:
+    if optimizer is not None and step_index:
         optimizer.inner.load_state_dict(state["optimizer"])
-        optimizer.step_index = state["step_index"]
+    elif optimizer is not None:
+        optimizer.inner.reload_model_params()  # the float32 copies that it keeps of bf16 weights
 
 
 def _state(model: nn.Module, optimizer: Optimizer | None, *, is_loading: bool) -> dict[str, Any]:
     weights = unwrap(model).sharded_state_dict()
     if optimizer is None:
         return {"model": weights}
+    if optimizer.step_index == 0:  # there are no moments yet: an actor while the critic warms up alone
+        return {"model": weights, "step_index": 0}
     # The default sharding of the distributed optimizer does not load in 0.16.1; this one also changes layouts.
     how = {
         "distrib_optim_sharding_type": "fully_reshardable",

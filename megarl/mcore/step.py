@@ -39,19 +39,22 @@ class Outputs:
     def __call__(self, model: nn.Module, row: Row, output: Tensor) -> Columns:
         if isinstance(unwrap(model), CriticModel):
             return {"values": row.column(output[0, :, 0])}
-        logits = output[0] if self.temperature == 1.0 else output[0] / self.temperature
-        log_probs, entropy = log_probs_and_entropy(logits, row.labels, vocab_size=self.vocab_size)
+        log_probs, entropy = log_probs_and_entropy(
+            output[0], row.labels, vocab_size=self.vocab_size, temperature=self.temperature
+        )
         columns = {"log_probs": row.column(log_probs)}
         return columns | {"entropy": row.column(entropy)} if self.entropy else columns
 
 
 def _run(model: nn.Module, rows: list[Row], finish: Callable[[int, Tensor], Any], *, forward_only: bool) -> list[Any]:
     """Megatron's pipeline schedule over these rows; `finish(i, output)` runs on the last stage."""
+    # A bf16 model would make a float32 copy of all logits; logprobs.py makes one of a few tokens at a time.
+    how = {"fp32_output": False} if unwrap(model).config.bf16 else {}
 
     def forward_step(indices: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         i = next(indices)
         row = rows[i]
-        output = chunk(row.tokens, row.positions, None, packed_seq_params=row.packed)
+        output = chunk(row.tokens, row.positions, None, packed_seq_params=row.packed, **how)
         return output, lambda out, non_loss_data=False: finish(i, out)  # noqa: ARG005
 
     return get_forward_backward_func()(

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megarl.data import arithmetic
-from megarl.data.arithmetic import write_task
+from megarl.data.arithmetic import has_carry, without_carry, write_task
 
 
 def rows(path):
@@ -34,7 +34,7 @@ def test_it_is_the_same_for_a_seed_and_different_for_another(tmp_path):
 
 
 def test_the_manifest_describes_the_files(tmp_path):
-    manifest = write_task(tmp_path, num_sft=5, num_test=3, low=1, high=4, operation="*")
+    manifest = write_task(tmp_path, num_sft=5, num_test=3, low=1, high=4)
     assert json.loads((tmp_path / "manifest.json").read_text()) == manifest
     assert {name: entry["rows"] for name, entry in manifest["files"].items()} == {
         "sft.jsonl": 5,
@@ -48,8 +48,38 @@ def test_the_manifest_describes_the_files(tmp_path):
 def test_impossible_sizes_are_refused(tmp_path):
     with pytest.raises(ValueError, match="num_sft=3 and num_test=1: want a sum below the 4 pairs there are"):
         write_task(tmp_path, num_sft=3, num_test=1, low=1, high=2)
-    with pytest.raises(ValueError, match="operation='/': want one of"):
-        write_task(tmp_path, operation="/")
+    with pytest.raises(ValueError, match="carrying=0: want a share above 0"):
+        write_task(tmp_path, carrying=0)
+
+
+def test_a_careless_teacher_forgets_the_carry_in_its_share_of_demonstrations(tmp_path):
+    assert [without_carry(a, b) for a, b in ((17, 25), (12, 34), (99, 99), (55, 45))] == [32, 46, 188, 90]
+    write_task(tmp_path, num_sft=1000, careless=0.6, demonstrations=2)
+    shown = rows(tmp_path / "sft.jsonl")
+    assert len(shown) == 2000
+    assert len({row["prompt"] for row in shown}) == 1000
+    forgot = right = 0
+    for row in shown:
+        a, b = map(int, row["prompt"].removesuffix("=").split("+"))
+        answer = int(row["response"])
+        if not has_carry(a, b):
+            assert answer == a + b
+        elif answer == a + b:
+            right += 1
+        else:
+            assert answer == a + b - 10
+            forgot += 1
+    assert forgot / (forgot + right) == pytest.approx(0.6, abs=0.05)  # 900 coins: three standard deviations
+    for row in rows(tmp_path / "train.jsonl")[:100]:
+        a, b = map(int, row["prompt"].removesuffix("=").split("+"))
+        assert int(row["ground_truth"]) == a + b, "the reward knows better"
+
+
+def test_the_share_of_carries_can_be_chosen(tmp_path):
+    write_task(tmp_path, num_sft=0, num_test=0, carrying=0.75)
+    carries = [has_carry(*map(int, row["prompt"][:-1].split("+"))) for row in rows(tmp_path / "train.jsonl")]
+    assert sum(carries) == 3645, "all there are: 81 pairs of tens and 45 of units"
+    assert len(carries) == 4860
 
 
 def test_the_command_line(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,24 @@
+"""A world of one rank in the test's own process: enough for everything that only asks who its neighbours are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1] / "dist"))  # for `spawn`
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Megatron's process groups, all of size 1."""
+    from megarl.mcore.setup import Layout, destroy_groups, make_groups
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    make_groups(Layout())
+    yield
+    destroy_groups()
+    dist.destroy_process_group()

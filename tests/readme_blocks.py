@@ -1,0 +1,86 @@
+"""The README as data: its fenced blocks, its commands, its tree and its tables."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "README.md").read_text()
+
+_FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PATH = re.compile(r"\b[\w.]+\.(?:py|yaml|sh|txt)\b|\b\w+/")
+
+
+class Block(NamedTuple):
+    """Example: Block("python", "my_reward.py", "def ...")."""
+
+    language: str
+    file: str | None  # after `file=` behind the language: what a reader saves it as
+    text: str
+
+
+class Command(NamedTuple):
+    """Example: Command(["train", "recipe=quickstart"], None)."""
+
+    words: list[str]  # after `megarl`
+    error: str | None  # what the page says that it answers, where it is refused
+
+
+def section(heading: str) -> str:
+    """The text between `## heading` and the next one."""
+    _, found, rest = PAGE.partition(f"\n## {heading}\n")
+    assert found, f"the README has no section {heading}"
+    return rest.partition("\n## ")[0]
+
+
+def blocks(text: str = PAGE) -> list[Block]:
+    return [Block(*match) for match in _FENCE.findall(text)]
+
+
+def files() -> dict[str, str]:
+    """What a reader would save: name -> text."""
+    return {block.file: block.text for block in blocks() if block.file}
+
+
+def commands() -> list[Command]:
+    """Every `megarl ...` line of every block."""
+    found = []
+    for block in blocks():
+        lines = block.text.replace("\\\n", " ").splitlines()
+        for line, following in zip(lines, [*lines[1:], ""], strict=True):
+            words = shlex.split(line.removeprefix("$ "), comments=True) if block.language in ("bash", "console") else []
+            if words[:1] == ["megarl"]:
+                found.append(Command(words[1:], following if following.startswith("error:") else None))
+    return found
+
+
+def tree() -> Iterator[str]:
+    """Every path of the tree: a folder in front of its line holds what the line and the indented ones below it name."""
+    top = room = ""
+    for line in blocks(section("The tree"))[0].text.splitlines():
+        first, *others = _PATH.findall(line)
+        indent = len(line) - len(line.lstrip())
+        if indent == 0:
+            top, room = (first if first.endswith("/") else ""), ""
+            yield first
+        elif indent == 2:
+            room = first if first.endswith("/") else ""
+            yield top + first
+        else:
+            yield top + room + first
+        yield from (top + room + other for other in others)
+
+
+def code_spans(text: str) -> list[str]:
+    """What stands in single backticks, fenced blocks left out."""
+    return re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))
+
+
+def first_cells(heading: str) -> list[str]:
+    """The code spans in the first column of a section's table."""
+    rows = [line.split("|")[1] for line in section(heading).splitlines() if line.startswith("| ")]
+    return [span for row in rows for span in code_spans(row)]

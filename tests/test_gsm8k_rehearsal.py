@@ -1,0 +1,110 @@
+"""The recipe of the public reference run: its numbers, and the same recipe through the whole ring on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from readme_blocks import first_cells
+from ring_cases import lines, steps
+
+from megarl.cli import main
+from megarl.config import load_config
+from megarl.config.checks import value_of
+from megarl.data.tiny import write_tiny_model
+from megarl.rewards.gsm8k import gsm8k
+from megarl.sample import Completion, Prompt, VersionSpan
+
+pytestmark = pytest.mark.dist
+RECIPE = "recipe=gsm8k_qwen2_5_0_5b_1gpu"
+PUBLISHED = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.policy_loss_fn": "ppo",
+    "data.train_batch_size": 256,
+    "data.max_prompt_length": 1024,
+    "data.max_response_length": 512,
+    "actor.ppo_mini_batch_size": 64,
+    "actor.ppo_micro_batch_size_per_gpu": 2,
+    "actor.ppo_max_token_len_per_gpu": None,
+    "critic.ppo_mini_batch_size": 64,
+    "critic.ppo_micro_batch_size_per_gpu": 2,
+    "critic.model.path": "Qwen/Qwen2.5-0.5B-Instruct",
+    "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
+    "rollout.tensor_model_parallel_size": 1,
+    "trainer.n_gpus_per_node": 1,
+    "reward.fn": "gsm8k",
+}
+
+
+def test_the_recipe_carries_the_published_numbers() -> None:
+    config, warnings = load_config([RECIPE])
+    assert not warnings
+    assert {key: value_of(config, key) for key in PUBLISHED} == PUBLISHED
+    assert config.uses_critic
+    assert config.uses_reference
+
+
+def write_rows(file: Path, first_numbers: range) -> None:
+    """Rows of GSM8K's shape, whose answer is always 7: a random model says it now and then."""
+    rows = [
+        {
+            "question": f"Ann has {a} pens and gets {7 - a} more. How many pens has she?",
+            "answer": f"She has {a} + {7 - a} = <<{a}+{7 - a}=7>>7 pens.\n#### 7",
+        }
+        for a in first_numbers
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of four prompts, each with the recipe's four optimizer steps, on one CPU rank."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    write_tiny_model(folder / "model", family="qwen2", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64)
+    write_rows(folder / "train.jsonl", range(1, 5))
+    write_rows(folder / "test.jsonl", range(5, 7))
+    tiny = [
+        f"data.train_files=[{folder}/train.jsonl]",
+        f"data.val_files=[{folder}/test.jsonl]",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=32",
+        f"model.path={folder}/model",
+        "model.dtype=float32",
+        "actor.ppo_mini_batch_size=1",
+        "rollout.n=8",
+        "trainer.device=cpu",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=2",
+        f"trainer.default_local_dir={folder}/runs",
+    ]
+    assert main(["train", RECIPE, *tiny]) == 0
+    return folder / "runs" / "gsm8k_qwen2_5_0_5b_1gpu"
+
+
+def test_questions_are_asked_as_a_user_and_scored_by_the_number_after_the_mark(run: Path) -> None:
+    samples = lines(run / "samples.jsonl")
+    assert len(samples) == 2 * 4 * 8
+    for sample in samples:
+        assert sample["prompt"].startswith("user: Ann has ")
+        assert sample["ground_truth"] == "7"
+        prompt = Prompt(sample["uid"], [], sample["prompt"], "7")
+        completion = Completion([], [], sample["finish_reason"], (VersionSpan(0, 0, 0),), sample["completion"])
+        assert sample["reward"] == gsm8k(prompt, completion)
+    assert 0 < sum(sample["reward"] for sample in samples) < len(samples)
+
+
+def test_actor_critic_and_reference_take_part_in_every_step(run: Path) -> None:
+    for metric in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "actor/reward_kl_penalty"):
+        assert sorted(steps(run, metric)) == [1, 2], metric
+    assert max(steps(run, "actor/grad_norm").values()) > 0
+    assert max(steps(run, "critic/grad_norm").values()) > 0
+    assert max(steps(run, "rollout_corr/log_prob_gap_max").values()) < 1e-4
+    assert json.loads((run / "summary.json").read_text())["pushes_verified"] == 3
+
+
+def test_the_run_leaves_behind_what_the_readme_says(run: Path) -> None:
+    named = first_cells("What a run leaves behind")
+    assert len(named) >= 10
+    assert not [name for name in named if not (run / name).exists()]

@@ -1,0 +1,187 @@
+"""The README is run: its files are saved as a reader would save them, its commands composed, its paths looked up."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from readme_blocks import PAGE, ROOT, Command, code_spans, commands, files, section, tree
+
+from megarl import algo, cli
+from megarl.algo import ActorLoss, estimate, load_plugins
+from megarl.config import Config, load_config
+from megarl.config.aliases import Canonical, canonical
+from megarl.config.keys import groups, leaf_types
+from megarl.data.prompts import Prompts
+from megarl.data.tiny import tiny_tokenizer
+from megarl.rewards import REWARDS, load_reward
+from megarl.rewards.result import to_result
+from megarl.sample import Batch, Completion, Prompt, VersionSpan
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a reader who has saved every file of the page and has the quickstart behind him."""
+    for name, text in files().items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "runs/quickstart/checkpoints/step_00000200").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(file: str) -> list[Prompt]:
+    prompts = Prompts(file, tiny_tokenizer(), max_prompt_length=256, shuffle=False)
+    return prompts.take(len(prompts))
+
+
+def test_every_row_shape_of_the_page_is_read(desk: Path) -> None:
+    text, messages, gsm8k, verl = read("my_data.jsonl")
+    assert [prompt.ground_truth for prompt in (text, messages, gsm8k, verl)] == ["46"] * 4
+    assert (text.text, text.data_source) == ("12+34=", "sums")
+    assert [message["role"] for message in messages.text] == ["system", "user"]
+    assert gsm8k.text == [{"role": "user", "content": "Ann has 12 pens and buys 34. How many?"}]
+    assert verl.extra["extra_info"] == {"level": 2}
+
+
+def test_the_gsm8k_download_writes_what_the_recipe_reads(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = [{"question": "Ann has 12 pens and buys 34. How many?", "answer": "12 + 34 = 46\n#### 1,046"}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, part, split: datasets.Dataset.from_list(rows))
+    exec(compile(files()["get_gsm8k.py"], "get_gsm8k.py", "exec"), {})
+    config, _ = load_config(["recipe=gsm8k_qwen2_5_0_5b_1gpu"])
+    for file in [*config.data.train_files, *config.data.val_files]:
+        assert [prompt.ground_truth for prompt in read(file)] == ["1046"]
+
+
+def test_the_reward_of_the_page_in_five_lines(desk: Path) -> None:
+    assert len(files()["my_reward.py"].splitlines()) <= 5
+    reward = load_reward("my_reward.py:short_and_right")
+    prompt = read("my_data.jsonl")[0]
+
+    def result(text: str) -> tuple[float, dict[str, float]]:
+        found = to_result(reward(prompt, Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text)))
+        return found.reward, found.extra
+
+    assert result(" 46") == (1.0, {"right": 1.0})
+    assert result("it must be 46") == (pytest.approx(-0.03), {"right": 0.0})
+
+
+def test_the_built_in_rewards_are_those_of_the_page() -> None:
+    sentence = section("Your own reward").partition("Built in:")[2].partition(". ")[0]
+    assert code_spans(sentence) == list(REWARDS)
+
+
+@pytest.fixture
+def plugin(desk: Path) -> Iterator[None]:
+    """The page's plug-in, loaded; gone afterwards."""
+    kept = [(table, dict(table)) for table in (algo.POLICY_LOSSES, algo.ADV_ESTIMATORS)]
+    modules = set(sys.modules)
+    load_plugins(["my_algorithm.py"])
+    yield
+    for table, before in kept:
+        table.clear()
+        table.update(before)
+    for name in set(sys.modules) - modules:
+        if name.startswith("megarl_plugin_"):
+            del sys.modules[name]
+
+
+def one_token_each(old_log_probs: list[float], **rows: torch.Tensor) -> Batch:
+    """Sequences of a masked token and a trainable one."""
+    n = len(old_log_probs)
+    mask = torch.tensor([0.0, 1.0] * n)
+    old = torch.stack([torch.zeros(n), torch.tensor(old_log_probs)], dim=1).flatten()
+    columns = {"response_mask": mask, "old_log_probs": old}
+    return Batch(torch.zeros(2 * n, dtype=torch.int64), torch.full((n,), 2), columns, rows)
+
+
+def test_the_loss_of_the_page_by_hand(plugin: None) -> None:
+    assert len(files()["my_algorithm.py"].splitlines()) <= 20
+    batch = one_token_each([-1.0, -1.0])
+    batch = batch.with_columns(weight=batch.columns["response_mask"] / 2, advantages=torch.tensor([0.0, 2.0, 0.0, 1.0]))
+    log_probs = torch.tensor([0.0, -0.5, 0.0, -1.5], requires_grad=True)
+    out = ActorLoss("my_cispo", clip_high=0.3)(batch, {"log_probs": log_probs})
+    # Ratios e^0.5, cut to 1.3, and e^-0.5.
+    kept = torch.tensor(-0.5).exp().item()
+    assert out.loss.item() == pytest.approx((-1.3 * 2 * -0.5 + -kept * 1 * -1.5) / 2)
+    assert out.stats["actor/cut"].result() == 0.5
+    out.loss.backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([0.0, -1.3, 0.0, -kept / 2])
+
+
+def test_the_estimator_of_the_page_by_hand(plugin: None) -> None:
+    scores, group = torch.tensor([1.0, 0.0, 0.5, 3.0]), torch.tensor([0, 0, 0, 1])
+    batch, _ = estimate(one_token_each([0.0] * 4, score=scores, group=group), adv_estimator="leave_one_out")
+    # 1 - (0 + 0.5)/2, 0 - (1 + 0.5)/2, 0.5 - (1 + 0)/2, and nobody to compare with.
+    assert batch.columns["advantages"].tolist() == pytest.approx([0, 0.75, 0, -0.75, 0, 0, 0, 3.0])
+    assert batch.columns["returns"].tolist() == pytest.approx([0, 1, 0, 0, 0, 0.5, 0, 3])
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda command: " ".join(command.words)[:60])
+def test_every_command_composes_without_a_warning_or_is_refused_as_shown(
+    command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Config] = []
+    monkeypatch.setattr(cli, "_work_of", lambda _: lambda config: seen.append(config) or 0)
+    code = cli.main(list(command.words))
+    assert (code, capsys.readouterr().err) == ((2, f"{command.error}\n") if command.error else (0, ""))
+    assert len(seen) == (command.error is None)
+
+
+def test_the_page_has_commands_of_every_kind() -> None:
+    assert {command.words[0] for command in commands()} == set(cli.COMMANDS)
+
+
+def test_the_users_file_of_the_page_lies_over_its_recipe(desk: Path) -> None:
+    config, _ = load_config(["recipe=my_run.yaml"])
+    assert config.algorithm.adv_estimator == "grpo"
+    assert (config.reward.fn, config.data.train_files) == ("my_reward.py:short_and_right", ["my_data.jsonl"])
+
+
+def test_every_script_of_the_page_exists() -> None:
+    scripts = set(re.findall(r"bash (launch/\S+\.sh)", PAGE))
+    assert scripts == {"launch/quickstart.sh", "launch/test.sh"}
+    assert all((ROOT / script).is_file() for script in scripts)
+
+
+def test_every_path_of_the_tree_exists_and_every_file_of_the_package_is_in_it() -> None:
+    named = list(tree())
+    assert not [path for path in named if not (ROOT / path).exists()]
+    assert len(named) == len(set(named)), "a path stands there twice"
+    package = {str(path.relative_to(ROOT)) for path in (ROOT / "megarl").rglob("*.py") if path.name != "__init__.py"}
+    assert not package - set(named), "files that the README's tree does not name"
+
+
+def test_every_function_on_a_samples_way_exists() -> None:
+    steps = [span.split(" : ") for span in code_spans(section("The life of a sample")) if " : " in span]
+    assert len(steps) >= 15
+    for path, name in steps:
+        scope: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
+        for part in name.split("."):
+            found = [node for node in scope if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                     and node.name == part]  # fmt: skip
+            assert found, f"{path} has no {name}"
+            scope = found[0].body
+
+
+def test_every_test_that_keeps_a_promise_exists() -> None:
+    kept = [span for span in code_spans(section("Promises that a test keeps")) if span.startswith("tests/")]
+    assert len(kept) >= 10
+    assert not [path for path in kept if not (ROOT / path).is_file()]
+
+
+def test_every_key_on_the_page_exists() -> None:
+    wanted = re.compile(rf"(?:{'|'.join(vars(Config()))})\.[\w.*]+(?:=\S+)?")
+    keys = [span.partition("=")[0] for span in code_spans(PAGE) if wanted.fullmatch(span) and not span.endswith(".py")]
+    assert len(keys) > 40
+    for key in keys:
+        known = canonical(key)
+        if isinstance(known, Canonical):  # else it is one of those that have no meaning here, and the page says so
+            assert known.key in leaf_types() or known.key.removesuffix(".*") in groups()
