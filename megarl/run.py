@@ -102,6 +102,7 @@ class Run:
         (self.dir / "config.yaml").write_text(to_yaml(config))
         resume_step = self.first_step if self.resumed_from else None
         drop_after(self.dir / "samples.jsonl", resume_step)
+        checkpoint.forget_after(self.checkpoints, self.first_step)
         self.trackers = start_trackers(config, self.num_steps, resume_step)
         self._stack.callback(self.trackers.close)
         self.timer = Timer(on_stage=self.trackers.stage)

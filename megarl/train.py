@@ -37,7 +37,7 @@ def train(config: Config) -> dict[str, Any]:
             position = lap(run, step, totals)
             if due(step + 1, config.trainer.test_freq) and step + 1 < run.num_steps:
                 measure(run, step + 1)
-            if due(step + 1, config.trainer.save_freq):
+            if due(step + 1, config.trainer.save_freq) or (step + 1 == run.num_steps and config.trainer.save_freq > 0):
                 run.save(step + 1, position, totals.state_dict())
         return finish(run, measure(run, run.num_steps), totals)
 
@@ -178,7 +178,7 @@ def main(config: Config) -> int:
     folder = config.trainer.run_dir
     try:
         train(config)
-    except RuntimeError as error:  # ranks, servers, collector, push: each says in a sentence what went wrong
+    except (RuntimeError, FloatingPointError) as error:  # ranks, servers, collector, push: each says in a sentence what went wrong
         report = folder / "logs" / "failure.txt"
         report.write_text("".join(traceback.format_exception(error)) + getattr(error, "report", ""))
         Console(stderr=True, soft_wrap=True).print(

@@ -62,7 +62,7 @@ from megarl.config.inert import TABLE
             "actor.optim.lr_decay_steps=5: want more than actor.optim.lr_warmup_steps=5",
         ),
         ("trainer.total_training_steps=5 trainer.critic_warmup=5", "trainer.critic_warmup=5: want fewer than"),
-        ("trainer.nnodes=2 trainer.node_rank=2", "trainer.node_rank=2: want less than trainer.nnodes=2"),
+        ("trainer.nnodes=2", "trainer.nnodes=2: every rank of a run starts on this machine so far; want 1"),
         ("trainer.logger=[console,slack]", "trainer.logger=[console, slack]: slack is none of console, jsonl"),
         ("trainer.experiment_name=a/b", "trainer.experiment_name=a/b: want the plain name of a folder"),
         ("trainer.experiment_name=..", "want the plain name of a folder"),

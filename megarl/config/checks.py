@@ -238,6 +238,8 @@ def _schedules(config: Config) -> Iterator[str]:
 
 def _places(config: Config) -> Iterator[str]:
     trainer, fn = config.trainer, config.reward.fn
+    if trainer.nnodes > 1:
+        yield f"trainer.nnodes={trainer.nnodes}: every rank of a run starts on this machine so far; want 1"
     if trainer.node_rank >= trainer.nnodes:
         yield f"trainer.node_rank={trainer.node_rank}: want less than trainer.nnodes={trainer.nnodes}"
     unknown = [name for name in trainer.logger if name not in names.LOGGERS]

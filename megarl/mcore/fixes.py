@@ -24,7 +24,11 @@ def fix_moe_te_gemm() -> None:
 
 
 def distributed_adamw_loses_step() -> bool:
-    """torch's AdamW keeps "step" in its state; the distributed optimizer forgets it (distrib_optimizer:641,940)."""
+    """torch's AdamW keeps "step" in its state, where the distributed optimizer does not expect it.
+
+    It cannot make a state to load into without one (distrib_optimizer:641), wants it to be a part of the parameter
+    (:940), and gives all parameters the same tensor (:814), so that a step then counts once for each of them.
+    """
     import megatron.core.optimizer as mcore_optimizer
 
     return mcore_optimizer.Adam is torch.optim.AdamW
@@ -35,7 +39,8 @@ def fix_distributed_adamw_step() -> None:
 
     if getattr(DistributedOptimizer, "_keeps_step", False):
         return
-    state_dict, put = DistributedOptimizer.state_dict, DistributedOptimizer._set_main_param_and_optimizer_states
+    state_dict, load_state_dict = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+    put = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def state_dict_with_step(self: Any) -> Any:
         for group in self.optimizer.param_groups:
@@ -53,7 +58,13 @@ def fix_distributed_adamw_step() -> None:
         param = self.optimizer.param_groups[group]["params"][index]
         return put(self, model_param, {"step": self.optimizer.state[param]["step"], **tensors})
 
+    def load_state_dict_with_own_steps(self: Any, state: dict[str, Any]) -> None:
+        load_state_dict(self, state)
+        for moments in self.optimizer.state.values():
+            moments["step"] = moments["step"].clone()
+
     DistributedOptimizer.state_dict = state_dict_with_step
+    DistributedOptimizer.load_state_dict = load_state_dict_with_own_steps
     DistributedOptimizer._set_main_param_and_optimizer_states = put_with_step
     DistributedOptimizer._keeps_step = True
 
