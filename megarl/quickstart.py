@@ -6,6 +6,7 @@ Each part is made once and kept; an interrupted one is made again.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -16,8 +17,8 @@ from megarl.sft import sft
 
 # Three problems in four carry, and the teacher forgets the carry in three demonstrations of five: its pupil answers well
 # in form and, most often, wrongly.  Each problem is shown twice, so that what is learnt is the habit, not the row.
-TASK = {"num_sft": 3200, "num_test": 256, "careless": 0.6, "demonstrations": 2, "carrying": 0.75}
-MODEL = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 256}
+TASK: dict[str, Any] = {"num_sft": 3200, "num_test": 256, "careless": 0.6, "demonstrations": 2, "carrying": 0.75}
+MODEL: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 256}
 
 
 def prepare(config: Config) -> None:
