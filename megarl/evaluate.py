@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
@@ -87,6 +88,7 @@ def transformers_accuracy(
     Prompts of one length share a batch, so nothing is padded.
     """
     tokenizer = load_tokenizer(folder)
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     by_length: dict[int, list[Prompt]] = {}
     for prompt in prompts:

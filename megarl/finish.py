@@ -24,7 +24,7 @@ PAGE = """# {name}
 | `learning_curve.png` | the run as a picture |
 | `answers.md` | held-out prompts with the answers before and after |
 | `hf/` | the trained model, a folder that `transformers` and servers load |
-| `config.yaml` | every setting of this run; `megarl train --config {folder}/config.yaml` runs it again |
+| `config.yaml` | every setting; `megarl train --config THIS trainer.experiment_name=again` repeats the run |
 | `metrics.jsonl` | every number of every step, one JSON object a line |
 | `samples.jsonl` | some completions of every step, with their rewards and the weights that wrote them |
 | `checkpoints/` | what `trainer.resume_mode=auto` goes on from |
@@ -66,7 +66,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     metrics = run.dir / "metrics.jsonl"
     if metrics.exists():
         learning_curve(metrics, run.dir / "learning_curve.png", title=run.config.trainer.experiment_name)
-    page = PAGE.format(name=run.config.trainer.experiment_name, folder=run.dir, answers=markdown)
+    page = PAGE.format(name=run.config.trainer.experiment_name, answers=markdown)
     (run.dir / "README.md").write_text(page)
     write_summary(run.dir / "summary.json", summary)
     console.print_json(data=summary)

@@ -15,8 +15,8 @@ from megarl.data.arithmetic import write_task
 from megarl.data.tiny import write_tiny_model
 from megarl.sft import sft
 
-# Three problems in four carry, and the teacher forgets the carry in three demonstrations of five: its pupil answers well
-# in form and, most often, wrongly.  Each problem is shown twice, so that what is learnt is the habit, not the row.
+# Three problems in four carry, and the teacher forgets the carry in three demonstrations of five: its pupil answers
+# well in form and, most often, wrongly.  Each problem is shown twice, so that the habit is learnt and not the row.
 TASK: dict[str, Any] = {"num_sft": 3200, "num_test": 256, "careless": 0.6, "demonstrations": 2, "carrying": 0.75}
 MODEL: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 256}
 

@@ -178,7 +178,7 @@ def main(config: Config) -> int:
     folder = config.trainer.run_dir
     try:
         train(config)
-    except (RuntimeError, FloatingPointError) as error:  # ranks, servers, collector, push: each says in a sentence what went wrong
+    except (RuntimeError, FloatingPointError) as error:  # of ranks, servers, collector, push: a sentence each
         report = folder / "logs" / "failure.txt"
         report.write_text("".join(traceback.format_exception(error)) + getattr(error, "report", ""))
         Console(stderr=True, soft_wrap=True).print(

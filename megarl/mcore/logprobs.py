@@ -68,9 +68,7 @@ def _largest(logits: Tensor, temperature: float) -> Tensor:
     return logits.amax(-1).float() / temperature
 
 
-def _chunks(
-    logits: Tensor, num_real: int, temperature: float, largest: Tensor
-) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(logits: Tensor, num_real: int, temperature: float, largest: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """(tokens, their scaled logits minus the largest one in float32), as many tokens as CHUNK_ELEMENTS allows."""
     if num_real == 0:
         return

@@ -122,6 +122,11 @@ def replica_group() -> Any:
 
 
 def destroy_groups() -> None:
+    """Undo `make_groups`; Megatron itself only forgets its groups, and leaves three threads of gloo's for each."""
     from megatron.core import parallel_state
 
+    made = parallel_state._global_process_group_list or []
     parallel_state.destroy_model_parallel()
+    for group in made:
+        if group is not None and group in dist.distributed_c10d._world.pg_map:  # None stands for the world
+            dist.destroy_process_group(group)

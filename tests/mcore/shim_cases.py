@@ -1,0 +1,171 @@
+"""What stock Megatron does on this machine before and after each shim and fix; run as a process of its own.
+
+python shim_cases.py FILE writes {"without shims" | "with shims" | "without fixes" | "with fixes": {name: error}}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from optimizer_cases import Three
+
+from megarl.mcore import cpu, fixes
+from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.setup import Layout
+
+
+def current_device() -> None:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    RotaryEmbedding(kv_channels=8, rotary_percent=1.0)(4)
+
+
+def device_named_cuda() -> None:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    FP32Optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), OptimizerConfig(), lambda *_: None)
+
+
+def type_names() -> None:
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    clip_grad_by_total_norm_fp32([param], 1.0, 2.0)
+
+
+def tensor_cuda() -> None:
+    torch.ones(2).cuda()
+
+
+def pin_memory() -> None:
+    from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
+
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    get_pos_emb_on_this_cp_rank(torch.zeros(4, 1, 1, 2), 0, group)
+
+
+def synchronize() -> None:
+    from megatron.core import dist_checkpointing
+
+    with tempfile.TemporaryDirectory() as folder:
+        tensor = dist_checkpointing.ShardedTensor.from_rank_offsets("a", torch.ones(2))
+        dist_checkpointing.save({"a": tensor}, folder)
+
+
+def generator() -> None:
+    from megatron.core.tensor_parallel.random import checkpoint, model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(lambda y: y * y, False, x).sum().backward()
+
+
+def streams() -> None:
+    torch.cuda.Stream().wait_stream(torch.cuda.current_stream())
+    torch.cuda.Event().record()
+
+
+def splits_as_numbers() -> None:
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    found = dispatcher.maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True)
+    assert not torch.is_tensor(found), "gloo's all-to-all takes no tensor for its splits"
+
+
+SHIMS = [
+    current_device, device_named_cuda, type_names, tensor_cuda, pin_memory, synchronize, generator, streams,
+    splits_as_numbers,
+]  # fmt: skip
+
+
+def moe_router() -> None:
+    from megatron.core.transformer.moe.moe_utils import RouterGatingLinearFunction
+
+    RouterGatingLinearFunction.apply(torch.ones(2, 4), torch.ones(3, 4), None, torch.float32)
+
+
+def _sharded_adam() -> tuple[Three, Any]:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    three = Three(TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1))
+    model = wrap_for_training(three, Layout(use_distributed_optimizer=True))
+    return three, Optimizer(model, OptimSettings("adamw")).inner.chained_optimizers[0]
+
+
+def adam_state_to_load_into() -> None:
+    _, optimizer = _sharded_adam()
+    optimizer.state_dict()
+
+
+def _put_moments(step: dict[str, torch.Tensor], *, grad_enabled: bool) -> None:
+    three, optimizer = _sharded_adam()
+    optimizer.step()
+    moments = {name: torch.zeros(2) for name in ("param", "exp_avg", "exp_avg_sq")}
+    with torch.set_grad_enabled(grad_enabled):
+        optimizer._set_main_param_and_optimizer_states(three.matrix, moments | step)
+
+
+def adam_state_without_a_step() -> None:
+    _put_moments({}, grad_enabled=False)
+
+
+def adam_state_outside_no_grad() -> None:
+    _put_moments({"step": torch.ones(())}, grad_enabled=True)
+
+
+def adam_counts_for_each_parameter() -> None:
+    _, optimizer = _sharded_adam()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    counters = {id(state["step"]) for state in optimizer.optimizer.state.values()}
+    assert len(counters) == 2, f"2 parameters share {len(counters)} counter"
+
+
+FIXES = [
+    moe_router, adam_state_to_load_into, adam_state_without_a_step, adam_state_outside_no_grad,
+    adam_counts_for_each_parameter,
+]  # fmt: skip
+
+
+def errors(cases: list[Callable[[], None]]) -> dict[str, str]:
+    """Name -> what it raised; empty where it went through."""
+    found = {}
+    for case in cases:
+        try:
+            case()
+            found[case.__name__] = ""
+        except Exception as error:
+            found[case.__name__] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def main(out: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    found: dict[str, Any] = {"without shims": errors(SHIMS)}
+    cpu.activate()
+    once = torch.cuda.current_device, len(torch.overrides._get_current_function_mode_stack())
+    cpu.activate()
+    found["twice"] = once == (torch.cuda.current_device, len(torch.overrides._get_current_function_mode_stack()))
+    found["with shims"] = errors(SHIMS)
+    found["present"] = {check.__name__: check() for check, _ in fixes.FIXES}
+    found["without fixes"] = errors(FIXES)
+    fixes.apply()
+    fixes.apply()
+    found["with fixes"] = errors(FIXES)
+    out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

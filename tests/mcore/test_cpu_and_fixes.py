@@ -1,0 +1,80 @@
+"""Every shim and fix is still needed with the installed Megatron, and helps.
+
+Where one of these fails because stock Megatron now does the thing itself, the shim or fix has had its day: remove it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from shim_cases import FIXES, SHIMS
+
+import megarl
+from megarl.mcore import cpu, fixes
+
+SHIM_NAMES = [case.__name__ for case in SHIMS]
+FIX_NAMES = [case.__name__ for case in FIXES]
+WITHOUT = {
+    "current_device": "CUDA",
+    "device_named_cuda": "CUDA",
+    "type_names": "AssertionError",
+    "tensor_cuda": "CUDA",
+    "pin_memory": "pin",
+    "synchronize": "CUDA",
+    "generator": "CUDA",
+    "streams": "CUDA",
+    "splits_as_numbers": "AssertionError: gloo's all-to-all takes no tensor for its splits",
+    "moe_router": "NameError: name 'te_general_gemm' is not defined",
+    "adam_state_to_load_into": "AssertionError",
+    "adam_state_without_a_step": "KeyError: 'step'",
+    "adam_state_outside_no_grad": "a view of a leaf Variable that requires grad",
+    "adam_counts_for_each_parameter": "AssertionError: 2 parameters share 1 counter",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A process of its own: what is done to torch.cuda stays there."""
+    out, here = tmp_path_factory.mktemp("shims") / "found.json", Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": str(Path(megarl.__file__).parents[1]), "PYTHONWARNINGS": "ignore"}
+    env |= {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, str(here / "shim_cases.py"), str(out)], env=env, check=True, timeout=120)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", SHIM_NAMES)
+def test_a_shim_is_needed_and_helps(found: dict[str, Any], name: str) -> None:
+    assert found["without shims"][name], "stock Megatron does this now: remove the shim"
+    assert WITHOUT[name] in found["without shims"][name]
+    assert found["with shims"][name] == ""
+
+
+@pytest.mark.parametrize("name", FIX_NAMES)
+def test_a_fix_is_needed_and_helps(found: dict[str, Any], name: str) -> None:
+    assert found["without fixes"][name], "upstream has mended this: remove the fix"
+    assert WITHOUT[name] in found["without fixes"][name]
+    assert found["with fixes"][name] == ""
+
+
+def test_the_presence_checks_see_the_defects(found: dict[str, Any]) -> None:
+    assert found["present"] == {check.__name__: True for check, _ in fixes.FIXES}
+
+
+def test_activating_twice_is_harmless(found: dict[str, Any]) -> None:
+    assert found["twice"]
+
+
+def test_nothing_is_touched_where_there_is_cuda() -> None:
+    before = torch.cuda.current_device, torch.cuda.Stream
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        cpu.activate()
+    assert (torch.cuda.current_device, torch.cuda.Stream) == before
+    assert not torch.overrides._get_current_function_mode_stack()

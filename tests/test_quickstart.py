@@ -1,0 +1,56 @@
+"""The main job, whole: it learns with PPO and GRPO, on tensor and pipeline ranks, and not from wrong rewards."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cli import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(900)]
+PIPELINE = ["actor.megatron.tensor_model_parallel_size=1", "actor.megatron.pipeline_model_parallel_size=2"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of its own: the recipe's paths are relative, and the cold start is made once for all runs in it."""
+    return tmp_path_factory.mktemp("home")
+
+
+def run(home: Path, name: str, *words: str) -> dict[str, Any]:
+    before = Path.cwd()
+    os.chdir(home)
+    try:
+        assert main(["train", *words, f"trainer.experiment_name={name}"]) == 0
+        return json.loads((home / "runs" / name / "summary.json").read_text())
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("quickstart", ["recipe=quickstart"]),
+        ("pp", ["recipe=quickstart", *PIPELINE]),
+        ("quickstart_grpo", ["recipe=quickstart_grpo"]),
+    ],
+)
+def test_the_main_job_learns_to_carry(home: Path, name: str, words: list[str]) -> None:
+    summary = run(home, name, *words)
+    assert summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] >= 0.9
+    assert summary["accuracy_transformers"] == pytest.approx(summary["accuracy_after"], abs=1 / 256), "one close call"
+    assert summary["pushes_verified"] == summary["steps"] + 1
+    assert summary["log_prob_gap_max"] < 1e-3
+    assert summary["first_ppo_kl_max"] < 1e-8
+    assert summary["wall_s"] < 360
+
+
+def test_wrong_rewards_teach_nothing(home: Path) -> None:
+    """The control: the same run with the rewards of other samples."""
+    summary = run(home, "control", "recipe=quickstart", "reward.shuffle=true", "trainer.check_export=false")
+    assert summary["accuracy_after"] < 0.6
