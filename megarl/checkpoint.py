@@ -35,10 +35,12 @@ class Checkpoint:
 
 
 def save(root: Path, step: int, roles: Mapping[str, Saves], state: dict[str, Any], *, keep: int) -> Checkpoint:
-    """Write `root/step_N`, then forget all but the newest `keep`."""
+    """Write `root/step_N`, then forget all but the newest `keep`.
+
+    Later steps under `root` are forgotten too: they belong to a run that this one, begun again further back, replaces.
+    """
     folder = root / f"step_{step:08d}"
-    if folder.exists():  # of a run that died while it wrote, or that was resumed from an older step
-        shutil.rmtree(folder)
+    _forget(folder)  # of a run that died while it wrote, or that was resumed from an older step
     folder.mkdir(parents=True)
     for name, role in roles.items():
         role.save(folder / name)
@@ -48,8 +50,10 @@ def save(root: Path, step: int, roles: Mapping[str, Saves], state: dict[str, Any
     with open(partial, "rb") as file:
         os.fsync(file.fileno())
     partial.rename(folder / MANIFEST)
-    for old in all_checkpoints(root)[:-keep]:
-        shutil.rmtree(old.folder)
+    kept = [c for c in all_checkpoints(root) if c.step <= step][-keep:]
+    for other in all_checkpoints(root):
+        if other not in kept:
+            _forget(other.folder)
     return Checkpoint(folder, step, state)
 
 
@@ -92,6 +96,13 @@ def all_checkpoints(root: Path) -> list[Checkpoint]:
     """The finished checkpoints under `root`, oldest step first."""
     found = [_read(folder) for folder in sorted(root.glob("step_*"))]
     return sorted((c for c in found if c is not None), key=lambda c: c.step)
+
+
+def _forget(folder: Path) -> None:
+    """Remove a checkpoint, if it is there; the manifest first, so that what an interruption leaves does not count."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def _read(folder: Path) -> Checkpoint | None:

@@ -36,7 +36,8 @@ def sft(config: Config) -> dict[str, Any]:
         prompt_key=settings.prompt_key,
         response_key=settings.response_key,
         max_length=settings.max_length,
-        seed=config.trainer.seed,
+        seed=config.data.seed,
+        system_prompt=config.data.system_prompt,
     )
     num_steps = config.trainer.total_training_steps or settings.epochs * len(examples) // settings.batch_size
     if num_steps < 1:

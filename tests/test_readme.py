@@ -29,7 +29,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a reader who has saved every file of the page and has the quickstart behind him."""
     for name, text in files().items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "runs/quickstart/checkpoints/step_00000200").mkdir(parents=True)
+    (tmp_path / "runs/quickstart/checkpoints/step_00000040").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

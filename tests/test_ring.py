@@ -115,7 +115,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(parts: Path, tmp_path: 
     assert not alive, f"children outlived the driver: {alive}"
 
     assert main(["train", *words]) == 0
-    assert not (tmp_path / "killed" / "checkpoints" / "step_00000005").exists(), "save_freq=2"
     for metric in ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "actor/lr"):
         assert steps(tmp_path / "killed", metric) == steps(tmp_path / "whole", metric), metric
     assert len(lines(tmp_path / "killed" / "metrics.jsonl")) == len(lines(tmp_path / "whole" / "metrics.jsonl"))

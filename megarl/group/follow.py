@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -27,30 +28,37 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
     """
     rank = int(os.environ["RANK"])
     wire = connect(os.environ[ADDRESS], os.environ[TOKEN], {"rank": rank}, timeout_s=60.0)
-    threading.Thread(target=_beat, args=(wire,), daemon=True).start()
+    busy = threading.Event()
+    threading.Thread(target=_beat, args=(wire, busy), daemon=True).start()
     while True:
+        busy.clear()
         try:
             header, tensors = wire.receive()
         except WireClosed:
             os._exit(1)  # the driver is gone: nothing that this rank still holds is wanted
         if header["method"] == "close":
             return
+        busy.set()
         try:
             if header["has_payload"]:
                 tensors = share_payload(tensors, share(), is_first())
             result, out = handlers[header["method"]](header["arguments"], tensors)
             wire.send({"id": header["id"], "ok": True, "result": result}, out)
-        except Exception as error:  # every exception is the driver's to judge
+        except (
+            BaseException
+        ) as error:  # every one is the driver's to judge; torch's CheckpointException is no Exception
             report = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
             wire.send({"id": header["id"], "ok": False, **report})
 
 
-def _beat(wire: Wire) -> None:
-    """Say that this rank lives; when the connection ends in mid-call, end the process: it may hang in a collective."""
-    stop = threading.Event()
-    while not stop.wait(HEARTBEAT_S):
+def _beat(wire: Wire, busy: threading.Event) -> None:
+    """Say that this rank lives while it works; without a driver end the process: it may hang in a collective."""
+    while True:
+        busy.wait()
+        time.sleep(HEARTBEAT_S)
         try:
-            wire.send({"beat": 1})
+            if busy.is_set():
+                wire.send({"beat": 1})
         except WireClosed:
             os._exit(1)
 

@@ -110,6 +110,8 @@ class Group:
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
         command += [f"--nproc-per-node={self.num_ranks}", "--redirects=3", f"--log-dir={self._log_dir}"]
         env = {**os.environ, ADDRESS: address, TOKEN: self._token}
+        if self._setup["device"] == "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = ""  # Megatron takes CUDA wherever torch sees it
         if self._setup["device"] != "cuda":
             env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.num_ranks)))
         with open(self._log_dir / f"{self.name}.log", "ab") as log:
@@ -133,6 +135,7 @@ class Group:
                 continue
             if arrival:
                 wire, hello = arrival
+                wire.sock.settimeout(SILENCE_S)  # a machine that is lost in mid-message closes no connection
                 self._wires[int(hello["rank"])] = wire
 
     def _check_agent(self) -> None:
@@ -218,7 +221,7 @@ class Group:
                 errors.setdefault(rank, {"type": "RankError", "message": "ended", "traceback": ""})
                 return
             raise self._died(rank, method) from error
-        if "beat" in header:
+        if "beat" in header or header["id"] < self._call_id:  # or late: the answer to a call that failed elsewhere
             return
         assert header["id"] == self._call_id, f"rank {rank} answered call {header['id']}, not {self._call_id}"
         if header["ok"]:
@@ -246,6 +249,8 @@ class Group:
                     continue
         for wire in self._wires.values():
             wire.close()
+        if self._listener is not None:
+            self._listener.close()
         self._wires.clear()
         self._agent = None
 
@@ -255,5 +260,7 @@ def _as_error(name: str, method: str, errors: dict[int, dict[str, Any]]) -> Exce
     rank, first = min(errors.items(), key=lambda item: (item[1]["type"] in ("RuntimeError", "RankError"), item[0]))
     report = "\n".join(f"rank {r}:\n{e['traceback']}" for r, e in sorted(errors.items()))
     if first["type"] == "ValueError":
-        return ValueError(first["message"])
+        mistake = ValueError(first["message"])
+        mistake.add_note(report)
+        return mistake
     return RankError(f"group {name}: rank {rank} failed in {method}: {first['type']}: {first['message']}", report)

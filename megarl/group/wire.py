@@ -45,10 +45,11 @@ class Wire:
         except OSError as error:
             raise WireClosed(str(error)) from error
 
-    def receive(self) -> tuple[dict[str, Any], Tensors]:
+    def receive(self, *, max_bytes: int | None = None) -> tuple[dict[str, Any], Tensors]:
         """The next message; waits for it.  Raises WireClosed when the other side has gone."""
         head_size, body_size = _HEAD.unpack(self._read(_HEAD.size))
         assert head_size <= _MAX_HEADER, f"a header of {head_size} bytes is not one of ours"
+        assert max_bytes is None or head_size + body_size <= max_bytes, f"want at most {max_bytes} bytes"
         header = json.loads(self._read(head_size))
         return header, safetensors.torch.load(bytes(self._read(body_size))) if body_size else {}
 
@@ -85,7 +86,7 @@ def accept(listener: socket.socket, token: str) -> tuple[Wire, dict[str, Any]] |
     sock.settimeout(10.0)  # a stranger who says nothing does not hold the door
     wire = Wire(sock)
     try:
-        hello, _ = wire.receive()
+        hello, _ = wire.receive(max_bytes=4096)  # a stranger's word costs no memory
     except (WireClosed, AssertionError, ValueError):
         wire.close()
         return None

@@ -104,7 +104,7 @@ def place() -> Place:
     )
 
 
-def replica_group() -> Any:
+def replica_group(*, timeout_s: float = 600.0) -> Any:
     """A gloo group of this rank's data-parallel replica (its tp, cp and pp ranks), for tensors on the CPU.
 
     Collective over all ranks.  Never one gloo group over everyone: it opens a socket for every pair of ranks.
@@ -116,7 +116,7 @@ def replica_group() -> Any:
     mine = None
     for replica in range(where.num_replicas):
         ranks = [rank for rank, its in enumerate(replicas.tolist()) if its == replica]
-        group = dist.new_group(ranks, backend="gloo")
+        group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         mine = group if where.rank in ranks else mine
     return mine
 

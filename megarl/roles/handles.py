@@ -105,8 +105,8 @@ class Trainable(Role):
     def update(self, batch: Batch, *, seed: int = 0) -> dict[str, Stat]:
         """All optimizer steps of one batch: epochs times mini-batches of whole prompt groups.
 
-        Statistics are merged over the steps, and `first_ppo_kl` is that of the first step alone; a step without a
-        trainable token is skipped, and counted.
+        Statistics are merged over the steps, and `first_ppo_kl` is that of the first step taken alone; a step without
+        a trainable token is skipped, and counted.
         """
         how = self.update_settings
         assert how is not None, f"role {self.name} has no loss to train with"
@@ -116,8 +116,9 @@ class Trainable(Role):
             for mini in mini_batches(batch, how.prompts_per_step, seed=seed * 1000 + epoch)
         ]
         merged = merge_stats(stats)
-        if f"{self.name}/ppo_kl" in stats[0]:  # nothing has moved yet: whatever this is, it is not the policy
-            merged[f"{self.name}/first_ppo_kl"] = stats[0][f"{self.name}/ppo_kl"]
+        kl = f"{self.kind}/ppo_kl"
+        if kl in merged:  # nothing has moved yet: whatever this is, it is not the policy
+            merged[f"{self.kind}/first_ppo_kl"] = next(step[kl] for step in stats if kl in step)
         return merged
 
     def _step(self, batch: Batch, how: Update) -> Stats:

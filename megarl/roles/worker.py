@@ -63,10 +63,8 @@ class Worker:
         self.layout = Layout(**arguments["layout"])
         where = {"device": arguments["device"], "seed": arguments["seed"], "timeout_s": arguments["timeout_s"]}
         self.device = device_for(arguments["device"])
-        if self.device.type == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads()))
         self.place = initialize(self.layout, **where)
-        self.share = replica_group()
+        self.share = replica_group(timeout_s=arguments["timeout_s"])
         return {"replica": self.place.replica, "is_reporter": self.place.is_reporter}, {}
 
     def load(self, arguments: dict[str, Any], _: Tensors) -> Answer:

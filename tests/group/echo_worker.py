@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megarl.group.follow import Answer, follow
 from megarl.group.wire import Tensors
 
+KINDS = {"value": ValueError, "runtime": RuntimeError, "no exception": type("Stop", (BaseException,), {})}
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -32,7 +33,7 @@ def double(arguments: dict[str, Any], tensors: Tensors) -> Answer:
 
 def fail(arguments: dict[str, Any], _: Tensors) -> Answer:
     if arguments["rank"] == RANK:
-        raise {"value": ValueError, "runtime": RuntimeError}[arguments["kind"]]("the shelf is empty")
+        raise KINDS[arguments["kind"]]("the shelf is empty")
     time.sleep(arguments.get("others_sleep_s", 0.0))
     return {}, {}
 

@@ -62,8 +62,21 @@ def test_an_exception_on_one_rank_reaches_the_driver_with_its_rank(four: Group) 
 
 
 def test_a_mistake_of_the_user_found_on_a_rank_is_a_value_error(four: Group) -> None:
-    with pytest.raises(ValueError, match=r"^the shelf is empty$"):
+    with pytest.raises(ValueError, match=r"^the shelf is empty$") as caught:
         four.call("fail", {"rank": 3, "kind": "value"})
+    assert "in fail" in caught.value.__notes__[0], "the remote traceback comes along, for --debug"
+
+
+def test_even_what_is_no_exception_reaches_the_driver(four: Group) -> None:
+    """torch's CheckpointException is none."""
+    with pytest.raises(RankError, match=r"rank 1 failed in fail: Stop: the shelf is empty"):
+        four.call("fail", {"rank": 1, "kind": "no exception"})
+
+
+def test_an_answer_that_comes_after_its_call_has_failed_is_not_taken_for_another(four: Group) -> None:
+    with pytest.raises(RankError, match=r"rank 0 failed in fail"):
+        four.call("fail", {"rank": 0, "kind": "runtime", "others_sleep_s": 2.0})
+    assert [r.result["rank"] for r in four.call("double")] == [1, 3]
 
 
 def test_two_groups_work_at_once(four: Group, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 
 import pytest
@@ -55,3 +56,10 @@ def test_only_the_token_opens_the_door() -> None:
         assert arrival is not None
         assert arrival[1] == {"rank": 3}, "the token is not passed on"
         friend.close()
+
+
+def test_a_stranger_cannot_announce_a_message_that_fills_the_memory() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()) as stranger:
+            stranger.sendall(struct.pack(">IQ", 10, 2**62))
+            assert accept(listener, "secret") is None

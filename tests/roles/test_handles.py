@@ -1,0 +1,276 @@
+"""What the driver's handles ask of a group: packing, weights, optimizer steps; with a group that only takes notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.group import Reply
+from megarl.roles.handles import Actor, Critic, Packing, Reference, Servers, Update
+from megarl.sample import Batch, Stat, token_positions
+
+Payload = dict[str, Tensor]
+
+
+class NotingGroup:
+    """Stands for a Group of some replicas: remembers every call and answers with what `answer` makes of it."""
+
+    def __init__(self, num_replicas: int, answer: Callable[[str, dict[str, Any], Payload, int], Reply]) -> None:
+        self.num_replicas, self.answer = num_replicas, answer
+        self.calls: list[tuple[str, dict[str, Any], list[Payload]]] = []
+
+    def call(self, method: str, arguments: dict[str, Any], payloads: Sequence[Payload] | None = None) -> list[Reply]:
+        assert payloads is None or len(payloads) == self.num_replicas
+        self.calls.append((method, arguments, list(payloads or [])))
+        given = payloads or [{}] * self.num_replicas
+        return [self.answer(method, arguments, payload, replica) for replica, payload in enumerate(given)]
+
+    def call_leader(self, method: str, arguments: dict[str, Any]) -> Reply:
+        self.calls.append((method, arguments, []))
+        return self.answer(method, arguments, {}, 0)
+
+
+def trained(kl_of_step: Sequence[float] = ()) -> Callable[..., Reply]:
+    """Answers of an `update`: each replica reports its tokens' share of the step's statistics."""
+    kls = dict(enumerate(kl_of_step))
+    seen = {"calls": 0}
+
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        assert method == "update"
+        step, seen["calls"] = divmod(seen["calls"], 2)[0], seen["calls"] + 1
+        weight = float(payload["weight"].sum())
+        kind = "critic" if "cliprange_value" in arguments["loss"] else "actor"
+        stats: dict[str, Any] = {f"{kind}/loss": ["mean", weight * (1.0 + replica), weight]}
+        stats[f"{kind}/largest"] = ["max", float(payload["lengths"].max()) if len(payload["lengths"]) else 0.0, 1.0]
+        if kls:
+            stats["actor/ppo_kl"] = ["mean", weight * kls[step], weight]
+        return Reply({"stats": stats, "grad_norm": 2.0 + step, "lr": 0.5}, {})
+
+    return answer
+
+
+def make_batch(num_groups: int = 4) -> Batch:
+    """Groups of two sequences of 3 and 5 tokens; the last 2 and 3 of them are the response."""
+    lengths = torch.tensor([3, 5] * num_groups)
+    mask = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1] * num_groups, dtype=torch.float32)
+    n = int(lengths.sum())
+    columns = {name: torch.arange(n) + 0.5 for name in ("old_log_probs", "advantages", "values", "returns", "other")}
+    rows = {"group": torch.arange(num_groups).repeat_interleave(2), "score": torch.zeros(2 * num_groups)}
+    return Batch(torch.arange(n), lengths, {"response_mask": mask, **columns}, rows)
+
+
+def make_actor(group: Any, **how: Any) -> Actor:
+    update = Update(**{"loss": ActorLoss("ppo"), "prompts_per_step": 2, **how})
+    return Actor("actor", group, Packing(max_tokens=10), temperature=0.7, update_settings=update)
+
+
+def sequences(payload: Payload) -> list[list[int]]:
+    return [part.tolist() for part in payload["tokens"].split(payload["lengths"].tolist())]
+
+
+def test_epochs_times_mini_batches_of_whole_groups() -> None:
+    group = NotingGroup(2, trained())
+    make_actor(group, epochs=3).update(make_batch(4), seed=5)
+    assert len(group.calls) == 3 * 2
+    for first, second in zip(group.calls[::2], group.calls[1::2], strict=True):
+        tokens = [{t for p in call[2] for t in p["tokens"].tolist()} for call in (first, second)]
+        assert tokens[0] | tokens[1] == set(range(32)), "an epoch sees every token once"
+        assert not tokens[0] & tokens[1]
+        for of_step in tokens:
+            assert {t // 8 for t in of_step} == {t // 8 for t in of_step if t % 8 == 0}, "whole groups"
+    orders = {tuple(sorted(t // 8 for t in group.calls[2 * e][2][0]["tokens"].tolist())) for e in range(3)}
+    assert len(orders) > 1, "each epoch shuffles anew"
+
+
+def test_the_same_seed_makes_the_same_steps() -> None:
+    steps = []
+    for seed in (1, 1, 2):
+        group = NotingGroup(2, trained())
+        make_actor(group).update(make_batch(6), seed=seed)
+        steps.append([[p["tokens"].tolist() for p in payloads] for _, _, payloads in group.calls])
+    assert steps[0] == steps[1] != steps[2]
+
+
+def test_a_step_knows_its_tokens_and_weighs_them_over_all_replicas() -> None:
+    group = NotingGroup(2, trained())
+    make_actor(group).update(make_batch(4))
+    for method, arguments, payloads in group.calls:
+        assert method == "update"
+        assert (arguments["role"], arguments["temperature"], arguments["entropy"]) == ("actor", 0.7, True)
+        assert arguments["num_tokens"] == 16, "two groups of 3 + 5 tokens, prompts included"
+        weight = torch.cat([p["weight"] for p in payloads])
+        assert weight.sum().item() == pytest.approx(1.0), "token-mean over the whole step"
+        assert weight[weight > 0].tolist() == pytest.approx([1 / 10] * 10), "2 + 3 trainable tokens in each of 2 groups"
+        mask = torch.cat([p["response_mask"] for p in payloads])
+        assert torch.equal(weight > 0, mask > 0)
+
+
+def test_other_aggregations_reach_the_ranks_as_weights_too() -> None:
+    group = NotingGroup(2, trained())
+    make_actor(group, agg_mode="seq-mean-token-sum-norm", loss_scale_factor=100.0).update(make_batch(4))
+    weight = torch.cat([p["weight"] for p in group.calls[0][2]])
+    assert weight[weight > 0].tolist() == pytest.approx([1 / (4 * 100)] * 10)
+    group = NotingGroup(2, trained())
+    make_actor(group, agg_mode="prompt-mean-token-mean").update(make_batch(4))
+    weight = torch.cat([p["weight"] for p in group.calls[0][2]])
+    assert weight[weight > 0].tolist() == pytest.approx([1 / (2 * 5)] * 10)
+
+
+def test_a_rank_gets_what_the_loss_needs_and_nothing_else() -> None:
+    group = NotingGroup(2, trained())
+    make_actor(group).update(make_batch(4))
+    for payload in group.calls[0][2]:
+        wanted = {"weight", "response_mask", "old_log_probs", "advantages"}
+        assert payload.keys() == wanted | {"tokens", "lengths", "micro_sizes"}
+        assert (payload["tokens"].dtype, payload["lengths"].dtype) == (torch.int32, torch.int64)
+        assert int(payload["micro_sizes"].sum()) == len(payload["lengths"])
+        assert torch.equal(payload["advantages"], payload["tokens"] + 0.5), "columns stay beside their tokens"
+    assert len({len(p["micro_sizes"]) for p in group.calls[0][2]}) == 1, "equally many micro-batches"
+
+
+def test_micro_batches_hold_no_more_than_the_packing_allows() -> None:
+    group = NotingGroup(2, trained())
+    make_actor(group).update(make_batch(4))
+    for _, _, payloads in group.calls:
+        for payload in payloads:
+            parts = torch.tensor([len(s) for s in sequences(payload)]).split(payload["micro_sizes"].tolist())
+            assert all(int(part.sum()) <= 10 for part in parts)
+    batch, critic = make_batch(4), Critic("critic", group, Packing(max_tokens=None, max_sequences=1))  # type: ignore
+    assert [p.micro_sizes for p in critic._plan(batch)] == [[1] * 4] * 2
+
+
+def test_statistics_are_merged_over_replicas_and_steps() -> None:
+    group = NotingGroup(2, trained())
+    stats = make_actor(group).update(make_batch(4))
+    # Each step's weights sum to 1; replica 0 reports 1 and replica 1 reports 2, each for its tokens.
+    shares = [float(p["weight"].sum()) for _, _, payloads in group.calls for p in payloads]
+    want = (shares[0] + 2 * shares[1] + shares[2] + 2 * shares[3]) / 2
+    assert stats["actor/loss"].result() == pytest.approx(want)
+    assert stats["actor/loss"].weight == pytest.approx(2.0)
+    assert stats["actor/largest"].result() == 5
+    assert stats["actor/grad_norm"].result() == pytest.approx(2.5), "the mean of 2 and 3: once a step, not a replica"
+    assert stats["actor/lr"].result() == 0.5
+    assert stats["actor/skipped_steps"].result() == 0
+
+
+def test_the_first_kl_is_that_of_the_first_step_alone() -> None:
+    stats = make_actor(NotingGroup(2, trained([1e-9, 0.25]))).update(make_batch(4))
+    assert stats["actor/first_ppo_kl"].result() == pytest.approx(1e-9)
+    assert stats["actor/ppo_kl"].result() == pytest.approx((1e-9 + 0.25) / 2)
+
+
+def test_a_step_without_a_trainable_token_is_skipped_and_counted() -> None:
+    batch = make_batch(4)
+    mask = batch.columns["response_mask"].clone()
+    mask[:24] = 0  # three of the four groups
+    group = NotingGroup(2, trained([1e-9, 0.25]))
+    stats = make_actor(group, prompts_per_step=1).update(batch.with_columns(response_mask=mask))
+    assert len(group.calls) == 1
+    assert group.calls[0][1]["num_tokens"] == 8
+    assert stats["actor/skipped_steps"].result() == 3
+    assert stats["actor/first_ppo_kl"].result() == pytest.approx(1e-9), "of the first step that was taken"
+
+
+def test_a_batch_without_a_trainable_token_asks_nothing_of_the_ranks() -> None:
+    group = NotingGroup(2, trained())
+    batch = make_batch(2).with_columns(response_mask=torch.zeros(16))
+    assert make_actor(group).update(batch) == {"actor/skipped_steps": Stat("sum", 1.0)}
+    assert group.calls == []
+
+
+def test_a_replica_without_sequences_runs_dummies() -> None:
+    batch, group = make_batch(1).select([0]), NotingGroup(2, trained())
+    make_actor(group).update(batch)
+    full, empty = sorted(group.calls[0][2], key=lambda p: -len(p["tokens"]))
+    assert full["micro_sizes"].tolist() == [1]
+    assert empty["micro_sizes"].tolist() == [0]
+    assert {name: len(tensor) for name, tensor in empty.items()} == dict.fromkeys(empty, 0) | {"micro_sizes": 1}
+
+
+def test_a_critic_trains_with_its_own_loss_and_names() -> None:
+    group = NotingGroup(2, trained())
+    update = Update(CriticLoss(0.5), prompts_per_step=4)
+    critic = Critic("critic", group, Packing(), update_settings=update)  # type: ignore[arg-type]
+    stats = critic.update(make_batch(4))
+    arguments, payloads = group.calls[0][1], group.calls[0][2]
+    assert arguments["loss"] == {"cliprange_value": 0.5}
+    assert (arguments["entropy"], arguments["temperature"]) == (False, 1.0)
+    assert {"values", "returns"} <= payloads[0].keys()
+    assert "critic/grad_norm" in stats
+    assert not any("ppo_kl" in name for name in stats)
+
+
+def test_columns_come_back_in_the_order_of_the_batch() -> None:
+    """Each replica answers with its tokens: the column is the batch's own tokens again."""
+
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        assert method == "columns"
+        assert payload.keys() == {"tokens", "lengths", "micro_sizes"}, "a forward pass needs no columns"
+        return Reply({}, {name: payload["tokens"].float() for name in ("log_probs", "values")})
+
+    batch = make_batch(3).select([4, 0, 3, 1, 2])
+    for num_replicas in (1, 2, 3):
+        group: Any = NotingGroup(num_replicas, answer)
+        assert torch.equal(Reference("ref", group, Packing(max_tokens=8), 0.7).log_probs(batch), batch.tokens.float())
+        assert torch.equal(make_actor(group).log_probs(batch), batch.tokens.float())
+        assert torch.equal(Critic("critic", group, Packing()).values(batch), batch.tokens.float())
+        assert [call[1]["role"] for call in group.calls] == ["ref", "actor", "critic"]
+        assert [call[1]["temperature"] for call in group.calls] == [0.7, 0.7, 1.0]
+        assert not any(call[1]["entropy"] for call in group.calls)
+
+
+def test_a_replica_that_ran_dummies_only_answers_with_no_column() -> None:
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        tokens = payload["tokens"].float()
+        return Reply({}, {"log_probs": tokens} if len(tokens) else {})
+
+    batch = make_batch(1).select([1])
+    group: Any = NotingGroup(3, answer)
+    assert torch.equal(make_actor(group).log_probs(batch), batch.tokens.float())
+
+
+def test_a_sequence_longer_than_a_row_is_refused() -> None:
+    group: Any = NotingGroup(1, trained())
+    with pytest.raises(ValueError, match=r"^ppo_max_token_len_per_gpu=4: sequence 1 has 5 tokens; want"):
+        Reference("ref", group, Packing(max_tokens=4)).log_probs(make_batch(1))
+
+
+def test_plain_numbers_travel_to_the_ranks() -> None:
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        return Reply({"parameters_per_rank": 7} if method == "load" else {"version": 3}, {})
+
+    group: Any = NotingGroup(1, answer)
+    actor = make_actor(group)
+    assert actor.load("folder", dtype="bfloat16", optim={"lr": 0.1}, plugins=("mine.py",)) == 7
+    assert actor.push(Servers(("http://a",), "secret", pause_mode="in_place"), 3) == {"version": 3}
+    actor.save(Path("x"))
+    actor.restore(Path("x"))
+    actor.export(Path("y"))
+    Critic("critic", group, Packing()).load("folder")
+    methods = [method for method, _, _ in group.calls]
+    assert methods == ["load", "push", "save", "restore", "export", "load"]
+    load, push = group.calls[0][1], group.calls[1][1]
+    assert load == {
+        "role": "actor", "kind": "actor", "folder": "folder", "dtype": "bfloat16", "optim": {"lr": 0.1},
+        "plugins": ["mine.py"],
+    }  # fmt: skip
+    assert (push["role"], push["version"], push["urls"], push["pause_mode"]) == ("actor", 3, ("http://a",), "in_place")
+    assert [call[1]["folder"] for call in group.calls[2:5]] == ["x", "x", "y"]
+    assert group.calls[5][1]["kind"] == "critic"
+    assert group.calls[5][1]["optim"] is None
+
+
+def test_payloads_of_a_plan_rebuild_the_batch() -> None:
+    """Laid end to end in the plans' order they are the batch: nothing is lost or doubled."""
+    batch, group = make_batch(4), NotingGroup(3, trained())
+    make_actor(group, prompts_per_step=4).update(batch)
+    payloads = group.calls[0][2]
+    got = sorted(sequence for payload in payloads for sequence in sequences(payload))
+    want = [batch.tokens[token_positions(batch.lengths, torch.tensor([i]))].tolist() for i in range(8)]
+    assert got == sorted(want)
