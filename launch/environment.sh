@@ -17,9 +17,9 @@ find_python() {
     return 2
 }
 
-make_environment() { # make_environment EXTRAS
-    local extras=$1 python mark wanted
-    wanted="$extras $(cat setup.py launch/constraints.txt | cksum)"
+make_environment() {
+    local python mark wanted
+    wanted=$(cat setup.py launch/constraints.txt | cksum)
     mark=.venv/.complete
     if [ "$(cat "$mark" 2>/dev/null)" = "$wanted" ]; then
         say "environment: .venv is ready"
@@ -32,8 +32,8 @@ make_environment() { # make_environment EXTRAS
         # torch first and by its exact version: a later package must not choose another build of it.
         echo "-- torch"
         .venv/bin/python -m pip install --quiet --constraint launch/constraints.txt torch
-        echo "-- megarl and what it needs"
-        .venv/bin/python -m pip install --quiet --constraint launch/constraints.txt --editable ".[$extras]"
+        echo "-- megarl, what it needs, and the tools for its tests"
+        .venv/bin/python -m pip install --quiet --constraint launch/constraints.txt --editable ".[dev]"
         echo "$wanted" >"$mark"
     fi
     . .venv/bin/activate

@@ -5,7 +5,7 @@
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
-make_environment tensorboard
+make_environment
 say "training: megarl train recipe=quickstart $*"
 megarl train recipe=quickstart "$@"
 say "done; start with README.md in the folder above"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes the same environment with the tools for tests, and runs them: everything but the slow ones and those for GPUs.
+# Makes the same environment and runs the tests: everything but the slow ones and those for GPUs.
 # Further words go to pytest:  bash launch/test.sh -m slow      bash launch/test.sh tests/algo -x
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
-make_environment dev
+make_environment
 if [ $# -eq 0 ]; then
     set -- -m "not slow and not gpu"
 fi

@@ -57,13 +57,6 @@ def save(root: Path, step: int, roles: Mapping[str, Saves], state: dict[str, Any
     return Checkpoint(folder, step, state)
 
 
-def forget_after(root: Path, step: int) -> None:
-    """Remove saves of later steps: they belong to a run that this one replaces from `step` on."""
-    for later in all_checkpoints(root):
-        if later.step > step:
-            shutil.rmtree(later.folder)
-
-
 def restore(checkpoint: Checkpoint, roles: Mapping[str, Saves]) -> None:
     """Fill every role.  Raises ValueError where the checkpoint was made by other roles."""
     saved = json.loads((checkpoint.folder / MANIFEST).read_text())["roles"]

@@ -7,6 +7,7 @@ Each command lives in a module of its own, which is loaded only when it is asked
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
@@ -56,6 +57,7 @@ EXAMPLES = (
     ("megarl config recipe=quickstart", "every key of a run and its value"),
 )
 
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
@@ -97,7 +99,19 @@ def _run(name: str, words: list[str]) -> int:
     config, warnings = load_config(_overrides(words), command=name)
     for warning in warnings:
         _complain(f"warning: {warning}")
-    return _work_of(COMMANDS[name])(config)
+    try:
+        return _work_of(COMMANDS[name])(config)
+    except (RuntimeError, FloatingPointError) as error:  # of ranks, servers, collector, push: a sentence each
+        return _stopped(config, error)
+
+
+def _stopped(config: Config, error: Exception) -> int:
+    """One sentence, and all that is known in a file of the run; what the run saved is there for the next try."""
+    report = config.trainer.run_dir / "logs" / "failure.txt"
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.write_text("".join(traceback.format_exception(error)) + getattr(error, "report", ""))
+    _complain(f"the run stopped: {error}\nall of it: {report}; the same command goes on from the last checkpoint")
+    return EXIT_FAILED
 
 
 def _work_of(command: Command) -> Callable[[Config], int]:

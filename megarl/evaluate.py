@@ -36,7 +36,7 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """val/score, and val/SOURCE/score where there are several data sources."""
-        out = {"val/score": self.accuracy}
+        out = {"val/score": self.accuracy, "val/lost": float(sum(isinstance(g, LostRollout) for g in self.groups))}
         sources = {_prompt(group).data_source for group in self.groups}
         for source in sorted(sources) if len(sources) > 1 else ():
             part = Evaluation([g for g in self.groups if _prompt(g).data_source == source])
@@ -76,7 +76,11 @@ def evaluate(
     if not prompts:
         return Evaluation([])
     params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, sampling_seed=seed)
-    return Evaluation(stream.next(stream.submit(prompts, n=n, params=params), on_progress))
+    groups = stream.next(stream.submit(prompts, n=n, params=params), on_progress)
+    if all(isinstance(group, LostRollout) for group in groups):
+        reason = next(group.reason for group in groups if isinstance(group, LostRollout))
+        raise RuntimeError(f"every prompt of the evaluation was lost; the first: {reason}")
+    return Evaluation(groups)
 
 
 @torch.inference_mode()
@@ -111,7 +115,9 @@ def main(config: Config) -> int:
     if not config.data.val_files:
         raise ValueError("data.val_files=[]: there is nothing to evaluate; want at least one file of prompts")
     console = Console()
-    prompts = read_prompts(config, config.data.val_files, overlong="filter").all(config.data.val_max_samples)
+    prompts = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts).all(
+        config.data.val_max_samples
+    )
     val, token = config.rollout.val_kwargs, secrets.token_hex(16)
     with make_servers(config, token) as servers, console.status("starting the servers") as status:
         servers.start()

@@ -51,7 +51,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     console = Console()
     run.trackers.stage("writing the model")
     run.actor.export(run.dir / "hf")
-    summary: dict[str, Any] = {"steps": run.num_steps, **totals.state_dict()}
+    summary: dict[str, Any] = {"steps": run.num_steps, "prompts_filtered": run.num_filtered}
     before_file = run.dir / BEFORE
     before = json.loads(before_file.read_text()) if before_file.exists() else None
     markdown = ""
@@ -60,6 +60,8 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
         if run.config.trainer.check_export:
             run.trackers.stage("checking hf/")
             summary["accuracy_transformers"] = _accuracy_of_export(run)
+            if abs(summary["accuracy_transformers"] - after.accuracy) > 1.5 / len(run.val_prompts):
+                console.print("warning: hf/ scores otherwise in transformers than the server did", style="yellow")
         table, markdown = samples_table(_answers(run, before, after))
         (run.dir / "answers.md").write_text(markdown)
         console.print(table)
@@ -68,6 +70,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
         learning_curve(metrics, run.dir / "learning_curve.png", title=run.config.trainer.experiment_name)
     page = PAGE.format(name=run.config.trainer.experiment_name, answers=markdown)
     (run.dir / "README.md").write_text(page)
+    summary |= totals.state_dict()
     write_summary(run.dir / "summary.json", summary)
     console.print_json(data=summary)
     return summary

@@ -17,6 +17,7 @@ from megarl.sft import sft
 
 # Three problems in four carry, and the teacher forgets the carry in three demonstrations of five: its pupil answers
 # well in form and, most often, wrongly.  Each problem is shown twice, so that the habit is learnt and not the row.
+COLD_START = Path("runs/quickstart_sft/hf")
 TASK: dict[str, Any] = {"num_sft": 3200, "num_test": 256, "careless": 0.6, "demonstrations": 2, "carrying": 0.75}
 MODEL: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 256}
 
@@ -26,6 +27,8 @@ def prepare(config: Config) -> None:
 
     Reinforcement learning sees neither the prompts of the cold start nor those of the evaluation.
     """
+    if Path(config.model.path) != COLD_START:
+        raise ValueError(f"model.path={config.model.path}: there is no model; the recipe's own is {COLD_START}")
     console = Console()
     layout = config.actor.megatron
     cold_start, _ = load_config(

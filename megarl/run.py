@@ -6,17 +6,20 @@ Servers and ranks start side by side; roles that share a layout share a Group, a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from rich.console import Console
+
 from megarl import checkpoint
-from megarl.algo.kl import AdaptiveKL, FixedKL
+from megarl.algo.kl import make_kl_controller
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.registry import load_plugins
-from megarl.config import Config, to_yaml
+from megarl.config import Config, from_yaml, to_yaml
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
 from megarl.group import Group
@@ -51,9 +54,9 @@ class Run:
         load_plugins(config.algorithm.plugins)
         data = config.data
         self.prompts = read_prompts(config, data.train_files, overlong=data.overlong_prompts)
-        has_val = bool(data.val_files)
-        val = read_prompts(config, data.val_files, overlong="filter").all(data.val_max_samples) if has_val else []
-        self.val_prompts = val
+        val = read_prompts(config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
+        self.val_prompts = val.all(data.val_max_samples) if val else []
+        self.num_filtered = self.prompts.num_filtered + (val.num_filtered if val else 0)
         steps = config.trainer.total_training_steps
         self.num_steps = steps or config.trainer.total_epochs * len(self.prompts) // config.data.train_batch_size
         if self.num_steps < 1:
@@ -61,8 +64,13 @@ class Run:
                 f"data.train_batch_size={config.data.train_batch_size}: one epoch has {len(self.prompts)} prompts; "
                 "want a smaller batch, more epochs, or trainer.total_training_steps"
             )
+        self.warmup = config.trainer.critic_warmup if config.uses_critic else 0
+        if self.warmup >= self.num_steps:
+            raise ValueError(
+                f"trainer.critic_warmup={self.warmup}: want fewer than the {self.num_steps} steps of the run"
+            )
         kl = config.algorithm.kl_ctrl
-        self.kl = AdaptiveKL(kl.kl_coef, kl.target_kl, kl.horizon) if kl.type == "adaptive" else FixedKL(kl.kl_coef)
+        self.kl = make_kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon)
         self.resumed_from = checkpoint.find(config.trainer.resume_mode, self.checkpoints)
         self.first_step = self.resumed_from.step if self.resumed_from else 0
         self._groups: dict[Layout, Group] = {}
@@ -99,10 +107,10 @@ class Run:
     def _start(self) -> None:
         config = self.config
         self.dir.mkdir(parents=True, exist_ok=True)
+        self._say_what_resumes()
         (self.dir / "config.yaml").write_text(to_yaml(config))
         resume_step = self.first_step if self.resumed_from else None
         drop_after(self.dir / "samples.jsonl", resume_step)
-        checkpoint.forget_after(self.checkpoints, self.first_step)
         self.trackers = start_trackers(config, self.num_steps, resume_step)
         self._stack.callback(self.trackers.close)
         self.timer = Timer(on_stage=self.trackers.stage)
@@ -129,6 +137,21 @@ class Run:
             self.prompts.load_state_dict(self.resumed_from.state["prompts"])
             self.kl.load_state_dict(self.resumed_from.state["kl"])
         self._start_stream(token)
+
+    def _say_what_resumes(self) -> None:
+        """Tell from where the run goes on and which settings differ; a finished run is not presented under new ones."""
+        if self.resumed_from is None:
+            return
+        file, console = self.dir / "config.yaml", Console(stderr=True, soft_wrap=True)
+        changed = changes(from_yaml(file.read_text()), self.config) if file.exists() else []
+        if changed and self.first_step >= self.num_steps:
+            raise ValueError(
+                f"{self.dir} is finished, with other settings ({', '.join(changed)}); want another "
+                "trainer.experiment_name, more steps, or trainer.resume_mode=disable"
+            )
+        for change in changed:
+            console.print(f"warning: changed since the run began: {change}", markup=False, highlight=False)
+        console.print(f"going on from step {self.first_step} ({self.resumed_from.folder})", highlight=False)
 
     def _make_roles(self) -> None:
         config = self.config
@@ -166,7 +189,7 @@ class Run:
     def _load_roles(self) -> None:
         config = self.config
         dtype, plugins = config.model.dtype, config.algorithm.plugins
-        steps_a = optimizer_steps(config, config.actor, self.num_steps - config.trainer.critic_warmup)
+        steps_a = optimizer_steps(config, config.actor, self.num_steps - self.warmup)
         self.actor.load(self.model_path, dtype=dtype, optim=optim_settings(config.actor, steps_a), plugins=plugins)
         if self.critic:
             optim = optim_settings(config.critic, optimizer_steps(config, config.critic, self.num_steps))
@@ -200,6 +223,21 @@ class Run:
         state = {"prompts": position, "kl": self.kl.state_dict(), "totals": totals, "seed": self.config.trainer.seed}
         keep = self.config.trainer.max_checkpoints_to_keep
         checkpoint.save(self.checkpoints, step, self.trainable, state, keep=keep)
+
+
+def changes(before: Config, now: Config) -> list[str]:
+    """Settings that differ, as `key old -> new`, but for those that only say how long and where to."""
+    old, new = flat(asdict(before)), flat(asdict(now))
+    free = ("trainer.total_training_steps", "trainer.total_epochs", "trainer.logger", "trainer.resume_mode")
+    return [f"{key} {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key] and key not in free]
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
 
 
 def model_folder(path: str) -> str:
@@ -284,21 +322,20 @@ def _actor_update(config: Config) -> Update:
         kl_loss_type=actor.kl_loss_type,
         kl_importance=actor.kl_importance,
     )
-    return _update(config, actor, loss)
+    return _update(actor, loss)
 
 
 def _critic_update(config: Config) -> Update:
-    return _update(config, config.critic, CriticLoss(config.critic.cliprange_value))
+    return _update(config.critic, CriticLoss(config.critic.cliprange_value))
 
 
-def _update(config: Config, role: Any, loss: ActorLoss | CriticLoss) -> Update:
+def _update(role: Any, loss: ActorLoss | CriticLoss) -> Update:
     return Update(
         loss=loss,
         prompts_per_step=role.ppo_mini_batch_size,
         epochs=role.ppo_epochs,
         agg_mode=role.loss_agg_mode,
         loss_scale_factor=role.loss_scale_factor,
-        seed=config.trainer.seed,
     )
 
 

@@ -6,7 +6,6 @@ An ordinary program of one process.  What it calls may run on one CPU rank or on
 from __future__ import annotations
 
 import time
-import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,10 @@ from megarl.sample import Batch, Stat, Stats
 
 def train(config: Config) -> dict[str, Any]:
     """Run to the end; returns the summary that it also writes."""
+    began = time.monotonic()
     prepare(config)
     with Run(config) as run:
-        totals = Totals.begin(run)
+        totals = Totals(began, run.resumed_from.state["totals"] if run.resumed_from else {})
         push(run, run.first_step, totals)
         if run.first_step == 0 and config.trainer.val_before_train:
             remember(run.dir, measure(run, 0))
@@ -45,12 +45,13 @@ def train(config: Config) -> dict[str, Any]:
 def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
     """One iteration, from prompts to pushed weights; returns the position of the prompts behind it."""
     config, algorithm, timer = run.config, run.config.algorithm, run.timer
+    seed = config.trainer.seed * 1_000_003 + step  # of this step's shuffles: no two seeds share a sequence of them
     run.check()
     with timer("gen"):
         iteration = run.feed.next(lambda done, total: run.trackers.stage("gen", done, total))
     batch = make_batch(iteration.groups)
     if config.reward.shuffle:
-        batch = shuffle_rewards(batch, seed=config.trainer.seed + step)
+        batch = shuffle_rewards(batch, seed)
     with timer("old_log_prob"):
         batch = batch.with_columns(old_log_probs=run.actor.log_probs(batch))
     if run.reference:
@@ -73,10 +74,10 @@ def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
         )
     if run.critic:
         with timer("update_critic"):
-            stats |= run.critic.update(batch, seed=config.trainer.seed + step)
-    if step >= config.trainer.critic_warmup or not run.critic:
+            stats |= run.critic.update(batch, seed=seed)
+    if step >= run.warmup:
         with timer("update_actor"):
-            stats |= run.actor.update(batch, seed=config.trainer.seed + step)
+            stats |= run.actor.update(batch, seed=seed)
     with timer("update_weights"):
         report = push(run, step + 1, totals)
     with timer("log"):
@@ -142,21 +143,12 @@ def prepare(config: Config) -> None:
 class Totals:
     """Numbers over the whole run, resumed with it."""
 
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.pushes_verified = 0
-        self.log_prob_gap_max = 0.0
-        self.first_ppo_kl_max = 0.0
-        self.lost_rollouts = 0
-
-    @classmethod
-    def begin(cls, run: Run) -> Totals:
-        totals = cls()
-        if run.resumed_from is not None:
-            saved = dict(run.resumed_from.state["totals"])
-            totals.began -= saved.pop("wall_s")
-            vars(totals).update(saved)
-        return totals
+    def __init__(self, began: float, saved: dict[str, Any]) -> None:
+        self.began = began - saved.get("wall_s", 0.0)
+        self.pushes_verified = saved.get("pushes_verified", 0)
+        self.log_prob_gap_max = saved.get("log_prob_gap_max", 0.0)
+        self.first_ppo_kl_max = saved.get("first_ppo_kl_max", 0.0)
+        self.lost_rollouts = saved.get("lost_rollouts", 0)
 
     def add(self, metrics: dict[str, float]) -> None:
         self.log_prob_gap_max = max(self.log_prob_gap_max, metrics.get("rollout_corr/log_prob_gap_max", 0.0))
@@ -174,18 +166,7 @@ class Totals:
 
 
 def main(config: Config) -> int:
-    """`megarl train`: 0, or 1 with one sentence where the run failed; what it saved is there for the next try."""
-    folder = config.trainer.run_dir
-    try:
-        train(config)
-    except (RuntimeError, FloatingPointError) as error:  # of ranks, servers, collector, push: a sentence each
-        report = folder / "logs" / "failure.txt"
-        report.write_text("".join(traceback.format_exception(error)) + getattr(error, "report", ""))
-        Console(stderr=True, soft_wrap=True).print(
-            f"the run stopped: {error}\nall of it: {report}; the same command goes on from the last checkpoint",
-            markup=False,
-            highlight=False,
-        )
-        return 1
-    Console().print(f"results: {folder.resolve()}", highlight=False)
+    """`megarl train`."""
+    train(config)
+    Console().print(f"results: {config.trainer.run_dir.resolve()}", highlight=False)
     return 0

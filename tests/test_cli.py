@@ -70,9 +70,21 @@ def test_debug_shows_the_traceback(train):
         call("train", "--debug", "recipe=quickstart")
 
 
-def test_a_failure_that_is_no_mistake_of_the_user_keeps_its_traceback(train):
+def test_a_run_that_fails_says_so_in_a_sentence_and_keeps_the_rest_in_a_file(train, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     train.result = RuntimeError("rank 1 died")
-    with pytest.raises(RuntimeError):
+    assert call("train", "recipe=quickstart") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("the run stopped: rank 1 died\n")
+    assert "Traceback" not in said
+    report = tmp_path / "runs" / "quickstart" / "logs" / "failure.txt"
+    assert str(report.relative_to(tmp_path)) in said
+    assert "RuntimeError: rank 1 died" in report.read_text()
+
+
+def test_a_fault_of_ours_keeps_its_traceback(train):
+    train.result = AssertionError("this cannot be")
+    with pytest.raises(AssertionError):
         call("train", "recipe=quickstart")
 
 

@@ -70,16 +70,6 @@ class ActorLoss:
         """Whether outputs must hold a differentiable "entropy"; without this it is a statistic, if it is there."""
         return self.entropy_coeff != 0
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What is allowed and yet probably not meant; for the driver to say once."""
-        if self.use_kl_loss and self.kl_loss_type in ("kl", "k1") and not self.kl_importance:
-            return (
-                f"actor.kl_loss_type={self.kl_loss_type}: its expected gradient is zero, so it does not hold the "
-                "policy; k2, low_var_kl or k1+ do",
-            )
-        return ()
-
     def __call__(self, batch: Batch, outputs: dict[str, Tensor]) -> LossOutput:
         """The loss of one micro-batch and its statistics.
 

@@ -111,6 +111,8 @@ TABLE = (
         "trainer.total_training_steps={c.trainer.total_training_steps} decides (null leaves it to the epochs)",
         lambda c: c.trainer.total_training_steps is not None,
     ),
+    Inert("trainer.check_export", "data.val_files=[]", lambda c: not c.data.val_files),
+    Inert("trainer.max_checkpoints_to_keep", "trainer.save_freq=-1", lambda c: c.trainer.save_freq < 1),
     Inert("trainer.node_rank", "trainer.nnodes=1", lambda c: c.trainer.nnodes == 1),
 )
 

@@ -261,6 +261,6 @@ def _as_error(name: str, method: str, errors: dict[int, dict[str, Any]]) -> Exce
     report = "\n".join(f"rank {r}:\n{e['traceback']}" for r, e in sorted(errors.items()))
     if first["type"] == "ValueError":
         mistake = ValueError(first["message"])
-        mistake.add_note(report)
+        mistake.__cause__ = RankError(report)  # seen where a traceback is asked for
         return mistake
     return RankError(f"group {name}: rank {rank} failed in {method}: {first['type']}: {first['message']}", report)

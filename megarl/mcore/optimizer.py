@@ -87,6 +87,14 @@ class Optimizer:
         config.grad_scale_func = self.inner.scale_loss
 
     @property
+    def kind(self) -> str:
+        """What a checkpoint must have been written by to be loaded into it."""
+        config = self.inner.config
+        sharded = str(config.use_distributed_optimizer).lower()
+        dtype = "bfloat16" if config.bf16 else "float32"
+        return f"optim.name={self.settings.name} use_distributed_optimizer={sharded} model.dtype={dtype}"
+
+    @property
     def lr(self) -> float:
         """The rate of the next step."""
         return learning_rate(self.settings, self.step_index)

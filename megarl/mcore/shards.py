@@ -31,19 +31,25 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
 def load(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Fill the model and a fresh optimizer from a checkpoint, whatever layout wrote it.
 
-    Raises a ValueError where the folder holds no checkpoint.
+    Raises a ValueError where the folder holds no checkpoint, or one of another kind of optimizer.
     """
     if not (folder / "metadata.json").exists():
         raise ValueError(f"{folder}: there is no checkpoint here; want a folder that a save has finished")
-    step_index = 0
     if optimizer is not None:
-        step_index = optimizer.step_index = dist_checkpointing.load_common_state_dict(str(folder))["step_index"]
+        optimizer.step_index = _saved_step(folder, optimizer.kind)
     state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(folder))
     unwrap(model).load_state_dict(state["model"])
-    if optimizer is not None and step_index:
+    if optimizer is not None and optimizer.step_index:
         optimizer.inner.load_state_dict(state["optimizer"])
     elif optimizer is not None:
         optimizer.inner.reload_model_params()  # the float32 copies that it keeps of bf16 weights
+
+
+def _saved_step(folder: Path, kind: str) -> int:
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    if common["step_index"] and common["kind"] != kind:
+        raise ValueError(f"{folder}: its optimizer had {common['kind']}, this one has {kind}; want the same settings")
+    return common["step_index"]
 
 
 def _state(model: nn.Module, optimizer: Optimizer | None, *, is_loading: bool) -> dict[str, Any]:
@@ -51,7 +57,7 @@ def _state(model: nn.Module, optimizer: Optimizer | None, *, is_loading: bool) -
     if optimizer is None:
         return {"model": weights}
     if optimizer.step_index == 0:  # there are no moments yet: an actor while the critic warms up alone
-        return {"model": weights, "step_index": 0}
+        return {"model": weights, "step_index": 0, "kind": optimizer.kind}
     # The default sharding of the distributed optimizer does not load in 0.16.1; this one also changes layouts.
     how = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -59,4 +65,4 @@ def _state(model: nn.Module, optimizer: Optimizer | None, *, is_loading: bool) -
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
     }
     moments = optimizer.inner.sharded_state_dict(weights, is_loading=is_loading, metadata=how)
-    return {"model": weights, "optimizer": moments, "step_index": optimizer.step_index}
+    return {"model": weights, "optimizer": moments, "step_index": optimizer.step_index, "kind": optimizer.kind}

@@ -35,7 +35,6 @@ class Update:
     epochs: int = 1
     agg_mode: str = "token-mean"
     loss_scale_factor: float | None = None
-    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class EnginePool:
                 value = await reply.json()
         except TimeoutError as error:
             raise _ServerFailed(f"no answer within {self._timeout_s:g} s") from error
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, ValueError) as error:  # ValueError: a body that is no JSON
             raise _ServerFailed(f"{type(error).__name__} {error}") from error
         finally:
             server.load -= n

@@ -64,7 +64,7 @@ def test_an_exception_on_one_rank_reaches_the_driver_with_its_rank(four: Group) 
 def test_a_mistake_of_the_user_found_on_a_rank_is_a_value_error(four: Group) -> None:
     with pytest.raises(ValueError, match=r"^the shelf is empty$") as caught:
         four.call("fail", {"rank": 3, "kind": "value"})
-    assert "in fail" in caught.value.__notes__[0], "the remote traceback comes along, for --debug"
+    assert "in fail" in str(caught.value.__cause__), "the remote traceback comes along, for --debug"
 
 
 def test_even_what_is_no_exception_reaches_the_driver(four: Group) -> None:

@@ -59,7 +59,9 @@ def test_only_the_token_opens_the_door() -> None:
 
 
 def test_a_stranger_cannot_announce_a_message_that_fills_the_memory() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        with socket.create_connection(listener.getsockname()) as stranger:
-            stranger.sendall(struct.pack(">IQ", 10, 2**62))
-            assert accept(listener, "secret") is None
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as stranger,
+    ):
+        stranger.sendall(struct.pack(">IQ", 10, 2**62))
+        assert accept(listener, "secret") is None
