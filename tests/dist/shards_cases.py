@@ -1,0 +1,166 @@
+"""What the ranks of test_shards.py run: save under one layout, load under others, and take one more step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from parity_cases import LOSSES, make_step
+from torch import nn
+
+from megarl.data.packing import plan
+from megarl.mcore import shards
+from megarl.mcore.model import build_model, read_hf_config
+from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.rows import micro_batches
+from megarl.mcore.setup import Layout, destroy_groups, make_groups
+from megarl.mcore.step import Outputs, train_step
+from megarl.weights.export import hf_tensors
+from megarl.weights.load import load_hf
+
+CPU = torch.device("cpu")
+OPTIMIZERS = {
+    "adamw": OptimSettings("adamw", lr=1e-2, weight_decay=0.1, decay_style="linear", decay_steps=10),
+    "sgd": OptimSettings("sgd", lr=1e-2, momentum=0.9, decay_style="linear", decay_steps=10),
+}
+LAYOUTS = {
+    "tp2": Layout(tp=2),
+    "pp2": Layout(pp=2),
+    "dp2": Layout(),
+    "tp2 sharded": Layout(tp=2, use_distributed_optimizer=True),
+    "pp2 sharded": Layout(pp=2, use_distributed_optimizer=True),
+    "dp2 sharded": Layout(use_distributed_optimizer=True),
+}
+
+
+class Trained:
+    """A model and its optimizer under a layout."""
+
+    def __init__(self, folder: str, layout: Layout, optim: str, dtype: str, role: str, *, scale: float = 1.0) -> None:
+        self.where, self.layout, self.role = make_groups(layout), layout, role
+        self.hf = read_hf_config(folder)
+        model = build_model(self.hf, layout, role=role, dtype=dtype)
+        load_hf(model, folder, self.hf, role=role)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(scale)
+        self.model = wrap_for_training(model, layout)
+        self.optimizer = Optimizer(self.model, OPTIMIZERS[optim])
+
+    def step(self) -> float:
+        """One step on the same batch everywhere; returns the learning rate that it used."""
+        batch, loss = make_step(self.hf["vocab_size"]), LOSSES[self.role]
+        part = plan(batch.lengths.tolist(), self.where.num_replicas, max_tokens=64)[self.where.replica]
+        micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
+        outputs = Outputs(self.layout, self.hf["vocab_size"], entropy=self.role == "actor")
+        return train_step(self.model, self.optimizer, micros, outputs, loss, num_tokens=batch.num_tokens, device=CPU)[2]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: t.clone() for name, t in hf_tensors(self.model, self.hf, role=self.role)}
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """kind of moment -> HF name -> whole tensor: each moment put where its weight was, and exported as one."""
+        inner = self.optimizer.inner.chained_optimizers[0]
+        kinds = [k for k in ("exp_avg", "exp_avg_sq", "momentum_buffer") if _has(inner.optimizer, k)]
+        out = {}
+        for kind in kinds:
+            held = {p: p.data for p in self.model.parameters()}
+            for param in held:
+                param.data = _whole_moment(inner, param, kind)
+            out[kind] = self.weights()
+            for param, data in held.items():
+                param.data = data
+        return out
+
+    def close(self) -> None:
+        destroy_groups()
+
+
+def _has(optimizer: torch.optim.Optimizer, kind: str) -> bool:
+    return any(kind in state for state in optimizer.state.values())
+
+
+def _whole_moment(inner: Any, param: nn.Parameter, kind: str) -> torch.Tensor:
+    """The moment of a parameter, put together over data parallelism where the optimizer is sharded."""
+    if not hasattr(inner, "model_param_group_index_map"):
+        main = getattr(param, "main_param", param)
+        return inner.optimizer.state[main][kind].clone().to(param.dtype)
+    whole = torch.zeros(param.numel())
+    if param in inner.model_param_group_index_map:
+        group, index = inner.model_param_group_index_map[param]
+        own = inner.optimizer.param_groups[group]["params"][index]
+        at = inner._get_model_param_range_map(param)["param"]
+        whole[at.start : at.end] = inner.optimizer.state[own][kind].flatten()
+    dist.all_reduce(whole, group=inner.data_parallel_group)
+    return whole.view(param.shape).to(param.dtype)
+
+
+def saved_folder(root: str, optim: str, dtype: str, role: str, first: str, num_steps: int) -> Path:
+    return Path(root) / f"{optim} {dtype} {role} {first} {num_steps}"
+
+
+def saved_and_loaded(
+    folder: str, root: str, optim: str, dtype: str, role: str, first: str, then: list[str], num_steps: int
+) -> dict[str, Any]:
+    """Train under `first`, save, and load under each of `then` into a model of other weights."""
+    where = saved_folder(root, optim, dtype, role, first, num_steps)
+    trained = Trained(folder, LAYOUTS[first], optim, dtype, role)
+    for _ in range(num_steps):
+        trained.step()
+    shards.save(where, trained.model, trained.optimizer)
+    found = {"saved": _look(trained)}
+    trained.close()
+    for name in then:
+        loaded = Trained(folder, LAYOUTS[name], optim, dtype, role, scale=0.5)
+        shards.load(where, loaded.model, loaded.optimizer)
+        found[name] = _look(loaded)
+        loaded.close()
+    return found
+
+
+def _look(trained: Trained) -> dict[str, Any]:
+    """What it holds, and what it holds after one more step; whole tensors from rank 0 only, to send less."""
+    found: dict[str, Any] = {"step_index": trained.optimizer.step_index}
+    found |= {"weights": trained.weights(), "moments": trained.moments()}
+    found |= {"lr": trained.step(), "weights after": trained.weights(), "moments after": trained.moments()}
+    inner = trained.optimizer.inner.chained_optimizers[0].optimizer
+    found["adam steps"] = sorted({float(state["step"]) for state in inner.state.values() if "step" in state})
+    return found if dist.get_rank() == 0 else {n: found[n] for n in ("step_index", "lr", "adam steps")}
+
+
+def weights_only(folder: str, root: str) -> dict[str, torch.Tensor]:
+    """A frozen model has no optimizer to save."""
+    layout, hf, where = LAYOUTS["tp2"], read_hf_config(folder), Path(root) / "frozen"
+    make_groups(layout)
+    model = build_model(hf, layout)
+    load_hf(model, folder, hf)
+    shards.save(where, model, None)
+    other = build_model(hf, layout)
+    shards.load(where, other, None)
+    found = {name: t.clone() for name, t in hf_tensors(other, hf)}
+    destroy_groups()
+    return found
+
+
+def refusals(folder: str, root: str) -> dict[str, str]:
+    """The sentences about a folder that holds nothing, and about the checkpoint of another optimizer."""
+    trained = Trained(folder, LAYOUTS["dp2"], "sgd", "float32", "actor")
+    found, by_adamw = {}, saved_folder(root, "adamw", "float32", "actor", "tp2", 2)
+    for name, where in {"empty": Path(root), "other": by_adamw}.items():
+        try:
+            shards.load(where, trained.model, trained.optimizer)
+        except ValueError as error:
+            found[name] = str(error)
+    trained.close()
+    return found
+
+
+def all_cases(folder: str, root: str, cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: saved_and_loaded(folder, root, *case) for name, case in cases.items()}
+    found["frozen"] = weights_only(folder, root)
+    found |= refusals(folder, root)
+    found["children"] = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    return found

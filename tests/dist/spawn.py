@@ -1,0 +1,117 @@
+"""Run functions on n gloo ranks, each a process of its own, with a limit on the time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Self
+
+
+class Ranks:
+    """The processes of one initialised world; a function that fails ends them.
+
+    Example: with Ranks(2) as ranks: ranks.run(fn, 1)
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._processes: list[Any] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """fn(*args) on every rank -> the result of each (picklable).  The first call starts the processes.
+
+        `fn` is a module's top-level function and leaves no Megatron groups behind.  The first rank that raises makes
+        this raise RuntimeError with its number and traceback; a rank that is silent for `timeout_s` makes it raise
+        TimeoutError.
+        """
+        if not self._processes:
+            self._start()
+        try:
+            for calls in self._calls:
+                calls.put(pickle.dumps((fn, args)))
+            return self._collect(time.monotonic() + timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """No process is left behind."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._results, self._calls = context.Queue(), [context.Queue() for _ in range(self._n)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        # Not daemons: those may not have children, and Megatron forks the writers of a checkpoint.
+        self._processes = [
+            context.Process(target=_rank, args=(rank, self._n, port, calls, self._results))
+            for rank, calls in enumerate(self._calls)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def _collect(self, deadline: float) -> list[Any]:
+        done: dict[int, Any] = {}
+        while len(done) < self._n:
+            try:
+                rank, error, value = self._results.get(timeout=0.5)
+            except queue.Empty:
+                for rank, process in enumerate(self._processes):
+                    if process.exitcode is not None:
+                        raise RuntimeError(f"rank {rank} ended with status {process.exitcode}") from None
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no answer from ranks {sorted(set(range(self._n)) - set(done))}") from None
+                continue
+            if error:
+                raise RuntimeError(f"rank {rank} raised:\n{error}")
+            done[rank] = pickle.loads(value)
+        return [done[rank] for rank in range(self._n)]
+
+
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """fn(*args) once on n ranks of their own: see `Ranks.run`."""
+    with Ranks(n) as ranks:
+        return ranks.run(fn, *args, timeout_s=timeout_s)
+
+
+def _rank(rank: int, n: int, port: int, calls: Any, results: Any) -> None:
+    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in env.items()})
+    import torch
+    import torch.distributed as dist
+
+    from megarl.mcore import cpu
+
+    torch.set_num_threads(1)
+    cpu.activate()
+    dist.init_process_group("gloo")
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank is a child"
+    while parent.is_alive():
+        try:
+            call = calls.get(timeout=1.0)
+        except queue.Empty:
+            continue
+        try:
+            fn, args = pickle.loads(call)
+            # Bytes, because torch would send tensors as handles of this process.
+            results.put((rank, None, pickle.dumps(fn(*args))))
+        except BaseException:  # torch's CheckpointException is no Exception
+            results.put((rank, traceback.format_exc(), None))

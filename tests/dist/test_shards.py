@@ -1,0 +1,111 @@
+"""A checkpoint written under one layout goes on under another as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shards_cases import all_cases
+from spawn import Ranks
+
+from megarl.data.tiny import write_tiny_model
+
+pytestmark = pytest.mark.dist
+SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+# name: optimizer, type, role, saved under, loaded under, steps before
+CASES: dict[str, Any] = {
+    "plain": ("adamw", "float32", "actor", "tp2", ["tp2", "pp2", "dp2"], 2),
+    "sharded": ("adamw", "float32", "actor", "tp2 sharded", ["tp2 sharded", "pp2 sharded", "dp2 sharded"], 2),
+    "critic": ("adamw", "float32", "critic", "pp2", ["tp2"], 2),
+    "bf16": ("adamw", "bfloat16", "actor", "tp2", ["tp2"], 2),
+    "bf16 sharded": ("adamw", "bfloat16", "actor", "dp2 sharded", ["dp2 sharded"], 2),
+    "sgd": ("sgd", "float32", "actor", "tp2", ["pp2"], 2),
+    # As an actor is saved while the critic warms up alone.
+    "before the first step": ("sgd", "float32", "actor", "tp2", ["tp2"], 0),
+    "bf16 before the first step": ("adamw", "bfloat16", "actor", "tp2", ["tp2"], 0),
+    "bf16 sharded before the first step": ("adamw", "bfloat16", "actor", "dp2 sharded", ["dp2 sharded"], 0),
+}
+PAIRS = [(name, layout) for name, case in CASES.items() for layout in case[4]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), seed=1, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def ranks(two_ranks: Ranks, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return two_ranks.run(all_cases, str(folder), str(root), CASES, timeout_s=120)
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert sorted(got) == sorted(want)
+    wrong = [name for name in want if not torch.equal(got[name], want[name])]
+    assert not wrong, f"{len(wrong)} of {len(want)} differ: {wrong[:3]}"
+
+
+@pytest.mark.parametrize(("case", "layout"), PAIRS)
+def test_weights_and_moments_come_back_bit_for_bit(ranks: list, case: str, layout: str) -> None:
+    saved, loaded = ranks[0][case]["saved"], ranks[0][case][layout]
+    assert_same(loaded["weights"], saved["weights"])
+    assert loaded["moments"].keys() == saved["moments"].keys()
+    for kind, want in saved["moments"].items():
+        assert_same(loaded["moments"][kind], want)
+
+
+@pytest.mark.parametrize("case", ["plain", "sharded", "critic", "bf16", "bf16 sharded", "sgd"])
+def test_moments_are_there_and_not_all_zero(ranks: list, case: str) -> None:
+    moments = ranks[0][case]["saved"]["moments"]
+    assert set(moments) == ({"momentum_buffer"} if case == "sgd" else {"exp_avg", "exp_avg_sq"})
+    for whole in moments.values():
+        assert all(tensor.any() for name, tensor in whole.items() if "bias" not in name)
+
+
+@pytest.mark.parametrize(("case", "layout"), PAIRS)
+def test_the_next_step_is_the_one_it_would_have_been(ranks: list, case: str, layout: str) -> None:
+    saved, loaded = ranks[0][case]["saved"], ranks[0][case][layout]
+    assert loaded["lr"] == saved["lr"]
+    if layout == CASES[case][3]:
+        assert_same(loaded["weights after"], saved["weights after"])
+        return
+    # Another layout sums gradients in another order; the moments, unlike Adam's weights, show that by no more than it.
+    for kind, want in saved["moments after"].items():
+        scale = max(tensor.abs().max().item() for tensor in want.values())
+        for name, tensor in want.items():
+            error = (loaded["moments after"][kind][name] - tensor).abs().max().item() / scale
+            assert error < 1e-4, f"{kind} of {name}: relative error {error:.1e}"
+
+
+def test_the_step_is_restored_on_every_rank(ranks: list) -> None:
+    for case, layout in PAIRS:
+        num_steps = CASES[case][5]
+        for rank in ranks:
+            assert rank[case][layout]["step_index"] == num_steps
+            if CASES[case][0] == "adamw":
+                assert rank[case][layout]["adam steps"] == [num_steps + 1], "one more than before, in every parameter"
+            assert rank[case][layout]["lr"] == pytest.approx(1e-2 * (1 - num_steps / 10))
+
+
+def test_a_frozen_model_is_saved_without_an_optimizer(ranks: list) -> None:
+    saved = ranks[0]["before the first step"]["saved"]["weights"]
+    assert_same(ranks[0]["frozen"], saved)
+
+
+def test_a_folder_without_a_checkpoint_is_refused_in_one_sentence(ranks: list) -> None:
+    for rank in ranks:
+        assert rank["empty"].endswith("there is no checkpoint here; want a folder that a save has finished")
+
+
+def test_the_checkpoint_of_another_optimizer_is_refused_in_one_sentence(ranks: list) -> None:
+    for rank in ranks:
+        assert rank["other"].endswith(
+            "its optimizer had optim.name=adamw use_distributed_optimizer=false model.dtype=float32, "
+            "this one has optim.name=sgd use_distributed_optimizer=false model.dtype=float32; want the same settings"
+        )
+
+
+def test_saving_leaves_no_process_behind(ranks: list) -> None:
+    assert [rank["children"] for rank in ranks] == [[], []]
