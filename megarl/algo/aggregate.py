@@ -28,9 +28,11 @@ class StepCounts:
 
     @property
     def num_sequences(self) -> Tensor:
+        """B: sequences with a trainable token."""
         return (self.num_tokens > 0).sum()
 
     def require_scale(self) -> float:
+        """S.  Raises: ValueError where it was not given."""
         if self.scale is None or not self.scale > 0:
             raise ValueError(f"loss_scale_factor={self.scale}: a loss_agg_mode ending in -norm wants a number above 0")
         return self.scale

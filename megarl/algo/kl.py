@@ -85,6 +85,7 @@ class FixedKL:
         """Nothing to learn from the current KL."""
 
     def state_dict(self) -> dict[str, float]:
+        """Nothing to save."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -116,6 +117,7 @@ class AdaptiveKL:
         self.value *= 1 + error * num_sequences / self.horizon
 
     def state_dict(self) -> dict[str, float]:
+        """The coefficient as it has become."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

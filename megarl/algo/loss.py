@@ -146,6 +146,7 @@ class CriticLoss:
 
     @property
     def needs_entropy(self) -> bool:
+        """A critic has no distribution."""
         return False
 
     def __call__(self, batch: Batch, outputs: dict[str, Tensor]) -> LossOutput:

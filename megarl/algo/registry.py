@@ -82,6 +82,7 @@ def _load_file(spec: str) -> None:
 
 def _register(table: dict[str, Any], kind: str, name: str) -> Callable[[F], F]:
     def add(function: F) -> F:
+        """The decorator: put the function into its table and leave it as it is."""
         if name in table:
             raise ValueError(f"{kind} {name!r} exists already: want another name")
         table[name] = function

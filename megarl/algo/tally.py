@@ -32,14 +32,17 @@ class Tally:
         self._watched[name] = column.detach()
 
     def mean(self, name: str, column: Tensor) -> None:
+        """The column's mean by the weights of the loss."""
         self._means[name] = clean(column.detach(), self._live).double()
 
     def std(self, name: str, column: Tensor) -> None:
+        """The parts of a standard deviation: mean and mean square."""
         wide = column.detach().double()
         self.mean(f"{name}~mean", wide)
         self.mean(f"{name}~square", wide.square())
 
     def explained_variance(self, name: str, prediction: Tensor, target: Tensor) -> None:
+        """The parts of 1 - Var(target - prediction) / Var(target)."""
         target = target.detach().double()
         error = target - prediction.detach().double()
         for part, column in (("error", error), ("target", target)):
@@ -47,6 +50,7 @@ class Tally:
             self.mean(f"{name}~{part}_square", column.square())
 
     def extremes(self, name_min: str, name_max: str, column: Tensor) -> None:
+        """The column's least and largest entry over unmasked places."""
         self._extremes[name_min] = ("min", column.detach())
         self._extremes[name_max] = ("max", column.detach())
 

@@ -9,6 +9,7 @@ number in the whole model, not in its pipeline stage.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Op:
+class Op(ABC):
     """One Megatron parameter and the HF tensors it is made of; subclasses say where the pieces are."""
 
     megatron: str  # e.g. decoder.layers.3.mlp.linear_fc1.weight
@@ -56,17 +57,17 @@ class Op:
         return int(found[1]) if found else None
 
     @property
+    @abstractmethod
     def hf_shapes(self) -> dict[str, Shape]:
         """HF names and their global shapes, in the order in which they are exported."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shard_shape(self, tp_size: int) -> Shape:
         """The shape that every rank holds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
         """What rank `tp_rank` owns; shard rows in no piece are padding."""
-        raise NotImplementedError
 
     def to_megatron(self, tensors: Mapping[str, Tensor], tp_rank: int = 0, tp_size: int = 1) -> Tensor:
         """Whole HF tensors -> a rank's shard, padding zero; tp_size=1 gives the whole parameter."""
