@@ -219,7 +219,11 @@ class Run:
         )
 
     def save(self, step: int, position: dict[str, Any], totals: dict[str, Any]) -> None:
-        """A checkpoint after `step` iterations; `position` is that of the prompts behind them."""
+        """A checkpoint after `step` iterations; `position` is that of the prompts behind them.
+
+        The random state is the seed: completions, orders and shuffles are functions of it and the step or prompt,
+        and with dropout at 0 no rank draws a random number.
+        """
         state = {"prompts": position, "kl": self.kl.state_dict(), "totals": totals, "seed": self.config.trainer.seed}
         keep = self.config.trainer.max_checkpoints_to_keep
         checkpoint.save(self.checkpoints, step, self.trainable, state, keep=keep)

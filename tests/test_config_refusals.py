@@ -63,6 +63,10 @@ from megarl.config.inert import TABLE
         ),
         ("trainer.total_training_steps=5 trainer.critic_warmup=5", "trainer.critic_warmup=5: want fewer than"),
         ("trainer.nnodes=2", "trainer.nnodes=2: every rank of a run starts on this machine so far; want 1"),
+        (
+            "actor.optim.name=sgd actor.megatron.use_distributed_optimizer=true",
+            "actor.megatron.use_distributed_optimizer=true: Megatron shards adamw only; want false with sgd",
+        ),
         ("trainer.logger=[console,slack]", "trainer.logger=[console, slack]: slack is none of console, jsonl"),
         ("trainer.experiment_name=a/b", "trainer.experiment_name=a/b: want the plain name of a folder"),
         ("trainer.experiment_name=..", "want the plain name of a folder"),

@@ -202,6 +202,8 @@ def _layouts(config: Config) -> Iterator[str]:
         node = value_of(config, role)
         if node.megatron.sequence_parallel and node.megatron.tensor_model_parallel_size == 1:
             yield f"{role}.megatron.sequence_parallel=true: want tensor_model_parallel_size above 1, or false"
+        if node.megatron.use_distributed_optimizer and role in _LEARNERS and node.optim.name == "sgd":
+            yield f"{role}.megatron.use_distributed_optimizer=true: Megatron shards adamw only; want false with sgd"
         if node.strategy == "none" and config.trainer.num_ranks > 1:
             yield f"{role}.strategy=none: want megatron, because there are {config.trainer.num_ranks} ranks"
 

@@ -27,7 +27,7 @@ def distributed_adamw_loses_step() -> bool:
     """torch's AdamW keeps "step" in its state, where the distributed optimizer does not expect it.
 
     It cannot make a state to load into without one (distrib_optimizer:641), wants it to be a part of the parameter
-    (:940), and gives all parameters the same tensor (:814), so that a step then counts once for each of them.
+    (:940), and gives all parameters the same tensor (:821), so that a step then counts once for each of them.
     """
     import megatron.core.optimizer as mcore_optimizer
 
