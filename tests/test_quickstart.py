@@ -48,7 +48,6 @@ def test_the_main_job_learns_to_carry(home: Path, name: str, words: list[str]) -
     assert summary["pushes_verified"] == summary["steps"] + 1
     assert summary["log_prob_gap_max"] < 1e-3
     assert summary["first_ppo_kl_max"] < 1e-8
-    assert summary["wall_s"] < 360, "the first of these runs makes the cold start too"
 
 
 def test_wrong_rewards_teach_nothing(home: Path) -> None:
