@@ -1,7 +1,6 @@
 """The configuration: recipes and files, keys and types, what follows what, writing and reading."""
 
 import re
-import time
 from copy import deepcopy
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from megarl.config import (
     to_yaml,
 )
 from megarl.config.checks import CHOICES, OPEN_CHOICES, RANGES, value_of
-from megarl.config.compose import _compose
 from megarl.config.keys import followed, leaf_types, nearest
 
 # ---- the shipped tree, and users' files
@@ -104,17 +102,6 @@ def test_a_bare_off_in_yaml_switches_the_dual_clip_off(tmp_path):
     assert load(f"recipe={tmp_path / 'a.yaml'}").actor.clip_ratio_c == "off"
     assert load("actor.clip_ratio_c=off").actor.clip_ratio_c == "off"
     assert load("actor.clip_ratio_c=3").actor.clip_ratio_c == 3.0
-
-
-def test_composing_is_quick():
-    assert min(seconds_to_load() for _ in range(3)) < 0.5
-
-
-def seconds_to_load() -> float:
-    _compose.cache_clear()
-    start = time.process_time()
-    load_config(["recipe=quickstart", "actor.optim.lr=1e-4"])
-    return time.process_time() - start
 
 
 # ---- keys and types
