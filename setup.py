@@ -26,7 +26,10 @@ setup(
     # configs/ stands at the top of the repository and is installed as megarl/configs/.
     packages=[*find_packages(include=["megarl", "megarl.*"]), "megarl.configs"],
     package_dir={"megarl.configs": "configs"},
-    package_data={"megarl.configs": ["*.yaml", "*/*.yaml"]},
+    package_data={
+        "megarl.configs": ["*.yaml", "*/*.yaml"],
+        "megarl.rollout": ["sglang_cpu/*.py"],  # modules of SGLang's environment, not of ours
+    },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
     install_requires=[
         "torch>=2.6",
@@ -57,6 +60,7 @@ setup(
             "pytest-timeout>=2.3",
             "ruff>=0.6",
             "mypy>=1.10",
+            "peft>=0.18",
             *TRACKERS["tensorboard"],
             *TRACKERS["wandb"],
         ],

@@ -1,4 +1,4 @@
-# Sourced by the other scripts: makes the environment .venv with the tested versions, once, and activates it.
+# Sourced by the other scripts: makes environments with the tested versions, once; `make_environment` activates .venv.
 # An interrupted installation is done again; a finished one is recognised by a mark written last.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,25 +17,33 @@ find_python() {
     return 2
 }
 
-make_environment() {
-    local python mark wanted
-    wanted=$(cat setup.py launch/constraints.txt | cksum)
-    mark=.venv/.complete
+# once_in FOLDER WANTED DURATION INSTALL: makes the virtual environment FOLDER and calls INSTALL with it, unless its mark
+# says that this was done for the same WANTED.
+once_in() {
+    local folder=$1 wanted=$2 duration=$3 install=$4 mark=$1/.complete python
     if [ "$(cat "$mark" 2>/dev/null)" = "$wanted" ]; then
-        say "environment: .venv is ready"
-    else
-        python=$(find_python)
-        say "environment: installing into .venv with $("$python" --version) (a few minutes, once)"
-        rm -f "$mark"
-        "$python" -m venv .venv
-        .venv/bin/python -m pip install --quiet --upgrade pip
-        # torch first and by its exact version: a later package must not choose another build of it.
-        echo "-- torch"
-        .venv/bin/python -m pip install --quiet --constraint launch/constraints.txt torch
-        echo "-- megarl, what it needs, and the tools for its tests"
-        .venv/bin/python -m pip install --quiet --constraint launch/constraints.txt --editable ".[dev]"
-        echo "$wanted" >"$mark"
+        say "environment: $folder is ready"
+        return
     fi
+    python=$(find_python)
+    say "environment: installing into $folder with $("$python" --version) ($duration, once)"
+    rm -f "$mark"
+    "$python" -m venv "$folder"
+    "$folder/bin/python" -m pip install --quiet --upgrade pip
+    "$install" "$folder/bin/python"
+    echo "$wanted" >"$mark"
+}
+
+install_megarl() {
+    # torch first and by its exact version: a later package must not choose another build of it.
+    echo "-- torch"
+    "$1" -m pip install --quiet --constraint launch/constraints.txt torch
+    echo "-- megarl, what it needs, and the tools for its tests"
+    "$1" -m pip install --quiet --constraint launch/constraints.txt --editable ".[dev]"
+}
+
+make_environment() {
+    once_in .venv "$(cat setup.py launch/constraints.txt | cksum)" "a few minutes" install_megarl
     . .venv/bin/activate
     # Megatron-Core warns once per process about each optional GPU package that is not here.
     export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"

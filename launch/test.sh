@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Makes the same environment and runs the tests: everything but the slow ones and those for GPUs.
-# Further words go to pytest:  bash launch/test.sh -m slow      bash launch/test.sh tests/algo -x
+# Makes the same environment and runs the tests: all but the slow ones, those for GPUs and those that want SGLang
+# (they need `bash launch/sglang_cpu.sh` and `bash launch/sglang_cpu.sh 0.5.17`).
+# Further words go to pytest:  bash launch/test.sh -m slow   bash launch/test.sh -m sglang   bash launch/test.sh tests/algo
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
 make_environment
 if [ $# -eq 0 ]; then
-    set -- -m "not slow and not gpu"
+    set -- -m "not slow and not gpu and not sglang"
 fi
 mkdir -p runs
 say "tests: pytest $* (report: runs/tests.xml)"
