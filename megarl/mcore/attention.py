@@ -112,7 +112,8 @@ class PackedRow(PackedSeqParams):
 class SDPAttention(MegatronModule):
     """Causal attention by torch's scaled_dot_product_attention.
 
-    sbhd: q [s, b, n, d] -> [s, b, n*d];  thd (packed row): q [t, n, d] with cu_seqlens -> [t, n*d].
+    sbhd: q [s, b, n, d] -> [s, b, n*e];  thd (packed row): q [t, n, d] with cu_seqlens -> [t, n*e], for values of
+    size e.  The sizes that Megatron tells are those of the tensors and are not asked for.
     Context parallelism gathers keys and values and masks by true position: right, and meant for CPU and small cp.
     """
 
@@ -124,12 +125,15 @@ class SDPAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp, self.scale = groups.cp, softmax_scale
+        self.window = None if config.window_size is None else config.window_size[0] + 1  # tokens seen, oneself included
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), "decoders only"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "dropout is 0 in RL"
 
@@ -147,11 +151,24 @@ class SDPAttention(MegatronModule):
         if packed_seq_params is None:
             assert self.cp.size() == 1, "context parallelism wants packed rows"
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return self._sdpa(q, k, v).permute(2, 0, 1, 3).flatten(2)
+            return self._causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
         if self.cp.size() > 1:
             return self._context_parallel(query, key, value, _lengths(packed_seq_params)).flatten(1)
         pad = getattr(packed_seq_params, "pad", None) or pad_plan(_lengths(packed_seq_params), device=query.device)
         return self._packed(query, key, value, pad).flatten(1)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Sequences no longer than the window need no mask of their own, which takes length^2 bytes."""
+        length = q.size(2)
+        if self.window is None or length <= self.window:
+            return self._sdpa(q, k, v)
+        at = torch.arange(length, device=q.device)
+        return self._sdpa(q, k, v, self._sees(at, at))
+
+    def _sees(self, at_q: Tensor, at_k: Tensor) -> Tensor:
+        """Whether the token at each position [q] attends to that at each position [k] of its sequence."""
+        back = at_q[:, None] - at_k
+        return back >= 0 if self.window is None else (back >= 0) & (back < self.window)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """[b, n, s, d] each; keys and values may have fewer heads (grouped-query attention)."""
@@ -164,7 +181,7 @@ class SDPAttention(MegatronModule):
         sizes = [s * length for s, length in pad.buckets]
         parts = []
         for shape, *qkv in zip(pad.buckets, *(x.split(sizes) for x in (q, k, v)), strict=True):
-            dense = self._sdpa(*(x.unflatten(0, shape).transpose(1, 2) for x in qkv))
+            dense = self._causal(*(x.unflatten(0, shape).transpose(1, 2) for x in qkv))
             parts.append(dense.transpose(1, 2).flatten(0, 1))
         return _FromPadded.apply(torch.cat(parts), pad.slots)
 
@@ -176,7 +193,7 @@ class SDPAttention(MegatronModule):
         held = [torch.cat([zigzag(a, size, n, r) for a, size in zip(starts, lengths, strict=True)]) for r in range(n)]
         at_q, at_k = held[rank].to(device), torch.cat(held).to(device)
         segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
-        mask = (at_q[:, None] >= at_k) & (segment[at_q][:, None] == segment[at_k])
+        mask = self._sees(at_q, at_k) & (segment[at_q][:, None] == segment[at_k])
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         return self._sdpa(q, k, v, mask)[0].transpose(0, 1)
 

@@ -8,9 +8,12 @@ that runs Megatron code.  File and line are those of megatron-core 0.16.1.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _active = False
@@ -56,6 +59,7 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_megatron() -> None:
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as mcore_random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
@@ -66,6 +70,38 @@ def _patch_megatron() -> None:
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+    # gloo gathers and scatters equal sizes only; ranks that share experts have unequal numbers of tokens for them.
+    mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_unequal(mappings._reduce_scatter_along_first_dim)
+
+
+def _gather_unequal(stock: Any) -> Any:
+    """mappings:114, which sends its rows to everyone by an all-to-all where their numbers differ."""
+
+    @functools.wraps(stock)
+    def gather(x: Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
+        if sizes is None or len(set(sizes)) == 1:
+            return stock(x, group, sizes, use_global_buffer)
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        dist.all_to_all_single(out, torch.cat([x] * group.size()), sizes, [len(x)] * group.size(), group=group)
+        return out
+
+    return gather
+
+
+def _reduce_scatter_unequal(stock: Any) -> Any:
+    """mappings:155, which collects the parts of its rows by an all-to-all where their numbers differ."""
+
+    @functools.wraps(stock)
+    def reduce_scatter(x: Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
+        if sizes is None or len(set(sizes)) == 1:
+            return stock(x, group, sizes, use_global_buffer)
+        own = sizes[group.rank()]
+        parts = x.new_empty(group.size() * own, *x.shape[1:])
+        dist.all_to_all_single(parts, x.contiguous(), [own] * group.size(), sizes, group=group)
+        return parts.unflatten(0, (group.size(), own)).sum(0)
+
+    return reduce_scatter
 
 
 def activate() -> None:

@@ -69,7 +69,24 @@ def fix_distributed_adamw_step() -> None:
     DistributedOptimizer._keeps_step = True
 
 
-FIXES = ((moe_needs_te_gemm, fix_moe_te_gemm), (distributed_adamw_loses_step, fix_distributed_adamw_step))
+def mla_sees_te_that_is_not_there() -> bool:
+    """multi_latent_attention:46 imports stand-ins for a missing Transformer-Engine, and uses them as types at :185."""
+    import megatron.core.transformer.multi_latent_attention as mla
+
+    return mla.HAVE_TE and not isinstance(mla.TELinear, type)
+
+
+def fix_mla_without_te() -> None:
+    import megatron.core.transformer.multi_latent_attention as mla
+
+    mla.HAVE_TE = False
+
+
+FIXES = (
+    (moe_needs_te_gemm, fix_moe_te_gemm),
+    (mla_sees_te_that_is_not_there, fix_mla_without_te),
+    (distributed_adamw_loses_step, fix_distributed_adamw_step),
+)
 
 
 def apply() -> None:

@@ -5,27 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.mcore.attention import Norm, SDPAttention
+from megarl.mcore.families import family_of
+from megarl.mcore.hf import HFConfig
+from megarl.mcore.layers import block_spec
+from megarl.mcore.mla import keep_router_biases
+from megarl.mcore.rope import make_rope
 from megarl.mcore.setup import Layout
 
-# What differs between families that share this decoder: bias on q, k, v, and norms on q and k.
-FAMILIES: dict[str, dict[str, bool]] = {
-    "qwen2": {"add_qkv_bias": True, "qk_layernorm": False},
-    "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -42,61 +38,47 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // (8 * tp)) * 8 * tp
 
 
-def head_dim(hf: dict[str, Any]) -> int:
-    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+# (key of the layout, its field there, Megatron's field that it must divide, or fields by their sum, what config.json
+# calls them)
+_DIVIDES = (
+    ("tensor_model_parallel_size", "tp", "num_attention_heads", "num_attention_heads"),
+    ("tensor_model_parallel_size", "tp", "num_query_groups", "num_key_value_heads"),
+    ("tensor_model_parallel_size", "tp", "ffn_hidden_size", "intermediate_size"),
+    ("tensor_model_parallel_size", "tp", "q_lora_rank", "q_lora_rank"),
+    ("tensor_model_parallel_size", "tp", "kv_lora_rank qk_pos_emb_head_dim", "kv_lora_rank + qk_rope_head_dim"),
+    ("tensor_model_parallel_size", "tp", "moe_shared_expert_intermediate_size", "intermediate size of shared experts"),
+    ("pipeline_model_parallel_size", "pp", "num_layers", "num_hidden_layers"),
+    ("expert_model_parallel_size", "ep", "num_moe_experts", "number of experts"),
+    ("expert_tensor_parallel_size", "expert_tp", "moe_ffn_hidden_size", "intermediate size of an expert"),
+)
 
 
-def rope_theta(hf: dict[str, Any]) -> float:
-    """transformers 5 keeps rope's settings in rope_parameters, older files at the top.  Scaled rope is refused."""
-    settings = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"config.json: rope type {kind!r} is not supported; want default")
-    return float(settings.get("rope_theta", hf.get("rope_theta", 10000.0)))
+def check_layout(hf: HFConfig, layout: Layout) -> None:
+    """Raise a ValueError of one sentence where the model cannot be built, or not be laid out so."""
+    settings = family_of(hf).settings(hf)
+    if layout.ep > 1 and "num_moe_experts" not in settings:
+        raise ValueError(f"expert_model_parallel_size={layout.ep}: a {hf['model_type']} model has no experts; want 1")
+    for key, axis, field, name in _DIVIDES:
+        size, whole = getattr(layout, axis), sum(settings.get(part) or 0 for part in field.split())
+        if whole % size:
+            raise ValueError(f"{key}={size} does not divide the model's {name}={whole}")
 
 
-def check_layout(hf: dict[str, Any], layout: Layout) -> None:
-    """Raise a ValueError of one sentence where the model cannot be laid out so."""
-    family = hf.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"config.json: model_type {family!r} is not supported; want one of {sorted(FAMILIES)}")
-    if hf.get("use_sliding_window"):
-        raise ValueError("config.json: use_sliding_window=true is not supported; want false")
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if hf[key] % layout.tp:
-            raise ValueError(f"tensor_model_parallel_size={layout.tp} does not divide the model's {key}={hf[key]}")
-    if hf["num_hidden_layers"] % layout.pp:
-        raise ValueError(
-            f"pipeline_model_parallel_size={layout.pp} does not divide the model's "
-            f"num_hidden_layers={hf['num_hidden_layers']}"
-        )
-
-
-def transformer_config(hf: dict[str, Any], layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's own config of this model; the settings below the line are what packed RL training needs."""
+def transformer_config(hf: HFConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's own config of this model: its family's settings, its layout, and what packed RL training needs."""
     check_layout(hf, layout)
-    return TransformerConfig(
-        num_layers=hf["num_hidden_layers"],
-        hidden_size=hf["hidden_size"],
-        ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf["num_key_value_heads"],
-        kv_channels=head_dim(hf),
-        layernorm_epsilon=hf.get("rms_norm_eps", 1e-6),
-        init_method_std=hf.get("initializer_range", 0.02),
-        normalization="RMSNorm",
-        activation_func=F.silu,
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        **FAMILIES[hf["model_type"]],
+    family = family_of(hf)
+    return family.config(
+        **family.settings(hf),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=layout.sequence_parallel,
-        # ---
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -107,24 +89,6 @@ def transformer_config(hf: dict[str, Any], layout: Layout, dtype: torch.dtype) -
         masked_softmax_fusion=False,  # needs Apex
         gradient_accumulation_fusion=False,  # needs Apex
     )
-
-
-class _LocalProvider(LocalSpecProvider):
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:  # noqa: ARG002
-        return Norm
-
-    def core_attention(self) -> type:
-        return SDPAttention
-
-
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layer with norms and attention that take packed rows and every parallelism."""
-    # get_gpt_layer_local_spec names its provider itself; we lend it ours for the call.
-    with mock.patch.object(gpt_layer_specs, "LocalSpecProvider", _LocalProvider):
-        layer = gpt_layer_specs.get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm, normalization=config.normalization
-        )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)
 
 
 class ValueHead(nn.Linear):
@@ -158,9 +122,9 @@ def build_model(hf: dict[str, Any], layout: Layout, *, role: str = "actor", dtyp
     """This rank's part of the model, on its device.  role is "actor" (also for a reference) or "critic"."""
     config = transformer_config(hf, layout, DTYPES[dtype])
     kind = CriticModel if role == "critic" else GPTModel
-    model: nn.Module = kind(
+    gpt = kind(
         config=config,
-        transformer_layer_spec=layer_spec(config),
+        transformer_layer_spec=block_spec(config, family_of(hf).layer),
         vocab_size=padded_vocab_size(hf["vocab_size"], layout.tp),
         max_sequence_length=hf.get("max_position_embeddings", 4096),
         pre_process=ps.is_pipeline_first_stage(),
@@ -168,11 +132,13 @@ def build_model(hf: dict[str, Any], layout: Layout, *, role: str = "actor", dtyp
         parallel_output=True,
         share_embeddings_and_output_weights=role != "critic" and bool(hf.get("tie_word_embeddings")),
         position_embedding_type="rope",
-        rotary_base=rope_theta(hf),
     )
-    if torch.cuda.is_available():
-        model = model.cuda()
-    return Float16Module(config, model) if config.bf16 else model
+    if not config.multi_latent_attention:  # whose attention layers each have a rope of their own
+        gpt.rotary_pos_emb.inv_freq = make_rope(hf, config.kv_channels).frequencies
+    model: nn.Module = gpt.cuda() if torch.cuda.is_available() else gpt
+    model = Float16Module(config, model) if config.bf16 else model
+    keep_router_biases(model)
+    return model
 
 
 def unwrap(model: nn.Module) -> GPTModel:

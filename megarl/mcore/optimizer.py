@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import nn
 
+from megarl.mcore.layers import check_trainable
 from megarl.mcore.setup import Layout
 
 
@@ -46,8 +47,12 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
 
 
 def wrap_for_training(model: nn.Module, layout: Layout) -> DistributedDataParallel:
-    """Megatron's gradient buffers and their reduction over data and context parallelism, in float32."""
+    """Megatron's gradient buffers and their reduction over data and context parallelism, in float32.
+
+    Raises a ValueError for a layout of experts that cannot be trained.
+    """
     config: Any = model.config
+    check_trainable(config)
     config.finalize_model_grads_func = finalize_model_grads
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=layout.use_distributed_optimizer,
@@ -64,6 +69,7 @@ class Optimizer:
     def __init__(self, model: DistributedDataParallel, settings: OptimSettings) -> None:
         self.settings, self.step_index = settings, 0
         config = model.config
+        self._has_expert_ranks = config.expert_model_parallel_size > 1
         self.inner: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer={"adamw": "adam", "sgd": "sgd"}[settings.name],
@@ -92,7 +98,9 @@ class Optimizer:
         config = self.inner.config
         sharded = str(config.use_distributed_optimizer).lower()
         dtype = "bfloat16" if config.bf16 else "float32"
-        return f"optim.name={self.settings.name} use_distributed_optimizer={sharded} model.dtype={dtype}"
+        # Megatron gives experts that are dealt to ranks an optimizer of their own, with a state of another form.
+        experts = " expert_model_parallel_size>1" if self._has_expert_ranks else ""
+        return f"optim.name={self.settings.name} use_distributed_optimizer={sharded} model.dtype={dtype}{experts}"
 
     @property
     def lr(self) -> float:

@@ -15,23 +15,40 @@ from megarl.mcore import cpu, fixes
 
 @dataclass(frozen=True)
 class Layout:
-    """How one model lies over the ranks of a group; data parallelism is what is left of the world."""
+    """How one model lies over the ranks of a group; data parallelism is what is left of the world.
+
+    Dense layers lie over tp*cp*dp ranks of a pipeline stage.  The experts of the same layers lie over the same ranks in
+    their own way: cut over `etp`, dealt to `ep`, and copied over what is left.  So expert parallelism takes its ranks
+    from those of tensor, context and data parallelism: it adds none, and the data of a step is split as without it.
+    """
 
     tp: int = 1  # tensor parallel
     pp: int = 1  # pipeline parallel
     cp: int = 1  # context parallel
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
+    ep: int = 1  # expert parallel
+    etp: int | None = None  # tensor parallel inside an expert; None: as tp
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
 
     @property
     def model_size(self) -> int:
-        """Ranks that one data-parallel replica takes."""
+        """Ranks that one data-parallel replica takes; with experts over several replicas, these hold the model."""
         return self.tp * self.pp * self.cp
 
     def data_parallel_size(self, world_size: int) -> int:
+        """Replicas among which the sequences of a step are split.  ValueError where a size does not divide."""
         if world_size % self.model_size:
             raise ValueError(
                 f"tp*pp*cp = {self.tp}*{self.pp}*{self.cp} = {self.model_size} does not divide {world_size} ranks"
+            )
+        expert_size = self.ep * self.expert_tp * self.pp
+        if world_size % expert_size:
+            raise ValueError(
+                f"ep*etp*pp = {self.ep}*{self.expert_tp}*{self.pp} = {expert_size} does not divide {world_size} ranks"
             )
         return world_size // self.model_size
 
@@ -83,6 +100,8 @@ def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0) -> P
         layout.tp,
         layout.pp,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
     )
     # Dropout is 0 in RL, so no CUDA generator is needed: the tracker's forks become no-ops.

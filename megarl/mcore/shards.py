@@ -1,4 +1,8 @@
-"""Sharded checkpoints by Megatron's own dist_checkpointing: weights and optimizer, loadable into another layout."""
+"""Sharded checkpoints by Megatron's own dist_checkpointing: weights and optimizer, loadable into another layout.
+
+Of a model with adapters only these are written, with a digest of the base: that never changes, and its HF folder
+brings it back.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import nn
 
+from megarl.mcore import lora
 from megarl.mcore.model import unwrap
 from megarl.mcore.optimizer import Optimizer
 
@@ -31,33 +36,55 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
 def load(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Fill the model and a fresh optimizer from a checkpoint, whatever layout wrote it.
 
-    Raises a ValueError where the folder holds no checkpoint, or one of another kind of optimizer.
+    Raises a ValueError where the folder holds no checkpoint, or one of another kind of optimizer, or of adapters that
+    are not the model's or stood on another base.
     """
     if not (folder / "metadata.json").exists():
         raise ValueError(f"{folder}: there is no checkpoint here; want a folder that a save has finished")
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    _check_adapters(folder, common["adapters"], lora.identity(model))
     if optimizer is not None:
-        optimizer.step_index = _saved_step(folder, optimizer.kind)
+        optimizer.step_index = _saved_step(folder, common, optimizer.kind)
     state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(folder))
-    unwrap(model).load_state_dict(state["model"])
+    found = unwrap(model).load_state_dict(state["model"], strict=common["adapters"] is None)
+    assert not found.unexpected_keys, f"a checkpoint of adapters held {found.unexpected_keys}"
     if optimizer is not None and optimizer.step_index:
         optimizer.inner.load_state_dict(state["optimizer"])
     elif optimizer is not None:
         optimizer.inner.reload_model_params()  # the float32 copies that it keeps of bf16 weights
 
 
-def _saved_step(folder: Path, kind: str) -> int:
-    common = dist_checkpointing.load_common_state_dict(str(folder))
+def adapters_in(folder: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of the adapters that it consists of (`lora.identity`); None: it holds a whole model."""
+    found: dict[str, Any] | None = dist_checkpointing.load_common_state_dict(str(folder))["adapters"]
+    return found
+
+
+def _saved_step(folder: Path, common: dict[str, Any], kind: str) -> int:
     if common["step_index"] and common["kind"] != kind:
         raise ValueError(f"{folder}: its optimizer had {common['kind']}, this one has {kind}; want the same settings")
     return common["step_index"]
 
 
+def _check_adapters(folder: Path, saved: dict[str, Any] | None, own: dict[str, Any] | None) -> None:
+    if saved == own:
+        return
+    for key in ("rank", "alpha", "targets", "base"):
+        theirs, ours = (None if of is None else of[key] for of in (saved, own))
+        if theirs != ours:
+            what = "a base model with digest" if key == "base" else f"lora.{key}"
+            raise ValueError(f"{folder}: it was saved with {what} {theirs}, this model has {ours}; want the same")
+
+
 def _state(model: nn.Module, optimizer: Optimizer | None, *, is_loading: bool) -> dict[str, Any]:
-    weights = unwrap(model).sharded_state_dict()
+    adapters = lora.identity(model)
+    weights = unwrap(model).sharded_state_dict() if adapters is None else lora.sharded_state(model)
+    state: dict[str, Any] = {"model": weights, "adapters": adapters}
     if optimizer is None:
-        return {"model": weights}
+        return state
+    state |= {"step_index": optimizer.step_index, "kind": optimizer.kind}
     if optimizer.step_index == 0:  # there are no moments yet: an actor while the critic warms up alone
-        return {"model": weights, "step_index": 0, "kind": optimizer.kind}
+        return state
     # The default sharding of the distributed optimizer does not load in 0.16.1; this one also changes layouts.
     how = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -65,4 +92,4 @@ def _state(model: nn.Module, optimizer: Optimizer | None, *, is_loading: bool) -
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
     }
     moments = optimizer.inner.sharded_state_dict(weights, is_loading=is_loading, metadata=how)
-    return {"model": weights, "optimizer": moments, "step_index": optimizer.step_index, "kind": optimizer.kind}
+    return {**state, "optimizer": moments}

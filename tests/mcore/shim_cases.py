@@ -99,6 +99,17 @@ def moe_router() -> None:
     RouterGatingLinearFunction.apply(torch.ones(2, 4), torch.ones(3, 4), None, torch.float32)
 
 
+def latent_attention() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    config = MLATransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True)
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="LayerNorm").submodules.self_attention
+    spec.submodules.core_attention = torch.nn.Identity  # Megatron's own knows no size of values
+    build_module(spec, config=config, layer_number=1)
+
+
 def _sharded_adam() -> tuple[Three, Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -137,7 +148,7 @@ def adam_counts_for_each_parameter() -> None:
 
 
 FIXES = [
-    moe_router, adam_state_to_load_into, adam_state_without_a_step, adam_state_outside_no_grad,
+    moe_router, latent_attention, adam_state_to_load_into, adam_state_without_a_step, adam_state_outside_no_grad,
     adam_counts_for_each_parameter,
 ]  # fmt: skip
 

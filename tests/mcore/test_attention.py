@@ -25,7 +25,20 @@ def attention(one_rank: None) -> SDPAttention:
     return SDPAttention(config, 1, AttnMaskType.causal, "self")
 
 
-def slow_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+@pytest.fixture(scope="module", params=[1, 3, 16])
+def windowed(one_rank: None, request: pytest.FixtureRequest) -> SDPAttention:
+    """A token sees itself and the window - 1 before it."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        window_size=(request.param - 1, 0),
+    )
+    return SDPAttention(config, 1, AttnMaskType.causal, "self")
+
+
+def slow_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int = 10**6) -> Tensor:
     """The definition, one sequence, head and token after the other, in float64: [t, n, d] -> [t, n * d]."""
     repeat = q.size(1) // k.size(1)
     k, v = (x.double().repeat_interleave(repeat, 1) for x in (k, v))
@@ -33,7 +46,7 @@ def slow_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tenso
     for length in lengths:
         for head in range(q.size(1)):
             for t in range(start, start + length):
-                seen = slice(start, t + 1)
+                seen = slice(max(start, t + 1 - window), t + 1)
                 scores = k[seen, head] @ q[t, head].double() / math.sqrt(q.size(2))
                 out[t, head] = scores.softmax(0) @ v[seen, head]
         start += length
@@ -49,6 +62,17 @@ def packed_row(lengths: list[int], *, with_plan: bool = True) -> PackedRow:
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     longest, pad = max(lengths), pad_plan(lengths) if with_plan else None
     return PackedRow("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest, pad=pad)
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 17, 1, 4, 16], [2, 40, 3]])
+def test_a_window_hides_what_lies_further_back(windowed: SDPAttention, lengths: list[int]) -> None:
+    assert windowed.window is not None
+    qkv = random_qkv(sum(lengths), 2, seed=7)
+    want = slow_attention(*qkv, lengths, windowed.window)
+    torch.testing.assert_close(windowed(*qkv, packed_seq_params=packed_row(lengths)).double(), want, atol=1e-5, rtol=0)
+    if len(lengths) == 1:
+        batched = windowed(*(x[:, None] for x in qkv))[:, 0]
+        torch.testing.assert_close(batched.double(), want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("with_plan", [True, False])

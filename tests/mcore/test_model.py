@@ -17,7 +17,6 @@ from megarl.mcore.model import (
     check_layout,
     padded_vocab_size,
     read_hf_config,
-    rope_theta,
     transformer_config,
     unwrap,
 )
@@ -48,6 +47,7 @@ QWEN3: dict[str, Any] = {  # as transformers 5 writes it
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
     "tie_word_embeddings": False,
 }
+MIXTRAL = {"model_type": "mixtral", "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def test_qwen2_has_biases_and_qwen3_has_norms_and_its_own_head_dim() -> None:
@@ -70,13 +70,6 @@ def test_the_config_is_one_for_packed_rl_training() -> None:
     assert (config.tensor_model_parallel_size, config.context_parallel_size, config.sequence_parallel) == (2, 2, True)
 
 
-def test_rope_is_read_from_old_and_new_configs() -> None:
-    assert rope_theta(QWEN2) == 1000000.0
-    assert rope_theta(QWEN3) == 5000.0
-    assert rope_theta({}) == 10000.0, "transformers' default"
-    assert rope_theta({"rope_theta": 7.0, "rope_scaling": {"type": "default"}}) == 7.0
-
-
 @pytest.mark.parametrize(
     ("change", "layout", "sentence"),
     [
@@ -85,7 +78,10 @@ def test_rope_is_read_from_old_and_new_configs() -> None:
         ({"intermediate_size": 49}, Layout(tp=2), "tensor_model_parallel_size=2 does not divide the model's intermedi"),
         ({}, Layout(pp=3), "pipeline_model_parallel_size=3 does not divide the model's num_hidden_layers=4"),
         ({"use_sliding_window": True}, Layout(), "use_sliding_window=true is not supported; want false"),
-        ({"model_type": "llama"}, Layout(), "model_type 'llama' is not supported; want one of ['qwen2', 'qwen3']"),
+        ({"model_type": "gpt2"}, Layout(), "model_type 'gpt2' is not supported; want one of ["),
+        ({}, Layout(ep=2), "expert_model_parallel_size=2: a qwen2 model has no experts; want 1"),
+        (MIXTRAL, Layout(ep=3), "expert_model_parallel_size=3 does not divide the model's number of experts=4"),
+        (MIXTRAL, Layout(etp=5), "expert_tensor_parallel_size=5 does not divide the model's intermediate size of an"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(change: dict[str, Any], layout: Layout, sentence: str) -> None:
@@ -96,16 +92,18 @@ def test_what_does_not_fit_is_refused_in_one_sentence(change: dict[str, Any], la
     check_layout(QWEN2, Layout(tp=2, pp=2))  # while this is fine
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
-    ],
-)
-def test_scaled_rope_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^config\.json: rope type '(yarn|llama3)' is not supported; want default$"):
-        build_model(QWEN2 | settings, Layout())
+def test_scaled_rope_reaches_the_model() -> None:
+    """Head dimensions are 8: pairs turn by 1, 10^-1, 10^-2 and 10^-3 a position, and half of that when scaled."""
+    scaled = QWEN2 | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    found = unwrap(build_model(scaled, Layout())).rotary_pos_emb.inv_freq
+    assert found.tolist() == pytest.approx([0.5, 0.05, 0.005, 0.0005])
+
+
+def test_yarns_factor_reaches_attention() -> None:
+    scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}}
+    config = transformer_config(QWEN2 | scaled | {"max_position_embeddings": 64}, Layout(), torch.float32)
+    assert config.softmax_scale == pytest.approx(8**-0.5 * 2.25)
+    assert transformer_config(QWEN2, Layout(), torch.float32).softmax_scale is None
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:

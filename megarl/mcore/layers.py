@@ -1,0 +1,74 @@
+"""Megatron's own local layers, with the norm and the attention of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megarl.mcore.attention import Norm, SDPAttention
+
+LayerSpec = Callable[[TransformerConfig, bool], ModuleSpec]  # (config, whether this layer has experts)
+
+
+class LocalProvider(LocalSpecProvider):
+    """Norms and attention that take packed rows and every parallelism."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:  # noqa: ARG002
+        return Norm
+
+    def core_attention(self) -> type:
+        return SDPAttention
+
+
+def local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    """One layer: attention with q, k, v in one product, and a gated feed-forward or experts one after the other."""
+    # get_gpt_layer_local_spec names its provider itself; we lend it ours for the call.
+    with mock.patch.object(gpt_layer_specs, "LocalSpecProvider", LocalProvider):
+        return gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts if has_experts else None,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization=config.normalization,
+        )
+
+
+def layers_with_experts(config: TransformerConfig) -> list[bool]:
+    """For each layer of the whole model."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    every = config.moe_layer_freq
+    return [bool(x) for x in every] if isinstance(every, list) else [i % every == 0 for i in range(config.num_layers)]
+
+
+def check_trainable(config: TransformerConfig) -> None:
+    """Raise a ValueError for a layout of experts that Megatron can run, but not train and save."""
+    tp, pp, ep = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.expert_model_parallel_size,
+    )
+    if config.num_moe_experts is not None and tp > 1 and not config.sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel=false: want true to train experts with tensor_model_parallel_size={tp}"
+        )  # moe_layer:379
+    stage = config.num_layers // pp
+    have = [any(layers_with_experts(config)[at * stage : (at + 1) * stage]) for at in range(pp)]
+    if ep > 1 and not all(have):  # experts have an optimizer of their own, and every rank saves as many as rank 0
+        raise ValueError(
+            f"pipeline_model_parallel_size={pp}: stage {have.index(False)} would hold no experts, which "
+            f"expert_model_parallel_size={ep} does not train; want fewer stages, or 1"
+        )
+
+
+def block_spec(config: TransformerConfig, layer: LayerSpec = local_layer) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, and the final norm."""
+    first = get_transformer_layer_offset(config)
+    here = layers_with_experts(config)[first : first + get_num_layers_to_build(config)]
+    return TransformerBlockSubmodules(layer_specs=[layer(config, experts) for experts in here], layer_norm=Norm)

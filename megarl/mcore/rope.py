@@ -1,0 +1,109 @@
+"""Rotary position embeddings as config.json describes them: a frequency for every pair of a head's dimensions.
+
+Megatron's own scaled rope knows one setting of Llama 3's four numbers, so frequencies are made here for every kind and
+handed to its rotary embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Pair i of a head turns by `frequencies[i]` radians a position; then q and k are multiplied by `factor`."""
+
+    frequencies: Tensor  # [head_dim / 2] float32
+    factor: float = 1.0
+
+
+def make_rope(hf: Mapping[str, Any], head_dim: int) -> Rope:
+    """ValueError for a kind of rope that is none of KINDS, or a setting that is missing."""
+    settings = rope_settings(hf)
+    kind = settings["rope_type"]
+    if kind not in KINDS:
+        raise ValueError(f"config.json: rope type {kind!r} is not supported; want one of {', '.join(KINDS)}")
+    if settings.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"config.json: partial_rotary_factor={settings['partial_rotary_factor']} is not supported; want 1.0"
+        )
+    theta = float(settings["rope_theta"])
+    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    try:
+        return KINDS[kind](plain, theta, settings)
+    except KeyError as missing:
+        raise ValueError(f"config.json: rope type {kind!r} wants {missing}, which is not there") from missing
+
+
+def rope_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """One form for what transformers 5 keeps in rope_parameters, and older files in rope_scaling and at the top."""
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    settings = {"rope_theta": hf.get("rope_theta", 10000.0), **given}
+    settings["rope_type"] = given.get("rope_type", given.get("type", "default"))
+    longest = hf.get("max_position_embeddings")
+    original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
+    if original is not None:
+        settings["original_max_position_embeddings"] = original
+        if settings.get("factor", 1.0) is None:  # the ratio of the two contexts, where the file leaves it open
+            settings["factor"] = longest / original
+    return settings
+
+
+def _default(plain: Tensor, theta: float, settings: Mapping[str, Any]) -> Rope:  # noqa: ARG001
+    return Rope(plain)
+
+
+def _linear(plain: Tensor, theta: float, settings: Mapping[str, Any]) -> Rope:  # noqa: ARG001
+    return Rope(plain / settings["factor"])
+
+
+def _llama3(plain: Tensor, theta: float, settings: Mapping[str, Any]) -> Rope:  # noqa: ARG001
+    """Slow pairs, which turn fewer than low_freq_factor times over the original context, are slowed by `factor`; fast
+    ones, above high_freq_factor turns, stay; in between goes a straight line (Llama 3, arXiv:2407.21783)."""
+    low, high = settings["low_freq_factor"], settings["high_freq_factor"]
+    turns = settings["original_max_position_embeddings"] * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return Rope(kept * plain + (1 - kept) * plain / settings["factor"])
+
+
+def _yarn(plain: Tensor, theta: float, settings: Mapping[str, Any]) -> Rope:
+    """Peng et al., "YaRN", arXiv:2309.00071: the ramp runs over pairs, from beta_fast to beta_slow turns."""
+    pairs, factor = len(plain), settings["factor"]
+    original = settings["original_max_position_embeddings"]
+
+    def pair_that_turns(times: float) -> float:
+        return pairs * math.log(original / (times * 2 * math.pi)) / math.log(theta)
+
+    first = pair_that_turns(settings.get("beta_fast") or 32)
+    last = pair_that_turns(settings.get("beta_slow") or 1)
+    if settings.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    slowed = ((torch.arange(pairs) - first) / (max(last - first, 0.001))).clamp(0, 1)
+    return Rope(slowed * plain / factor + (1 - slowed) * plain, _yarn_factor(factor, settings))
+
+
+def _yarn_factor(factor: float, settings: Mapping[str, Any]) -> float:
+    """The temperature of attention over a longer context, as the square root that q and k each take."""
+
+    def sharper(by: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+    if settings.get("attention_factor") is not None:
+        return float(settings["attention_factor"])
+    over, under = settings.get("mscale"), settings.get("mscale_all_dim")
+    return sharper(over) / sharper(under) if over and under else sharper(1.0)
+
+
+KINDS: dict[str, Callable[[Tensor, float, Mapping[str, Any]], Rope]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
