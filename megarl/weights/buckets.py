@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megarl.weights.names import Shape, num_bytes
+from megarl.weights.report import Clock
 
 Sizes = Mapping[str, tuple[Shape, torch.dtype]]  # HF name -> shape and type, in the order of export
+NewBuffer = Callable[[int, torch.device], Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,40 +37,73 @@ class Bucket:
 def plan_buckets(sizes: Sizes, bucket_bytes: int) -> list[list[str]]:
     """Names of each bucket; one type a bucket, as its receiver reads offsets that are aligned to that type.
 
-    A tensor larger than `bucket_bytes` has a bucket of its own.
+    A tensor larger than `bucket_bytes` has a bucket of its own, and so have two larger ones that must not be parted.
     """
     plan: list[list[str]] = []
     filled, current = 0, None
-    for name, (shape, dtype) in sizes.items():
-        size = num_bytes(shape, dtype)
+    for names in _inseparable(sizes):
+        size, dtype = _total(names, sizes), sizes[names[0]][1]
         if not plan or dtype != current or filled + size > bucket_bytes:
             plan.append([])
             filled, current = 0, dtype
-        plan[-1].append(name)
+        plan[-1] += names
         filled += size
     return plan
 
 
-def fill_buckets(stream: Iterator[tuple[str, Tensor]], sizes: Sizes, bucket_bytes: int) -> Iterator[Bucket]:
-    """The tensors of `stream`, which come in the order of `sizes`, as buckets that share one buffer."""
-    plan = plan_buckets(sizes, bucket_bytes)
+def _inseparable(sizes: Sizes) -> Iterator[list[str]]:
+    """Each tensor by itself, but for two neighbours that SGLang fuses: it forgets one that comes without the other."""
+    run: list[str] = []
+    for name in sizes:
+        if run and not _are_fused(run[-1], name):
+            yield run
+            run = []
+        run.append(name)
+    yield run
+
+
+def _are_fused(first: str, second: str) -> bool:
+    module, found, _ = first.partition(".q_a_proj.")
+    return bool(found) and second.startswith(f"{module}.kv_a_proj_with_mqa.")
+
+
+def fill_buckets(
+    stream: Iterator[tuple[str, Tensor]],
+    sizes: Sizes,
+    bucket_bytes: int,
+    *,
+    new_buffer: NewBuffer | None = None,
+    clock: Clock | None = None,
+) -> Iterator[Bucket]:
+    """The tensors of `stream`, which come in the order of `sizes`, as buckets that share one buffer.
+
+    `new_buffer` makes that buffer: [bytes] uint8 on the given device, ordinary memory by default.  `clock` is told of
+    the seconds in which `stream` gathers a tensor, and in which tensors are brought into the bucket (convert).
+    """
+    clock = clock or Clock()
     buffer: Tensor | None = None
+    plan = plan_buckets(sizes, bucket_bytes)
+    largest = max(_total(names, sizes) for names in plan)
     for i, names in enumerate(plan):
-        is_last = i == len(plan) - 1
         shapes, dtype = [sizes[n][0] for n in names], sizes[names[0]][1]
-        total = sum(num_bytes(shape, dtype) for shape in shapes)
         at = 0
         for name in names:
-            got, tensor = next(stream)
+            with clock("gather"):
+                got, tensor = next(stream)
             assert (got, tensor.dtype) == (name, dtype), f"got {got} as {tensor.dtype}, want {name} as {dtype}"
-            raw = tensor.reshape(-1).view(torch.uint8)
-            if buffer is None or buffer.numel() < total:
-                buffer = raw.new_empty(max(total, min(bucket_bytes, _total(sizes))))
-            buffer[at : at + raw.numel()].copy_(raw)
+            with clock("convert"):
+                raw = tensor.reshape(-1).view(torch.uint8)
+                if buffer is None:
+                    buffer = (new_buffer or _new_buffer)(largest, raw.device)
+                buffer[at : at + raw.numel()].copy_(raw)
             at += raw.numel()
-        assert buffer is not None and at == total, f"a bucket of {total} bytes was filled with {at}"
-        yield Bucket(names, shapes, dtype, buffer[:total], is_last)
+        assert buffer is not None and at == _total(names, sizes), f"a bucket was filled with {at} bytes"
+        yield Bucket(names, shapes, dtype, buffer[:at], i == len(plan) - 1)
 
 
-def _total(sizes: Sizes) -> int:
-    return sum(num_bytes(shape, dtype) for shape, dtype in sizes.values())
+def _new_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _total(names: Iterable[str], sizes: Sizes) -> int:
+    return sum(num_bytes(*sizes[name]) for name in names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megarl.weights.folder import HFFolder, open_hf
 from megarl.weights.gather import Model, ModelParallel, local_parameters
-from megarl.weights.names import Op, some_names
+from megarl.weights.merged import Merged
+from megarl.weights.names import Op, Spot, some_names
 from megarl.weights.tables import HFConfig, Role, ignorable, table_for, twins
 
 
@@ -22,16 +23,19 @@ def load_hf(model: Model, hf_folder: str | Path, hf_config: HFConfig, *, role: R
     ValueError lists the tensors that are missing, too many or of another shape.
     """
     params, where = local_parameters(model), ModelParallel.current()
+    assert not isinstance(params, Merged), "a base is loaded before it is adapted: merged weights are not written to"
     table = table_for(hf_config, role=role)
     with open_hf(hf_folder) as folder:
         check_names(folder, table, ignorable(hf_config, role))
-        fill(params, table, folder, where.tp_rank, where.tp_size)
+        fill(params, table, folder, where.spot)
         if role == "actor":
-            check_twins(folder, twins(hf_config), table, where)
+            check_twins(folder, twins(hf_config), table, where.spot)
 
 
-def check_names(folder: HFFolder, table: Sequence[Op], may_ignore: set[str]) -> None:
+def check_names(folder: HFFolder, table: Sequence[Op], may_ignore: Container[str]) -> None:
     """Refuse a folder whose tensors are not those of the table."""
+    if quantized := next((n for n in folder.shapes if n.endswith("_scale_inv")), None):
+        raise ValueError(f"{folder.folder}: {quantized} says that its weights are in fp8; want them in bf16 or float32")
     want = {name: shape for op in table for name, shape in op.hf_shapes.items()}
     optional = {name for op in table if not op.required for name in op.hf_shapes}
     missing = [n for n in want if n not in folder.shapes and n not in optional]
@@ -47,34 +51,35 @@ def check_names(folder: HFFolder, table: Sequence[Op], may_ignore: set[str]) -> 
         raise ValueError(f"the weights in {folder.folder} do not fit its config.json; " + "; ".join(faults))
 
 
-def fill(params: Mapping[str, Tensor], table: Sequence[Op], folder: HFFolder, tp_rank: int, tp_size: int) -> None:
+def fill(params: Mapping[str, Tensor], table: Sequence[Op], folder: HFFolder, spot: Spot) -> None:
     """Copy the pieces of every parameter that this rank holds, tied copies included."""
     left = set(params)
     for op in table:
-        targets = [params[name] for name in (op.megatron, *op.copies) if name in params]
-        left -= {op.megatron, *op.copies}
+        targets = [params[name] for name in (op.param, *op.copies) if name in params]
+        left -= {op.param, *op.copies}
         if not targets or not all(name in folder.shapes for name in op.hf_shapes):
-            continue  # another stage's, or a value head that the folder does not have
+            continue  # another stage's or expert rank's, or a value head that the folder does not have
         for param in targets:
-            _fill_one(param, op, folder, tp_rank, tp_size)
+            _fill_one(param, op, folder, spot)
     assert not left, f"the table has no mapping for {', '.join(sorted(left))}"
 
 
 @torch.no_grad()
-def _fill_one(param: Tensor, op: Op, folder: HFFolder, tp_rank: int, tp_size: int) -> None:
-    want = op.shard_shape(tp_size)
-    assert param.shape == want, f"{op.megatron} has shape {tuple(param.shape)} on this rank, the table says {want}"
-    pieces = op.pieces(tp_rank, tp_size)
+def _fill_one(param: Tensor, op: Op, folder: HFFolder, spot: Spot) -> None:
+    want = op.shape_at(spot)
+    assert op.held_by(spot), f"{op.param} is on this rank, the table says it is another expert rank's"
+    assert param.shape == want, f"{op.param} has shape {tuple(param.shape)} on this rank, the table says {want}"
+    pieces = op.pieces_at(spot)
     if sum(p.length for p in pieces) < param.shape[pieces[0].dim if pieces else 0]:
         param.zero_()  # the padding
     for piece in pieces:
         piece.of_shard(param).copy_(folder.read(piece.hf_name, piece.dim, piece.hf_start, piece.length))
 
 
-def check_twins(folder: HFFolder, pairs: Mapping[str, str], table: Sequence[Op], where: ModelParallel) -> None:
+def check_twins(folder: HFFolder, pairs: Mapping[str, str], table: Sequence[Op], spot: Spot) -> None:
     """A folder that says its embeddings are tied, and yet holds output rows of its own, must mean the same rows."""
     for name, original in pairs.items():
-        pieces = [p for op in table for p in op.pieces(where.tp_rank, where.tp_size) if p.hf_name == original]
+        pieces = [p for op in table for p in op.pieces_at(spot) if p.hf_name == original]
         for p in pieces if name in folder.shapes else []:
             if not torch.equal(*(folder.read(n, p.dim, p.hf_start, p.length) for n in (name, original))):
                 raise ValueError(

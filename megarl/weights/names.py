@@ -1,9 +1,9 @@
-"""How one Megatron parameter is made of tensors with Hugging Face (HF) names: data, read in both directions.
+"""How one parameter of a rank is made of tensors with Hugging Face (HF) names: data, read in both directions.
 
-A mapping lists pieces: runs of rows (or of columns) that stand both in an HF tensor and in the shard that one
-tensor-parallel rank holds.  Copying the pieces one way loads a shard, copying them the other way exports it, and
-whoever plans a transfer reads from them which slice of which tensor a rank owns.  Megatron names carry the layer's
-number in the whole model, not in its pipeline stage.
+A mapping lists pieces: runs of rows (or of columns) that stand both in an HF tensor and in the shard that one rank
+holds.  Copying the pieces one way loads a shard, copying them the other way exports it, and whoever plans a transfer
+reads from them which slice of which tensor a rank owns.  Trainers and servers are described by the same mappings.
+Names of parameters carry the numbers of layer and expert in the whole model, not in the part that a rank holds.
 """
 
 from __future__ import annotations
@@ -12,11 +12,27 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a rank stands among those over which the weights of one layer are cut.
+
+    Dense parameters are cut over `tp` ranks.  Experts are dealt to `ep` ranks, and each is cut over `etp` ranks.
+    """
+
+    tp_rank: int = 0
+    tp: int = 1
+    ep_rank: int = 0
+    ep: int = 1
+    etp_rank: int = 0
+    etp: int = 1
 
 
 @dataclass(frozen=True)
@@ -28,22 +44,26 @@ class Piece:
     hf_start: int
     shard_start: int
     length: int
+    index: int | None = None  # of a shard that stacks several experts' tensors: which of them
 
     def of_hf(self, tensor: Tensor) -> Tensor:
         return tensor.narrow(self.dim, self.hf_start, self.length)
 
     def of_shard(self, shard: Tensor) -> Tensor:
-        return shard.narrow(self.dim, self.shard_start, self.length)
+        return (shard if self.index is None else shard[self.index]).narrow(self.dim, self.shard_start, self.length)
 
 
 @dataclass(frozen=True)
 class Op(ABC):
-    """One Megatron parameter and the HF tensors it is made of; subclasses say where the pieces are."""
+    """One parameter and the HF tensors it is made of; subclasses say where the pieces are."""
 
-    megatron: str  # e.g. decoder.layers.3.mlp.linear_fc1.weight
+    param: str  # e.g. decoder.layers.3.mlp.linear_fc1.weight
     copies: tuple[str, ...] = field(default=(), kw_only=True)  # parameters with the same content on other stages
+    axis: Literal["tp", "etp"] = field(default="tp", kw_only=True)  # the ranks over which the parameter is cut
+    expert: tuple[int, int] | None = field(default=None, kw_only=True)  # (number, of how many); None: of no one expert
 
     required = True  # an HF folder without these tensors is refused
+    keeps_dtype = False  # where the model is cast to another type
 
     @property
     def is_sharded(self) -> bool:
@@ -53,8 +73,29 @@ class Op(ABC):
     @property
     def layer(self) -> int | None:
         """The transformer layer in the whole model, None for what belongs to no layer."""
-        found = re.match(r"decoder\.layers\.(\d+)\.", self.megatron)
+        found = re.match(r"(?:decoder|model)\.layers\.(\d+)\.", self.param)
         return int(found[1]) if found else None
+
+    def cut(self, spot: Spot) -> tuple[int, int]:
+        """(rank, size) of `spot` along the axis over which this parameter is cut."""
+        return (spot.tp_rank, spot.tp) if self.axis == "tp" else (spot.etp_rank, spot.etp)
+
+    def held_by(self, spot: Spot) -> bool:
+        """Whether a rank at `spot` has this parameter, as far as experts decide it: runs of experts, dealt in order."""
+        if self.expert is None:
+            return True
+        number, count = self.expert
+        if count % spot.ep:
+            raise ValueError(f"{self.param}: {count} experts do not divide by expert_model_parallel_size={spot.ep}")
+        return number // (count // spot.ep) == spot.ep_rank
+
+    def pieces_at(self, spot: Spot) -> list[Piece]:
+        """What the rank at `spot` owns of this parameter; nothing of another rank's expert."""
+        return self.pieces(*self.cut(spot)) if self.held_by(spot) else []
+
+    def shape_at(self, spot: Spot) -> Shape:
+        """The shape of the parameter at `spot`, which must hold it."""
+        return self.shard_shape(self.cut(spot)[1])
 
     @property
     @abstractmethod
@@ -89,7 +130,7 @@ class Op(ABC):
             return whole
         out = {name: shards[0].new_empty(shape) for name, shape in self.hf_shapes.items()}
         for rank, shard in enumerate(shards):
-            assert shard.shape == self.shard_shape(tp_size), f"{self.megatron}: shard {rank} is {tuple(shard.shape)}"
+            assert shard.shape == self.shard_shape(tp_size), f"{self.param}: shard {rank} is {tuple(shard.shape)}"
             for piece in self.pieces(rank, tp_size):
                 piece.of_hf(out[piece.hf_name]).copy_(piece.of_shard(shard))
         return out
@@ -103,9 +144,7 @@ class Op(ABC):
 
     def _share(self, size: int, tp_size: int) -> int:
         if size % tp_size:
-            raise ValueError(
-                f"{self.megatron}: its size {size} does not divide by tensor_model_parallel_size={tp_size}"
-            )
+            raise ValueError(f"{self.param}: its size {size} does not divide by tensor_model_parallel_size={tp_size}")
         return size // tp_size
 
 

@@ -1,53 +1,52 @@
 """Putting the trainer's weights into the servers, and proving that they arrived.
 
-World rank 0 sends; the other ranks of its replica only take part in gathering the tensors.  Each server is paused,
-gets the tensors in buckets over a weight group of its own, and is asked for the digest of every tensor that it then
-holds.  It writes again only when all digests are those of the trainer.  Failing servers cannot hold up the ranks: every
-wait has a limit, and the gathering is finished whatever happened.
+Three ways lead into a server.  `gathered`: rank 0 gathers every tensor and sends it in buckets over a weight group of
+its own with the server.  `shared`: a server on the same machine maps the buckets.  `sharded`: every rank sends the
+slices that a rank of the server needs straight to it.  A faster way that fails gives way to a slower one.  Each server
+is paused, given the weights, asked for the digests of what it then holds, and writes again only if these are what the
+trainer computed.  One that fails is left paused and named in the report; it holds up nobody longer than its own limit.
 """
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeVar
+import logging
+import math
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
+from safetensors import SafetensorError
 
-from megarl.rollout.protocol import tensor_digest
-from megarl.weights.buckets import Bucket, Sizes, fill_buckets
-from megarl.weights.export import BUFFER_BYTES, hf_sizes, hf_tensors
+from megarl.weights.buckets import Sizes, fill_buckets
+from megarl.weights.canary import Canary, disagreement
+from megarl.weights.delivery import BucketRound, disagreements
+from megarl.weights.export import BUFFER_BYTES, hf_sizes, hf_tensors, save_hf
 from megarl.weights.gather import Model
-from megarl.weights.names import num_bytes
-from megarl.weights.servers import PushError, Server
-from megarl.weights.tables import HFConfig, twins
+from megarl.weights.gpu_handles import exchange, wanted_handles
+from megarl.weights.report import Clock, PushError, PushReport, one_line
+from megarl.weights.servers import CLEANING_S, Server
+from megarl.weights.sharded import ShardedSender
+from megarl.weights.tables import HFConfig
+from megarl.weights.targets import WAYS, Lead, Targets
 
-T = TypeVar("T")
+__all__ = ["Canary", "PushError", "PushReport", "Pusher"]
 
+logger = logging.getLogger("megarl.push")
 
-@dataclass(frozen=True)
-class PushReport:
-    """Example: PushReport(7, 40, 2_400_000, 40, {"pause": 0.004, "gather": 0.003, "send": 0.006, ...})."""
-
-    version: int
-    num_tensors: int
-    num_bytes: int  # of one copy of the model
-    num_verified: int  # digests found equal, summed over servers
-    timings: dict[str, float]  # seconds: join (first push), pause, gather, send, verify, resume
+_MAX_THREADS = 512  # one for each server that is given an order
 
 
 class Pusher:
-    """Lives on every rank; groups are made at the first push, and again when `connect` names other servers.
+    """Lives on every rank; groups are made when they are first needed, and anew for a server that was started again.
 
-    Peak extra memory on rank 0: one bucket, beside what `hf_tensors` needs.
+    Peak extra memory: one bucket on each rank that sends, beside what `hf_tensors` needs where tensors are gathered.
     """
 
     def __init__(
@@ -57,106 +56,205 @@ class Pusher:
         hf_config: HFConfig,
         *,
         dtype: torch.dtype | None = None,
+        way: str = "auto",
         bucket_bytes: int = BUFFER_BYTES,
         timeout_s: float = 120.0,
+        check_every: int = 0,
+        source_folder: str | Path | None = None,
+        export_folder: str | Path | None = None,
     ) -> None:
-        """`dtype`: what the servers hold (None: what the trainer does); `timeout_s` limits every single wait."""
-        self._token, self._hf_config, self._dtype = token, hf_config, dtype
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        """`dtype`: what the servers hold (None: what the trainer does); `timeout_s` limits every single wait.
+
+        Every `check_every`-th push (0: none) also writes the model into `export_folder` (which the servers must see;
+        None: a temporary one) with the files of `source_folder`, has every server load that, and compares its
+        checksums with those it had from the push: the one check that trusts no arithmetic of ours on digests.
+        """
+        if way not in ("auto", *WAYS):
+            raise ValueError(f"way={way!r}: want auto, {', '.join(WAYS)}")
+        if check_every and source_folder is None:
+            raise ValueError(f"check_every={check_every}: want a source_folder too, for the files beside the weights")
+        self._urls, self._token, self._hf_config, self._dtype = tuple(urls), token, hf_config, dtype
+        self._way, self._bucket_bytes, self._timeout_s = way, bucket_bytes, timeout_s
+        self._check_every, self._source_folder, self._export_folder = check_every, source_folder, export_folder
+        self._num_pushes = 0
+        self._sizes: Sizes = {}
         self._servers: dict[str, Server] = {}
-        self.connect(urls)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "push", _use_device, (device,))
+        self._sender = ShardedSender(hf_config, dtype, bucket_bytes, timeout_s, self._threads)
+        self._cleaning: list[Future[None]] = []
 
-    def connect(self, urls: Sequence[str]) -> None:
-        """Push to these servers from now on; those that were there before keep their groups."""
-        for url in set(self._servers) - set(urls):
-            self._servers.pop(url).leave()
-        self._servers = {url: self._servers.get(url) or Server(url, self._token, self._timeout_s) for url in urls}
-        self._threads = ThreadPoolExecutor(max(2, len(urls)), thread_name_prefix="push")
-
-    def push(self, model: Model, version: int, *, pause_mode: str = "retract") -> PushReport | None:
-        """Every rank calls it; world rank 0 gets the report, or PushError, the others None.
+    def push(
+        self,
+        model: Model,
+        version: int,
+        *,
+        pause_mode: str = "retract",
+        only: Sequence[str] | None = None,
+        canary: Canary | None = None,
+    ) -> PushReport | None:
+        """Every rank calls it; world rank 0 gets the report, or PushError where no server took the weights.
 
         `pause_mode`: abort | retract | in_place (running completions go on, with new weights and their old KV cache).
-        After a PushError the servers stay paused, as nobody knows what they hold.
+        `only`: push to these servers alone; what is known of the others is kept.
         """
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
+        self._sizes = self._sizes or hf_sizes(model, self._hf_config, dtype=self._dtype)
+        if dist.get_rank() != 0:
+            while (order := _share(None)) is not None:
+                self._follow(model, order)
             return None
-        sizes = hf_sizes(model, self._hf_config, dtype=self._dtype)
-        stream = hf_tensors(model, self._hf_config, dtype=self._dtype, buffer_bytes=self._bucket_bytes)
         try:
-            return self._send_all(stream, sizes, version, pause_mode) if dist.get_rank() == 0 else None
-        except RuntimeError as error:
-            raise PushError(f"the push of weights version {version} failed: {_one_line(error)}") from error
+            lead = self._begin(self._urls if only is None else only, version, pause_mode)
+            while (order := self._next_order(lead)) is not None:
+                self._follow(model, _share(order), lead)
+        finally:
+            _share(None)  # whatever happened, the other ranks are not left waiting
+        return self._finish(lead, canary)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for server in self._servers.values():
+            self._cleaning.append(self._threads.submit(server.leave))
+        self._sender.close()
+        wait(self._cleaning)
+        self._servers = {}
+
+    # ---- what every rank does
+
+    def _follow(self, model: Model, order: Any, lead: Lead | None = None) -> None:
+        """Carry out one order of rank 0; with `lead`, as rank 0."""
+        if order["what"] == "export":
+            self._export(model, order["folder"], lead)
+        elif order["what"] == "sharded":
+            self._sender.send(model, order["offers"], self._sizes, lead)
+        elif order["handles"] or in_first_copy():
+            self._stream(model, order["handles"], lead)
+
+    def _stream(self, model: Model, handles: dict[str, int], lead: Lead | None) -> None:
+        """One round of buckets.  `handles`: which GPUs' memory servers map, and by how many of their ranks."""
+        clock = lead.targets.clock if lead else Clock()
+        stream = hf_tensors(model, self._hf_config, dtype=self._dtype, buffer_bytes=self._bucket_bytes, clock=clock)
+        try:
+            if not handles and lead is None:
+                return
+            round_ = BucketRound(lead, self._hf_config, self._sizes) if lead else None
+            new_buffer = round_.new_buffer if round_ else None
+            for bucket in fill_buckets(stream, self._sizes, self._bucket_bytes, new_buffer=new_buffer, clock=clock):
+                texts = exchange(bucket, handles) if handles else None
+                if round_:
+                    round_.send(bucket, texts)
+                if handles:
+                    dist.barrier()  # by now the servers have let go of the buffers
+            if round_:
+                round_.verify()
         finally:
             deque(stream, maxlen=0)  # the other ranks wait for us in its collectives
 
-    def close(self) -> None:
-        self.connect([])
+    def _export(self, model: Model, folder: str, lead: Lead | None) -> None:
+        """Compare with what the servers hold after reading the same weights from a folder."""
+        assert self._source_folder is not None, "nothing is compared without a source folder"
+        try:
+            save_hf(model, self._hf_config, folder, source_folder=self._source_folder, dtype=self._dtype)
+            if lead:
+                with lead.targets.clock("compare"):
+                    lead.compared += lead.targets.each(lambda server: server.compare(folder, lead.version))
+        except (OSError, SafetensorError) as error:  # a full disk: the digests have vouched for the servers
+            logger.warning("the servers were not compared with an exported folder: %s", one_line(error))
+        finally:
+            if lead and self._export_folder is None:
+                shutil.rmtree(folder, ignore_errors=True)
 
-    def _send_all(
-        self, stream: Iterator[tuple[str, Tensor]], sizes: Sizes, version: int, pause_mode: str
-    ) -> PushReport:
-        clock, digests = _Clock(), dict[str, str]()
-        with clock("join"):
-            for server in self._servers.values():
-                self._results(server.join("nccl" if torch.cuda.is_available() else "gloo", self._threads))
-        with clock("pause"):
-            self._everywhere(lambda server: server.open(pause_mode))
-        buckets = fill_buckets(stream, sizes, self._bucket_bytes)
-        while True:
-            with clock("gather"):
-                bucket = next(buckets, None)
-            if bucket is None:
-                break
-            with clock("send"):
-                digests |= self._send(bucket, version, flush_cache=pause_mode != "in_place")
-        with clock("send"):
-            self._everywhere(Server.close_update)
-        with clock("verify"):
-            tied = twins(self._hf_config)
-            num_verified = sum(self._everywhere(lambda server: server.verify(digests, tied)))
-        with clock("resume"):
-            self._everywhere(Server.resume)
-        total = sum(num_bytes(shape, dtype) for shape, dtype in sizes.values())
-        return PushReport(version, len(sizes), total, num_verified, dict(clock.seconds))
+    # ---- what rank 0 does
 
-    def _send(self, bucket: Bucket, version: int, flush_cache: bool) -> dict[str, str]:
-        """One bucket to all servers at once; the digests of its tensors, computed meanwhile."""
-        stamp = version if bucket.is_last else None
-        flush = flush_cache and bucket.is_last
-        answers = [self._threads.submit(s.receive, bucket, stamp, flush) for s in self._servers.values()]
-        sends = [server.broadcast(bucket) for server in self._servers.values()]
-        digests = {name: tensor_digest(raw) for name, raw in bucket.parts()}
-        self._results(answers)  # a refusal answers at once, while the broadcast would wait for ever
-        for send in sends:
-            send.wait(timedelta(seconds=self._timeout_s))
-        return digests
+    def _begin(self, urls: Sequence[str], version: int, pause_mode: str) -> Lead:
+        """Find the servers, choose their ways, and pause them."""
+        wait(self._cleaning, timeout=2 * CLEANING_S)
+        self._cleaning = [task for task in self._cleaning if not task.done()]
+        for url in urls:
+            self._servers.setdefault(url, Server(url, self._token, self._hf_config, self._timeout_s))
+        targets = Targets({url: self._servers[url] for url in urls}, self._threads)
+        with targets.clock("join"):
+            targets.each(Server.probe)
+            targets.choose(self._way, on_gpu=torch.cuda.is_available(), is_cut=_ranks_of_copy() > 1)
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            targets.each(lambda s: s.join(backend), [u for u, way in targets.waiting().items() if way == "gathered"])
+        with targets.clock("pause"):
+            targets.each(lambda server: server.pause(pause_mode))
+            targets.each(Server.open)
+        self._num_pushes += 1
+        due = self._check_every and self._num_pushes % self._check_every == 0
+        return Lead(targets, version, flush_cache=pause_mode != "in_place", compares=bool(due))
 
-    def _everywhere(self, order: Callable[[Server], T]) -> list[T]:
-        """Give all servers the same order at the same time."""
-        return self._results([self._threads.submit(order, server) for server in self._servers.values()])
+    def _next_order(self, lead: Lead) -> dict[str, Any] | None:
+        """What all ranks do next; None: the servers that are left have been given the weights."""
+        waiting = lead.targets.waiting()
+        if sharded := [url for url, way in waiting.items() if way == "sharded"]:
+            return {"what": "sharded", "offers": self._sender.offers(lead, sharded)}
+        if waiting:
+            sharing = [lead.targets.left[url] for url, way in waiting.items() if way == "shared"]
+            return {"what": "buckets", "handles": wanted_handles(sharing)}
+        if not self._replicas_agree(lead):
+            return self._next_order(lead)
+        if lead.compares and lead.targets.done and self._source_folder is not None:
+            lead.compares = False
+            return {"what": "export", "folder": str(self._export_folder or tempfile.mkdtemp(prefix="megarl_push_"))}
+        return None
 
-    def _results(self, futures: list[Future[T]]) -> list[T]:
-        """All results, or the first failure without waiting for the rest."""
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            if (error := future.exception()) is not None:
-                raise error
-        return [future.result() for future in futures]
+    def _replicas_agree(self, lead: Lead) -> bool:
+        """Look at what servers hold whose checksums were not computed; those that differ get another way."""
+        targets = lead.targets
+        urls = [url for url, way in targets.done.items() if way == "sharded" and url not in lead.looked]
+        lead.looked |= set(urls)
+        with targets.clock("verify"):
+            looked = targets.attempt(Server.look, urls)
+        for url, reason in disagreements({url: targets.left[url] for url in looked}, "").items():
+            targets.fall_back(url, reason)
+        for url in looked:
+            targets.left[url].remember("")  # what it holds has been compared slice by slice, and has no other name
+        return not targets.waiting()
+
+    def _finish(self, lead: Lead, canary: Canary | None) -> PushReport:
+        """Let the servers that hold the weights write again; those that failed stay paused, and are tidied up after."""
+        targets = lead.targets
+        with targets.clock("resume"):
+            targets.each(Server.resume)
+        if canary is not None:
+            with targets.clock("canary"):
+                heard = targets.each(lambda server: server.engine.prompt_log_probs(canary.prompt_ids))
+            for url, reason in disagreement(canary, heard).items():
+                targets.drop(url, reason)
+        failed = {url: self._servers.pop(url) for url in targets.failed}
+        wait([self._threads.submit(server.fence) for url, server in failed.items() if url not in targets.silent])
+        self._cleaning += [self._threads.submit(server.abandon) for server in failed.values()]
+        return lead.report(self._sizes)
 
 
-class _Clock:
-    """Sums the seconds of each phase."""
+def in_first_copy() -> bool:
+    """Whether this rank belongs to the first copy of the model: rank 0, and who gathers with it.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - start
+    Ranks of a pipeline stage are numbered in the order of tensor parallelism, and of experts' tensor and then expert
+    parallelism; so a copy is a run of them.
+    """
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return dist.get_rank() % (dist.get_world_size() // stages) < _ranks_of_copy() // stages
 
 
-def _one_line(error: Any) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def _ranks_of_copy() -> int:
+    """Ranks over which one copy of the model is gathered."""
+    ps = parallel_state
+    experts = ps.get_expert_tensor_parallel_world_size() * ps.get_expert_model_parallel_world_size()
+    of_stage = math.lcm(ps.get_tensor_model_parallel_world_size(), experts)
+    return of_stage * ps.get_pipeline_model_parallel_world_size()
+
+
+def _share(order: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Rank 0's order, on every rank."""
+    box = [order]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cuda") if "nccl" in dist.get_backend() else None)
+    return box[0]
+
+
+def _use_device(device: int | None) -> None:
+    """Threads do not inherit the device of the one that starts them."""
+    if device is not None:
+        torch.cuda.set_device(device)

@@ -5,10 +5,13 @@ A family is added by one entry of FAMILIES; nothing else in this room knows mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
+from megarl.weights import deepseek
 from megarl.weights.names import QKV, GateUp, Op, Rename, ValueHead, Vocab
 
 VOCAB_MULTIPLE = 8  # as the models are built: mcore.model.padded_vocab_size
@@ -39,19 +42,27 @@ def twins(hf_config: HFConfig) -> dict[str, str]:
     return {"lm_head.weight": "model.embed_tokens.weight"} if is_tied(hf_config) else {}
 
 
-def ignorable(hf_config: HFConfig, role: Role) -> set[str]:
-    """HF names that a folder may hold and this model does not: output rows of a critic, or the twins of tied ones."""
-    return {"lm_head.weight"} if role == "critic" else set(twins(hf_config))
+@dataclass(frozen=True)
+class Ignorable(Container[str]):
+    names: frozenset[str]
+    prefixes: tuple[str, ...]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names or (isinstance(name, str) and name.startswith(self.prefixes))
 
 
-def _dense(c: HFConfig, *, role: Role, vocab_multiple: int, qkv_bias: bool, qk_norm: bool) -> list[Op]:
-    """Decoders of Llama's shape: grouped-query attention, a gated feed-forward, RMS norms before both."""
-    if c.get("attention_bias", qkv_bias) != qkv_bias:
-        raise ValueError(
-            f"attention_bias={c['attention_bias']} is not supported for model_type={c['model_type']!r}; want {qkv_bias}"
-        )
+def ignorable(hf_config: HFConfig, role: Role) -> Container[str]:
+    """HF names that a folder may hold and this model does not.
+
+    Output rows of a critic, the twins of tied ones, and layers after the last that predict further tokens.
+    """
+    names = {"lm_head.weight"} if role == "critic" else set(twins(hf_config))
+    return Ignorable(frozenset(names), deepseek.passed_over(hf_config))
+
+
+def _decoder(c: HFConfig, role: Role, vocab_multiple: int, layers: Iterable[Op]) -> list[Op]:
+    """Embedding, layers, final norm, and the head of the role."""
     hidden = c["hidden_size"]
-    layers = [op for i in range(c["num_hidden_layers"]) for op in _dense_layer(c, i, qkv_bias, qk_norm)]
     tied_copy = ("output_layer.weight",) if is_tied(c) and role == "actor" else ()  # of a last stage that is not first
     embedding = Vocab(
         "embedding.word_embeddings.weight",
@@ -70,8 +81,48 @@ def _dense(c: HFConfig, *, role: Role, vocab_multiple: int, qkv_bias: bool, qk_n
     return [embedding, *layers, final_norm, *head]
 
 
-def _dense_layer(c: HFConfig, layer: int, qkv_bias: bool, qk_norm: bool) -> list[Op]:
-    hidden, ffn, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+def _dense(c: HFConfig, *, role: Role, vocab_multiple: int, qkv_bias: bool = False, qk_norm: bool = False) -> list[Op]:
+    """Decoders of Llama's shape: grouped-query attention, a gated feed-forward, RMS norms before both."""
+    layers = (
+        [*_attention(c, i, qkv_bias, qk_norm), *_feed_forward(c, i, f"model.layers.{i}.mlp", c["intermediate_size"])]
+        for i in range(c["num_hidden_layers"])
+    )
+    return _decoder(c, role, vocab_multiple, chain.from_iterable(layers))
+
+
+def _qwen3_moe(c: HFConfig, *, role: Role, vocab_multiple: int) -> list[Op]:
+    """Qwen3 whose feed-forwards are experts, but in the layers that config.json leaves dense."""
+    step, plain = c.get("decoder_sparse_step") or 1, c.get("mlp_only_layers") or ()
+    ops: list[Op] = []
+    for i in range(c["num_hidden_layers"]):
+        mlp = f"model.layers.{i}.mlp"
+        ops += _attention(c, i, qkv_bias=False, qk_norm=True)
+        if (i + 1) % step or i in plain:
+            ops += _feed_forward(c, i, mlp, c["intermediate_size"])
+        else:
+            ops += _experts(c, i, mlp, c["moe_intermediate_size"])
+    return _decoder(c, role, vocab_multiple, ops)
+
+
+def _mixtral(c: HFConfig, *, role: Role, vocab_multiple: int) -> list[Op]:
+    ops: list[Op] = []
+    for i in range(c["num_hidden_layers"]):
+        ops += _attention(c, i, qkv_bias=False, qk_norm=False)
+        ops += _experts(c, i, f"model.layers.{i}.block_sparse_moe", c["intermediate_size"], ("w1", "w3", "w2"))
+    return _decoder(c, role, vocab_multiple, ops)
+
+
+def _deepseek_v3(c: HFConfig, *, role: Role, vocab_multiple: int) -> list[Op]:
+    return _decoder(c, role, vocab_multiple, deepseek.layers(c))
+
+
+def _attention(c: HFConfig, layer: int, qkv_bias: bool, qk_norm: bool) -> list[Op]:
+    """The norm before it included."""
+    if c.get("attention_bias", qkv_bias) not in (qkv_bias, None):
+        raise ValueError(
+            f"attention_bias={c['attention_bias']} is not supported for model_type={c['model_type']!r}; want {qkv_bias}"
+        )
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
     groups = c.get("num_key_value_heads") or heads
     head_dim = c.get("head_dim") or hidden // heads
     hf, mg = f"model.layers.{layer}", f"decoder.layers.{layer}"
@@ -90,16 +141,56 @@ def _dense_layer(c: HFConfig, layer: int, qkv_bias: bool, qk_norm: bool) -> list
     if qk_norm:
         ops.append(Rename(f"{mg_attn}.q_layernorm.weight", f"{attn}.q_norm.weight", (head_dim,)))
         ops.append(Rename(f"{mg_attn}.k_layernorm.weight", f"{attn}.k_norm.weight", (head_dim,)))
+    return [*ops, Rename(f"{mg_attn}.linear_proj.weight", f"{attn}.o_proj.weight", (hidden, heads * head_dim), 1)]
+
+
+def _norm_of_mlp(c: HFConfig, layer: int) -> Op:
+    name = f"model.layers.{layer}.post_attention_layernorm.weight"
+    return Rename(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", name, (c["hidden_size"],))
+
+
+def _feed_forward(c: HFConfig, layer: int, mlp: str, ffn: int) -> list[Op]:
+    """The norm before it included.  `mlp`: the module's HF name."""
+    hidden, mg = c["hidden_size"], f"decoder.layers.{layer}.mlp"
     return [
-        *ops,
-        Rename(f"{mg_attn}.linear_proj.weight", f"{attn}.o_proj.weight", (hidden, heads * head_dim), 1),
-        Rename(f"{mg}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (hidden,)),
-        GateUp(f"{mg}.mlp.linear_fc1.weight", f"{hf}.mlp.gate_proj.weight", f"{hf}.mlp.up_proj.weight", ffn, hidden),
-        Rename(f"{mg}.mlp.linear_fc2.weight", f"{hf}.mlp.down_proj.weight", (hidden, ffn), 1),
+        _norm_of_mlp(c, layer),
+        GateUp(f"{mg}.linear_fc1.weight", f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight", ffn, hidden),
+        Rename(f"{mg}.linear_fc2.weight", f"{mlp}.down_proj.weight", (hidden, ffn), 1),
     ]
 
 
+def num_experts(c: HFConfig) -> int:
+    """The hub's files and those of transformers 5 name it differently."""
+    return c["num_experts"] if c.get("num_experts") is not None else c["num_local_experts"]
+
+
+def _experts(
+    c: HFConfig,
+    layer: int,
+    mlp: str,
+    ffn: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Op]:
+    """The norm, the router, and each expert on its own.  `names`: of an expert's gate, up and down in the HF module."""
+    hidden, mg, count = c["hidden_size"], f"decoder.layers.{layer}.mlp", num_experts(c)
+    ops: list[Op] = [
+        _norm_of_mlp(c, layer),
+        Rename(f"{mg}.router.weight", f"{mlp}.gate.weight", (count, hidden)),
+    ]
+    for i in range(count):
+        gate, up, down = (f"{mlp}.experts.{i}.{name}.weight" for name in names)
+        own, whose = f"{mg}.experts.local_experts.{i}", (i, count)
+        ops.append(GateUp(f"{own}.linear_fc1.weight", gate, up, ffn, hidden, axis="etp", expert=whose))
+        ops.append(Rename(f"{own}.linear_fc2.weight", down, (hidden, ffn), 1, axis="etp", expert=whose))
+    return ops
+
+
 FAMILIES: dict[str, Callable[..., list[Op]]] = {
-    "qwen2": partial(_dense, qkv_bias=True, qk_norm=False),  # Qwen2, Qwen2.5
-    "qwen3": partial(_dense, qkv_bias=False, qk_norm=True),
+    "qwen2": partial(_dense, qkv_bias=True),  # Qwen2, Qwen2.5
+    "qwen3": partial(_dense, qk_norm=True),
+    "qwen3_moe": _qwen3_moe,
+    "llama": _dense,  # Llama 2 and 3
+    "mistral": _dense,
+    "mixtral": _mixtral,
+    "deepseek_v3": _deepseek_v3,
 }

@@ -1,0 +1,50 @@
+"""A prompt whose log-probabilities every server is asked for after a push, before its completions may be used.
+
+Digests say that the weights arrived; this says that the server computes with them: that names mean on both sides the
+same, and that what it derives from the weights was made anew.  It costs one prefill on each server, which uses no
+cached prefix: of old prefixes it says nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Canary:
+    """Example: Canary((5, 6, 7), log_probs=(-0.7, -1.2)), the trainer's log-probs of tokens 6 and 7."""
+
+    prompt_ids: tuple[int, ...]
+    log_probs: tuple[float, ...] | None = None  # None: the servers are only compared with one another
+    tolerance: float = 1e-3  # in nats; bfloat16 servers want about 0.1
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Canary:
+        log_probs = fields.get("log_probs")
+        values = None if log_probs is None else tuple(float(value) for value in log_probs)
+        return cls(tuple(fields["prompt_ids"]), values, float(fields.get("tolerance", cls.tolerance)))
+
+
+def disagreement(canary: Canary, heard: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """url -> what is wrong with its answer.
+
+    Without the trainer's values the middle of all answers counts: of two servers that differ, neither is believed.
+    """
+    count, limit, whose = len(canary.prompt_ids) - 1, canary.tolerance, "the trainer"
+    found = {url: f"{len(answer)} log-probs, want {count}" for url, answer in heard.items() if len(answer) != count}
+    answers = {url: answer for url, answer in heard.items() if url not in found}
+    want = canary.log_probs
+    if want is None and answers:
+        want = tuple(median(column) for column in zip(*answers.values(), strict=True))
+        limit, whose = limit / 2, "the middle of all servers"
+    for url, answer in answers.items():
+        assert want is not None, "there are answers, so there is something to compare them with"
+        gaps = [abs(a - b) for a, b in zip(answer, want, strict=True)]
+        if not all(gap <= limit for gap in gaps):  # also where one is not a number
+            worst = next((gap for gap in gaps if math.isnan(gap)), max(gaps))
+            found[url] = f"log-probs that differ by up to {worst:.2g} from those of {whose}, want at most {limit:.2g}"
+    return {url: f"{url} answers the canary prompt with {reason}" for url, reason in found.items()}

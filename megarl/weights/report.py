@@ -1,0 +1,71 @@
+"""What came of a push: who holds the weights now, who does not and why, and where the seconds went."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """Example: PushReport(7, 40, 2_400_000, 80, {"http://a": "shared", "http://b": "gathered"}, {}, {}, [], {...})."""
+
+    version: int
+    num_tensors: int  # of the model, under their HF names
+    num_bytes: int  # of one copy of the model
+    num_verified: int  # digests found equal, summed over servers
+    ways: dict[str, str]  # url -> way: the servers that hold this version, verified, and write again
+    failed: dict[str, str]  # url -> reason: those that must not be used; paused where they could be reached
+    fallbacks: dict[str, list[str]]  # url -> "way: reason" of each faster way that failed before a slower one was used
+    compared: list[str]  # urls whose checksums were also those of the folder that was exported for them
+    timings: dict[
+        str, float
+    ]  # seconds of rank 0 in each phase: join, pause, gather, convert, send, load, verify, resume
+
+
+class PushError(RuntimeError):
+    """Servers do not hold the trainer's weights; one sentence names them, and the tensors where it can.
+
+    Raised by a push that no server took, and then `report` says the same in parts.
+    """
+
+    report: PushReport | None = None
+
+
+class Clock:
+    """Sums the seconds of phases; of one phase inside another, each second belongs to the inner one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._open: list[tuple[str, float]] = []
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        now = time.perf_counter()
+        if self._open:
+            self._charge(now)
+        self._open.append((phase, now))
+        try:
+            yield
+        finally:
+            now = time.perf_counter()
+            self._charge(now)
+            self._open.pop()
+            if self._open:
+                self._open[-1] = (self._open[-1][0], now)
+
+    def _charge(self, now: float) -> None:
+        phase, since = self._open[-1]
+        self.seconds[phase] += now - since
+
+    def split(self, phase: str, of: str, seconds: float) -> None:
+        """Count `seconds` of those that phase `of` has had as seconds of another."""
+        self.seconds[of] -= seconds
+        self.seconds[phase] += seconds
+
+
+def one_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,52 @@
+"""Meeting a server in a group when the server does not come, and whether a server is on this machine."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from megarl.rollout.weight_group import leave_weight_group
+from megarl.weights.channel import Meeting, is_here, meet
+
+HERE = "http://127.0.0.1:1"
+
+
+def test_both_sides_meet() -> None:
+    meeting = Meeting.at(HERE, 1, "gloo", 30.0)
+    group = meet(meeting, lambda: None)
+    assert (group.size(), group.rank()) == (1, 0)
+    leave_weight_group(group)
+
+
+def test_a_refused_invitation_is_an_error_at_once_and_no_group_is_left() -> None:
+    meeting = Meeting.at(HERE, 2, "gloo", 30.0)
+    refused = threading.Event()
+
+    def refuse() -> None:
+        refused.set()
+        raise ValueError("no")
+
+    before = dist.distributed_c10d._world.pg_map.copy()
+    with pytest.raises(ValueError, match="no"):
+        meet(meeting, refuse)
+    assert refused.is_set()
+    assert dist.distributed_c10d._world.pg_map == before
+
+
+def test_a_meeting_to_which_nobody_comes_ends_by_its_limit() -> None:
+    never = threading.Event()
+    with pytest.raises(RuntimeError):
+        meet(Meeting.at(HERE, 2, "gloo", 0.5), lambda: never.wait(30))
+    never.set()
+
+
+def test_no_two_meetings_have_one_name() -> None:
+    assert Meeting.at(HERE, 2, "gloo", 1.0).name != Meeting.at(HERE, 2, "gloo", 1.0).name
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [(HERE, True), ("http://localhost:1", True), ("http://[::1]:1", True), ("http://192.0.2.1:1", False)],
+)
+def test_a_server_is_here_when_it_is_reached_from_its_own_address(url: str, here: bool) -> None:
+    assert is_here(url) is here
