@@ -1,14 +1,17 @@
 """Everything that speaks to an engine which writes rollouts, and the small engine of our own.
 
 Knows: SGLang's routes and JSON (`protocol`), how to call one server or many (`client`, `pool`), how to start and watch
-them (`launch`, `supervisor`), how prompts become scored samples in a process of their own (`collect`, `stream`,
-`collector`), and a server that answers the same routes on a CPU (`cpu` and the `cpu_*` files).
+them (`launch`, `supervisor`), among them stock SGLang in an environment of its own, with a router before it or without
+(`sglang`, `foreign`, `router`; `sglang_server`, `smg_server` and `sglang_cpu/` are what runs there), how prompts become
+scored samples in a process of their own (`collect`, `stream`, `collector`), and a server that answers the same routes
+on a CPU (`cpu` and the `cpu_*` files).
 Does not know: Megatron, losses, what a reward is (a scoring object is passed in), or where weights come from.
 Called by the driver and its supervisor; `protocol`, `client` and `weight_group` also by `weights/`.
 
-The engine of a run is a name in this table; each entry builds a command line out of an `EngineLaunch`.
+The engine of a run is a name in this table; each entry makes a `ServerCommand` out of an `EngineLaunch` and a folder.
 """
 
-from megarl.rollout.launch import cpu_command
+from megarl.rollout.launch import MakeCommand, cpu_command
+from megarl.rollout.sglang import sglang_command
 
-ENGINES = {"cpu": cpu_command}
+ENGINES: dict[str, MakeCommand] = {"cpu": cpu_command, "sglang": sglang_command}

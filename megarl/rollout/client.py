@@ -5,13 +5,13 @@ Both speak only `protocol`, so the same client serves SGLang and the CPU server.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from megarl.rollout.pool import EnginePool, RolloutFailed
-from megarl.rollout.protocol import FLATTENED, Route, auth_headers, error_message
+from megarl.rollout.protocol import FLATTENED, Abilities, Route, SamplingParams, auth_headers, error_message
 
 __all__ = ["Engine", "EngineError", "EnginePool", "RolloutFailed"]
 
@@ -35,7 +35,7 @@ class Engine:
         self.url = url.rstrip("/")
         # trust_env=False: a proxy of the environment must never see the token, nor stand before a loopback server
         self._http = httpx.Client(headers=auth_headers(token), timeout=timeout_s, trust_env=False)
-        self._has_sessions = True
+        self._abilities: Abilities | None = None
 
     def close(self) -> None:
         self._http.close()
@@ -49,15 +49,40 @@ class Engine:
     def server_info(self) -> dict[str, Any]:
         return self._json(Route.SERVER_INFO, method="GET")
 
+    @property
+    def abilities(self) -> Abilities:
+        """What this server's version can do; asked of it once."""
+        if self._abilities is None:
+            self._abilities = Abilities.of(str(self.server_info().get("version", "")))
+        return self._abilities
+
     def model_info(self) -> dict[str, Any]:
         return self._json(Route.MODEL_INFO, method="GET")
 
     def checksums(self) -> dict[str, str]:
         """Digest of every tensor the server holds, by name; of several tensor-parallel ranks as "rank:name"."""
-        ranks = self._accepted(Route.WEIGHTS_CHECKER, {"action": "checksum"})["ranks"]
+        ranks = self.rank_checksums()
         if len(ranks) == 1:
-            return dict(ranks[0]["checksums"])
-        return {f"{i}:{name}": digest for i, rank in enumerate(ranks) for name, digest in rank["checksums"].items()}
+            return ranks[0]
+        return {f"{i}:{name}": digest for i, rank in enumerate(ranks) for name, digest in rank.items()}
+
+    def rank_checksums(self) -> list[dict[str, str]]:
+        """Digest of every tensor by its name on each tensor-parallel rank of the server."""
+        return [
+            dict(rank["checksums"]) for rank in self._accepted(Route.WEIGHTS_CHECKER, {"action": "checksum"})["ranks"]
+        ]
+
+    def prompt_log_probs(self, prompt_ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        """Log-probs of a prompt's tokens but the first, whatever of it is in the server's cache."""
+        body: dict[str, Any] = {"input_ids": list(prompt_ids), "return_logprob": True, "logprob_start_len": 0}
+        body |= {} if adapter is None else {"lora_path": adapter}
+        body["sampling_params"] = SamplingParams(temperature=0.0, max_new_tokens=1).to_json()
+        reply = self._json(Route.GENERATE, body)
+        try:
+            found = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]]
+        except (KeyError, TypeError) as error:
+            raise EngineError(self.url, Route.GENERATE, 200, f"the reply lacks {error}") from error
+        return [float(value) for value in found if value is not None]
 
     # ---- running
 
@@ -80,6 +105,7 @@ class Engine:
         self._call(Route.RELEASE_MEMORY, {} if tags is None else {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Take it again; only what was released, or else stock SGLang dies."""
         self._call(Route.RESUME_MEMORY, {} if tags is None else {"tags": list(tags)})
 
     # ---- weights
@@ -97,15 +123,11 @@ class Engine:
 
     def begin_update(self) -> None:
         """Open an update session; a server from before sessions has no such route, and needs none."""
-        try:
+        if self.abilities.update_sessions:
             self._accepted(Route.BEGIN_UPDATE, {})
-        except EngineError as error:
-            if error.status != 404:
-                raise
-            self._has_sessions = False
 
     def end_update(self) -> None:
-        if self._has_sessions:
+        if self.abilities.update_sessions:
             self._accepted(Route.END_UPDATE, {})
 
     def update_from_distributed(
@@ -126,14 +148,44 @@ class Engine:
         tokens written from now on: give it with the last bucket.
         """
         body: dict[str, Any] = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(s) for s in shapes]}
-        body |= {"group_name": group_name, "flush_cache": flush_cache, "load_format": FLATTENED if flattened else None}
-        body["weight_version"] = None if version is None else str(version)
-        self._accepted(Route.UPDATE_FROM_DISTRIBUTED, body)
+        body |= {"group_name": group_name, "load_format": FLATTENED if flattened else None}
+        self._accepted(Route.UPDATE_FROM_DISTRIBUTED, body | self._after_update(version, flush_cache))
+
+    def update_from_tensor(
+        self,
+        payloads: Sequence[str],
+        *,
+        load_format: str | None = FLATTENED,
+        version: int | None = None,
+        flush_cache: bool = True,
+    ) -> None:
+        """Have each tensor-parallel rank of the server load its payload: base64 of pickled handles of shared memory."""
+        body: dict[str, Any] = {"serialized_named_tensors": list(payloads), "load_format": load_format}
+        self._accepted(Route.UPDATE_FROM_TENSOR, body | self._after_update(version, flush_cache))
 
     def update_from_disk(self, model_path: str, *, version: int | None = None, flush_cache: bool = True) -> None:
-        body = {"model_path": model_path, "flush_cache": flush_cache}
-        body["weight_version"] = None if version is None else str(version)
-        self._accepted(Route.UPDATE_FROM_DISK, body)
+        self._accepted(Route.UPDATE_FROM_DISK, {"model_path": model_path, **self._after_update(version, flush_cache)})
+
+    def _after_update(self, version: int | None, flush_cache: bool) -> dict[str, Any]:
+        flush = flush_cache and self.abilities.flush_beside_queue  # else there is no prefix cache
+        return {"flush_cache": flush, "weight_version": None if version is None else str(version)}
+
+    # ---- adapters
+
+    def load_adapter(
+        self, name: str, config: Mapping[str, Any], payload: str, checksums: Mapping[str, str], *, tp_size: int
+    ) -> None:
+        """Have the server add a LoRA adapter; `name` is what /generate's lora_path asks for, and must be new.
+
+        `config`: PEFT's adapter_config.json.  `payload`: base64 of the pickled {PEFT's name: whole tensor}.  A server
+        that finds another sha256 than `checksums` (64 hex digits of each tensor's bytes) ends itself.
+        """
+        body: dict[str, Any] = {"lora_name": name, "config_dict": dict(config), "expected_checksums": dict(checksums)}
+        self._accepted(Route.LOAD_ADAPTER, {**body, "serialized_named_tensors": [payload] * tp_size})
+
+    def unload_adapter(self, name: str) -> None:
+        """Answers when the last completion that uses the adapter has ended: never while such a one is paused."""
+        self._accepted(Route.UNLOAD_ADAPTER, {"lora_name": name})
 
     # ---- the wire
 

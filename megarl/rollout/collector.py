@@ -1,7 +1,7 @@
 """The child process behind `Stream`: an asyncio loop that asks servers and scores answers, away from the driver.
 
-Talks over one pipe. In: `Order`s. Out: lists of messages, as many in one pickle as are waiting:
-("group", ticket, index, packed group) and, at most once, ("error", sentence).
+Talks over one pipe. In: `Order`s, and who may be asked (`Trust`, `Fence`). Out: lists of messages, as many in one
+pickle as are waiting: ("group", ticket, index, packed group) and, at most once, ("error", sentence).
 A group travels as plain tuples, without its prompt, which the driver still has: pickling is the price of the process.
 """
 
@@ -49,6 +49,7 @@ class CollectorSettings:
     tokenizer_path: str
     timeout_s: float  # of one attempt of one request
     max_in_flight: int
+    fenced: bool  # no server may be asked before a `Trust`
     make_scorer: Callable[[], Scorer]
     log_path: str
     parent_pid: int
@@ -60,6 +61,25 @@ class Order:
     prompts: list[Prompt]
     n: int
     params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The server holds this version of the weights, verified."""
+
+    url: str
+    version: int
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Nobody knows what the server holds."""
+
+    url: str
+
+
+Message = Order | Trust | Fence
 
 
 def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
@@ -110,7 +130,7 @@ async def _collect(
     pipe: Connection, outbox: queue.SimpleQueue[Any], settings: CollectorSettings, scorer: Scorer
 ) -> None:
     loop = asyncio.get_running_loop()
-    orders: asyncio.Queue[Order | None] = asyncio.Queue()
+    orders: asyncio.Queue[Message | None] = asyncio.Queue()
     reader = threading.Thread(target=_read_all, args=(pipe, loop, orders), daemon=True)
     reader.start()
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path)
@@ -120,6 +140,7 @@ async def _collect(
         timeout_s=settings.timeout_s,
         max_in_flight=settings.max_in_flight,
         vocab_size=len(tokenizer),
+        fenced=settings.fenced,
     )
 
     def decode(token_ids: list[int]) -> str:
@@ -135,9 +156,15 @@ async def _collect(
     async with pool:
         try:
             async with asyncio.TaskGroup() as tasks:
-                while (order := await orders.get()) is not None:
-                    for index in range(len(order.prompts)):
-                        tasks.create_task(one(order, index))
+                while (message := await orders.get()) is not None:
+                    match message:
+                        case Trust(url, version, adapter):
+                            pool.trust(url, version, adapter)
+                        case Fence(url):
+                            pool.fence(url)
+                        case Order():
+                            for index in range(len(message.prompts)):
+                                tasks.create_task(one(message, index))
                 raise _Closed
         except ExceptionGroup as group:
             error = _first(group)
@@ -149,7 +176,7 @@ class _Closed(Exception):
     """The pipe closed: cancels what is still under way."""
 
 
-def _read_all(pipe: Connection, loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[Order | None]) -> None:
+def _read_all(pipe: Connection, loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[Message | None]) -> None:
     while True:
         try:
             order = pipe.recv()

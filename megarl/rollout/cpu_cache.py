@@ -1,7 +1,9 @@
 """Keys and values of the running rows, in slots of one tensor [2 * layers, slots, positions, kv_heads, head_dim].
 
-Row i of the running batch owns slot i. Two short-lived views play the part of transformers' cache during a forward
-pass: `Prefill` writes whole prompts (one into as many slots as it has completions), `Decode` one token a row.
+Row i of the running batch owns slot i. Keys and values may be narrower than head_dim (of latent attention they are the
+latent and the rotated part, of one head): they stand in the first columns. Two short-lived views play the part of
+transformers' cache during a forward pass: `Prefill` writes whole prompts (one into as many slots as it has
+completions), `Decode` one token a row.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class Prefill(_View):
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         for half, new in enumerate((key, value)):
-            self.data[2 * layer_idx + half, self._rows, : new.shape[2]] = new.transpose(1, 2)[self._source]
+            held = self.data[2 * layer_idx + half, ..., : new.shape[3]]
+            held[self._rows, : new.shape[2]] = new.transpose(1, 2)[self._source]
         return key, value
 
 
@@ -92,6 +95,6 @@ class Decode(_View):
         return self._store(2 * layer_idx, key), self._store(2 * layer_idx + 1, value)
 
     def _store(self, index: int, new: Tensor) -> Tensor:
-        held = self.data[index]
+        held = self.data[index, ..., : new.shape[3]]
         held[self._rows, self._positions] = new[:, :, 0]
         return held[: len(self._rows), : self._length].transpose(1, 2)

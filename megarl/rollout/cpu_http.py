@@ -1,6 +1,7 @@
 """The routes of the CPU server: SGLang's JSON on one side, the engine's orders on the other.
 
-Every route wants the token (401 without). Refused requests answer 400 and change nothing.
+Every route but /health, which tells nothing, wants the token (401 without). Refused requests answer 400 and change
+nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import hmac
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -20,7 +22,7 @@ from megarl.rollout.cpu_engine import CpuEngine
 from megarl.rollout.cpu_model import CpuModel
 from megarl.rollout.cpu_requests import read_call, write_reply
 from megarl.rollout.cpu_rows import Call
-from megarl.rollout.cpu_weights import WeightUpdates
+from megarl.rollout.cpu_weights import WEIGHT_LOADER, WeightUpdates
 from megarl.rollout.protocol import PAUSE_MODES, Route
 
 logger = logging.getLogger("megarl.rollout.cpu")
@@ -47,6 +49,7 @@ _UPDATE_ROUTES: dict[Route, str] = {  # route -> method of WeightUpdates, run in
     Route.BEGIN_UPDATE: "begin",
     Route.END_UPDATE: "end",
     Route.UPDATE_FROM_DISTRIBUTED: "from_distributed",
+    Route.UPDATE_FROM_TENSOR: "from_tensor",
     Route.UPDATE_FROM_DISK: "from_disk",
 }
 
@@ -58,6 +61,7 @@ class CpuServer:
         self._model, self._token = model, token.encode()
         self._loop = asyncio.get_running_loop()
         self._replies: dict[int, asyncio.Future[None]] = {}  # id(call) -> resolved when the call is complete
+        self._started = time.time()
         self.ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self.engine = CpuEngine(
             model,
@@ -79,7 +83,8 @@ class CpuServer:
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Token first; refusals become 400 with SGLang's JSON, anything unforeseen 500 with a traceback in the log."""
         given = request.headers.get("Authorization", "").encode()
-        if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):
+        open_to_all = request.path == Route.HEALTH  # as in SGLang, whose router relies on it
+        if self._token and not open_to_all and not hmac.compare_digest(given, b"Bearer " + self._token):
             return web.json_response({"error": "Unauthorized"}, status=401)
         try:
             return await handler(request)
@@ -120,6 +125,10 @@ class CpuServer:
             "max_total_num_tokens": self.engine.max_total_tokens,
             "weight_version": self.engine.weight_version,
             "is_paused": self.engine.paused,
+            "tp_size": 1,
+            "device": "cpu",
+            "custom_weight_loader": [WEIGHT_LOADER],
+            "startup_time": {"finished_at": self._started},
             "internal_states": [state],
         }
         return web.json_response(info)

@@ -1,8 +1,9 @@
 """A language model out of an HF folder: its two forward passes, its named weights, its digests.
 
 Uses transformers' modelling code, so that the server is an opinion on the weights that shares no line with the trainer.
-Serves models whose layers all attend to the whole past and whose logits are the output embedding of the last hidden
-state (Llama, Qwen2, Qwen3 and their relatives); any other is refused at the start.
+Serves models whose layers all attend to the whole past, or to the same window of it, and whose logits are the output
+embedding of the last hidden state (Llama, Mistral, Qwen2, Qwen3, Mixtral, DeepSeek-V3 and their relatives); any other
+is refused at the start.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from megarl.rollout.cpu_cache import Decode, KVSlots, Prefill
+from megarl.rollout.cpu_names import hub_tensors
 from megarl.rollout.protocol import DTYPE_NAMES, tensor_digest
 
 
@@ -35,6 +37,7 @@ class CpuModel:
         self._head = self._model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]
         self.context_length: int = self.config.max_position_embeddings
+        self._window: int | None = getattr(self.config, "sliding_window", None)  # tokens seen, oneself included
         self.eos_ids = _eos_ids(folder, self._model)
         self.weights = self._named_weights(_safetensors_files(folder))
         self._check_served()
@@ -45,19 +48,26 @@ class CpuModel:
         config = self.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if (latent := getattr(config, "kv_lora_rank", None)) is not None:  # transformers keeps what all heads share
+            heads, head_dim = 1, max(latent, config.qk_rope_head_dim)
         return KVSlots(config.num_hidden_layers, heads, head_dim, self.dtype, max_tokens)
 
     def prefill(self, tokens: Tensor, cache: Prefill) -> Tensor:
         """Sequences [S, P], padded on the right with anything (nothing looks ahead) -> hidden states [S, P, H]."""
-        length = tokens.shape[1]
-        mask = torch.full((length, length), -torch.inf, dtype=self.dtype).triu(1)
-        return self._hidden(tokens, torch.arange(length)[None], mask[None, None], cache)
+        at = torch.arange(tokens.shape[1])
+        return self._hidden(tokens, at[None], self._mask(at[:, None], at)[None, None], cache)
 
     def decode(self, tokens: Tensor, cache: Decode, positions: Tensor, length: int) -> Tensor:
         """The last token of each row [R] at its position [R] -> logits [R, V]; `length` is the largest position + 1."""
-        mask = torch.zeros(len(tokens), 1, 1, length, dtype=self.dtype)
-        mask.masked_fill_(torch.arange(length) > positions[:, None, None, None], -torch.inf)
+        mask = self._mask(positions[:, None, None, None], torch.arange(length))
         return self.logits(self._hidden(tokens[:, None], positions[:, None], mask, cache)[:, 0])
+
+    def _mask(self, at: Tensor, of: Tensor) -> Tensor:
+        """0 or -inf, added to the scores that tokens at positions `at` [.., 1] give those at `of` [K] -> [.., K]."""
+        hidden = of > at
+        if self._window is not None:
+            hidden = hidden | (of <= at - self._window)
+        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., V]"""
@@ -95,7 +105,9 @@ class CpuModel:
         tensors: dict[str, Tensor] = {}
         for file in _safetensors_files(folder):
             with safe_open(file, framework="pt") as opened:
-                tensors |= {name: opened.get_tensor(name).to(self.dtype) for name in opened.keys()}  # noqa: SIM118
+                for name in opened.keys():  # noqa: SIM118
+                    dtype = self.weights[name].dtype if name in self.weights else self.dtype
+                    tensors[name] = opened.get_tensor(name).to(dtype)
         missing = sorted(set(self.weights) - set(tensors))
         if missing:
             raise ValueError(f"nothing was loaded, because {folder} lacks {', '.join(missing)}")
@@ -109,18 +121,18 @@ class CpuModel:
 
     def _named_weights(self, files: Sequence[Path]) -> dict[str, Tensor]:
         """The weights under the names that the folder holds: of tied weights only the stored name."""
-        held: dict[str, Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
+        held = hub_tensors(self._model, self.config.model_type)
         stored: set[str] = set()
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 stored |= set(opened.keys())
         weights = {name: tensor for name, tensor in held.items() if name in stored}
-        covered = {id(tensor) for tensor in weights.values()}
-        nameless = sorted(name for name, tensor in held.items() if id(tensor) not in covered)
+        covered = {tensor.data_ptr() for tensor in weights.values()}
+        nameless = sorted(name for name, tensor in held.items() if tensor.data_ptr() not in covered)
         if nameless:
             raise ValueError(
                 f"{self.folder}: the cpu engine finds no tensor named {nameless[0]}, want a folder that holds every "
-                "parameter of the model under transformers' own names"
+                "parameter of the model under the hub's names"
             )
         return weights
 
@@ -141,7 +153,7 @@ class CpuModel:
         # far above rounding even in bfloat16, far below any scaling or capping of the logits
         if not torch.allclose(ours.float(), theirs.float(), rtol=0.05, atol=0.05):
             kind = type(self._model).__name__
-            raise ValueError(f"{self.folder}: the cpu engine cannot serve {kind}, want Llama, Qwen2 or Qwen3")
+            raise ValueError(f"{self.folder}: the cpu engine cannot serve {kind}, want a relative of Llama or Mixtral")
 
 
 def _safetensors_files(folder: str) -> list[Path]:

@@ -1,15 +1,18 @@
 """Weight updates on the CPU server: groups, the update session, and the refusal of whatever does not fit the model.
 
 The methods block (a meeting, a broadcast, a file), so the HTTP side calls them in threads; one lock keeps their order.
-Tensors are received beside the model and copied into it by the engine's thread between two steps. A refusal is a
-ValueError, and leaves the model as it was.
+Tensors are received beside the model and copied into it by the engine's thread between two steps; a custom weight
+loader writes into the model itself, in that thread. A refusal is a ValueError, and leaves the model as it was, but for
+a transfer of such a loader that fails under way.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.rollout.cpu_engine import CpuEngine
+from megarl.rollout.cpu_shared import one_payload, read_bucket, read_message
 from megarl.rollout.protocol import DTYPES, FLATTENED, Route
 from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+
+# The custom weight loader: it has the tensors come straight into the model.  Imported when it is asked for, as SGLang
+# does with the same one, because it belongs to whoever sends the weights and not to servers.
+WEIGHT_LOADER = "megarl.weights.receiver.load"
 
 _DEFAULT_GROUP = "weight_update_group"
 
@@ -66,16 +74,14 @@ class WeightUpdates:
 
     def end(self, body: Mapping[str, Any]) -> str:
         with self._lock:
-            if not self._session_open:
-                raise ValueError(f"no weight update is open: want {Route.BEGIN_UPDATE} first")
+            self._check_open()
             self._session_open = False
         return "weight update ended"
 
     def from_distributed(self, body: Mapping[str, Any]) -> str:
         """Receive named tensors from rank 0 of a group, all of them checked before the first byte is awaited."""
         with self._lock:
-            if not self._session_open:
-                raise ValueError(f"no weight update is open: want {Route.BEGIN_UPDATE} first")
+            self._check_open()
             group = self._group(body.get("group_name", _DEFAULT_GROUP))
             names, dtypes, shapes = (_field(body, key, list) for key in ("names", "dtypes", "shapes"))
             if not len(names) == len(dtypes) == len(shapes):
@@ -93,6 +99,23 @@ class WeightUpdates:
             self._apply(tensors, body)
         return f"loaded {len(tensors)} tensors"
 
+    def from_tensor(self, body: Mapping[str, Any]) -> str:
+        """Map a bucket in memory that another process of this machine shares, or run the custom weight loader."""
+        with self._lock:
+            self._check_open()
+            text, load_format = one_payload(_field(body, "serialized_named_tensors", list)), body.get("load_format")
+            self._check_flush(body)
+            if load_format == WEIGHT_LOADER:
+                self._apply_loader(text, body)
+                return f"ran {WEIGHT_LOADER}"
+            if load_format != FLATTENED:
+                raise ValueError(f"load_format={load_format!r}: want {FLATTENED!r} or {WEIGHT_LOADER!r}")
+            tensors = read_bucket(text)
+            dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
+            self._engine.model.check_weights(list(tensors), dtypes, [t.shape for t in tensors.values()])
+            self._apply(tensors, body)
+        return f"loaded {len(tensors)} tensors"
+
     def from_disk(self, body: Mapping[str, Any]) -> str:
         with self._lock:
             self._check_flush(body)
@@ -105,15 +128,39 @@ class WeightUpdates:
             raise ValueError(f"group_name={name!r}: this server is in no such group, it is in {sorted(self._groups)}")
         return self._groups[name]
 
+    def _check_open(self) -> None:
+        if not self._session_open:
+            raise ValueError(f"no weight update is open: want {Route.BEGIN_UPDATE} first")
+
     def _check_flush(self, body: Mapping[str, Any]) -> None:
         if self._engine.paused and body.get("flush_cache", True):
             self._engine.run_now(self._engine.flush_cache).result()
 
     def _apply(self, tensors: Mapping[str, Tensor], body: Mapping[str, Any]) -> None:
+        self._order(lambda: self._engine.model.load_weights(tensors), body)
+
+    def _apply_loader(self, text: str, body: Mapping[str, Any]) -> None:
+        module, _, name = WEIGHT_LOADER.rpartition(".")
+        loader = getattr(import_module(module), name)
+        model = SimpleNamespace(named_parameters=self._engine.model.weights.items)
+        named_tensors = read_message(text)
+
+        def load() -> None:
+            try:
+                loader(model, named_tensors)
+            except RuntimeError as error:  # its word, and torch's, for a transfer that did not come about
+                raise ValueError(
+                    f"the weights may be mixed, because the transfer failed: {_first_line(error)}"
+                ) from error
+
+        self._order(load, body)
+
+    def _order(self, load: Callable[[], None], body: Mapping[str, Any]) -> None:
+        """Run between two steps of the engine, and stamp the version there."""
         version = body.get("weight_version")
 
         def order() -> None:
-            self._engine.model.load_weights(tensors)
+            load()
             if version is not None:
                 self._engine.set_version(str(version))
 

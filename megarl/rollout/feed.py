@@ -51,12 +51,17 @@ class Feed:
         self._ahead, self._next_step, self._num_steps = ahead, first_step, num_steps
         self._under_way: deque[tuple[int, dict[str, Any]]] = deque()  # ticket, position behind it
 
-    def next(self, on_progress: Callable[[int, int], None] | None = None, timeout_s: float = 3600.0) -> Iteration:
-        """The next iteration; raises a RuntimeError when every group of it was lost."""
+    def next(
+        self,
+        on_progress: Callable[[int, int], None] | None = None,
+        timeout_s: float = 3600.0,
+        watch: Callable[[], None] | None = None,
+    ) -> Iteration:
+        """The next iteration (see Stream.next); raises a RuntimeError when every group of it was lost."""
         while len(self._under_way) <= self._ahead and self._next_step < self._num_steps:
             self._submit()
         ticket, position = self._under_way.popleft()
-        found: Sequence[list[Sample] | LostRollout] = self._stream.next(ticket, on_progress, timeout_s)
+        found: Sequence[list[Sample] | LostRollout] = self._stream.next(ticket, on_progress, timeout_s, watch)
         groups = [group for group in found if not isinstance(group, LostRollout)]
         lost = [group for group in found if isinstance(group, LostRollout)]
         if not groups:

@@ -1,10 +1,13 @@
-"""How a server process is started: the plain values of one launch, and the command line of each engine."""
+"""How a server process is started: the plain values of one launch, and the command of our own engine."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 TOKEN_VARIABLE = "MEGARL_SERVER_TOKEN"  # the run's token travels here: a command line can be read by every user
 
@@ -24,6 +27,17 @@ class EngineLaunch:
     random_seed: int | None = None
     weight_version: int = 0  # stamp of the weights in `model_path`
     num_threads: int = 1  # CPU threads of the cpu engine
+    index: int = 0  # which server of the run; the supervisor counts. Chooses cores, GPUs and the seed
+    # The rest is for sglang only.
+    python: str | None = None  # of SGLang's environment; None: MEGARL_SGLANG_PYTHON, else .venv-sglang/bin/python
+    args: tuple[str, ...] = ()  # passed on to SGLang as they are, after ours
+    device: str | None = None  # "cpu" or "cuda"; None: cuda where this machine has a device
+    first_gpu: int | None = None  # None: server after server takes the next tensor_parallel_size GPUs
+    group_port: int | None = None  # where its ranks meet; None: the supervisor picks a free one
+    memory_fraction: float | None = None  # of a GPU's memory, for weights and KV cache; None: SGLang's choice
+    memory_saver: bool = False  # lets release_memory really free GPU memory
+    lora_rank: int = 0  # of adapters that can be loaded; 0: none can
+    lora_targets: tuple[str, ...] = ()  # Hugging Face module names, such as "q_proj"
 
     @property
     def url(self) -> str:
@@ -32,8 +46,21 @@ class EngineLaunch:
         return f"http://{host}:{self.port}"
 
 
-def cpu_command(launch: EngineLaunch) -> list[str]:
-    """The command line of our CPU server, which ends when this process does."""
+@dataclass(frozen=True)
+class ServerCommand:
+    """What to run and the whole environment to run it in, but for the token, which the supervisor adds."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    stop_signal: signal.Signals = signal.SIGTERM  # what the process is asked to end with
+
+
+# An engine: it may put files into the folder, which is the server's own and goes when the server does.
+MakeCommand = Callable[[EngineLaunch, Path], ServerCommand]
+
+
+def cpu_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
+    """Our CPU server, which ends when this process does."""
     if launch.tensor_parallel_size != 1:
         raise ValueError(
             f"rollout.tensor_model_parallel_size={launch.tensor_parallel_size}: want 1, the cpu engine is one process"
@@ -50,7 +77,10 @@ def cpu_command(launch: EngineLaunch) -> list[str]:
         "--weight-version": launch.weight_version,
         "--num-threads": launch.num_threads,
     }
-    for flag, value in options.items():
-        if value is not None:
-            command += [flag, str(value)]
-    return command
+    environment = {**os.environ, "OMP_NUM_THREADS": str(launch.num_threads)}
+    return ServerCommand([*command, *flags(options)], environment)
+
+
+def flags(options: Mapping[str, object]) -> list[str]:
+    """The command line of these options; None leaves one out."""
+    return [word for flag, value in options.items() if value is not None for word in (flag, str(value))]

@@ -25,8 +25,9 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def last_lines(path: str | Path) -> str:
-    """The end of a log, to be put behind a sentence; empty when there is none."""
+def last_lines(path: str | Path, start: int = 0) -> str:
+    """The end of a log, to be put behind a sentence; only what was written from byte `start` on."""
     file = Path(path)
-    lines = file.read_text(errors="replace").splitlines()[-_NUM_LINES:] if file.exists() else []
+    text = file.read_bytes()[start:].decode(errors="replace") if file.exists() else ""
+    lines = text.splitlines()[-_NUM_LINES:]
     return "".join(f"\n    {line}" for line in lines)

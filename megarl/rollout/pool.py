@@ -1,21 +1,29 @@
 """Many servers as one: completions come from the least loaded, and from another one when a server fails.
 
+A server writes only while it is trusted: `fence` takes it out of service together with all that it is writing, `trust`
+lets it write with one more version of the weights, and a completion is handed out only when every version that touched
+it was trusted on the server that wrote it.
+
 Every wait has an end: a request's attempts are counted, each attempt has a time limit, and a server that failed rests
-for a time that doubles up to a limit before it is asked again.
+for a time that doubles up to a limit before it is asked again.  Only while all servers are fenced the pool waits for
+whoever fenced them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import time
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import aiohttp
 
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, error_message, generate_body, parse_completions
-from megarl.sample import Completion
+from megarl.sample import Completion, VersionSpan
 
 _LONGEST_REST_S = 16.0
 _CONNECT_S = 10.0
@@ -29,19 +37,33 @@ class _ServerFailed(RuntimeError):
     """This attempt failed for a reason that another server, or a later moment, may not have."""
 
 
+class _TakenOut(RuntimeError):
+    """The server was fenced meanwhile: no fault of its own, and none of the request's."""
+
+
 @dataclass(eq=False)
 class _Server:
     url: str
     load: int = 0  # completions asked of it and not yet answered
     failures: int = 0  # in a row
     resting_until: float = 0.0  # time.monotonic()
+    fenced: bool = False
+    trusted: set[int] | None = None  # versions of the weights; None: nobody verifies them, so any
+    adapter: tuple[str, int] | None = None  # what completions are asked with: its name, and the version that it is
+    asks: set[asyncio.Task[Any]] = field(default_factory=set)  # what it is writing for us
+
+    def unverified(self, completions: Sequence[Completion]) -> list[int]:
+        """Versions that touched these completions and are not, or not yet, trusted."""
+        if self.trusted is None:
+            return []
+        return sorted({span.version for c in completions for span in c.versions} - self.trusted)
 
 
 class EnginePool:
     """Example: async with EnginePool(urls, token, timeout_s=120) as pool: await pool.generate([5, 6], 8, params).
 
     `max_in_flight` requests are on the wire at once, over all servers; the others wait here, without a socket.
-    `timeout_s` limits one attempt, `retries` the number of further attempts.
+    `timeout_s` limits one attempt, `retries` the number of further attempts.  `fenced`: nobody serves before `trust`.
     """
 
     def __init__(
@@ -54,15 +76,18 @@ class EnginePool:
         retries: int = 4,
         rest_s: float = 1.0,
         vocab_size: int | None = None,
+        fenced: bool = False,
     ) -> None:
         if not urls:
             raise ValueError("urls=[]: want the url of at least one server")
-        self._servers = [_Server(url.rstrip("/")) for url in urls]
+        self._servers = [_Server(url.rstrip("/"), fenced=fenced) for url in urls]
         self._token, self._timeout_s, self._retries, self._rest_s = token, timeout_s, retries, rest_s
         self._max_in_flight = max_in_flight
         self._vocab_size = vocab_size
         self._slots = asyncio.Semaphore(max_in_flight)
+        self._numbers = itertools.count()  # of attempts
         self._session: aiohttp.ClientSession | None = None
+        self._changed = asyncio.Event()  # replaced by a new one whenever a fence or a trust changes
 
     async def __aenter__(self) -> EnginePool:
         self._session = aiohttp.ClientSession(
@@ -76,6 +101,33 @@ class EnginePool:
         assert self._session is not None, "the pool was never entered"
         await self._session.close()
 
+    def trust(self, url: str, version: int, adapter: str | None = None) -> None:
+        """The server holds this version, verified: let it write, and hand out what was written with it.
+
+        `adapter`: the version is the adapter of this name over the server's weights.  Then every completion is asked
+        with it, and of that version from its first token to its last: a server never changes a running one's adapter.
+        """
+        server = self._named(url)
+        server.trusted = (server.trusted or set()) | {version}
+        server.adapter = None if adapter is None else (adapter, version)
+        server.fenced, server.failures, server.resting_until = False, 0, 0.0
+        self._tell()
+
+    def fence(self, url: str) -> None:
+        """Ask this server for nothing, and give what it is writing to others; it has to earn all trust again."""
+        server = self._named(url)
+        server.fenced, server.trusted = True, set()
+        for ask in server.asks:
+            ask.cancel()
+        self._tell()
+
+    def _named(self, url: str) -> _Server:
+        return next(server for server in self._servers if server.url == url.rstrip("/"))
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     async def generate(
         self, prompt_ids: Sequence[int], n: int, params: SamplingParams, rid: str | None = None
     ) -> list[Completion]:
@@ -88,12 +140,14 @@ class EnginePool:
         reasons: list[str] = []
         tried: set[_Server] = set()
         async with self._slots:
-            for attempt in range(self._retries + 1):
+            while len(reasons) <= self._retries:
                 server = await self._pick(tried)
                 tried.add(server)
                 try:
                     # A new name each time: the attempt that was given up may still be dying on its server.
-                    return await self._ask(server, prompt_ids, n, params, f"{rid}.{attempt}")
+                    return await self._ask(server, prompt_ids, n, params, f"{rid}.{next(self._numbers)}")
+                except _TakenOut:
+                    continue
                 except _ServerFailed as error:
                     reasons.append(f"{server.url}: {error}")
                     self._rest(server)
@@ -102,36 +156,65 @@ class EnginePool:
     async def _ask(
         self, server: _Server, prompt_ids: Sequence[int], n: int, params: SamplingParams, rid: str
     ) -> list[Completion]:
-        assert self._session is not None, "enter the pool first: async with pool"
+        ask = asyncio.create_task(self._written(server, generate_body(prompt_ids, n, params, rid), n, server.adapter))
         server.load += n
+        server.asks.add(ask)
         try:
-            async with self._session.post(
-                server.url + Route.GENERATE, json=generate_body(prompt_ids, n, params, rid)
-            ) as reply:
+            return await ask
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if this is not None and this.cancelling():
+                raise
+            raise _TakenOut from None  # not we were cancelled, but what we waited for: by a fence
+        finally:
+            server.load -= n
+            server.asks.discard(ask)
+            ask.cancel()
+
+    async def _written(
+        self, server: _Server, body: dict[str, Any], n: int, adapter: tuple[str, int] | None
+    ) -> list[Completion]:
+        """What the server answers, once all its versions are trusted; a fence cancels the wait for that."""
+        value = await self._post(server, body if adapter is None else {**body, "lora_path": adapter[0]})
+        server.failures = 0
+        try:
+            completions = parse_completions(value, n)
+        except ValueError as error:
+            raise RolloutFailed(f"{server.url}: {error}") from error
+        if adapter is not None:  # the server's stamp is that of the weights below
+            completions = [replace(c, versions=_one_span(adapter[1], len(c.token_ids))) for c in completions]
+        deadline = time.monotonic() + self._timeout_s
+        while unverified := server.unverified(completions):
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+            except TimeoutError:
+                raise _ServerFailed(f"it wrote with unverified weights (version {unverified[0]})") from None
+        return completions
+
+    async def _post(self, server: _Server, body: dict[str, Any]) -> Any:
+        assert self._session is not None, "enter the pool first: async with pool"
+        try:
+            async with self._session.post(server.url + Route.GENERATE, json=body) as reply:
                 if reply.status != 200:
                     raise _refusal(server.url, reply.status, error_message(await reply.text(), reply.reason or ""))
-                value = await reply.json()
+                return await reply.json()
         except TimeoutError as error:
             raise _ServerFailed(f"no answer within {self._timeout_s:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:  # ValueError: a body that is no JSON
             raise _ServerFailed(f"{type(error).__name__} {error}") from error
-        finally:
-            server.load -= n
-        server.failures = 0
-        try:
-            return parse_completions(value, n)
-        except ValueError as error:
-            raise RolloutFailed(f"{server.url}: {error}") from error
 
     async def _pick(self, tried: Collection[_Server]) -> _Server:
-        """The least loaded server that does not rest, one not yet tried if there is any; waits while all rest."""
+        """The least loaded server that neither is fenced nor rests, one not yet tried if there is any."""
         while True:
             now = time.monotonic()
-            awake = [server for server in self._servers if server.resting_until <= now]
+            free = [server for server in self._servers if not server.fenced]
+            awake = [server for server in free if server.resting_until <= now]
             if awake:
                 fresh = [server for server in awake if server not in tried]
                 return min(fresh or awake, key=lambda server: server.load)
-            await asyncio.sleep(min(server.resting_until for server in self._servers) - now)
+            rest_s = min(server.resting_until for server in free) - now if free else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), rest_s)
 
     def _rest(self, server: _Server) -> None:
         now = time.monotonic()
@@ -146,6 +229,10 @@ class EnginePool:
             raise RolloutFailed("the prompt is empty")
         if self._vocab_size is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
             raise RolloutFailed(f"the prompt holds token ids outside 0 .. {self._vocab_size - 1}")
+
+
+def _one_span(version: int, num_tokens: int) -> tuple[VersionSpan, ...]:
+    return (VersionSpan(version, 0, num_tokens),) if num_tokens else ()
 
 
 def _refusal(url: str, status: int, message: str) -> RuntimeError:

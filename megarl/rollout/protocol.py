@@ -34,12 +34,35 @@ class Route(StrEnum):
     BEGIN_UPDATE = "/begin_weight_update"
     END_UPDATE = "/end_weight_update"
     UPDATE_FROM_DISTRIBUTED = "/update_weights_from_distributed"
+    UPDATE_FROM_TENSOR = "/update_weights_from_tensor"
     UPDATE_FROM_DISK = "/update_weights_from_disk"
     WEIGHTS_CHECKER = "/weights_checker"
+    LOAD_ADAPTER = "/load_lora_adapter_from_tensors"
+    UNLOAD_ADAPTER = "/unload_lora_adapter"
     RELEASE_MEMORY = "/release_memory_occupation"
     RESUME_MEMORY = "/resume_memory_occupation"
     FLUSH_CACHE = "/flush_cache"
     ABORT = "/abort_request"
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What only some versions of a server can do."""
+
+    update_sessions: bool  # pushed weights go between begin and end of an update
+    version_spans: bool  # a completion tells which weights wrote which of its tokens, not only which wrote its last
+    # An update flushes the prefix cache although requests are waiting, which are those that a pause sent back. Without
+    # this the server dies of such a flush, so it has to run without a prefix cache.
+    flush_beside_queue: bool
+
+    @staticmethod
+    def of(version: str) -> Abilities:
+        """By the version that /server_info tells: of SGLang, or of our own server, which can do everything."""
+        numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+        if len(numbers) < 3:  # ours, or a development version
+            return Abilities(update_sessions=True, version_spans=True, flush_beside_queue=True)
+        since_21 = numbers >= (0, 5, 21)
+        return Abilities(update_sessions=since_21, version_spans=numbers >= (0, 5, 20), flush_beside_queue=since_21)
 
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -174,7 +197,7 @@ def error_message(text: str, otherwise: str) -> str:
         value = json.loads(text)
     except ValueError:  # plain text
         return text.strip()[:500] or otherwise
-    for key in ("message", "error", "detail"):
+    for key in ("message", "error_message", "error", "detail"):
         if isinstance(value, dict) and key in value:
             inner = value[key]
             return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
@@ -182,6 +205,6 @@ def error_message(text: str, otherwise: str) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """sha256 over the bytes of a tensor in row-major order, as hex: equal exactly when the bits are equal."""
+    """16 hex digits of sha256 over the bytes of a tensor in row-major order: what SGLang answers for one on a CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]

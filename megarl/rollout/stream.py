@@ -14,12 +14,23 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.collector import CollectorSettings, Order, PackedGroup, Scorer, run_collector, unpack
+from megarl.rollout.collector import (
+    CollectorSettings,
+    Fence,
+    Message,
+    Order,
+    PackedGroup,
+    Scorer,
+    Trust,
+    run_collector,
+    unpack,
+)
 from megarl.rollout.lifetime import last_lines
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import LostRollout, Prompt, Sample
 
 _CLOSE_S = 5.0
+_WATCH_S = 1.0
 
 
 class StreamError(RuntimeError):
@@ -36,6 +47,7 @@ class Stream:
         stream.close()
 
     `make_scorer` is pickled into the child and called there. Start a Stream from a thread that lives as long as it.
+    With `fenced`, no server is asked before `trust` names it.
     """
 
     def __init__(
@@ -48,11 +60,13 @@ class Stream:
         timeout_s: float,
         log_path: str | Path,
         max_in_flight: int = 512,
+        fenced: bool = False,
     ) -> None:
         self._log_path = str(log_path)
         settings = CollectorSettings(
-            tuple(urls), token, tokenizer_path, timeout_s, max_in_flight, make_scorer, self._log_path, os.getpid()
-        )
+            tuple(urls), token, tokenizer_path, timeout_s, max_in_flight, fenced, make_scorer, self._log_path,
+            os.getpid(),
+        )  # fmt: skip
         context = multiprocessing.get_context("spawn")  # a fork would copy the driver's threads' locks
         self._pipe, theirs = context.Pipe()
         # not a daemon: those may not have children, and the reward's workers are children of the collector
@@ -74,34 +88,46 @@ class Stream:
         ticket, self._num_tickets = self._num_tickets, self._num_tickets + 1
         self._prompts[ticket] = list(prompts)
         self._groups[ticket] = {}
-        try:
-            self._pipe.send(Order(ticket, list(prompts), n, params))
-        except OSError:  # the child's end is closed: `_receive` knows why
-            self._receive(time.monotonic())
-            raise self._ended() from None
+        self._send(Order(ticket, list(prompts), n, params))
         return ticket
+
+    def trust(self, url: str, version: int, adapter: str | None = None) -> None:
+        """The server at `url` holds this version of the weights, verified: it may write, and what it wrote counts.
+
+        `adapter`: see EnginePool.trust.
+        """
+        self._send(Trust(url, version, adapter))
+
+    def fence(self, url: str) -> None:
+        """Nobody knows what the server at `url` holds: what it is writing is written again, elsewhere or later."""
+        self._send(Fence(url))
 
     def next(
         self,
         ticket: int,
         on_progress: Callable[[int, int], None] | None = None,
         timeout_s: float = 3600.0,
+        watch: Callable[[], None] | None = None,
     ) -> list[list[Sample] | LostRollout]:
         """The groups of a ticket in the order of its prompts; waits for them, at most `timeout_s`.
 
-        `on_progress(done, total)` is called as groups arrive. Raises StreamError when the collector failed or ended, or
-        when the time is over; KeyError for a ticket that was never given or is taken already.
+        `on_progress(done, total)` is called as groups arrive, `watch()` then and at least every second. Raises
+        StreamError when the collector failed or ended, or when the time is over; KeyError for a ticket that was never
+        given or is taken already.
         """
         prompts, groups = self._prompts[ticket], self._groups[ticket]
         deadline = time.monotonic() + timeout_s
         while len(groups) < len(prompts):
-            if not self._receive(deadline):
+            if self._receive(min(deadline, time.monotonic() + _WATCH_S)):
+                if on_progress is not None:
+                    on_progress(len(groups), len(prompts))
+            elif time.monotonic() >= deadline:
                 raise StreamError(
                     f"the collector finished {len(groups)} of {len(prompts)} prompts within {timeout_s:g} s; "
                     f"its log: {self._log_path}"
                 )
-            if on_progress is not None:
-                on_progress(len(groups), len(prompts))
+            if watch is not None:
+                watch()
         del self._prompts[ticket], self._groups[ticket]
         return [unpack(groups[index], prompt) for index, prompt in enumerate(prompts)]
 
@@ -114,6 +140,13 @@ class Stream:
             self._process.join(_CLOSE_S)
             if not self._process.is_alive():
                 return
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError:  # the child's end is closed: `_receive` knows why
+            self._receive(time.monotonic())
+            raise self._ended() from None
 
     def _receive(self, deadline: float) -> bool:
         """Take what the child sent, of any ticket; False when nothing came before the deadline."""

@@ -1,34 +1,73 @@
-"""The servers of a run: started, watched, named when they die, ended with the run.
+"""The servers of a run: started together, watched, restarted when they die, ended with the run.
 
-A server is a process of its own session: Ctrl-C reaches only the driver, which then stops the servers. They also end
-when the driver is killed.
+`start` brings all servers to SERVING; from then on `poll` moves each of them on:
+
+    SERVING --it ends, or does not answer--> RESTING --after a rest--> STARTING --it answers--> SERVING
+    STARTING --it ends, or takes too long--> RESTING
+    a server that has used up its restarts goes OUT instead of RESTING
+
+A server started again is the same url and another process, with the weights of its model folder.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 from megarl.rollout import ENGINES
-from megarl.rollout.client import Engine, EngineError
-from megarl.rollout.launch import TOKEN_VARIABLE, EngineLaunch
-from megarl.rollout.lifetime import last_lines
+from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.server_process import ServerDied, ServerProcess
 
-_POLL_S = 0.1
-_STOP_S = 5.0
-_HEALTH_S = 10.0  # of one question: a stock server answers it by generating a token
+__all__ = ["ServerDied", "ServerEvent", "Servers", "State", "Supervision", "free_ports"]
+
 _PORT_TRIES = 3
+_LONGEST_REST_S = 60.0
 
 
-class ServerDied(RuntimeError):
-    """A server ended, or never began to serve; the message names its log and shows its last lines."""
+class State(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    RESTING = "resting"  # its process is gone, the next one comes after a rest
+    OUT = "out"  # its process is gone, and no other comes
+
+
+@dataclass(frozen=True)
+class ServerEvent:
+    """A server stopped serving (RESTING, or OUT for good), serves again (SERVING), or did not come back (OUT)."""
+
+    index: int
+    url: str
+    state: State
+    incarnation: int  # number of the process, from 1
+    reason: str = ""  # why it does not serve: a sentence, and the end of its log
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """How patient `Servers` is."""
+
+    start_timeout_s: float = 300.0
+    answer_within_s: float = 180.0  # a serving server that answers nothing for so long counts as dead
+    ask_every_s: float = 5.0
+    max_restarts: int = 3  # of one server, until it has served for `settled_after_s`
+    settled_after_s: float = 600.0
+    rest_s: float = 1.0  # before the first restart; doubles with each
+
+
+@dataclass
+class _Watched:
+    process: ServerProcess
+    state: State = State.STARTING
+    since: float = 0.0  # time.monotonic() when this state began
+    restarts: int = 0  # since the server last was settled
+    answer: Future[None] | None = None  # to the question whether it serves, or still does
+    asked: float = 0.0
 
 
 class Servers:
@@ -36,21 +75,31 @@ class Servers:
 
         with Servers([EngineLaunch("cpu", "/models/tiny")], token, "runs/x/logs") as servers:
             servers.start()
-            use(servers.urls); servers.check()
+            for event in servers.poll(): ...
 
-    Start it from a thread that lives as long as the servers shall: see `lifetime`.
+    Start and poll it from a thread that lives as long as the servers shall: see `lifetime`.
     """
 
     def __init__(
-        self, launches: Sequence[EngineLaunch], token: str, log_dir: str | Path, *, start_timeout_s: float = 300.0
+        self,
+        launches: Sequence[EngineLaunch],
+        token: str,
+        log_dir: str | Path,
+        supervision: Supervision | None = None,
     ) -> None:
         for launch in launches:
             if launch.engine not in ENGINES:
                 raise ValueError(f"rollout.engine={launch.engine!r}: want one of {', '.join(sorted(ENGINES))}")
-        self._launches = [_with_own_seed(launch, index) for index, launch in enumerate(launches)]
-        self._token, self._start_timeout_s = token, start_timeout_s
-        self._logs = [Path(log_dir) / f"server_{i}.log" for i in range(len(launches))]
-        self._processes: list[subprocess.Popen[bytes] | None] = [None] * len(launches)
+        self._patience = supervision or Supervision()
+        self._servers = [
+            _Watched(
+                ServerProcess(
+                    _numbered(launch, index), token, Path(log_dir) / f"server_{index}.log", name=f"server {index}"
+                )
+            )
+            for index, launch in enumerate(launches)
+        ]
+        self._askers = ThreadPoolExecutor(max(1, len(launches)), thread_name_prefix="ask")
 
     def __enter__(self) -> Servers:
         return self
@@ -60,122 +109,152 @@ class Servers:
 
     @property
     def urls(self) -> list[str]:
-        return [launch.url for launch in self._launches]
+        return [server.process.launch.url for server in self._servers]
+
+    @property
+    def states(self) -> list[State]:
+        return [server.state for server in self._servers]
 
     @property
     def pids(self) -> list[int | None]:
-        return [process.pid if process else None for process in self._processes]
+        return [server.process.pid for server in self._servers]
 
     def start(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Start all, and return when all serve; `on_progress(ready, total)` is told as they come up.
 
         Raises ServerDied when one ends or does not serve within the limit; then all are stopped.
         """
+        processes = [server.process for server in self._servers]
         try:
-            self._launches = _with_ports(self._launches)
-            for index in range(len(self._launches)):
-                self._spawn(index)
-            deadline = time.monotonic() + self._start_timeout_s
-            for index in range(len(self._launches)):
-                self._wait_or_move(index, deadline)
+            _choose_ports(processes)
+            for process in processes:
+                process.spawn()
+            for ready, server in enumerate(self._servers, start=1):
+                _wait_or_move(server.process, self._patience.start_timeout_s)
+                self._enter(server, State.SERVING)
                 if on_progress is not None:
-                    on_progress(index + 1, len(self._launches))
+                    on_progress(ready, len(processes))
         except BaseException:
             self.stop()
             raise
 
     def check(self) -> None:
-        """Raises ServerDied when a server has ended."""
-        for index, process in enumerate(self._processes):
-            if process is None or process.poll() is not None:
-                raise self._died(index)
+        """Raises ServerDied when a server has ended, whether or not it will be started again."""
+        for server in self._servers:
+            if not server.process.alive:
+                raise server.process.died()
 
-    def restart(self, index: int) -> None:
-        """End server `index` if it lives and start it anew at the same url, with the weights of its model folder."""
-        self._end(index)
-        self._spawn(index)
-        self._wait_until_serving(index, time.monotonic() + self._start_timeout_s)
+    def poll(self) -> list[ServerEvent]:
+        """What changed since the last call. Does not wait, and starts servers again whose rest is over."""
+        events: list[ServerEvent] = []
+        for server in self._servers:
+            if server.state in (State.STARTING, State.SERVING):
+                events += self._look_at(server)
+            elif server.state is State.RESTING and time.monotonic() - server.since >= self._rest(server):
+                events += self._start_again(server)
+        return events
+
+    def restart(self, index: int, reason: str) -> list[ServerEvent]:
+        """End server `index`, and have `poll` start it again as if it had died; returns the event of that."""
+        server = self._servers[index]
+        if server.state in (State.STARTING, State.SERVING):
+            return self._fail(server, server.process.died(f"is to start again: {reason}"), settles=False)
+        return []
 
     def stop(self) -> None:
         """End all: first asked, then killed."""
-        for process in self._processes:
-            if process is not None and process.poll() is None:
-                process.terminate()
-        for index in range(len(self._processes)):
-            self._end(index)
+        for server in self._servers:
+            server.process.ask_to_end()
+        for server in self._servers:
+            server.process.end()
+        self._askers.shutdown(wait=False, cancel_futures=True)
 
-    def _spawn(self, index: int) -> None:
-        launch = self._launches[index]
-        self._logs[index].parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, TOKEN_VARIABLE: self._token, "OMP_NUM_THREADS": str(launch.num_threads)}
-        with self._logs[index].open("ab") as log:
-            self._processes[index] = subprocess.Popen(
-                ENGINES[launch.engine](launch),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+    def _look_at(self, server: _Watched) -> list[ServerEvent]:
+        """Move on a server whose process should be alive."""
+        failure, answered = _news(server)
+        if failure is not None:
+            return self._fail(server, failure)
+        if answered:
+            server.answer = None
+            return [self._enter(server, State.SERVING)] if server.state is State.STARTING else []
+        if server.answer is None and time.monotonic() - server.asked >= self._patience.ask_every_s:
+            self._ask(server, server.process.wait_for_answer, self._patience.answer_within_s)
+        return []
 
-    def _wait_until_serving(self, index: int, deadline: float) -> None:
-        engine = Engine(self._launches[index].url, self._token, timeout_s=_HEALTH_S)
-        while True:
-            process = self._processes[index]
-            if process is None or process.poll() is not None:
-                raise self._died(index)
-            try:
-                engine.health()
-                break
-            except EngineError as error:
-                if time.monotonic() > deadline:
-                    raise ServerDied(
-                        f"server {index} did not serve within {self._start_timeout_s:g} s ({error.message}); its log: "
-                        f"{self._logs[index]}{last_lines(self._logs[index])}"
-                    ) from error
-                time.sleep(_POLL_S)
-        engine.close()
+    def _ask(self, server: _Watched, question: Callable[[float], None], limit_s: float) -> None:
+        """Have a thread wait for the server's answer; `_news` reads it."""
+        server.asked = time.monotonic()
+        server.answer = self._askers.submit(question, limit_s)
 
-    def _wait_or_move(self, index: int, deadline: float) -> None:
-        """Between our choice of a free port and the server's use of it, another may take it: then choose again."""
-        for _ in range(_PORT_TRIES):
-            try:
-                return self._wait_until_serving(index, deadline)
-            except ServerDied:
-                if "address already in use" not in last_lines(self._logs[index]).lower():
-                    raise
-            self._launches[index] = _with_ports([replace(self._launches[index], port=None)])[0]
-            self._spawn(index)
-        self._wait_until_serving(index, deadline)
+    def _fail(self, server: _Watched, failure: ServerDied, *, settles: bool = True) -> list[ServerEvent]:
+        """`settles`: a long life before this forgives earlier restarts; not that of a server that was of no use."""
+        was_serving = server.state is State.SERVING
+        if settles and was_serving and time.monotonic() - server.since >= self._patience.settled_after_s:
+            server.restarts = 0
+        server.process.end(grace_s=0)
+        server.answer = None
+        if server.restarts >= self._patience.max_restarts:
+            return [self._enter(server, State.OUT, f"after {server.restarts} restarts, {failure}")]
+        event = self._enter(server, State.RESTING, str(failure))
+        return [event] if was_serving else []
 
-    def _end(self, index: int) -> None:
-        process = self._processes[index]
-        if process is None:
-            return
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_S)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: the group holds it and its children only
-            process.wait()
+    def _rest(self, server: _Watched) -> float:
+        return min(_LONGEST_REST_S, self._patience.rest_s * 2**server.restarts)
 
-    def _died(self, index: int) -> ServerDied:
-        process = self._processes[index]
-        how = "was never started" if process is None else f"(pid {process.pid}) ended with exit code {process.poll()}"
-        log = self._logs[index]
-        return ServerDied(f"server {index} {how}; its log: {log}{last_lines(log)}")
+    def _start_again(self, server: _Watched) -> list[ServerEvent]:
+        server.restarts += 1
+        self._enter(server, State.STARTING)
+        try:
+            server.process.spawn()  # in this thread, which outlives the server; the asking threads need not
+        except OSError as error:  # a full disk, or no more processes: of this server alone, as far as one knows
+            return self._fail(server, ServerDied(f"server {server.process.launch.index} did not start: {error}"))
+        self._ask(server, server.process.wait_until_serving, self._patience.start_timeout_s)
+        return []
+
+    def _enter(self, server: _Watched, state: State, reason: str = "") -> ServerEvent:
+        server.state, server.since = state, time.monotonic()
+        launch = server.process.launch
+        return ServerEvent(launch.index, launch.url, state, server.process.incarnation, reason)
 
 
-def _with_own_seed(launch: EngineLaunch, index: int) -> EngineLaunch:
-    """Servers of one seed would draw the same random numbers for different prompts."""
-    return launch if launch.random_seed is None else replace(launch, random_seed=launch.random_seed + index)
+def _news(server: _Watched) -> tuple[ServerDied | None, bool]:
+    """Why the server is of no use, if it is not; and whether it has answered since it was asked."""
+    if not server.process.alive:
+        return server.process.died(), False
+    if server.answer is None or not server.answer.done():
+        return None, False
+    error = server.answer.exception()
+    assert error is None or isinstance(error, ServerDied), f"asking a server failed: {error!r}"
+    return error, error is None
 
 
-def _with_ports(launches: Sequence[EngineLaunch]) -> list[EngineLaunch]:
-    """Give every launch without a port a free one."""
-    ports = iter(free_ports([launch.host for launch in launches if launch.port is None]))
-    return [launch if launch.port is not None else replace(launch, port=next(ports)) for launch in launches]
+def _numbered(launch: EngineLaunch, index: int) -> EngineLaunch:
+    """With its place in the run, and a seed of its own: of one seed all would draw the same random numbers."""
+    seed = None if launch.random_seed is None else launch.random_seed + index
+    return replace(launch, index=index, random_seed=seed)
+
+
+def _choose_ports(processes: Sequence[ServerProcess]) -> None:
+    """Give every launch the ports it lacks: one to serve at, and one where its ranks meet."""
+    ports = iter(free_ports([process.launch.host for process in processes for _ in range(2)]))
+    for process in processes:
+        launch, port, group_port = process.launch, next(ports), next(ports)
+        process.launch = replace(launch, port=launch.port or port, group_port=launch.group_port or group_port)
+
+
+def _wait_or_move(process: ServerProcess, limit_s: float) -> None:
+    """Between our choice of a free port and the server's use of it, another may take it: then choose again."""
+    for _ in range(_PORT_TRIES):
+        try:
+            return process.wait_until_serving(limit_s)
+        except ServerDied:
+            if "address already in use" not in process.last_words().lower():
+                raise
+        process.end()
+        process.launch = replace(process.launch, port=None, group_port=None)
+        _choose_ports([process])
+        process.spawn()
+    process.wait_until_serving(limit_s)
 
 
 def free_ports(hosts: Sequence[str]) -> list[int]:

@@ -50,5 +50,8 @@ def join_weight_group(
 
 
 def leave_weight_group(group: dist.ProcessGroup) -> None:
-    """Close the group on this side; its name can be used again."""
+    """Close the group on this side; its name can be used again.
+
+    Let go of it then: one that lives on until Python ends can end the process with an abort of gloo's threads.
+    """
     dist.destroy_process_group(group)

@@ -1,33 +1,58 @@
-"""What every rollout server must answer, whoever wrote it: each route, and each way to be refused."""
+"""What every rollout server must answer, whoever wrote it: each route, and each way to be refused.
+
+Where stock SGLang dies of a request instead of refusing it, our side never sends that request: `test_cpu_refusals` has
+what our own server says to it, `test_pool` and `test_protocol` that it is not sent.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from safetensors import safe_open
+from tiny_server import PARAMS
 
-from megarl.rollout.client import EngineError
-from megarl.rollout.protocol import Route, SamplingParams, generate_body, parse_completions, tensor_digest
+from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.protocol import (
+    Route,
+    SamplingParams,
+    error_message,
+    generate_body,
+    parse_completions,
+    tensor_digest,
+)
+from megarl.sample import VersionSpan
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=3000, ignore_eos=True, sampling_seed=3)
+REFUSED = (400, 422)  # the second by the router
+LONG_GREEDY = SamplingParams(temperature=0, max_new_tokens=1000, ignore_eos=True)
 
 
-def generate(server, n=1, params=GREEDY, prompt=PROMPT, rid="r"):
-    reply = server.ask(Route.GENERATE, generate_body(prompt, n, params, rid))
+def generate(server, n=1, params=GREEDY, prompt=PROMPT, rid=None):
+    reply = server.ask(Route.GENERATE, generate_body(prompt, n, params, rid or uuid.uuid4().hex))
     assert reply.status_code == 200, reply.text
     return parse_completions(reply.json(), n)
 
 
 def wait_until_running(server, count=1):
-    deadline = time.monotonic() + 20
-    while server.engine.server_info()["internal_states"][0]["num_running_reqs"] < count:
+    deadline = time.monotonic() + 60
+    while server.num_running() < count:
         assert time.monotonic() < deadline, "the request never began to run"
         time.sleep(0.01)
+    while server.variant.engine == "sglang" and server.num_tokens() < 2 * len(PROMPT) + 8:  # it is not only read
+        assert time.monotonic() < deadline, "the request writes nothing"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def server(any_server):
+    """Every test of this file runs against every variant."""
+    return any_server
 
 
 @pytest.fixture
@@ -40,8 +65,8 @@ def test_health_answers_200(server):
     assert server.ask(Route.HEALTH, method="GET").status_code == 200
 
 
-def test_every_route_wants_the_token(server):
-    for route in Route:
+def test_every_route_but_health_wants_the_token(server):
+    for route in set(Route) - {Route.HEALTH}:
         for token in ("", "wrong", server.token + "x"):
             assert server.ask(route, {}, token=token).status_code == 401, route
 
@@ -60,7 +85,8 @@ def test_model_info_tells_the_version_and_the_folder(server):
 def test_server_info_has_a_version_and_the_states(server):
     info = server.engine.server_info()
     assert info["version"]
-    assert info["internal_states"][0]["num_running_reqs"] == 0
+    assert info["internal_states"]
+    assert server.num_running() == 0
 
 
 def test_one_prompt_gives_one_object_with_tokens_log_probs_and_versions(server):
@@ -74,7 +100,8 @@ def test_one_prompt_gives_one_object_with_tokens_log_probs_and_versions(server):
     assert meta["finish_reason"] == {"type": "length", "length": 6}
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (4, 6)
     assert meta["weight_version"] == "0"
-    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
+    if server.engine.abilities.version_spans:
+        assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
     assert meta["input_token_logprobs"] == []
 
 
@@ -111,31 +138,23 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(server):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"input_ids": [5, 32]}, "32"),
-        ({"input_ids": [5, -1]}, "-1"),
         ({"input_ids": []}, "input_ids"),
-        ({"input_ids": [[5], []]}, "input_ids"),
         ({"input_ids": "abc"}, "input_ids"),
         ({"input_ids": None}, "input_ids"),
-        ({"input_ids": [5] * 4095}, "exceed 4096"),
-        ({"sampling_params": {"temprature": 1.0}}, "temprature"),
-        ({"sampling_params": {"temperature": -0.5}}, "temperature=-0.5"),
-        ({"sampling_params": {"top_p": 0}}, "top_p=0"),
-        ({"sampling_params": {"top_k": 0}}, "top_k=0"),
-        ({"sampling_params": {"n": 0}}, "n=0"),
-        ({"sampling_params": {"max_new_tokens": 2.5}}, "max_new_tokens=2.5"),
-        ({"sampling_params": {"stop_token_ids": 3}}, "stop_token_ids=3"),
-        ({"rid": ["a", "b"]}, "rid"),
+        ({"input_ids": [5] * 4095}, "exceed"),
+        ({"sampling_params": {"temperature": -0.5}}, "temperature"),
+        ({"sampling_params": {"top_p": 0}}, "top_p"),
+        ({"sampling_params": {"top_k": 0}}, "top_k"),
     ],
 )
 def test_a_wrong_request_is_refused_with_a_sentence(server, change, words):
     reply = server.ask(Route.GENERATE, {**generate_body(PROMPT, 1, GREEDY, "r"), **change})
-    assert reply.status_code == 400
-    assert words in reply.json()["error"]["message"]
+    assert reply.status_code in REFUSED
+    assert words in error_message(reply.text, "")
 
 
 def test_a_body_that_is_no_json_object_is_refused(server):
-    assert server.ask(Route.GENERATE, [1, 2]).status_code == 400
+    assert server.ask(Route.GENERATE, [1, 2]).status_code in REFUSED
 
 
 def test_abort_ends_a_request_with_what_it_wrote(server, background):
@@ -160,9 +179,9 @@ def test_abort_all_ends_running_and_waiting_requests(server, background):
 def test_a_client_that_hangs_up_ends_its_request(server):
     body = generate_body(PROMPT, 1, LONG, "r")
     with pytest.raises(EngineError, match="Timeout"):
-        type(server.engine)(server.url, server.token, timeout_s=0.3)._call(Route.GENERATE, body)
-    deadline = time.monotonic() + 5
-    while server.engine.server_info()["internal_states"][0]["num_running_reqs"]:
+        Engine(server.generate_urls[0], server.token, timeout_s=0.3)._call(Route.GENERATE, body)
+    deadline = time.monotonic() + 20
+    while server.num_running():
         assert time.monotonic() < deadline, "the abandoned request goes on"
         time.sleep(0.02)
 
@@ -186,28 +205,29 @@ def test_pause_abort_ends_what_runs(server, background):
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_an_update_in_mid_generation_shows_in_the_version_spans(server, background, mode):
-    params = SamplingParams(max_new_tokens=300, ignore_eos=True, sampling_seed=3)
-    future = background.submit(generate, server, 2, params)
+    future = background.submit(generate, server, 2, LONG_GREEDY)
     wait_until_running(server)
     server.engine.pause(mode)
     server.engine.update_from_disk(server.other_path, version=12, flush_cache=mode == "retract")
     server.engine.resume()
-    for completion in future.result(timeout=30):
+    for completion in future.result(timeout=60):
+        if not server.engine.abilities.version_spans:  # then only the last token's weights are known
+            assert completion.versions == (VersionSpan(12, 0, 1000),)
+            continue
         first, second = completion.versions
         assert (first.version, second.version) == (0, 12)
         assert first.start == 0
-        assert 0 < first.end == second.start < second.end == 300
+        assert 0 < first.end == second.start < second.end == 1000
 
 
 def test_retraction_is_counted_and_keeps_the_tokens(server, background):
-    params = SamplingParams(max_new_tokens=200, ignore_eos=True, sampling_seed=3)
-    want = generate(server, params=params)[0]
-    body = generate_body(PROMPT, 1, params, "r")
+    want = generate(server, params=LONG_GREEDY)[0]
+    body = generate_body(PROMPT, 1, LONG_GREEDY, "r")
     future = background.submit(server.ask, Route.GENERATE, body)
     wait_until_running(server)
     server.engine.pause("retract")
     server.engine.resume()
-    reply = future.result(timeout=20).json()
+    reply = future.result(timeout=60).json()
     assert reply["meta_info"]["num_retractions"] == 1
     got = parse_completions(reply, 1)[0]
     assert got.token_ids == want.token_ids
@@ -217,7 +237,7 @@ def test_retraction_is_counted_and_keeps_the_tokens(server, background):
 def test_an_unknown_pause_mode_is_refused(server):
     reply = server.ask(Route.PAUSE, {"mode": "softly"})
     assert reply.status_code == 400
-    assert "softly" in reply.json()["message"]
+    assert "softly" in error_message(reply.text, "")
 
 
 def test_flush_is_refused_while_requests_run(server, background):
@@ -230,6 +250,7 @@ def test_flush_is_refused_while_requests_run(server, background):
     future.result(timeout=20)
 
 
+@pytest.mark.parametrize("any_served", [p for p in PARAMS if p.id != "sglang_old"], indirect=True)  # no cache
 def test_an_update_that_would_flush_running_requests_is_refused(server, background):
     future = background.submit(generate, server, 1, LONG)
     wait_until_running(server)
@@ -237,14 +258,15 @@ def test_an_update_that_would_flush_running_requests_is_refused(server, backgrou
     before = server.engine.checksums()
     with pytest.raises(EngineError, match="answered 400"):
         server.engine.update_from_disk(server.other_path, version=1, flush_cache=True)
-    assert server.engine.checksums() == before
+    if server.variant.engine == "cpu":  # SGLang refuses only the flush, when the weights are the new ones already
+        assert server.engine.checksums() == before
     server.engine.abort(everything=True)
+    server.engine.resume()  # what an in_place pause keeps, SGLang aborts only after it
     future.result(timeout=20)
 
 
 def test_an_update_without_a_pause_waits_for_the_running_requests(server, background):
-    params = SamplingParams(max_new_tokens=300, ignore_eos=True)
-    future = background.submit(generate, server, 1, params)
+    future = background.submit(generate, server, 1, LONG_GREEDY)
     wait_until_running(server)
     server.engine.update_from_disk(server.other_path, version=5)
     assert future.done() or future.result(timeout=5)
@@ -252,10 +274,30 @@ def test_an_update_without_a_pause_waits_for_the_running_requests(server, backgr
     assert [span.version for span in generate(server)[0].versions] == [5]
 
 
-def test_checksums_are_sha256_of_the_bytes_under_the_folders_names(server):
+def test_checksums_are_sha256_of_the_bytes_of_what_each_rank_holds(server):
+    """SGLang keeps some tensors of the folder under their names, and others as parts of larger ones."""
     with safe_open(f"{server.model_path}/model.safetensors", framework="pt") as file:
         want = {name: tensor_digest(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-    assert server.engine.checksums() == want
+    for engine in server.engine.engines:
+        ranks = engine.rank_checksums()
+        assert len(ranks) == server.variant.tensor_parallel_size
+        for checksums in ranks:
+            whole = [name for name in want if name in checksums and is_whole(server, name)]
+            assert len(whole) >= 9
+            assert {name: checksums[name] for name in whole} == {name: want[name] for name in whole}
+    if server.variant.engine == "cpu":
+        assert server.engine.checksums() == want
+
+
+def is_whole(server, name):
+    """Whether every rank of the server holds the whole tensor, unpadded."""
+    if server.variant.engine == "cpu" or "norm" in name:
+        return True
+    return server.variant.tensor_parallel_size == 1 and "embed" not in name and "lm_head" not in name
+
+
+def test_checksums_of_replicas_agree(server):
+    assert len({tuple(sorted(engine.checksums().items())) for engine in server.engine.engines}) == 1
 
 
 def test_checksums_of_one_server_agree_in_one_number(server):
@@ -279,25 +321,20 @@ def test_update_from_disk_changes_what_is_written_and_its_stamp(server):
 
 def test_update_from_a_missing_folder_is_refused_and_changes_nothing(server):
     before = server.engine.checksums()
-    with pytest.raises(EngineError, match="no_such_folder"):
+    with pytest.raises(EngineError, match="400.*no_such_folder"):
         server.engine.update_from_disk("/no_such_folder", version=1)
     assert server.engine.checksums() == before
     assert server.engine.model_info()["weight_version"] == "0"
 
 
-def test_released_memory_comes_back(server, background):
+@pytest.mark.parametrize("tags", [["kv_cache"], None])
+def test_released_memory_comes_back(server, tags):
     before = generate(server)[0]
-    server.engine.release_memory(["kv_cache"])
-    future = background.submit(generate, server)
-    time.sleep(0.1)
-    assert not future.done()
-    server.engine.resume_memory(["kv_cache"])
-    assert future.result(timeout=20)[0] == before
-
-
-def test_an_unknown_memory_tag_is_refused(server):
-    with pytest.raises(EngineError, match="hats"):
-        server.engine.release_memory(["hats"])
+    server.engine.release_memory(tags)
+    server.engine.resume_memory(tags)
+    after = generate(server)[0]
+    assert after.token_ids == before.token_ids
+    assert after.log_probs == pytest.approx(before.log_probs, abs=1e-5)
 
 
 def test_requests_beyond_the_limit_of_running_rows_wait_their_turn(server):
@@ -305,19 +342,23 @@ def test_requests_beyond_the_limit_of_running_rows_wait_their_turn(server):
     assert [len(completion.token_ids) for completion in completions] == [5] * 150
 
 
-def test_update_routes_want_a_session(server):
-    body = {"names": [], "dtypes": [], "shapes": []}
-    reply = server.ask(Route.UPDATE_FROM_DISTRIBUTED, body)
+def test_update_routes_want_a_session_where_there_are_sessions(server):
+    if not server.engine.abilities.update_sessions:
+        assert server.ask(Route.BEGIN_UPDATE, {}).status_code == server.ask(Route.END_UPDATE, {}).status_code == 404
+        server.engine.begin_update()
+        server.engine.end_update()
+        return
+    reply = server.ask(Route.UPDATE_FROM_DISTRIBUTED, {"names": [], "dtypes": [], "shapes": []})
     assert reply.status_code == 400
-    assert Route.BEGIN_UPDATE in reply.json()["message"]
+    assert "begin_weight_update" in reply.json()["message"]
     assert server.ask(Route.END_UPDATE, {}).status_code == 400
     server.engine.begin_update()
     assert server.ask(Route.BEGIN_UPDATE, {}).status_code == 400
     server.engine.end_update()
 
 
-def test_a_group_that_was_never_joined_is_named(server):
-    with pytest.raises(EngineError, match="nobody"):
+def test_leaving_a_group_that_was_never_joined_is_refused(server):
+    with pytest.raises(EngineError, match="answered 400"):
         server.engine.destroy_group("nobody")
 
 

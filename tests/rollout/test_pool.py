@@ -12,12 +12,13 @@ from aiohttp import web
 from megarl.rollout.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import Route, SamplingParams
 from megarl.rollout.supervisor import free_ports
+from megarl.sample import VersionSpan
 
 PARAMS = SamplingParams(max_new_tokens=2)
 
 
-def reply_to(body, tokens=(4, 1)):
-    meta = {"finish_reason": {"type": "stop"}, "weight_version": "0"}
+def reply_to(body, tokens=(4, 1), version="0"):
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": version}
     meta["output_token_logprobs"] = [[-1.0, token, None] for token in tokens]
     return [{"output_ids": list(tokens), "meta_info": meta} for _ in range(body["sampling_params"]["n"])]
 
@@ -183,3 +184,113 @@ def test_two_thousand_requests_are_answered_by_a_real_server(server):
         assert [len(answer[0].token_ids) for answer in answers] == [1] * 2000
 
     asyncio.run(test())
+
+
+def test_a_fenced_server_is_asked_for_nothing_until_it_is_trusted():
+    async def test():
+        async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=5, fenced=True) as pool:
+            asked = asyncio.create_task(pool.generate([3], 1, PARAMS))
+            await asyncio.sleep(0.05)
+            assert not seen[0] and not asked.done()
+            pool.trust(urls[0], 0)
+            assert (await asked)[0].token_ids == [4, 1]
+
+    run(test)
+
+
+def test_what_a_fenced_server_was_writing_is_written_by_another():
+    async def test():
+        async with serving(silent, good) as (urls, seen), EnginePool(urls, "", timeout_s=20) as pool:
+            asked = [asyncio.create_task(pool.generate([3], 1, PARAMS)) for _ in range(4)]
+            while not len(seen[0]) == len(seen[1]) == 2:
+                await asyncio.sleep(0.01)
+            pool.fence(urls[0])
+            assert [(await task)[0].token_ids for task in asked] == [[4, 1]] * 4
+            assert [len(bodies) for bodies in seen] == [2, 4]
+
+    run(test)
+
+
+def test_a_completion_waits_until_its_version_is_trusted_on_its_server():
+    """The server goes on as soon as its push is verified, so an answer may overtake the news of that."""
+
+    async def ahead(request):
+        return web.json_response(reply_to(await request.json(), version="8"))
+
+    async def test():
+        async with serving(ahead) as (urls, _), EnginePool(urls, "", timeout_s=5, fenced=True) as pool:
+            pool.trust(urls[0], 7)
+            asked = asyncio.create_task(pool.generate([3], 1, PARAMS))
+            await asyncio.sleep(0.05)
+            assert not asked.done()
+            pool.trust(urls[0], 8)
+            assert (await asked)[0].versions[0].version == 8
+
+    run(test)
+
+
+def test_a_completion_of_an_unverified_version_is_never_handed_out():
+    """A server that restarted in between serves the weights of its folder, stamped 0: another one is asked instead."""
+
+    async def restarted(request):
+        return web.json_response(reply_to(await request.json(), version="0"))
+
+    async def right(request):
+        return web.json_response(reply_to(await request.json(), version="7", tokens=(5, 1)))
+
+    async def test():
+        options = {"timeout_s": 0.3, "fenced": True, "rest_s": 10}
+        async with serving(restarted, right) as (urls, _), EnginePool(urls, "", **options) as pool:
+            for url in urls:
+                pool.trust(url, 7)
+            answers = await asyncio.gather(*(pool.generate([3], 1, PARAMS) for _ in range(4)))
+            assert [answer[0].token_ids for answer in answers] == [[5, 1]] * 4
+
+    async def alone():
+        options = {"timeout_s": 0.2, "fenced": True, "rest_s": 0.01, "retries": 1}
+        async with serving(restarted) as (urls, _), EnginePool(urls, "", **options) as pool:
+            pool.trust(urls[0], 7)
+            with pytest.raises(RolloutFailed, match=r"unverified weights \(version 0\)"):
+                await pool.generate([3], 1, PARAMS)
+
+    run(test)
+    run(alone)
+
+
+def test_completions_are_asked_with_the_adapter_and_are_of_its_version():
+    """The server stamps the weights below the adapter, which never change."""
+
+    async def test():
+        async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=5, fenced=True) as pool:
+            pool.trust(urls[0], 7, "actor_7")
+            (answer,) = await pool.generate([3], 1, PARAMS)
+            pool.trust(urls[0], 8, "actor_8")
+            (later,) = await pool.generate([3], 1, PARAMS)
+            assert [body["lora_path"] for body in seen[0]] == ["actor_7", "actor_8"]
+            assert [answer.versions, later.versions] == [(VersionSpan(v, 0, 2),) for v in (7, 8)]
+
+    run(test)
+
+
+def test_a_fence_and_the_next_trust_in_one_breath_lose_nothing():
+    """Both messages may come at once to a collector that was busy; the healed server is asked at once, not rested."""
+    slow = asyncio.Event()
+
+    async def handler(request):
+        await slow.wait()
+        return await good(request)
+
+    async def test():
+        options = {"timeout_s": 20, "fenced": True, "retries": 0, "rest_s": 60}
+        async with serving(handler) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            pool.trust(urls[0], 0)
+            asked = [asyncio.create_task(pool.generate([3], 1, PARAMS)) for _ in range(3)]
+            while len(seen[0]) < 3:
+                await asyncio.sleep(0.01)
+            pool.fence(urls[0])
+            pool.trust(urls[0], 0)
+            slow.set()
+            assert [(await task)[0].token_ids for task in asked] == [[4, 1]] * 3
+            assert len(seen[0]) == 6
+
+    run(test)

@@ -56,13 +56,13 @@ def prompts(count, first=0, ground_truth=None):
 
 
 @pytest.fixture
-def make_stream(shared_server, tmp_path):
+def make_stream(cpu_served, tmp_path):
     streams = []
 
     def make(**options):
-        settings = {"urls": [shared_server.url], "token": shared_server.token, "timeout_s": 30, **options}
+        settings = {"urls": [cpu_served.url], "token": cpu_served.token, "timeout_s": 30, **options}
         stream = Stream(
-            tokenizer_path=shared_server.model_path,
+            tokenizer_path=cpu_served.model_path,
             make_scorer=partial(Scorer, bonus=0.5),
             log_path=tmp_path / "collector.log",
             **settings,

@@ -17,10 +17,10 @@ from tiny_server import TOKEN
 
 from megarl.rollout import ENGINES, cpu
 from megarl.rollout.client import Engine, EngineError
-from megarl.rollout.launch import TOKEN_VARIABLE, EngineLaunch, cpu_command
+from megarl.rollout.launch import TOKEN_VARIABLE, EngineLaunch, ServerCommand, cpu_command
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
-from megarl.rollout.supervisor import ServerDied, Servers, free_ports
+from megarl.rollout.supervisor import ServerDied, Servers, State, Supervision, free_ports
 
 PARAMS = SamplingParams(max_new_tokens=200, ignore_eos=True)
 
@@ -31,13 +31,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(b"{}")
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def healthy_command(launch):
+def healthy_command(launch, folder):
     """A server that can do nothing but start at once."""
-    return [sys.executable, "-c", HEALTHY, str(launch.port)]
+    return ServerCommand([sys.executable, "-c", HEALTHY, str(launch.port)], dict(os.environ))
+
+
+def python_command(code):
+    """A server that runs this and never serves."""
+    return lambda launch, folder: ServerCommand([sys.executable, "-c", code], dict(os.environ))
 
 
 def alive(pid):
@@ -55,8 +61,20 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
+def events_until(servers, count):
+    """The next so many events of a supervisor."""
+    events = []
+
+    def enough():
+        events.extend(servers.poll())
+        return len(events) >= count
+
+    wait_for(enough)
+    return events
+
+
 def test_the_token_is_in_the_environment_and_not_on_the_command_line():
-    command = cpu_command(EngineLaunch("cpu", "/m", port=5, max_total_tokens=9, random_seed=3))
+    command = cpu_command(EngineLaunch("cpu", "/m", port=5, max_total_tokens=9, random_seed=3), Path("/f")).argv
     assert command[1:3] == ["-m", "megarl.rollout.cpu"]
     assert "--max-total-tokens 9" in " ".join(command)
     assert not any("token" in part and "tokens" not in part for part in command)
@@ -64,11 +82,11 @@ def test_the_token_is_in_the_environment_and_not_on_the_command_line():
 
 def test_the_cpu_engine_has_no_tensor_parallelism():
     with pytest.raises(ValueError, match="tensor_model_parallel_size=2"):
-        cpu_command(EngineLaunch("cpu", "/m", port=5, tensor_parallel_size=2))
+        cpu_command(EngineLaunch("cpu", "/m", port=5, tensor_parallel_size=2), Path("/f"))
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(ValueError, match="rollout.engine='cpi': want one of cpu"):
+    with pytest.raises(ValueError, match="rollout.engine='cpi': want one of cpu, sglang"):
         Servers([EngineLaunch("cpi", "/m")], TOKEN, "/tmp")
 
 
@@ -80,7 +98,7 @@ def test_free_ports_differ_and_can_be_bound():
 
 
 def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", lambda launch: [sys.executable, "-c", "import sys; sys.exit('no model here')"])
+    monkeypatch.setitem(ENGINES, "cpu", python_command("import sys; sys.exit('no model here')"))
     servers = Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path / "logs")
     with pytest.raises(ServerDied, match=r"server 0 .*exit code 1.*server_0\.log(?s:.*)no model here"):
         servers.start()
@@ -88,8 +106,8 @@ def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path, monkeypatch)
 
 
 def test_a_server_that_never_serves_is_given_up_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", lambda launch: [sys.executable, "-c", "import time; time.sleep(60)"])
-    servers = Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, start_timeout_s=0.5)
+    monkeypatch.setitem(ENGINES, "cpu", python_command("import time; time.sleep(60)"))
+    servers = Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, Supervision(start_timeout_s=0.5))
     with pytest.raises(ServerDied, match=r"server 0 did not serve within 0\.5 s"):
         servers.start()
     assert servers.pids[0] is not None and not alive(servers.pids[0])
@@ -116,11 +134,126 @@ def test_a_restarted_server_keeps_its_url_and_the_others_their_process(tmp_path,
         os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
         with pytest.raises(ServerDied, match=rf"server 0 \(pid {first}\) ended with exit code -9"):
             servers.check()
-        servers.restart(0)
+        died, serving = events_until(servers, 2)
         servers.check()
         assert servers.urls == urls
         assert servers.pids[1] == second and servers.pids[0] != first
+    assert (died.index, died.url, died.state, died.incarnation) == (0, urls[0], State.RESTING, 1)
+    assert f"server 0 (pid {first}) ended with exit code -9; its log: {tmp_path}/server_0.log" in died.reason
+    assert (serving.index, serving.url, serving.state, serving.incarnation) == (0, urls[0], State.SERVING, 2)
     assert not any(alive(pid) for pid in servers.pids)
+
+
+def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    patience = Supervision(answer_within_s=0.5, ask_every_s=0, rest_s=0.01)
+    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, patience) as servers:
+        servers.start()
+        (hung,) = servers.pids
+        os.kill(hung, signal.SIGSTOP)
+        died, serving = events_until(servers, 2)
+        assert "server 0 did not answer within 0.5 s" in died.reason
+        assert not alive(hung)
+        assert serving.incarnation == 2 and servers.states == [State.SERVING]
+
+
+def test_polling_a_healthy_server_says_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, Supervision(ask_every_s=0)) as servers:
+        servers.start()
+        for _ in range(50):
+            assert servers.poll() == []
+            time.sleep(0.01)
+
+
+def test_a_server_told_to_start_again_does_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, Supervision(rest_s=0.01)) as servers:
+        servers.start()
+        (stopped,) = servers.restart(0, "it failed two pushes")
+        assert stopped.state is State.RESTING
+        assert "server 0 is to start again: it failed two pushes; its log" in stopped.reason
+        assert servers.restart(0, "again") == []
+        (serving,) = events_until(servers, 1)
+        assert (serving.state, serving.incarnation) == (State.SERVING, 2)
+
+
+def test_a_server_that_dies_too_often_is_given_up_and_the_others_serve_on(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    patience = Supervision(max_restarts=2, rest_s=0.01)
+    with Servers([EngineLaunch("cpu", "/m")] * 2, TOKEN, tmp_path, patience) as servers:
+        servers.start()
+        monkeypatch.setitem(ENGINES, "cpu", python_command("import sys; sys.exit('no model here')"))
+        os.kill(servers.pids[0], signal.SIGKILL)
+        died, gone = events_until(servers, 2)
+        assert (died.state, gone.state) == (State.RESTING, State.OUT)
+        assert gone.incarnation == 3
+        assert gone.reason.startswith("after 2 restarts, server 0 (pid ") and "no model here" in gone.reason
+        assert servers.states == [State.OUT, State.SERVING]
+        assert servers.poll() == []
+
+
+def test_a_server_that_served_long_has_all_its_restarts_again(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, Supervision(rest_s=0, settled_after_s=0)) as servers:
+        servers.start()
+        for incarnation in range(2, 7):
+            os.kill(servers.pids[0], signal.SIGKILL)
+            assert [event.incarnation for event in events_until(servers, 2)] == [incarnation - 1, incarnation]
+
+
+def test_a_server_that_was_of_no_use_has_no_restart_forgiven(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    patience = Supervision(rest_s=0, settled_after_s=0, max_restarts=1)
+    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, patience) as servers:
+        servers.start()
+        assert [event.state for event in servers.restart(0, "its weights are wrong")] == [State.RESTING]
+        events_until(servers, 1)
+        assert [event.state for event in servers.restart(0, "again")] == [State.OUT]
+
+
+def test_a_server_that_cannot_even_be_spawned_is_out_and_the_others_serve_on(tmp_path, monkeypatch):
+    def no_room(launch, folder):
+        raise OSError("no space left on device")
+
+    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    with Servers([EngineLaunch("cpu", "/m")] * 2, TOKEN, tmp_path, Supervision(max_restarts=1, rest_s=0)) as servers:
+        servers.start()
+        monkeypatch.setitem(ENGINES, "cpu", no_room)
+        os.kill(servers.pids[0], signal.SIGKILL)
+        died, gone = events_until(servers, 2)
+        assert (died.state, gone.state) == (State.RESTING, State.OUT)
+        assert "server 0 did not start: no space left on device" in gone.reason
+        assert servers.states == [State.OUT, State.SERVING]
+
+
+def test_the_folder_of_a_server_goes_with_it(tmp_path, monkeypatch):
+    folders = []
+
+    def command(launch, folder):
+        folders.append(folder)
+        (folder / "socket").touch()
+        return healthy_command(launch, folder)
+
+    monkeypatch.setitem(ENGINES, "cpu", command)
+    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, Supervision(rest_s=0)) as servers:
+        servers.start()
+        servers.restart(0, "a test")
+        events_until(servers, 1)
+        assert [folder.exists() for folder in folders] == [False, True]
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_children_of_a_server_end_with_it(tmp_path, monkeypatch):
+    code = (
+        "import subprocess, sys; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); child.wait()"
+    )
+    monkeypatch.setitem(ENGINES, "cpu", python_command(code))
+    servers = Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, Supervision(start_timeout_s=1))
+    with pytest.raises(ServerDied, match="did not serve"):
+        servers.start()
+    child = int((tmp_path / "server_0.log").read_text())
+    wait_for(lambda: not alive(child))
 
 
 def test_a_server_does_not_bind_to_the_world_without_a_token(monkeypatch, capsys):
@@ -176,9 +309,9 @@ def test_a_child_ends_with_a_parent_that_is_killed(tmp_path):
 
 
 def test_engine_errors_are_one_sentence_with_url_route_and_status(server):
-    with pytest.raises(EngineError, match=rf"^{server.url}/health answered 401: Unauthorized$") as caught:
-        Engine(server.url, "wrong").health()
-    assert (caught.value.route, caught.value.status) == ("/health", 401)
+    with pytest.raises(EngineError, match=rf"^{server.url}/model_info answered 401: Unauthorized$") as caught:
+        Engine(server.url, "wrong").model_info()
+    assert (caught.value.route, caught.value.status) == ("/model_info", 401)
     (port,) = free_ports(["127.0.0.1"])
     with pytest.raises(EngineError, match=rf"127\.0\.0\.1:{port}/health failed: ConnectError"):
         Engine(f"http://127.0.0.1:{port}", "").health()

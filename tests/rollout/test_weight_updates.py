@@ -17,6 +17,8 @@ from megarl.rollout.client import EngineError
 from megarl.rollout.protocol import DTYPE_NAMES, Route, tensor_digest
 from megarl.rollout.supervisor import free_ports
 from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+from megarl.weights.buckets import Bucket
+from megarl.weights.shared import payload, shared_buffer
 
 numbers = itertools.count()
 
@@ -107,6 +109,50 @@ def test_a_wrong_update_is_refused_before_any_broadcast_and_changes_nothing(serv
     assert server.engine.model_info()["weight_version"] == "0"
 
 
+def shared_payload(tensors):
+    """What the sender of a bucket in shared memory posts, and the memory, to be kept until it was read."""
+    flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()])
+    buffer = shared_buffer(flat.numel())
+    buffer.copy_(flat)
+    names, shapes = list(tensors), [tuple(tensor.shape) for tensor in tensors.values()]
+    return payload(Bucket(names, shapes, torch.float32, buffer, True)), buffer
+
+
+def test_a_bucket_in_shared_memory_is_loaded_like_one_that_was_sent(server):
+    tensors = read_weights(server.other_path)
+    text, _buffer = shared_payload(tensors)
+    server.engine.begin_update()
+    server.engine.update_from_tensor([text], version=4)
+    server.engine.end_update()
+    assert server.engine.checksums() == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    assert server.engine.model_info()["weight_version"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tensors": {"model.nrom.weight": torch.zeros(32)}}, r"model\.nrom\.weight: unknown"),
+        ({"tensors": {"model.norm.weight": torch.zeros(31)}}, r"shape \[31\], want \[32\]"),
+        ({"count": 2}, "want one text, for the only rank"),
+        ({"text": "AAAA"}, "cannot be read"),
+        ({"load_format": "direct"}, "load_format='direct'"),
+        ({"load_format": "megarl.weights.receiver.load"}, "no list of named tensors"),
+        ({"session": False}, "no weight update is open"),
+    ],
+)
+def test_a_wrong_update_from_tensors_is_refused_and_changes_nothing(server, change, words):
+    before = server.engine.checksums()
+    text, _buffer = shared_payload(change.get("tensors", {"model.norm.weight": torch.zeros(32)}))
+    texts = [change.get("text", text)] * change.get("count", 1)
+    if change.get("session", True):
+        server.engine.begin_update()
+    with pytest.raises(EngineError, match=words):
+        server.engine.update_from_tensor(texts, load_format=change.get("load_format", "flattened_bucket"))
+    if change.get("session", True):
+        server.engine.end_update()
+    assert server.engine.checksums() == before
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"backend": "nccl"}, "gloo"), ({"rank_offset": 0}, "rank_offset=0"), ({"master_port": "x"}, "master_port='x'")],
@@ -127,6 +173,7 @@ def test_a_group_needs_no_default_group_and_its_name_can_be_used_again():
             dist.broadcast(x, src=0, group=group)
             assert x.tolist() == [float(port)] * 3
             leave_weight_group(group)
+            del group
     """
     ports = free_ports(["127.0.0.1"] * 2)
     other = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), *map(str, ports)])

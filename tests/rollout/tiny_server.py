@@ -1,23 +1,30 @@
 """A tiny model, and servers of it. Everything here runs over real HTTP on loopback.
 
-The contract suite knows a server only as `Served`; another implementation is one more entry of SERVERS.
+The contract suite knows a server only as `Served`; `VARIANTS` says which there are. Those of SGLang need the
+environments that launch/sglang_cpu.sh makes.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megarl.rollout.client import Engine
+from megarl.rollout.foreign import PYTHON_VARIABLE
 from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.protocol import auth_headers
+from megarl.rollout.protocol import Route, auth_headers
+from megarl.rollout.router import Router
 from megarl.rollout.supervisor import Servers
 
 VOCAB = 32
@@ -27,20 +34,87 @@ TOKEN = "a token of the tests"
 ALPHABET = "0123456789+-*=?abcdefghijklmno"
 
 
+ROOT = Path(__file__).parents[2]
+CURRENT, OLD = "0.5.23", "0.5.17"  # of SGLang
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to serve: how many servers of what, and whether completions are asked of a router before them."""
+
+    engine: str = "cpu"
+    version: str = CURRENT
+    servers: int = 1
+    tensor_parallel_size: int = 1
+    router: bool = False
+
+
+VARIANTS = {
+    "cpu": Variant(),
+    "sglang": Variant("sglang"),
+    "sglang_old": Variant("sglang", OLD),
+    "sglang_tp2": Variant("sglang", tensor_parallel_size=2),
+    "sglang_replicas": Variant("sglang", servers=2),
+    "sglang_smg": Variant("sglang", servers=2, router=True),
+}
+PARAMS = [pytest.param(name, id=name, marks=() if name == "cpu" else pytest.mark.sglang) for name in VARIANTS]
+
+
+class EveryEngine:
+    """Orders to all servers of a variant as if they were one `Engine`; a value is that of the first."""
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines = engines
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.engines[0], name)
+        if not callable(value):
+            return value
+        return lambda *args, **options: [getattr(engine, name)(*args, **options) for engine in self.engines][0]
+
+
 @dataclass(frozen=True)
 class Served:
-    """A running server: where it is, what it was started with, and a folder of other weights for the same model."""
+    """Running servers: where they are, what they were started with, and a folder of other weights for the same model.
 
-    url: str
+    Completions come from each url of `generate_urls` in turn, everything else from `url`, the first server.
+    """
+
+    urls: tuple[str, ...]
+    generate_urls: tuple[str, ...]
     token: str
     model_path: str
     other_path: str
-    engine: Engine
+    engine: EveryEngine
+    variant: Variant = field(default_factory=Variant)
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60, trust_env=False))
+    turns: Iterator[str] = field(default=iter(()))
+    check: Callable[[], None] = lambda: None  # raises where a server has died
+    checksums: dict[str, str] = field(default_factory=dict)  # of the first weights
+
+    @property
+    def url(self) -> str:
+        return self.urls[0]
 
     def ask(self, route: str, body: object = None, method: str = "POST", token: str | None = None) -> httpx.Response:
         headers = auth_headers(self.token if token is None else token)
-        return self.http.request(method, self.url + route, json=body, headers=headers)
+        url = next(self.turns) if route == Route.GENERATE else self.url
+        return self.http.request(method, url + route, json=body, headers=headers)
+
+    def num_running(self) -> int:
+        """Completions being written, over all servers."""
+        if self.variant.engine == "cpu":
+            return self.engine.server_info()["internal_states"][0]["num_running_reqs"]
+        return sum(load["num_running_reqs"] for load in self._loads())
+
+    def num_tokens(self) -> int:
+        """Tokens in the KV caches of SGLang's servers."""
+        return sum(load["num_used_tokens"] for load in self._loads())
+
+    def _loads(self) -> list[dict[str, Any]]:
+        headers = auth_headers(self.token)
+        loads = [self.http.get(f"{url}/v1/loads", headers=headers).json()["loads"] for url in self.urls]
+        return [load for of_server in loads for load in of_server]
 
 
 def make_model(folder: Path, seed: int, *, tied: bool = False) -> str:
@@ -71,12 +145,54 @@ def make_model(folder: Path, seed: int, *, tied: bool = False) -> str:
     return str(folder)
 
 
+def sglang_of(version: str) -> str:
+    """Python of the environment with this version of SGLang; a missing one fails the test."""
+    variable = PYTHON_VARIABLE if version == CURRENT else f"{PYTHON_VARIABLE}_{version.replace('.', '_')}"
+    folder = ".venv-sglang" if version == CURRENT else f".venv-sglang-{version}"
+    python = Path(os.environ.get(variable, ROOT / folder / "bin/python"))
+    if not python.exists():
+        pytest.fail(f"{python} is missing: run `bash launch/sglang_cpu.sh {version}`, or set {variable}", pytrace=False)
+    return str(python)
+
+
 @contextmanager
-def cpu_server(model_path: str, log_dir: Path) -> Iterator[tuple[str, str]]:
-    launch = EngineLaunch("cpu", model_path, max_running_requests=64, max_total_tokens=64 * 1024, random_seed=7)
-    with Servers([launch], TOKEN, log_dir) as servers:
+def running(variant: Variant, model_path: str, log_dir: Path) -> Iterator[Servers]:
+    """Servers for this variant, ready, and gone afterwards."""
+    launch = EngineLaunch(
+        variant.engine,
+        model_path,
+        max_running_requests=64,
+        max_total_tokens=64 * 1024,
+        random_seed=7,
+        tensor_parallel_size=variant.tensor_parallel_size,
+        python=sglang_of(variant.version) if variant.engine == "sglang" else None,
+        device="cpu",
+    )
+    with Servers([launch] * variant.servers, TOKEN, log_dir) as servers:
         servers.start()
-        yield servers.urls[0], TOKEN
+        yield servers
 
 
-SERVERS: dict[str, Callable[[str, Path], AbstractContextManager[tuple[str, str]]]] = {"cpu": cpu_server}
+@contextmanager
+def served_by(servers: Servers, variant: Variant, model_path: str, other_path: str, log_dir: Path) -> Iterator[Served]:
+    """As many of these servers as the variant has, and its router."""
+    urls = tuple(servers.urls[: variant.servers])
+    engine = EveryEngine([Engine(url, TOKEN, timeout_s=60) for url in urls])
+    with ExitStack() as stack:
+        generate_urls = urls
+        if variant.router:
+            router = stack.enter_context(Router(TOKEN, log_dir / "router.log", python=sglang_of(variant.version)))
+            router.start(urls)
+            generate_urls = (router.url,)
+        yield Served(
+            urls,
+            generate_urls,
+            TOKEN,
+            model_path,
+            other_path,
+            engine,
+            variant,
+            turns=itertools.cycle(generate_urls),
+            check=servers.check,
+            checksums=engine.checksums(),
+        )

@@ -1,0 +1,56 @@
+"""A model's tensors under the names of hub folders, where transformers' modules hold them under others.
+
+Its modules keep all experts of a layer in two stacked parameters; hub folders, trainers and other servers know each
+expert's matrices by themselves.  Here every such matrix is a view of the stack, so that what is copied into it is in
+the model.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ExpertNames(NamedTuple):
+    """What hub folders call the module with the experts, and gate, up and down of one of them."""
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+EXPERT_NAMES = {"mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2")}  # others are as Qwen3-MoE
+
+
+def hub_tensors(model: torch.nn.Module, model_type: str) -> dict[str, Tensor]:
+    """Every parameter, and every buffer that is saved, under its hub name; tied ones under each of their names."""
+    names = EXPERT_NAMES.get(model_type, ExpertNames())
+    stacked = {name.rpartition(".")[0] for name, _ in model.named_parameters() if name.endswith("experts.gate_up_proj")}
+    found: dict[str, Tensor] = {}
+    for name, tensor in _saved(model).items():
+        module, _, kind = name.rpartition(".")
+        hub_module = re.sub(r"\.mlp(?=\.|$)", f".{names.module}", module) if _is_sparse(module, stacked) else module
+        if module not in stacked:
+            found[f"{hub_module}.{kind}"] = tensor
+            continue
+        for number, own in enumerate(tensor):
+            prefix = f"{hub_module}.{number}"
+            parts = own.chunk(2) if kind == "gate_up_proj" else (own,)
+            keys = (names.gate, names.up) if kind == "gate_up_proj" else (names.down,)
+            found |= {f"{prefix}.{key}.weight": part for key, part in zip(keys, parts, strict=True)}
+    return found
+
+
+def _saved(model: torch.nn.Module) -> dict[str, Tensor]:
+    kept = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in kept.items() if isinstance(tensor, Tensor)}
+
+
+def _is_sparse(module: str, stacked: set[str]) -> bool:
+    """Whether a module is the router or the experts of a layer that has some."""
+    layer = module.rpartition(".")[0]
+    return f"{layer}.experts" in stacked

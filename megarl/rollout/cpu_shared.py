@@ -1,0 +1,101 @@
+"""Reading what /update_weights_from_tensor brings to the CPU server, which is a pickle, without trusting it.
+
+A pickle may name any function to be called.  Here it gets none but those of an allow-list: those that put a tensor
+together over shared memory, plain values, and torch's data types.  Shared memory is opened only under the names that
+torch gives, through a manager that belongs to the same user.  What remains to somebody who has the server's token is to
+show the server memory that this user shares already.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import pickle
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from megarl.rollout.protocol import DTYPES
+
+_HANDLE = re.compile(r"/torch_\d+_\d+_\d+")
+
+
+def read_bucket(text: str) -> dict[str, Tensor]:
+    """Named tensors over memory that another process shares; ValueError for anything else."""
+    value = _load(text)
+    if not isinstance(value, Mapping) or set(value) != {"flattened_tensor", "metadata"}:
+        raise ValueError("the payload is no flattened bucket: want flattened_tensor and metadata")
+    flat, metadata = value["flattened_tensor"], value["metadata"]
+    if not isinstance(flat, Tensor) or flat.dtype != torch.uint8 or flat.dim() != 1 or not isinstance(metadata, list):
+        raise ValueError("flattened_tensor and metadata of the payload: want a row of uint8 and a list")
+    return dict(_part(flat, entry) for entry in metadata)
+
+
+def read_message(text: str) -> list[tuple[str, Tensor]]:
+    """The list of named tensors for a custom loader; ValueError for anything else."""
+    value = _load(text)
+    if not isinstance(value, list) or not all(
+        isinstance(item, tuple) and [type(part) for part in item] == [str, Tensor] for item in value
+    ):
+        raise ValueError("the payload is no list of named tensors")
+    return value
+
+
+def _part(flat: Tensor, entry: Any) -> tuple[str, Tensor]:
+    try:
+        raw = flat[entry.start_idx : entry.end_idx]
+        return str(entry.name), raw.view(entry.dtype).view(entry.shape)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(f"an entry of the payload's metadata does not fit its bucket: {error}") from error
+
+
+def _load(text: str) -> Any:
+    try:
+        return _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
+    except ValueError:
+        raise
+    except Exception as error:  # a pickle can fail in any way
+        raise ValueError(f"the payload cannot be read: {type(error).__name__} {error}") from error
+
+
+def _open_storage(cls: type, manager: Any, handle: Any, size: int) -> Any:
+    path = os.fsdecode(manager)
+    found = os.lstat(path)
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
+        raise ValueError(f"the payload's shared memory is managed at {path}: want a socket of this user")
+    if not _HANDLE.fullmatch(os.fsdecode(handle)):
+        raise ValueError(f"the payload's shared memory is named {handle!r}: want a name as torch gives them")
+    return reductions.rebuild_storage_filename(torch.UntypedStorage, manager, handle, int(size))
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("torch", "Tensor"): Tensor,
+    ("types", "SimpleNamespace"): SimpleNamespace,
+    ("torch", "Size"): torch.Size,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+    ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,
+    ("torch.multiprocessing.reductions", "rebuild_typed_storage"): reductions.rebuild_typed_storage,
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): _open_storage,
+    **{("torch", name): dtype for name, dtype in {**DTYPES, "uint8": torch.uint8}.items()},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise ValueError(f"the payload names {module}.{name}, which is not allowed")
+        return _ALLOWED[module, name]
+
+
+def one_payload(payloads: Sequence[Any]) -> str:
+    """The payload of this server's only rank."""
+    if len(payloads) != 1 or not isinstance(payloads[0], str):
+        raise ValueError(f"serialized_named_tensors has {len(payloads)} entries: want one text, for the only rank")
+    return payloads[0]

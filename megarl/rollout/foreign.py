@@ -1,0 +1,74 @@
+"""Running a process of SGLang's Python environment, whose packages have nothing to do with ours.
+
+It must be able to import this package and nothing else of our environment: a folder on its path holds one link to the
+package, and the description of plug-ins for SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import megarl
+
+PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
+DEFAULT_PYTHON = ".venv-sglang/bin/python"
+
+# What a trainer's launcher and a trainer set for themselves, and an active virtual environment for its Python.
+_OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CUDA_DEVICE_MAX_CONNECTIONS"}) | frozenset(
+    {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"}
+    | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
+)
+_OURS_PREFIX = "TORCHELASTIC_"
+
+
+def sglang_python(configured: str | None) -> Path:
+    """Python of SGLang's environment: the configured one, that of the variable, or the one launch/ makes.
+
+    Raises ValueError when there is none.
+    """
+    name, found = f"rollout.sglang.python={configured}", configured
+    if found is None:
+        name, found = f"{PYTHON_VARIABLE}={os.environ.get(PYTHON_VARIABLE)}", os.environ.get(PYTHON_VARIABLE)
+    if found is None:
+        name, found = f"{DEFAULT_PYTHON} in {Path.cwd()}", DEFAULT_PYTHON
+    python = Path(found).absolute()  # not resolved: the link in a virtual environment is what makes it one
+    if not python.is_file() or not os.access(python, os.X_OK):
+        raise ValueError(
+            f"{name}: no Python there, want that of an environment with SGLang: run `bash launch/sglang_cpu.sh` "
+            "(a machine without GPU), or set rollout.sglang.python"
+        )
+    return python
+
+
+def foreign_environment(
+    python: Path, folder: Path, host: str, *, path: Sequence[Path] = (), plugins: str = ""
+) -> dict[str, str]:
+    """The environment variables of such a process, whose temporary files go into `folder`.
+
+    `host` is where it serves, `path` further folders to import from, `plugins` the text of an entry_points.txt.
+    """
+    kept = {key: value for key, value in os.environ.items() if key not in _OURS and not key.startswith(_OURS_PREFIX)}
+    temporary = folder / "tmp"  # SGLang leaves the files of its sockets behind
+    temporary.mkdir()
+    # SGLang asks its own url, with the token: a proxy must never see that.
+    no_proxy = ",".join(filter(None, (kept.get("no_proxy"), kept.get("NO_PROXY"), "127.0.0.1,localhost", host)))
+    return kept | {
+        "PATH": f"{python.parent}:{kept.get('PATH', os.defpath)}",
+        "PYTHONPATH": ":".join(map(str, (_importable(folder, plugins), *path))),
+        "PYTHONSAFEPATH": "1",  # `-m` would put the working directory first
+        "TMPDIR": str(temporary),
+        "no_proxy": no_proxy,
+        "NO_PROXY": no_proxy,
+    }
+
+
+def _importable(folder: Path, plugins: str) -> Path:
+    path = folder / "path"
+    about = path / "megarl_server.dist-info"
+    about.mkdir(parents=True)
+    (path / "megarl").symlink_to(Path(megarl.__file__).resolve().parent)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megarl_server\nVersion: {megarl.__version__}\n")
+    (about / "entry_points.txt").write_text(plugins)
+    return path

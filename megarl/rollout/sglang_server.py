@@ -1,0 +1,59 @@
+"""What runs inside SGLang's environment: SGLang's own server, which learns the token and ends with its parent.
+
+    MEGARL_SERVER_TOKEN=... python -m megarl.rollout.sglang_server PARENT_PID --model-path DIR --port 30000 ...
+
+SGLang takes its key only from the command line, which every user of the machine can read; here it goes from the
+environment into SGLang's own reading of the command line, within the process. SGLang's worker processes are its
+children and end with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from megarl.rollout.launch import TOKEN_VARIABLE
+from megarl.rollout.lifetime import die_with_parent
+from megarl.rollout.protocol import Abilities
+
+
+def main() -> None:
+    parent, arguments = int(sys.argv[1]), sys.argv[2:]
+    die_with_parent(parent)
+    # Not at the top: only SGLang's environment has it, and its workers, which import this file again, need none of it.
+    from sglang import __version__ as version
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    if not Abilities.of(version).flush_beside_queue:
+        arguments.append("--disable-radix-cache")
+    token = os.environ.pop(TOKEN_VARIABLE, "")
+    if token:
+        hide_in_logs(token)
+        arguments += ["--api-key", token]
+    load_plugins()
+    try:
+        run_server(prepare_server_args(arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def hide_in_logs(secret: str) -> None:
+    """Every log record of this process shows stars in place of `secret`: SGLang logs all its settings."""
+    make = logging.getLogRecordFactory()
+
+    def make_without(*args: object, **options: object) -> logging.LogRecord:
+        record = make(*args, **options)
+        text = record.getMessage()
+        if secret in text:
+            record.msg, record.args = text.replace(secret, "***"), ()
+        return record
+
+    logging.setLogRecordFactory(make_without)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""What runs inside SGLang's environment as the router: `smg`, which learns the token and ends with its parent.
+
+MEGARL_SERVER_TOKEN=... python -m megarl.rollout.smg_server PARENT_PID --host 127.0.0.1 --port 30000 ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from megarl.rollout.launch import TOKEN_VARIABLE
+from megarl.rollout.lifetime import die_with_parent
+
+
+def main() -> None:
+    parent, arguments = int(sys.argv[1]), sys.argv[2:]
+    die_with_parent(parent)
+    from smg.launch_router import launch_router, parse_router_args  # only SGLang's environment has it
+
+    token = os.environ.pop(TOKEN_VARIABLE, "")
+    if token:
+        arguments += ["--api-key", token]  # read in this process: a command line can be read by every user
+    launch_router(parse_router_args(arguments))
+
+
+if __name__ == "__main__":
+    main()

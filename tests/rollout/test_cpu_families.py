@@ -1,0 +1,101 @@
+"""The CPU server's model of every family: its two forward passes against transformers', and its tensors' hub names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megarl.data.tiny import FAMILIES, write_tiny_model
+from megarl.rollout.cpu_cache import Decode, Prefill
+from megarl.rollout.cpu_model import CpuModel
+from megarl.rollout.protocol import DTYPE_NAMES, tensor_digest
+
+SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+MODELS: dict[str, dict[str, Any]] = {
+    **{family: {"family": family} for family in FAMILIES},
+    "mistral with a window": {"family": "mistral", "sliding_window": 4},
+    "llama with scaled rope": {
+        "family": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen3_moe with a dense layer": {"family": "qwen3_moe", "mlp_only_layers": [0]},
+}
+
+
+def write(folder: Path, seed: int, settings: dict[str, Any]) -> str:
+    """A tiny model whose weights are large enough for every part to show."""
+    write_tiny_model(folder, seed=seed, **SHAPE, **settings)
+    tensors = load_file(folder / "model.safetensors")
+    g = torch.Generator().manual_seed(seed)
+    loud = {n: torch.randn(t.shape, generator=g) * 0.2 + ("norm" in n) for n, t in sorted(tensors.items())}
+    save_file(loud, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture(params=MODELS)
+def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
+    """The same model with two sets of weights."""
+    return write(tmp_path / "a", 1, MODELS[request.param]), write(tmp_path / "b", 2, MODELS[request.param])
+
+
+def logits_in_two_ways(model: CpuModel, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
+    """[T] -> [T - prompt + 1, V]: of the prompt's last token in one pass, then of each further token by itself."""
+    cache = model.new_cache(max_tokens=len(tokens))
+    cache.reserve(1, len(tokens), used=(0, 0))
+    with torch.inference_mode():
+        hidden = model.prefill(tokens[None, :prompt], Prefill(cache, 0, torch.zeros(1, dtype=torch.int64)))
+        found = [model.logits(hidden[0, -1])]
+        for at in range(prompt, len(tokens)):
+            position = torch.tensor([at])
+            found.append(model.decode(tokens[None, at], Decode(cache, position, at + 1), position, at + 1)[0])
+    return torch.stack(found)
+
+
+def test_tensors_pushed_under_hub_names_make_the_model_of_their_folder(folders: tuple[str, str]) -> None:
+    held, pushed = CpuModel(folders[0], torch.float32), load_file(f"{folders[1]}/model.safetensors")
+    tokens = torch.arange(7, 19) * 5 % held.vocab_size
+    before = logits_in_two_ways(held, tokens, prompt=6)
+    held.check_weights(
+        list(pushed), [DTYPE_NAMES[t.dtype] for t in pushed.values()], [t.shape for t in pushed.values()]
+    )
+    held.load_weights(pushed)
+    assert held.checksums() == {name: tensor_digest(tensor) for name, tensor in pushed.items()}
+    assert held.checksums() == CpuModel(folders[1], torch.float32).checksums()
+    after = logits_in_two_ways(held, tokens, prompt=6)
+    assert (after - before).abs().max() > 0.1
+    theirs = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
+    with torch.no_grad():
+        want = theirs(tokens[None]).logits[0, 5:]
+    torch.testing.assert_close(after, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_folder_is_read_under_hub_names(folders: tuple[str, str]) -> None:
+    held = CpuModel(folders[0], torch.float32)
+    held.load_weights(held.read_folder(folders[1]))
+    assert held.checksums() == CpuModel(folders[1], torch.float32).checksums()
+
+
+def test_experts_that_do_not_fit_are_listed(tmp_path: Path) -> None:
+    held = CpuModel(write(tmp_path / "a", 1, {"family": "mixtral"}), torch.float32)
+    names = [
+        f"model.layers.0.block_sparse_moe.experts.{name}.weight" for name in ("0.w1", "1.w2", "4.w3", "2.gate_proj")
+    ]
+    with pytest.raises(ValueError) as caught:
+        held.check_weights(names, ["float32"] * 4, [[48, 32], [48, 32], [48, 32], [48, 32]])
+    message = str(caught.value)
+    assert "experts.0.w1" not in message
+    assert "experts.1.w2.weight: shape [48, 32], want [32, 48]" in message
+    assert "experts.4.w3.weight: unknown" in message
+    assert "experts.2.gate_proj.weight: unknown" in message

@@ -1,0 +1,197 @@
+"""How SGLang is started: its command line, its environment, and the modules that stand in for GPU packages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megarl
+from megarl.rollout.foreign import PYTHON_VARIABLE, foreign_environment, sglang_python
+from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.router import smg_command
+from megarl.rollout.sglang import sglang_command
+from megarl.rollout.sglang_server import hide_in_logs
+
+STAND_INS = Path(megarl.__file__).parent / "rollout" / "sglang_cpu"
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """The command of a launch with these fields, on a machine with cores 2, 3 and 5."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5})
+
+    def command(**fields):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        fields = {"port": 5, "group_port": 6, "python": sys.executable, "device": "cpu", **fields}
+        return sglang_command(EngineLaunch("sglang", "/m", **fields), folder)
+
+    return command
+
+
+def option(command, flag):
+    return command.argv[command.argv.index(flag) + 1]
+
+
+def test_a_server_without_gpu_has_its_recipe(make):
+    command = make(weight_version=3, random_seed=8, max_running_requests=9)
+    assert command.argv[:4] == [sys.executable, "-m", "megarl.rollout.sglang_server", str(os.getpid())]
+    wanted = {"--device": "cpu", "--attention-backend": "torch_native", "--dtype": "float32", "--model-path": "/m"}
+    wanted |= {"--port": "5", "--nccl-port": "6", "--weight-version": "3", "--random-seed": "8"}
+    wanted |= {"--max-running-requests": "9", "--custom-weight-loader": "megarl.weights.receiver.load"}
+    assert {flag: option(command, flag) for flag in wanted} == wanted
+    assert "--skip-server-warmup" in command.argv and "--sleep-on-idle" in command.argv
+    assert command.environment["SGLANG_USE_CPU_ENGINE"] == command.environment["OMP_NUM_THREADS"] == "1"
+    assert str(STAND_INS) in command.environment["PYTHONPATH"].split(":")
+
+
+def test_the_kv_cache_is_always_limited_without_gpu(make):
+    assert int(option(make(), "--max-total-tokens")) == 65536
+    assert option(make(max_total_tokens=9), "--max-total-tokens") == "9"
+
+
+def test_each_rank_of_each_server_has_a_core(make):
+    cores = [make(index=index, tensor_parallel_size=2).environment["SGLANG_CPU_OMP_THREADS_BIND"] for index in range(3)]
+    assert cores == ["2|3", "5|2", "3|5"]
+    assert make(tensor_parallel_size=2).environment["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in make().environment
+
+
+def test_a_server_on_gpus_has_nothing_of_that(make):
+    command = make(device="cuda", index=1, tensor_parallel_size=2, memory_fraction=0.5, memory_saver=True)
+    assert option(command, "--base-gpu-id") == "2"
+    assert option(command, "--mem-fraction-static") == "0.5"
+    assert "--enable-memory-saver" in command.argv
+    assert not {"--device", "--attention-backend", "--max-total-tokens", "--sleep-on-idle"} & set(command.argv)
+    assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & set(command.environment)
+    assert "sglang_cpu" not in command.environment["PYTHONPATH"]
+    assert option(make(device="cuda", first_gpu=5), "--base-gpu-id") == "5"
+    assert "--enable-memory-saver" not in make(memory_saver=True).argv
+
+
+def test_further_arguments_come_last_and_so_win(make):
+    assert make(args=("--dtype", "bfloat16")).argv[-2:] == ["--dtype", "bfloat16"]
+
+
+def test_adapters_are_allowed_for(make):
+    argv = " ".join(make(lora_rank=8, lora_targets=("q_proj", "v_proj")).argv)
+    assert "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj v_proj --lora-backend torch_native" in argv
+    assert "lora" not in " ".join(make().argv)
+
+
+def test_nothing_of_the_trainers_environment_leaks(make, monkeypatch):
+    for name in ("VIRTUAL_ENV", "RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PYTHONHOME"):
+        monkeypatch.setenv(name, "/trainer")
+    monkeypatch.setenv("PYTHONPATH", "/trainer")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("no_proxy", "example.org")
+    environment = make(host="10.0.0.1").environment
+    assert "/trainer" not in " ".join(environment.values())
+    assert environment["CUDA_VISIBLE_DEVICES"] == "3"
+    assert environment["no_proxy"] == environment["NO_PROXY"] == "example.org,127.0.0.1,localhost,10.0.0.1"
+    assert environment["PATH"].startswith(str(Path(sys.executable).parent))
+    assert "MEGARL_SERVER_TOKEN" not in environment
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_server_can_import_this_package_and_its_plugins(make, device):
+    code = """
+import megarl, sys
+from importlib.metadata import entry_points
+print(megarl.__path__[0])
+print(sorted(f"{e.name} {e.value}" for e in entry_points(group="sglang.srt.plugins")))
+"""
+    environment = make(device=device).environment
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    path, plugins = out.stdout.splitlines()
+    assert path.startswith(environment["PYTHONPATH"].split(":")[0])
+    assert Path(path).resolve() == Path(megarl.__file__).resolve().parent
+    wanted = ["megarl megarl.weights.receiver:setup"]
+    wanted += ["megarl_cpu megarl_cpu_plugin:setup"] if device == "cpu" else []
+    assert plugins == str(wanted)
+
+
+def test_the_router_shows_itself_on_its_own_interface_only(tmp_path):
+    launch = EngineLaunch("smg", "", port=5, group_port=6, python=sys.executable)
+    command = smg_command(launch, tmp_path)
+    assert option(command, "--host") == option(command, "--prometheus-host") == "127.0.0.1"
+    assert not any("key" in word for word in command.argv)
+
+
+def test_python_is_the_configured_one_or_the_variables_or_the_default(tmp_path, monkeypatch):
+    python = tmp_path / ".venv-sglang/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    assert sglang_python(None) == python
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
+    assert sglang_python(None) == Path(sys.executable)
+    assert sglang_python(".venv-sglang/bin/python") == python
+
+
+@pytest.mark.parametrize("configured", ["/nowhere/python", None])
+def test_a_missing_python_is_one_sentence(configured, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match=r"no Python there.*bash launch/sglang_cpu\.sh.*rollout\.sglang\.python$"):
+        sglang_python(configured)
+
+
+def test_a_folder_is_no_python(tmp_path):
+    with pytest.raises(ValueError, match=f"rollout.sglang.python={tmp_path}: no Python there"):
+        sglang_python(str(tmp_path))
+
+
+def test_the_token_shows_as_stars_in_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())  # handed back afterwards
+    hide_in_logs("swordfish")
+    logger = logging.getLogger("some.server")
+    logger.warning("api_key=%r and %s", "swordfish", "more")
+    logger.warning("%s - %d", "an access", 200)
+    assert [record.getMessage() for record in caplog.records] == ["api_key='***' and more", "an access - 200"]
+    assert caplog.records[1].args == ("an access", 200)
+
+
+STAND_IN_USE = """
+import triton, triton.language as tl, torchvision, sgl_kernel
+from triton.language.extra.cuda import libdevice
+from triton.runtime.jit import JITFunction
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
+from torchvision.io import ImageReadMode, decode_image
+from sgl_kernel import anything
+
+@triton.jit
+def kernel(x, n: tl.constexpr): return x + n
+
+@triton.autotune(configs=[triton.Config({}, num_warps=4)], key=["n"])
+@triton.jit(do_not_specialize=["n"])
+def other(x): return x
+
+assert kernel(1, 2) == 3 and other(4) == 4
+assert (triton.cdiv(7, 2), triton.next_power_of_2(5), triton.next_power_of_2(0)) == (4, 8, 1)
+assert not triton.backends.backends and tl.constexpr(3).value == 3 and isinstance(JITFunction(kernel), JITFunction)
+assert InterpolationMode.BICUBIC.value == "bicubic" and ImageReadMode.RGB.value == 3
+for call in (lambda: kernel[(1,)](1, 2), lambda: anything(1), lambda: functional.resize(1), lambda: decode_image(1)):
+    try:
+        call()
+    except (TypeError, NotImplementedError):
+        continue
+    raise AssertionError("a stand-in did work")
+"""
+
+
+def test_stand_ins_can_be_imported_and_do_no_work():
+    environment = {**os.environ, "PYTHONPATH": str(STAND_INS)}
+    subprocess.run([sys.executable, "-c", STAND_IN_USE], env=environment, check=True)
+
+
+def test_temporary_files_of_a_server_are_in_its_folder(tmp_path):
+    environment = foreign_environment(Path(sys.executable), tmp_path, "127.0.0.1")
+    assert Path(environment["TMPDIR"]).parent == tmp_path and Path(environment["TMPDIR"]).is_dir()
