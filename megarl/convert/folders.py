@@ -1,0 +1,178 @@
+"""What a folder holds, and how a new one comes into being: under another name until all of it is there.
+
+A Megatron folder made here describes itself.  Beside the shards (`metadata.json`, `common.pt`, `*.distcp`) it has
+`hf/`, with config.json and the tokenizer's files, and `manifest.json`, written last, with role, type and layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megarl.checkpoint import MANIFEST
+from megarl.config import from_yaml
+from megarl.parts import model_folder
+from megarl.weights.folder import CONFIG, copy_tokenizer, open_hf
+from megarl.weights.names import num_bytes
+from megarl.weights.tables import Role
+
+Format = Literal["hf", "megatron"]
+SHARDS = "metadata.json"  # Megatron writes it when a sharded checkpoint is complete
+HF_PART = "hf"
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model on disk."""
+
+    path: Path
+    format: Format
+    role: Role
+    hf_folder: Path  # where its config.json and the tokenizer are; of adapters, also the weights under them
+    dtype: str  # of most of its bytes
+    has_adapters: bool = False  # it holds LoRA's adapters alone
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.format}, {self.role}, {self.dtype}{', adapters' if self.has_adapters else ''})"
+
+
+def describe(path: Path, model: Path | None = None) -> ModelFolder:
+    """What lies at `path`; `model` is the HF folder that a run's checkpoint began with, None: as the run says.
+
+    Raises a ValueError of one sentence where that is no model, or not a finished one.
+    """
+    if (path / SHARDS).is_file():
+        return _of_shards(path, model)
+    if model is not None:
+        raise ValueError(f"model={model}: {path} is not a checkpoint of a run; want no model=")
+    if (path / CONFIG).is_file():
+        return ModelFolder(path, "hf", _hf_role(path), path, _hf_dtype(path))
+    if (path / MANIFEST).is_file():
+        roles = [child.parent.name for child in sorted(path.glob(f"*/{SHARDS}"))]
+        raise ValueError(f"{path}: a checkpoint with {', '.join(roles)}; want {path / (roles or ['actor'])[0]}")
+    raise ValueError(
+        f"{path}: neither a Hugging Face folder (no {CONFIG}) nor a finished Megatron checkpoint (no {SHARDS})"
+    )
+
+
+def _of_shards(path: Path, model: Path | None) -> ModelFolder:
+    """A folder made here, or a role's folder in the checkpoint of a run."""
+    if (path / MANIFEST).is_file():
+        if model is not None:
+            raise ValueError(f"model={model}: {path} has a {CONFIG} of its own; want no model=")
+        manifest = json.loads((path / MANIFEST).read_text())
+        return ModelFolder(path, "megatron", manifest["role"], path / HF_PART, _shards_dtype(path))
+    if not (path.parent / MANIFEST).is_file():
+        raise ValueError(f"{path}: an unfinished checkpoint (no {MANIFEST} in it or beside it); want a finished one")
+    role: Role = "critic" if path.name == "critic" else "actor"
+    model, base_dtype = (model, None) if model else _base_of_run(path, role)
+    if not (model / CONFIG).is_file():
+        raise ValueError(f"model={model}: there is no {CONFIG}; want the Hugging Face folder that the run began with")
+    if _is_of_adapters(path):
+        return ModelFolder(path, "megatron", role, model, base_dtype or _hf_dtype(model), has_adapters=True)
+    return ModelFolder(path, "megatron", role, model, _shards_dtype(path))
+
+
+def _base_of_run(path: Path, role: Role) -> tuple[Path, str]:
+    """The HF folder that a run's role began with, and the type in which it was trained, as its config.yaml says."""
+    settings = path.absolute().parents[2] / "config.yaml"
+    if not settings.is_file():
+        raise ValueError(f"{path}: there is no {settings} to say whose weights these are; want model=FOLDER")
+    config = from_yaml(settings.read_text())
+    return Path(model_folder(config.critic.model.path if role == "critic" else config.model.path)), config.model.dtype
+
+
+def _hf_role(path: Path) -> Role:
+    kinds = json.loads((path / CONFIG).read_text()).get("architectures") or [""]
+    return "critic" if kinds[0].endswith("ForSequenceClassification") else "actor"
+
+
+def _hf_dtype(path: Path) -> str:
+    return _most([(dtype, num_bytes(shape, dtype)) for shape, dtype in hf_sizes(path).values()])
+
+
+def hf_sizes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each tensor of a Hugging Face folder; no weights are read."""
+    with open_hf(path) as folder:
+        return {name: (shape, folder.read(name, 0, 0, 0).dtype) for name, shape in folder.shapes.items()}
+
+
+def _shards_dtype(path: Path) -> str:
+    entries = _stored_tensors(path).values()
+    return _most([(e.properties.dtype, num_bytes(tuple(e.size), e.properties.dtype)) for e in entries])
+
+
+def _is_of_adapters(path: Path) -> bool:
+    return any(".lora." in name for name in _stored_tensors(path))
+
+
+def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Of a sharded checkpoint, by Megatron's names, without what belongs to an optimizer."""
+    entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata) and "optimizer" not in n}
+
+
+def _most(sizes: list[tuple[torch.dtype, int]]) -> str:
+    count: Counter[torch.dtype] = Counter()
+    for dtype, size in sizes:
+        count[dtype] += size
+    return str(count.most_common(1)[0][0]).removeprefix("torch.")
+
+
+def check_target(target: Path, source: Path) -> None:
+    """Nothing is ever written over: ValueError unless `target` is a new name, or an empty folder."""
+    if target.resolve() == source.resolve():
+        raise ValueError(f"to={target}: the same folder as from={source}; want a new one")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"to={target}: there is something already, and nothing is overwritten; want a new folder")
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A folder to write into, TARGET.partial, which gets the name of `target` at the end.
+
+    Whatever raises inside removes it; what a killed process left is removed at the next try.
+    """
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.replace(partial, target)  # also over an empty folder
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def finish_megatron(folder: Path, hf_folder: Path, manifest: dict[str, Any]) -> None:
+    """Make a folder of shards describe itself; the manifest comes last."""
+    (folder / HF_PART).mkdir()
+    shutil.copyfile(hf_folder / CONFIG, folder / HF_PART / CONFIG)
+    copy_tokenizer(hf_folder, folder / HF_PART)
+    with open(folder / MANIFEST, "w") as file:
+        json.dump(manifest, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def bytes_under(folder: Path) -> int:
+    """Bytes of all files under `folder`; those that vanish meanwhile count as nothing."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:  # renamed by its writer
+                continue
+    return total

@@ -1,0 +1,184 @@
+"""A rank of a conversion: holds its shard of the model, and reads, writes or digests it tensor by tensor.
+
+Run by torchrun as `python -m megarl.convert.worker`.  A job is a generator; the driver has it carried on by as many
+bytes as it likes at a time, and every rank stops at the same tensor.  So the driver sees how far it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megarl.group.follow import Answer, follow
+from megarl.group.wire import Tensors
+from megarl.mcore import shards
+from megarl.mcore.lora import LoraSettings, apply_lora, merge
+from megarl.mcore.model import build_model, read_hf_config
+from megarl.mcore.setup import Layout, Place, initialize, replica_group
+from megarl.rollout.protocol import tensor_digest
+from megarl.weights.buckets import Sizes
+from megarl.weights.export import finish_folder, hf_sizes, hf_tensors, start_folder
+from megarl.weights.folder import HFFolder, open_hf
+from megarl.weights.gather import ModelParallel, local_parameters
+from megarl.weights.load import check_names, check_twins, fill, load_hf
+from megarl.weights.names import num_bytes
+from megarl.weights.tables import Role, ignorable, table_for, twins
+
+Part = tuple[int, dict[str, str]]  # bytes, and the digest of each tensor where the job makes them
+Job = Iterator[Part]
+
+
+class Worker:
+    """The methods that the driver calls."""
+
+    def __init__(self) -> None:
+        self.place: Place
+        self.share: Any
+        self.layout: Layout
+        self.model: nn.Module
+        self.hf: dict[str, Any]
+        self.role: Role
+        self.sizes: Sizes
+        self.job: Job
+        self.jobs: dict[str, Callable[..., Job]] = {
+            job.__name__: job
+            for job in (
+                self.read_hf,
+                self.write_hf,
+                self.read_megatron,
+                self.write_megatron,
+                self.digest,
+                self.digest_hf,
+            )
+        }
+
+    def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
+        return {method.__name__: method for method in (self.setup, self.build, self.begin, self.go_on)}
+
+    def setup(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        self.layout = Layout(**arguments.pop("layout"))
+        self.place = initialize(self.layout, **arguments)
+        self.share = replica_group(timeout_s=arguments["timeout_s"])
+        return {"replica": self.place.replica, "is_reporter": self.place.is_reporter}, {}
+
+    def build(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """The model of an HF config.json, still without its weights; returns the HF tensors it will have."""
+        self.hf, self.role = read_hf_config(arguments["folder"]), arguments["role"]
+        self.model = build_model(self.hf, self.layout, role=self.role, dtype=arguments["dtype"])
+        self.sizes = hf_sizes(self.model, self.hf, role=self.role)
+        return {"tensors": {name: [list(shape), str(dtype)] for name, (shape, dtype) in self.sizes.items()}}, {}
+
+    def begin(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        self.job = self.jobs[arguments.pop("job")](**arguments)
+        return {}, {}
+
+    def go_on(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Carry the job on until it has come at least `num_bytes` further, or to its end."""
+        done = 0
+        digests: dict[str, str] = {}
+        for size, found in self.job:
+            done, digests = done + size, digests | found
+            if done >= arguments["num_bytes"]:
+                return {"finished": False, "num_bytes": done, "digests": digests}, {}
+        return {"finished": True, "num_bytes": done, "digests": digests}, {}
+
+    def read_hf(self, folder: str) -> Job:
+        """Only this rank's slices are read; each parameter counts as whole on every rank."""
+        table, spot = table_for(self.hf, role=self.role), ModelParallel.current().spot
+        params = local_parameters(self.model)
+        left = set(params)
+        with open_hf(folder) as source:
+            check_names(source, table, ignorable(self.hf, self.role))
+            for op in table:
+                own = {name: params[name] for name in (op.param, *op.copies) if name in params}
+                left -= own.keys()
+                fill(own, [op], source, spot)
+                yield sum(num_bytes(*self.sizes[name]) for name in op.hf_shapes), {}
+            if self.role == "actor":
+                check_twins(source, twins(self.hf), table, spot)
+        assert not left, f"the table has no mapping for {', '.join(sorted(left))}"
+
+    def write_hf(self, folder: str, source_folder: str) -> Job:
+        """Rank 0 writes; its errors reach the driver, which ends the others."""
+        writer = start_folder(Path(folder), self.sizes) if self.place.rank == 0 else None
+        for name, tensor in hf_tensors(self.model, self.hf, role=self.role):
+            if writer:
+                writer.add(name, tensor)
+            yield num_bytes(*self.sizes[name]), {}
+        if writer:
+            writer.finish()
+            finish_folder(Path(folder), Path(source_folder), self.role, next(d for _, d in self.sizes.values()))
+
+    def read_megatron(self, folder: str, base: str) -> Job:
+        """One step, as Megatron reads; what a checkpoint would fail to bring is zero afterwards.
+
+        Adapters are laid over the weights of `base`, an HF folder, and merged.
+        """
+        adapters = shards.adapters_in(Path(folder))
+        if adapters is None:
+            for tensor in local_parameters(self.model).values():
+                tensor.zero_()
+        else:
+            load_hf(self.model, base, self.hf, role=self.role)
+            apply_lora(self.model, LoraSettings(adapters["rank"], adapters["alpha"], tuple(adapters["targets"])))
+        try:
+            shards.load(Path(folder), self.model, None)
+        except CheckpointException as error:  # no Exception, and a page long
+            first = next(iter(error.failures.values()))[0]
+            raise RuntimeError(f"{folder}: its shards cannot be read ({_one_line(first)})") from error
+        if adapters is not None:
+            merge(self.model)
+        yield self._total_bytes, {}
+
+    def write_megatron(self, folder: str) -> Job:
+        """One step, as Megatron writes: every rank its own files."""
+        shards.save(Path(folder), self.model, None)
+        yield self._total_bytes, {}
+
+    def digest(self) -> Job:
+        """Rank 0's digests of the HF tensors that the ranks hold together."""
+        for name, tensor in hf_tensors(self.model, self.hf, role=self.role):
+            yield num_bytes(*self.sizes[name]), {name: _digest(tensor)} if self.place.rank == 0 else {}
+
+    def digest_hf(self, folder: str) -> Job:
+        """The same of a folder, tensor by tensor, in the types that the model has; what it has too many counts too."""
+        with open_hf(folder) as source:
+            for name in source.shapes:
+                if name not in ignorable(self.hf, self.role):
+                    yield self._digest_stored(source, name)
+
+    def _digest_stored(self, source: HFFolder, name: str) -> Part:
+        """Bytes count as the model has them, so that all ranks stop together and only rank 0 reads."""
+        shape, dtype = self.sizes.get(name, (source.shapes[name], torch.float32))
+        if self.place.rank > 0:
+            return num_bytes(shape, dtype), {}
+        return num_bytes(shape, dtype), {name: _digest(source.read(name, 0, 0, source.shapes[name][0]).to(dtype))}
+
+    @property
+    def _total_bytes(self) -> int:
+        return sum(num_bytes(*size) for size in self.sizes.values())
+
+
+def _digest(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor_digest(tensor)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def main() -> None:
+    worker = Worker()
+    follow(worker.handlers(), lambda: worker.share, lambda: worker.place.is_first)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
