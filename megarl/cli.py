@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,10 +19,11 @@ from rich.table import Table
 
 from megarl import __version__
 from megarl.config import Config, load_config, recipe_names, to_yaml
+from megarl.convert.request import parse, print_help
 
 
 class Command(NamedTuple):
-    """`module.function(config) -> exit code` does the work."""
+    """`module.function(config) -> exit code` does the work; that of convert takes a request instead."""
 
     module: str
     function: str
@@ -33,6 +34,7 @@ COMMANDS = {
     "train": Command("megarl.train", "main", "reinforcement learning: rollouts, rewards, losses, weights, again"),
     "sft": Command("megarl.sft", "main", "supervised training on prompts and responses, with the same engine"),
     "evaluate": Command("megarl.evaluate", "main", "answer the evaluation prompts with a model and score the answers"),
+    "convert": Command("megarl.convert.story", "main", "a model on disk: Hugging Face's form to Megatron's, and back"),
     "doctor": Command("megarl.doctor", "main", "look whether this machine has what a run needs"),
     "config": Command("megarl.cli", "print_config", "print the configuration that a command line comes to"),
 }
@@ -55,6 +57,7 @@ EXAMPLES = (
     ("megarl train recipe=quickstart actor.optim.lr=1e-4", "the same with another learning rate"),
     ("megarl train --config my_run.yaml", "your own file; it may say `recipe: NAME` to build on a shipped one"),
     ("megarl config recipe=quickstart", "every key of a run and its value"),
+    ("megarl convert --help", "what it takes: it has keys of its own"),
 )
 
 EXIT_FAILED = 1
@@ -69,6 +72,9 @@ def main(argv: list[str] | None = None) -> int:
     help_wanted = _take_flag(words, "--help", "-h")
     if _take_flag(words, "--version"):
         Console().print(f"megarl {__version__}", highlight=False)
+        return 0
+    if help_wanted and words[:1] == ["convert"]:
+        print_help(Console())
         return 0
     if help_wanted or not words:
         _print_help(Console(stderr=not help_wanted))
@@ -96,6 +102,8 @@ def _run(name: str, words: list[str]) -> int:
         guess = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {guess[0]}?" if guess else f"want one of {', '.join(COMMANDS)}"
         raise ValueError(f"there is no command {name}; {hint}")
+    if name == "convert":
+        return _work_of(COMMANDS[name])(parse(words))
     config, warnings = load_config(_overrides(words), command=name)
     for warning in warnings:
         _complain(f"warning: {warning}")
@@ -114,7 +122,7 @@ def _stopped(config: Config, error: Exception) -> int:
     return EXIT_FAILED
 
 
-def _work_of(command: Command) -> Callable[[Config], int]:
+def _work_of(command: Command) -> Callable[[Any], int]:
     return getattr(import_module(command.module), command.function)
 
 

@@ -15,10 +15,10 @@ from transformers.utils import logging
 
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
+from megarl.parts import make_servers, make_stream, read_prompts
 from megarl.rewards.result import to_result
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.stream import Stream
-from megarl.run import make_servers, make_stream, read_prompts
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 
 
@@ -71,12 +71,16 @@ def evaluate(
     max_new_tokens: int,
     seed: int | None,
     on_progress: Callable[[int, int], None] | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> Evaluation:
-    """Write and score n completions of each prompt with the weights that the servers hold now."""
+    """Write and score n completions of each prompt with the weights that the servers hold now.
+
+    The last two as in Stream.next.
+    """
     if not prompts:
         return Evaluation([])
     params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, sampling_seed=seed)
-    groups = stream.next(stream.submit(prompts, n=n, params=params), on_progress)
+    groups = stream.next(stream.submit(prompts, n=n, params=params), on_progress, watch=watch)
     if all(isinstance(group, LostRollout) for group in groups):
         reason = next(group.reason for group in groups if isinstance(group, LostRollout))
         raise RuntimeError(f"every prompt of the evaluation was lost; the first: {reason}")

@@ -24,7 +24,7 @@ PAGE = """# {name}
 | `learning_curve.png` | the run as a picture |
 | `answers.md` | held-out prompts with the answers before and after |
 | `hf/` | the trained model, a folder that `transformers` and servers load |
-| `config.yaml` | every setting; `megarl train --config THIS trainer.experiment_name=again` repeats the run |
+{adapter}| `config.yaml` | every setting; `megarl train --config THIS trainer.experiment_name=again` repeats the run |
 | `metrics.jsonl` | every number of every step, one JSON object a line |
 | `samples.jsonl` | some completions of every step, with their rewards and the weights that wrote them |
 | `checkpoints/` | what `trainer.resume_mode=auto` goes on from |
@@ -33,6 +33,8 @@ PAGE = """# {name}
 {answers}
 ![learning curve](learning_curve.png)
 """
+
+ADAPTER_ROW = "| `adapter/` | what was trained of it, a folder that `peft` loads on the model it began with |\n"
 
 
 class Totals(Protocol):
@@ -50,7 +52,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     """Write everything and show the answers; returns the summary."""
     console = Console()
     run.trackers.stage("writing the model")
-    run.actor.export(run.dir / "hf")
+    run.actor.export(run.dir / "hf", adapter=run.dir / "adapter" if run.config.actor.lora.rank else None)
     summary: dict[str, Any] = {"steps": run.num_steps, "prompts_filtered": run.num_filtered}
     before_file = run.dir / BEFORE
     before = json.loads(before_file.read_text()) if before_file.exists() else None
@@ -68,9 +70,10 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     metrics = run.dir / "metrics.jsonl"
     if metrics.exists():
         learning_curve(metrics, run.dir / "learning_curve.png", title=run.config.trainer.experiment_name)
-    page = PAGE.format(name=run.config.trainer.experiment_name, answers=markdown)
+    adapter = ADAPTER_ROW if run.config.actor.lora.rank else ""
+    page = PAGE.format(name=run.config.trainer.experiment_name, answers=markdown, adapter=adapter)
     (run.dir / "README.md").write_text(page)
-    summary |= totals.state_dict()
+    summary |= totals.state_dict() | {"servers_died": run.fleet.counts["servers_died"]}
     write_summary(run.dir / "summary.json", summary)
     console.print_json(data=summary)
     return summary

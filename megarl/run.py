@@ -9,40 +9,58 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from rich.console import Console
 
 from megarl import checkpoint
 from megarl.algo.kl import make_kl_controller
-from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.registry import load_plugins
 from megarl.config import Config, from_yaml, to_yaml
-from megarl.data.chat import load_tokenizer
-from megarl.data.prompts import Prompts
+from megarl.fleet import Fleet, Push
 from megarl.group import Group
 from megarl.mcore.setup import Layout
 from megarl.metrics.jsonl import drop_after
 from megarl.metrics.timer import Timer
-from megarl.metrics.trackers import Trackers, make_trackers
-from megarl.rewards.pool import RewardPool
-from megarl.roles.handles import Actor, Critic, Packing, Reference, Servers, Update
-from megarl.rollout import supervisor
+from megarl.metrics.trackers import Trackers
+from megarl.parts import (
+    actor_update,
+    critic_update,
+    layout_of,
+    lora_settings,
+    make_group,
+    make_servers,
+    make_stream,
+    model_folder,
+    optim_settings,
+    optimizer_steps,
+    read_prompts,
+    start_trackers,
+)
+from megarl.roles.handles import Actor, Critic, Packing, Reference, Servers
+from megarl.rollout.client import Engine
 from megarl.rollout.feed import Feed
-from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.foreign import sglang_python
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.stream import Stream
+from megarl.sample import Batch
+
+# A server's log-probs of the canary may differ so much: other kernels and another order of sums; what it shall find,
+# tensors in the wrong place, is off by whole units.
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
+CANARY_TOKENS = 64
 
 
 class Run:
-    """Use as a context manager.  Example: with Run(config) as run: run.actor.push(run.servers, version=0)"""
+    """Use as a context manager.  Example: with Run(config) as run: run.fleet.push(version=0)"""
 
     actor: Actor
     critic: Critic | None = None
     reference: Reference | None = None
-    servers: Servers
+    fleet: Fleet
     stream: Stream
     feed: Feed
     trackers: Trackers
@@ -51,6 +69,8 @@ class Run:
         self.config = config
         self.dir = config.trainer.run_dir
         self.model_path = model_folder(config.model.path)
+        if config.rollout.engine == "sglang":
+            sglang_python(config.rollout.sglang.python)  # refuses a missing one before anything starts
         load_plugins(config.algorithm.plugins)
         data = config.data
         self.prompts = read_prompts(config, data.train_files, overlong=data.overlong_prompts)
@@ -94,15 +114,7 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        try:
-            if isinstance(error, RuntimeError):
-                self.check()  # a dead server explains a failed call better than the call does
-        finally:
-            self._stack.close()
-
-    def check(self) -> None:
-        """Raises ServerDied, with the end of its log, where a server has ended."""
-        self._processes.check()
+        self._stack.close()
 
     def _start(self) -> None:
         config = self.config
@@ -119,16 +131,10 @@ class Run:
         self._make_roles()
         self.trackers.stage("starting servers")
         token = secrets.token_hex(16)
-        self._processes = self._stack.enter_context(make_servers(config, token))
-        self._processes.start()
-        self.servers = Servers(
-            urls=tuple(self._processes.urls),
-            token=token,
-            dtype=config.rollout.dtype,
-            bucket_bytes=config.rollout.bucket_bytes,
-            timeout_s=config.rollout.request_timeout_s,
-            pause_mode="in_place" if config.rollout.ahead else "retract",
-        )
+        processes = self._stack.enter_context(make_servers(config, token))
+        processes.start()
+        if config.rollout.ahead:
+            check_version_spans(processes.urls, token)
         for group in self._groups.values():
             group.start()
         self._load_roles()
@@ -136,7 +142,42 @@ class Run:
             checkpoint.restore(self.resumed_from, self.trainable)
             self.prompts.load_state_dict(self.resumed_from.state["prompts"])
             self.kl.load_state_dict(self.resumed_from.state["kl"])
-        self._start_stream(token)
+        self._start_stream(processes.urls, token)
+        self.fleet = Fleet(processes, self.stream, self._pusher(processes.urls, token), self._warn)
+
+    def _pusher(self, urls: Sequence[str], token: str) -> Push:
+        """How the fleet gives the actor's weights to some of its servers."""
+        rollout = self.config.rollout
+        servers = Servers(
+            urls=tuple(urls),
+            token=token,
+            dtype=rollout.dtype,
+            bucket_bytes=rollout.bucket_bytes,
+            # A push waits for a server a few times, and the call of it must outlive that.
+            timeout_s=min(rollout.request_timeout_s, self.config.trainer.call_timeout_s / 6),
+            pause_mode="in_place" if rollout.ahead else "retract",
+            way=rollout.push,
+            check_every=rollout.check_every,
+        )
+        longest = min(CANARY_TOKENS, self.config.data.max_prompt_length + self.config.data.max_response_length)
+        words = (token for prompt in self.prompts.all(CANARY_TOKENS) for token in prompt.token_ids)
+        ids = list(islice(words, longest))
+        lora = self.config.actor.lora
+        if lora.rank and lora.push == "adapter":
+            keep = rollout.ahead + 2  # those of completions under way, and the new one
+            return lambda only, version: self.actor.push_adapter(
+                servers, version, only=only, keep=keep, canary=self._canary(ids)
+            )
+        return lambda only, version: self.actor.push(servers, version, only=only, canary=self._canary(ids))
+
+    def _canary(self, ids: list[int]) -> dict[str, Any]:
+        """A prompt, and its log-probs under the actor, which every server has to repeat after a push."""
+        batch = Batch(torch.tensor(ids), torch.tensor([len(ids)]), {})
+        log_probs = self.actor.log_probs(batch, temperature=1.0)[1:].tolist()
+        return {"prompt_ids": ids, "log_probs": log_probs, "tolerance": CANARY_TOLERANCE[self.config.rollout.dtype]}
+
+    def _warn(self, sentence: str) -> None:
+        Console(stderr=True, soft_wrap=True).print(f"warning: {sentence}", markup=False, highlight=False)
 
     def _say_what_resumes(self) -> None:
         """Tell from where the run goes on and which settings differ; a finished run is not presented under new ones."""
@@ -162,14 +203,14 @@ class Run:
             self._group_of(config.actor.megatron),
             Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu),
             temperature,
-            update_settings=_actor_update(config),
+            update_settings=actor_update(config),
         )
         if config.uses_critic:
             self.critic = Critic(
                 "critic",
                 self._group_of(critic.megatron),
                 Packing(critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu),
-                update_settings=_critic_update(config),
+                update_settings=critic_update(config),
             )
         if config.uses_reference:
             self.reference = Reference(
@@ -190,16 +231,17 @@ class Run:
         config = self.config
         dtype, plugins = config.model.dtype, config.algorithm.plugins
         steps_a = optimizer_steps(config, config.actor, self.num_steps - self.warmup)
-        self.actor.load(self.model_path, dtype=dtype, optim=optim_settings(config.actor, steps_a), plugins=plugins)
+        optim = optim_settings(config.actor, steps_a)
+        self.actor.load(self.model_path, dtype=dtype, optim=optim, plugins=plugins, lora=lora_settings(config))
         if self.critic:
             optim = optim_settings(config.critic, optimizer_steps(config, config.critic, self.num_steps))
             self.critic.load(model_folder(config.critic.model.path), dtype=dtype, optim=optim)
         if self.reference:
             self.reference.load(model_folder(config.ref.model.path), dtype=dtype)
 
-    def _start_stream(self, token: str) -> None:
+    def _start_stream(self, urls: Sequence[str], token: str) -> None:
         config = self.config
-        self.stream = make_stream(config, self.servers.urls, token)
+        self.stream = make_stream(config, urls, token, fenced=True)
         self._stack.callback(self.stream.close)
         self.feed = Feed(
             self.stream,
@@ -244,145 +286,13 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def model_folder(path: str) -> str:
-    """A folder as it is; a hub name becomes the folder of its snapshot, downloaded where there is a network."""
-    if Path(path).is_dir():
-        return path
-    from huggingface_hub import snapshot_download  # pulls in a network stack that a local run does not need
-
-    try:
-        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
-    except Exception as error:  # no network, no such name, no right to it: the hub has an exception for each
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"model.path={path}: neither a folder nor a name that the hub gives ({reason})") from error
-
-
-def layout_of(megatron: Any) -> Layout:
-    """The keys of an `actor.megatron` group as the room `mcore` names them."""
-    return Layout(
-        tp=megatron.tensor_model_parallel_size,
-        pp=megatron.pipeline_model_parallel_size,
-        cp=megatron.context_parallel_size,
-        sequence_parallel=megatron.sequence_parallel,
-        use_distributed_optimizer=megatron.use_distributed_optimizer,
-    )
-
-
-def make_group(config: Config, layout: Layout, name: str) -> Group:
-    trainer = config.trainer
-    return Group(
-        name,
-        trainer.num_ranks,
-        layout,
-        log_dir=trainer.run_dir / "logs" / name,
-        device=trainer.device,
-        seed=trainer.seed,
-        call_timeout_s=trainer.call_timeout_s,
-    )
-
-
-def start_trackers(config: Config, num_steps: int, resume_step: int | None) -> Trackers:
-    trainer = config.trainer
-    plain = {"config": to_yaml(config)}
-    return make_trackers(
-        trainer.logger, trainer.run_dir, trainer.project_name, trainer.experiment_name, plain, num_steps,
-        resume_step=resume_step,
-    )  # fmt: skip
-
-
-def optimizer_steps(config: Config, role: Any, num_iterations: int) -> int:
-    """Optimizer steps of a role in so many iterations."""
-    return max(1, num_iterations * role.ppo_epochs * -(-config.data.train_batch_size // role.ppo_mini_batch_size))
-
-
-def optim_settings(role: Any, total_steps: int) -> dict[str, Any]:
-    """The `optim` group of a role as mcore.optimizer.OptimSettings names it."""
-    optim = role.optim
-    return {
-        "name": optim.name,
-        "lr": optim.lr,
-        "betas": list(optim.betas),
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-        "momentum": optim.momentum,
-        "max_grad_norm": role.max_grad_norm,
-        "warmup_steps": optim.lr_warmup_steps,
-        "decay_style": optim.lr_decay_style,
-        "decay_steps": optim.lr_decay_steps or total_steps,
-        "min_lr": optim.min_lr,
-    }
-
-
-def _actor_update(config: Config) -> Update:
-    actor = config.actor
-    loss = ActorLoss(
-        policy_loss=config.algorithm.policy_loss_fn,
-        clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-        clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-        clip_c=actor.clip_ratio_c,
-        entropy_coeff=actor.entropy_coeff,
-        use_kl_loss=actor.use_kl_loss,
-        kl_loss_coef=actor.kl_loss_coef,
-        kl_loss_type=actor.kl_loss_type,
-        kl_importance=actor.kl_importance,
-    )
-    return _update(actor, loss)
-
-
-def _critic_update(config: Config) -> Update:
-    return _update(config.critic, CriticLoss(config.critic.cliprange_value))
-
-
-def _update(role: Any, loss: ActorLoss | CriticLoss) -> Update:
-    return Update(
-        loss=loss,
-        prompts_per_step=role.ppo_mini_batch_size,
-        epochs=role.ppo_epochs,
-        agg_mode=role.loss_agg_mode,
-        loss_scale_factor=role.loss_scale_factor,
-    )
-
-
-def make_servers(config: Config, token: str) -> supervisor.Servers:
-    """The rollout servers of a run, not yet started, with the weights of model.path."""
-    rollout = config.rollout
-    launch = EngineLaunch(
-        rollout.engine,
-        model_folder(config.model.path),
-        host=rollout.host,
-        dtype=rollout.dtype,
-        tensor_parallel_size=rollout.tensor_model_parallel_size,
-        max_running_requests=rollout.max_running_requests,
-        max_total_tokens=rollout.max_total_tokens,
-        random_seed=rollout.seed,
-    )
-    return supervisor.Servers([launch] * rollout.num_servers, token, config.trainer.run_dir / "logs")
-
-
-def make_stream(config: Config, urls: Sequence[str], token: str) -> Stream:
-    """The collector of a run, started."""
-    reward = config.reward
-    return Stream(
-        urls=urls,
-        token=token,
-        tokenizer_path=model_folder(config.model.tokenizer_path),
-        make_scorer=partial(RewardPool, reward.fn, reward.num_workers, reward.timeout_s, reward.on_error),
-        timeout_s=config.rollout.request_timeout_s,
-        log_path=config.trainer.run_dir / "logs" / "collector.log",
-    )
-
-
-def read_prompts(config: Config, files: Sequence[str], *, overlong: str) -> Prompts:
-    """The prompts of these files as the run tokenises them."""
-    data = config.data
-    return Prompts(
-        files,
-        load_tokenizer(model_folder(config.model.tokenizer_path)),
-        prompt_key=data.prompt_key,
-        ground_truth_key=data.ground_truth_key,
-        max_prompt_length=data.max_prompt_length,
-        shuffle=data.shuffle,
-        seed=data.seed,
-        overlong=overlong,
-        system_prompt=data.system_prompt,
-    )
+def check_version_spans(urls: Sequence[str], token: str) -> None:
+    """Ahead of the training a completion outlives a push, and its server has to tell which weights wrote what of it."""
+    for url in urls:
+        engine = Engine(url, token)
+        spans = engine.abilities.version_spans
+        engine.close()
+        if not spans:
+            raise ValueError(
+                "rollout.ahead: this SGLang tells only one version a completion; want 0, or 0.5.20 and newer"
+            )

@@ -20,8 +20,8 @@ from megarl.metrics.curve import learning_curve
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
 from megarl.metrics.timer import Timer
+from megarl.parts import layout_of, make_group, model_folder, optim_settings, start_trackers
 from megarl.roles.handles import Actor, Packing, Update
-from megarl.run import layout_of, make_group, model_folder, optim_settings, start_trackers
 from megarl.sample import Batch
 
 

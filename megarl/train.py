@@ -46,9 +46,8 @@ def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
     """One iteration, from prompts to pushed weights; returns the position of the prompts behind it."""
     config, algorithm, timer = run.config, run.config.algorithm, run.timer
     seed = config.trainer.seed * 1_000_003 + step  # of this step's shuffles: no two seeds share a sequence of them
-    run.check()
     with timer("gen"):
-        iteration = run.feed.next(lambda done, total: run.trackers.stage("gen", done, total))
+        iteration = run.feed.next(lambda done, total: run.trackers.stage("gen", done, total), watch=run.fleet.tend)
     batch = make_batch(iteration.groups)
     if config.reward.shuffle:
         batch = shuffle_rewards(batch, seed)
@@ -85,6 +84,7 @@ def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
         write_samples(run.dir / "samples.jsonl", step + 1, iteration.groups)
         metrics = finalise(stats) | batch_stats(batch, version=step) | {"rollout/lost": float(len(iteration.lost))}
         metrics |= {f"timing_s/push/{phase}": seconds for phase, seconds in report["timings"].items()}
+        metrics |= run.fleet.metrics(report)
     metrics |= timer.finish(num_tokens=batch.num_tokens, num_devices=config.trainer.num_ranks)
     totals.add(metrics)
     run.trackers.log(step + 1, metrics)
@@ -92,8 +92,9 @@ def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
 
 
 def push(run: Run, version: int, totals: Totals) -> dict[str, Any]:
-    """The actor's weights into every server, verified; an unverified push has raised."""
-    report = run.actor.push(run.servers, version)
+    """The actor's weights into every server that lives; who does not hold them, verified, writes nothing."""
+    totals.pushes += 1
+    report = run.fleet.push(version)
     totals.pushes_verified += 1
     return report
 
@@ -110,6 +111,7 @@ def measure(run: Run, step: int) -> Evaluation:
         max_new_tokens=run.config.data.max_response_length,
         seed=run.config.rollout.seed,
         on_progress=lambda done, total: run.trackers.stage("evaluate", done, total),
+        watch=run.fleet.tend,
     )
     if run.val_prompts:
         run.trackers.log(step, found.metrics())
@@ -145,6 +147,7 @@ class Totals:
 
     def __init__(self, began: float, saved: dict[str, Any]) -> None:
         self.began = began - saved.get("wall_s", 0.0)
+        self.pushes = saved.get("pushes", 0)
         self.pushes_verified = saved.get("pushes_verified", 0)
         self.log_prob_gap_max = saved.get("log_prob_gap_max", 0.0)
         self.first_ppo_kl_max = saved.get("first_ppo_kl_max", 0.0)

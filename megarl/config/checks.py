@@ -37,6 +37,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "reward.on_error": names.REWARD_ERRORS,
     "rollout.dtype": names.DTYPES,
     "rollout.engine": names.ENGINES,
+    "rollout.push": names.PUSHES,
+    "actor.lora.push": names.LORA_PUSHES,
     "trainer.device": names.DEVICES,
 } | {
     f"{role}.{key}": choices
@@ -83,6 +85,14 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.val_kwargs.top_p": _NUCLEUS,
     "rollout.val_kwargs.n": _AT_LEAST_1,
     "rollout.bucket_bytes": _AT_LEAST_1,
+    "rollout.check_every": _AT_LEAST_0,
+    "rollout.max_restarts": _AT_LEAST_0,
+    "actor.lora.rank": _AT_LEAST_0,
+    "actor.lora.alpha": _ABOVE_0,
+    "actor.lora.targets": (
+        lambda v: v and set(v) <= set(names.LORA_TARGETS),
+        f"some of {', '.join(names.LORA_TARGETS)}",
+    ),
     "algorithm.gamma": _UNIT,
     "algorithm.lam": _UNIT,
     "algorithm.advantage_clip": _ABOVE_0,
@@ -124,9 +134,13 @@ RANGES |= {
     )
 }
 RANGES |= {
-    f"{role}.megatron.{kind}_parallel_size": _ONE_YET
+    f"{role}.megatron.{kind}_parallel_size": rule
     for role in _ROLES
-    for kind in ("virtual_pipeline_model", "expert_model", "expert_tensor")
+    for kind, rule in (
+        ("virtual_pipeline_model", _ONE_YET),
+        ("expert_model", _AT_LEAST_1),
+        ("expert_tensor", _AT_LEAST_1),
+    )
 }
 
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -192,6 +206,8 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
     if rollout.engine == "cpu" and rollout.tensor_model_parallel_size != 1:
         size = rollout.tensor_model_parallel_size
         yield f"rollout.tensor_model_parallel_size={size}: want 1, because rollout.engine=cpu is one process"
+    if config.actor.lora.rank and config.actor.lora.push == "adapter" and rollout.engine != "sglang":
+        yield f"actor.lora.push=adapter: want merged, because rollout.engine={rollout.engine} serves no adapters"
     yield from _places(config)
 
 

@@ -93,6 +93,14 @@ TABLE = (
         "critic.loss_agg_mode={c.critic.loss_agg_mode} has no constant",
         lambda c: c.critic.loss_agg_mode not in names.AGG_MODES_WITH_SCALE,
     ),
+    Inert(
+        "actor.lora.alpha actor.lora.targets actor.lora.push",
+        "actor.lora.rank=0 trains all weights",
+        lambda c: c.actor.lora.rank == 0,
+    ),
+    Inert(
+        "rollout.sglang.*", "rollout.engine={c.rollout.engine} is not sglang", lambda c: c.rollout.engine != "sglang"
+    ),
     *_optim_rows("actor", lambda c: c.actor.optim),
     *_optim_rows("critic", lambda c: c.critic.optim),
     Inert(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
@@ -78,6 +79,13 @@ def data_parallel_size(config: Config, role: str) -> int:
         raise ConfigError(
             f"{role}.megatron: tensor x pipeline x context parallel size {sizes[0]} x {sizes[1]} x {sizes[2]} = "
             f"{layout.model_parallel_size}; want a divisor of the {ranks} ranks of trainer.nnodes x "
+            "trainer.n_gpus_per_node"
+        )
+    experts = (layout.expert_model_parallel_size or 1, layout.expert_tensor_parallel_size or sizes[0], sizes[1])
+    if ranks % prod(experts):
+        raise ConfigError(
+            f"{role}.megatron: expert model x expert tensor x pipeline parallel size {experts[0]} x {experts[1]} x "
+            f"{experts[2]} = {prod(experts)}; want a divisor of the {ranks} ranks of trainer.nnodes x "
             "trainer.n_gpus_per_node"
         )
     return ranks // layout.model_parallel_size

@@ -65,8 +65,8 @@ class Megatron:
     sequence_parallel: bool = False  # split the activations outside the matrices over the tensor-parallel ranks
     use_distributed_optimizer: bool = False  # shard the optimizer's state over the data-parallel ranks
     virtual_pipeline_model_parallel_size: int | None = None  # interleaved pipeline stages; only null or 1 yet
-    expert_model_parallel_size: int | None = None  # ranks that share the experts; only null or 1 yet
-    expert_tensor_parallel_size: int | None = None  # tensor parallelism inside an expert; only null or 1 yet
+    expert_model_parallel_size: int | None = None  # ranks to which the experts are dealt; null = 1
+    expert_tensor_parallel_size: int | None = None  # ranks that share an expert; null = as tensor_model_parallel_size
 
     @property
     def model_parallel_size(self) -> int:
@@ -86,6 +86,16 @@ class FollowsActor(Megatron):
     virtual_pipeline_model_parallel_size: int | None = II("actor.megatron.virtual_pipeline_model_parallel_size")
     expert_model_parallel_size: int | None = II("actor.megatron.expert_model_parallel_size")
     expert_tensor_parallel_size: int | None = II("actor.megatron.expert_tensor_parallel_size")
+
+
+@dataclass
+class Lora:
+    rank: int = 0  # of the update of each matrix; 0 = all weights are trained
+    alpha: float = 32.0  # the update is scaled by alpha / rank
+    targets: list[str] = field(  # matrices that get one, by their Hugging Face names
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    push: str = "merged"  # merged (into the weights that the servers hold) | adapter (beside them; sglang only)
 
 
 @dataclass
@@ -110,6 +120,7 @@ class Actor:
     loss_scale_factor: float = II("data.max_response_length")  # the constant S of the two *-norm modes
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm
     optim: Optim = field(default_factory=Optim)
+    lora: Lora = field(default_factory=Lora)
     megatron: Megatron = field(default_factory=Megatron)
 
 
@@ -158,8 +169,15 @@ class ValKwargs:
 
 
 @dataclass
+class SGLang:
+    python: str | None = None  # interpreter of its environment; null = .venv-sglang/bin/python
+    args: list[str] = field(default_factory=list)  # further words of its command line, as they are
+
+
+@dataclass
 class Rollout:
-    engine: str = "cpu"  # which program writes the completions
+    engine: str = "cpu"  # cpu | sglang: which program writes the completions
+    sglang: SGLang = field(default_factory=SGLang)
     n: int = 1  # completions per prompt: the size of a group
     temperature: float = 1.0  # of the softmax; the trainer's log-probs are scaled by it too
     top_p: float = 1.0  # sample from the smallest set of tokens with this probability; 1 = all
@@ -175,6 +193,9 @@ class Rollout:
     seed: int = II("trainer.seed")  # of the completions
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     bucket_bytes: int = 67108864  # weights are sent to the servers in pieces of this size
+    push: str = "auto"  # gathered | shared | sharded: the way of the weights; auto = the fastest that works here
+    check_every: int = 0  # pushes between comparisons with a server that reads the exported folder; 0 = none
+    max_restarts: int = 3  # a server that died oftener stays out
 
 
 @dataclass

@@ -11,19 +11,69 @@ import string
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.utils import logging
 
-FAMILIES = {"qwen3": Qwen3Config, "qwen2": Qwen2Config}
+# The class of each family's config, and what it gets beside the sizes that all share.
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, {}),
+    "qwen2": (Qwen2Config, {}),
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {
+            "num_key_value_heads": None,  # as many as heads
+            "q_lora_rank": 64,
+            "kv_lora_rank": 48,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "head_dim": 16,  # what transformers calls the part that rope turns
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 96,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_layer_freq": 1,  # not transformers' own, as the next two: SGLang reads them
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "num_nextn_predict_layers": 0,
+            "rope_parameters": {  # as in the real one; without a GPU, SGLang knows no other
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+        },
+    ),
+}
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 CHARACTERS = string.digits + "+-*/= " + string.ascii_letters + "\n!\"#$%&'(),.:;<>?@[\\]^_`{|}~"
@@ -66,9 +116,11 @@ def write_tiny_model(
     family: str = "qwen3",
     tied: bool = True,
     max_positions: int = 2048,
+    **settings: Any,
 ) -> Path:
     """Write config, weights and tokenizer; returns the folder.  The same arguments always give the same weights.
 
+    `settings`: further keys of the family's config.json, over those of FAMILIES.
     The folder appears complete or not at all.  Raises ValueError for an unknown family, impossible sizes, or a folder
     that already holds something.
     """
@@ -86,8 +138,9 @@ def write_tiny_model(
         "max_position_embeddings": max_positions,
     }
     _check_sizes(family, sizes)
-    config = FAMILIES[family](
-        **sizes,
+    kind, own = FAMILIES[family]
+    config = kind(
+        **(sizes | own | settings),
         vocab_size=len(tokenizer),
         tie_word_embeddings=tied,
         bos_token_id=None,

@@ -47,6 +47,8 @@ class Servers:
     bucket_bytes: int = 64 * 2**20
     timeout_s: float = 120.0
     pause_mode: str = "retract"  # what happens to requests that run during a push: retract | in_place | abort
+    way: str = "auto"  # of the weights into a server: shared | sharded | gathered | auto
+    check_every: int = 0  # pushes between comparisons with what servers read from an exported folder; 0: none
 
 
 @dataclass
@@ -60,10 +62,19 @@ class Role:
     kind: str = field(default="actor", init=False)
 
     def load(
-        self, folder: str, *, dtype: str = "float32", optim: dict[str, Any] | None = None, plugins: Sequence[str] = ()
+        self,
+        folder: str,
+        *,
+        dtype: str = "float32",
+        optim: dict[str, Any] | None = None,
+        plugins: Sequence[str] = (),
+        lora: dict[str, Any] | None = None,
     ) -> int:
-        """Build the model on the ranks from an HF folder; returns parameters a rank of the last stage holds."""
-        arguments = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins)}
+        """Build the model on the ranks from an HF folder; returns parameters a rank of the last stage holds.
+
+        `lora` freezes the model and trains adapters: {"rank": 16, "alpha": 32, "targets": ["q_proj", ...], "seed": 0}.
+        """
+        arguments = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins), "lora": lora}
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         return int(replies[0].result["parameters_per_rank"])
 
@@ -73,14 +84,16 @@ class Role:
     def restore(self, folder: Path) -> None:
         self.group.call("restore", {"role": self.name, "folder": str(folder)})
 
-    def export(self, folder: Path) -> None:
-        """Write the model as an HF folder."""
-        self.group.call("export", {"role": self.name, "folder": str(folder)})
+    def export(self, folder: Path, *, adapter: Path | None = None) -> None:
+        """Write the model as an HF folder, adapters merged; `adapter`: these too, as a folder of PEFT's."""
+        where = {"folder": str(folder), "adapter": None if adapter is None else str(adapter)}
+        self.group.call("export", {"role": self.name, **where})
 
-    def _columns(self, batch: Batch, names: tuple[str, ...]) -> dict[str, Tensor]:
+    def _columns(self, batch: Batch, names: tuple[str, ...], temperature: float | None = None) -> dict[str, Tensor]:
         """Each named column [N] of the batch, as the model says it now."""
         plans = self._plan(batch)
-        arguments = {"role": self.name, "temperature": self.temperature, "entropy": "entropy" in names}
+        scale = self.temperature if temperature is None else temperature
+        arguments = {"role": self.name, "temperature": scale, "entropy": "entropy" in names}
         replies = self.group.call("columns", arguments, [_payload(batch, p, ()) for p in plans])
         lengths = batch.lengths.tolist()
         empty = torch.zeros(0)
@@ -160,13 +173,37 @@ class Reference(Role):
 class Actor(Trainable):
     """The policy."""
 
-    def log_probs(self, batch: Batch) -> Tensor:
-        """[N] log-probabilities of the batch's tokens under the present weights."""
-        return self._columns(batch, ("log_probs",))["log_probs"]
+    def log_probs(self, batch: Batch, *, temperature: float | None = None) -> Tensor:
+        """[N] log-probabilities of the batch's tokens under the present weights; None: the temperature of rollout."""
+        return self._columns(batch, ("log_probs",), temperature)["log_probs"]
 
-    def push(self, servers: Servers, version: int) -> dict[str, Any]:
-        """Give the servers these weights and verify what they hold; returns the report (weights.push.PushReport)."""
-        return self.group.call_leader("push", {"role": self.name, "version": version, **asdict(servers)}).result
+    def push(
+        self,
+        servers: Servers,
+        version: int,
+        *,
+        only: Sequence[str] | None = None,
+        canary: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Give servers these weights and verify what they hold; returns the report (weights.report.PushReport).
+
+        `only`: push to these urls alone.  `canary`: the fields of a weights.canary.Canary.  Servers that failed are
+        named in the report, which may be all of them; it raises only for a failure of the ranks.
+        """
+        which = {"only": None if only is None else list(only), "canary": canary}
+        arguments = {"role": self.name, "version": version, **which, **asdict(servers)}
+        return self.group.call_leader("push", arguments).result
+
+    def push_adapter(
+        self, servers: Servers, version: int, *, only: Sequence[str], keep: int, canary: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Give servers the adapters alone; the report, and under "adapter" the name that completions have to ask for.
+
+        `keep`: adapters that a server holds at a time.  The rest as in `push`.
+        """
+        which = {"only": list(only), "keep": keep, "canary": canary}
+        arguments = {"role": self.name, "version": version, **which, **asdict(servers)}
+        return self.group.call_leader("push_adapter", arguments).result
 
 
 @dataclass

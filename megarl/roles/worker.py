@@ -19,15 +19,18 @@ from megarl.algo.registry import load_plugins
 from megarl.group.follow import Answer, follow
 from megarl.group.wire import Tensors
 from megarl.mcore import shards
+from megarl.mcore.lora import LoraSettings, apply_lora
 from megarl.mcore.model import DTYPES, build_model, read_hf_config
 from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.rows import micro_batches
 from megarl.mcore.setup import Layout, Place, device_for, initialize, replica_group
 from megarl.mcore.step import Outputs, forward_only, train_step
 from megarl.sample import Batch
+from megarl.weights.adapter import save_peft
+from megarl.weights.adapter_push import AdapterPusher
 from megarl.weights.export import save_hf
 from megarl.weights.load import load_hf
-from megarl.weights.push import Pusher
+from megarl.weights.push import Canary, Pusher, PushError
 from megarl.weights.tables import Role as Kind
 
 LOSSES: dict[str, Callable[..., Any]] = {"actor": ActorLoss, "critic": CriticLoss}
@@ -43,6 +46,7 @@ class Role:
     source_folder: str
     optimizer: Optimizer | None
     pusher: Pusher | None = None
+    adapter_pusher: AdapterPusher | None = None
 
 
 class Worker:
@@ -56,7 +60,8 @@ class Worker:
         self.share: Any
 
     def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
-        methods = (self.setup, self.load, self.columns, self.update, self.push, self.save, self.restore, self.export)
+        methods = [self.setup, self.load, self.columns, self.update, self.push, self.push_adapter]
+        methods += [self.save, self.restore, self.export]
         return {method.__name__: method for method in methods}
 
     def setup(self, arguments: dict[str, Any], _: Tensors) -> Answer:
@@ -68,12 +73,15 @@ class Worker:
         return {"replica": self.place.replica, "is_reporter": self.place.is_reporter}, {}
 
     def load(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Build a role's model from an HF folder; `optim` None makes one that only looks."""
+        """Build a role's model from an HF folder; `optim` None makes one that only looks, `lora` None no adapters."""
         load_plugins(arguments["plugins"])
         hf = read_hf_config(arguments["folder"])
         kind, optim = arguments["kind"], arguments["optim"]
         model = build_model(hf, self.layout, role=kind, dtype=arguments["dtype"])
         load_hf(model, arguments["folder"], hf, role=kind)
+        if (lora := arguments["lora"]) is not None:
+            settings = LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
+            apply_lora(model, settings, seed=lora["seed"])
         optimizer = None
         if optim is not None:
             wrapped = wrap_for_training(model, self.layout)
@@ -113,7 +121,7 @@ class Worker:
         return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], arguments["entropy"])
 
     def push(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Stream the weights to the servers and verify what they hold; the report is rank 0's."""
+        """Give the servers the weights and verify what they hold; the report is rank 0's."""
         role = self.roles[arguments["role"]]
         if role.pusher is None:
             role.pusher = Pusher(
@@ -121,12 +129,32 @@ class Worker:
                 arguments["token"],
                 role.hf,
                 dtype=DTYPES[arguments["dtype"]],
+                way=arguments["way"],
                 bucket_bytes=arguments["bucket_bytes"],
                 timeout_s=arguments["timeout_s"],
+                check_every=arguments["check_every"],
+                source_folder=role.source_folder,
             )
-        role.pusher.connect(arguments["urls"])
-        report = role.pusher.push(role.model, arguments["version"], pause_mode=arguments["pause_mode"])
+        canary = Canary.from_json(arguments["canary"]) if arguments["canary"] else None
+        which = {"pause_mode": arguments["pause_mode"], "only": arguments["only"], "canary": canary}
+        try:
+            report = role.pusher.push(role.model, arguments["version"], **which)
+        except PushError as error:  # of servers, not of this rank: the driver judges what it means that all failed
+            report = error.report
         return asdict(report) if report else {}, {}
+
+    def push_adapter(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Give the servers the adapters beside the base that they hold; the report is rank 0's."""
+        role = self.roles[arguments["role"]]
+        if role.adapter_pusher is None:
+            where = {"base_model": role.source_folder, "keep": arguments["keep"], "timeout_s": arguments["timeout_s"]}
+            role.adapter_pusher = AdapterPusher(arguments["urls"], arguments["token"], role.hf, **where)
+        canary = Canary.from_json(arguments["canary"])
+        found = role.adapter_pusher.push(role.model, arguments["version"], only=arguments["only"], canary=canary)
+        if found is None:
+            return {}, {}
+        report, name = found
+        return {**asdict(report), "adapter": name}, {}
 
     def save(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         role = self.roles[arguments["role"]]
@@ -141,6 +169,8 @@ class Worker:
     def export(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         role = self.roles[arguments["role"]]
         save_hf(role.model, role.hf, arguments["folder"], source_folder=role.source_folder, role=role.kind)
+        if arguments["adapter"] is not None:
+            save_peft(role.model, role.hf, arguments["adapter"], base_model=role.source_folder)
         return {}, {}
 
 
@@ -153,6 +183,9 @@ def _unpack(tensors: Tensors) -> tuple[Batch, list[int]]:
 def main() -> None:
     worker = Worker()
     follow(worker.handlers(), lambda: worker.share, lambda: worker.place.is_first)
+    for role in worker.roles.values():
+        if role.pusher is not None:
+            role.pusher.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
