@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "README.md").read_text()
 
 _FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_PATH = re.compile(r"\b[\w.]+\.(?:py|yaml|sh|txt)\b|\b\w+/")
+_PATH = re.compile(r"\b[\w.-]+\.(?:py|yaml|sh|txt)\b|\b\w+/")
 
 
 class Block(NamedTuple):
@@ -72,7 +72,8 @@ def tree() -> Iterator[str]:
             yield top + first
         else:
             yield top + room + first
-        yield from (top + room + other for other in others)
+        inner = first if indent > 2 and first.endswith("/") else ""
+        yield from (top + room + inner + other for other in others)
 
 
 def code_spans(text: str) -> list[str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,10 @@ from megarl.data.tiny import write_tiny_model
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
 
 
-def make_parts(folder: Path) -> Path:
+def make_parts(folder: Path, **shape: int) -> Path:
     """A task and a tiny model, as a user would have them."""
     write_task(folder / "data", num_sft=0, num_test=20, low=10, high=29)
-    write_tiny_model(folder / "model", **SHAPE)
+    write_tiny_model(folder / "model", **SHAPE | shape)
     # An untrained model solves nothing; this it can be scored for, so that advantages are not all 0.
     (folder / "digits.py").write_text(
         "def share_of_digits(prompt, completion):\n    return sum(map(str.isdigit, completion.text)) / 6\n"
@@ -50,3 +53,18 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def steps(run: Path, metric: str) -> dict[int, float]:
     return {row["step"]: row[metric] for row in lines(run / "metrics.jsonl") if metric in row}
+
+
+def train_in_a_process(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen([sys.executable, "-m", "megarl", "train", *words], stdout=out, stderr=out)
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes], limit_s: float = 180.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended before it could be killed"
+        if (run / "metrics.jsonl").exists() and step in steps(run, "actor/pg_loss"):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"step {step} did not come")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
+from megarl.rollout.foreign import PYTHON_VARIABLE, sglang_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(900)]
 PIPELINE = ["actor.megatron.tensor_model_parallel_size=1", "actor.megatron.pipeline_model_parallel_size=2"]
@@ -45,9 +46,20 @@ def test_the_main_job_learns_to_carry(home: Path, name: str, words: list[str]) -
     assert summary["accuracy_before"] < 0.5
     assert summary["accuracy_after"] >= 0.9
     assert summary["accuracy_transformers"] == pytest.approx(summary["accuracy_after"], abs=1 / 256), "one close call"
-    assert summary["pushes_verified"] == summary["steps"] + 1
+    assert summary["pushes"] == summary["pushes_verified"] == summary["steps"] + 1
     assert summary["log_prob_gap_max"] < 1e-3
     assert summary["first_ppo_kl_max"] < 1e-8
+
+
+@pytest.mark.sglang
+def test_the_main_job_learns_with_completions_of_sglang(home: Path) -> None:
+    """Real Megatron-Core and real SGLang: the weights go from one to the other and are verified after every step."""
+    python = sglang_python(os.environ.get(PYTHON_VARIABLE))
+    summary = run(home, "sglang", "recipe=quickstart", "rollout.engine=sglang", f"rollout.sglang.python={python}")
+    assert summary["accuracy_after"] >= 0.9
+    assert summary["pushes"] == summary["pushes_verified"] == summary["steps"] + 1
+    assert summary["log_prob_gap_max"] < 1e-3
+    assert summary["servers_died"] == 0
 
 
 def test_wrong_rewards_teach_nothing(home: Path) -> None:

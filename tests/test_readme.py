@@ -147,7 +147,7 @@ def test_the_users_file_of_the_page_lies_over_its_recipe(desk: Path) -> None:
 
 def test_every_script_of_the_page_exists() -> None:
     scripts = set(re.findall(r"bash (launch/\S+\.sh)", PAGE))
-    assert scripts == {"launch/quickstart.sh", "launch/test.sh"}
+    assert scripts == {"launch/quickstart.sh", "launch/test.sh", "launch/sglang_cpu.sh"}
     assert all((ROOT / script).is_file() for script in scripts)
 
 

@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from ring_cases import lines, make_parts, settings, steps
+import torch
+from peft import PeftModel
+from ring_cases import lines, make_parts, settings, steps, train_in_a_process, wait_for_step
+from transformers import AutoModelForCausalLM
 
 from megarl.cli import main
 
@@ -83,21 +84,6 @@ def test_the_kl_controller_moves_and_statistics_have_the_fields_names(ppo: Path)
     assert not set(wanted.split()) - set(last)
 
 
-def train_in_a_process(words: list[str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as out:
-        return subprocess.Popen([sys.executable, "-m", "megarl", "train", *words], stdout=out, stderr=out)
-
-
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes], limit_s: float = 180.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended before it could be killed"
-        if (run / "metrics.jsonl").exists() and step in steps(run, "actor/pg_loss"):
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"step {step} did not come")
-
-
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(parts: Path, tmp_path: Path) -> None:
     """Killed after a save and some steps behind it: the resumed run repeats those steps to the last bit."""
     more = [*PPO, "trainer.total_training_steps=5", "trainer.save_freq=2", "trainer.test_freq=-1"]
@@ -143,21 +129,59 @@ def test_grpo_on_a_pipeline_needs_no_critic(parts: Path, tmp_path: Path) -> None
     assert not steps(tmp_path / "grpo", "critic/vf_loss")
 
 
-def test_a_dead_server_stops_the_run_with_its_name_and_log(
-    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def kill_a_server(driver: subprocess.Popen[bytes]) -> None:
+    children = psutil.Process(driver.pid).children()
+    os.kill(next(c for c in children if "megarl.rollout.cpu" in c.cmdline()).pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("num_servers", "num_steps", "more"),
+    [(1, 8, []), (2, 50, ["rollout.num_servers=2", "rollout.ahead=1"])],  # of two the trainer does not wait for one
+)
+def test_a_server_that_dies_comes_back_with_the_trainers_weights(
+    parts: Path, tmp_path: Path, num_servers: int, num_steps: int, more: list[str]
 ) -> None:
-    words = settings(
-        parts, tmp_path, "orphan", *PPO, "trainer.total_training_steps=200", "rollout.request_timeout_s=10"
-    )
+    words = settings(parts, tmp_path, "healed", *PPO, f"trainer.total_training_steps={num_steps}", *more)
+    process = train_in_a_process(words, tmp_path / "healed.log")
+    wait_for_step(tmp_path / "healed", 2, process)
+    kill_a_server(process)
+    assert process.wait(timeout=200) == 0, (tmp_path / "healed.log").read_text()
+    summary = json.loads((tmp_path / "healed" / "summary.json").read_text())
+    assert summary["servers_died"] == 1
+    assert summary["pushes"] == summary["pushes_verified"] == num_steps + 1
+    assert steps(tmp_path / "healed", "push/servers")[num_steps] == num_servers, "it works again"
+    ahead = num_servers - 1
+    for sample in lines(tmp_path / "healed" / "samples.jsonl"):
+        versions = [version for version, _, _ in sample["versions"]]
+        assert all(sample["step"] - 1 - ahead <= v <= sample["step"] - 1 for v in versions), "stale weights wrote this"
+
+
+def test_a_server_that_may_not_come_back_stops_the_run_with_its_name_and_log(parts: Path, tmp_path: Path) -> None:
+    words = settings(parts, tmp_path, "orphan", *PPO, "trainer.total_training_steps=200", "rollout.max_restarts=0")
     process = train_in_a_process(words, tmp_path / "orphan.log")
     wait_for_step(tmp_path / "orphan", 2, process)
-    server = next(c for c in psutil.Process(process.pid).children() if "megarl.rollout.cpu" in c.cmdline())
-    os.kill(server.pid, signal.SIGKILL)
+    kill_a_server(process)
     assert process.wait(timeout=90) == 1
     said = (tmp_path / "orphan.log").read_text()
-    assert "the run stopped: server 0" in said
+    assert "the run stopped: no server is left" in said
+    assert "server 0" in said
     assert "Traceback" not in said
     assert (tmp_path / "orphan" / "logs" / "failure.txt").stat().st_size > 0
+
+
+def test_adapters_are_trained_alone_and_pushed_merged(parts: Path, tmp_path: Path) -> None:
+    more = [*PPO, "actor.lora.rank=4", "actor.lora.alpha=8", "trainer.check_export=true"]
+    assert main(["train", *settings(parts, tmp_path, "lora", *more)]) == 0
+    run = tmp_path / "lora"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["pushes"] == summary["pushes_verified"] == 4
+    assert summary["accuracy_transformers"] == summary["accuracy_after"], "hf/ is the merged model"
+    base = AutoModelForCausalLM.from_pretrained(parts / "model", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, run / "adapter").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32).state_dict()
+    # One multiplication and addition in another order: float32's last bits.
+    for name, tensor in adapted.state_dict().items():
+        torch.testing.assert_close(merged[name], tensor, rtol=0, atol=1e-6)
 
 
 def test_a_reward_that_raises_costs_its_sample_or_stops_the_run(

@@ -2,10 +2,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.data.chat import encode, load_tokenizer
-from megarl.data.tiny import CHARACTERS, tiny_tokenizer, write_tiny_model
+from megarl.data.tiny import CHARACTERS, FAMILIES, tiny_tokenizer, write_tiny_model
 
 SMALL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 
@@ -64,11 +65,28 @@ def test_qwen2_bfloat16_untied(tmp_path):
     assert model.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_written_under_hub_names(tmp_path, family):
+    folder = write_tiny_model(tmp_path / "m", family=family, **SMALL)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == family
+    names = list(load_file(folder / "model.safetensors"))
+    assert not [name for name in names if "gate_up_proj" in name], "no experts in one tensor"
+    assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == 2
+
+
+def test_settings_of_a_family_go_over_its_own(tmp_path):
+    folder = write_tiny_model(tmp_path / "m", family="qwen3_moe", num_experts=8, mlp_only_layers=[0], **SMALL)
+    shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
+    assert shapes["model.layers.1.mlp.gate.weight"] == (8, 32)
+    assert shapes["model.layers.1.mlp.experts.7.down_proj.weight"] == (32, 96)
+    assert shapes["model.layers.0.mlp.down_proj.weight"] == (32, 48)
+
+
 def test_mistakes_are_named(tmp_path, folder):
     with pytest.raises(ValueError, match="the folder is not empty; want a new one"):
         write_tiny_model(folder)
-    with pytest.raises(ValueError, match="family='llama': want one of qwen3, qwen2"):
-        write_tiny_model(tmp_path / "a", family="llama")
+    with pytest.raises(ValueError, match="family='gpt2': want one of qwen3, qwen2, llama, mistral, qwen3_moe, mixtral"):
+        write_tiny_model(tmp_path / "a", family="gpt2")
     with pytest.raises(ValueError, match="heads=4, kv_heads=3: want heads to be a multiple of kv_heads"):
         write_tiny_model(tmp_path / "a", **{**SMALL, "kv_heads": 3})
     with pytest.raises(ValueError, match="head_dim=16: want hidden / heads for qwen2"):

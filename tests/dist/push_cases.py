@@ -1,12 +1,12 @@
-"""What the ranks of the push tests run: pushes into servers that the test has started."""
+"""What the ranks of the push tests run.  Faults are put in where bytes leave the trainer, or into the server itself."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,107 +16,181 @@ import torch.distributed as dist
 
 from megarl.mcore.model import build_model
 from megarl.mcore.setup import Layout, make_groups
-from megarl.rollout.client import Engine
 from megarl.rollout.protocol import tensor_digest
+from megarl.weights import exchange
 from megarl.weights.buckets import Bucket
 from megarl.weights.export import hf_tensors
 from megarl.weights.gather import local_parameters
 from megarl.weights.load import load_hf
-from megarl.weights.push import Pusher, PushReport
-from megarl.weights.servers import PushError, Server
+from megarl.weights.push import Canary, Pusher
+from megarl.weights.report import PushError
+from megarl.weights.servers import Server
+from megarl.weights.shared import payload, shared_buffer
 
 TOKEN = "secret"
+K_PROJ, O_PROJ = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.o_proj.weight"
+
+_held: dict[str, Any] = {}  # of this rank, from call to call
 
 
-def all_cases(folder: str, urls: list[str], pids: list[int]) -> dict[str, Any]:
-    """Two ranks, TP=2.  Of the two servers the second is frozen and killed at the end."""
-    make_groups(Layout(tp=2))
+def build(folder: str, layout: Layout) -> None:
+    """A model on these ranks, and no pusher yet."""
+    make_groups(layout)
     config = json.loads((Path(folder) / "config.json").read_text())
-    model = build_model(config, Layout(tp=2))
+    model = build_model(config, layout)
     load_hf(model, folder, config)
-    params = local_parameters(model)
-    first, second = urls
-    found: dict[str, Any] = {}
-
-    def change() -> None:
-        for param in params.values():
-            param.mul_(1.01)
-
-    pusher = Pusher([first, second], TOKEN, config, timeout_s=20)
-    change()
-    found["first"] = pusher.push(model, 1)
-    change()
-    found["warm"] = pusher.push(model, 2, pause_mode="in_place")
-    want = {name: tensor_digest(tensor) for name, tensor in hf_tensors(model, config)}
-    found["want"] = want
-    if dist.get_rank() == 0:
-        found["held"] = [Engine(url, TOKEN).checksums() for url in (first, second)]
-        found["info"] = [Engine(url, TOKEN).server_info() for url in (first, second)]
-    change()
-    with mock.patch.object(Server, "broadcast", _corrupting(Server.broadcast)):
-        found["corrupted"] = _error(lambda: pusher.push(model, 3))
-    if dist.get_rank() == 0:
-        found["paused"] = [Engine(url, TOKEN).server_info()["is_paused"] for url in (first, second)]
-    found["repaired"] = pusher.push(model, 4)
-    pusher.close()
-
-    small = Pusher([first], TOKEN, config, bucket_bytes=4096, timeout_s=20)
-    found["buckets"] = small.push(model, 5)
-    change()
-    with (
-        mock.patch.object(Server, "receive", _dropping(Server.receive)),
-        mock.patch.object(Server, "broadcast", _dropping(Server.broadcast)),
-    ):
-        found["dropped"] = _error(lambda: small.push(model, 6))
-    small.close()
-
-    frozen = Pusher([first, second], TOKEN, config, timeout_s=2)
-    frozen.push(model, 7)
-    if dist.get_rank() == 0:
-        os.kill(pids[1], signal.SIGSTOP)
-    found["frozen"] = _error(lambda: frozen.push(model, 8))
-    if dist.get_rank() == 0:
-        os.kill(pids[1], signal.SIGKILL)
-    again = Pusher([second], TOKEN, config, timeout_s=2)
-    found["dead"] = _error(lambda: again.push(model, 9))
-    found["stranger"] = _error(lambda: Pusher([first], "wrong", config, timeout_s=2).push(model, 10))
-    sum_of_ranks = torch.ones(1)
-    dist.all_reduce(sum_of_ranks)
-    found["ranks that go on"] = int(sum_of_ranks)
-    return found
+    _held.update(model=model, config=config, folder=folder, params=local_parameters(model))
 
 
-def _error(call: Callable[[], PushReport | None]) -> tuple[str, float]:
-    """The sentence of the PushError ("" where none was raised), and the seconds until then."""
-    start = time.monotonic()
-    try:
-        call()
-    except PushError as error:
-        return str(error), time.monotonic() - start
-    return "", time.monotonic() - start
+def connect(urls: list[str], way: str, settings: dict[str, Any]) -> None:
+    """From now on pushes go to these servers by this way."""
+    if "pusher" in _held:
+        _held["pusher"].close()
+    token = settings.pop("token", TOKEN)
+    settings = {"timeout_s": 60, "bucket_bytes": 4096, "source_folder": _held["folder"]} | settings
+    _held["pusher"] = Pusher(urls, token, _held["config"], way=way, **settings)
 
 
-def _corrupting(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Flip the lowest bit of the first element of k_proj in layer 1, on the way to whoever."""
+def push(version: int, fault: str, how: dict[str, Any]) -> dict[str, Any]:
+    """Change the weights and push them, with a fault under way; what was reported, and what the trainer then holds."""
+    bare = how.pop("bare", False)  # without what a test does beside the push
+    if not bare:
+        for name in sorted(_held["params"]):
+            _held["params"][name].mul_(1.01)
+    if how.pop("canary", False):
+        how["canary"] = Canary((3, 4, 5, 6, 7))
+    name, _, argument = fault.partition(" ")
+    with ExitStack() as stack:
+        for patch in FAULTS[name](argument) if fault else ():
+            stack.enter_context(patch)
+        try:
+            report, error = _held["pusher"].push(_held["model"], version, **how), ""
+        except PushError as raised:
+            report, error = raised.report, str(raised)
+    want, sizes = {}, []
+    for name, tensor in () if bare else hf_tensors(_held["model"], _held["config"]):
+        want[name] = tensor_digest(tensor)
+        sizes.append(tensor.numel())
+    return {"report": report, "error": error, "want": want, "sizes": sizes}
 
-    def corrupt(self: Server, bucket: Bucket) -> Any:
-        data = bucket.data.clone()
-        at = 0
+
+def ranks_that_go_on() -> int:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return int(total)
+
+
+# ---- faults: each yields the patches that make it happen
+
+
+def _corrupt_in_flight(url: str) -> list[Any]:
+    """Flip a bit of k_proj on its way to one server."""
+    send, start = Server._broadcast, exchange._start
+
+    def broadcast(self: Server, bucket: Bucket) -> Any:
+        if self.url != url or K_PROJ not in bucket.names:
+            return send(self, bucket)
+        data, at = bucket.data.clone(), 0
         for name, raw in bucket.parts():
-            if name == "model.layers.1.self_attn.k_proj.weight":
-                data[at] ^= 1
+            data[at] ^= name == K_PROJ
             at += raw.numel()
-        return broadcast(self, Bucket(bucket.names, bucket.shapes, bucket.dtype, data, bucket.is_last))
+        return send(self, Bucket(bucket.names, bucket.shapes, bucket.dtype, data, bucket.is_last))
 
-    return corrupt
+    def isend(op: Any, raw: torch.Tensor, peer: int, link: Any) -> Any:
+        if op is dist.isend and dist.get_rank() == 1:
+            raw = raw.clone()
+            raw[0] ^= 1
+        return start(op, raw, peer, link)
+
+    return [mock.patch.object(Server, "_broadcast", broadcast), mock.patch.object(exchange, "_start", isend)]
 
 
-def _dropping(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Do nothing for the bucket that holds the first layer's o_proj."""
+def _corrupt_in_server(argument: str) -> list[Any]:
+    """Flip a bit of a tensor (k_proj) in a server after all has been sent and before it is asked what it holds."""
+    url, _, name = argument.partition(" ")
+    corrupted, look = name or K_PROJ, Server.look
 
-    def drop(self: Server, bucket: Bucket, *args: Any) -> Any:
-        if "model.layers.0.self_attn.o_proj.weight" in bucket.names:
-            return mock.Mock()
-        return method(self, bucket, *args)
+    def corrupt(self: Server) -> Any:
+        if self.url == url and not _held.get("corrupted"):
+            _held["corrupted"] = True
+            wrong = _held["tensors"][corrupted]
+            buffer = shared_buffer(wrong.nbytes)
+            buffer.copy_(wrong.reshape(-1).view(torch.uint8))
+            buffer[0] ^= 1
+            bad = Bucket([corrupted], [tuple(wrong.shape)], wrong.dtype, buffer, True)
+            self.engine.update_from_tensor([payload(bad) for _ in self.nature.spots], flush_cache=False)
+        return look(self)
 
-    return drop
+    _held["tensors"] = {name: tensor.clone() for name, tensor in hf_tensors(_held["model"], _held["config"])}
+    _held["corrupted"] = False
+    return [mock.patch.object(Server, "look", corrupt)]
+
+
+def _drop_bucket(url: str) -> list[Any]:
+    """One server neither is sent nor hears of the bucket with the first layer's o_proj."""
+
+    def skip(method: Callable[..., Any]) -> Callable[..., Any]:
+        def maybe(self: Server, bucket: Bucket, *args: Any) -> Any:
+            return mock.MagicMock() if self.url == url and O_PROJ in bucket.names else method(self, bucket, *args)
+
+        return maybe
+
+    return [mock.patch.object(Server, name, skip(getattr(Server, name))) for name in ("_receive", "_broadcast")]
+
+
+def _swap_experts(names: str) -> list[Any]:
+    """The server takes the first two experts' tensors of these names for each other."""
+    receive = Server._receive
+    other = {names.format(i): names.format(1 - i) for i in (0, 1)}
+
+    def swap(self: Server, bucket: Bucket, *args: Any) -> None:
+        swapped = [other.get(name, name) for name in bucket.names]
+        receive(self, Bucket(swapped, bucket.shapes, bucket.dtype, bucket.data, bucket.is_last), *args)
+
+    return [mock.patch.object(Server, "_receive", swap)]
+
+
+def _signal(number: int) -> Callable[[str], list[Any]]:
+    """A process gets a signal when the second bucket, or the first message, is about to leave."""
+
+    def patches(pid: str) -> list[Any]:
+        calls = iter(range(10**6))
+        act = lambda: os.kill(int(pid), number)  # noqa: E731
+
+        def before(method: Callable[..., Any], when: int) -> Callable[..., Any]:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                if dist.get_rank() == 0 and next(calls) == when:
+                    act()
+                return method(*args, **kwargs)
+
+            return wrapped
+
+        return [
+            mock.patch.object(Server, "send", before(Server.send, 2)),
+            mock.patch.object(Server, "map", before(Server.map, 2)),
+            mock.patch("megarl.weights.sharded.send", before(exchange.send, 0)),
+        ]
+
+    return patches
+
+
+def _misroute(_: str) -> list[Any]:
+    """Every rank sends the wrong slice of k_proj, and takes what it sent for right."""
+    view = exchange._view
+
+    def other(params: Any, place: Any, shape: Any) -> torch.Tensor:
+        found = view(params, place, shape)
+        return found.flip(0) if "layers.1.self_attention.linear_qkv" in place.param else found
+
+    return [mock.patch.object(exchange, "_view", other)]
+
+
+FAULTS: dict[str, Callable[[str], list[Any]]] = {
+    "corrupt-in-flight": _corrupt_in_flight,
+    "corrupt-in-server": _corrupt_in_server,
+    "drop-bucket": _drop_bucket,
+    "swap-experts": _swap_experts,
+    "kill": _signal(signal.SIGKILL),
+    "freeze": _signal(signal.SIGSTOP),
+    "misroute": _misroute,
+}

@@ -1,119 +1,207 @@
-"""Pushes from two ranks into real servers on loopback."""
+"""Pushes from two ranks into two real servers on loopback, by each way, with and without faults."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from push_cases import TOKEN, all_cases
-from spawn import run_ranks
+from push_cases import K_PROJ, O_PROJ, build, connect, push, ranks_that_go_on
+from push_servers import CpuServer
+from spawn import Ranks
 from tiny_models import write_model
 
-from megarl.rollout.client import Engine, EngineError
-from megarl.rollout.launch import TOKEN_VARIABLE, EngineLaunch, cpu_command
+from megarl.mcore.setup import Layout
 
 pytestmark = pytest.mark.dist
 
-
-def start_server(folder: Path) -> tuple[str, subprocess.Popen[bytes]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        launch = EngineLaunch(
-            "cpu", str(folder), port=free.getsockname()[1], max_running_requests=4, max_total_tokens=512
-        )
-    return launch.url, subprocess.Popen(cpu_command(launch), env={**os.environ, TOKEN_VARIABLE: TOKEN})
-
-
-def wait_until_healthy(url: str, process: subprocess.Popen[bytes], limit_s: float = 60) -> None:
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            return Engine(url, TOKEN).health()
-        except EngineError:
-            assert process.poll() is None and time.monotonic() < deadline, f"{url} did not start"
-            time.sleep(0.1)
+WAYS = ("gathered", "shared", "sharded")
+PHASES = {
+    "gathered": {"join", "pause", "gather", "convert", "send", "load", "verify", "resume"},
+    "shared": {"join", "pause", "gather", "convert", "send", "load", "verify", "resume"},
+    "sharded": {"join", "pause", "send", "load", "verify", "resume"},
+}
+Push = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def by_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
-    folder = write_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
-    servers = [start_server(folder) for _ in range(2)]
-    try:
-        for url, process in servers:
-            wait_until_healthy(url, process)
-        urls, pids = [url for url, _ in servers], [process.pid for _, process in servers]
-        yield run_ranks(2, all_cases, str(folder), urls, pids, timeout_s=120)
-    finally:
-        for _, process in servers:
-            process.kill()
-            process.wait()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
 
 
-def test_every_digest_of_every_server_is_verified(by_rank: list[dict[str, Any]]) -> None:
-    report = by_rank[0]["first"]
-    assert report.version == 1
-    assert report.num_tensors == len(by_rank[0]["want"]) == 4 * 11 + 2
-    assert report.num_verified == 2 * report.num_tensors
-    assert set(report.timings) == {"join", "pause", "gather", "send", "verify", "resume"}
-    assert by_rank[1]["first"] is None
+@pytest.fixture(scope="module")
+def servers(folder: Path) -> Iterator[list[CpuServer]]:
+    with CpuServer(folder) as first, CpuServer(folder) as second:
+        yield [first.wait(), second.wait()]
 
 
-def test_the_servers_hold_the_changed_weights_and_their_version(by_rank: list[dict[str, Any]]) -> None:
-    assert by_rank[0]["held"] == [by_rank[0]["want"]] * 2
-    assert [info["weight_version"] for info in by_rank[0]["info"]] == ["2", "2"]
-    assert not any(info["is_paused"] for info in by_rank[0]["info"])
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        ranks.run(build, str(folder), Layout(tp=2), timeout_s=240)
+        yield ranks
 
 
-def test_a_corrupted_element_is_caught_and_named_and_the_servers_stay_paused(by_rank: list[dict[str, Any]]) -> None:
-    sentence, _ = by_rank[0]["corrupted"]
-    assert sentence.startswith("the push of weights version 3 failed: http://127.0.0.1:")
-    assert sentence.endswith("the trainer sent (differ: model.layers.1.self_attn.k_proj.weight)")
-    assert by_rank[0]["paused"] == [True, True]
-    assert by_rank[1]["corrupted"][0] == ""
+@pytest.fixture
+def connected(ranks: Ranks, servers: list[CpuServer]) -> Callable[..., Push]:
+    """Have the ranks push by a way to both servers: the function that pushes, and returns what rank 0 knows."""
+
+    def make(way: str, **settings: Any) -> Push:
+        urls = settings.pop("urls", [server.url for server in servers])
+        ranks.run(connect, urls, way, settings, timeout_s=120)
+
+        def go(fault: str = "", **how: Any) -> dict[str, Any]:
+            found = ranks.run(push, next(versions), fault, how, timeout_s=240)
+            assert found[1]["report"] is None and not found[1]["error"]
+            return found[0]
+
+        return go
+
+    return make
 
 
-def test_the_next_good_push_repairs_a_server(by_rank: list[dict[str, Any]]) -> None:
-    assert by_rank[0]["repaired"].version == 4
+versions = count(1)
 
 
-def test_a_push_in_many_buckets(by_rank: list[dict[str, Any]]) -> None:
-    assert by_rank[0]["buckets"].num_verified == 46
+@pytest.mark.parametrize("way", WAYS)
+def test_both_servers_get_exactly_the_trainers_weights(way, connected, servers) -> None:
+    go = connected(way)
+    found = [go(), go(pause_mode="in_place", canary=True)]
+    for one in found:
+        report = one["report"]
+        assert report.ways == {server.url: way for server in servers}
+        assert (report.failed, report.fallbacks, report.compared) == ({}, {}, [])
+        assert report.num_tensors == len(one["want"]) == 4 * 11 + 2
+        assert report.num_bytes == sum(4 * size for size in one["sizes"])
+        assert report.num_verified >= 2 * report.num_tensors
+    assert [set(one["report"].timings) for one in found] == [PHASES[way], PHASES[way] | {"canary"}]
+    for server in servers:
+        assert server.engine.checksums() == found[1]["want"] != found[0]["want"]
+        assert server.engine.model_info()["weight_version"] == str(found[1]["report"].version)
+        assert not server.is_paused
 
 
-def test_a_dropped_bucket_is_caught(by_rank: list[dict[str, Any]]) -> None:
-    assert "differ: model.layers.0.self_attn.o_proj.weight" in by_rank[0]["dropped"][0]
+def test_the_way_that_is_fastest_here_is_chosen(connected, servers) -> None:
+    assert set(connected("auto")()["report"].ways.values()) == {"sharded"}
 
 
-def test_a_frozen_server_is_an_error_within_the_limit(by_rank: list[dict[str, Any]]) -> None:
-    sentence, seconds = by_rank[0]["frozen"]
-    assert "push of weights version 8 failed" in sentence
-    assert "timed out" in sentence.lower() or "timeout" in sentence.lower()
-    assert seconds < 5
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_push_left_is_what_the_server_reads_from_the_exported_folder(way, connected, servers) -> None:
+    go = connected(way, check_every=2)
+    assert [sorted(go()["report"].compared) for _ in range(3)] == [[], sorted(s.url for s in servers), []]
 
 
-def test_a_dead_server_is_an_error_at_once(by_rank: list[dict[str, Any]]) -> None:
-    sentence, seconds = by_rank[0]["dead"]
-    assert "ConnectError" in sentence or "ReadError" in sentence
-    assert seconds < 1
+def test_an_element_corrupted_under_way_is_named_its_server_left_out_and_the_next_push_heals_it(
+    connected, servers
+) -> None:
+    go, (good, bad) = connected("gathered"), servers
+    report = go(f"corrupt-in-flight {bad.url}")["report"]
+    assert report.ways == {good.url: "gathered"}
+    assert report.failed == {
+        bad.url: f"{bad.url} does not hold the weights that the trainer sent (differ: {K_PROJ})",
+    }
+    assert (good.is_paused, bad.is_paused) == (False, True)
+    assert set(go()["report"].ways) == {good.url, bad.url}
+    assert not bad.is_paused
 
 
-def test_a_wrong_token_is_an_error_at_once(by_rank: list[dict[str, Any]]) -> None:
-    sentence, seconds = by_rank[0]["stranger"]
-    assert "answered 401" in sentence
-    assert seconds < 1
+def test_slices_corrupted_under_way_are_named_and_sent_again_by_the_slowest_way(connected, servers) -> None:
+    found = connected("sharded")("corrupt-in-flight x")
+    report = found["report"]
+    assert report.ways == {server.url: "gathered" for server in servers}
+    for server in servers:
+        (sentence,) = report.fallbacks[server.url]
+        assert sentence.startswith("sharded: ") and "(differ: model." in sentence and "] on rank 0" in sentence
+        assert server.engine.checksums() == found["want"]
 
 
-def test_the_other_ranks_go_on_after_failures(by_rank: list[dict[str, Any]]) -> None:
-    assert [found["ranks that go on"] for found in by_rank] == [2, 2]
-    assert by_rank[1]["frozen"][0] == by_rank[1]["dead"][0] == ""
+@pytest.mark.parametrize("way", WAYS)
+def test_an_element_corrupted_in_a_server_is_caught(way, connected, servers) -> None:
+    go, (good, bad) = connected(way), servers
+    found = go(f"corrupt-in-server {bad.url}")
+    report = found["report"]
+    if way == "gathered":  # there is no other way
+        assert (set(report.ways), K_PROJ in report.failed[bad.url]) == ({good.url}, True)
+        return
+    assert set(report.ways) == {good.url, bad.url} and report.ways[bad.url] == "gathered"
+    words = K_PROJ if way == "shared" else "its replicas answer with different checksums"
+    assert words in report.fallbacks[bad.url][0]
+    assert bad.engine.checksums() == found["want"]
 
 
-def test_a_tiny_push_is_quick(by_rank: list[dict[str, Any]]) -> None:
-    # two servers and two ranks share two cores here, so the limit is generous
-    assert sum(by_rank[0]["warm"].timings.values()) < 1.0
+def test_a_dropped_bucket_is_named(connected, servers) -> None:
+    go, (good, bad) = connected("gathered"), servers
+    report = go(f"drop-bucket {bad.url}")["report"]
+    assert set(report.ways) == {good.url}
+    assert f"(differ: {O_PROJ}" in report.failed[bad.url]
+
+
+def test_a_push_that_no_server_took_is_an_error_that_names_all(connected, servers) -> None:
+    found = connected("gathered", urls=[servers[1].url])(f"corrupt-in-flight {servers[1].url}")
+    assert found["error"].startswith(f"the push of weights version {found['report'].version} failed: {servers[1].url}")
+    assert found["report"].ways == {}
+
+
+def test_a_wrong_token_is_a_failure_at_once(connected, servers) -> None:
+    found = connected("auto", token="wrong")()
+    assert all("answered 401" in reason for reason in found["report"].failed.values())
+    assert set(found["report"].failed) == {server.url for server in servers}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_server_that_was_started_again_between_two_pushes_gets_the_next_one(way, connected, servers) -> None:
+    go = connected(way)
+    go()
+    servers[1].restart()
+    found = go()
+    assert found["report"].ways == {server.url: way for server in servers}
+    assert servers[1].engine.checksums() == found["want"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_server_that_dies_under_way_is_left_out_and_the_other_gets_its_push(way, connected, servers) -> None:
+    go, (good, bad) = connected(way), servers
+    go()
+    found = go(f"kill {bad.pid}")
+    assert list(found["report"].failed) == [bad.url] and found["report"].failed[bad.url]
+    assert set(found["report"].ways) == {good.url}
+    assert good.engine.checksums() == found["want"]
+    bad.restart()
+    assert go()["report"].ways == {good.url: way, bad.url: way}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_server_that_falls_silent_holds_nobody_up_for_longer_than_the_limit(way, connected, servers) -> None:
+    go, (good, bad) = connected(way, timeout_s=5), servers
+    go()
+    found = go(f"freeze {bad.pid}")
+    assert list(found["report"].failed) == [bad.url]
+    assert set(found["report"].ways) == {good.url}
+    assert good.engine.checksums() == found["want"]
+    bad.restart()
+    assert go()["report"].ways == {good.url: way, bad.url: way}
+
+
+def test_a_push_to_some_leaves_the_others_alone(connected, servers) -> None:
+    go = connected("gathered")
+    go()
+    before = servers[0].engine.checksums()
+    report = go(only=[servers[1].url])["report"]
+    assert set(report.ways) == {servers[1].url}
+    assert servers[0].engine.checksums() == before
+    assert set(go()["report"].ways) == {server.url for server in servers}
+
+
+def test_slices_sent_to_the_wrong_place_are_caught_by_the_exported_folder(connected, servers) -> None:
+    """The sender believes in what it sends: only a model that was not sent can tell."""
+    report = connected("sharded", check_every=1)("misroute")["report"]
+    assert report.ways == {}
+    for server in servers:
+        assert "holds other weights after reading" in report.failed[server.url]
+        assert "model.layers.1.self_attn.q_proj.weight" in report.failed[server.url]
+
+
+def test_the_ranks_go_on_after_all_that(ranks: Ranks) -> None:
+    assert ranks.run(ranks_that_go_on) == [2, 2]

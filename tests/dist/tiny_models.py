@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 45,  # padded to 48: rank 1 of two holds 21 rows and 3 of padding
@@ -21,15 +31,90 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
 }
 
+_SPARSE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+# Sizes at which what sets a family apart shows: windows shorter than sequences, contexts shorter than slow rope pairs.
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "llama2": (LlamaConfig, {"num_key_value_heads": 4}),
+    "llama3": (
+        LlamaConfig,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 3.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "mistral": (MistralConfig, {"sliding_window": 4}),
+    "mistral_nemo": (MistralConfig, {"sliding_window": None, "head_dim": 16}),
+    "qwen3_moe": (Qwen3MoeConfig, {**_SPARSE, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3_moe_plain": (Qwen3MoeConfig, {**_SPARSE, "num_experts": 4, "norm_topk_prob": False}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 12,
+            "n_routed_experts": 16,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 8.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "deepseek_v3_plain": (
+        DeepseekV3Config,
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
+}
+
 
 def tiny_model(family: str, *, tied: bool, seed: int = 0, **sizes: Any) -> PreTrainedModel:
-    common = SIZES | sizes | {"tie_word_embeddings": tied}
-    config = Qwen2Config(**common) if family == "qwen2" else Qwen3Config(**common, head_dim=16)
+    kind, own = FAMILIES[family]
+    config = kind(**(SIZES | own | sizes | {"tie_word_embeddings": tied}))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(torch.randn_like(param) * 0.2 + (1.0 if "norm" in name else 0.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     return model.eval()
 
 

@@ -257,7 +257,7 @@ def test_plain_numbers_travel_to_the_ranks() -> None:
     assert methods == ["load", "push", "save", "restore", "export", "load"]
     load, push = group.calls[0][1], group.calls[1][1]
     assert load == {
-        "role": "actor", "kind": "actor", "folder": "folder", "dtype": "bfloat16", "optim": {"lr": 0.1},
+        "role": "actor", "kind": "actor", "folder": "folder", "dtype": "bfloat16", "optim": {"lr": 0.1}, "lora": None,
         "plugins": ["mine.py"],
     }  # fmt: skip
     assert (push["role"], push["version"], push["urls"], push["pause_mode"]) == ("actor", 3, ("http://a",), "in_place")

@@ -1,0 +1,99 @@
+"""A conversion's ranks in processes that are there already, and what else the pool does for test_convert.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from shards_cases import Trained
+from spawn import Ranks
+from torch import Tensor
+
+from megarl.convert.worker import Worker
+from megarl.group import RankError, Reply
+from megarl.mcore import shards
+from megarl.mcore.lora import LoraSettings, adapted, apply_lora
+from megarl.mcore.model import build_model, read_hf_config
+from megarl.mcore.setup import Layout, destroy_groups, make_groups
+from megarl.weights.export import hf_tensors
+from megarl.weights.load import load_hf
+
+held: dict[str, Worker] = {}  # of this process
+
+
+def call_worker(method: str, arguments: dict[str, Any]) -> tuple[str, Any]:
+    """("ok", result), or the error as its name and words."""
+    worker = held.setdefault("worker", Worker())
+    try:
+        return "ok", worker.handlers()[method](dict(arguments), {})[0]
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+
+
+def forget_worker() -> None:
+    if held.pop("worker", None):
+        destroy_groups()
+
+
+class PoolGroup:
+    """What a conversion needs of `group.Group`, over the ranks of the pool: two, whatever it asks for."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.asked: list[tuple[int, Layout]] = []
+
+    def __call__(self, name: str, num_ranks: int, layout: Layout, **_: Any) -> Self:
+        assert name == "ranks"
+        self.asked.append((num_ranks, layout))
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ranks.run(forget_worker)
+
+    def start(self) -> None:
+        layout = self.asked[-1][1]
+        self.call("setup", {"layout": vars(layout), "device": "cpu", "seed": 0, "timeout_s": 60.0})
+
+    def call(self, method: str, arguments: dict[str, Any]) -> list[Reply]:
+        answers = self.ranks.run(call_worker, method, arguments, timeout_s=180)
+        for rank, (kind, found) in enumerate(answers):
+            if kind == "ValueError":
+                raise ValueError(found)
+            if kind != "ok":
+                raise RankError(f"rank {rank}: {kind}: {found}", "all of it")
+        return [Reply(found, {}) for _, found in answers]
+
+    def call_leader(self, method: str, arguments: dict[str, Any]) -> Reply:
+        return self.call(method, arguments)[0]
+
+
+def save_checkpoint(hf_folder: str, folder: str, layout: Layout, role: str) -> dict[str, Tensor]:
+    """As a run saves a role after a step: weights, and the optimizer's part.  Rank 0 returns the weights."""
+    trained = Trained(hf_folder, layout, "adamw", "float32", role)
+    trained.step()
+    shards.save(Path(folder), trained.model, trained.optimizer)
+    weights = trained.weights()
+    trained.close()
+    return weights if dist.get_rank() == 0 else {}
+
+
+def save_adapters(hf_folder: str, folder: str, layout: Layout) -> dict[str, Tensor]:
+    """As a run with LoRA saves its actor.  Rank 0 returns the merged weights."""
+    make_groups(layout)
+    hf = read_hf_config(hf_folder)
+    model = build_model(hf, layout)
+    load_hf(model, hf_folder, hf)
+    apply_lora(model, LoraSettings(4, 8.0))
+    with torch.no_grad():
+        for _, linear in adapted(model):
+            for part in linear.lora.projections.values():
+                part.B.add_(torch.linspace(-0.1, 0.1, part.B.shape[1]))
+    shards.save(Path(folder), model, None)
+    merged = {name: tensor.clone() for name, tensor in hf_tensors(model, hf)}
+    destroy_groups()
+    return merged if dist.get_rank() == 0 else {}

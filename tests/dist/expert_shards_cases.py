@@ -1,0 +1,75 @@
+"""What the ranks of test_expert_shards.py run: a model with experts saved under one layout and loaded under others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from shards_cases import LAYOUTS, Trained
+
+from megarl.mcore import shards
+from megarl.mcore.setup import Layout
+
+LAYOUTS |= {
+    "ep2": Layout(ep=2),
+    "ep2 etp1": Layout(tp=2, sequence_parallel=True, ep=2, etp=1),
+    "ep2 sharded": Layout(ep=2, use_distributed_optimizer=True),
+    "ep2 etp1 sharded": Layout(tp=2, sequence_parallel=True, ep=2, etp=1, use_distributed_optimizer=True),
+}
+
+
+def trained_elsewhere(folder: str, root: str, first: str, then: str) -> dict[str, Any]:
+    """Weights after a save, and after one more step: of the model that was saved, and of the one that was loaded."""
+    where, found = Path(root) / f"{first} {then}", {}
+    trained = Trained(folder, LAYOUTS[first], "adamw", "float32", "actor")
+    trained.step()
+    shards.save(where, trained.model, trained.optimizer)
+    found["saved"] = trained.weights()
+    trained.step()
+    found["saved, one more"] = trained.weights()
+    trained.close()
+    loaded = Trained(folder, LAYOUTS[then], "adamw", "float32", "actor", scale=0.5)
+    shards.load(where, loaded.model, loaded.optimizer)
+    found["loaded"] = loaded.weights()
+    loaded.step()
+    found["loaded, one more"] = loaded.weights()
+    loaded.close()
+    return found if dist.get_rank() == 0 else {}
+
+
+def weights_elsewhere(folder: str, root: str) -> dict[str, Any]:
+    """A frozen model goes from one way of dealing experts to any other."""
+    where, found = Path(root) / "frozen", {}
+    for name in ("ep2", "pp2", "ep2 etp1"):
+        model = Trained(folder, LAYOUTS[name], "adamw", "float32", "actor", scale=1.0 if name == "ep2" else 0.5)
+        if name == "ep2":
+            shards.save(where, model.model, None)
+        else:
+            shards.load(where, model.model, None)
+        found[name] = model.weights()
+        model.close()
+    return found
+
+
+def refusals(folder: str, root: str) -> list[str]:
+    """The sentences about an optimizer that had experts dealt to ranks, and one that had not."""
+    found = []
+    for first, then in (("ep2", "dp2"), ("dp2", "ep2")):
+        where = Path(root) / f"refused {first}"
+        trained = Trained(folder, LAYOUTS[first], "adamw", "float32", "actor")
+        trained.step()
+        shards.save(where, trained.model, trained.optimizer)
+        trained.close()
+        other = Trained(folder, LAYOUTS[then], "adamw", "float32", "actor")
+        try:
+            shards.load(where, other.model, other.optimizer)
+        except ValueError as error:
+            found.append(str(error))
+        other.close()
+    return found
+
+
+def all_cases(folder: str, root: str, pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    found: dict[str, Any] = {f"{first} {then}": trained_elsewhere(folder, root, first, then) for first, then in pairs}
+    return found | {"frozen": weights_elsewhere(folder, root), "refusals": refusals(folder, root)}

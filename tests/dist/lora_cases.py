@@ -1,0 +1,197 @@
+"""What runs on the ranks in test_lora_dist.py: gradients, steps, checkpoints and exports of a model with adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parity_cases import CPU, make_step
+from torch import Tensor
+
+from megarl.data.packing import plan
+from megarl.mcore import shards
+from megarl.mcore.lora import LoraSettings, adapted, apply_lora, identity
+from megarl.mcore.model import build_model, read_hf_config, unwrap
+from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.rows import micro_batches
+from megarl.mcore.setup import Layout, destroy_groups, make_groups
+from megarl.mcore.step import Outputs, backward, forward_only, train_step
+from megarl.sample import Batch, LossOutput
+from megarl.weights.adapter import adapter_parameters, adapter_tensors, load_peft, read_peft_settings, save_peft
+from megarl.weights.export import hf_sizes, hf_tensors, save_hf
+from megarl.weights.load import load_hf
+
+OPTIM = OptimSettings("adamw", lr=1e-2, weight_decay=0.1, decay_style="linear", decay_steps=20)
+
+
+def likelihood_loss(batch: Batch, columns: dict[str, Tensor]) -> LossOutput:
+    return LossOutput(-(batch.columns["weight"] * columns["log_probs"]).sum(), {})
+
+
+class Lora:
+    """A model with adapters and their optimizer under a layout."""
+
+    def __init__(
+        self, folder: str, settings: LoraSettings, layout: Layout, *, dtype: str = "float32", seed: int = 0
+    ) -> None:
+        self.where, self.layout = make_groups(layout), layout
+        self.hf = read_hf_config(folder)
+        self.model = build_model(self.hf, layout, dtype=dtype)
+        load_hf(self.model, folder, self.hf)
+        apply_lora(self.model, settings, seed=seed)
+        self.batch = make_step(self.hf["vocab_size"])
+        self.outputs = Outputs(layout, self.hf["vocab_size"])
+        part = plan(self.batch.lengths.tolist(), self.where.num_replicas, max_tokens=24)[self.where.replica]
+        self.indices = part.indices
+        own = self.batch.select(part.indices).keep_columns("weight")
+        self.micros = micro_batches(own, part.micro_sizes)
+
+    def trainable(self) -> None:
+        """Load adapters before: the optimizer starts with float32 copies of bf16 weights, and with none of these."""
+        self.wrapped = wrap_for_training(self.model, self.layout)
+        self.optimizer = Optimizer(self.wrapped, OPTIM)
+
+    def columns(self) -> Tensor | None:
+        found = forward_only(self.model, self.micros, self.outputs, CPU)
+        return torch.cat([c["log_probs"] for c in found]) if self.where.is_reporter else None
+
+    def step(self) -> float:
+        how = {"num_tokens": self.batch.num_tokens, "device": CPU}
+        return train_step(self.wrapped, self.optimizer, self.micros, self.outputs, likelihood_loss, **how)[1]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """PEFT's name -> whole gradient."""
+        self.optimizer.zero_grad()
+        how = {"num_tokens": self.batch.num_tokens, "device": CPU}
+        backward(self.wrapped, self.micros, self.outputs, likelihood_loss, **how)
+        held = {p: p.data for _, linear in adapted(self.model) for p in linear.lora.parameters()}
+        for param in held:
+            param.data = param.main_grad.clone()
+        whole = self.adapters()
+        for param, data in held.items():
+            param.data = data
+        return whole
+
+    def adapters(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in adapter_tensors(self.model, self.hf)}
+
+    def merged(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in hf_tensors(self.model, self.hf, buffer_bytes=20_000)}
+
+    def base(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in unwrap(self.model).named_parameters() if ".lora." not in n}
+
+
+def one_layout(folder: str, adapter: str, out: str, layout: Layout) -> dict[str, Any]:
+    """Everything about one layout, starting from an adapter that `peft` wrote."""
+    lora = Lora(folder, read_peft_settings(adapter), layout)
+    try:
+        found: dict[str, Any] = {"initial": lora.adapters(), "identity": identity(lora.model)}
+        load_peft(lora.model, lora.hf, adapter)
+        lora.trainable()
+        found |= {"loaded": lora.adapters(), "columns": lora.columns(), "indices": lora.indices}
+        before, merged = lora.base(), lora.merged()
+        assert {n: (tuple(t.shape), t.dtype) for n, t in merged.items()} == hf_sizes(lora.model, lora.hf)
+        found |= {"merged": merged, "gradients": lora.gradients(), "grad_norm": lora.step()}
+        found["base is the same"] = all(torch.equal(t, before[n]) for n, t in lora.base().items())
+        found["optimized"] = {id(p) for p in lora.wrapped.parameters() if hasattr(p, "main_grad")} == {
+            id(p) for _, linear in adapted(lora.model) for p in linear.lora.parameters()
+        }
+        found["moved"] = not any(torch.equal(t, found["loaded"][n]) for n, t in lora.adapters().items())
+        found["after"] = lora.columns()
+        save_peft(lora.model, lora.hf, Path(out) / "adapter", base_model=folder)
+        save_hf(lora.model, lora.hf, Path(out) / "merged", source_folder=folder)
+        return found if dist.get_rank() == 0 else {n: found[n] for n in ("columns", "indices", "after", "grad_norm")}
+    finally:
+        destroy_groups()
+
+
+def partial_targets(folder: str, layout: Layout) -> dict[str, Tensor]:
+    """Merged weights with adapters on q, v and up only, B set to known numbers."""
+    lora = Lora(folder, LoraSettings(2, 3.0, ("q_proj", "v_proj", "up_proj")), layout)
+    with torch.no_grad():
+        for name, param in adapter_parameters(lora.model).items():
+            if name.endswith(".B"):
+                param.fill_(0.5)
+    found = {**lora.merged(), **lora.adapters()}
+    destroy_groups()
+    return found
+
+
+def all_layouts(folder: str, adapter: str, out: str, layouts: dict[str, Layout]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        found[name] = one_layout(folder, adapter, f"{out}/{name}", replace(layout))
+        found[f"{name} partial"] = partial_targets(folder, layout)
+    return found
+
+
+def resumed(folder: str, root: str, first: Layout, then: Layout, dtype: str) -> dict[str, Any]:
+    """Train two steps, save, and load under `then` into adapters of another seed; then one more step of both."""
+    settings, where = LoraSettings(4, 8.0), Path(root)
+    lora = Lora(folder, settings, first, dtype=dtype)
+    lora.trainable()
+    lora.step(), lora.step()
+    shards.save(where, lora.wrapped, lora.optimizer)
+    found: dict[str, Any] = {"saved": lora.adapters()}
+    lora.step()
+    found["saved after"] = lora.adapters()
+    destroy_groups()
+
+    again = Lora(folder, settings, then, dtype=dtype, seed=1)
+    found["other seed"] = again.adapters()
+    again.trainable()
+    shards.load(where, again.wrapped, again.optimizer)
+    found |= {"loaded": again.adapters(), "step_index": again.optimizer.step_index}
+    again.step()
+    found["loaded after"] = again.adapters()
+    destroy_groups()
+    return found if dist.get_rank() == 0 else {}
+
+
+def refusals(folder: str, other: str, root: str) -> dict[str, str]:
+    """The sentences about a checkpoint of other adapters, of another base, and of no adapters."""
+    found = {}
+    for what, base, settings in (
+        ("rank", folder, LoraSettings(2, 8.0)),
+        ("targets", folder, LoraSettings(4, 8.0, ("q_proj",))),
+        ("base", other, LoraSettings(4, 8.0)),
+        ("none", folder, None),
+    ):
+        make_groups(Layout())
+        hf = read_hf_config(base)
+        model = build_model(hf, Layout())
+        load_hf(model, base, hf)
+        if settings is not None:
+            apply_lora(model, settings)
+        try:
+            shards.load(Path(root), model, None)
+        except ValueError as error:
+            found[what] = str(error)
+        destroy_groups()
+    return found
+
+
+def with_experts(folder: str) -> dict[str, Any]:
+    """Adapters of a model whose feed-forwards are experts: refused there, possible before them."""
+    make_groups(Layout())
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    hf, found = {**read_hf_config(folder), **experts, "norm_topk_prob": True}, {}
+    try:
+        apply_lora(build_model(hf, Layout()), LoraSettings(2, 4.0))
+    except ValueError as error:
+        found["refused"] = str(error)
+    model = build_model(hf, Layout())
+    apply_lora(model, LoraSettings(2, 4.0, ("q_proj", "o_proj")))
+    found |= {"adapted": [path for path, _ in adapted(model)], "tensors": [n for n, _ in adapter_tensors(model, hf)]}
+    destroy_groups()
+    return found
+
+
+def all_checkpoints(folder: str, other: str, root: str, cases: dict[str, tuple[Layout, Layout, str]]) -> dict[str, Any]:
+    found: dict[str, Any] = {n: resumed(folder, f"{root}/{n}", *case) for n, case in cases.items()}
+    found["experts"] = with_experts(folder)
+    return found | {"refused": refusals(folder, other, f"{root}/{next(iter(cases))}")}

@@ -1,0 +1,91 @@
+"""Adapters of a model on Megatron shards, pushed into a real SGLang that runs the base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_cases import RANK, push_twice
+from spawn import run_ranks
+from transformers import AutoModelForCausalLM
+
+from megarl.data.tiny import write_tiny_model
+from megarl.mcore.lora import TARGETS
+from megarl.rollout.client import Engine
+from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.supervisor import Servers
+
+pytestmark = [pytest.mark.sglang, pytest.mark.dist]
+
+TOKEN = "a token of the tests"
+PROMPT = list(range(10, 30))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every size divides by 64: SGLang's CPU path pads others over two ranks, and its adapters know of no padding."""
+    shape = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128}
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "base", seed=1, **shape)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    launch = EngineLaunch(
+        "sglang", str(folder), max_running_requests=8, max_total_tokens=4096, random_seed=7, lora_rank=RANK,
+        lora_targets=TARGETS,
+    )  # fmt: skip
+    with Servers([launch], TOKEN, tmp_path_factory.mktemp("logs")) as servers:
+        servers.start()
+        yield servers.urls[0]
+
+
+@pytest.fixture(scope="module")
+def pushed(folder: Path, server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("merged")
+    found = run_ranks(2, push_twice, str(folder), server, TOKEN, str(out), PROMPT, timeout_s=120)
+    return {"bytes": found[0]["bytes"], "columns": found[1]["columns"], "out": out}
+
+
+def served(url: str, adapter: str | None) -> torch.Tensor:
+    """Log-probs of the prompt, but of its first token, as the server computes them with this adapter."""
+    engine = Engine(url, TOKEN, timeout_s=60)
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    reply = engine._json("/generate", {**body, "logprob_start_len": 0, "lora_path": adapter})  # type: ignore[arg-type]
+    engine.close()
+    return torch.tensor([triple[0] for triple in reply["meta_info"]["input_token_logprobs"][1:]])
+
+
+def of_transformers(folder: Path) -> torch.Tensor:
+    model, ids = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), torch.tensor(PROMPT)
+    with torch.no_grad():
+        scores = model(ids[None]).logits[0].log_softmax(-1)
+    return scores[:-1].gather(1, ids[1:, None])[:, 0]
+
+
+def test_the_server_says_what_the_trainer_says_under_each_adapter(pushed: dict[str, Any], server: str) -> None:
+    assert pushed["bytes"] == 4 * RANK * 2 * (3 * 64 + 64 + 2 * 32 + 2 * 64 + 2 * (64 + 128) + 128 + 64)
+    for name, columns in pushed["columns"].items():
+        torch.testing.assert_close(served(server, name), columns[1:], rtol=0, atol=1e-4)
+
+
+def test_an_adapter_is_worth_its_merged_model(pushed: dict[str, Any], server: str) -> None:
+    for name in pushed["columns"]:
+        torch.testing.assert_close(served(server, name), of_transformers(pushed["out"] / name), rtol=0, atol=1e-4)
+
+
+def test_without_an_adapter_the_server_is_the_base(pushed: dict[str, Any], server: str, folder: Path) -> None:
+    base = served(server, None)
+    torch.testing.assert_close(base, of_transformers(folder), rtol=0, atol=1e-4)
+    for name in pushed["columns"]:
+        assert (served(server, name) - base).abs().max() > 0.05
+
+
+def test_an_adapter_can_be_dropped(pushed: dict[str, Any], server: str) -> None:
+    first, second = pushed["columns"]
+    engine = Engine(server, TOKEN, timeout_s=60)
+    engine.unload_adapter(first)
+    engine.close()
+    torch.testing.assert_close(served(server, second), pushed["columns"][second][1:], rtol=0, atol=1e-4)

@@ -1,0 +1,340 @@
+"""Models on disk, there and back: the same bits whatever the form, the layout and the family."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from convert_cases import PoolGroup, save_adapters, save_checkpoint
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from spawn import Ranks
+from tiny_models import write_model
+from torch.distributed.checkpoint import FileSystemReader
+
+from megarl import cli
+from megarl.config import Config, to_yaml
+from megarl.convert import story
+from megarl.convert.ranks import Ranks as ConvertRanks
+from megarl.mcore.setup import Layout
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def pool(two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> PoolGroup:
+    group = PoolGroup(two_ranks)
+    monkeypatch.setattr(story, "Group", group)
+    return group
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", tied=True)
+
+
+@pytest.fixture
+def megatron(pool: PoolGroup, model: Path, tmp_path: Path) -> Path:
+    convert(model, tmp_path / "megatron", "tp=2")
+    return tmp_path / "megatron"
+
+
+def convert(source: Path, target: Path, *words: str) -> None:
+    assert cli.main(["convert", f"from={source}", f"to={target}", *words]) == 0
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert sorted(got) == sorted(want)
+    wrong = [n for n in want if got[n].dtype != want[n].dtype or not torch.equal(got[n], want[n])]
+    assert not wrong, f"{len(wrong)} of {len(want)} differ: {wrong[:3]}"
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def num_shards(folder: Path, name: str) -> int:
+    return len(FileSystemReader(folder).read_metadata().state_dict_metadata[name].chunks)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "there", "back"),
+    [
+        ("qwen3", True, "tp=2", "pp=2"),
+        ("qwen2", False, "pp=2", "tp=2"),
+        ("mixtral", False, "tp=1 ep=2 etp=1", "tp=2 etp=1 ep=2"),
+        ("qwen3_moe", False, "tp=2", "pp=2"),
+        ("deepseek_v3", False, "tp=2 ep=2 etp=1", "pp=2"),
+    ],
+)
+def test_there_and_back_is_bit_exact(
+    pool: PoolGroup, tmp_path: Path, family: str, tied: bool, there: str, back: str
+) -> None:
+    source = write_model(tmp_path / "model", family, tied=tied)
+    convert(source, tmp_path / "megatron", *there.split())
+    before = weights(source)
+    shutil.rmtree(source)  # the checkpoint needs nothing but itself
+    convert(tmp_path / "megatron", tmp_path / "hf", *back.split())
+    assert_same(weights(tmp_path / "hf"), before)
+    assert (tmp_path / "hf" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert not (tmp_path / "hf" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (Layout(tp=2), 2),
+        (Layout(tp=2, pp=3), 6),
+        (Layout(tp=2, ep=2, etp=1), 2),
+        (Layout(tp=2, pp=3, ep=4, etp=1), 12),  # a stage's 4 expert ranks are 2 replicas of tp=2
+        (Layout(tp=2, ep=2), 4),
+    ],
+)
+def test_as_many_ranks_as_the_layout_takes(layout: Layout, ranks: int) -> None:
+    assert story.ranks_of(layout) == ranks
+
+
+def test_a_megatron_folder_says_what_it_is(megatron: Path, model: Path) -> None:
+    assert json.loads((megatron / "manifest.json").read_text()) == {
+        "format": "megatron",
+        "megarl": cli.__version__,
+        "role": "actor",
+        "dtype": "float32",
+        "layout": {"tp": 2, "pp": 1, "ep": 1, "etp": 2},
+        "num_tensors": len(weights(model)),
+        "num_bytes": sum(t.nbytes for t in weights(model).values()),
+        "source": str(model),
+        "verified": False,
+    }
+
+
+def test_from_layout_to_layout_the_shards_are_cut_anew(megatron: Path, model: Path, tmp_path: Path) -> None:
+    name = "decoder.layers.self_attention.linear_proj.weight"
+    assert num_shards(megatron, name) == 4 * 2, "layers times tp"
+    convert(megatron, tmp_path / "pp", "format=megatron", "pp=2")
+    assert num_shards(tmp_path / "pp", name) == 4
+    convert(tmp_path / "pp", tmp_path / "hf", "--verify")
+    assert_same(weights(tmp_path / "hf"), weights(model))
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_runs_checkpoint_becomes_the_model_it_trained(
+    pool: PoolGroup, two_ranks: Ranks, model: Path, tmp_path: Path, role: str
+) -> None:
+    step = tmp_path / "run" / "checkpoints" / "step_00000001"
+    step.mkdir(parents=True)
+    trained = two_ranks.run(save_checkpoint, str(model), str(step / role), Layout(tp=2), role, timeout_s=180)[0]
+    (step / "manifest.json").write_text("{}")
+    config = Config()
+    config.model.path = config.critic.model.path = str(model)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
+    convert(step / role, tmp_path / "hf", "pp=2", "--verify")
+    assert_same(weights(tmp_path / "hf"), trained)
+    head = "score.weight" if role == "critic" else "model.norm.weight"
+    assert not torch.equal(trained[head], weights(model).get(head, torch.zeros(1, 32))), "it has learnt"
+    convert(tmp_path / "hf", tmp_path / "megatron", "--verify")
+    assert json.loads((tmp_path / "megatron" / "manifest.json").read_text())["role"] == role
+    (tmp_path / "run" / "config.yaml").unlink()
+    convert(step / role, tmp_path / "again", f"model={model}")
+    assert_same(weights(tmp_path / "again"), trained)
+
+
+def test_adapters_become_a_whole_model(
+    pool: PoolGroup, two_ranks: Ranks, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    actor = tmp_path / "run" / "checkpoints" / "step_00000001" / "actor"
+    actor.parent.mkdir(parents=True)
+    merged = two_ranks.run(save_adapters, str(model), str(actor), Layout(tp=2), timeout_s=180)[0]
+    (actor.parent / "manifest.json").write_text("{}")
+    convert(actor, tmp_path / "hf", f"model={model}", "tp=2", "--verify")
+    assert f"from {actor} (megatron, actor, float32, adapters)\n" in capsys.readouterr().out
+    assert_same(weights(tmp_path / "hf"), merged)
+    assert not torch.equal(
+        merged["model.layers.0.mlp.up_proj.weight"], weights(model)["model.layers.0.mlp.up_proj.weight"]
+    )
+    convert(actor, tmp_path / "megatron", f"model={model}", "tp=2", "format=megatron", "--verify")
+    convert(tmp_path / "megatron", tmp_path / "again", "pp=2")
+    assert_same(weights(tmp_path / "again"), merged)
+    assert cli.main(["convert", f"from={actor}", f"to={tmp_path}/x", f"model={model}", "dtype=bfloat16"]) == 2
+    assert "dtype=bfloat16: the adapters in " in capsys.readouterr().err
+
+
+def test_another_type_rounds_once_and_is_told(
+    pool: PoolGroup, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(model, tmp_path / "megatron", "dtype=bfloat16", "tp=2", "--verify")
+    before = weights(model)
+    assert f"{len(before)} tensors change their type: model.embed_tokens.weight" in capsys.readouterr().out
+    rounded = {name: tensor.bfloat16() for name, tensor in before.items()}
+    convert(tmp_path / "megatron", tmp_path / "hf", "--verify")
+    assert_same(weights(tmp_path / "hf"), rounded)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    convert(tmp_path / "megatron", tmp_path / "wide", "dtype=float32", "--verify")
+    assert_same(weights(tmp_path / "wide"), {name: tensor.float() for name, tensor in rounded.items()})
+
+
+def test_what_is_there_is_not_touched(
+    megatron: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in megatron.rglob("*")}
+    capsys.readouterr()
+    assert cli.main(["convert", f"from={model}", f"to={megatron}"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: to={megatron}: there is something already, and nothing is overwritten; want a new folder\n"
+    )
+    assert {path: path.stat().st_mtime_ns for path in megatron.rglob("*")} == before
+
+
+def test_each_stage_says_what_it_did(pool: PoolGroup, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    convert(model, tmp_path / "megatron", "tp=2", "--verify")
+    said = capsys.readouterr().out.splitlines()
+    tensors = weights(model)
+    size = f"{sum(t.nbytes for t in tensors.values()) / 1000:.1f} kB"
+    assert said[:3] == [
+        f"from {model} (hf, actor, float32)",
+        f"to   {tmp_path}/megatron (megatron, actor, float32)",
+        "over 2 ranks: tp=2 pp=1 ep=1 etp=2",
+    ]
+    stages = [line.rpartition(",")[0] for line in said[3:-1]]
+    names = ["read", "write", "verify from", "verify to: reading", "verify to"]
+    assert stages == [f"{name}: {len(tensors)} tensors, {size}" for name in names]
+    assert said[-1] == f"done: {tmp_path}/megatron"
+
+
+def test_a_step_is_a_part_of_the_work(pool: PoolGroup, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    call = PoolGroup.call
+    monkeypatch.setattr("megarl.convert.ranks.STEP_BYTES", 10_000)
+    monkeypatch.setattr(PoolGroup, "call", lambda g, m, a: seen.append((m, a)) or call(g, m, a))
+    convert(model, tmp_path / "megatron", "tp=2")
+    steps = [a for m, a in seen if m == "go_on"]
+    assert len(steps) > 5, "the driver hears of the reading as it goes"
+
+
+def test_a_flipped_bit_in_a_weight_file_is_named(
+    megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = tmp_path / "hf"
+    convert(megatron, hf)
+    capsys.readouterr()
+    assert cli.main(["convert", f"from={megatron}", f"to={hf}", "--verify-only", "tp=2"]) == 0
+    assert capsys.readouterr().out.endswith("\nequal\n")
+    with safe_open(hf / "model.safetensors", "pt") as file:
+        last = sorted(file.keys())[-1]
+    flip(hf / "model.safetensors", -1)
+    assert cli.main(["convert", f"from={megatron}", f"to={hf}", "--verify-only", "tp=2"]) == 1
+    assert capsys.readouterr().err == (
+        f"not equal: {hf} does not hold what {megatron} does: 1 tensors differ: {last}\n"
+    )
+
+
+def test_a_flipped_bit_in_a_shard_is_named(megatron: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = FileSystemReader(megatron).read_metadata().storage_data
+    index, info = next((i, s) for i, s in where.items() if i.fqn == "embedding.word_embeddings.weight")
+    assert index.offset is not None
+    flip(megatron / info.relative_path, info.offset + info.length // 2)
+    assert cli.main(["convert", f"from={model}", f"to={megatron}", "--verify-only", "pp=2"]) == 1
+    assert "1 tensors differ: model.embed_tokens.weight\n" in capsys.readouterr().err
+
+
+def test_shards_that_cannot_be_read_are_a_sentence(
+    megatron: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in megatron.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert cli.main(["convert", f"from={model}", f"to={megatron}", "--verify-only"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert f"{megatron}: its shards cannot be read (" in said[0]
+    report = Path(said[1].removeprefix("all of it: "))
+    assert "RankError" in report.read_text()
+    shutil.rmtree(report.parent)
+
+
+def test_a_conversion_that_fails_its_check_leaves_nothing(
+    pool: PoolGroup, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digests = ConvertRanks.digests
+
+    def wrong(ranks: ConvertRanks, folder: story.ModelFolder, title: str) -> dict[str, str]:
+        found = digests(ranks, folder, title)
+        return found if folder.format == "hf" else {n: d for n, d in found.items() if n != "model.norm.weight"}
+
+    monkeypatch.setattr(ConvertRanks, "digests", wrong)
+    assert cli.main(["convert", f"from={model}", f"to={tmp_path}/new", "--verify"]) == 1
+    assert "1 tensors are missing: model.norm.weight" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_conversion_leaves_nothing(
+    pool: PoolGroup, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = ConvertRanks.write
+
+    def interrupted(ranks: ConvertRanks, folder: story.ModelFolder, source: story.ModelFolder) -> None:
+        write(ranks, folder, source)
+        assert (folder.path / "metadata.json").exists(), "the shards are all there"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ConvertRanks, "write", interrupted)
+    assert cli.main(["convert", f"from={model}", f"to={tmp_path}/new", "tp=2"]) == 130
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("tp=3", "its size .* does not divide by tensor_model_parallel_size=3"),
+        ("pp=3", "pp=3 does not divide the model's num_hidden_layers=4"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(model: Path, words: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        story.check_fits(model, "actor", Layout(**{words[:2]: int(words[3:])}))
+
+
+def test_a_family_without_a_table_is_refused(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text()) | {"model_type": "rwkv"}
+    (other / "config.json").write_text(json.dumps(config))
+    assert cli.main(["convert", f"from={other}", f"to={tmp_path}/new"]) == 2
+    assert "'rwkv'" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_disk_that_is_too_small_is_told_before_the_work(
+    pool: PoolGroup, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert cli.main(["convert", f"from={model}", f"to={tmp_path}/new", "tp=2"]) == 2
+    assert capsys.readouterr().err.endswith("kB, the disk has 1.0 kB free\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_do_not_fit_are_listed(
+    pool: PoolGroup, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    tensors = weights(other)
+    tensors["model.norm.bias"] = tensors.pop("model.norm.weight")
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    assert cli.main(["convert", f"from={other}", f"to={tmp_path}/new", "tp=2"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: the weights in {other} do not fit its config.json; missing: model.norm.weight; "
+        "not of this model: model.norm.bias\n"
+    )
+
+
+def test_with_processes_of_its_own(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "megatron", "tp=2", "--verify")
+    assert json.loads((tmp_path / "megatron" / "manifest.json").read_text())["verified"] is True
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]

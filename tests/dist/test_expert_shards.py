@@ -1,0 +1,47 @@
+"""Checkpoints of a model whose experts are dealt to ranks: loaded under other layouts, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expert_shards_cases import all_cases
+from spawn import run_ranks
+
+from megarl.data.tiny import write_tiny_model
+
+pytestmark = pytest.mark.dist
+
+SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "moe_intermediate_size": 24}
+PAIRS = [("ep2", "ep2 etp1"), ("ep2 etp1 sharded", "ep2 sharded")]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, root = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("checkpoints")
+    write_tiny_model(folder, family="qwen3_moe", seed=1, **SHAPE)
+    return run_ranks(2, all_cases, str(folder), str(root), PAIRS, timeout_s=240)[0]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_experts_and_their_moments_move_to_another_layout(found: dict[str, Any], pair: tuple[str, str]) -> None:
+    case = found[f"{pair[0]} {pair[1]}"]
+    for name, weights in case["saved"].items():
+        assert torch.equal(case["loaded"][name], weights), name
+        torch.testing.assert_close(case["loaded, one more"][name], case["saved, one more"][name], atol=1e-5, rtol=0)
+    moved = [(case["saved, one more"][n] - w).abs().max() for n, w in case["saved"].items() if ".experts." in n]
+    assert max(moved) > 1e-3
+
+
+def test_weights_alone_move_to_any_layout(found: dict[str, Any]) -> None:
+    frozen = found["frozen"]
+    for name, weights in frozen["ep2"].items():
+        assert torch.equal(frozen["pp2"][name], weights), name
+        assert torch.equal(frozen["ep2 etp1"][name], weights), name
+
+
+def test_an_optimizer_with_dealt_experts_is_none_without(found: dict[str, Any]) -> None:
+    first, second = found["refusals"]
+    assert "model.dtype=float32 expert_model_parallel_size>1, this one has " in first
+    assert second.endswith("model.dtype=float32 expert_model_parallel_size>1; want the same settings")

@@ -1,0 +1,62 @@
+"""Pushes of models with experts, from ranks that each have some of them, by each way into a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from push_cases import build, connect, push
+from push_servers import CpuServer
+from spawn import Ranks
+from tiny_models import write_model
+
+from megarl.mcore.setup import Layout, destroy_groups
+
+pytestmark = pytest.mark.dist
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"ep": 2},  # two data-parallel replicas, which hold different experts
+    "mixtral": {"tp": 2, "ep": 2, "etp": 1},
+    "deepseek_v3": {"pp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = write_model(tmp_path_factory.mktemp("model"), request.param, tied=False)
+    with CpuServer(Path(folder)) as server:
+        ranks.run(build, str(folder), Layout(**CASES[request.param]), timeout_s=240)
+        yield request.param, server.wait()
+        ranks.run(connect, [], "auto", {}, timeout_s=120)
+        ranks.run(destroy_groups)
+
+
+@pytest.mark.parametrize("way", ["gathered", "shared", "sharded"])
+def test_a_model_with_experts_arrives_whole(way: str, served: Any, ranks: Ranks) -> None:
+    _, server = served
+    ranks.run(connect, [server.url], way, {"check_every": 1}, timeout_s=120)
+    found = ranks.run(push, 1, "", {}, timeout_s=240)[0]
+    assert (found["report"].ways, found["report"].compared) == ({server.url: way}, [server.url]), found
+    assert server.engine.checksums() == found["want"]
+
+
+def test_two_swapped_experts_are_named_and_the_next_push_heals_them(served: Any, ranks: Ranks) -> None:
+    family, server = served
+    names = {
+        "qwen3_moe": "model.layers.0.mlp.experts.{}.up_proj.weight",
+        "mixtral": "model.layers.0.block_sparse_moe.experts.{}.w3.weight",
+        "deepseek_v3": "model.layers.1.mlp.experts.{}.up_proj.weight",
+    }[family]
+    ranks.run(connect, [server.url], "gathered", {}, timeout_s=120)
+    found = ranks.run(push, 1, f"swap-experts {names}", {}, timeout_s=240)[0]
+    assert f"(differ: {names.format(0)}, {names.format(1)})" in found["report"].failed[server.url]
+    assert server.is_paused
+    assert ranks.run(push, 2, "", {}, timeout_s=240)[0]["report"].ways == {server.url: "gathered"}

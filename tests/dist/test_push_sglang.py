@@ -1,0 +1,164 @@
+"""Pushes from two ranks into stock SGLang by every way: two versions, one rank and two, dense models and experts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from push_cases import K_PROJ, TOKEN, build, connect, push
+from spawn import Ranks
+from tiny_models import write_model
+
+from megarl.data.tiny import write_tiny_model
+from megarl.mcore.setup import Layout, destroy_groups
+from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.supervisor import Servers
+from megarl.weights.buckets import Bucket
+from megarl.weights.shared import payload, shared_buffer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.dist]
+
+ROOT = Path(__file__).parents[2]
+WAYS = ("gathered", "shared", "sharded")
+# Without a GPU SGLang rounds the sizes of feed-forward layers up to 32 a rank, and heads to one a rank: these divide.
+SIZES: dict[str, Any] = {"intermediate_size": 128, "num_key_value_heads": 2, "num_hidden_layers": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    layout: dict[str, int]
+    tp: int = 1
+    version: str = "0.5.23"
+    tied: bool = False
+
+
+CASES = {
+    "llama3": Case("llama3", {"tp": 2}),
+    "qwen2-tp2": Case("qwen2", {"pp": 2}, tp=2, tied=True),
+    "qwen3-old": Case("qwen3", {"tp": 2}, version="0.5.17"),
+    "qwen3-old-tp2": Case("qwen3", {"tp": 2}, tp=2, version="0.5.17"),
+    "qwen3_moe-tp2": Case("qwen3_moe", {"ep": 2}, tp=2),
+    "deepseek_v3": Case("deepseek_v3", {"pp": 2}),
+    "mixtral": Case("mixtral", {"tp": 2, "ep": 2, "etp": 1}),
+}
+
+
+def python_of(version: str) -> str:
+    current = version == "0.5.23"
+    variable = "MEGARL_SGLANG_PYTHON" + ("" if current else f"_{version.replace('.', '_')}")
+    found = os.environ.get(variable) or ROOT / f".venv-sglang{'' if current else f'-{version}'}" / "bin/python"
+    assert Path(found).exists(), f"{found} is missing: run `bash launch/sglang_cpu.sh {version}`, or set {variable}"
+    return str(found)
+
+
+@dataclass(frozen=True)
+class Running:
+    case: Case
+    url: str
+    engine: Engine
+    ranks: Ranks
+
+    def push(self, way: str, fault: str = "", settings: dict[str, Any] | None = None, **how: Any) -> dict[str, Any]:
+        """One push by ranks that are connected anew; what rank 0 knows of it."""
+        self.ranks.run(connect, [self.url], way, settings or {}, timeout_s=120)
+        version = int(self.engine.model_info()["weight_version"]) + 1
+        return self.ranks.run(push, version, fault, how, timeout_s=300)[0]
+
+
+def make_model(case: Case, folder: Path) -> Path:
+    if case.family == "deepseek_v3":  # the one shape of it that SGLang serves without a GPU
+        return write_tiny_model(folder / "model", family=case.family, layers=2, tied=False)
+    # SGLang gives every layer of a Qwen3-MoE experts, whatever mlp_only_layers says.
+    more = {"moe_intermediate_size": 64, "mlp_only_layers": []} if case.family == "qwen3_moe" else {}
+    return write_model(folder, case.family, tied=case.tied, **SIZES, **more)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module", params=CASES)
+def running(
+    request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    case = CASES[request.param]
+    folder = make_model(case, tmp_path_factory.mktemp("model"))
+    launch = EngineLaunch(
+        "sglang",
+        str(folder),
+        max_running_requests=8,
+        max_total_tokens=4096,
+        tensor_parallel_size=case.tp,
+        python=python_of(case.version),
+        device="cpu",
+        args=("--skip-tokenizer-init",),  # the folder has none
+    )
+    with Servers([launch], TOKEN, tmp_path_factory.mktemp("logs")) as servers:
+        servers.start()
+        ranks.run(build, str(folder), Layout(**case.layout), timeout_s=240)
+        yield Running(case, servers.urls[0], Engine(servers.urls[0], TOKEN), ranks)
+        ranks.run(connect, [], "auto", {}, timeout_s=120)
+        ranks.run(destroy_groups)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_rank_holds_what_it_would_read_from_the_exported_folder(way: str, running: Running) -> None:
+    for how in ({}, {"pause_mode": "in_place"}):
+        found = running.push(way, settings={"check_every": 1}, canary=True, **how)
+        report = found["report"]
+        assert (report.ways, report.failed, report.fallbacks) == ({running.url: way}, {}, {}), found
+        assert report.compared == [running.url]
+        assert report.num_verified > 0
+        assert running.engine.model_info()["weight_version"] == str(report.version)
+
+
+def test_a_corrupted_element_is_named_and_sent_again_or_left_out(running: Running) -> None:
+    tensor, fused = K_PROJ, K_PROJ.replace("k_proj", "qkv_proj")
+    if running.case.family == "deepseek_v3":
+        tensor = fused = "model.layers.1.self_attn.kv_b_proj.weight"
+    fault = f"corrupt-in-server {running.url} {tensor}"
+    found = running.push("shared", fault)["report"]
+    assert found.ways == {running.url: "gathered"}
+    assert f"(differ: {fused})" in found.fallbacks[running.url][0]
+    found = running.push("gathered", fault)["report"]
+    assert found.ways == {} and f"(differ: {fused})" in found.failed[running.url]
+    assert running.push("gathered")["report"].ways == {running.url: "gathered"}
+
+
+def test_slices_corrupted_under_way_are_named_and_sent_again(running: Running) -> None:
+    report = running.push("sharded", "corrupt-in-flight x")["report"]
+    assert report.ways == {running.url: "gathered"}
+    assert "(differ: " in report.fallbacks[running.url][0]
+
+
+def test_swapped_experts_are_named(running: Running) -> None:
+    names = {
+        "qwen3_moe": "model.layers.0.mlp.experts.{}.up_proj.weight",
+        "mixtral": "model.layers.0.block_sparse_moe.experts.{}.w3.weight",
+        "deepseek_v3": "model.layers.1.mlp.experts.{}.up_proj.weight",
+    }.get(running.case.family)
+    if names is None:  # a dense model: what can be swapped there are two norms
+        names, stack = "model.layers.{}.input_layernorm.weight", "model.layers.0.input_layernorm.weight"
+    else:
+        stack = names.split(".experts.")[0] + ".experts.w13_weight"
+    report = running.push("gathered", f"swap-experts {names}")["report"]
+    assert f"(differ: {stack}" in report.failed[running.url]
+
+
+def test_tensors_that_do_not_fit_are_refused_and_the_server_lives(running: Running) -> None:
+    wrong = Bucket(["model.norm.weight"], [(7,)], torch.float32, shared_buffer(28), True)
+    running.engine.pause("retract")
+    running.engine.begin_update()
+    with pytest.raises(EngineError, match="answered 400"):
+        running.engine.update_from_tensor([payload(wrong) for _ in range(running.case.tp)])
+    running.engine.end_update()
+    assert running.push("auto")["report"].ways == {running.url: "sharded"}

@@ -1,0 +1,180 @@
+"""The benchmark of pushes: its arithmetic, what it says of what failed, and a whole small run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import bench_push
+import pytest
+from machine import copy_bandwidth, hardware, slug, versions
+from push_matrix import SIZES, Case, ServerSet, by_servers, cpu_cases, gpu_cases, quick_cases, useful_bytes
+from push_plan import PlanCost, plan_cost
+from push_report import Row, Setting, markdown, notes, plan_words
+from rich.console import Console
+from safetensors import safe_open
+
+ROOT = Path(__file__).parent.parent
+URL = "http://127.0.0.1:1"
+SETTING = Setting("A CPU", "Python 3", "2026-01-02", "0.1 before, 0.2 after", 2, "float32", 2, 64, 10e9, 1e9, "a plan")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return SIZES["1M"].write(tmp_path_factory.mktemp("models") / "1M", "float32")
+
+
+def told(seconds: float, way: str = "gathered", **fields: Any) -> dict[str, Any]:
+    """What a rank says of one push."""
+    timings = {
+        "join": 0.5 if seconds == 9.0 else 0.0,
+        "gather": seconds / 2,
+        "send": seconds / 4,
+        "verify": seconds / 4,
+    }
+    return {
+        "seconds": seconds,
+        "error": "",
+        "failed": {},
+        "fallbacks": {},
+        "ways": {URL: way},
+        "timings": timings,
+    } | fields
+
+
+def row(*pushes: dict[str, Any], way: str = "gathered", useful: int = 10**9, note: str = "") -> Row:
+    return Row.of("1M", "tp2 pp1 dp1", "cpu tp1 x1", way, useful, list(pushes), note)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
+
+
+def test_a_cpu_server_needs_every_byte_and_so_does_its_replica(model: Path) -> None:
+    whole = sum(sizes(model).values())
+    assert useful_bytes(model, ServerSet("cpu", "1M"), "float32") == whole
+    assert useful_bytes(model, ServerSet("cpu", "1M", replicas=2), "bfloat16") == whole
+
+
+def test_ranks_of_a_server_share_what_is_cut_and_each_need_the_rest(model: Path) -> None:
+    """1M has two key-value heads: four ranks hold each of them twice."""
+    whole = sizes(model)
+    repeated = sum(n for name, n in whole.items() if "norm" in name)
+    kv = sum(n for name, n in whole.items() if "k_proj" in name or "v_proj" in name)
+    assert useful_bytes(model, ServerSet("sglang", "1M", tp=2), "float32") == sum(whole.values()) + repeated
+    assert useful_bytes(model, ServerSet("sglang", "1M", tp=4), "float32") == sum(whole.values()) + 3 * repeated + kv
+
+
+def test_numbers_are_medians_of_the_pushes_after_the_first() -> None:
+    found = row(told(9.0), told(4.0), told(1.0), told(2.0))
+    assert (found.first, found.first_join, found.seconds, found.median) == (9.0, 0.5, [4.0, 1.0, 2.0], 2.0)
+    assert found.rates() == ["1000.0 MB", "9.000", "0.500", "2.000", "1.000-4.000", "0.50 GB/s", "0.67 GB/s"]
+    assert found.seconds_of_phases() == [
+        *("0.000", "0.000", "1.000", "0.000", "0.500", "0.000", "0.500", "0.000"),
+        "0.000",
+    ]
+    assert found.note == ""
+
+
+def test_a_way_that_gave_way_to_another_is_said() -> None:
+    found = row(*(told(1.0, fallbacks={URL: ["sharded: it needs a loader"]}) for _ in range(2)), way="sharded")
+    assert found.seconds == [1.0]
+    assert found.note == "went gathered (sharded: it needs a loader)"
+
+
+def test_a_case_that_failed_once_has_no_numbers() -> None:
+    found = row(told(1.0), told(1.0, ways={}, failed={URL: "it does not answer"}))
+    assert (found.seconds, found.note) == ([], "it does not answer")
+    assert row(told(1.0), told(0.1, error="the push failed")).note == "the push failed"
+
+
+def test_a_note_of_several_rows_is_said_once() -> None:
+    absent = [row(way=way, note="no environment") for way in ("gathered", "shared")]
+    assert notes(absent) == ["1M tp2 pp1 dp1 cpu tp1 x1 gathered, 1M tp2 pp1 dp1 cpu tp1 x1 shared: no environment"]
+
+
+def test_the_page_has_numbers_setting_and_notes() -> None:
+    page = markdown(SETTING, [row(told(9.0), told(2.0)), row(way="sharded", note="not run: the time was up")])
+    for words in ("hardware: A CPU", "0.1 before, 0.2 after", "| 1M | tp2 pp1 dp1 |", "a plan", "- 1M tp2", "not run:"):
+        assert words in page
+    assert "brings 5.0% of the speed of a copy in memory" in page
+
+
+def test_servers_are_started_once_for_all_cases_that_they_can_serve() -> None:
+    for cases in (cpu_cases(), gpu_cases(1), gpu_cases(4), quick_cases()):
+        grouped = list(by_servers(cases))
+        assert len({servers for servers, _ in grouped}) == len(grouped)
+        assert sorted(map(repr, cases)) == sorted(repr(case) for _, some in grouped for case in some)
+        assert all(case.servers.size in SIZES for case in cases)
+
+
+def test_what_there_was_no_time_for_is_a_row_too(tmp_path: Path) -> None:
+    options = Namespace(minutes=0.0, quick=False, engines=["cpu"], ways=["gathered", "shared"], repeats=1)
+    bench = bench_push.Bench(Console(quiet=True), tmp_path, options)
+    case = Case(ServerSet("cpu", "1M"), {"tp": 2})
+    bench._run_servers(None, case.servers, [case])  # type: ignore[arg-type]  # no rank is asked
+    assert [(r.way, r.note) for r in bench.rows] == [
+        ("gathered", "not run: the time was up"),
+        ("shared", "not run: the time was up"),
+    ]
+
+
+def test_a_missing_environment_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_SGLANG_PYTHON", str(tmp_path / "python"))
+    options = Namespace(minutes=1.0, quick=True, engines=["sglang"], ways=["gathered"], repeats=1)
+    bench = bench_push.Bench(Console(quiet=True), tmp_path, options)
+    for servers, cases in by_servers(bench.cases()):
+        bench._run_servers(None, servers, cases)  # type: ignore[arg-type]
+    assert [row.note.startswith("no environment for SGLang (MEGARL_SGLANG_PYTHON=") for row in bench.rows] == [True]
+
+
+def test_the_machine_is_described_without_its_name() -> None:
+    assert re.search(r", \d+ cores, \d+ GiB$", hardware())
+    assert os.uname().nodename not in hardware()
+    assert slug("AMD EPYC, 2 cores, 24 GiB") == "amd_epyc_2_cores_24_gib"
+    assert re.match(r"Python 3\.\d+\.\d+, torch ", versions())
+
+
+def test_a_copy_has_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(copy_bandwidth.__globals__["COPY_BYTES"], "cpu", 1 << 20)
+    assert copy_bandwidth("cpu", repeats=1) > 0
+
+
+def test_the_plan_of_a_trillion_parameters_is_told_in_a_line() -> None:
+    words = plan_words(PlanCost(1_093_313_387_520, 4, 4.5, 84_000_000, 1421))
+    assert "1.09T parameters, from 1024 ranks" in words
+    assert "at most 4.5 CPU seconds and 84.0 MB more memory among 4 ranks tried" in words
+
+
+@pytest.mark.slow
+def test_a_rank_plans_a_trillion_parameters_in_little_memory() -> None:
+    cost = plan_cost(1)
+    assert cost.parameters > 10**12
+    assert cost.extra_bytes < 256 << 20
+    assert cost.messages > 100
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_whole_run_writes_its_page(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/bench_push.py", "--quick", "--engines", "cpu", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    (page,) = tmp_path.iterdir()
+    text = page.read_text()
+    for way in ("gathered", "shared", "sharded"):
+        assert f"| 1M | tp2 pp1 dp1 | cpu tp1 x1 | {way} |" in text
+    assert "Notes:" not in text, text
+    assert str(page) in done.stdout.replace("\n", "")

@@ -1,0 +1,56 @@
+"""Whole small runs whose completions stock SGLang writes; the same with our CPU server is in test_ring.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from ring_cases import lines, make_parts, settings, steps, train_in_a_process, wait_for_step
+
+from megarl.cli import main
+from megarl.rollout.foreign import PYTHON_VARIABLE, sglang_python
+
+pytestmark = [pytest.mark.sglang, pytest.mark.dist, pytest.mark.timeout(600)]
+GRPO = ["algorithm.adv_estimator=grpo", "actor.megatron.tensor_model_parallel_size=2"]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes that divide by 64: SGLang's adapters know of no padding."""
+    return make_parts(tmp_path_factory.mktemp("parts"), hidden=64, head_dim=16, ffn=128)
+
+
+def with_sglang(*more: str) -> list[str]:
+    python = sglang_python(os.environ.get(PYTHON_VARIABLE))
+    return [*GRPO, "rollout.engine=sglang", f"rollout.sglang.python={python}", "rollout.max_total_tokens=8192", *more]
+
+
+def test_a_killed_server_comes_back_with_the_trainers_weights_slice_by_slice(parts: Path, tmp_path: Path) -> None:
+    words = settings(parts, tmp_path, "healed", *with_sglang("rollout.push=sharded", "trainer.total_training_steps=6"))
+    process = train_in_a_process(words, tmp_path / "healed.log")
+    wait_for_step(tmp_path / "healed", 2, process)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if "sglang::scheduler" in child.name() or "sglang::schedul" in child.name():
+            os.kill(child.pid, signal.SIGKILL)
+    assert process.wait(timeout=300) == 0, (tmp_path / "healed.log").read_text()
+    summary = json.loads((tmp_path / "healed" / "summary.json").read_text())
+    assert summary["servers_died"] == 1
+    assert summary["pushes"] == summary["pushes_verified"] == 7
+    assert summary["log_prob_gap_max"] < 1e-4
+    assert set(steps(tmp_path / "healed", "push/fallbacks").values()) == {0.0}
+    for sample in lines(tmp_path / "healed" / "samples.jsonl"):
+        assert sample["versions"] == [[sample["step"] - 1, 0, sample["num_tokens"]]]
+
+
+def test_adapters_are_pushed_alone(parts: Path, tmp_path: Path) -> None:
+    lora = ["actor.lora.rank=4", "actor.lora.push=adapter", "trainer.total_training_steps=4"]
+    assert main(["train", *settings(parts, tmp_path, "adapter", *with_sglang(*lora))]) == 0
+    summary = json.loads((tmp_path / "adapter" / "summary.json").read_text())
+    assert summary["pushes"] == summary["pushes_verified"] == 5
+    assert summary["log_prob_gap_max"] < 1e-4, "SGLang's base with the adapter is the trainer's model"
+    for sample in lines(tmp_path / "adapter" / "samples.jsonl"):
+        assert sample["versions"] == [[sample["step"] - 1, 0, sample["num_tokens"]]]
