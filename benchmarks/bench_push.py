@@ -1,0 +1,205 @@
+"""How long it takes to put a trainer's weights into its servers, and on what the time goes.
+
+    python benchmarks/bench_push.py            all cases for this machine, at most 8 minutes
+    python benchmarks/bench_push.py --quick    one tiny case for each engine
+
+Each case pushes a model from ranks in one layout into servers in another, every way that there is, several times; the
+weights change before each push and every push is verified.  The table goes to the terminal and to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import tempfile
+import time
+from contextlib import ExitStack
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import copy_bandwidth, hardware, hash_bandwidth, slug, versions
+from push_matrix import SIZES, WAYS, Case, ServerSet, by_servers, cpu_cases, gpu_cases, quick_cases, useful_bytes
+from push_plan import plan_cost
+from push_report import Row, Setting, markdown, plan_words, rate, show
+from rich.console import Console
+
+from megarl.group import Group, RankError
+from megarl.mcore.setup import Layout
+from megarl.rollout.foreign import sglang_python
+from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.supervisor import ServerDied, Servers
+
+HERE = Path(__file__).parent
+BUCKET_BYTES = 64 << 20
+TIMEOUT_S = 120.0
+
+
+class Bench:
+    """Ranks that stay, servers that come and go, and the rows so far."""
+
+    def __init__(self, console: Console, work: Path, options: argparse.Namespace) -> None:
+        self.console, self.work, self.options = console, work, options
+        self.on_gpu = torch.cuda.is_available()
+        self.num_ranks = max(1, torch.cuda.device_count() // 2) if self.on_gpu else 2
+        self.dtype = "bfloat16" if self.on_gpu else "float32"
+        self.deadline = time.monotonic() + 60 * options.minutes
+        self.rows: list[Row] = []
+
+    def cases(self) -> list[Case]:
+        for_machine = gpu_cases(self.num_ranks) if self.on_gpu else cpu_cases()
+        found = quick_cases() if self.options.quick else for_machine
+        return [case for case in found if case.servers.engine in self.options.engines]
+
+    def run(self) -> None:
+        """Measure every case; one that fails, or that there is no time for, says so in its row."""
+        with ExitStack() as stack:
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+            device = "cuda" if self.on_gpu else "cpu"
+            group = Group(
+                "ranks", self.num_ranks, Layout(), log_dir=self.work / "ranks", device=device, worker="push_ranks"
+            )
+            stack.enter_context(group)
+            with self.console.status("starting ranks"):
+                group.start()
+            for servers, cases in by_servers(self.cases()):
+                self._run_servers(group, servers, cases)
+
+    def _run_servers(self, group: Group, servers: ServerSet, cases: list[Case]) -> None:
+        """All cases of one set of servers, started once."""
+        if reason := self._obstacle(servers):
+            self._give_up(cases, reason)
+            return
+        folder, token = self._model(servers.size), secrets.token_hex(16)
+        launches = [self._launch(servers, folder, index) for index in range(servers.replicas)]
+        logs = self.work / f"{slug(str(servers))}_{servers.size}"
+        try:
+            with Servers(launches, token, logs) as processes:
+                with self.console.status(f"starting {servers}, {servers.size}"):
+                    processes.start()
+                version = 1
+                for case in cases:
+                    for way in self.options.ways:
+                        self._measure(group, case, way, folder, list(processes.urls), token, version)
+                        version += 1 + self.options.repeats
+        except (ServerDied, RankError, ValueError) as error:
+            self._give_up(cases, str(error).splitlines()[0])
+
+    def _measure(
+        self, group: Group, case: Case, way: str, folder: Path, urls: list[str], token: str, version: int
+    ) -> None:
+        if time.monotonic() > self.deadline:
+            self._add(self._row(case, way, note="not run: the time was up"))
+            return
+        with self.console.status(f"{case.servers}, {case.servers.size}, {case.trainer_words(self.num_ranks)}, {way}"):
+            group.call("build", {"folder": str(folder), "layout": case.trainer, "dtype": self.dtype})
+            order = {"urls": urls, "token": token, "way": way, "dtype": self.dtype, "first_version": version}
+            limits = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S, "pushes": 1 + self.options.repeats}
+            pushes: list[dict[str, Any]] = group.call_leader("push", {**order, **limits}).result["pushes"]
+        self._add(self._row(case, way, useful_bytes(folder, case.servers, self.dtype), pushes))
+
+    def _row(self, case: Case, way: str, useful: int = 0, pushes: Any = (), note: str = "") -> Row:
+        servers = case.servers
+        return Row.of(servers.size, case.trainer_words(self.num_ranks), str(servers), way, useful, list(pushes), note)
+
+    def _give_up(self, cases: list[Case], reason: str) -> None:
+        known = [row.names for row in self.rows]
+        for row in (self._row(case, way, note=reason) for case in cases for way in self.options.ways):
+            if row.names not in known:
+                self._add(row)
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.console.print(row.sentence(), highlight=False, markup=False)
+
+    def _obstacle(self, servers: ServerSet) -> str:
+        if time.monotonic() > self.deadline:
+            return "not run: the time was up"
+        return _sglang()[1] if servers.engine == "sglang" else ""
+
+    def _launch(self, servers: ServerSet, folder: Path, index: int) -> EngineLaunch:
+        """With several GPUs the servers stand on those that do not train."""
+        apart = self.on_gpu and torch.cuda.device_count() > 1
+        return EngineLaunch(
+            servers.engine,
+            str(folder),
+            dtype=self.dtype,
+            tensor_parallel_size=servers.tp,
+            max_running_requests=8,
+            index=index,
+            first_gpu=self.num_ranks + index * servers.tp if apart else None,
+            memory_fraction=0.4 if self.on_gpu else None,
+        )
+
+    def _model(self, size: str) -> Path:
+        folder = self.work / "models" / size
+        if not folder.exists():
+            with self.console.status(f"making a model of {size} parameters"):
+                SIZES[size].write(folder, self.dtype)
+        return folder
+
+
+def _sglang() -> tuple[Path | None, str]:
+    """The interpreter of SGLang's environment, or why there is none."""
+    try:
+        return sglang_python(None), ""
+    except ValueError as error:
+        return None, f"no environment for SGLang ({error})"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it, show it, write it down."""
+    options = _options(argv)
+    console = Console()
+    console = console if console.is_terminal else Console(width=130)  # a log takes the tables whole
+    load_before = os.getloadavg()[0]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with console.status("measuring plain copies"):
+        copy, hashing = copy_bandwidth(device), hash_bandwidth()
+    console.print(f"{hardware()}; a copy: {rate(copy)}; sha256 on one core: {rate(hashing)}", highlight=False)
+    with tempfile.TemporaryDirectory(prefix="bench_push_") as work:
+        bench = Bench(console, Path(work), options)
+        bench.run()
+    with console.status("planning for a trillion parameters"):
+        plan = plan_words(plan_cost(1 if options.quick else 2))
+    setting = Setting(
+        hardware=hardware(),
+        versions=versions(_sglang()[0] if "sglang" in options.engines else None),
+        day=date.today().isoformat(),
+        load=f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after",
+        num_ranks=bench.num_ranks,
+        dtype=bench.dtype,
+        repeats=options.repeats,
+        bucket_bytes=BUCKET_BYTES,
+        copy=copy,
+        hashing=hashing,
+        plan=plan,
+    )
+    show(console, setting, bench.rows)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / f"push_{slug(setting.hardware)}_{setting.day}.md"
+    file.write_text(markdown(setting, bench.rows))
+    console.print(f"written: {file}", highlight=False)
+    return 0 if any(row.seconds for row in bench.rows) else 1
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one tiny case for each engine, one repeat")
+    parser.add_argument("--engines", nargs="+", choices=("cpu", "sglang"), default=["cpu", "sglang"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--repeats", type=int, help="pushes after the first one (default 5; 1 with --quick)")
+    parser.add_argument("--minutes", type=float, default=6.5, help="no case begins later than this (default 6.5)")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the written table")
+    options = parser.parse_args(argv)
+    if options.repeats is None:
+        options.repeats = 1 if options.quick else 5
+    if options.repeats < 1:
+        parser.error("--repeats: want at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,80 @@
+"""What a result was measured on: the hardware in words that name no machine, versions, and how fast it copies."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+
+COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+PACKAGES = ("torch", "megatron-core", "transformers")
+
+
+def hardware() -> str:
+    """Example: "AMD EPYC, 2 cores, 24 GiB"; with GPUs, "8 x NVIDIA H100 80GB HBM3, ..." in front."""
+    cores, memory = len(os.sched_getaffinity(0)), round(psutil.virtual_memory().total / 2**30)
+    words = [f"{_cpu_model()}, {cores} cores, {memory} GiB"]
+    if torch.cuda.is_available():
+        words.insert(0, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+    return ", ".join(words)
+
+
+def slug(words: str) -> str:
+    """As a part of a file's name: amd_epyc_2_cores_24_gib."""
+    return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
+
+
+def versions(sglang_python: Path | None = None) -> str:
+    """Of Python, of what the trainer is made of, and of SGLang in the environment of that interpreter."""
+    found = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in PACKAGES)]
+    if sglang_python is not None:
+        script = "from importlib.metadata import version; print(version('sglang'))"
+        asked = subprocess.run([sglang_python, "-c", script], capture_output=True, text=True, env={}, check=True)
+        found.append(f"SGLang {asked.stdout.strip()}")
+    return ", ".join(found)
+
+
+def copy_bandwidth(device: str, repeats: int = 7) -> float:
+    """Bytes a second of copying one large tensor to another, one thread or one GPU; the median."""
+    source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)  # the first one also maps the memory
+    return source.numel() / statistics.median(_timed(lambda: target.copy_(source), device) for _ in range(repeats))
+
+
+def hash_bandwidth(num_bytes: int = 64 << 20) -> float:
+    """Bytes a second of sha256 on one core: what a digest of CPU weights cannot be faster than."""
+    data = bytes(num_bytes)
+    return num_bytes / statistics.median(_timed(lambda: hashlib.sha256(data).digest(), "cpu") for _ in range(3))
+
+
+def _timed(work: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

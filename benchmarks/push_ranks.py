@@ -1,0 +1,84 @@
+"""A trainer's rank in bench_push.py: builds a model in a layout, changes its weights, pushes them, times it.
+
+Run by torchrun as `python -m push_ranks`, with benchmarks/ on the path.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megarl.group.follow import Answer, follow
+from megarl.group.wire import Tensors
+from megarl.mcore.model import DTYPES, build_model, read_hf_config
+from megarl.mcore.setup import Layout, Place, destroy_groups, initialize, make_groups, place
+from megarl.weights.load import load_hf
+from megarl.weights.push import Pusher, PushError
+
+
+class Bench:
+    """The methods that the driver calls."""
+
+    def __init__(self) -> None:
+        self.place: Place
+        self.model: nn.Module
+        self.hf: dict[str, Any]
+
+    def setup(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        self.place = initialize(Layout(**arguments.pop("layout")), **arguments)
+        return {"replica": self.place.replica, "is_reporter": self.place.is_reporter}, {}
+
+    def build(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """A model in a layout of its own, in place of the one before."""
+        destroy_groups()
+        layout = Layout(**arguments["layout"])
+        make_groups(layout)
+        self.place, self.hf = place(), read_hf_config(arguments["folder"])
+        self.model = build_model(self.hf, layout, dtype=arguments["dtype"])
+        load_hf(self.model, arguments["folder"], self.hf)
+        return {}, {}
+
+    def push(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """`pushes` pushes one after another, each of other weights than before; rank 0 tells of each."""
+        pusher = Pusher(
+            arguments["urls"],
+            arguments["token"],
+            self.hf,
+            dtype=DTYPES[arguments["dtype"]],
+            way=arguments["way"],
+            bucket_bytes=arguments["bucket_bytes"],
+            timeout_s=arguments["timeout_s"],
+        )
+        told = [self._push_once(pusher, arguments["first_version"] + i) for i in range(arguments["pushes"])]
+        pusher.close()
+        return {"pushes": told}, {}
+
+    def _push_once(self, pusher: Pusher, version: int) -> dict[str, Any]:
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.mul_(1.0 + 2.0**-6)  # changes every weight that is not 0, in float32 and in bfloat16
+        dist.barrier()
+        begun, error = time.perf_counter(), ""
+        try:
+            report = pusher.push(self.model, version)
+        except PushError as failure:
+            report, error = failure.report, str(failure)
+        seconds = time.perf_counter() - begun
+        return {"seconds": seconds, "error": error, **(asdict(report) if report else {})}
+
+
+def main() -> None:
+    bench = Bench()
+    handlers = {method.__name__: method for method in (bench.setup, bench.build, bench.push)}
+    follow(handlers, lambda: None, lambda: bench.place.is_first)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
