@@ -141,7 +141,9 @@ def test_shared_memory_outside_a_session_is_refused_where_there_are_sessions(ser
 
 
 def test_a_group_can_be_left_and_joined_again(server, background):
+    sizes = []
     for engine in server.engine.engines:
         for _ in range(2):
-            with weight_group(engine, server.variant.tensor_parallel_size, background):
-                pass
+            with weight_group(engine, server.variant.tensor_parallel_size, background) as (_, group):
+                sizes.append(group.size())
+    assert set(sizes) == {1 + server.variant.tensor_parallel_size}, "the trainer and every rank of the server"

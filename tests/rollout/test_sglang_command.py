@@ -184,12 +184,14 @@ for call in (lambda: kernel[(1,)](1, 2), lambda: anything(1), lambda: functional
     except (TypeError, NotImplementedError):
         continue
     raise AssertionError("a stand-in did work")
+print("all refused")
 """
 
 
 def test_stand_ins_can_be_imported_and_do_no_work():
     environment = {**os.environ, "PYTHONPATH": str(STAND_INS)}
-    subprocess.run([sys.executable, "-c", STAND_IN_USE], env=environment, check=True)
+    done = subprocess.run([sys.executable, "-c", STAND_IN_USE], env=environment, check=True, capture_output=True)
+    assert done.stdout == b"all refused\n"
 
 
 def test_temporary_files_of_a_server_are_in_its_folder(tmp_path):

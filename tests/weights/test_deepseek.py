@@ -103,15 +103,18 @@ def rewrite(folder: Path, added: dict[str, torch.Tensor]) -> None:
     save_file(load_file(file) | added, file)
 
 
-def check(folder: Path, **changes: Any) -> None:
+def check(folder: Path, **changes: Any) -> int:
+    """How many tensors the folder holds, each of which has its place in the table."""
     config = json.loads((folder / "config.json").read_text()) | changes
     with open_hf(folder) as held:
         check_names(held, table_for(config), ignorable(config, "actor"))
+        return len(held.shapes)
 
 
 def test_the_table_is_what_transformers_writes(tiny: Path) -> None:
-    check(tiny)
-    check(write_tiny_model(tiny.with_name("plain"), family="deepseek_v3", tied=False, hidden=32, q_lora_rank=None))
+    plain = write_tiny_model(tiny.with_name("plain"), family="deepseek_v3", tied=False, hidden=32, q_lora_rank=None)
+    with_lora, without = check(tiny), check(plain)
+    assert with_lora - without == 2 * 3, "q_a_proj, its norm and q_b_proj in place of q_proj, in each of three layers"
 
 
 def test_layers_that_predict_further_tokens_are_passed_over_as_far_as_config_json_counts_them(tiny: Path) -> None:
