@@ -58,6 +58,7 @@ setup(
             "pytest>=8.0",
             "hypothesis>=6.100",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.6",
             "mypy>=1.10",
             "peft>=0.18",

@@ -11,5 +11,6 @@ if [ $# -eq 0 ]; then
 fi
 mkdir -p runs
 say "tests: pytest $* (report: runs/tests.xml)"
-python -m pytest --junit-xml=runs/tests.xml "$@"
+# Two files at a time: most of a test that starts ranks or servers is waiting for processes that import torch.
+python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --junit-xml=runs/tests.xml "$@"
 say "done; every test with its time: $PWD/runs/tests.xml"

@@ -16,6 +16,11 @@ settings.register_profile("steady", deadline=None, derandomize=True, print_blob=
 settings.load_profile("steady")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start ranks and servers take longest: first, so that no worker ends with one while others idle."""
+    items.sort(key=lambda item: item.get_closest_marker("dist") is None)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs CUDA")

@@ -15,7 +15,7 @@ from tiny_models import write_model
 from megarl.mcore.setup import Layout
 from megarl.sample import merge_stats
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 TOLERANCE = 2e-5  # relative to the largest entry of a tensor, as where the experts of other families are laid out
 BIAS = "e_score_correction_bias"
