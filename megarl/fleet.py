@@ -28,6 +28,11 @@ class Trusts(Protocol):
     def fence(self, url: str) -> None: ...
 
 
+def is_verified(report: dict[str, Any]) -> bool:
+    """Whether all servers that hold this push were found to, by their digests or a comparison."""
+    return bool(report["num_verified"] or report["compared"]) and not report["unverified"]
+
+
 class Fleet:
     """Example: fleet.push(7); then, while completions are awaited, fleet.tend() every second or oftener."""
 
@@ -35,7 +40,7 @@ class Fleet:
         self._servers, self._stream, self._push, self._warn = servers, stream, push, warn
         self.version: int | None = None  # of the last push
         self.holding: set[str] = set()  # servers that hold it, verified
-        self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0)
+        self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
         self._failures: Counter[str] = Counter()  # failed pushes in a row
         self._last_reason = ""
         self._tended = 0.0
@@ -62,10 +67,10 @@ class Fleet:
             self._repair()
 
     def metrics(self, report: dict[str, Any]) -> dict[str, float]:
-        """Numbers for the log of a step, whose push gave this report."""
+        """Numbers for the log of a step, whose push gave this report; what is counted is counted since the start."""
         out = {f"push/{name}": float(count) for name, count in self.counts.items()}
         out["push/servers"] = float(len(self.holding))
-        out["push/fallbacks"] = float(sum(map(len, report["fallbacks"].values())))
+        out["push/compared"] = float(len(report["compared"]))
         return out | {"push/tensors_verified": float(report["num_verified"])}
 
     def _repair(self) -> dict[str, Any] | None:
@@ -98,6 +103,7 @@ class Fleet:
         assert self.version is not None, "there is nothing to push before the first version"
         report = self._push(urls, self.version)
         for url, sentences in report["fallbacks"].items():
+            self.counts["fallbacks"] += len(sentences)
             for sentence in sentences:
                 self._warn(f"{url} took a slower way of the push: {sentence}")
         for url in urls:

@@ -18,6 +18,7 @@ from megarl.config import Config
 from megarl.data.batch import make_batch
 from megarl.evaluate import Evaluation, evaluate
 from megarl.finish import finish, remember
+from megarl.fleet import is_verified
 from megarl.metrics.report import write_samples
 from megarl.metrics.stats import batch_stats, finalise
 from megarl.run import Run
@@ -95,7 +96,7 @@ def push(run: Run, version: int, totals: Totals) -> dict[str, Any]:
     """The actor's weights into every server that lives; who does not hold them, verified, writes nothing."""
     totals.pushes += 1
     report = run.fleet.push(version)
-    totals.pushes_verified += 1
+    totals.pushes_verified += is_verified(report)
     return report
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
 from megarl import fleet as fleet_module
 from megarl.fleet import Fleet
 from megarl.rollout.supervisor import ServerDied, ServerEvent, State
+from megarl.train import Totals, push
+from megarl.weights.report import PushReport
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
@@ -42,6 +46,7 @@ class Said:
         self.trusted: dict[str, set[int]] = {}
         self.pushes: list[tuple[tuple[str, ...], int]] = []
         self.bad: set[str] = set()
+        self.slower: set[str] = set()
         self.warnings: list[str] = []
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None:
@@ -54,7 +59,8 @@ class Said:
         self.pushes.append((tuple(urls), version))
         failed = {url: "w differs" for url in urls if url in self.bad}
         ways = {url: "gathered" for url in urls if url not in failed}
-        return {"ways": ways, "failed": failed, "fallbacks": {}, "timings": {}, "num_verified": 1}
+        report = PushReport(version, 1, 4, len(ways), ways, failed, {}, [], {})
+        return asdict(replace(report, fallbacks={url: ["sharded: no"] for url in urls if url in self.slower}))
 
 
 @pytest.fixture
@@ -83,7 +89,35 @@ def test_a_server_that_fails_its_push_is_fenced_and_pushed_again_alone(parts) ->
     fleet.tend()
     assert said.pushes[-1] == ((B,), 1)
     assert said.trusted[B] == {1}
-    assert fleet.counts == {"failed": 1, "repaired": 1, "servers_died": 0}
+    assert fleet.counts == {"failed": 1, "repaired": 1, "servers_died": 0, "fallbacks": 0}
+
+
+def test_slower_ways_are_counted_and_told_those_of_repairs_too(parts) -> None:
+    fleet, _, said = parts
+    said.bad, said.slower = {B}, {A, B}
+    report = fleet.push(0)
+    assert fleet.metrics(report)["push/fallbacks"] == 2.0
+    said.bad = set()
+    fleet.tend()
+    assert fleet.metrics(report)["push/fallbacks"] == 3.0
+    assert f"{B} took a slower way of the push: sharded: no" in said.warnings
+    assert fleet.metrics(report)["push/compared"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "verified"),
+    [
+        ({"num_verified": 8}, 1),
+        ({"num_verified": 0, "compared": [A, B]}, 1),
+        ({"num_verified": 0}, 0),
+        ({"num_verified": 4, "unverified": [B]}, 0),
+    ],
+)
+def test_a_push_counts_as_verified_if_its_report_says_so_of_every_server(change, verified) -> None:
+    report = asdict(PushReport(3, 1, 4, 0, {A: "gathered", B: "gathered"}, {}, {}, [], {})) | change
+    totals = Totals(0.0, {})
+    push(SimpleNamespace(fleet=SimpleNamespace(push=lambda version: report)), 3, totals)
+    assert (totals.pushes, totals.pushes_verified) == (1, verified)
 
 
 def test_a_server_that_fails_twice_in_a_row_is_started_again(parts) -> None:

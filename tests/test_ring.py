@@ -31,9 +31,8 @@ def ppo(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Actor, critic and reference on two tensor-parallel ranks; the KL in the reward too, steered."""
     runs = tmp_path_factory.mktemp("runs")
     kl = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"]
-    words = settings(
-        parts, runs, "ppo", *PPO, *kl, "trainer.check_export=true", "trainer.logger=[console,jsonl,tensorboard]"
-    )
+    more = ["trainer.check_export=true", "trainer.logger=[console,jsonl,tensorboard]", "rollout.check_every=2"]
+    words = settings(parts, runs, "ppo", *PPO, *kl, *more)
     assert main(["train", *words]) == 0
     return runs / "ppo"
 
@@ -41,6 +40,7 @@ def ppo(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_push_is_verified_and_every_sample_knows_its_weights(ppo: Path) -> None:
     summary = json.loads((ppo / "summary.json").read_text())
     assert summary["pushes_verified"] == 4, "before the first step and after each of three"
+    assert steps(ppo, "push/compared") == {1: 1.0, 2: 0.0, 3: 1.0}, "every second is read from an exported folder too"
     for sample in lines(ppo / "samples.jsonl"):
         assert sample["versions"] == [[sample["step"] - 1, 0, sample["num_tokens"]]]
 

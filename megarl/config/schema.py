@@ -194,7 +194,7 @@ class Rollout:
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     bucket_bytes: int = 67108864  # weights are sent to the servers in pieces of this size
     push: str = "auto"  # gathered | shared | sharded: the way of the weights; auto = the fastest that works here
-    check_every: int = 0  # pushes between comparisons with a server that reads the exported folder; 0 = none
+    check_every: int = 100  # pushes between comparisons with what servers read from an exported folder; 0 = none
     max_restarts: int = 3  # a server that died oftener stays out
 
 

@@ -106,12 +106,13 @@ class BucketRound:
         with targets.clock("verify"):
             plain = [url for url in self.urls if targets.left[url].nature.is_plain]
             checked = targets.attempt(lambda s: s.verify(expected[_layout(s)], tied), plain)
-            self._lead.num_verified += sum(checked.values())
+            self._lead.verified |= checked
             targets.done |= {url: self._ways[url] for url in checked}
             others = targets.attempt(Server.look, self.urls)
-            faults = disagreements({url: targets.left[url] for url in others}, repr(expected))
+            faults = disagreements({url: targets.left[url] for url in others}, dict.fromkeys(others, repr(expected)))
             targets.done |= {url: self._ways[url] for url in others if url not in faults}
-            self._lead.compares |= any(not targets.left[url].pushed for url in others)  # nothing vouches for these yet
+            self._lead.unvouched |= {url for url in others if not targets.left[url].pushed}
+            self._lead.compares |= bool(self._lead.unvouched)
             for url in others:
                 if url not in faults:
                     targets.left[url].remember(repr(expected))
@@ -123,18 +124,18 @@ def _layout(server: Server) -> _Layout:
     return _Layout(server.nature.engine, server.nature.spots, server.nature.hashes)
 
 
-def disagreements(servers: Mapping[str, Server], weights: str) -> dict[str, str]:
-    """url -> reason, for servers whose checksums cannot be computed here, as those of quantized weights.
+def disagreements(servers: Mapping[str, Server], weights: Mapping[str, str]) -> dict[str, str]:
+    """url -> reason, for servers whose checksums are not computed here, as those of quantized weights.
 
-    Since the last good push their checksums must have changed when the trainer's `weights` (any text that tells them
-    apart) did, and only then, and must be the same on all servers of one layout.
+    Since the last good push their checksums must have changed when the trainer's `weights` (for each url any text that
+    tells them apart) did, and only then, and must be the same on all servers of one layout.
     """
     faults: dict[str, str] = {}
     same: dict[_Layout, list[str]] = defaultdict(list)
     for url, server in servers.items():
         same[_layout(server)].append(url)
-        changed, held_changed = weights != server.pushed, server.held != server.held_then
-        if server.pushed and weights and changed != held_changed:
+        changed, held_changed = weights[url] != server.pushed, server.held != server.held_then
+        if server.pushed and changed != held_changed:
             what = "the weights changed" if changed else "the weights are those of the last push"
             faults[url] = f"{url}: {what}, and its checksums {'did' if held_changed else 'did not'}"
     for urls in same.values():

@@ -22,6 +22,8 @@ from torch import Tensor
 from megarl.weights.boxes import Box
 from megarl.weights.digests import as_bytes
 from megarl.weights.names import Shape, some_names
+from megarl.weights.plan import Plan
+from megarl.weights.report import Clock
 from megarl.weights.spread import Place, Spread
 from megarl.weights.transfers import Message, Transfer
 
@@ -76,11 +78,30 @@ def check_params(spread: Spread, rank: int, params: Params) -> None:
         raise ValueError(f"rank {rank} does not hold the parameters of its description ({'; '.join(faults)})")
 
 
-def send(messages: Sequence[Message], params: Params, link: Link, *, digest: Digest | None = None) -> list[str]:
+def check_messages(plan: Plan, rank: int, messages: Sequence[Message], link: Link) -> None:
+    """ValueError unless what receiver `rank` is to get comes from members, and fills its parameters."""
+    if absent := sorted({message.peer for message in messages} - set(link.ranks)):
+        ranks = some_names([str(peer) for peer in absent])
+        raise ValueError(
+            f"rank {rank} of the server needs slices of the trainer's ranks {ranks}, which have not joined"
+        )
+    if (coming := sum(map(_num_written, messages))) != plan.num_bytes(rank):
+        raise ValueError(f"rank {rank} of the server is to be sent {coming} bytes, want {plan.num_bytes(rank)}")
+
+
+def _num_written(message: Message) -> int:
+    return sum(part.num_bytes * len(part.places) for part in message.parts)
+
+
+def send(
+    messages: Sequence[Message], params: Params, link: Link, *, digest: Digest | None = None, clock: Clock | None = None
+) -> list[str]:
     """Send `Plan.messages_out`; returns a digest of each part as it was sent, for `compare`, if asked for them.
 
-    A part is converted to the receiver's type on its way.  `params` must not change before this returns.
+    A part is converted to the receiver's type on its way.  `params` must not change before this returns.  `clock` is
+    told of the seconds in which parts are brought into messages (convert) and digested (verify).
     """
+    clock = clock or Clock()
     mine = link.mine(messages)
     buffers, under_way = _buffers(mine, link), deque[list[dist.Work]]()
     known: dict[tuple[str, Box], str] = {}  # servers that need the same are sent the same
@@ -89,10 +110,12 @@ def send(messages: Sequence[Message], params: Params, link: Link, *, digest: Dig
         if len(under_way) == len(buffers):
             _wait(under_way.popleft(), link)
         for part, raw in _parts(message, buffer):
-            _as_tensor(raw, part).copy_(_view(params, part.places[0], part.shape))
+            with clock("convert"):
+                _as_tensor(raw, part).copy_(_view(params, part.places[0], part.shape))
             if digest is not None:
                 what = (part.hf_name, part.box)
-                known[what] = known.get(what) or digest(raw)
+                with clock("verify"):
+                    known[what] = known.get(what) or digest(raw)
                 digests.append(known[what])
         under_way.append(_start(dist.isend, buffer[: message.num_bytes], message.peer, link))
     for works in under_way:
@@ -101,13 +124,13 @@ def send(messages: Sequence[Message], params: Params, link: Link, *, digest: Dig
 
 
 def receive(messages: Sequence[Message], params: Params, link: Link) -> int:
-    """Receive `Plan.messages_in` into the parameters; returns how many bytes of them came."""
+    """Receive `Plan.messages_in` into the parameters; returns how many bytes of these were written."""
     num_bytes = 0
     for message, buffer in _incoming(link.mine(messages), link):
         for part, raw in _parts(message, buffer):
             for place in part.places:
                 _view(params, place, part.shape).copy_(_as_tensor(raw, part))
-            num_bytes += raw.numel()
+                num_bytes += raw.numel()
     return num_bytes
 
 

@@ -61,6 +61,11 @@ class Plan:
                 found.append(Transfer(holder, region.name, box, _places(places, box), region.dtype))
         return found
 
+    def num_bytes(self, rank: int) -> int:
+        """What receiver `rank` has to write: of every parameter all that belongs to an HF tensor, once."""
+        tensors, owned = self.receiver.tensors, self.receiver.owned(rank)
+        return sum(box_size(box) * itemsize(tensors[name].dtype) for name, places in owned.items() for box, _ in places)
+
     def messages_out(self, rank: int, message_bytes: int) -> list[Message]:
         """What sender `rank` sends, in messages of at most `message_bytes`, in the order that keeps all ranks moving.
 

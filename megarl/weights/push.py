@@ -4,7 +4,8 @@ Three ways lead into a server.  `gathered`: rank 0 gathers every tensor and send
 its own with the server.  `shared`: a server on the same machine maps the buckets.  `sharded`: every rank sends the
 slices that a rank of the server needs straight to it.  A faster way that fails gives way to a slower one.  Each server
 is paused, given the weights, asked for the digests of what it then holds, and writes again only if these are what the
-trainer computed.  One that fails is left paused and named in the report; it holds up nobody longer than its own limit.
+trainer computed; the first time that its process is sent slices, it must hold the same after whole tensors too.  One
+that fails is left paused and named in the report; it holds up nobody longer than its own limit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from safetensors import SafetensorError
 
 from megarl.weights.buckets import Sizes, fill_buckets
 from megarl.weights.canary import Canary, disagreement
-from megarl.weights.delivery import BucketRound, disagreements
+from megarl.weights.channel import is_here
+from megarl.weights.cross_check import compare_with_whole, look_at_slices
+from megarl.weights.delivery import BucketRound
 from megarl.weights.export import BUFFER_BYTES, hf_sizes, hf_tensors, save_hf
 from megarl.weights.gather import Model
 from megarl.weights.gpu_handles import exchange, wanted_handles
@@ -46,7 +49,8 @@ _MAX_THREADS = 512  # one for each server that is given an order
 class Pusher:
     """Lives on every rank; groups are made when they are first needed, and anew for a server that was started again.
 
-    Peak extra memory: one bucket on each rank that sends, beside what `hf_tensors` needs where tensors are gathered.
+    Peak extra memory: one bucket on each rank that sends; beside it what `hf_tensors` needs where tensors are gathered
+    (behind the first slices too), or what `ShardedSender` says.
     """
 
     def __init__(
@@ -65,9 +69,10 @@ class Pusher:
     ) -> None:
         """`dtype`: what the servers hold (None: what the trainer does); `timeout_s` limits every single wait.
 
-        Every `check_every`-th push (0: none) also writes the model into `export_folder` (which the servers must see;
-        None: a temporary one) with the files of `source_folder`, has every server load that, and compares its
-        checksums with those it had from the push: the one check that trusts no arithmetic of ours on digests.
+        Every `check_every`-th push (0: none) also writes the model into `export_folder` (which all servers must see;
+        None: a temporary one, for those of this machine) with the files of `source_folder`, has servers load that, and
+        compares their checksums with those they had from the push: this trusts no arithmetic of ours on digests.  It is
+        done at once for a server whose digests cannot be computed, as of quantized weights, which is left out else.
         """
         if way not in ("auto", *WAYS):
             raise ValueError(f"way={way!r}: want auto, {', '.join(WAYS)}")
@@ -81,7 +86,7 @@ class Pusher:
         self._servers: dict[str, Server] = {}
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "push", _use_device, (device,))
-        self._sender = ShardedSender(hf_config, dtype, bucket_bytes, timeout_s, self._threads)
+        self._sender = ShardedSender(hf_config, bucket_bytes, len(self._urls), timeout_s, self._threads)
         self._cleaning: list[Future[None]] = []
 
     def push(
@@ -157,9 +162,11 @@ class Pusher:
             save_hf(model, self._hf_config, folder, source_folder=self._source_folder, dtype=self._dtype)
             if lead:
                 with lead.targets.clock("compare"):
-                    lead.compared += lead.targets.each(lambda server: server.compare(folder, lead.version))
-        except (OSError, SafetensorError) as error:  # a full disk: the digests have vouched for the servers
-            logger.warning("the servers were not compared with an exported folder: %s", one_line(error))
+                    order = lambda server: server.compare(folder, lead.version)  # noqa: E731
+                    lead.compared |= set(lead.targets.each(order, self._readers(lead)))
+        except (OSError, SafetensorError) as error:  # on rank 0, which alone writes
+            if lead:
+                _go_without_folder(lead, error)
         finally:
             if lead and self._export_folder is None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -190,28 +197,27 @@ class Pusher:
         waiting = lead.targets.waiting()
         if sharded := [url for url, way in waiting.items() if way == "sharded"]:
             return {"what": "sharded", "offers": self._sender.offers(lead, sharded)}
-        if waiting:
+        look_at_slices(lead)
+        if waiting := lead.targets.waiting():
             sharing = [lead.targets.left[url] for url, way in waiting.items() if way == "shared"]
             return {"what": "buckets", "handles": wanted_handles(sharing)}
-        if not self._replicas_agree(lead):
-            return self._next_order(lead)
-        if lead.compares and lead.targets.done and self._source_folder is not None:
+        compare_with_whole(lead)
+        if lead.compares and self._readers(lead):
             lead.compares = False
-            return {"what": "export", "folder": str(self._export_folder or tempfile.mkdtemp(prefix="megarl_push_"))}
+            try:
+                folder = self._export_folder or tempfile.mkdtemp(prefix="megarl_push_")
+            except OSError as error:
+                _go_without_folder(lead, error)
+            else:
+                return {"what": "export", "folder": str(folder)}
+        lead.drop_unvouched("there is none that it can read, want a source_folder, and an export_folder that it sees")
         return None
 
-    def _replicas_agree(self, lead: Lead) -> bool:
-        """Look at what servers hold whose checksums were not computed; those that differ get another way."""
-        targets = lead.targets
-        urls = [url for url, way in targets.done.items() if way == "sharded" and url not in lead.looked]
-        lead.looked |= set(urls)
-        with targets.clock("verify"):
-            looked = targets.attempt(Server.look, urls)
-        for url, reason in disagreements({url: targets.left[url] for url in looked}, "").items():
-            targets.fall_back(url, reason)
-        for url in looked:
-            targets.left[url].remember("")  # what it holds has been compared slice by slice, and has no other name
-        return not targets.waiting()
+    def _readers(self, lead: Lead) -> list[str]:
+        """Servers that can read an exported folder."""
+        if self._source_folder is None:
+            return []
+        return [url for url in lead.targets.left if self._export_folder is not None or is_here(url)]
 
     def _finish(self, lead: Lead, canary: Canary | None) -> PushReport:
         """Let the servers that hold the weights write again; those that failed stay paused, and are tidied up after."""
@@ -227,6 +233,12 @@ class Pusher:
         wait([self._threads.submit(server.fence) for url, server in failed.items() if url not in targets.silent])
         self._cleaning += [self._threads.submit(server.abandon) for server in failed.values()]
         return lead.report(self._sizes)
+
+
+def _go_without_folder(lead: Lead, error: Exception) -> None:
+    """A full disk is no fault of the servers that their digests have vouched for."""
+    logger.warning("the servers were not compared with an exported folder: %s", one_line(error))
+    lead.drop_unvouched(one_line(error))
 
 
 def in_first_copy() -> bool:

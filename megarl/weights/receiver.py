@@ -24,8 +24,9 @@ from torch import Tensor
 from megarl.rollout.weight_group import join_weight_group, leave_weight_group
 from megarl.weights.describe import from_json
 from megarl.weights.digests import Kind, digest
-from megarl.weights.exchange import Link, agree, answer, check_params, receive
+from megarl.weights.exchange import Link, agree, answer, check_messages, check_params, receive
 from megarl.weights.plan import Plan
+from megarl.weights.transfers import Message
 
 logger = logging.getLogger("megarl.receiver")
 
@@ -67,8 +68,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     link = Link(group, senders, device, told["meeting"]["timeout_s"])
     kind: Kind = "words" if device.type == "cuda" else "sha256"
     try:
-        messages = _prepare(told, params, link)
-        receive(messages, params, link)
+        messages, num_bytes = _prepare(told, params, link)
+        if (written := receive(messages, params, link)) != num_bytes:
+            raise RuntimeError(f"rank {told['rank']} of the server was sent {written} bytes, want {num_bytes}")
         if (derive := getattr(model, "post_load_weights", None)) is not None:
             derive()  # what SGLang's own loading makes of the weights at its end
         answer(messages, params, link, digest=partial(digest, kind=kind))
@@ -77,12 +79,18 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         raise
 
 
-def _prepare(told: dict[str, Any], params: dict[str, Tensor], link: Link) -> Any:
-    """The messages that will come; all members learn at once if this rank and the trainer do not fit together."""
+def _prepare(told: dict[str, Any], params: dict[str, Tensor], link: Link) -> tuple[list[Message], int]:
+    """The messages that will come, and the bytes of the parameters that they fill.
+
+    All members learn at once if this rank and the trainer do not fit together.
+    """
+    rank, message_bytes = told["rank"], told["message_bytes"]
     try:
         plan = _plan(told["trainer"], told["server"])
-        check_params(plan.receiver, told["rank"], params)
-        fingerprint = plan.fingerprint(told["message_bytes"])
+        check_params(plan.receiver, rank, params)
+        messages = plan.messages_in(rank, message_bytes)
+        check_messages(plan, rank, messages, link)
+        fingerprint = plan.fingerprint(message_bytes)
     except ValueError:
         try:
             agree(_UNLIKE, link.group, link.device)
@@ -90,7 +98,7 @@ def _prepare(told: dict[str, Any], params: dict[str, Tensor], link: Link) -> Any
             logger.info("the trainer has been told that this rank does not fit")
         raise
     agree(fingerprint, link.group, link.device)
-    return plan.messages_in(told["rank"], told["message_bytes"])
+    return messages, plan.num_bytes(rank)
 
 
 @lru_cache(maxsize=1)

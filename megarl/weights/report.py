@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,13 @@ class PushReport:
     ways: dict[str, str]  # url -> way: the servers that hold this version, verified, and write again
     failed: dict[str, str]  # url -> reason: those that must not be used; paused where they could be reached
     fallbacks: dict[str, list[str]]  # url -> "way: reason" of each faster way that failed before a slower one was used
-    compared: list[str]  # urls whose checksums were also those of the folder that was exported for them
-    timings: dict[
-        str, float
-    ]  # seconds of rank 0 in each phase: join, pause, gather, convert, send, load, verify, resume
+    # urls whose checksums were also those of what they themselves make of whole tensors: of an exported folder or, the
+    # first time that a server process was sent slices, of buckets that were sent after these
+    compared: list[str]
+    # seconds of rank 0, or of the slowest sender, by phase: join, pause, gather, convert, send, load, verify, resume
+    timings: dict[str, float]
+    # urls of `ways` whose checksums cannot be computed, and were not compared: they only changed when they had to
+    unverified: list[str] = field(default_factory=list)
 
 
 class PushError(RuntimeError):

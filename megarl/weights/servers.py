@@ -75,9 +75,10 @@ class Server:
         self.engine = Engine(url, token, timeout_s=timeout_s)
         self.nature: Nature
         self.held: list[dict[str, str]] = []  # checksums of its ranks when they were last looked at
-        # Of the last good push, where its checksums could not be computed: these, and what tells its weights apart.
+        # Of the last good push, where not all its checksums were computed: these, and what tells its weights apart.
         self.held_then: list[dict[str, str]] = []
         self.pushed = ""
+        self.fits_slices: bool | None = None  # whether slices left in this process what whole tensors do; None: unknown
         self._started = ""
         self._is_open = False
         self._group: dist.ProcessGroup | None = None
@@ -90,6 +91,7 @@ class Server:
         self.nature = Nature.read(self.engine.server_info(), self._hf_config)
         if self._started and self.nature.started != self._started:
             self.held, self.held_then, self.pushed, self._is_open = [], [], "", False
+            self.fits_slices = None
             self.leave()
         self._started = self.nature.started
 

@@ -7,6 +7,7 @@ server holds in its place, so nothing is gathered, neither to send nor to check.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -33,7 +34,7 @@ from megarl.weights.gather import Model, local_parameters
 from megarl.weights.layouts import MegatronSpread, ServerSpread
 from megarl.weights.names import some_names
 from megarl.weights.plan import Plan
-from megarl.weights.report import one_line
+from megarl.weights.report import Clock, one_line
 from megarl.weights.server_tables import EngineKind, server_table
 from megarl.weights.servers import Server
 from megarl.weights.shared import message
@@ -42,6 +43,7 @@ from megarl.weights.targets import Lead
 from megarl.weights.transfers import Message
 
 HELLO = "{}"  # a text by which a receiver only shows that it is there
+_ENOUGH_BYTES = 1 << 20  # of a message: smaller ones, for the sake of many servers, would cost more time than memory
 
 
 class _Layout(NamedTuple):
@@ -63,6 +65,14 @@ class _Route:
     members: dict[int, int]  # rank of the trainer -> its rank in the group, where the server's ranks come after them
 
 
+class _Claim(NamedTuple):
+    """What each rank of the trainer says of itself before anything is sent to servers of a new layout."""
+
+    error: str  # why it cannot take part
+    fingerprint: str
+    sends: bool
+
+
 @dataclass
 class _Outcome:
     """Of one server on one rank."""
@@ -70,17 +80,23 @@ class _Outcome:
     error: str = ""  # why the transfer did not come about
     wrong: list[str] = field(default_factory=list)  # parts that the server holds otherwise than they were sent
     num_parts: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)  # join, send, verify
+    sent: str = ""  # 64 hex digits of the digests of all parts
+    seconds: dict[str, float] = field(default_factory=dict)  # join, convert, send, verify
 
 
 class ShardedSender:
-    """Lives on every rank; keeps the groups with servers until a transfer fails or a server was started again."""
+    """Lives on every rank; keeps the groups with servers until a transfer fails or a server was started again.
+
+    Peak extra memory: one bucket on each rank, or 2 MiB for each server where that is more; of a model with adapters
+    also up to four merged weights, and one for each server.
+    """
 
     def __init__(
-        self, hf_config: HFConfig, dtype: torch.dtype | None, bucket_bytes: int, timeout_s: float, threads: Executor
+        self, hf_config: HFConfig, bucket_bytes: int, num_servers: int, timeout_s: float, threads: Executor
     ) -> None:
-        self._hf_config, self._dtype, self._timeout_s, self._threads = hf_config, dtype, timeout_s, threads
-        self._message_bytes = max(bucket_bytes // 2, 1024)  # two messages are under way
+        self._hf_config, self._timeout_s, self._threads = hf_config, timeout_s, threads
+        most = max(bucket_bytes // 2, 1024)  # two messages are under way to each server
+        self._message_bytes = max(most // max(1, num_servers), min(most, _ENOUGH_BYTES))
         self._routes: dict[_Layout, _Route] = {}
         self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # url -> name, group
         self._meetings: dict[str, tuple[str, Meeting]] = {}  # on rank 0: url -> start of the server, meeting
@@ -154,17 +170,30 @@ class ShardedSender:
         return [offer for offer in offers if not faults[_Layout(*offer["layout"])]]
 
     def _prepare(self, layout: _Layout, model: Model, sizes: Sizes) -> None:
-        """A collective of all ranks where the layout is new."""
+        """A collective of all ranks where the layout is new; ValueError on all of them if any cannot take part."""
         if layout in self._routes:
             return
+        route: _Route | None = None
+        try:
+            route = self._route(layout, model, sizes)
+            claim = _Claim("", route.fingerprint, bool(route.messages))
+        except ValueError as error:
+            claim = _Claim(one_line(error), "", False)
+        claims = [claim] * dist.get_world_size()
+        dist.all_gather_object(claims, claim)
+        members = _members(claims)
+        assert route is not None, "a rank without one has said why"
+        self._routes[layout] = replace(route, members=members)
+
+    def _route(self, layout: _Layout, model: Model, sizes: Sizes) -> _Route:
+        """As this rank derives it, without members."""
         trainer, server = _trainer_spread(model, self._hf_config, sizes), self._server_spread(layout, sizes)
-        plan = Plan(trainer, server)
-        messages = plan.messages_out(dist.get_rank(), self._message_bytes)
-        sending: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(sending, bool(messages) or dist.get_rank() == 0)
-        members = {rank: i for i, rank in enumerate(rank for rank, does in enumerate(sending) if does)}
+        rank, params, plan = dist.get_rank(), local_parameters(model), Plan(trainer, server)
+        if lacking := [name for name in trainer.shapes(rank) if name not in params]:
+            raise ValueError(f"rank {rank} of the trainer does not have {some_names(lacking)} of its description")
+        messages = plan.messages_out(rank, self._message_bytes)
         fingerprint = plan.fingerprint(self._message_bytes)
-        self._routes[layout] = _Route(to_json(trainer), to_json(server), fingerprint, messages, members)
+        return _Route(to_json(trainer), to_json(server), fingerprint, messages, {})
 
     def _server_spread(self, layout: _Layout, sizes: Sizes) -> ServerSpread:
         table = tuple(server_table(layout.engine, self._hf_config))
@@ -175,17 +204,19 @@ class ShardedSender:
         if dist.get_rank() not in route.members:
             return outcome
         hashes: Kind = offer["hashes"]
+        clock = Clock()
         try:
-            with _Stopwatch(outcome, "join"):
+            with clock("join"):
                 link = self._link(offer, route)
                 agree(route.fingerprint, link.group, link.device)
-            with _Stopwatch(outcome, "send"):
-                digests = send(route.messages, params, link, digest=partial(digest, kind=hashes))
-            with _Stopwatch(outcome, "verify"):
+            with clock("send"):
+                digests = send(route.messages, params, link, digest=partial(digest, kind=hashes), clock=clock)
+            with clock("verify"):
                 outcome.wrong = compare(route.messages, digests, link)
-            outcome.num_parts = len(digests)
+            outcome.num_parts, outcome.sent = len(digests), hashlib.sha256("".join(digests).encode()).hexdigest()
         except (RuntimeError, ValueError) as error:  # torch's word for a peer that is gone or silent; a disagreement
             outcome.error = one_line(error)
+        outcome.seconds = dict(clock.seconds)
         return outcome
 
     def _link(self, offer: Mapping[str, Any], route: _Route) -> Link:
@@ -230,15 +261,17 @@ class _Recent(Mapping[str, Tensor]):
         return len(self._params)
 
 
-class _Stopwatch:
-    def __init__(self, outcome: _Outcome, phase: str) -> None:
-        self._outcome, self._phase = outcome, phase
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._outcome.seconds[self._phase] = time.perf_counter() - self._start
+def _members(claims: Sequence[_Claim]) -> dict[int, int]:
+    """Rank of the trainer -> rank in the group, of rank 0 and those that send; ValueError unless all claims agree."""
+    if error := next((claim.error for claim in claims if claim.error), ""):
+        raise ValueError(error)
+    if others := [str(rank) for rank, claim in enumerate(claims) if claim.fingerprint != claims[0].fingerprint]:
+        raise ValueError(
+            f"rank {some_names(others)} of the trainer describes the model, its layout or the messages in another way "
+            "than rank 0: want one version of megarl and one layout on all ranks"
+        )
+    joining = [rank for rank, claim in enumerate(claims) if claim.sends or rank == 0]
+    return {rank: i for i, rank in enumerate(joining)}
 
 
 def _greet(server: Server) -> None:
@@ -267,14 +300,13 @@ def _conclude(
             targets.fall_back(url, reason)
         else:
             targets.done[url] = "sharded"
-            lead.num_verified += sum(one.num_parts for one in found)
-    longest = {
-        phase: max((one.seconds.get(phase, 0.0) for found in outcomes.values() for one in found), default=0.0)
-        for phase in ("join", "send", "verify")
-    }
-    for phase, spent in longest.items():
-        targets.clock.seconds[phase] += spent
-    targets.clock.seconds["load"] += max(0.0, seconds - sum(longest.values()))
+            lead.verified[url] = sum(one.num_parts for one in found)
+            lead.sent[url] = "".join(one.sent for one in found)
+    spent = [one.seconds for found in outcomes.values() for one in found]
+    slowest = max(spent, key=lambda phases: sum(phases.values()), default={})
+    for phase, of_phase in slowest.items():
+        targets.clock.seconds[phase] += of_phase
+    targets.clock.seconds["load"] += max(0.0, seconds - sum(slowest.values()))
 
 
 def _refusal(answer: Future[None]) -> str:

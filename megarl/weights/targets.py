@@ -51,7 +51,13 @@ class Targets:
             if wanted != "auto":
                 self._ways[url] = [way for way in possible if way in (wanted, WAYS[-1])]
                 if wanted not in possible:
-                    self._warn(url, wanted, f"it needs {_obstacle(server, wanted, wanted, on_gpu)}")
+                    self.warn(url, wanted, f"it needs {_obstacle(server, wanted, wanted, on_gpu)}")
+
+    def send_on(self, url: str) -> str:
+        """Have it given the weights once more, by the next way; returns the one that it leaves behind."""
+        self.done.pop(url, None)
+        way, *self._ways[url] = self._ways[url]
+        return way
 
     def waiting(self) -> dict[str, str]:
         """url -> way of the servers that are still to get the weights."""
@@ -90,17 +96,14 @@ class Targets:
 
     def fall_back(self, url: str, reason: str) -> None:
         """Its way failed: a slower one if there is any and the server still answers, else it is dropped."""
-        way, *slower = self._ways[url]
-        self.done.pop(url, None)
         is_there = self.left[url].is_there()
-        if not slower or not is_there:
+        if len(self._ways[url]) == 1 or not is_there:
             self.drop(url, reason)
             self.silent |= set() if is_there else {url}
             return
-        self._ways[url] = slower
-        self._warn(url, way, reason)
+        self.warn(url, self.send_on(url), reason)
 
-    def _warn(self, url: str, way: str, reason: str) -> None:
+    def warn(self, url: str, way: str, reason: str) -> None:
         logger.warning("%s: the way %s failed: %s", url, way, reason)
         self.fallbacks.setdefault(url, []).append(f"{way}: {reason}")
 
@@ -110,9 +113,17 @@ class Lead:
 
     def __init__(self, targets: Targets, version: int, *, flush_cache: bool, compares: bool) -> None:
         self.targets, self.version, self.flush_cache, self.compares = targets, version, flush_cache, compares
-        self.num_verified = 0
-        self.looked: set[str] = set()  # servers that were asked for their checksums after a sharded transfer
-        self.compared: list[str] = []
+        self.sent: dict[str, str] = {}  # url -> the digests of the slices that it was sent, until its own are looked at
+        # url -> these, and its checksums: of servers that whole tensors are sent to as well, to see where they put them
+        self.slices: dict[str, tuple[str, list[dict[str, str]]]] = {}
+        self.verified: dict[str, int] = {}  # url -> digests found equal
+        self.unvouched: set[str] = set()  # servers whose checksums cannot be computed and have none to be compared with
+        self.compared: set[str] = set()
+
+    def drop_unvouched(self, reason: str) -> None:
+        """Nothing is known of these but that they answered."""
+        for url in sorted(self.unvouched & set(self.targets.left) - self.compared):
+            self.targets.drop(url, f"{url} has checksums that only an exported folder could vouch for: {reason}")
 
     def report(self, sizes: Sizes) -> PushReport:
         """PushError if no server holds the weights."""
@@ -121,12 +132,13 @@ class Lead:
             version=self.version,
             num_tensors=len(sizes),
             num_bytes=sum(num_bytes(shape, dtype) for shape, dtype in sizes.values()),
-            num_verified=self.num_verified,
+            num_verified=sum(self.verified.get(url, 0) for url in targets.done),
             ways=dict(targets.done),
             failed=dict(targets.failed),
             fallbacks=targets.fallbacks,
-            compared=self.compared,
+            compared=sorted(self.compared & set(targets.done)),
             timings=dict(targets.clock.seconds),
+            unverified=[url for url in targets.done if url not in self.verified and url not in self.compared],
         )
         if report.ways:
             return report
@@ -141,7 +153,9 @@ def _obstacle(server: Server, way: str, wanted: str, on_gpu: bool) -> str | None
     if way == "sharded":
         if not nature.has_receiver:
             return "a server that was started with our custom weight loader"
-        return None if nature.is_plain else "a server without quantization, pipeline stages or data parallelism"
+        if not nature.is_plain:
+            return "a server without quantization, pipeline stages or data parallelism"
+        return "a server that has slices where it puts whole tensors" if server.fits_slices is False else None
     if way == "shared":
         if not is_here(server.url):
             return "a server on this machine"

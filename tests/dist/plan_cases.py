@@ -11,7 +11,7 @@ from plan_reference import Params, cut_by_hand, whole_tensors
 
 from megarl.weights.describe import from_json
 from megarl.weights.digests import digest
-from megarl.weights.exchange import Link, agree, answer, check_params, compare, receive, send
+from megarl.weights.exchange import Link, agree, answer, check_messages, check_params, compare, receive, send
 from megarl.weights.layouts import MegatronSpread, ServerSpread
 from megarl.weights.plan import Plan
 
@@ -58,8 +58,8 @@ def _receive(plan: Plan, rank: int, message_bytes: int, link: Link, corrupt: str
     }
     check_params(plan.receiver, rank, params)
     messages = plan.messages_in(rank, message_bytes)
-    num_bytes = receive(messages, params, link)
-    assert num_bytes == sum(transfer.num_bytes for transfer in plan.receives(rank))
+    check_messages(plan, rank, messages, link)
+    assert receive(messages, params, link) == plan.num_bytes(rank)
     if corrupt in params:
         params[corrupt].view(-1)[0] += 1
     answer(messages, params, link, digest=digest)

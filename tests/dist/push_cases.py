@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,15 +18,18 @@ import torch.distributed as dist
 
 from megarl.mcore.model import build_model
 from megarl.mcore.setup import Layout, make_groups
+from megarl.mcore.step import Outputs, forward_only
 from megarl.rollout.protocol import tensor_digest
-from megarl.weights import exchange
+from megarl.sample import Batch, MicroBatch
+from megarl.weights import exchange, sharded
 from megarl.weights.buckets import Bucket
 from megarl.weights.export import hf_tensors
 from megarl.weights.gather import local_parameters
 from megarl.weights.load import load_hf
+from megarl.weights.plan import Plan
 from megarl.weights.push import Canary, Pusher
 from megarl.weights.report import PushError
-from megarl.weights.servers import Server
+from megarl.weights.servers import Nature, Server, Spent
 from megarl.weights.shared import payload, shared_buffer
 
 TOKEN = "secret"
@@ -39,7 +44,7 @@ def build(folder: str, layout: Layout) -> None:
     config = json.loads((Path(folder) / "config.json").read_text())
     model = build_model(config, layout)
     load_hf(model, folder, config)
-    _held.update(model=model, config=config, folder=folder, params=local_parameters(model))
+    _held.update(model=model, config=config, folder=folder, layout=layout, params=local_parameters(model))
 
 
 def connect(urls: list[str], way: str, settings: dict[str, Any]) -> None:
@@ -57,8 +62,8 @@ def push(version: int, fault: str, how: dict[str, Any]) -> dict[str, Any]:
     if not bare:
         for name in sorted(_held["params"]):
             _held["params"][name].mul_(1.01)
-    if how.pop("canary", False):
-        how["canary"] = Canary((3, 4, 5, 6, 7))
+    if (error_of_canary := how.pop("canary_off_by", None)) is not None:
+        how["canary"] = _canary(error_of_canary)
     name, _, argument = fault.partition(" ")
     with ExitStack() as stack:
         for patch in FAULTS[name](argument) if fault else ():
@@ -72,6 +77,18 @@ def push(version: int, fault: str, how: dict[str, Any]) -> dict[str, Any]:
         want[name] = tensor_digest(tensor)
         sizes.append(tensor.numel())
     return {"report": report, "error": error, "want": want, "sizes": sizes}
+
+
+def _canary(error: float) -> Canary:
+    """Of the trainer's weights as they are now; its log-probs are wrong by `error`."""
+    ids = (3, 4, 5, 6, 7)
+    micro = MicroBatch(Batch(torch.tensor(ids), torch.tensor([len(ids)])))
+    outputs = Outputs(_held["layout"], _held["config"]["vocab_size"])
+    found = forward_only(_held["model"], [micro], outputs, torch.device("cpu"))
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, found[0]["log_probs"][1:].tolist() if found else None)
+    log_probs = next(values for values in by_rank if values)  # only the last pipeline stage has them
+    return Canary(ids, tuple(value + error for value in log_probs))
 
 
 def ranks_that_go_on() -> int:
@@ -138,6 +155,27 @@ def _drop_bucket(url: str) -> list[Any]:
     return [mock.patch.object(Server, name, skip(getattr(Server, name))) for name in ("_receive", "_broadcast")]
 
 
+def _drop_mapped(number: str) -> list[Any]:
+    """No server hears of the bucket of this number, which is not the last, among those it is to map."""
+    calls: dict[str, int] = {}
+    map_ = Server.map
+
+    def maybe(self: Server, **arguments: Any) -> Any:
+        calls[self.url] = calls.get(self.url, -1) + 1
+        return Spent(0.0, 0.0) if calls[self.url] == int(number) else map_(self, **arguments)
+
+    return [mock.patch.object(Server, "map", maybe)]
+
+
+def _drop_message(_: str) -> list[Any]:
+    """The last message of rank 1 does not leave it.  (Behind any other, gloo ends a receiver that gets the next one.)"""
+
+    def fewer(messages: Any, *args: Any, **named: Any) -> list[str]:
+        return exchange.send(messages[: -1 if dist.get_rank() == 1 else None], *args, **named)
+
+    return [mock.patch.object(sharded, "send", fewer)]
+
+
 def _swap_experts(names: str) -> list[Any]:
     """The server takes the first two experts' tensors of these names for each other."""
     receive = Server._receive
@@ -148,6 +186,55 @@ def _swap_experts(names: str) -> list[Any]:
         receive(self, Bucket(swapped, bucket.shapes, bucket.dtype, bucket.data, bucket.is_last), *args)
 
     return [mock.patch.object(Server, "_receive", swap)]
+
+
+def _swap_places(names: str) -> list[Any]:
+    """The table of what servers hold is wrong about these names: of experts or layers it takes the first two for each
+    other, in a stack of experts the tensors that lie over one another.
+    """
+    table, other = sharded.server_table, {names.format(i): names.format(1 - i) for i in (0, 1)}
+
+    def swapped(*args: Any) -> list[Any]:
+        ops = table(*args)
+        if other.keys() <= {op.param for op in ops}:
+            return [replace(op, param=other.get(op.param, op.param)) for op in ops]
+        stack = next(op for op in ops if names.format(0) in op.hf_shapes)
+        return [replace(op, names=tuple(reversed(op.names))) if op is stack else op for op in ops]
+
+    return [mock.patch.object(sharded, "server_table", swapped)]
+
+
+def _leave_out(rank: str) -> list[Any]:
+    """A rank of the trainer does not join, though it has something to send."""
+    members = sharded._members
+
+    def fewer(claims: Any) -> dict[int, int]:
+        return {other: place for other, place in members(claims).items() if other != int(rank)}
+
+    return [mock.patch.object(sharded, "_members", fewer)]
+
+
+def _describe_otherwise(rank: str) -> list[Any]:
+    """A rank of the trainer derives another plan."""
+    fingerprint = Plan.fingerprint
+
+    def other(self: Plan, message_bytes: int) -> str:
+        return fingerprint(self, message_bytes + (dist.get_rank() == int(rank)))
+
+    return [mock.patch.object(Plan, "fingerprint", other)]
+
+
+def _not_plain(_: str) -> list[Any]:
+    """Servers say that they hold quantized weights, so that nobody computes what their checksums must be."""
+    read = Nature.read
+    return [mock.patch.object(Nature, "read", lambda *args: replace(read(*args), is_plain=False))]
+
+
+def _full_disk(argument: str) -> list[Any]:
+    """No file of an exported folder can be written; the servers are as said."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    patches = _not_plain("") if argument == "not-plain" else []
+    return [mock.patch("megarl.weights.folder.HFWriter.add", side_effect=full), *patches]
 
 
 def _signal(number: int) -> Callable[[str], list[Any]]:
@@ -189,7 +276,14 @@ FAULTS: dict[str, Callable[[str], list[Any]]] = {
     "corrupt-in-flight": _corrupt_in_flight,
     "corrupt-in-server": _corrupt_in_server,
     "drop-bucket": _drop_bucket,
+    "drop-mapped": _drop_mapped,
+    "drop-message": _drop_message,
     "swap-experts": _swap_experts,
+    "swap-places": _swap_places,
+    "leave-out": _leave_out,
+    "describe-otherwise": _describe_otherwise,
+    "not-plain": _not_plain,
+    "full-disk": _full_disk,
     "kill": _signal(signal.SIGKILL),
     "freeze": _signal(signal.SIGSTOP),
     "misroute": _misroute,

@@ -21,7 +21,7 @@ WAYS = ("gathered", "shared", "sharded")
 PHASES = {
     "gathered": {"join", "pause", "gather", "convert", "send", "load", "verify", "resume"},
     "shared": {"join", "pause", "gather", "convert", "send", "load", "verify", "resume"},
-    "sharded": {"join", "pause", "send", "load", "verify", "resume"},
+    "sharded": {"join", "pause", "convert", "send", "load", "verify", "resume"},
 }
 Push = Callable[..., dict[str, Any]]
 
@@ -67,12 +67,14 @@ versions = count(1)
 
 @pytest.mark.parametrize("way", WAYS)
 def test_both_servers_get_exactly_the_trainers_weights(way, connected, servers) -> None:
-    go = connected(way)
-    found = [go(), go(pause_mode="in_place", canary=True)]
-    for one in found:
+    go, urls = connected(way), [server.url for server in servers]
+    first = go()
+    assert first["report"].compared == (sorted(urls) if way == "sharded" else []), "with what whole tensors leave"
+    found = [go(), go(pause_mode="in_place", canary_off_by=0.0)]
+    for one in [first, *found]:
         report = one["report"]
-        assert report.ways == {server.url: way for server in servers}
-        assert (report.failed, report.fallbacks, report.compared) == ({}, {}, [])
+        assert report.ways == dict.fromkeys(urls, way)
+        assert (report.failed, report.fallbacks, report.unverified) == ({}, {}, [])
         assert report.num_tensors == len(one["want"]) == 4 * 11 + 2
         assert report.num_bytes == sum(4 * size for size in one["sizes"])
         assert report.num_verified >= 2 * report.num_tensors
@@ -90,7 +92,12 @@ def test_the_way_that_is_fastest_here_is_chosen(connected, servers) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_push_left_is_what_the_server_reads_from_the_exported_folder(way, connected, servers) -> None:
     go = connected(way, check_every=2)
-    assert [sorted(go()["report"].compared) for _ in range(3)] == [[], sorted(s.url for s in servers), []]
+    go()
+    assert [go()["report"].compared for _ in range(3)] == [
+        sorted(s.url for s in servers),
+        [],
+        sorted(s.url for s in servers),
+    ]
 
 
 def test_an_element_corrupted_under_way_is_named_its_server_left_out_and_the_next_push_heals_it(
@@ -120,6 +127,7 @@ def test_slices_corrupted_under_way_are_named_and_sent_again_by_the_slowest_way(
 @pytest.mark.parametrize("way", WAYS)
 def test_an_element_corrupted_in_a_server_is_caught(way, connected, servers) -> None:
     go, (good, bad) = connected(way), servers
+    go()
     found = go(f"corrupt-in-server {bad.url}")
     report = found["report"]
     if way == "gathered":  # there is no other way
@@ -131,11 +139,43 @@ def test_an_element_corrupted_in_a_server_is_caught(way, connected, servers) -> 
     assert bad.engine.checksums() == found["want"]
 
 
+def test_a_change_of_one_server_alone_is_caught_where_the_slices_are_right(connected, servers) -> None:
+    """What is not sent is not digested by the sender: a server's checksums must not change but with the weights."""
+    go = connected("sharded", urls=[servers[0].url])
+    go()
+    found = go(f"corrupt-in-server {servers[0].url}", bare=True)["report"]
+    (sentence,) = found.fallbacks[servers[0].url]
+    assert "the weights are those of the last push, and its checksums did" in sentence
+    assert found.ways == {servers[0].url: "gathered"}
+
+
 def test_a_dropped_bucket_is_named(connected, servers) -> None:
     go, (good, bad) = connected("gathered"), servers
     report = go(f"drop-bucket {bad.url}")["report"]
     assert set(report.ways) == {good.url}
     assert f"(differ: {O_PROJ}" in report.failed[bad.url]
+
+
+@pytest.mark.parametrize(("way", "fault"), [("shared", "drop-mapped 3"), ("sharded", "drop-message x")])
+def test_what_is_dropped_on_a_faster_way_is_sent_again_by_the_slowest(way, fault, connected, servers) -> None:
+    go = connected(way, timeout_s=5)
+    go()
+    found = go(fault)
+    for server in servers:
+        assert found["report"].ways[server.url] == "gathered"
+        assert found["report"].fallbacks[server.url][0].startswith(f"{way}: ")
+        assert server.engine.checksums() == found["want"]
+
+
+def test_a_server_that_computes_otherwise_than_the_trainer_fails_its_push_and_stays_paused(connected, servers) -> None:
+    go = connected("shared")
+    found = go(canary_off_by=0.1)
+    for server in servers:
+        assert "answers the canary prompt with log-probs that differ" in found["report"].failed[server.url]
+        assert server.is_paused
+    assert found["report"].ways == {} and found["error"]
+    assert set(go(canary_off_by=0.0)["report"].ways) == {server.url for server in servers}
+    assert not any(server.is_paused for server in servers)
 
 
 def test_a_push_that_no_server_took_is_an_error_that_names_all(connected, servers) -> None:
@@ -194,13 +234,70 @@ def test_a_push_to_some_leaves_the_others_alone(connected, servers) -> None:
     assert set(go()["report"].ways) == {server.url for server in servers}
 
 
-def test_slices_sent_to_the_wrong_place_are_caught_by_the_exported_folder(connected, servers) -> None:
-    """The sender believes in what it sends: only a model that was not sent can tell."""
-    report = connected("sharded", check_every=1)("misroute")["report"]
+@pytest.mark.parametrize("fault", ["misroute", "swap-places model.layers.{}.input_layernorm.weight"])
+def test_slices_that_go_to_a_wrong_place_are_caught_by_whole_tensors(fault, connected, servers) -> None:
+    """Sender and receiver believe in what they send and where it goes: only the server's own loading can tell."""
+    go = connected("sharded")
+    for again in range(2):
+        found = go(fault)
+        report = found["report"]
+        assert (report.ways, report.failed, report.compared) == ({s.url: "gathered" for s in servers}, {}, [])
+        for server in servers:
+            (sentence,) = report.fallbacks[server.url]
+            words = "it needs a server that" if again else "held other weights after slices than after whole tensors"
+            assert words in sentence
+            assert server.engine.checksums() == found["want"]
+    servers[1].restart()
+    told = go(fault)["report"].fallbacks
+    assert "it needs a server" in told[servers[0].url][0]
+    assert "after slices" in told[servers[1].url][0], "a new process is tried anew"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("leave-out 1", "needs slices of the trainer's ranks 1, which have not joined"),
+        (
+            "describe-otherwise 1",
+            "rank 1 of the trainer describes the model, its layout or the messages in another way",
+        ),
+    ],
+)
+def test_a_rank_that_does_not_take_part_is_noticed_before_the_first_byte(fault, words, connected, servers) -> None:
+    found = connected("sharded")(fault)
+    for server in servers:
+        (sentence,) = found["report"].fallbacks[server.url]
+        assert words in sentence
+        assert found["report"].ways[server.url] == "gathered"
+        assert server.engine.checksums() == found["want"]
+
+
+def test_servers_whose_digests_nobody_computes_are_compared_with_the_exported_folder(connected, servers) -> None:
+    go, urls = connected("gathered"), sorted(server.url for server in servers)
+    found = [go("not-plain")["report"] for _ in range(2)]
+    assert [(sorted(report.ways), report.num_verified) for report in found] == [(urls, 0)] * 2
+    assert [report.compared for report in found] == [urls, []]
+    assert [sorted(report.unverified) for report in found] == [[], urls]
+
+
+@pytest.mark.parametrize(
+    ("fault", "settings", "words"),
+    [
+        ("full-disk not-plain", {}, "No space left on device"),
+        ("not-plain", {"source_folder": None}, "there is none that it can read"),
+    ],
+)
+def test_servers_that_nothing_vouches_for_are_left_out(fault, settings, words, connected, servers) -> None:
+    report = connected("gathered", **settings)(fault)["report"]
     assert report.ways == {}
     for server in servers:
-        assert "holds other weights after reading" in report.failed[server.url]
-        assert "model.layers.1.self_attn.q_proj.weight" in report.failed[server.url]
+        assert words in report.failed[server.url]
+        assert server.is_paused
+
+
+def test_a_full_disk_is_no_fault_of_servers_that_digests_vouch_for(connected, servers) -> None:
+    report = connected("gathered", check_every=1)("full-disk")["report"]
+    assert set(report.ways) == {server.url for server in servers} and report.compared == []
 
 
 def test_the_ranks_go_on_after_all_that(ranks: Ranks) -> None:

@@ -48,13 +48,25 @@ def test_a_model_with_experts_arrives_whole(way: str, served: Any, ranks: Ranks)
     assert server.engine.checksums() == found["want"]
 
 
+EXPERTS = {
+    "qwen3_moe": "model.layers.0.mlp.experts.{}.up_proj.weight",
+    "mixtral": "model.layers.0.block_sparse_moe.experts.{}.w3.weight",
+    "deepseek_v3": "model.layers.1.mlp.experts.{}.up_proj.weight",
+}
+
+
+def test_slices_of_experts_that_go_to_each_others_place_are_caught(served: Any, ranks: Ranks) -> None:
+    (family, server), names = served, EXPERTS[served[0]]
+    ranks.run(connect, [server.url], "sharded", {}, timeout_s=120)
+    found = ranks.run(push, 1, f"swap-places {names}", {}, timeout_s=240)[0]
+    (sentence,) = found["report"].fallbacks[server.url]
+    assert sentence.endswith(f"after slices than after whole tensors: {names.format(0)}, {names.format(1)}"), family
+    assert found["report"].ways == {server.url: "gathered"}
+    assert server.engine.checksums() == found["want"]
+
+
 def test_two_swapped_experts_are_named_and_the_next_push_heals_them(served: Any, ranks: Ranks) -> None:
-    family, server = served
-    names = {
-        "qwen3_moe": "model.layers.0.mlp.experts.{}.up_proj.weight",
-        "mixtral": "model.layers.0.block_sparse_moe.experts.{}.w3.weight",
-        "deepseek_v3": "model.layers.1.mlp.experts.{}.up_proj.weight",
-    }[family]
+    (_, server), names = served, EXPERTS[served[0]]
     ranks.run(connect, [server.url], "gathered", {}, timeout_s=120)
     found = ranks.run(push, 1, f"swap-experts {names}", {}, timeout_s=240)[0]
     assert f"(differ: {names.format(0)}, {names.format(1)})" in found["report"].failed[server.url]

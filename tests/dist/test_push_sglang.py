@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from push_cases import K_PROJ, TOKEN, build, connect, push
+from push_cases import K_PROJ, O_PROJ, TOKEN, build, connect, push
 from spawn import Ranks
 from tiny_models import write_model
 
@@ -113,7 +113,7 @@ def running(
 @pytest.mark.parametrize("way", WAYS)
 def test_each_rank_holds_what_it_would_read_from_the_exported_folder(way: str, running: Running) -> None:
     for how in ({}, {"pause_mode": "in_place"}):
-        found = running.push(way, settings={"check_every": 1}, canary=True, **how)
+        found = running.push(way, settings={"check_every": 1}, canary_off_by=0.0, **how)
         report = found["report"]
         assert (report.ways, report.failed, report.fallbacks) == ({running.url: way}, {}, {}), found
         assert report.compared == [running.url]
@@ -140,16 +140,34 @@ def test_slices_corrupted_under_way_are_named_and_sent_again(running: Running) -
     assert "(differ: " in report.fallbacks[running.url][0]
 
 
-def test_swapped_experts_are_named(running: Running) -> None:
+def test_a_dropped_bucket_is_named(running: Running) -> None:
+    report = running.push("gathered", f"drop-bucket {running.url}")["report"]
+    assert report.ways == {} and f"(differ: {O_PROJ}" in report.failed[running.url]
+
+
+def swappable(family: str) -> tuple[str, str]:
+    """HF names that differ in a number, and the parameter of SGLang with the first of them."""
     names = {
         "qwen3_moe": "model.layers.0.mlp.experts.{}.up_proj.weight",
         "mixtral": "model.layers.0.block_sparse_moe.experts.{}.w3.weight",
         "deepseek_v3": "model.layers.1.mlp.experts.{}.up_proj.weight",
-    }.get(running.case.family)
+    }.get(family)
     if names is None:  # a dense model: what can be swapped there are two norms
-        names, stack = "model.layers.{}.input_layernorm.weight", "model.layers.0.input_layernorm.weight"
-    else:
-        stack = names.split(".experts.")[0] + ".experts.w13_weight"
+        return "model.layers.{}.input_layernorm.weight", "model.layers.0.input_layernorm.weight"
+    return names, names.split(".experts.")[0] + ".experts.w13_weight"
+
+
+def test_a_wrong_table_of_what_sglang_holds_is_found_out_by_its_own_loading(running: Running) -> None:
+    """Gate and up the other way round, or two norms: each as large as the other."""
+    names, stack = swappable(running.case.family)
+    report = running.push("sharded", f"swap-places {names}")["report"]
+    (sentence,) = report.fallbacks[running.url]
+    assert f"after slices than after whole tensors: {stack}" in sentence
+    assert (report.ways, report.failed) == ({running.url: "gathered"}, {})
+
+
+def test_swapped_experts_are_named(running: Running) -> None:
+    names, stack = swappable(running.case.family)
     report = running.push("gathered", f"swap-experts {names}")["report"]
     assert f"(differ: {stack}" in report.failed[running.url]
 

@@ -49,6 +49,7 @@ class Variant:
     router: bool = False
 
 
+# The old version has one rank here: a second one changes only where weights lie, and test_push_sglang.py pushes those.
 VARIANTS = {
     "cpu": Variant(),
     "sglang": Variant("sglang"),

@@ -1,7 +1,10 @@
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from spread_tables import Model
 
 from megarl.weights.layouts import MegatronSpread, ServerSpread
@@ -32,7 +35,7 @@ def test_ranks_are_numbered_as_megatron_numbers_them(tp, cp, pp, ep, etp, more):
 
 
 def layers_of(spread, rank):
-    return sorted({op.layer for op in DENSE if op.layer is not None and op.param in spread.shapes(rank)})
+    return sorted({op.layer for op in spread.table if op.layer is not None and op.param in spread.shapes(rank)})
 
 
 def test_layers_are_dealt_to_stages_evenly_in_chunks_or_as_told():
@@ -42,6 +45,23 @@ def test_layers_are_dealt_to_stages_evenly_in_chunks_or_as_told():
     assert [layers_of(plain, rank) for rank in (0, 1)] == [[0, 1], [2, 3]]
     assert [layers_of(chunks, rank) for rank in (0, 1)] == [[0, 2], [1, 3]]
     assert [layers_of(uneven, rank) for rank in (0, 1)] == [[0], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(2, None), (2, 2), (2, 4), (4, None), (4, 2)])
+def test_layers_lie_on_the_stages_and_in_the_chunks_where_megatron_puts_them(pp, vpp):
+    table, chunks = Model(num_layers=8).trainer_table(), vpp or 1
+    config = TransformerConfig(
+        num_layers=8,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        pipeline_dtype=torch.float32,
+    )
+    spread = MegatronSpread(table, world_size=pp, pp=pp, vpp=chunks)
+    for rank in range(pp):
+        firsts = [get_transformer_layer_offset(config, chunk if vpp else None, rank) for chunk in range(chunks)]
+        assert layers_of(spread, rank) == [first + i for first in firsts for i in range(8 // (pp * chunks))]
 
 
 def test_the_ends_of_the_model_are_on_the_first_and_the_last_stage():
