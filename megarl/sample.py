@@ -47,6 +47,9 @@ class Completion:
     text: str = ""
 
 
+REWARD_ERROR = "reward_error"  # the further number, 1.0, of a reward function that failed on a sample
+
+
 @dataclass(frozen=True)
 class Sample:
     """A prompt, one completion of it, and what the reward said."""
@@ -54,7 +57,8 @@ class Sample:
     prompt: Prompt
     completion: Completion
     reward: float
-    reward_extra: dict[str, float] = field(default_factory=dict)  # further numbers of a reward function, logged only
+    reward_extra: dict[str, float] = field(default_factory=dict)  # further numbers of a reward function
+    greedy_reward: float | None = None  # of a greedy completion of the same prompt, where one was asked for
 
 
 @dataclass(frozen=True)

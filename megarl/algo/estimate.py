@@ -5,7 +5,7 @@ Runs once per batch, on whole samples, on the CPU.  Knows columns and settings; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,19 @@ from torch import Tensor
 
 from megarl.algo.advantages import ADV_ESTIMATORS
 from megarl.algo.finite import require_finite
+from megarl.algo.groups import Groups
 from megarl.algo.kl import kl_estimate
-from megarl.algo.registry import keyword_names
-from megarl.algo.segments import clean, last_unmasked, segment_count, segment_mean, segment_sum
+from megarl.algo.knobs import keyword_names
+from megarl.algo.segments import clean, last_unmasked, segment_count, segment_mean
 from megarl.sample import Batch, Stat, Stats
+
+# What an estimator may ask for that is not an argument of its own: settings with keys of their own, and data.
+SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "reward_weights")
+DATA = (
+    *("values", "old_log_probs", "ref_log_probs", "rollout_log_probs", "sum_pi_squared", "full_kl", "keep"),
+    *("group", "group_ids", "score", "raw_score", "greedy_score", "reward_parts", "truncated"),
+    *("response_mask", "version_min", "version_max"),
+)
 
 
 def estimate(
@@ -26,6 +35,8 @@ def estimate(
     gamma: float = 1.0,
     lam: float = 1.0,
     norm_adv_by_std_in_grpo: bool = True,
+    reward_weights: Sequence[float] = (),
+    adv_estimator_args: Mapping[str, Any] | None = None,
     use_kl_in_reward: bool = False,
     kl_penalty: str = "kl",
     kl_coef: float = 0.0,
@@ -36,12 +47,14 @@ def estimate(
     r_t = score_t - kl_coef KL_t m_t,   score_t on the last trainable token
     A = adv_estimator(r, ...) clamped to [-advantage_clip, advantage_clip]
 
-    Args: batch: columns response_mask, and what the settings ask for: old_log_probs and ref_log_probs for the KL,
-        values for gae; rows score [B] and group [B].  kl_coef: the controller's current value.
+    Args: batch: columns response_mask, and what the settings ask for: old_log_probs and ref_log_probs, or full_kl, for
+        the KL, what the estimator names; rows score [B] and group [B].  reward_weights: of the columns of reward_parts.
+        adv_estimator_args: further arguments of this estimator.  kl_coef: the controller's current value.
     Returns: the batch, and statistics.  With KL in the reward, `actor/reward_kl_penalty` is the current KL, mean over
         sequences of token means: controller.update(stat.result(), int(stat.weight)).
     Raises: ValueError for an unknown name or a missing column; NonFiniteError for a number that is not finite.
     """
+    _own_arguments(adv_estimator, adv_estimator_args or {})
     mask, segment_ids = batch.columns["response_mask"] != 0, batch.segment_ids
     inputs = {name: c for name, c in batch.columns.items() if c.is_floating_point()}
     require_finite(inputs, mask, segment_ids)
@@ -53,22 +66,23 @@ def estimate(
         rewards = rewards - kl_coef * penalty
         stats |= kl_stats | {"actor/reward_kl_penalty_coeff": Stat("mean", kl_coef)}
 
-    settings = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
-    offered = {**settings, **batch.columns, **batch.rows, "group_ids": batch.rows.get("group")}
-    asked = _asked_for(adv_estimator, offered)
-    advantages, returns = ADV_ESTIMATORS[adv_estimator](rewards, mask, segment_ids, **asked)
-    for name, column in {"advantages": advantages, "returns": returns}.items():
-        if column.shape != mask.shape:
-            raise ValueError(
-                f"algorithm.adv_estimator={adv_estimator}: {name} want one number a token, {tuple(mask.shape)}"
-            )
+    settings: dict[str, Any] = {
+        "gamma": gamma,
+        "lam": lam,
+        "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
+        "reward_weights": tuple(reward_weights),
+        **(adv_estimator_args or {}),
+    }
+    asked = _asked_for(adv_estimator, batch, settings)
+    advantages, returns = _per_token(adv_estimator, rewards, mask, segment_ids, asked)
     if advantage_clip is not None:
         advantages = advantages.clamp(-advantage_clip, advantage_clip)
     if "group_ids" in asked:
-        stats |= group_stats(segment_sum(rewards, segment_ids, batch.num_sequences), batch.rows["group"])
+        has_token = segment_count(mask, segment_ids, batch.num_sequences) > 0
+        stats |= group_stats(batch.rows.get("raw_score", batch.rows["score"]), Groups.of(asked["group_ids"], has_token))
     require_finite({"advantages": advantages, "returns": returns}, mask, segment_ids)
     columns = {"token_level_rewards": rewards, "advantages": clean(advantages, mask), "returns": clean(returns, mask)}
-    return batch.with_columns(**columns), stats
+    return batch.with_columns(**{name: column.float() for name, column in columns.items()}), stats
 
 
 def score_rewards(scores: Tensor, mask: Tensor, segment_ids: Tensor) -> tuple[Tensor, Stats]:
@@ -76,9 +90,7 @@ def score_rewards(scores: Tensor, mask: Tensor, segment_ids: Tensor) -> tuple[Te
 
     A sequence without a trainable token has no place for its score; the statistic counts those.
     """
-    bad = (~scores.isfinite()).nonzero()
-    if len(bad):
-        raise ValueError(f"score of sequence {int(bad[0])} is {float(scores[bad[0]])}: want a finite number")
+    _require_finite_row("score", scores)
     places = last_unmasked(mask, segment_ids, len(scores))
     has_place = places >= 0
     rewards = torch.zeros(len(mask), dtype=torch.float32, device=mask.device)
@@ -90,36 +102,89 @@ def kl_of_rewards(batch: Batch, mask: Tensor, segment_ids: Tensor, kl_penalty: s
     """KL_t of the policy at the start of the iteration, [N], and its mean over sequences of token means."""
     if kl_penalty.endswith("+"):
         raise ValueError(f'algorithm.kl_penalty={kl_penalty!r}: "+" shapes a gradient, a reward has none, leave it out')
-    for name in ("old_log_probs", "ref_log_probs"):
+    needs = ("full_kl",) if kl_penalty == "full" else ("old_log_probs", "ref_log_probs")
+    for name in needs:
         if name not in batch.columns:
-            raise ValueError(f"algorithm.use_kl_in_reward=true needs the column {name}, which this batch has not")
-    penalty = clean(kl_estimate(kl_penalty, batch.columns["old_log_probs"], batch.columns["ref_log_probs"]), mask)
+            raise ValueError(
+                f"algorithm.use_kl_in_reward=true, kl_penalty={kl_penalty} needs the column {name}, "
+                "which this batch has not"
+            )
+    columns = [batch.columns[name] for name in needs]
+    penalty = clean(columns[0] if kl_penalty == "full" else kl_estimate(kl_penalty, *columns), mask)
     per_sequence = segment_mean(penalty, mask, segment_ids, batch.num_sequences)
     trainable = segment_count(mask, segment_ids, batch.num_sequences) > 0
     current = Stat("mean", float(per_sequence.double().sum()), float(trainable.sum()))
     return penalty, {"actor/reward_kl_penalty": current}
 
 
-def group_stats(scores: Tensor, group_ids: Tensor) -> Stats:
-    """What a group estimator cannot learn from: groups of one, and the share of groups whose rewards are all equal."""
-    groups, group_B, sizes_G = group_ids.unique(return_inverse=True, return_counts=True)
-    lowest = torch.full((len(groups),), torch.inf).scatter_reduce(0, group_B, scores.float(), "amin")
-    highest = torch.full((len(groups),), -torch.inf).scatter_reduce(0, group_B, scores.float(), "amax")
-    equal = (lowest == highest) & (sizes_G > 1)
+def group_stats(scores: Tensor, groups: Groups) -> Stats:
+    """What a group estimator cannot learn from: groups of one, and the share of groups whose rewards are all equal.
+
+    Only samples with a trainable token count, and groups that have one.  scores [B]: what the reward function said,
+    since a penalty for the length or the KL makes every sample differ, whether or not one is better than another.
+    """
+    sizes_G = segment_count(groups.takes_part, groups.index, groups.num_groups)
+    differing_G = segment_count(groups.differ(scores), groups.index, groups.num_groups)
+    equal = (sizes_G > 1) & (differing_G == 0)
     return {
         "algorithm/groups_of_one": Stat("sum", float((sizes_G == 1).sum())),
-        "algorithm/groups_all_equal": Stat("mean", float(equal.sum()), float(len(groups))),
+        "algorithm/groups_all_equal": Stat("mean", float(equal.sum()), float((sizes_G > 0).sum())),
     }
 
 
-def _asked_for(adv_estimator: str, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of this estimator, out of what the batch and the settings offer."""
+def check_estimator_args(adv_estimator: str, args: Mapping[str, Any]) -> None:
+    """Raises: ValueError for an unknown estimator, for one of algorithm.adv_estimator_args that it has not, and for one
+    that it needs and does not get; asked before a run starts, with no batch at hand.
+    """
+    for name, has_default in _own_arguments(adv_estimator, args).items():
+        if name not in args and not has_default:
+            raise ValueError(
+                f"algorithm.adv_estimator={adv_estimator}: want a value in algorithm.adv_estimator_args.{name}, "
+                "it has no default"
+            )
+
+
+def _own_arguments(adv_estimator: str, args: Mapping[str, Any]) -> dict[str, bool]:
+    """The arguments of this estimator that only adv_estimator_args can set: name -> has it a default?"""
     if adv_estimator not in ADV_ESTIMATORS:
         raise ValueError(f"algorithm.adv_estimator={adv_estimator!r}: want one of {', '.join(ADV_ESTIMATORS)}")
+    asked = keyword_names(ADV_ESTIMATORS[adv_estimator])
+    own = {name: has_default for name, has_default in asked.items() if name not in SETTINGS + DATA}
+    for name, value in args.items():
+        if name not in own:
+            has = f"has only {', '.join(own)}" if own else "has none"
+            raise ValueError(f"algorithm.adv_estimator_args.{name}={value}: adv_estimator={adv_estimator} {has}")
+    return own
+
+
+def _asked_for(adv_estimator: str, batch: Batch, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of this estimator, out of what the batch and the settings offer."""
+    offered = {**batch.columns, **batch.rows, "group_ids": batch.rows.get("group"), **settings}
     asked = {}
     for name, has_default in keyword_names(ADV_ESTIMATORS[adv_estimator]).items():
         if offered.get(name) is not None:
             asked[name] = offered[name]
         elif not has_default:
             raise ValueError(f"algorithm.adv_estimator={adv_estimator} needs {name}, which this batch has not")
+        if name in batch.rows:
+            _require_finite_row(name, batch.rows[name])
     return asked
+
+
+def _per_token(
+    adv_estimator: str, rewards: Tensor, mask: Tensor, segment_ids: Tensor, asked: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, as [N] columns."""
+    advantages, returns = ADV_ESTIMATORS[adv_estimator](rewards, mask, segment_ids, **asked)
+    for name, column in {"advantages": advantages, "returns": returns}.items():
+        if column.shape != mask.shape:
+            raise ValueError(
+                f"algorithm.adv_estimator={adv_estimator}: {name} want one number a token, {tuple(mask.shape)}"
+            )
+    return advantages, returns
+
+
+def _require_finite_row(name: str, row: Tensor) -> None:
+    bad = (~row.isfinite()).nonzero()
+    if len(bad):
+        raise ValueError(f"{name} of sequence {int(bad[0, 0])} is {float(row[tuple(bad[0])])}: want a finite number")

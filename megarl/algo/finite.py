@@ -12,15 +12,30 @@ class NonFiniteError(FloatingPointError):
     """A column holds NaN or infinity where the policy chose the token.
 
     `column` is its name, `sequence` the index of the sequence in the batch or micro-batch that was given, `token` the
-    place in that sequence: whoever knows the samples can turn them into a sample's name.
+    place in that sequence, prompt included.  Who knows of what the micro-batch is a part says where it begins there
+    (`moved`), and who knows the samples says whose it is (`named`).
     """
 
-    def __init__(self, column: str, sequence: int, token: int, value: float) -> None:
+    report = ""  # what else is known, for a file: the tracebacks of ranks
+
+    def __init__(self, column: str, sequence: int, token: int, value: float, sample: str | None = None) -> None:
+        place = sample or f"sequence {sequence} (counted in this batch or micro-batch)"
         super().__init__(
-            f"{column} is {value} at token {token} of sequence {sequence} (counted in this batch or micro-batch), "
-            "where the policy chose the token: want a finite number"
+            f"{column} is {value} at token {token} of {place}, where the policy chose the token: want a finite number"
         )
         self.column, self.sequence, self.token, self.value = column, sequence, token, value
+        # What travels from a rank to the driver; a rank adds which replica it is in.
+        self.details = {"column": column, "sequence": sequence, "token": token, "value": value}
+
+    def moved(self, by: int) -> NonFiniteError:
+        """The same error, its sequence counted in a batch that has `by` sequences before the micro-batch."""
+        return NonFiniteError(self.column, self.sequence + by, self.token, self.value)
+
+    def named(self, sample: str) -> NonFiniteError:
+        """The same error with the name of its sample instead of a count."""
+        found = NonFiniteError(self.column, self.sequence, self.token, self.value, sample)
+        found.report = self.report
+        return found
 
 
 def num_non_finite(columns: Mapping[str, Tensor], mask: Tensor) -> Tensor:

@@ -4,6 +4,9 @@ x = l - l_ref.  An estimator is a function (log_probs [T], ref_log_probs [T]) ->
 Its value and its gradient are two questions: k1's value is unbiased while its gradient is zero on average, k2's
 gradient is that of the reverse KL while its value is not the KL (arXiv:2506.09477).
 A name with "+" takes one estimator's value and k2's gradient.
+
+"full" is no estimator but the KL itself, sum_v p(v) (log p(v) - log q(v)): a column `full_kl` that the model makes from
+its logits and the reference's.  Who may meet that name reads the column instead of asking here.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import torch
 from torch import Tensor
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
+
+FULL = "full"
 
 # exp(d) - d - 1 = 10 at d = LINEAR_FROM; its slope there is exp(d) - 1 = 10 + d.
 LINEAR_FROM = 2.610868638149876
@@ -60,19 +65,26 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {
 def kl_estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """The estimator of that name, [T]; with "+": its value, the gradient of k2.
 
-    k2 - sg(k2) + sg(value)
-
     Args: log_probs, ref_log_probs [T], masked places already 0.
-    Raises: ValueError for an unknown name.
+    Raises: ValueError for an unknown name, or an estimator that returns anything but one number a token.
     """
     base = name.removesuffix("+")
     if base not in KL_ESTIMATORS:
-        raise ValueError(f'KL estimator {name!r}: want one of {", ".join(KL_ESTIMATORS)}, or one of these with "+"')
+        names = ", ".join([*KL_ESTIMATORS, FULL])
+        raise ValueError(f'KL estimator {name!r}: want one of {names}, or one of these with "+"')
     value = KL_ESTIMATORS[base](log_probs, ref_log_probs)
-    if base == name:
-        return value
+    if value.shape != log_probs.shape:
+        raise ValueError(
+            f"KL estimator {base}: it returns shape {tuple(value.shape)}, want one number a token, "
+            f"{tuple(log_probs.shape)}"
+        )
+    return value if base == name else with_gradient_of_k2(value, log_probs, ref_log_probs)
+
+
+def with_gradient_of_k2(value: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """sg(value) + (k2 - sg(k2)), [T]: straight-through."""
     straight = k2(log_probs, ref_log_probs)
-    return straight - straight.detach() + value.detach()
+    return value.detach() + (straight - straight.detach())
 
 
 @dataclass

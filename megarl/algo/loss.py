@@ -1,6 +1,6 @@
 """What a rank evaluates on a packed micro-batch: the total actor loss and the critic loss, with their statistics.
 
-    actor:   loss = sum_t weight_t (policy_t - entropy_coeff H_t + kl_loss_coef KL_t)
+    actor:   loss = sum_t weight_t (w_t policy_t - entropy_coeff H_t + kl_loss_coef KL_t)
     critic:  loss = sum_t weight_t value_loss_t
 
 Both are plain settings that are called with a Batch and the model's [T] columns; no logits, no model, no ranks here.
@@ -9,21 +9,24 @@ Masked places may hold anything: they are 0 before any arithmetic and taken out 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from megarl.algo.kl import kl_estimate
-from megarl.algo.policy import POLICY_LOSSES, importance_ratio
-from megarl.algo.registry import keyword_names
+from megarl.algo.documented import DocumentedLoss
+from megarl.algo.kl import FULL, kl_estimate, with_gradient_of_k2
+from megarl.algo.knobs import check_knobs, keyword_names, knobs_of, with_keys
+from megarl.algo.policy import COLUMN_KEYWORDS, POLICY_LOSSES, SELECTIONS
+from megarl.algo.ratio import KnobError, importance_ratio
 from megarl.algo.segments import clean
 from megarl.algo.tally import Tally
 from megarl.algo.value import value_loss
 from megarl.sample import Batch, LossOutput
 
-CLIP_KEYS = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "clip_c": "clip_ratio_c"}
+OWN_STATS = ("pg_loss", "ppo_kl", "entropy", "kl_loss", "ratio_mean", "ratio_std", "ratio_min", "ratio_max")
 
 
 @dataclass(frozen=True)
@@ -37,51 +40,86 @@ class ActorLoss:
     clip_low: float | None = None  # None: the loss's own default, here and in the next two
     clip_high: float | None = None
     clip_c: float | str | None = None  # "off" switches the dual clip off
+    args: Mapping[str, float] = field(default_factory=dict)  # its other knobs: {"tau_pos": 1.0}
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
-    kl_loss_type: str = "low_var_kl"  # a name of KL_ESTIMATORS, "+" allowed
+    kl_loss_type: str = "low_var_kl"  # a name of KL_ESTIMATORS or "full", "+" allowed
     kl_importance: bool = False  # the KL times the ratio r, whose gradient belongs to it: unbiased off-policy
+    use_rollout_weight: bool = False  # the policy loss times the column rollout_weight
 
     def __post_init__(self) -> None:
         """Raises: ValueError for settings that do not fit together, before any model is there."""
-        if self.policy_loss not in POLICY_LOSSES:
-            names = ", ".join(POLICY_LOSSES)
-            raise ValueError(f"algorithm.policy_loss_fn={self.policy_loss!r}: want one of {names}")
-        known = keyword_names(POLICY_LOSSES[self.policy_loss])
-        for knob in self._knobs():
-            if knob not in known:
-                raise ValueError(
-                    f"actor.{CLIP_KEYS[knob]}={getattr(self, knob)}: "
-                    f"the policy loss {self.policy_loss} has no such clip, leave it unset"
-                )
+        check_knobs(self.policy_loss, self._clips(), self.args)
         if self.kl_importance and not self.use_kl_loss:
             raise ValueError("actor.kl_importance=true: has no effect without actor.use_kl_loss=true")
-        self._rehearse()
+        if self.kl_importance and self._kl_is_full:
+            raise ValueError(
+                f"actor.kl_importance=true: actor.kl_loss_type={self.kl_loss_type} is exact, it sums over the "
+                "vocabulary and samples nothing that a ratio could correct; want it false"
+            )
+        try:
+            self._rehearse()
+        except KnobError as error:
+            raise ValueError(with_keys(self.policy_loss, str(error))) from None
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The batch columns that a call needs."""
-        base = ("weight", "response_mask", "old_log_probs", "advantages")
-        return (*base, "ref_log_probs") if self.use_kl_loss else base
+        names = ["weight", "response_mask", "old_log_probs", "advantages"]
+        if self.use_kl_loss and self.kl_loss_type != FULL:
+            names.append("ref_log_probs")
+        if self.use_rollout_weight:
+            names.append("rollout_weight")
+        return (*names, *self._column_keywords)
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether outputs must hold a differentiable "entropy"; without this it is a statistic, if it is there."""
-        return self.entropy_coeff != 0
+    def outputs(self) -> tuple[str, ...]:
+        """The model's columns that a call wants, all differentiable; the entropy is at least a statistic."""
+        base = ("log_probs", "entropy")
+        return (*base, "full_kl") if self.use_kl_loss and self._kl_is_full else base
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Every number that was set, under the name that the policy loss and its selection have for it."""
+        return {name: None if value == "off" else value for name, value in self._clips().items()} | dict(self.args)
+
+    def select(self, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, generator: Generator) -> Tensor:
+        """[N] bool: the tokens of a whole optimizer step that the policy loss treats otherwise (column `selected`).
+
+        Raises: ValueError for a selection that returns anything but one truth value a token.
+        """
+        function = SELECTIONS[self.policy_loss]
+        chosen = function(old_log_probs, advantages, mask, generator=generator, **knobs_of(function, self.knobs))
+        if chosen.shape != mask.shape or chosen.dtype != torch.bool:
+            raise ValueError(
+                f"policy loss {self.policy_loss}: its selection has shape {tuple(chosen.shape)} and type "
+                f"{chosen.dtype}, want one bool a token, {tuple(mask.shape)}"
+            )
+        return chosen & mask
+
+    def require_agg_mode(self, agg_mode: str) -> None:
+        """Raises: ValueError for an aggregation that the policy loss, which aggregates by itself, does not have."""
+        function = POLICY_LOSSES[self.policy_loss]
+        modes = function.agg_modes if isinstance(function, DocumentedLoss) else None
+        if modes is not None and agg_mode not in modes:
+            raise ValueError(
+                f"actor.loss_agg_mode={agg_mode}: the policy loss {self.policy_loss} does not look at its "
+                f"loss_agg_mode and always computes {modes[0]}, want that"
+            )
 
     def __call__(self, batch: Batch, outputs: dict[str, Tensor]) -> LossOutput:
         """The loss of one micro-batch and its statistics.
 
-        Args: batch: the columns of `self.columns`, [T]; outputs: "log_probs" [T] and, if needed or at hand,
-            "entropy" [T].
+        Args: batch: the columns of `self.columns`, [T]; outputs: those of `self.outputs`, [T]; "entropy" may be left
+            out where entropy_coeff is 0.
         Returns: loss [], in the graph of outputs even where no token is trainable; Stats with the weights of the loss.
         Raises: NonFiniteError where an unmasked entry is not finite.
         """
         mask = batch.columns["response_mask"] != 0
         segment_ids = batch.segment_ids.to(mask.device)  # lengths stay on the CPU when columns go to a GPU
         given = {name: batch.columns[name] for name in self.columns if name != "response_mask"} | {
-            name: outputs[name] for name in ("log_probs", "entropy") if name in outputs
+            name: outputs[name] for name in self.outputs if name in outputs
         }
         col = {name: clean(column, mask) for name, column in given.items()}
         log_probs, old_log_probs, weight = col["log_probs"], col["old_log_probs"], col["weight"]
@@ -89,19 +127,21 @@ class ActorLoss:
         for name, column in given.items():
             tally.watch(name, column)
 
-        token_loss, info = self._policy(log_probs, old_log_probs, col["advantages"], mask, segment_ids)
+        extra = {name: col[name] for name in self._column_keywords}
+        token_loss, info = self._policy(log_probs, old_log_probs, col["advantages"], mask, segment_ids, **extra)
+        tally.watch(f"token loss of {self.policy_loss}", token_loss)
+        if self.use_rollout_weight:
+            token_loss = col["rollout_weight"] * token_loss
         tally.mean("actor/pg_loss", token_loss)
         for name, column in info.items():
             tally.mean(f"actor/{name}", column)
         ratio = importance_ratio(log_probs, old_log_probs)
         if "entropy" in col:
             tally.mean("actor/entropy", col["entropy"])
-        if self.needs_entropy:
+        if self.entropy_coeff != 0:
             token_loss = token_loss - self.entropy_coeff * col["entropy"]
         if self.use_kl_loss:
-            kl = kl_estimate(self.kl_loss_type, log_probs, col["ref_log_probs"])
-            if self.kl_importance:  # with "+" the gradient is k2's alone, so r only weighs it
-                kl = kl * (ratio.detach() if self.kl_loss_type.endswith("+") else ratio)
+            kl = self._kl(col, ratio)
             tally.mean("actor/kl_loss", kl)
             token_loss = token_loss + self.kl_loss_coef * kl
 
@@ -111,13 +151,35 @@ class ActorLoss:
         tally.extremes("actor/ratio_min", "actor/ratio_max", ratio)
         return LossOutput((weight * clean(token_loss, mask)).sum(), tally.stats())
 
-    def _knobs(self) -> dict[str, Any]:
-        """The clips that were set, as the policy loss wants them."""
-        given = {"clip_low": self.clip_low, "clip_high": self.clip_high, "clip_c": self.clip_c}
-        return {name: None if value == "off" else value for name, value in given.items() if value is not None}
+    @property
+    def _kl_is_full(self) -> bool:
+        return self.kl_loss_type.removesuffix("+") == FULL
 
-    def _policy(self, *columns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        token_loss, info = POLICY_LOSSES[self.policy_loss](*columns, **self._knobs())
+    @property
+    def _column_keywords(self) -> tuple[str, ...]:
+        known = keyword_names(POLICY_LOSSES[self.policy_loss])
+        return tuple(name for name in COLUMN_KEYWORDS if name in known)
+
+    def _clips(self) -> dict[str, Any]:
+        given = {"clip_low": self.clip_low, "clip_high": self.clip_high, "clip_c": self.clip_c}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _kl(self, col: Mapping[str, Tensor], ratio: Tensor) -> Tensor:
+        if self.kl_loss_type == FULL:
+            return col["full_kl"]
+        if self._kl_is_full:
+            return with_gradient_of_k2(col["full_kl"], col["log_probs"], col["ref_log_probs"])
+        kl = kl_estimate(self.kl_loss_type, col["log_probs"], col["ref_log_probs"])
+        if self.kl_importance:  # with "+" the gradient is k2's alone, so r only weighs it
+            kl = kl * (ratio.detach() if self.kl_loss_type.endswith("+") else ratio)
+        return kl
+
+    def _policy(self, *columns: Tensor, **extra: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        function = POLICY_LOSSES[self.policy_loss]
+        found = function(*columns, **extra, **knobs_of(function, self.knobs))
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+            raise ValueError(f"policy loss {self.policy_loss}: want it to return (token loss, {{statistic: column}})")
+        token_loss, info = found
         for name, column in {"its token loss": token_loss, **info}.items():
             if column.shape != columns[0].shape:
                 raise ValueError(
@@ -127,10 +189,26 @@ class ActorLoss:
         return token_loss, info
 
     def _rehearse(self) -> None:
-        """Two tokens through the functions, so that a wrong clip, name or shape is refused before a run starts."""
+        """Two tokens through the functions, so that a wrong knob, name or shape is refused before a run starts."""
         x, mask, segment_ids = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
-        self._policy(x, x, x, mask, segment_ids)
-        kl_estimate(self.kl_loss_type, x, x)
+        function = POLICY_LOSSES[self.policy_loss]
+        if isinstance(function, DocumentedLoss):
+            function.rehearse(self.args)
+        extra = {name: torch.zeros(2) for name in self._column_keywords}
+        _, info = self._policy(x, x, x, mask, segment_ids, **extra)
+        for name in info:
+            if name in OWN_STATS:
+                raise ValueError(
+                    f"policy loss {self.policy_loss}: every loss reports {name}, want another name for its statistic"
+                )
+        if "selected" in extra:
+            if self.policy_loss not in SELECTIONS:
+                raise ValueError(
+                    f"policy loss {self.policy_loss}: it takes `selected`, want register_policy_loss(..., select=...)"
+                )
+            self.select(x, x, mask, torch.Generator())
+        if not self._kl_is_full:
+            kl_estimate(self.kl_loss_type, x, x)
 
 
 @dataclass(frozen=True)
@@ -139,15 +217,20 @@ class CriticLoss:
 
     cliprange_value: float | None = 0.5  # None: no clip
 
+    def __post_init__(self) -> None:
+        """Raises: ValueError for a range that is not above 0."""
+        if self.cliprange_value is not None and not self.cliprange_value > 0:
+            raise ValueError(f"critic.cliprange_value={self.cliprange_value}: want a number above 0, or null")
+
     @property
     def columns(self) -> tuple[str, ...]:
         """The batch columns that a call needs; `values` are those from before the first optimizer step."""
         return ("weight", "response_mask", "values", "returns")
 
     @property
-    def needs_entropy(self) -> bool:
-        """A critic has no distribution."""
-        return False
+    def outputs(self) -> tuple[str, ...]:
+        """The model's columns that a call wants."""
+        return ("values",)
 
     def __call__(self, batch: Batch, outputs: dict[str, Tensor]) -> LossOutput:
         """The loss of one micro-batch and its statistics.

@@ -45,6 +45,12 @@ def last_unmasked(mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tenso
     return start.scatter_reduce(0, segment_ids, torch.where(mask, places, -1), reduce="amax")
 
 
+def first_unmasked(mask: Tensor, segment_ids: Tensor, otherwise: Tensor) -> Tensor:
+    """[B] int64: the place in the flat order of each sequence's first unmasked token, `otherwise` [B] where none is."""
+    places = torch.arange(len(mask), device=mask.device)[mask]
+    return otherwise.scatter_reduce(0, segment_ids[mask], places, reduce="amin")
+
+
 def previous_unmasked(mask: Tensor, segment_ids: Tensor) -> Tensor:
     """[N] int64: the last unmasked place at or before each token in its own sequence, -1 where there is none."""
     if len(mask) == 0:

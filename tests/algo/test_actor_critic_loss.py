@@ -1,4 +1,6 @@
+import json
 import math
+from dataclasses import asdict
 
 import algo_reference as ref
 import pytest
@@ -7,11 +9,11 @@ from algo_reference import Packed, packs, random_packed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo import ActorLoss, CriticLoss, NonFiniteError, token_weights
+from megarl.algo import POLICY_LOSSES, ActorLoss, CriticLoss, NonFiniteError, token_weights
 from megarl.sample import Batch
 
 D = torch.float64
-INPUTS = ("log_probs", "entropy")
+INPUTS = ("log_probs", "entropy", "full_kl")
 
 
 def weighted(packed: Packed, mode: str = "seq-mean-token-mean") -> Batch:
@@ -87,23 +89,82 @@ def test_importance_multiplies_the_kl_and_its_gradient_unless_plus_owns_the_grad
         assert log_probs.grad.tolist() == pytest.approx([0.0, *gradient])
 
 
+def test_rollout_weight_multiplies_the_policy_loss_alone():
+    batch = two_tokens(
+        old_log_probs=[math.nan, -1.0, -1.0],
+        advantages=[math.nan, 1.0, -2.0],
+        ref_log_probs=[math.nan, -2.0, -2.0],
+        rollout_weight=[math.nan, 0.5, 2.0],
+    )
+    outputs = {name: torch.full((3,), v, dtype=D) for name, v in (("log_probs", -1.0), ("entropy", 3.0))}
+    settings = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k1"}
+    out = ActorLoss(use_rollout_weight=True, **settings)(batch, outputs)
+    policy = 0.25 * 0.5 * -1.0 + 0.75 * 2.0 * 2.0
+    assert out.loss.item() == pytest.approx(policy - 0.1 * 3.0 + 0.2 * 1.0)
+    assert out.stats["actor/pg_loss"].result() == pytest.approx(policy)
+    unweighted = ActorLoss(**settings)(batch, outputs)
+    assert unweighted.loss.item() == pytest.approx(0.25 * -1 + 0.75 * 2 - 0.3 + 0.2)
+
+
+def test_full_kl_is_the_models_column():
+    batch = two_tokens(old_log_probs=[0, -1.0, -1.0], advantages=[0, 0.0, 0.0], ref_log_probs=[0, -2.0, -3.0])
+    for kind, kl_slopes, slopes in (
+        ("full", [0.0, 0.25, 0.75], None),
+        ("full+", None, [0.0, 0.25 * 0.5, 0.75 * 2.0]),  # value of full, gradient of k2
+    ):
+        log_probs = torch.tensor([0.0, -1.5, -1.0], dtype=D, requires_grad=True)
+        full_kl = torch.tensor([math.nan, 0.4, 0.8], dtype=D, requires_grad=True)
+        loss_fn = ActorLoss(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind)
+        assert loss_fn.outputs == ("log_probs", "entropy", "full_kl")
+        assert ("ref_log_probs" in loss_fn.columns) == (kind == "full+")
+        out = loss_fn(batch, {"log_probs": log_probs, "full_kl": full_kl})
+        assert out.loss.item() == pytest.approx(0.25 * 0.4 + 0.75 * 0.8)
+        assert out.stats["actor/kl_loss"].result() == pytest.approx(0.7)
+        out.loss.backward()
+        assert (None if full_kl.grad is None else full_kl.grad.tolist()) == kl_slopes
+        if slopes is not None:
+            assert log_probs.grad.tolist() == pytest.approx(slopes)
+
+
+def test_settings_survive_the_way_to_a_rank():
+    loss_fn = ActorLoss("sapo", args={"tau_pos": 2.0}, use_kl_loss=True, kl_loss_type="full", use_rollout_weight=True)
+    plain = json.loads(json.dumps(asdict(loss_fn)))
+    assert ActorLoss(**plain) == loss_fn
+    assert CriticLoss(**json.loads(json.dumps(asdict(CriticLoss(None))))) == CriticLoss(None)
+
+
 ACTORS = [
     ActorLoss(),
     ActorLoss("reinforce", entropy_coeff=0.01),
     ActorLoss("grpo", clip_low=0.1, clip_high=0.3, clip_c="off", use_kl_loss=True, kl_loss_coef=0.05),
+    ActorLoss("gspo", clip_low=0.2, clip_high=0.3, use_rollout_weight=True),
+    ActorLoss("gmpo", use_kl_loss=True, kl_loss_type="full", kl_loss_coef=0.2, use_rollout_weight=True),
+    ActorLoss("cispo", entropy_coeff=0.02),
+    ActorLoss("sapo", args={"tau_pos": 0.5, "tau_neg": 2.0}, use_kl_loss=True, kl_loss_type="k1"),
+    ActorLoss("dppo_tv", args={"dppo_ratio_cap": 1.2}, clip_high=0.05),
+    ActorLoss("dppo_kl", use_kl_loss=True, kl_loss_type="full+"),
+    ActorLoss("dro", args={"beta": 0.3}, use_rollout_weight=True),
+    ActorLoss("clip_cov", clip_low=0.1),
+    ActorLoss("kl_cov", args={"ppo_kl_coef": 0.4}, use_kl_loss=True, kl_loss_type="abs"),
     ActorLoss("vanilla", clip_c=1.5, entropy_coeff=-0.1, use_kl_loss=True, kl_loss_type="abs+", kl_importance=True),
     ActorLoss(use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.5, kl_importance=True),
 ]
 
 
-@pytest.mark.parametrize("loss_fn", ACTORS[:-2] + ACTORS[-1:])  # "+" has, on purpose, another gradient than its value
+# "+", and a stop-gradient, have another gradient than the value on purpose
+PLAIN = [
+    fn for fn in ACTORS if "+" not in fn.kl_loss_type and fn.policy_loss not in ("gspo", "cispo", "dppo_tv", "dppo_kl")
+]
+
+
+@pytest.mark.parametrize("loss_fn", PLAIN)
 def test_actor_gradients_agree_with_finite_differences(loss_fn):
     batch = weighted(random_packed([4, 0, 1, 6], 5))
     outputs = leaves(batch, *INPUTS)
     places = batch.columns["response_mask"].nonzero().squeeze(1)
 
-    def loss(log_probs, entropy):  # gradcheck may only move what is finite
-        full = {n: batch.columns[n].index_put((places,), x) for n, x in zip(INPUTS, (log_probs, entropy), strict=True)}
+    def loss(*columns):  # gradcheck may only move what is finite
+        full = {n: batch.columns[n].index_put((places,), x) for n, x in zip(INPUTS, columns, strict=True)}
         return loss_fn(batch, full).loss
 
     live = [outputs[name].detach()[places].requires_grad_() for name in INPUTS]
@@ -118,16 +179,17 @@ def test_actor_loss_agrees_with_the_slow_reference(packed: Packed, which):
     for b, mask in enumerate(packed.masks):
         cols = {name: packed.lists(name)[b] for name in packed.batch.columns}
         n, num_sequences = sum(mask), sum(any(m) for m in packed.masks)
-        for t, m in enumerate(mask):
-            if not m:
-                continue
-            new, old, a = cols["log_probs"][t], cols["old_log_probs"][t], cols["advantages"][t]
-            low, high = fn.clip_low or 0.2, fn.clip_high or 0.2
-            c = None if fn.clip_c == "off" else fn.clip_c or 3.0
-            loss = -a * new if fn.policy_loss == "reinforce" else ref.ppo_token(new, old, a, low, high, c)
-            loss -= fn.entropy_coeff * cols["entropy"][t]
+        live = {name: [x for x, m in zip(column, mask, strict=True) if m] for name, column in cols.items()}
+        three = (live["log_probs"], live["old_log_probs"], live["advantages"])
+        policy = ref.policy_sequence(fn.policy_loss, *three, selected=live["selected"], **fn.knobs)
+        for t, loss in enumerate(policy):
+            new, old = live["log_probs"][t], live["old_log_probs"][t]
+            if fn.use_rollout_weight:
+                loss *= live["rollout_weight"][t]
+            loss -= fn.entropy_coeff * live["entropy"][t]
             if fn.use_kl_loss:
-                kl = ref.kl_token(fn.kl_loss_type.removesuffix("+"), new, cols["ref_log_probs"][t])
+                kind = fn.kl_loss_type.removesuffix("+")
+                kl = live["full_kl"][t] if kind == "full" else ref.kl_token(kind, new, live["ref_log_probs"][t])
                 loss += fn.kl_loss_coef * kl * (ref.ratio(new, old) if fn.kl_importance else 1.0)
             total += loss / (n * num_sequences)
     assert fn(batch, leaves(batch, *INPUTS)).loss.item() == pytest.approx(total, rel=1e-10, abs=1e-12)
@@ -157,7 +219,7 @@ def test_a_step_without_a_trainable_token_is_zero_with_zero_gradients(lengths):
     zeros = torch.zeros(batch.num_tokens, dtype=D)
     batch = weighted(Packed(batch.with_columns(response_mask=zeros)))
     outputs = leaves(batch, *INPUTS, "values")
-    actor = ActorLoss(entropy_coeff=0.1, use_kl_loss=True)(batch, outputs)
+    actor = ActorLoss(entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="full")(batch, outputs)
     critic = CriticLoss()(batch, outputs)
     (actor.loss + critic.loss).backward()
     assert (actor.loss.item(), critic.loss.item()) == (0.0, 0.0)
@@ -221,8 +283,10 @@ def test_critic_by_hand():
 def test_columns_and_entropy_follow_the_settings():
     assert ActorLoss().columns == ("weight", "response_mask", "old_log_probs", "advantages")
     assert ActorLoss(use_kl_loss=True).columns[-1] == "ref_log_probs"
-    assert not ActorLoss().needs_entropy
-    assert ActorLoss(entropy_coeff=0.1).needs_entropy
+    assert ActorLoss(use_kl_loss=True, kl_loss_type="full").columns == ActorLoss().columns
+    assert ActorLoss("kl_cov", use_rollout_weight=True).columns[-2:] == ("rollout_weight", "selected")
+    assert ActorLoss().outputs == ActorLoss(use_kl_loss=True).outputs == ("log_probs", "entropy")
+    assert CriticLoss().outputs == ("values",)
     assert CriticLoss().columns == ("weight", "response_mask", "values", "returns")
 
 
@@ -232,12 +296,42 @@ def test_columns_and_entropy_follow_the_settings():
         ({"policy_loss": "ppo2"}, "policy_loss_fn='ppo2': want one of ppo, vanilla, grpo, reinforce"),
         ({"policy_loss": "reinforce", "clip_c": "off"}, "actor.clip_ratio_c=off: the policy loss reinforce has no"),
         ({"policy_loss": "reinforce", "clip_low": 0.1}, "actor.clip_ratio_low=0.1"),
-        ({"clip_c": 0.5}, "clip_c=0.5: want a number above 1"),
-        ({"clip_low": 1.5}, "clip_low=1.5"),
+        ({"clip_c": 0.5}, "actor.clip_ratio_c=0.5: want a number above 1, or .off. .algorithm.policy_loss_fn=ppo."),
+        ({"clip_low": 1.5}, "actor.clip_ratio_low=1.5, actor.clip_ratio_high=0.2: want 0 <= actor.clip_ratio_low <= 1"),
         ({"kl_importance": True}, "no effect without actor.use_kl_loss"),
-        ({"use_kl_loss": True, "kl_loss_type": "k9"}, "KL estimator 'k9'"),
+        ({"use_kl_loss": True, "kl_loss_type": "k9"}, "KL estimator 'k9': want one of kl, .*, abs, full"),
+        ({"use_kl_loss": True, "kl_loss_type": "full", "kl_importance": True}, "kl_loss_type=full is exact"),
+        ({"use_kl_loss": True, "kl_loss_type": "full+", "kl_importance": True}, "samples nothing"),
+        ({"policy_loss": "dro"}, "policy_loss_fn=dro: want a number in algorithm.policy_loss_args.beta, it has no def"),
+        ({"policy_loss": "dro", "args": {"beta": math.inf}}, "policy_loss_args.beta=inf: want a finite number"),
+        ({"policy_loss": "dro", "args": {"beta": True}}, "policy_loss_args.beta=True: want a finite number"),
+        ({"policy_loss": "sapo", "args": {"tau": 1.0}}, "sapo does not know it; its arguments: tau_pos, tau_neg"),
+        ({"args": {"beta": 1.0}}, "policy_loss_args.beta=1.0: the policy loss ppo does not know it; .*: none"),
+        ({"policy_loss": "clip_cov", "args": {"x": 1}}, "arguments: clip_cov_ratio, clip_cov_lb, clip_cov_ub"),
+        ({"policy_loss": "clip_cov", "args": {"selected": 1}}, "selected=1: the policy loss clip_cov does not know"),
+        (
+            {"policy_loss": "kl_cov", "args": {"kl_cov_ratio": 0}},
+            "policy_loss_args.kl_cov_ratio=0: want a number above",
+        ),
+        ({"args": {"clip_low": 0.1}}, "policy_loss_args.clip_low=0.1: want actor.clip_ratio_low for a clip"),
+        ({"policy_loss": "gspo", "clip_c": 3.0}, "actor.clip_ratio_c=3.0: the policy loss gspo has no such clip"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_at_once(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         ActorLoss(**settings)
+
+
+def test_a_range_of_values_below_zero_is_refused():
+    with pytest.raises(ValueError, match="critic.cliprange_value=0: want a number above 0, or null"):
+        CriticLoss(0)
+
+
+def test_every_loss_reports_its_clip_fraction_where_it_has_one():
+    batch = weighted(random_packed([5, 4], 3))
+    outputs = leaves(batch, *INPUTS)
+    stats = {n: ActorLoss(n, args={"beta": 1.0} if n == "dro" else {})(batch, outputs).stats for n in POLICY_LOSSES}
+    clipped = {name for name in stats if "actor/pg_clipfrac" in stats[name]}
+    assert clipped == POLICY_LOSSES.keys() - {"reinforce", "gpg", "sapo", "dro", "kl_cov"}
+    assert {n for n in stats if "actor/pg_clipfrac_lower" in stats[n]} == {"ppo", "vanilla", "grpo"}
+    assert {n for n in stats if "actor/cov_selected" in stats[n]} == {"clip_cov", "kl_cov"}

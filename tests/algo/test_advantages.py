@@ -1,11 +1,12 @@
-import algo_reference as ref
+import estimator_reference as ref
 import pytest
 import torch
 from algo_reference import Packed, packs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.advantages import gae, grpo, whiten
+from megarl.algo.advantages import gae_whitened, reinforce_plus_plus, remax
+from megarl.algo.returns import gae, returns_to_go, whiten
 
 D = torch.float64
 
@@ -26,6 +27,7 @@ def test_a_reward_on_a_masked_token_moves_back_to_the_last_step_and_before_any_s
     segments = torch.zeros(5, dtype=torch.int64)
     _, returns = gae(rewards, torch.zeros(5, dtype=D), mask, segments, gamma=1.0, lam=1.0)
     assert returns.tolist() == [0.0, 8.0, 0.0, 5.0, 0.0]
+    assert returns_to_go(rewards, mask, segments, gamma=0.5).tolist() == [0.0, 5.5, 0.0, 5.0, 0.0]  # 3 + 5/2
 
 
 def test_sequences_do_not_leak_into_each_other():
@@ -65,46 +67,35 @@ def test_gae_of_a_long_sequence_keeps_float32_accuracy():
     g = torch.Generator().manual_seed(3)
     rewards, values = torch.randn(n, generator=g), torch.randn(n, generator=g)
     mask, segments = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
-    fast, _ = gae(rewards, values, mask, segments, gamma=0.99, lam=0.95)
-    slow, _ = ref.gae_sequence(rewards.tolist(), values.tolist(), [True] * n, 0.99, 0.95)
-    assert fast.tolist() == pytest.approx(slow, rel=1e-5, abs=1e-5)
+    fast, _ = gae(rewards, values, mask, segments, gamma=1.0, lam=1.0)
+    slow, _ = ref.gae_sequence(rewards.tolist(), values.tolist(), [True] * n, 1.0, 1.0)
+    assert fast.tolist() == pytest.approx(slow, rel=1e-6, abs=1e-6)
 
 
-def test_grpo_by_hand():
-    scores = torch.tensor([1.0, 5.0, 0.0, 3.0, 9.0])
-    groups = torch.tensor([4, 2, 4, 4, 2])  # not sorted, unequal sizes: {1, 0, 3} and {5, 9}
-    std_4, std_2 = (7 / 3) ** 0.5, 8**0.5
-    plain = torch.tensor([-1 / 3, -2.0, -4 / 3, 5 / 3, 2.0])
-    scale = torch.tensor([std_4, std_2, std_4, std_4, std_2]) + 1e-6
-    assert grpo(scores, groups, norm_by_std=False).tolist() == pytest.approx(plain.tolist(), rel=1e-6)
-    assert grpo(scores, groups).tolist() == pytest.approx((plain / scale).tolist(), rel=1e-6)
+def test_the_advantages_of_gae_are_whitened_and_its_returns_are_not():
+    mask, segments = torch.tensor([False, True, True, False, True]), torch.tensor([0, 0, 0, 1, 1])
+    rewards, values = torch.tensor([0.0, 0, 2, 0, 4]), torch.tensor([9.0, 1, 1, 9, 1])
+    advantages, returns = gae_whitened(rewards, mask, segments, values=values, gamma=1.0, lam=1.0)
+    # raw advantages 1, 1, 3: mean 5/3, unbiased variance (4/9 + 4/9 + 16/9) / 2 = 4/3, std 1.154701
+    assert advantages.tolist() == pytest.approx([0, -0.5773503, -0.5773503, 0, 1.1547005], abs=1e-6)
+    assert returns.tolist() == [0, 2, 2, 0, 4]
 
 
-def test_a_group_of_one_gives_zero_whatever_its_score():
-    scores, groups = torch.tensor([7.0, 1.0, 0.0]), torch.tensor([0, 1, 1])
-    for norm in (True, False):
-        assert grpo(scores, groups, norm_by_std=norm)[0] == 0
+def test_reinforce_plus_plus_by_hand_carries_the_return_over_a_masked_token():
+    mask, segments = torch.tensor([False, True, True, False, True]), torch.zeros(5, dtype=torch.int64)
+    rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 4.0])
+    advantages, returns = reinforce_plus_plus(rewards, mask, segments, gamma=0.5)
+    assert returns.tolist() == [0, 2, 2, 0, 4]  # 4;  0 + 4/2, the masked token being no step;  1 + 2/2
+    # mean 8/3, variance (4/9 + 4/9 + 16/9) / 2 = 4/3
+    assert advantages.tolist() == pytest.approx([0, -0.5773503, -0.5773503, 0, 1.1547005], abs=1e-6)
 
 
-def test_equal_scores_give_exactly_nothing():
-    scores = torch.full((7,), 0.1)
-    assert grpo(scores, torch.zeros(7, dtype=torch.int64)).abs().max() < 1e-9
-
-
-def test_samples_that_take_no_part_change_nothing():
-    scores, groups = torch.tensor([1.0, 3.0, torch.nan]), torch.zeros(3, dtype=torch.int64)
-    advantage = grpo(scores, groups, norm_by_std=False, takes_part=torch.tensor([True, True, False]))
-    assert advantage.tolist() == [-1.0, 1.0, 0.0]
-
-
-@given(
-    st.lists(st.tuples(st.floats(-5, 5), st.integers(-2, 2)), min_size=1, max_size=12),
-    st.booleans(),
-)
-def test_grpo_agrees_with_the_slow_reference(samples, norm):
-    scores, groups = zip(*samples, strict=True)
-    fast = grpo(torch.tensor(scores, dtype=D), torch.tensor(groups), norm_by_std=norm)
-    assert fast.tolist() == pytest.approx(ref.grpo_samples(list(scores), list(groups), norm), rel=1e-6, abs=1e-6)
+def test_remax_by_hand_subtracts_the_greedy_reward_from_the_return_to_go():
+    mask, segments = torch.tensor([False, True, True, True, False]), torch.tensor([0, 0, 0, 1, 1])
+    rewards = torch.tensor([0.0, -0.25, 1.0, 3.0, 0.0])
+    advantages, returns = remax(rewards, mask, segments, greedy_score=torch.tensor([0.5, 5.0]))
+    assert returns.tolist() == [0, 0.75, 1, 3, 0]
+    assert advantages.tolist() == [0, 0.25, 0.5, -2, 0]  # .75 - .5;  1 - .5;  3 - 5
 
 
 def test_whiten_by_hand_and_unchanged_below_two():

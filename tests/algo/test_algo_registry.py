@@ -1,3 +1,5 @@
+import inspect
+import re
 import subprocess
 import sys
 
@@ -7,14 +9,16 @@ import torch
 from megarl import algo
 from megarl.algo import (
     ActorLoss,
+    NonFiniteError,
     estimate,
     kl_estimate,
     load_plugins,
     register_adv_est,
     register_kl,
     register_policy_loss,
+    step_columns,
 )
-from megarl.algo.registry import keyword_names
+from megarl.algo.knobs import keyword_names
 from megarl.sample import Batch
 
 PLUGIN = """
@@ -39,7 +43,8 @@ def cube(log_probs, ref_log_probs):
 @pytest.fixture
 def tables():
     """What a test registers is gone afterwards."""
-    kept = [(table, dict(table)) for table in (algo.POLICY_LOSSES, algo.KL_ESTIMATORS, algo.ADV_ESTIMATORS)]
+    tables = (algo.POLICY_LOSSES, algo.SELECTIONS, algo.KL_ESTIMATORS, algo.ADV_ESTIMATORS)
+    kept = [(table, table.copy()) for table in (*tables, algo.PER_SEQUENCE, algo.WITHOUT_RATIO)]
     yield
     for table, before in kept:
         table.clear()
@@ -76,6 +81,148 @@ def test_a_loss_that_aggregates_is_refused_before_the_run(tables):
         ActorLoss("scalar")
 
 
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (lambda x: x, r"policy loss mine: want it to return \(token loss"),
+        (lambda x: (x, {"share": x.mean()}), r"mine: share has shape \(\), want one number a token"),
+        (lambda x: (x, {"entropy": x}), "mine: every loss reports entropy, want another name"),
+    ],
+)
+def test_what_a_loss_may_return(tables, returned, sentence):
+    @register_policy_loss("mine")
+    def mine(log_probs, old_log_probs, advantages, mask, segment_ids):
+        return returned(-log_probs)
+
+    with pytest.raises(ValueError, match=sentence):
+        ActorLoss("mine")
+
+
+def test_a_loss_that_is_not_finite_says_so(tables):
+    @register_policy_loss("mine")
+    def mine(log_probs, old_log_probs, advantages, mask, segment_ids):
+        return log_probs.sqrt(), {}
+
+    with pytest.raises(NonFiniteError, match="token loss of mine is nan at token 0"):
+        ActorLoss("mine")(one_token(), {"log_probs": torch.tensor([-1.0])})
+
+
+def test_a_users_selection_has_knobs_and_travels_as_a_column(tables):
+    def large(old_log_probs, advantages, mask, *, generator, threshold=1.0):
+        return advantages.abs() > threshold
+
+    @register_policy_loss("without_large", select=large, per_sequence=True, uses_ratio=False)
+    def without_large(log_probs, old_log_probs, advantages, mask, segment_ids, *, selected, scale=1.0):
+        return -scale * advantages * log_probs * (1 - selected), {}
+
+    assert "without_large" in algo.PER_SEQUENCE & algo.WITHOUT_RATIO
+    for threshold, chosen in ((0.5, 1.0), (2.0, 0.0)):
+        loss_fn = ActorLoss("without_large", args={"threshold": threshold, "scale": 2.0})
+        step = step_columns(one_token(), loss=loss_fn, agg_mode="token-mean")
+        assert step.columns["selected"].tolist() == [chosen]
+        assert float(loss_fn(step, {"log_probs": torch.tensor([-3.0])}).loss) == 6.0 * (1 - chosen)
+
+
+def test_a_selection_never_takes_a_masked_token(tables):
+    @register_policy_loss("mine", select=lambda old_log_probs, advantages, mask, *, generator: torch.ones_like(mask))
+    def mine(log_probs, old_log_probs, advantages, mask, segment_ids, *, selected):
+        return -log_probs * selected, {}
+
+    mask = torch.tensor([True, False])
+    assert ActorLoss("mine").select(torch.zeros(2), torch.zeros(2), mask, torch.Generator()).tolist() == [True, False]
+
+
+def test_a_selection_has_to_fit(tables):
+    @register_policy_loss("numbers", select=lambda old_log_probs, advantages, mask, *, generator: advantages)
+    def numbers(log_probs, old_log_probs, advantages, mask, segment_ids, *, selected):
+        return -log_probs, {}
+
+    @register_policy_loss("lonely")
+    def lonely(log_probs, old_log_probs, advantages, mask, segment_ids, *, selected):
+        return -log_probs, {}
+
+    with pytest.raises(ValueError, match=r"numbers: its selection has shape \(2,\) and type torch.float32, want"):
+        ActorLoss("numbers")
+    with pytest.raises(ValueError, match=r"lonely: it takes `selected`, want register_policy_loss\(..., select="):
+        ActorLoss("lonely")
+
+
+def test_functions_of_another_form_are_refused_when_registered(tables):
+    with pytest.raises(ValueError, match=r"policy loss 'mine': it takes \(a, b\); want these columns, by name and in"):
+        register_policy_loss("mine")(lambda a, b: a)
+    with pytest.raises(ValueError, match=r"estimator 'mine': it takes \(rewards, index\); want .*: \(rewards, mask"):
+        register_adv_est("mine")(lambda rewards, index: rewards)
+    with pytest.raises(
+        ValueError, match=r"KL estimator 'mine': it takes \(x\); want .*: \(log_probs, ref_log_probs\)$"
+    ):
+        register_kl("mine")(lambda x: x)
+    with pytest.raises(ValueError, match="KL estimator 'full' exists already"):
+        register_kl("full")
+
+
+LOSS_ORDER = r"\(log_probs, old_log_probs, advantages, mask, segment_ids\), knobs after \*$"
+ESTIMATOR_ORDER = r"\(rewards, mask, segment_ids\), what it asks for after \*$"
+
+
+@pytest.mark.parametrize(
+    ("register", "function", "order"),
+    [
+        (register_policy_loss, lambda old_log_probs, log_probs, advantages, mask, segment_ids: ..., LOSS_ORDER),
+        (
+            register_policy_loss,
+            lambda log_probs, old_log_probs, advantages, mask, segment_ids, eps=0.2: ...,
+            LOSS_ORDER,
+        ),
+        (register_policy_loss, lambda *columns: ..., LOSS_ORDER),
+        (register_policy_loss, lambda log_probs, old_log_probs, *columns: ..., LOSS_ORDER),
+        (
+            register_policy_loss,
+            lambda old_log_prob, log_prob, advantages, response_mask, loss_agg_mode: ...,
+            LOSS_ORDER,
+        ),
+        (register_adv_est, lambda token_level_rewards, response_mask, index: ..., ESTIMATOR_ORDER),
+        (register_adv_est, lambda token_level_rewards, response_mask, index, epsilon=1e-6: ..., ESTIMATOR_ORDER),
+        (register_adv_est, lambda token_level_rewards, values, response_mask: ..., ESTIMATOR_ORDER),
+        (register_kl, lambda ref_log_probs, log_probs: ..., r"\(log_probs, ref_log_probs\)$"),
+        (register_kl, lambda *columns: ..., r"\(log_probs, ref_log_probs\)$"),
+    ],
+)
+def test_columns_count_by_name_and_in_order_not_by_number(tables, register, function, order):
+    """Handed over by position, the wrong ones would be computed with: a gradient's sign, a mask for rewards."""
+    names = ", ".join(str(p) for p in inspect.signature(function).parameters).replace("columns", "*columns")
+    with pytest.raises(ValueError, match=f"it takes {re.escape(f'({names})')}; want these columns.*: {order}"):
+        register("mine")(function)
+    assert not any("mine" in table for table in (algo.POLICY_LOSSES, algo.ADV_ESTIMATORS, algo.KL_ESTIMATORS))
+
+
+def test_the_columns_of_a_selection_count_by_name_too(tables):
+    def loss(log_probs, old_log_probs, advantages, mask, segment_ids, *, selected, **knobs):
+        return -log_probs, {}
+
+    with pytest.raises(
+        ValueError, match=r"it takes \(advantages, old_log_probs, mask, \*, generator\); want .*: \(old"
+    ):
+        register_policy_loss("mine", select=lambda advantages, old_log_probs, mask, *, generator: mask)(loss)
+    assert "mine" not in algo.POLICY_LOSSES
+
+
+def test_annotations_defaults_and_any_keywords_are_free(tables):
+    def loss(
+        log_probs: torch.Tensor, old_log_probs, advantages, mask, segment_ids=None, *, eps: float = 0.2, **knobs
+    ) -> tuple:
+        return -log_probs, {}
+
+    register_policy_loss("mine")(loss)
+    register_kl("mine")(lambda log_probs, ref_log_probs, /: log_probs - ref_log_probs)
+    assert algo.POLICY_LOSSES["mine"] is loss
+
+
+def test_a_kl_that_gives_one_number_is_refused_before_the_run(tables):
+    register_kl("mean")(lambda log_probs, ref_log_probs: (log_probs - ref_log_probs).mean())
+    with pytest.raises(ValueError, match=r"KL estimator mean: it returns shape \(\), want one number a token, \(2,\)"):
+        ActorLoss(use_kl_loss=True, kl_loss_type="mean")
+
+
 def test_an_estimator_that_gives_one_number_a_sample_is_refused(tables):
     @register_adv_est("per_sample")
     def per_sample(rewards, mask, segment_ids):
@@ -87,7 +234,7 @@ def test_an_estimator_that_gives_one_number_a_sample_is_refused(tables):
 
 def test_names_are_taken_once(tables):
     with pytest.raises(ValueError, match="policy loss 'ppo' exists already"):
-        register_policy_loss("ppo")(lambda *columns: columns)
+        register_policy_loss("ppo")(lambda log_probs, old_log_probs, advantages, mask, segment_ids: (log_probs, {}))
     with pytest.raises(ValueError, match='without "[+]"'):
         register_kl("mine+")
 

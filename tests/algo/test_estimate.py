@@ -1,14 +1,22 @@
 import math
 
-import algo_reference as ref
+import estimator_reference as ref
 import pytest
 import torch
-from algo_reference import Packed, packs, random_packed
+from algo_reference import random_packed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo import NonFiniteError, estimate
-from megarl.sample import Batch
+from megarl.algo.advantages import ADV_ESTIMATORS
+from megarl.algo.estimate import check_estimator_args, estimate
+from megarl.algo.finite import NonFiniteError
+from megarl.sample import Batch, Stat
+
+BUILT_IN = (
+    *("gae", "grpo", "grpo_passk", "gdpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("opo", "gpg", "optimal_token_baseline"),
+)
+WEIGHTS = (0.5, 2.0, -1.0)
 
 
 def batch_of(lengths, mask, score, group, **columns) -> Batch:
@@ -82,54 +90,204 @@ def test_a_sample_without_a_trainable_token_is_counted_and_left_out_of_its_group
 
 
 def test_groups_without_a_difference_are_counted():
-    batch = batch_of([1] * 5, [1] * 5, [0.3, 0.3, 1.0, 0.0, 2.0], [0, 0, 1, 1, 2])
+    # groups 0 (equal), 1, 2 (one sample), and 3, which has no trainable token and is no group
+    batch = batch_of([1] * 6, [1] * 5 + [0], [0.3, 0.3, 1.0, 0.0, 2.0, 7.0], [0, 0, 1, 1, 2, 3])
     _, stats = estimate(batch, adv_estimator="grpo")
     assert stats["algorithm/groups_all_equal"].result() == pytest.approx(1 / 3)
+
+
+def test_what_penalties_add_makes_no_difference_between_the_rewards_of_a_group():
+    """Both groups differ in KL and in length; the reward function said the same of both samples of the first."""
+    old, base = [-1.0, -1.0, -1.0, -1.0], [-1.5, -1.0, -0.5, -2.0]
+    batch = batch_of([1] * 4, [1] * 4, [1.0, 0.5, 1.0, 1.0], [0, 0, 1, 1], old_log_probs=old, ref_log_probs=base)
+    batch = batch.with_rows(raw_score=torch.tensor([1.0, 1.0, 1.0, 2.0]))
+    out, stats = estimate(batch, adv_estimator="grpo", use_kl_in_reward=True, kl_coef=0.1)
+    assert out.columns["token_level_rewards"].tolist() == pytest.approx([0.95, 0.5, 1.05, 0.9])
+    assert stats["algorithm/groups_all_equal"] == Stat("mean", 1, 2)
+    plain = batch_of([1] * 2, [1] * 2, [1.0, 1.0], [0, 0], old_log_probs=old[:2], ref_log_probs=base[:2])
+    _, stats = estimate(plain, adv_estimator="rloo", use_kl_in_reward=True, kl_coef=0.1)
+    assert stats["algorithm/groups_all_equal"] == Stat("mean", 1, 1)
 
 
 def test_advantage_clip():
     batch = batch_of([1] * 3, [1] * 3, [0.0, 0.0, 30.0], [0, 0, 0])
     out, _ = estimate(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=False, advantage_clip=12.0)
     assert out.columns["advantages"].tolist() == [-10, -10, 12]
+    out, _ = estimate(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=False, advantage_clip=4.0)
+    assert out.columns["advantages"].tolist() == [-4, -4, 4]
 
 
-@pytest.mark.parametrize("adv_estimator", ["gae", "grpo"])
+def complete(batch: Batch, seed: int) -> Batch:
+    """The same batch with all that any estimator asks for; trash at masked places."""
+    g = torch.Generator().manual_seed(seed)
+    mask = batch.columns["response_mask"] != 0
+    p = batch.columns["old_log_probs"].exp()
+    squares = torch.where(mask, p.square() + (1 - p).square() * torch.rand(len(p), generator=g), torch.nan)
+    full_kl = torch.where(mask, torch.rand(len(p), generator=g, dtype=torch.float64), torch.inf)
+    rows = {
+        "greedy_score": torch.randn(batch.num_sequences, generator=g),
+        "reward_parts": torch.randint(0, 3, (batch.num_sequences, 3), generator=g).float(),
+        "raw_score": batch.rows["score"] + torch.randint(0, 2, (batch.num_sequences,), generator=g),
+    }
+    return batch.with_columns(sum_pi_squared=squares, full_kl=full_kl).with_rows(**rows)
+
+
+@st.composite
+def batches(draw):
+    """Ragged samples, masks with holes, groups of any size in any order."""
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=8))
+    groups = draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
+    seed = draw(st.integers(0, 10**6))
+    return complete(random_packed(lengths, seed, groups=groups).batch, seed)
+
+
+def lists(batch: Batch, name: str) -> list[list[float]]:
+    return [column.tolist() for column in batch.split(batch.columns[name])]
+
+
+def by_the_reference(batch: Batch, name: str, kl_penalty: str | None, kl_coef: float, **settings):
+    masks = [[m != 0 for m in row] for row in lists(batch, "response_mask")]
+    rewards = []
+    for b, mask in enumerate(masks):
+        old, base, full = (lists(batch, name)[b] for name in ("old_log_probs", "ref_log_probs", "full_kl"))
+        last = max((t for t, m in enumerate(mask) if m), default=None)
+        kl = {
+            None: [0.0] * len(mask),
+            "kl": [x - y for x, y in zip(old, base, strict=True)],
+            "abs": [abs(x - y) for x, y in zip(old, base, strict=True)],
+            "full": full,
+        }[kl_penalty]
+        row = [-kl_coef * kl[t] if m and kl_penalty else 0.0 for t, m in enumerate(mask)]
+        if last is not None:
+            row[last] += float(batch.rows["score"][b])
+        rewards.append(row)
+    data = {
+        "values": lists(batch, "values"),
+        "old": lists(batch, "old_log_probs"),
+        "squares": lists(batch, "sum_pi_squared"),
+        "greedy": batch.rows["greedy_score"].tolist(),
+        "raw": batch.rows["raw_score"].tolist(),
+        "parts": batch.rows["reward_parts"].tolist(),
+        "part_weights": WEIGHTS,
+    }
+    groups = batch.rows["group"].tolist()
+    return rewards, *ref.advantages(name, rewards, masks, groups, **settings, **data)
+
+
+@given(
+    batches(),
+    st.sampled_from(BUILT_IN),
+    st.sampled_from([None, "kl", "abs", "full"]),
+    st.booleans(),
+    st.sampled_from([0.9, 1.0]),
+)
+def test_every_estimator_agrees_with_the_slow_reference(batch, name, kl_penalty, by_std, gamma):
+    out, _ = estimate(
+        batch,
+        adv_estimator=name,
+        gamma=gamma,
+        lam=0.9,
+        norm_adv_by_std_in_grpo=by_std,
+        reward_weights=WEIGHTS,
+        use_kl_in_reward=kl_penalty is not None,
+        kl_penalty=kl_penalty or "kl",
+        kl_coef=0.3,
+    )
+    slow = by_the_reference(batch, name, kl_penalty, 0.3, gamma=gamma, lam=0.9, by_std=by_std)
+    for column, expected, slack in zip(
+        ("token_level_rewards", "advantages", "returns"), slow, (1e-6, 1e-4, 1e-5), strict=True
+    ):
+        assert out.columns[column].dtype == torch.float32
+        assert out.columns[column].tolist() == pytest.approx(sum(expected, []), rel=1e-4, abs=slack)
+
+
+@given(batches(), st.sampled_from(BUILT_IN), st.randoms(use_true_random=False))
+def test_the_order_of_the_samples_means_nothing(batch, name, random):
+    def advantages(batch):
+        out, _ = estimate(batch, adv_estimator=name, lam=0.9, reward_weights=WEIGHTS)
+        return [a.tolist() for a in out.split(out.columns["advantages"])]
+
+    order = list(range(batch.num_sequences))
+    random.shuffle(order)
+    plain, shuffled = advantages(batch), advantages(batch.select(order))
+    for place, sample in enumerate(order):
+        assert shuffled[place] == pytest.approx(plain[sample], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("lengths", [[], [0], [1], [2, 0]])
-def test_nothing_to_train_on_gives_zeros(adv_estimator, lengths):
+def test_nothing_to_train_on_gives_zeros(name, lengths):
     n = sum(lengths)
-    batch = batch_of(lengths, [0] * n, [1.0] * len(lengths), [0] * len(lengths), values=[math.nan] * n)
-    out, _ = estimate(batch, adv_estimator=adv_estimator)
+    nothing = {c: [math.nan] * n for c in ("values", "old_log_probs", "sum_pi_squared")}
+    batch = batch_of(lengths, [0] * n, [1.0] * len(lengths), [0] * len(lengths), **nothing)
+    batch = batch.with_rows(greedy_score=batch.rows["score"], reward_parts=torch.zeros(len(lengths), 1))
+    out, _ = estimate(batch, adv_estimator=name, reward_weights=(1.0,))
     assert all(out.columns[name].tolist() == [0.0] * n for name in ("advantages", "returns", "token_level_rewards"))
 
 
-@given(packs, st.sampled_from(["gae", "grpo"]), st.booleans(), st.sampled_from([0.9, 1.0]))
-def test_agrees_with_the_slow_reference(packed: Packed, adv_estimator, use_kl, gamma):
-    out, _ = estimate(
-        packed.batch, adv_estimator=adv_estimator, gamma=gamma, lam=0.9, use_kl_in_reward=use_kl, kl_coef=0.3
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"gae", "remax", "reinforce_plus_plus"}))
+def test_a_group_of_one_gives_zero_and_is_counted(name):
+    # the first prompt has one sample, the second one sample with a token and one without, the third two
+    batch = batch_of(
+        [2, 1, 1, 1, 2],
+        [1, 1, 1, 0, 1, 0, 1],
+        [7.0, 3.0, 9.0, 1.0, 2.0],
+        [0, 1, 1, 2, 2],
+        old_log_probs=[-1.0] * 7,
+        sum_pi_squared=[0.5] * 7,
+    ).with_rows(reward_parts=torch.tensor([[7.0], [3], [9], [1], [2]]))
+    out, stats = estimate(batch, adv_estimator=name, reward_weights=(1.0,))
+    advantages = out.columns["advantages"].tolist()
+    assert advantages[:4] == [0, 0, 0, 0]
+    assert advantages[6] > 0
+    assert stats["algorithm/groups_of_one"].result() == 2
+    assert stats["algorithm/groups_all_equal"] == Stat("mean", 0, 3)
+
+
+def test_one_token_is_its_own_batch():
+    batch = batch_of([1], [1], [2.0], [0], values=[0.5]).with_rows(greedy_score=torch.tensor([0.5]))
+    for name, wanted in {"gae": 1.5, "reinforce_plus_plus": 2.0, "remax": 1.5, "rloo": 0.0}.items():
+        out, _ = estimate(batch, adv_estimator=name)
+        assert out.columns["advantages"].tolist() == [wanted]  # nothing is whitened below two tokens
+
+
+def test_full_kl_in_the_reward_reads_its_column_and_needs_no_other():
+    batch = batch_of([3], [0, 1, 1], [1.0], [0], full_kl=[math.nan, 0.5, 2.0])
+    out, stats = estimate(
+        batch, adv_estimator="reinforce_plus_plus", use_kl_in_reward=True, kl_penalty="full", kl_coef=0.1
     )
-    score, groups = (packed.batch.rows[name].tolist() for name in ("score", "group"))
-    rewards, advantages, masks = [], [], packed.masks
-    for b, mask in enumerate(masks):
-        old, base = packed.lists("old_log_probs")[b], packed.lists("ref_log_probs")[b]
-        last = max((t for t, m in enumerate(mask) if m), default=None)
-        row = [-0.3 * (old[t] - base[t]) if use_kl and m else 0.0 for t, m in enumerate(mask)]
-        if last is not None:
-            row[last] += score[b]
-        rewards.append(row)
-    if adv_estimator == "gae":
-        for row, v, mask in zip(rewards, packed.lists("values"), masks, strict=True):
-            a, _ = ref.gae_sequence(row, v, mask, gamma, 0.9)
-            advantages += [x for x, m in zip(a, mask, strict=True) if m]
-        advantages = ref.whiten(advantages)
-    else:
-        part = [b for b, mask in enumerate(masks) if any(mask)]
-        relative = ref.grpo_samples([sum(rewards[b]) for b in part], [groups[b] for b in part])
-        advantages = [a for a, b in zip(relative, part, strict=True) for _ in range(sum(masks[b]))]
-    mask = packed.batch.columns["response_mask"] != 0
-    assert out.columns["token_level_rewards"].tolist() == pytest.approx(sum(rewards, []), abs=1e-6)
-    # equal rewards up to float32 rounding stand above a std of 1e-6: compare where the groups differ at all
-    assert out.columns["advantages"][mask].tolist() == pytest.approx(advantages, rel=1e-4, abs=1e-3)
-    assert float(out.columns["advantages"][~mask].abs().sum()) == 0
+    assert out.columns["token_level_rewards"].tolist() == pytest.approx([0, -0.05, 0.8])
+    assert stats["actor/reward_kl_penalty"].result() == 1.25
+    with pytest.raises(ValueError, match="kl_penalty=full needs the column full_kl"):
+        estimate(batch_of([1], [1], [0.0], [0]), adv_estimator="grpo", use_kl_in_reward=True, kl_penalty="full")
+
+
+def test_a_users_estimator_gets_its_own_arguments(monkeypatch):
+    def scaled_return(rewards, mask, segment_ids, *, group_ids, scale, shift=0.0):
+        return rewards * scale + shift, rewards
+
+    monkeypatch.setitem(ADV_ESTIMATORS, "scaled_return", scaled_return)
+    batch = batch_of([1, 1], [1, 1], [1.0, 3.0], [0, 0])
+    out, stats = estimate(batch, adv_estimator="scaled_return", adv_estimator_args={"scale": 2.0})
+    assert out.columns["advantages"].tolist() == [2, 6]
+    assert "algorithm/groups_of_one" in stats
+    with pytest.raises(ValueError, match="adv_estimator=scaled_return needs scale"):
+        estimate(batch, adv_estimator="scaled_return")
+    with pytest.raises(ValueError, match=r"adv_estimator_args.beta=1: .*scaled_return has only scale, shift$"):
+        check_estimator_args("scaled_return", {"beta": 1})
+    with pytest.raises(ValueError, match=r"want a value in algorithm.adv_estimator_args.scale, it has no default"):
+        check_estimator_args("scaled_return", {"shift": 1})
+    check_estimator_args("scaled_return", {"scale": 1})
+
+
+def test_arguments_that_an_estimator_has_not_are_refused():
+    for name in BUILT_IN:
+        check_estimator_args(name, {})
+    for name in ("beta", "gamma", "group_ids"):  # gamma has a key of its own, group_ids is data
+        with pytest.raises(ValueError, match=rf"adv_estimator_args.{name}=0.5: adv_estimator=grpo has none$"):
+            check_estimator_args("grpo", {name: 0.5})
+    with pytest.raises(ValueError, match="adv_estimator='rlo': want one of gae, grpo"):
+        check_estimator_args("rlo", {})
 
 
 def test_refusals_are_one_sentence():
@@ -138,6 +296,12 @@ def test_refusals_are_one_sentence():
         estimate(batch, adv_estimator="rlo")
     with pytest.raises(ValueError, match="adv_estimator=gae needs values"):
         estimate(batch, adv_estimator="gae")
+    with pytest.raises(ValueError, match="adv_estimator=remax needs greedy_score"):
+        estimate(batch, adv_estimator="remax")
+    with pytest.raises(ValueError, match="greedy_score of sequence 0 is inf"):
+        estimate(batch.with_rows(greedy_score=torch.tensor([math.inf])), adv_estimator="remax")
+    with pytest.raises(ValueError, match="reward_parts of sequence 0 is nan"):
+        estimate(batch.with_rows(reward_parts=torch.tensor([[1.0, math.nan]])), adv_estimator="gdpo")
     with pytest.raises(ValueError, match="needs the column old_log_probs"):
         estimate(batch, adv_estimator="grpo", use_kl_in_reward=True)
     with pytest.raises(ValueError, match="a reward has none"):

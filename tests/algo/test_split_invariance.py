@@ -1,6 +1,7 @@
-"""The weights are made once; then any partition into micro-batches has the same loss, gradient and statistics."""
+"""The columns of a step are made once; then any partition has the same loss, gradient and statistics."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,37 +9,74 @@ from algo_reference import random_packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algo import AGG_MODES, POLICY_LOSSES, ActorLoss, CriticLoss, token_weights
+from megarl.algo import AGG_MODES, POLICY_LOSSES, ActorLoss, CriticLoss, step_columns
+from megarl.algo.documented import DocumentedLoss
 from megarl.sample import Batch, Stats, merge_stats
 
 LENGTHS = [5, 0, 1, 9, 3, 7, 2, 4, 6, 1]
 GROUPS = [0, 0, 0, 1, 2, 2, 2, 2, 5, 5]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+MODES = sorted(set(AGG_MODES) - {"token_level", "sample_level"})
+NAMES = sorted(set(POLICY_LOSSES) - {"vanilla", "grpo", "geo_mean"})  # aliases apart
+ARGS = {
+    "dro": {"beta": 0.5},
+    "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": -1.0, "clip_cov_ub": 1.0},
+    "kl_cov": {"kl_cov_ratio": 0.3},
+}
+KLS = [f"{name}{plus}" for name in ("k1", "k2", "k3", "abs", "full") for plus in ("", "+")]
+OUTPUTS = ("log_probs", "entropy", "full_kl", "values")
+
+
+def documented(old_log_probs, log_probs, advantages, response_mask, loss_agg_mode="token_level", config=None):
+    """The documented form, with a term per sequence: the geometric mean of its ratios."""
+    lengths = response_mask.sum(1)
+    per_sequence = (((log_probs - old_log_probs) * response_mask).sum(1) / lengths).exp().unsqueeze(1)
+    loss = -advantages * per_sequence * response_mask
+    if loss_agg_mode == "token_level":
+        return loss.sum() / lengths.sum(), {"share": (advantages > 0).double().mean()}
+    return (loss.sum(1) / lengths).mean(), {"share": (advantages > 0).double().mean()}
+
+
+@pytest.fixture(autouse=True)
+def documented_loss(monkeypatch):
+    """One user's loss of the documented form beside the table."""
+    monkeypatch.setitem(POLICY_LOSSES, "documented", DocumentedLoss("documented", documented))
 
 
 class Loss:
     """Actor and critic together, as a function of columns."""
 
-    def __init__(self, policy: str) -> None:
-        self.actor = ActorLoss(policy, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+    def __init__(self, policy: str, **kl) -> None:
+        kl = kl or {"kl_loss_type": "low_var_kl"}
+        self.actor = ActorLoss(
+            policy,
+            args=ARGS.get(policy, {}),
+            entropy_coeff=0.01,
+            use_kl_loss=True,
+            kl_loss_coef=0.1,
+            use_rollout_weight=True,
+            **kl,
+        )
         self.critic = CriticLoss()
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor], Stats]:
-        outputs = {n: batch.columns[n].clone().requires_grad_() for n in ("log_probs", "entropy", "values")}
+        outputs = {n: batch.columns[n].clone().requires_grad_() for n in OUTPUTS}
         actor, critic = self.actor(batch, outputs), self.critic(batch, {"values": outputs["values"] * 1.1})
         (actor.loss + critic.loss).backward()
         return (
             actor.loss.detach() + critic.loss.detach(),
-            [x.grad for x in outputs.values()],
+            [torch.zeros_like(x) if x.grad is None else x.grad for x in outputs.values()],
             actor.stats | critic.stats,
         )
 
 
-def make_step(mode: str, dtype: torch.dtype, seed: int) -> Batch:
+def make_step(fn: Loss, mode: str, dtype: torch.dtype, seed: int) -> Batch:
+    """Rejection, normalised weights and selection included; the second group of sequences loses a whole one."""
     batch = random_packed(LENGTHS, seed, groups=GROUPS, dtype=dtype).batch
-    mask = batch.columns["response_mask"]
-    weight = token_weights(mode, mask, batch.segment_ids, group_ids=batch.rows["group"], loss_scale_factor=16.0)
-    return batch.with_columns(weight=weight)
+    keep = (torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.8).to(dtype)
+    keep[-7:-1] = 0
+    batch = batch.with_columns(keep=keep)
+    return step_columns(batch, loss=fn.actor, agg_mode=mode, loss_scale_factor=16.0, seed=seed, normalize=True)
 
 
 def partition(num_micro_batches: int, seed: int) -> list[list[int]]:
@@ -49,18 +87,11 @@ def partition(num_micro_batches: int, seed: int) -> list[list[int]]:
     return [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(LENGTHS)], strict=True)]
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("mode", AGG_MODES)
-@pytest.mark.parametrize("policy", sorted(POLICY_LOSSES))
-@settings(max_examples=5)
-@given(st.integers(1, 8), st.integers(0, 10**6))
-def test_any_partition_has_the_same_loss_gradient_and_statistics(policy, mode, dtype, num_micro_batches, seed):
-    fn, step = Loss(policy), make_step(mode, dtype, seed)
+def check(fn: Loss, step: Batch, micro_batches: list[list[int]], dtype: torch.dtype) -> None:
     loss, grads, stats = fn(step)
-
     split_loss, split_grads, parts = torch.zeros((), dtype=dtype), [torch.zeros_like(g) for g in grads], []
     where = list(torch.arange(step.num_tokens).split(LENGTHS))
-    for indices in partition(num_micro_batches, seed):
+    for indices in micro_batches:
         part_loss, part_grads, part_stats = fn(step.select(indices))
         split_loss += part_loss
         parts.append(part_stats)
@@ -80,13 +111,47 @@ def test_any_partition_has_the_same_loss_gradient_and_statistics(policy, mode, d
         assert merged[name].result() == pytest.approx(stat.result(), rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", [*NAMES, "documented"])
+@settings(max_examples=3)
+@given(num_micro_batches=st.integers(1, 8), seed=st.integers(0, 10**6))
+def test_any_partition_has_the_same_loss_gradient_and_statistics(policy, mode, dtype, num_micro_batches, seed):
+    fn = Loss(policy)
+    check(fn, make_step(fn, mode, dtype, seed), partition(num_micro_batches, seed), dtype)
+
+
+@pytest.mark.parametrize("kl", KLS)
+@pytest.mark.parametrize("policy", [*NAMES, "documented"])
+def test_every_loss_with_every_kl(policy, kl):
+    fn = Loss(policy, kl_loss_type=kl, kl_importance="full" not in kl)
+    for seed, num_micro_batches in enumerate((2, 5)):
+        step = make_step(fn, "seq-mean-token-mean", torch.float64, seed)
+        check(fn, step, partition(num_micro_batches, seed), torch.float64)
+
+
+@pytest.mark.parametrize("policy", [*NAMES, "documented"])
+def test_a_sequence_in_a_micro_batch_of_its_own(policy):
+    fn = Loss(policy)
+    check(fn, make_step(fn, "token-mean", torch.float64, 1), [[i] for i in range(len(LENGTHS))], torch.float64)
+
+
 def test_the_documented_way_of_dividing_inside_each_micro_batch_would_not_pass():
     """What the weights are for: token-mean made anew in every micro-batch is another objective."""
-    fn, step = Loss("ppo"), make_step("token-mean", torch.float64, 3)
+    fn = Loss("ppo")
+    step = make_step(fn, "token-mean", torch.float64, 3)
     loss = float(fn(step)[0])
     halves = []
     for indices in ([0, 1, 2, 3], [4, 5, 6, 7, 8, 9]):
-        half = step.select(indices)
-        mask = half.columns["response_mask"]
-        halves.append(float(fn(half.with_columns(weight=token_weights("token-mean", mask, half.segment_ids)))[0]))
+        half = replace(step.select(indices), rows={})
+        halves.append(float(fn(step_columns(half, loss=fn.actor, agg_mode="token-mean"))[0]))
     assert abs(sum(halves) / 2 - loss) > 1e-3
+
+
+@pytest.mark.parametrize("policy", ["clip_cov", "kl_cov"])
+def test_a_selection_made_inside_each_micro_batch_would_not_pass(policy):
+    fn = Loss(policy)
+    step = make_step(fn, "token-sum", torch.float64, 3)
+    halves = [step.select([0, 1, 2, 3]), step.select([4, 5, 6, 7, 8, 9])]
+    anew = [step_columns(half, loss=fn.actor, agg_mode="token-sum", seed=3).columns["selected"] for half in halves]
+    assert not torch.equal(torch.cat(anew), step.columns["selected"])

@@ -1,0 +1,115 @@
+"""Policy losses that clip a ratio or a log-ratio: the gradient ends where the policy has moved far enough."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algo.ratio import LOG_RATIO_LIMIT, KnobError, importance_ratio, require_distances, require_ratio_clips
+from megarl.algo.segments import count_segments, segment_mean
+
+GSPO_LOG_LIMIT = 10.0
+
+
+def ppo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_c: float | None = 3.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate with dual clip.
+
+    L1 = -A r,   L2 = -A clamp(r, 1 - clip_low, 1 + clip_high),   L = max(L1, L2)
+    where A < 0: L = min(L, -c A), so that one very unlikely token cannot dominate a step
+
+    Papers: PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; unequal clips, arXiv:2503.14476 (DAPO).
+
+    Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
+        clip_low, clip_high: how far the ratio may move; clip_c: c > 1, None switches the dual clip off.
+    Returns: token loss [T]; pg_clipfrac [T], where the clip holds; pg_clipfrac_lower [T], where the dual clip does.
+    """
+    require_ratio_clips(clip_low, clip_high)
+    if clip_c is not None and not clip_c > 1:
+        raise KnobError(f'clip_c={clip_c}: want a number above 1, or "off"')
+    ratio = importance_ratio(log_probs, old_log_probs)
+    loss_1 = -advantages * ratio
+    loss_2 = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(loss_1, loss_2)
+    info = {"pg_clipfrac": loss_2 > loss_1}
+    if clip_c is not None:
+        bound = -clip_c * advantages
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+        info["pg_clipfrac_lower"] = (advantages < 0) & (loss_1 > bound)
+    return loss, info
+
+
+def gspo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One ratio a sequence: the geometric mean of its tokens' ratios.
+
+    s = exp(min(l - sg(l) + sg(mean_b(l - l_old)), 10))
+    L = max(-A s, -A clamp(s, 1 - clip_low, 1 + clip_high))
+
+    s has the value of the sequence's ratio, and each token's gradient is that of its own l.  Wants
+    loss_agg_mode=seq-mean-token-mean, which makes the objective one term a sequence.
+    Paper: GSPO, arXiv:2507.18071 (this is its GSPO-token, equal to GSPO where A is the same over a sequence).
+
+    Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
+        clip_low, clip_high: how far the sequence's ratio may move.
+    Returns: token loss [T]; pg_clipfrac [T], where the clip holds.
+    """
+    require_ratio_clips(clip_low, clip_high)
+    mean_B = segment_mean(log_probs - old_log_probs, mask, segment_ids, count_segments(segment_ids))
+    log_ratio = log_probs - log_probs.detach() + mean_B.detach()[segment_ids]
+    ratio = log_ratio.clamp(max=GSPO_LOG_LIMIT).exp()
+    loss_1 = -advantages * ratio
+    loss_2 = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(loss_1, loss_2), {"pg_clipfrac": loss_2 > loss_1}
+
+
+def gmpo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The geometric mean of clipped ratios, one loss a sequence.
+
+    A_b = mean_b A,   d = l - l_old
+    d'  = sgn(A_b) min(sgn(A_b) d, sgn(A_b) clamp(d, -clip_low, clip_high))
+    L_b = -A_b exp(clamp(mean_b d', -20, 20)), carried by every token of the sequence
+
+    Wants loss_agg_mode=seq-mean-token-mean, which makes the objective the mean of L_b.
+    Paper: GMPO, arXiv:2507.20673.
+
+    Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
+        clip_low, clip_high: how far a token's log-ratio may move.
+    Returns: token loss [T]; pg_clipfrac [T], where a token's log-ratio is clipped.
+    """
+    require_distances(clip_low, clip_high)
+    num_sequences = count_segments(segment_ids)
+    advantage_B = segment_mean(advantages, mask, segment_ids, num_sequences)
+    sign = advantage_B.sign()[segment_ids]
+    moved = log_probs - old_log_probs
+    clipped = moved.clamp(-clip_low, clip_high)
+    kept = sign * torch.minimum(sign * moved, sign * clipped)
+    mean_B = segment_mean(kept, mask, segment_ids, num_sequences)
+    loss_B = -advantage_B * mean_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return loss_B[segment_ids], {"pg_clipfrac": sign * clipped < sign * moved}

@@ -1,0 +1,199 @@
+"""Rollout correction: the server that wrote the tokens is not quite the policy that is trained.
+
+Knows: d = l_old - l_roll of every trainable token, and what to do about it: an importance weight per token
+(`rollout_weight`), a token or sequence taken out of the step (`keep`), and the statistics of the gap, always.
+The weight is a column; who multiplies a loss by it, and its mean over an optimizer step, is step_columns.py's business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algo.finite import require_finite
+from megarl.algo.segments import clean, segment_count, segment_mean, segment_sum
+from megarl.sample import Batch, Stat, Stats
+
+LIMIT = 20.0  # of every exponent
+LEVELS = ("token", "sequence", "geometric")
+REJECT_BY = ("ratio", "k1", "k2", "k3")
+REJECT_LEVELS = ("token", "sequence")
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The settings of algorithm.rollout_correction; by default nothing is corrected, only measured.
+
+    Examples: TIS: Correction("token", truncate=2.0); IcePop: Correction("token", None, 0.5, 5.0); sequences whose
+    policy moved too far taken out: Correction(reject_by="k3", reject_level="sequence", reject_high=0.01).
+    """
+
+    level: str | None = None  # of the weight: token | sequence | geometric; None: no weight
+    truncate: float | None = 2.0  # w at most this
+    mask_low: float | None = None  # w = 0 below this
+    mask_high: float | None = None  # and above this
+    normalize: bool = False  # w to mean 1 over an optimizer step, after all cuts
+    reject_by: str | None = None  # ratio | k1 | k2 | k3; None: nothing is taken out
+    reject_level: str = "token"  # token | sequence
+    reject_low: float | None = None
+    reject_high: float | None = None
+    bypass: bool = False  # l_old := l_roll in the loss, so that its own ratio corrects
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError for settings that mean nothing together."""
+        if self.level is not None:
+            self._require("level", self.level in LEVELS, f"want null or one of {', '.join(LEVELS)}")
+        if self.reject_by is not None:
+            self._require("reject_by", self.reject_by in REJECT_BY, f"want null or one of {', '.join(REJECT_BY)}")
+        self._require("reject_level", self.reject_level in REJECT_LEVELS, f"want one of {', '.join(REJECT_LEVELS)}")
+        self._check_weight()
+        self._check_rejection()
+
+    def _check_weight(self) -> None:
+        for name in ("mask_low", "mask_high", "normalize"):
+            idle = self.level is None and getattr(self, name) not in (None, False)
+            self._require(name, not idle, f"has no effect without a level, one of {', '.join(LEVELS)}")
+        if self.truncate is not None:
+            self._require("truncate", self.truncate >= 1, "want null or a number of at least 1")
+        low, high = self.mask_low, self.mask_high
+        if low is None and high is None:
+            return
+        self._require("mask_low", low is not None, "mask_high is set and wants its other bound (0 for none)")
+        self._require("mask_high", high is not None, "mask_low is set and wants its other bound (.inf for none)")
+        assert low is not None and high is not None, "just required"
+        self._require("mask_low", 0 <= low <= 1, "want a number from 0 to 1, the ratio where both policies agree")
+        self._require("mask_high", high >= 1, "want a number of at least 1, the ratio where both policies agree")
+        masked = f"a weight is cut by mask_low={low}, mask_high={high} or truncated, set one of them to null"
+        self._require("truncate", self.truncate is None, masked)
+
+    def _check_rejection(self) -> None:
+        low, high = self.reject_low, self.reject_high
+        if self.reject_by is None:
+            for name in ("reject_low", "reject_high"):
+                idle = getattr(self, name) is not None
+                self._require(name, not idle, f"has no effect without reject_by, one of {', '.join(REJECT_BY)}")
+            self._require("reject_level", self.reject_level == "token", "has no effect without reject_by")
+            return
+        self._require("reject_by", low is not None or high is not None, "wants reject_low, reject_high or both")
+        agree = 1 if self.reject_by == "ratio" else 0
+        why = f"the {self.reject_by} where both policies agree"
+        if high is not None:
+            self._require("reject_high", high >= agree, f"want a number of at least {agree}, {why}")
+        if low is not None:
+            signed = self.reject_by in ("ratio", "k1")
+            self._require("reject_low", signed, f"{self.reject_by} has only an upper bound, set it to null")
+            self._require("reject_low", low <= agree, f"want a number of at most {agree}, {why}")
+
+    def _require(self, name: str, holds: bool, wanted: str) -> None:
+        if not holds:
+            raise ValueError(f"algorithm.rollout_correction.{name}={getattr(self, name)}: {wanted}")
+
+
+def correct(batch: Batch, how: Correction) -> tuple[Batch, Stats]:
+    """Put `keep`, and with a level `rollout_weight`, into the batch; measure the gap whatever the settings.
+
+    rho = exp(clamp(x, -20, 20)):  token x_t = d_t;  sequence x = sum_b m d;  geometric x = mean_b d
+    w = min(rho, truncate)   or   rho where mask_low <= rho <= mask_high, else 0
+    keep *= reject_low <= s <= reject_high,   s = rho, k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1 of the token, or of
+    the sequence: its rho, or the mean of its tokens' k
+
+    A weight of 0 stays in every denominator, a rejected token leaves all of them.
+    Papers: truncation, Ionides 2008, doi:10.1198/106186008X320456; masking, IcePop, arXiv:2510.18855.
+
+    Args: batch: columns response_mask, old_log_probs, rollout_log_probs, and keep if something is out already.
+    Returns: the batch, w being 0 at masked places and not normalised; statistics rollout_corr/*.
+    Raises: ValueError for a missing column; NonFiniteError for a log-prob that is not finite.
+    """
+    mask, segment_ids, num = batch.columns["response_mask"] != 0, batch.segment_ids, batch.num_sequences
+    gap = _gap(batch, mask)
+    keep = batch.columns["keep"] != 0 if "keep" in batch.columns else torch.ones_like(mask)
+    live = mask & keep
+    stays = _stays(gap, mask, segment_ids, num, how)
+    cut = torch.zeros_like(mask)
+    columns = {"keep": (keep & stays).float()}
+    if how.level is not None:
+        rho = _ratio(how.level, gap, mask, segment_ids, num)
+        weight = _cut(rho, how)
+        cut = weight != rho
+        columns["rollout_weight"] = clean(weight, mask).float()
+    total = float(live.sum())
+    stats = gap_stats(gap, mask, segment_ids, num) | {
+        "rollout_corr/share_cut": Stat("mean", float((live & cut).sum()), total),
+        "rollout_corr/share_rejected": Stat("mean", float((live & ~stays).sum()), total),
+    }
+    return batch.with_columns(**columns), stats
+
+
+def gap_stats(gap: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int) -> Stats:
+    """How far the trainer's log-probs are from those the server reported, d = l_old - l_roll; 0 is perfect.
+
+    log_prob_gap_mean, _max: of |d|; kl: mean of -d; k3_kl: mean of exp(d) - d - 1; ppl_ratio: mean over sequences of
+    exp(mean of -d), the trainer's perplexity over the server's; ess: (sum w)^2 / (n sum w^2), w = exp(d), the share of
+    tokens that still count.  Nothing without a trainable token.
+
+    Args: gap [N] float64, 0 at masked places; mask [N] bool; segment_ids [N].
+    """
+    n = float(mask.sum())
+    if n == 0:
+        return {}
+    d = gap.clamp(-LIMIT, LIMIT)
+    w = torch.where(mask, d.exp(), 0.0)
+    trainable = segment_count(mask, segment_ids, num_sequences) > 0
+    ppl_ratio_B = (-segment_mean(d, mask, segment_ids, num_sequences)).exp()[trainable]
+    stats = {
+        "log_prob_gap_mean": Stat("mean", float(gap.abs().sum()), n),
+        "log_prob_gap_max": Stat("max", float(gap.abs().max())),
+        "kl": Stat("mean", -float(gap.sum()), n),
+        "k3_kl": Stat("mean", float((d.expm1() - d).sum()), n),
+        "ppl_ratio": Stat("mean", float(ppl_ratio_B.sum()), float(len(ppl_ratio_B))),
+        "ess": Stat("mean", float(w.sum().square() / (n * w.square().sum()))),
+    }
+    return {f"rollout_corr/{name}": stat for name, stat in stats.items()}
+
+
+def _gap(batch: Batch, mask: Tensor) -> Tensor:
+    """d [N] float64, 0 at masked places."""
+    names = ("old_log_probs", "rollout_log_probs")
+    for name in names:
+        if name not in batch.columns:
+            raise ValueError(f"algorithm.rollout_correction needs the column {name}, which this batch has not")
+    require_finite({name: batch.columns[name] for name in names}, mask, batch.segment_ids)
+    old, rollout = (clean(batch.columns[name].detach(), mask).double() for name in names)
+    return old - rollout
+
+
+def _ratio(level: str, gap: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int) -> Tensor:
+    """rho [N] of that level, the same on all tokens of a sequence where it belongs to the sequence."""
+    if level == "sequence":
+        gap = segment_sum(gap, segment_ids, num_sequences)[segment_ids]
+    elif level == "geometric":
+        gap = segment_mean(gap, mask, segment_ids, num_sequences)[segment_ids]
+    return gap.clamp(-LIMIT, LIMIT).exp()
+
+
+def _cut(rho: Tensor, how: Correction) -> Tensor:
+    """w [N]: truncated, masked, or rho itself."""
+    if how.truncate is not None:
+        return rho.clamp(max=how.truncate)
+    if how.mask_low is None or how.mask_high is None:
+        return rho
+    return torch.where((how.mask_low <= rho) & (rho <= how.mask_high), rho, 0.0)
+
+
+def _stays(gap: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int, how: Correction) -> Tensor:
+    """[N] bool: not rejected."""
+    if how.reject_by is None:
+        return torch.ones_like(mask)
+    if how.reject_by == "ratio":
+        score = _ratio(how.reject_level, gap, mask, segment_ids, num_sequences)
+    else:
+        d = gap.clamp(-LIMIT, LIMIT)
+        score = {"k1": -d, "k2": 0.5 * d.square(), "k3": d.expm1() - d}[how.reject_by]
+        if how.reject_level == "sequence":
+            score = segment_mean(score, mask, segment_ids, num_sequences)[segment_ids]
+    low = -math.inf if how.reject_low is None else how.reject_low
+    high = math.inf if how.reject_high is None else how.reject_high
+    return (low <= score) & (score <= high)

@@ -1,0 +1,133 @@
+"""Policy losses that treat a few tokens of high covariance otherwise, and the choice of those tokens.
+
+    cov = (A - mean A) (l_old - mean l_old),   means over the trainable tokens of the whole optimizer step
+
+Paper: "The entropy mechanism of reinforcement learning for reasoning language models", arXiv:2505.22617: the tokens
+with a large covariance are the ones that drive the entropy down.
+
+A choice by rank or by chance among the tokens of a micro-batch, made from the present l, is another choice for every
+micro-batch size, and so is the gradient; public code does that.  Here the choice is made once, from the whole optimizer
+step, by its own generator, before the step is split; it travels as the column `selected`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Generator, Tensor
+
+from megarl.algo.clipped import ppo
+from megarl.algo.ratio import KnobError, importance_ratio, require_positive
+from megarl.algo.segments import clean
+
+
+def clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    *,
+    selected: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO without dual clip, with no gradient from the selected tokens.
+
+    L = 0 where selected, else max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high))
+
+    The selected tokens stay in every denominator.  Paper: Clip-Cov, arXiv:2505.22617.
+
+    Args: log_probs, old_log_probs, advantages, selected [T]; mask [T] bool; segment_ids [T].
+        clip_low, clip_high: how far the ratio may move.
+    Returns: token loss [T]; pg_clipfrac [T], where the clip holds; cov_selected [T].
+    """
+    columns = (log_probs, old_log_probs, advantages, mask, segment_ids)
+    loss, info = ppo(*columns, clip_low=clip_low, clip_high=clip_high, clip_c=None)
+    chosen = selected != 0
+    return torch.where(chosen, 0.0, loss), {"pg_clipfrac": info["pg_clipfrac"] & ~chosen, "cov_selected": chosen}
+
+
+def kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    *,
+    selected: Tensor,
+    ppo_kl_coef: float = 0.1,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The unclipped surrogate, with a pull towards the old policy on the selected tokens.
+
+    L = -A r, plus ppo_kl_coef |l - l_old| where selected
+
+    Paper: KL-Cov, arXiv:2505.22617.
+
+    Args: log_probs, old_log_probs, advantages, selected [T]; mask [T] bool; segment_ids [T].
+        ppo_kl_coef: the strength of the pull, above 0.
+    Returns: token loss [T]; cov_selected [T].
+    """
+    require_positive(ppo_kl_coef=ppo_kl_coef)
+    chosen = selected != 0
+    pull = ppo_kl_coef * (log_probs - old_log_probs).abs()
+    loss = -advantages * importance_ratio(log_probs, old_log_probs) + torch.where(chosen, pull, 0.0)
+    return loss, {"cov_selected": chosen}
+
+
+def select_clip_cov(
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    generator: Generator,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+) -> Tensor:
+    """k tokens drawn by chance out of those with clip_cov_lb < cov < clip_cov_ub; all of these, if they are fewer.
+
+    k = max(1, floor(clip_cov_ratio n)),   n trainable tokens in the step
+
+    Args: old_log_probs, advantages [N] of the whole optimizer step; mask [N] bool.
+    Returns: [N] bool.
+    """
+    if not clip_cov_lb < clip_cov_ub:
+        raise KnobError(f"clip_cov_lb={clip_cov_lb}, clip_cov_ub={clip_cov_ub}: want the first below the second")
+    cov = covariance(old_log_probs, advantages, mask)
+    candidates = (mask & (cov > clip_cov_lb) & (cov < clip_cov_ub)).nonzero().squeeze(1)
+    order = torch.randperm(len(candidates), generator=generator)
+    return _at(candidates[order[: num_selected(clip_cov_ratio, mask, "clip_cov_ratio")]], mask)
+
+
+def select_kl_cov(
+    old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, generator: Generator, kl_cov_ratio: float = 2e-4
+) -> Tensor:
+    """The k tokens of largest cov, k = max(1, floor(kl_cov_ratio n)); of equals the earlier.
+
+    Args: old_log_probs, advantages [N] of the whole optimizer step; mask [N] bool; generator: nothing is drawn.
+    Returns: [N] bool.
+    """
+    trainable = mask.nonzero().squeeze(1)
+    cov = covariance(old_log_probs, advantages, mask)[trainable]
+    order = cov.argsort(descending=True, stable=True)
+    return _at(trainable[order[: num_selected(kl_cov_ratio, mask, "kl_cov_ratio")]], mask)
+
+
+def covariance(old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """cov [N] in float64, 0 at masked places."""
+    count = mask.sum().clamp(min=1)
+    old, advantage = clean(old_log_probs, mask).double(), clean(advantages, mask).double()
+    return torch.where(mask, (advantage - advantage.sum() / count) * (old - old.sum() / count), 0.0)
+
+
+def num_selected(share: float, mask: Tensor, name: str) -> int:
+    """k = max(1, floor(share n)).  Raises: KnobError for a share outside (0, 1]."""
+    if not 0 < share <= 1:
+        raise KnobError(f"{name}={share}: want a number above 0 and at most 1")
+    return max(1, math.floor(share * int(mask.sum()) + 1e-9))  # 0.29 * 100 is 28.999999999999996
+
+
+def _at(places: Tensor, mask: Tensor) -> Tensor:
+    return torch.zeros_like(mask).index_fill(0, places, True)

@@ -1,0 +1,203 @@
+"""Functions written in verl's documented way, on [batch, sequence] tensors, run in this layer through one adapter.
+
+A policy loss (old_log_probs, log_probs, advantages, response_mask, loss_agg_mode, config, rollout_log_probs) returns a
+scalar: it has aggregated.  Over a micro-batch its denominators would be those of the micro-batch, and its gradient
+would change with every split.  Over ONE sequence there is nothing left that a split could change.  So the function is
+called once for each sequence, with its trainable tokens only, and every token of sequence b carries the scalar F_b:
+
+    sum_t weight_t F_b(t) = sum_b scale_b n_b F_b      (each mode's weight is one number a sequence)
+
+which for token-mean is sum_b n_b F_b / sum_b n_b, and for seq-mean-token-mean the mean of F_b over the whole step: what
+the function itself returns for the whole step at once, if it is a mean over tokens, or over sequences, of terms that do
+not know of other sequences.  That "if" is tried with numbers before the run starts, value and gradient.
+
+    tokens      F(a, b) = (n_a F(a) + n_b F(b)) / (n_a + n_b)
+    sequences   F(a, b) = (F(a) + F(b)) / 2
+
+A function that does the first for loss_agg_mode="token_level" and the second for "sample_level" runs with every
+actor.loss_agg_mode; one that does the same for both has only that one mode; any other is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algo.documented_form import (
+    LONG_PROBE_LENGTHS,
+    PROBE_LENGTHS,
+    Config,
+    RefusedError,
+    accepted,
+    adapted_signature,
+    in_one_sentence,
+)
+
+LOSS_COLUMNS = ("old_log_probs", "log_probs", "advantages", "response_mask")
+LOSS_FORM = (*LOSS_COLUMNS, "loss_agg_mode", "config", "rollout_log_probs")
+MODES = {"token_level": "tokens", "sample_level": "sequences"}  # the documented modes, and what each averages over
+AGG_MODES_OF = {"tokens": ("token-mean", "token_level"), "sequences": ("seq-mean-token-mean", "sample_level")}
+
+
+class DocumentedLoss:
+    """A documented policy loss as one of this layer: every token carries its sequence's scalar.
+
+    `config` holds algorithm.policy_loss_args as attributes, and is None without any.  The function's diagnostics are
+    logged as actor/NAME/..., their mean by the weights of the loss; one that is not finite, such as the standard
+    deviation of a single token, counts as 0.  A weight of rollout correction has to be one number a sequence.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self._function = name, function
+        self._takes = accepted(f"policy loss {name!r}", function, LOSS_FORM)
+        self.agg_modes: tuple[str, ...] | None = None  # None: every one; known after `rehearse`
+        self.__signature__ = adapted_signature(
+            ("log_probs", "old_log_probs", "advantages", "mask", "segment_ids"),
+            {"rollout_log_probs": inspect.Parameter.empty} if "rollout_log_probs" in self._takes else {},
+            any_keyword="config" in self._takes,
+        )
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        segment_ids: Tensor,
+        *,
+        rollout_log_probs: Tensor | None = None,
+        **args: float,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Token loss [T], F_b on every trainable token; the diagnostics the same way."""
+        live = mask.nonzero().squeeze(1)
+        lengths = segment_ids[live].unique_consecutive(return_counts=True)[1]
+        columns = {"old_log_probs": old_log_probs, "log_probs": log_probs, "advantages": advantages}
+        if rollout_log_probs is not None:
+            columns["rollout_log_probs"] = rollout_log_probs
+        parts = {name: column[live].split(lengths.tolist()) for name, column in columns.items()}
+        config = Config(args) if args else None
+        found = [
+            self._evaluate({name: part[b].unsqueeze(0) for name, part in parts.items()}, "token_level", config)
+            for b in range(len(lengths))
+        ]
+
+        def spread(numbers: Sequence[Tensor]) -> Tensor:
+            per_token = torch.stack(list(numbers)).to(log_probs).repeat_interleave(lengths)
+            return torch.zeros_like(log_probs).index_put((live,), per_token)
+
+        if not found:
+            return 0.0 * log_probs, {}
+        names = dict.fromkeys(name for _, info in found for name in info)
+        stats = {f"{self.name}/{n}": spread([torch.tensor(info.get(n, 0.0)) for _, info in found]) for n in names}
+        return spread([scalar for scalar, _ in found]), stats
+
+    def rehearse(self, args: Mapping[str, float]) -> None:
+        """Find out whether the function can run under any split, and with which modes.
+
+        Raises: ValueError with the reason where it cannot.
+        """
+        config = Config(args) if args else None
+        kinds = {mode: self._averages_over(mode, config) for mode in MODES}
+        self.agg_modes = None if kinds == MODES else _common(kinds.values())
+        if kinds != MODES and self.agg_modes is None:
+            raise ValueError(
+                f"policy loss {self.name}: it averages over {kinds['token_level']} for loss_agg_mode='token_level' and "
+                f"over {kinds['sample_level']} for 'sample_level', want it the other way round"
+            )
+        unread = sorted(set(args) - config.read) if config else []
+        if unread:
+            raise ValueError(
+                f"algorithm.policy_loss_args.{unread[0]}={args[unread[0]]}: the policy loss {self.name} does not read "
+                f"config.{unread[0]}, leave it out"
+            )
+
+    def _averages_over(self, mode: str, config: Config | None) -> str:
+        """ "tokens" or "sequences": what it is on short sequences and on long ones."""
+        kinds = ["tokens", "sequences"]
+        for pair in (PROBE_LENGTHS, LONG_PROBE_LENGTHS):
+            kinds = [kind for kind in self._kinds_on(pair, mode, config) if kind in kinds]
+            if not kinds:
+                raise ValueError(
+                    f"policy loss {self.name}: for loss_agg_mode={mode!r} its value or gradient on two sequences, of "
+                    f"{pair[0]} and {pair[1]} tokens, is neither the mean over tokens nor the mean over sequences of "
+                    "those on each alone (it mixes sequences, counts masked tokens, bounds its denominator, or sums), "
+                    "so it would change with the micro-batch; want each sequence's loss to depend on that sequence "
+                    "only, averaged as loss_agg_mode says, whatever the lengths"
+                )
+        return kinds[0]
+
+    def _kinds_on(self, pair: tuple[int, int], mode: str, config: Config | None) -> list[str]:
+        """What it averages over, by value and gradient on two sequences together and each alone."""
+        together = self._probe(pair, (0, 1), mode, config)
+        alone = [self._probe(pair, (b,), mode, config) for b in (0, 1)]
+        shares = {"tokens": [n / sum(pair) for n in pair], "sequences": [0.5, 0.5]}
+        return [
+            kind
+            for kind, (a, b) in shares.items()
+            if torch.allclose(together, a * alone[0] + b * alone[1], rtol=1e-6, atol=1e-9)
+        ]
+
+    def _probe(self, pair: tuple[int, int], rows: Sequence[int], mode: str, config: Config | None) -> Tensor:
+        """[1 + sum(pair)]: the scalar, and its gradient, on these rows of a fixed random batch, padded on the right."""
+        names = ("old_log_probs", "log_probs", "advantages", "rollout_log_probs")
+        g = torch.Generator().manual_seed(0)
+        noise = {name: torch.randn(sum(pair), generator=g, dtype=torch.float64) for name in names}
+        flat = {"old_log_probs": -1.5 - 0.3 * noise["old_log_probs"], "advantages": noise["advantages"]}
+        flat["log_probs"] = (flat["old_log_probs"] + 0.3 * noise["log_probs"]).requires_grad_()
+        flat["rollout_log_probs"] = flat["old_log_probs"] + 0.05 * noise["rollout_log_probs"]
+        lengths = [pair[b] for b in rows]
+        width = max(lengths)
+
+        def padded(column: Tensor) -> Tensor:
+            parts = column.split(pair)
+            return torch.stack([torch.nn.functional.pad(parts[b], (0, width - len(parts[b]))) for b in rows])
+
+        mask = padded(torch.ones_like(flat["advantages"]))
+        columns = {name: padded(column) for name, column in flat.items() if name in self._takes}
+        what = f"policy loss {self.name}: on sequences of {' and '.join(map(str, lengths))} tokens it"
+        with in_one_sentence(what, hint=" (config holds algorithm.policy_loss_args, and is None without any)"):
+            scalar, _ = self._evaluate(columns, mode, config, mask)
+        if not scalar.requires_grad:
+            raise ValueError(f"policy loss {self.name}: its scalar does not depend on log_probs, want one that does")
+        (gradient,) = torch.autograd.grad(scalar, flat["log_probs"])
+        return torch.cat([scalar.detach().reshape(1), gradient])
+
+    def _evaluate(
+        self, columns: Mapping[str, Tensor], mode: str, config: Config | None, mask: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        log_probs = columns["log_probs"]
+        offered = {
+            **columns,
+            "response_mask": torch.ones_like(log_probs, requires_grad=False) if mask is None else mask,
+            "loss_agg_mode": mode,
+            "config": config,
+        }
+        found = self._function(**{name: value for name, value in offered.items() if name in self._takes})
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+            raise RefusedError(f"policy loss {self.name}: want it to return (scalar tensor, {{name: number}})")
+        scalar, info = found
+        if not (isinstance(scalar, Tensor) and scalar.shape == ()):
+            shape = f"shape {tuple(scalar.shape)}" if isinstance(scalar, Tensor) else type(scalar).__name__
+            raise RefusedError(f"policy loss {self.name}: it returns {shape}, want a scalar tensor in this form")
+        return scalar, {name: _number(self.name, name, value) for name, value in info.items()}
+
+
+def _common(kinds: Iterable[str]) -> tuple[str, ...] | None:
+    """The modes of this layer that average over what all of these name; None where they differ."""
+    different = set(kinds)
+    return AGG_MODES_OF[different.pop()] if len(different) == 1 else None
+
+
+def _number(loss: str, name: str, value: Any) -> float:
+    """A diagnostic as a plain number, 0 for one that is not finite."""
+    try:
+        number = float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise RefusedError(f"policy loss {loss}: its diagnostic {name!r} is {kind}, want one number") from None
+    return number if math.isfinite(number) else 0.0

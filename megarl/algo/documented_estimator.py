@@ -1,0 +1,105 @@
+"""An advantage estimator written in verl's documented way, on [batch, sequence] tensors, run through one adapter.
+
+It runs on the whole batch, which nothing splits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algo.documented_form import PROBE_LENGTHS, RefusedError, accepted, adapted_signature, in_one_sentence
+from megarl.algo.segments import previous_unmasked
+
+ESTIMATOR_FORM = ("rewards", "values", "dones", "gamma", "gae_lambda", "response_mask")
+
+
+class DocumentedEstimator:
+    """A documented estimator as one of this layer: it gets the trainable tokens of every sequence, padded on the right.
+
+    `dones` is 1 at a sequence's last trainable token and in the padding, where rewards and values are 0; `gamma` and
+    `gae_lambda` are algorithm.gamma and algorithm.lam, whatever defaults the function prints; `response_mask` is
+    offered, by name or in **kwargs.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self._function = name, function
+        self._takes = accepted(f"advantage estimator {name!r}", function, ESTIMATOR_FORM)
+        asked = {"values": "values", "gamma": "gamma", "lam": "gae_lambda"}
+        parameters = inspect.signature(function).parameters
+        required = inspect.Parameter.empty
+        keywords = {
+            ours: None if ours == "values" and parameters[theirs].default is None else required
+            for ours, theirs in asked.items()
+            if theirs in parameters
+        }
+        self.__signature__ = adapted_signature(("rewards", "mask", "segment_ids"), keywords)
+        self._rehearse()
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        mask: Tensor,
+        segment_ids: Tensor,
+        *,
+        values: Tensor | None = None,
+        gamma: float = 1.0,
+        lam: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """advantages [N], returns [N], 0 at masked places; a reward on a masked token moves as it does in gae."""
+        target = previous_unmasked(mask, segment_ids)
+        moved = torch.zeros_like(rewards).index_add(0, target.clamp(min=0), torch.where(target >= 0, rewards, 0.0))
+        live = mask.nonzero().squeeze(1)
+        lengths = segment_ids[live].unique_consecutive(return_counts=True)[1]
+        zeros = torch.zeros_like(rewards)
+        if len(live) == 0:
+            return zeros, zeros.clone()
+        columns = {"rewards": moved[live]} | ({} if values is None else {"values": values[live]})
+        found = self._evaluate(columns, lengths, int(lengths.max()), gamma, lam)
+        advantages, returns = (zeros.index_put((live,), column.to(zeros)) for column in found)
+        return advantages, returns
+
+    def _evaluate(
+        self, columns: Mapping[str, Tensor], lengths: Tensor, width: int, gamma: float, lam: float
+    ) -> list[Tensor]:
+        """[S] advantages and returns of the S trainable tokens, from [B, width] tensors."""
+        place = torch.arange(width)
+        inside = place < lengths.unsqueeze(1)
+        padded = {n: torch.zeros(inside.shape, dtype=c.dtype).masked_scatter(inside, c) for n, c in columns.items()}
+        dtype = columns["rewards"].dtype
+        offered = {
+            "values": None,
+            **padded,
+            "dones": (place >= lengths.unsqueeze(1) - 1).to(dtype),
+            "response_mask": inside.to(dtype),
+            "gamma": gamma,
+            "gae_lambda": lam,
+        }
+        found = self._function(**{name: value for name, value in offered.items() if name in self._takes})
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in found] if isinstance(found, tuple) else []
+        if shapes != [tuple(inside.shape)] * 2:
+            raise RefusedError(
+                f"advantage estimator {self.name}: want it to return (advantages, returns), each a tensor of shape "
+                "[batch, sequence]"
+            )
+        return [column[inside] for column in found]
+
+    def _rehearse(self) -> None:
+        """Raises: ValueError with the reason for a function that fails, or that looks at the padding."""
+        g, lengths = torch.Generator().manual_seed(0), torch.tensor(PROBE_LENGTHS)
+        names: list[str] = [name for name in ("rewards", "values") if name in self._takes]
+        columns = {name: torch.randn(sum(PROBE_LENGTHS), generator=g) for name in names}
+        width = max(PROBE_LENGTHS)
+        with in_one_sentence(f"advantage estimator {self.name}: on 2 sequences of {width} tokens it"):
+            narrow = self._evaluate(columns, lengths, width, 0.9, 0.8)
+            wide = self._evaluate(columns, lengths, width + 2, 0.9, 0.8)
+        for a, b in zip(narrow, wide, strict=True):
+            if not torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True):
+                raise ValueError(
+                    f"advantage estimator {self.name}: two more columns of padding change what it returns for the "
+                    "tokens before them, want it to leave out what lies behind `dones` or outside `response_mask`"
+                )

@@ -1,0 +1,163 @@
+"""Advantage estimators that compare the samples of one prompt: one number a sample, on each of its trainable tokens.
+
+R is the sum of a sample's token rewards, g its prompt group; groups.py says who takes part.  The return is R itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algo.groups import Groups, on_tokens, samples_of
+from megarl.algo.returns import whiten
+
+Estimate = tuple[Tensor, Tensor]  # advantages [N], returns [N]
+
+
+def grpo(
+    rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool
+) -> Estimate:
+    """Relative to the other answers to the same prompt.
+
+    A = (R - mean_g) / (std_g + 1e-6);   norm_adv_by_std_in_grpo=False: A = R - mean_g
+
+    Papers: GRPO, arXiv:2402.03300; without the std, Dr.GRPO, arXiv:2503.20783.
+
+    Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
+    Returns: advantages, returns [N].
+    """
+    R, groups = samples_of(rewards, mask, segment_ids, group_ids)
+    A = relative(R, groups, by_std=norm_adv_by_std_in_grpo)
+    return on_tokens(A, mask, segment_ids), on_tokens(R, mask, segment_ids)
+
+
+def grpo_passk(
+    rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool
+) -> Estimate:
+    """Only the best sample of a group learns: what it adds to the best that the group would have had without it.
+
+    A = R_max - R_second [/ (std_g + 1e-6)] for the best sample, 0 for the others
+
+    Where several share the highest reward, the second is as high as the best and all get 0.  Paper: arXiv:2503.19595.
+
+    Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
+    Returns: advantages, returns [N].
+    """
+    R, groups = samples_of(rewards, mask, segment_ids, group_ids)
+    best = groups.compares & (groups.highest(R) == R)
+    alone = best & (groups.total(best.double()) == 1)
+    A = torch.where(alone, R - groups.without(alone).highest(R), 0.0)
+    if norm_adv_by_std_in_grpo:
+        A = A / (groups.std(R) + 1e-6)
+    return on_tokens(A, mask, segment_ids), on_tokens(R, mask, segment_ids)
+
+
+def gdpo(
+    rewards: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    *,
+    group_ids: Tensor,
+    norm_adv_by_std_in_grpo: bool,
+    reward_parts: Tensor,
+    reward_weights: Sequence[float],
+    score: Tensor,
+    raw_score: Tensor | None = None,
+) -> Estimate:
+    """Several rewards, each normalised in its group before they are added, so that none drowns the others.
+
+    A = whiten(sum_k weight_k grpo(part_k) + (X - mean_g X)),   X = R - the reward as the reward function gave it
+
+    X is what came on top of the reward: the KL in the reward and the overlong penalty.  It is centred and not divided
+    by its std, or its coefficient would cancel.  A sample with nobody to compare with stays 0 and out of the whitening.
+    Paper: arXiv:2601.05242.
+
+    Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B]; reward_parts [B, K]; reward_weights: K numbers;
+        score [B] as it went into `rewards`; raw_score [B] before shaping (None: it was not shaped).
+    Returns: advantages, returns [N].
+    """
+    if reward_parts.dim() != 2 or len(reward_weights) != reward_parts.shape[1] or not len(reward_weights):
+        raise ValueError(
+            f"algorithm.reward_weights has {len(reward_weights)} weights and reward_parts the shape "
+            f"{tuple(reward_parts.shape)}: adv_estimator=gdpo wants one weight for each column"
+        )
+    R, groups = samples_of(rewards, mask, segment_ids, group_ids)
+    A = groups.centred(R - (score if raw_score is None else raw_score).double())
+    for part, weight in zip(reward_parts.unbind(1), reward_weights, strict=True):
+        A = A + weight * relative(part, groups, by_std=norm_adv_by_std_in_grpo)
+    return _whitened(A, groups, mask, segment_ids), on_tokens(R, mask, segment_ids)
+
+
+def rloo(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
+    """Leave one out: relative to the mean of the others.
+
+    A = n / (n - 1) (R - mean_g),   n = size of the group
+
+    Paper: arXiv:2402.14740.
+
+    Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
+    Returns: advantages, returns [N].
+    """
+    R, groups = samples_of(rewards, mask, segment_ids, group_ids)
+    n = groups.size
+    A = n / (n - 1).clamp(min=1) * groups.centred(R)
+    return on_tokens(A, mask, segment_ids), on_tokens(R, mask, segment_ids)
+
+
+def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
+    """Relative to the group's mean, then one scale for the whole batch.
+
+    A = whiten(R - mean_g)
+
+    A sample with nobody to compare with stays 0 and out of the whitening.  Paper: arXiv:2501.03262.
+
+    Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
+    Returns: advantages, returns [N].
+    """
+    R, groups = samples_of(rewards, mask, segment_ids, group_ids)
+    return _whitened(groups.centred(R), groups, mask, segment_ids), on_tokens(R, mask, segment_ids)
+
+
+def opo(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
+    """Relative to the mean in which a sample counts as often as it has tokens: the baseline of least variance.
+
+    A = R - sum_g(n R) / sum_g(n),   n = trainable tokens of a sample
+
+    Paper: arXiv:2505.23585.
+
+    Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
+    Returns: advantages, returns [N].
+    """
+    R, groups = samples_of(rewards, mask, segment_ids, group_ids)
+    n = torch.zeros_like(R).index_add(0, segment_ids, mask.double())
+    A = torch.where(groups.compares, R - groups.total(n * R) / groups.total(n), 0.0)
+    return on_tokens(A, mask, segment_ids), on_tokens(R, mask, segment_ids)
+
+
+def gpg(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
+    """Relative to the group's mean, scaled up for the groups that teach nothing because all rewards are equal.
+
+    A = alpha (R - mean_g),   alpha = samples / samples in groups with unequal rewards, 1 if there is none
+
+    Paper: arXiv:2504.02546.
+
+    Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
+    Returns: advantages, returns [N].
+    """
+    R, groups = samples_of(rewards, mask, segment_ids, group_ids)
+    unequal = int(groups.differ(R).sum())
+    alpha = int(groups.takes_part.sum()) / unequal if unequal else 1.0
+    return on_tokens(alpha * groups.centred(R), mask, segment_ids), on_tokens(R, mask, segment_ids)
+
+
+def relative(x: Tensor, groups: Groups, *, by_std: bool) -> Tensor:
+    """(x - mean_g) / (std_g + 1e-6), or x - mean_g, [B] float64."""
+    centred = groups.centred(x)
+    return centred / (groups.std(x) + 1e-6) if by_std else centred
+
+
+def _whitened(A: Tensor, groups: Groups, mask: Tensor, segment_ids: Tensor) -> Tensor:
+    """A [B] -> [N] float32, whitened over the trainable tokens of samples that have somebody to compare with."""
+    return whiten(A[segment_ids], mask & groups.compares[segment_ids]).float()

@@ -1,0 +1,83 @@
+"""Which numbers a policy loss knows, and what is said to a user who sets another one."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megarl.algo.policy import COLUMN_KEYWORDS, POLICY_LOSSES, SELECTIONS
+
+CLIP_KEYS = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "clip_c": "clip_ratio_c"}
+
+
+def keyword_names(function: Callable[..., Any]) -> dict[str, bool]:
+    """The keyword-only arguments of a function: name -> has it a default?"""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default is not p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
+    """Whether it ends in **kwargs."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+
+def knob_names(policy_loss: str) -> dict[str, bool]:
+    """The knobs of a policy loss and of its selection: name -> has it a default?"""
+    names = keyword_names(POLICY_LOSSES[policy_loss])
+    if policy_loss in SELECTIONS:
+        names |= keyword_names(SELECTIONS[policy_loss])
+    return {name: default for name, default in names.items() if name not in (*COLUMN_KEYWORDS, "generator")}
+
+
+def knobs_of(function: Callable[..., Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the knobs that this function takes; the others are its selection's, or its loss's."""
+    if takes_any_keyword(function):
+        return dict(knobs)
+    known = keyword_names(function)
+    return {name: value for name, value in knobs.items() if name in known}
+
+
+def key_of(knob: str) -> str:
+    """The key of the configuration that sets a knob."""
+    return f"actor.{CLIP_KEYS[knob]}" if knob in CLIP_KEYS else f"algorithm.policy_loss_args.{knob}"
+
+
+def with_keys(policy_loss: str, sentence: str) -> str:
+    """A sentence of a loss about its knobs, in the words of the configuration."""
+    for knob in knob_names(policy_loss):
+        sentence = re.sub(rf"\b{knob}\b", key_of(knob), sentence)
+    return f"{sentence} (algorithm.policy_loss_fn={policy_loss})"
+
+
+def check_knobs(policy_loss: str, clips: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    """Raises: ValueError for an unknown loss, a clip or an argument that it does not know, a missing or wrong number.
+
+    Args: clips: clip_low, clip_high, clip_c, those that are set; args: algorithm.policy_loss_args.
+    """
+    if policy_loss not in POLICY_LOSSES:
+        raise ValueError(f"algorithm.policy_loss_fn={policy_loss!r}: want one of {', '.join(POLICY_LOSSES)}")
+    known, any_name = knob_names(policy_loss), takes_any_keyword(POLICY_LOSSES[policy_loss])
+    for name, value in clips.items():
+        if name not in known:
+            raise ValueError(f"{key_of(name)}={value}: the policy loss {policy_loss} has no such clip, leave it unset")
+    for name, value in args.items():
+        _check_argument(policy_loss, name, value, known, any_name)
+    for name, has_default in known.items():
+        if not has_default and name not in clips and name not in args:
+            raise ValueError(
+                f"algorithm.policy_loss_fn={policy_loss}: want a number in {key_of(name)}, it has no default"
+            )
+
+
+def _check_argument(policy_loss: str, name: str, value: Any, known: Mapping[str, bool], any_name: bool) -> None:
+    key = f"algorithm.policy_loss_args.{name}={value}"
+    if name in CLIP_KEYS:
+        raise ValueError(f"{key}: want actor.{CLIP_KEYS[name]} for a clip")
+    if name not in known and not any_name:
+        names = ", ".join(n for n in known if n not in CLIP_KEYS) or "none"
+        raise ValueError(f"{key}: the policy loss {policy_loss} does not know it; its arguments: {names}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{key}: want a finite number")

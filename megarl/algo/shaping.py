@@ -1,0 +1,68 @@
+"""What happens to scores and samples before advantages: overlong answers, and groups that teach nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megarl.algo.segments import first_unmasked
+from megarl.sample import Batch, Stat, Stats
+
+
+def overlong_penalty(
+    batch: Batch, *, max_response_length: int, buffer_length: int, factor: float = 1.0
+) -> tuple[Batch, Stats]:
+    """Lower the score of answers that end in the buffer before the limit, linearly.
+
+    score += min(-(len - (max_response_length - buffer_length)) / buffer_length * factor, 0)
+
+    len: everything from the first trainable token to the end, tool output included; nothing bounds it below -factor.
+    Paper: DAPO, arXiv:2503.14476, section 3.4.
+
+    Args: batch: column response_mask, row score.
+    Returns: the batch with the new score and, as row raw_score, what the reward said; statistics.
+    Raises: ValueError for a buffer that is not inside the limit or a factor below 0.
+    """
+    if not 0 < buffer_length <= max_response_length:
+        raise ValueError(
+            f"algorithm.overlong_buffer.len={buffer_length}: want a number from 1 to "
+            f"data.max_response_length={max_response_length}"
+        )
+    if not factor >= 0:
+        raise ValueError(f"algorithm.overlong_buffer.penalty_factor={factor}: want a number of at least 0")
+    mask = batch.columns["response_mask"] != 0
+    end_B = batch.starts + batch.lengths
+    length_B = (end_B - first_unmasked(mask, batch.segment_ids, end_B)).double()
+    excess_B = length_B - (max_response_length - buffer_length)
+    penalty_B = (-excess_B / buffer_length * factor).clamp(max=0)
+    score = batch.rows["score"]
+    num = float(batch.num_sequences)
+    stats = {
+        "reward/overlong_penalty": Stat("mean", float(penalty_B.sum()), num),
+        "reward/overlong_share": Stat("mean", float((excess_B > 0).sum()), num),
+    }
+    return batch.with_rows(score=(score.double() + penalty_B).to(score.dtype), raw_score=score), stats
+
+
+def overlong_filter(batch: Batch) -> tuple[Batch, Stats]:
+    """Clear `keep` on samples that the length limit ended: they teach nothing, and no denominator counts them.
+
+    They keep their place in the statistics of their group.  Paper: DAPO, arXiv:2503.14476, section 3.4.
+
+    Args: batch: row truncated.
+    Returns: the batch with the column keep; statistics.
+    """
+    truncated = batch.rows["truncated"] != 0
+    keep = batch.columns.get("keep", torch.ones(batch.num_tokens))
+    filtered = Stat("mean", float(truncated.sum()), float(batch.num_sequences))
+    keep = torch.where(truncated[batch.segment_ids], 0.0, keep)
+    return batch.with_columns(keep=keep), {"reward/overlong_filtered": filtered}
+
+
+def is_informative(scores: Sequence[float]) -> bool:
+    """Whether a group's scores differ, so that dynamic sampling keeps it; a group of one or none has no difference.
+
+    Example: is_informative([1.0, 0.0, 1.0]) is True, is_informative([1.0, 1.0]) is False.  Paper: arXiv:2503.14476.
+    """
+    return len(set(scores)) > 1

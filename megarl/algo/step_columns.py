@@ -1,0 +1,94 @@
+"""What is made once from a whole optimizer step, on the driver, before the step is split over micro-batches and ranks.
+
+Weights, the normalised weights of rollout correction and the tokens that a loss selects all look at every token of the
+step; made here, they travel as columns, and any split has the same loss and gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algo.aggregate import token_weights
+from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.policy import PER_SEQUENCE, WITHOUT_RATIO
+from megarl.algo.segments import clean, count_segments, segment_mean
+from megarl.sample import Batch
+
+
+def step_columns(
+    batch: Batch,
+    *,
+    loss: ActorLoss | CriticLoss,
+    agg_mode: str,
+    loss_scale_factor: float | None = None,
+    seed: int = 0,
+    normalize: bool = False,
+    bypass: bool = False,
+) -> Batch:
+    """The columns that `loss` needs of one optimizer step, besides those that the batch already has.
+
+    response_mask   m keep
+    weight          by agg_mode; all 0 where the step has no trainable token
+    rollout_weight  w / mean(w) if `normalize`; for a loss per sequence its geometric mean over the sequence
+    old_log_probs   rollout_log_probs if `bypass`
+    selected        1 where the loss's selection says so
+
+    Args: batch: the whole step: response_mask, and as asked for keep, rollout_weight, rollout_log_probs, old_log_probs,
+        advantages [N]; rows: group [B] for prompt-mean-token-mean.  loss_scale_factor: S of the -norm modes.
+        seed: this step's own; normalize, bypass: those of algorithm.rollout_correction.
+    Raises: ValueError for a mode that lacks what it wants, or a batch that lacks a column.
+    """
+    mask = batch.columns["response_mask"]
+    if "keep" in batch.columns:
+        mask = mask * (batch.columns["keep"] != 0)
+    group_ids = batch.rows.get("group")
+    weight = token_weights(agg_mode, mask, batch.segment_ids, group_ids=group_ids, loss_scale_factor=loss_scale_factor)
+    batch = batch.with_columns(response_mask=mask, weight=weight)
+    if isinstance(loss, CriticLoss):
+        return batch
+    loss.require_agg_mode(agg_mode)
+    if bypass:
+        batch = batch.with_columns(old_log_probs=_column(batch, "rollout_log_probs", "bypass=true"))
+    if loss.use_rollout_weight:
+        if bypass and loss.policy_loss not in WITHOUT_RATIO:
+            raise ValueError(
+                f"algorithm.rollout_correction.bypass=true: the ratio of {loss.policy_loss} to the server's policy is "
+                "the correction, want no rollout weight beside it"
+            )
+        ratio_weight = _column(batch, "rollout_weight", "level")
+        collapsed = rollout_weights(
+            ratio_weight,
+            mask != 0,
+            batch.segment_ids,
+            normalize=normalize,
+            per_sequence=loss.policy_loss in PER_SEQUENCE,
+        )
+        batch = batch.with_columns(rollout_weight=collapsed)
+    if "selected" in loss.columns:
+        generator = torch.Generator().manual_seed(seed)
+        chosen = loss.select(batch.columns["old_log_probs"], batch.columns["advantages"], mask != 0, generator)
+        batch = batch.with_columns(selected=chosen.to(mask.dtype))
+    return batch
+
+
+def rollout_weights(
+    ratio_weight: Tensor, mask: Tensor, segment_ids: Tensor, *, normalize: bool, per_sequence: bool
+) -> Tensor:
+    """w [N] as the loss multiplies it: normalised to mean 1 over the mask, then one geometric mean a sequence.
+
+    exp(mean_b log w) is 0 where one w of the sequence is.  A step whose weights are all 0 stays at 0.
+    """
+    w = clean(ratio_weight, mask).double()
+    if normalize:
+        total = float(w.sum())
+        w = w * (int(mask.sum()) / total) if total > 0 else w
+    if per_sequence:
+        w = segment_mean(w.log(), mask, segment_ids, count_segments(segment_ids)).exp()[segment_ids]
+    return clean(w, mask).to(ratio_weight.dtype)
+
+
+def _column(batch: Batch, name: str, key: str) -> Tensor:
+    if name not in batch.columns:
+        raise ValueError(f"algorithm.rollout_correction.{key} needs the column {name}, which this batch has not")
+    return batch.columns[name]

@@ -1,0 +1,256 @@
+import math
+
+import estimator_reference as ref
+import pytest
+import torch
+from algo_reference import Packed, packs, random_packed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.correction import Correction, correct
+from megarl.algo.finite import NonFiniteError
+from megarl.sample import Batch
+
+LN2, NAN = math.log(2), math.nan
+
+
+def batch_of(lengths, gaps, **columns) -> Batch:
+    """gaps: d = l_old - l_roll of every token, NaN where the policy did not choose it."""
+    d = torch.tensor(gaps, dtype=torch.float32)
+    rollout = torch.where(d.isnan(), NAN, -1.0)
+    columns = {name: torch.tensor(c, dtype=torch.float32) for name, c in columns.items()}
+    columns |= {"response_mask": (~d.isnan()).float(), "rollout_log_probs": rollout, "old_log_probs": rollout + d}
+    return Batch(torch.zeros(len(gaps), dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64), columns)
+
+
+# ratios 4, 1/4 | 2, 2, 1/2: sequence products 1 and 2, geometric means 1 and 2^(1/3); a masked token in each
+BATCH = batch_of([3, 4], [NAN, 2 * LN2, -2 * LN2, LN2, NAN, LN2, -LN2])
+CBRT2 = 2 ** (1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("how", "weights", "share_cut"),
+    [
+        (Correction("token", None), [0, 4, 0.25, 2, 0, 2, 0.5], 0),
+        (Correction("token", 3.0), [0, 3, 0.25, 2, 0, 2, 0.5], 0.2),
+        (Correction("token", None, 0.4, 3.0), [0, 0, 0, 2, 0, 2, 0.5], 0.4),
+        (Correction("token", None, 0.0, 3.0), [0, 0, 0.25, 2, 0, 2, 0.5], 0.2),
+        (Correction("token", None, 0.4, math.inf), [0, 4, 0, 2, 0, 2, 0.5], 0.2),
+        (Correction("sequence", None), [0, 1, 1, 2, 0, 2, 2], 0),
+        (Correction("sequence", 1.5), [0, 1, 1, 1.5, 0, 1.5, 1.5], 0.6),
+        (Correction("sequence", None, 0.5, 1.5), [0, 1, 1, 0, 0, 0, 0], 0.6),
+        (Correction("geometric"), [0, 1, 1, CBRT2, 0, CBRT2, CBRT2], 0),
+    ],
+)
+def test_weights_by_hand(how, weights, share_cut):
+    out, stats = correct(BATCH, how)
+    assert out.columns["rollout_weight"].tolist() == pytest.approx(weights, rel=1e-6)
+    assert out.columns["keep"].tolist() == [1] * 7  # a weight of 0 stays in the denominators
+    assert stats["rollout_corr/share_cut"].result() == pytest.approx(share_cut)
+    assert stats["rollout_corr/share_rejected"].result() == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "stays"),
+    [
+        (Correction(reject_by="ratio", reject_high=3.0), [1, 0, 1, 1, 1, 1, 1]),
+        (Correction(reject_by="ratio", reject_low=0.3), [1, 1, 0, 1, 1, 1, 1]),
+        (Correction(reject_by="ratio", reject_low=0.3, reject_high=1.5), [1, 0, 0, 0, 1, 0, 1]),
+        (Correction(reject_by="ratio", reject_level="sequence", reject_high=1.5), [1, 1, 1, 0, 1, 0, 0]),
+        # k1 = -d: -1.386, 1.386 | -.693, -.693, .693, means 0 and -.231
+        (Correction(reject_by="k1", reject_high=1.0), [1, 1, 0, 1, 1, 1, 1]),
+        (Correction(reject_by="k1", reject_low=-1.0), [1, 0, 1, 1, 1, 1, 1]),
+        (Correction(reject_by="k1", reject_level="sequence", reject_low=-0.2), [1, 1, 1, 0, 1, 0, 0]),
+        # k2 = d^2/2: .961, .961 | .240 thrice
+        (Correction(reject_by="k2", reject_high=0.3), [1, 0, 0, 1, 1, 1, 1]),
+        (Correction(reject_by="k2", reject_level="sequence", reject_high=0.3), [1, 0, 0, 1, 1, 1, 1]),
+        # k3 = e^d - d - 1: 3 - 1.386 = 1.614, -.75 + 1.386 = .636 | .307, .307, .193, means 1.125 and .269
+        (Correction(reject_by="k3", reject_high=1.0), [1, 0, 1, 1, 1, 1, 1]),
+        (Correction(reject_by="k3", reject_level="sequence", reject_high=1.0), [1, 0, 0, 1, 1, 1, 1]),
+        (Correction(reject_by="k3", reject_level="sequence", reject_high=0.25), [1, 0, 0, 0, 1, 0, 0]),
+    ],
+)
+def test_rejection_by_hand(how, stays):
+    out, stats = correct(BATCH, how)
+    mask = BATCH.columns["response_mask"]
+    assert (out.columns["keep"] * mask).tolist() == [s * m for s, m in zip(stays, mask.tolist(), strict=True)]
+    assert "rollout_weight" not in out.columns
+    out_share = 1 - sum(s for s, m in zip(stays, mask.tolist(), strict=True) if m) / 5
+    assert stats["rollout_corr/share_rejected"].result() == pytest.approx(out_share)
+
+
+def test_a_rejection_comes_on_top_of_what_is_out_already_and_counts_only_itself():
+    batch = BATCH.with_columns(keep=torch.tensor([1.0, 0, 1, 0, 1, 1, 1]))
+    out, stats = correct(batch, Correction("token", 3.0, reject_by="k2", reject_high=0.5))
+    assert (out.columns["keep"] * BATCH.columns["response_mask"]).tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert stats["rollout_corr/share_rejected"].result() == pytest.approx(1 / 3)  # one of the three that were in
+    assert stats["rollout_corr/share_cut"].result() == 0  # the truncated one was out
+    assert out.columns["rollout_weight"].tolist() == pytest.approx([0, 3, 0.25, 2, 0, 2, 0.5])
+
+
+def test_a_sequence_without_a_trainable_token_has_no_perplexity():
+    _, stats = correct(batch_of([1, 2, 0, 1], [LN2, NAN, NAN, LN2]), Correction())
+    assert stats["rollout_corr/ppl_ratio"].result() == pytest.approx(0.5)
+
+
+def test_statistics_by_hand_with_the_correction_off():
+    out, stats = correct(BATCH, Correction())
+    assert out.columns["keep"].tolist() == [1] * 7
+    assert out.columns.keys() == BATCH.columns.keys() | {"keep"}
+    expected = {
+        "log_prob_gap_mean": 7 * LN2 / 5,  # 2 + 2 + 1 + 1 + 1
+        "log_prob_gap_max": 2 * LN2,
+        "kl": -LN2 / 5,  # 2 - 2 + 1 + 1 - 1 = 1
+        "k3_kl": (4 + 0.25 + 2 + 2 + 0.5 - 5 - LN2) / 5,
+        "ppl_ratio": (1 + 1 / CBRT2) / 2,
+        "ess": 8.75**2 / (5 * 24.3125),  # squares 16 + 1/16 + 4 + 4 + 1/4
+        "share_cut": 0.0,
+        "share_rejected": 0.0,
+    }
+    numbers = {name: stat.result() for name, stat in stats.items()}
+    assert numbers == {f"rollout_corr/{name}": pytest.approx(x, rel=1e-6) for name, x in expected.items()}
+
+
+def test_a_server_that_agrees_has_no_gap():
+    _, stats = correct(batch_of([2, 1], [NAN, 0.0, 0.0]), Correction("sequence", reject_by="ratio", reject_high=1.0))
+    numbers = {name.removeprefix("rollout_corr/"): stat.result() for name, stat in stats.items()}
+    zeros = ("log_prob_gap_mean", "log_prob_gap_max", "kl", "k3_kl", "share_cut", "share_rejected")
+    assert numbers == dict.fromkeys(zeros, 0.0) | {"ppl_ratio": 1.0, "ess": 1.0}
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_gap_of_45_stays_finite(level):
+    out, stats = correct(batch_of([1, 1], [45.0, -45.0]), Correction(level, None, reject_by="k3", reject_high=1e9))
+    assert out.columns["rollout_weight"].tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+    assert out.columns["keep"].tolist() == [1, 1]
+    assert stats["rollout_corr/log_prob_gap_max"].result() == 45
+    assert all(math.isfinite(stat.result()) for stat in stats.values())
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [2, 0, 1]])
+def test_nothing_to_train_on(lengths):
+    n = sum(lengths)
+    how = Correction("sequence", None, 0.5, 5.0, reject_by="k1", reject_level="sequence", reject_low=-1.0)
+    out, stats = correct(batch_of(lengths, [NAN] * n), how)
+    assert out.columns["rollout_weight"].tolist() == [0] * n
+    assert {name: stat.result() for name, stat in stats.items()} == {
+        "rollout_corr/share_cut": 0,
+        "rollout_corr/share_rejected": 0,
+    }
+
+
+def test_nothing_flows_back_through_a_weight():
+    old = BATCH.columns["old_log_probs"].clone().requires_grad_()
+    out, _ = correct(BATCH.with_columns(old_log_probs=old), Correction("token"))
+    assert not out.columns["rollout_weight"].requires_grad
+
+
+def test_a_missing_column_and_a_broken_one_are_errors():
+    batch = BATCH.keep_columns("response_mask", "old_log_probs")
+    with pytest.raises(ValueError, match="rollout_correction needs the column rollout_log_probs"):
+        correct(batch, Correction())
+    with pytest.raises(NonFiniteError, match="rollout_log_probs is -inf at token 1 of sequence 0"):
+        correct(BATCH.with_columns(rollout_log_probs=torch.full((7,), -math.inf)), Correction())
+
+
+levels = st.sampled_from([None, "token", "sequence", "geometric"])
+rejections = st.one_of(
+    st.just((None, None, None)),
+    st.tuples(st.just("ratio"), st.sampled_from([None, 0.5, 1.0]), st.sampled_from([1.0, 1.1, 2.0])),
+    st.tuples(st.just("k1"), st.sampled_from([None, -0.3, 0.0]), st.sampled_from([0.0, 0.1, 1.0])),
+    st.tuples(st.sampled_from(["k2", "k3"]), st.none(), st.sampled_from([0.0, 0.02, 0.5])),
+)
+cuts = st.sampled_from([(None, None, None), (1.0, None, None), (1.3, None, None), (None, 0.7, 1.3), (None, 0.0, 1.1)])
+
+
+def wide_gaps(packed: Packed, scale: float) -> Packed:
+    c = packed.batch.columns
+    rollout = c["old_log_probs"] - scale * (c["old_log_probs"] - c["rollout_log_probs"])
+    return Packed(packed.batch.with_columns(rollout_log_probs=rollout))
+
+
+@given(packs, st.sampled_from([1.0, 50.0, 5000.0]), levels, cuts, rejections, st.sampled_from(["token", "sequence"]))
+def test_agrees_with_the_slow_reference(packed, scale, level, cuts, rejection, reject_level):
+    packed = wide_gaps(packed, scale)
+    by, low, high = rejection
+    truncate, mask_low, mask_high = cuts if level else (2.0, None, None)
+    reject_level = reject_level if by else "token"
+    how = Correction(
+        level,
+        truncate,
+        mask_low,
+        mask_high,
+        reject_by=by,
+        reject_level=reject_level,
+        reject_low=low,
+        reject_high=high,
+    )
+    out, stats = correct(packed.batch, how)
+    masks = packed.masks
+    gaps = [
+        [x - y for x, y in zip(*rows, strict=True)]
+        for rows in zip(packed.lists("old_log_probs"), packed.lists("rollout_log_probs"), strict=True)
+    ]
+    flat_mask = sum(masks, [])
+    if level:
+        rho = sum(ref.ratios(level, gaps, masks), [])
+        weights = [ref.cut(r, truncate, mask_low, mask_high) if m else 0.0 for r, m in zip(rho, flat_mask, strict=True)]
+        assert out.columns["rollout_weight"].tolist() == pytest.approx(weights, rel=1e-6)
+    if by:
+        gone = sum(ref.rejected(by, reject_level, low, high, gaps, masks), [])
+        keep = (out.columns["keep"] != 0).tolist()
+        assert [not k and m for k, m in zip(keep, flat_mask, strict=True)] == gone
+        share = sum(gone) / max(sum(flat_mask), 1)
+        assert stats["rollout_corr/share_rejected"].result() == pytest.approx(share)
+
+
+def test_the_order_of_the_samples_means_nothing():
+    batch = random_packed([3, 0, 5, 2], 1).batch
+    order = [2, 0, 3, 1]
+    how = Correction("geometric", reject_by="k3", reject_level="sequence", reject_high=1e-4)
+    (plain, plain_stats), (shuffled, stats) = correct(batch, how), correct(batch.select(order), how)
+    for name in ("rollout_weight", "keep"):
+        assert shuffled.columns[name].tolist() == pytest.approx(plain.select(order).columns[name].tolist())
+    assert {n: s.result() for n, s in stats.items()} == pytest.approx({n: s.result() for n, s in plain_stats.items()})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"level": "tokens"}, "level=tokens: want null or one of token, sequence, geometric"),
+        ({"reject_by": "k4", "reject_high": 1.0}, "reject_by=k4: want null or one of ratio, k1, k2, k3"),
+        ({"reject_by": "k2", "reject_high": 1.0, "reject_level": "geometric"}, "reject_level=geometric: want one of"),
+        ({"truncate": 0.5}, "truncate=0.5: want null or a number of at least 1"),
+        ({"truncate": NAN}, "truncate=nan: want null or a number of at least 1"),
+        ({"normalize": True}, "normalize=True: has no effect without a level"),
+        ({"mask_low": 0.5}, "mask_low=0.5: has no effect without a level"),
+        ({"mask_high": 5.0}, "mask_high=5.0: has no effect without a level"),
+        ({"level": "token", "truncate": None, "mask_low": 0.5}, "mask_high=None: mask_low is set and wants"),
+        ({"level": "token", "truncate": None, "mask_high": 5.0}, "mask_low=None: mask_high is set and wants"),
+        ({"level": "token", "truncate": None, "mask_low": 2.0, "mask_high": 5.0}, "mask_low=2.0: want a number from"),
+        ({"level": "token", "truncate": None, "mask_low": -1.0, "mask_high": 5.0}, "mask_low=-1.0: want a number from"),
+        ({"level": "token", "truncate": None, "mask_low": 0.5, "mask_high": 0.9}, "mask_high=0.9: want a number of at"),
+        ({"level": "token", "mask_low": 0.5, "mask_high": 5.0}, "truncate=2.0: a weight is cut by mask_low=0.5"),
+        ({"reject_high": 2.0}, "reject_high=2.0: has no effect without reject_by"),
+        ({"reject_low": 0.5}, "reject_low=0.5: has no effect without reject_by"),
+        ({"reject_level": "sequence"}, "reject_level=sequence: has no effect without reject_by"),
+        ({"reject_by": "ratio"}, "reject_by=ratio: wants reject_low, reject_high or both"),
+        ({"reject_by": "ratio", "reject_high": 0.9}, "reject_high=0.9: want a number of at least 1, the ratio where"),
+        ({"reject_by": "ratio", "reject_low": 1.1}, "reject_low=1.1: want a number of at most 1, the ratio where"),
+        ({"reject_by": "k1", "reject_low": 0.1}, "reject_low=0.1: want a number of at most 0, the k1 where"),
+        ({"reject_by": "k3", "reject_high": -0.1}, "reject_high=-0.1: want a number of at least 0, the k3 where"),
+        ({"reject_by": "k3", "reject_low": 0.0}, "reject_low=0.0: k3 has only an upper bound"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused_in_one_sentence(settings, sentence):
+    with pytest.raises(ValueError, match=f"^algorithm.rollout_correction.{sentence}") as error:
+        Correction(**settings)
+    assert "\n" not in str(error.value)
+
+
+def test_settings_that_mean_something():
+    Correction()
+    Correction(bypass=True)
+    Correction("sequence", None)
+    Correction("token", None, 0.0, math.inf, normalize=True)
+    Correction(bypass=True, reject_by="k1", reject_low=-1.0, reject_level="sequence")

@@ -1,0 +1,141 @@
+"""Advantage estimators written in verl's documented way."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from algo_reference import random_packed
+
+from megarl import algo
+from megarl.algo import estimate, load_plugins, register_adv_est
+from megarl.algo.knobs import keyword_names
+from megarl.algo.returns import gae
+from megarl.algo.segments import clean
+from megarl.sample import Batch
+
+PRINTED = Path(__file__).parents[1] / "fixtures" / "source_documents" / "estimator_function.txt"
+BROKEN = "* advantages[:, t + 1]"
+
+
+@pytest.fixture
+def tables():
+    """What a test registers is gone afterwards."""
+    before = dict(algo.ADV_ESTIMATORS)
+    yield
+    algo.ADV_ESTIMATORS.clear()
+    algo.ADV_ESTIMATORS.update(before)
+
+
+def load(tmp_path, text):
+    path = tmp_path / "my_advantage.py"
+    path.write_text(text.replace("from verl.trainer.ppo.core_algos import", "from megarl.algo import"))
+    load_plugins([str(path)])
+
+
+def test_the_printed_estimator_reads_behind_the_last_token_and_is_refused_for_that(tables, tmp_path):
+    """Its first turn of the loop asks for advantages[:, seq_len]: there is no tensor on which it runs."""
+    with pytest.raises(ValueError) as refused:
+        load(tmp_path, PRINTED.read_text())
+    sentence = str(refused.value)
+    assert "advantage estimator my_advantage: on 2 sequences of 5 tokens it fails with IndexError" in sentence
+    assert "index 5 is out of bounds for dimension 1 with size 5" in sentence
+    assert "my_advantage.py:36, `advantages[:, t] = delta" in sentence
+    assert "my_advantage" not in algo.ADV_ESTIMATORS
+
+
+def test_the_printed_estimator_with_the_missing_zero_is_gae(tables, tmp_path):
+    mended = PRINTED.read_text().replace(BROKEN, "* (advantages[:, t + 1] if t + 1 < seq_len else 0)")
+    load(tmp_path, mended)
+    batch = random_packed([6, 0, 1, 9, 4], 3).batch
+    mask = batch.columns["response_mask"] != 0
+    rewards, values = (clean(batch.columns[name], mask) for name in ("advantages", "values"))
+    for gamma, lam in ((1.0, 1.0), (0.9, 0.7)):
+        how = {"values": values, "gamma": gamma, "lam": lam}
+        found = algo.ADV_ESTIMATORS["my_advantage"](rewards, mask, batch.segment_ids, **how)
+        wanted = gae(rewards, values, mask, batch.segment_ids, gamma=gamma, lam=lam)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_a_documented_estimator_gets_the_settings_of_the_configuration(tables):
+    seen: list = []
+
+    @register_adv_est("mine")
+    def mine(rewards, values, dones, gamma=0.99, gae_lambda=0.95, **kwargs):
+        seen.append((gamma, gae_lambda, dones.tolist(), kwargs["response_mask"].tolist()))
+        return rewards - values, rewards
+
+    columns = {
+        "response_mask": torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]),
+        "values": torch.tensor([9.0, 1.0, 2.0, 9.0, 3.0]),
+    }
+    batch = Batch(torch.zeros(5), torch.tensor([3, 2]), columns, {"score": torch.tensor([1.0, 5.0])})
+    found, _ = estimate(batch, adv_estimator="mine", gamma=0.5, lam=0.25)
+    assert seen[-1] == (0.5, 0.25, [[0.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 0.0]])
+    assert found.columns["advantages"].tolist() == [0.0, -1.0, -1.0, 0.0, 2.0]
+    assert found.columns["returns"].tolist() == [0.0, 0.0, 1.0, 0.0, 5.0]
+
+
+def test_what_it_needs_stays_visible(tables):
+    @register_adv_est("with_critic")
+    def with_critic(rewards, values, dones, gamma, gae_lambda):
+        return rewards - values, rewards
+
+    @register_adv_est("maybe_critic")
+    def maybe_critic(rewards, values=None, dones=None, gamma=1.0):
+        return rewards, rewards
+
+    @register_adv_est("no_critic")
+    def no_critic(rewards, dones):
+        return rewards, rewards
+
+    asked = [keyword_names(algo.ADV_ESTIMATORS[n]) for n in ("with_critic", "maybe_critic", "no_critic")]
+    assert asked == [{"values": False, "gamma": False, "lam": False}, {"values": True, "gamma": False}, {}]
+
+
+def test_a_batch_without_a_trainable_token_gives_zeros(tables):
+    @register_adv_est("mine")
+    def mine(rewards, dones):
+        return rewards + 1, rewards
+
+    mask, segment_ids = torch.zeros(3, dtype=torch.bool), torch.tensor([0, 0, 2])
+    found = algo.ADV_ESTIMATORS["mine"](torch.ones(3), mask, segment_ids)
+    assert [column.tolist() for column in found] == [[0.0] * 3] * 2
+
+
+def test_a_reward_on_a_masked_token_moves_back_in_its_own_sequence(tables):
+    @register_adv_est("mine")
+    def mine(rewards, dones):
+        return rewards, rewards
+
+    mask, segment_ids = torch.tensor([True, False, True, False]), torch.tensor([0, 1, 1, 1])
+    advantages, _ = algo.ADV_ESTIMATORS["mine"](torch.tensor([1.0, 5.0, 2.0, 3.0]), mask, segment_ids)
+    assert advantages.tolist() == [1.0, 0.0, 5.0, 0.0]  # with no choice before it, a reward is dropped
+
+
+def whitened(rewards, dones, **kwargs):
+    mask = kwargs["response_mask"] > 0
+    return torch.where(mask, rewards - rewards[mask].mean(), 0.0), rewards
+
+
+def test_an_estimator_may_look_at_the_whole_batch_through_the_mask(tables):
+    register_adv_est("mine")(whitened)
+    mask, segment_ids = torch.tensor([True, True, True]), torch.tensor([0, 0, 1])
+    advantages, _ = algo.ADV_ESTIMATORS["mine"](torch.tensor([1.0, 2.0, 6.0]), mask, segment_ids)
+    assert advantages.tolist() == [-2.0, -1.0, 3.0]
+
+
+BAD = {
+    "padding": (lambda rewards, dones: (rewards - rewards.mean(), rewards), "two more columns of padding change"),
+    "shape": (lambda rewards, dones: (rewards.sum(1), rewards), r"each a tensor of shape \[batch, sequence\]"),
+    "one tensor": (lambda rewards, dones: rewards, "want it to return"),
+    "unknown": (lambda rewards, dones, uid: (rewards, rewards), "there is no value for its parameter uid; want"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_has_no_meaning_is_refused_when_registered(tables, what):
+    function, sentence = BAD[what]
+    with pytest.raises(ValueError, match=f"advantage estimator '?mine'?: .*{sentence}"):
+        register_adv_est("mine")(function)
+    assert "mine" not in algo.ADV_ESTIMATORS

@@ -1,0 +1,73 @@
+import pytest
+import torch
+from algo_reference import Packed, packs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.shaping import is_informative, overlong_filter, overlong_penalty
+from megarl.sample import Batch
+
+
+def batch_of(lengths, mask, **rows) -> Batch:
+    columns = {"response_mask": torch.tensor(mask, dtype=torch.float32)}
+    rows = {name: torch.tensor(row, dtype=torch.float32) for name, row in rows.items()}
+    return Batch(torch.zeros(sum(lengths), dtype=torch.int64), torch.tensor(lengths), columns, rows)
+
+
+def test_the_overlong_penalty_by_hand():
+    # limit 8, buffer 4: nothing up to 4 tokens, then a quarter of the factor for each, not bounded below
+    lengths = [1 + n for n in (3, 4, 5, 6, 8, 9)]
+    mask = sum(([0] + [1] * (n - 1) for n in lengths), [])
+    out, stats = overlong_penalty(
+        batch_of(lengths, mask, score=[1.0] * 6), max_response_length=8, buffer_length=4, factor=2.0
+    )
+    assert out.rows["score"].tolist() == [1, 1, 0.5, 0, -1, -1.5]
+    assert out.rows["raw_score"].tolist() == [1] * 6
+    assert stats["reward/overlong_penalty"].result() == pytest.approx((-0.5 - 1 - 2 - 2.5) / 6)
+    assert stats["reward/overlong_share"].result() == pytest.approx(4 / 6)
+
+
+def test_a_response_runs_from_its_first_trainable_token_to_the_end_with_the_tools_output():
+    batch = batch_of([5, 5, 5, 2], [0, 1, 0, 0, 0] + [0, 1, 0, 1, 1] + [1, 0, 0, 0, 0] + [0, 0], score=[0.0] * 4)
+    out, _ = overlong_penalty(batch, max_response_length=4, buffer_length=4)
+    assert out.rows["score"].tolist() == [-1, -1, -1.25, 0]  # 4 tokens, 4, 5, and none at all
+
+
+@pytest.mark.parametrize("buffer_length", [0, -1, 9])
+def test_a_buffer_outside_the_limit_is_refused(buffer_length):
+    with pytest.raises(ValueError, match=f"overlong_buffer.len={buffer_length}: want a number from 1 to .*=8"):
+        overlong_penalty(batch_of([1], [1], score=[0.0]), max_response_length=8, buffer_length=buffer_length)
+
+
+def test_a_penalty_that_would_reward_is_refused():
+    with pytest.raises(ValueError, match=r"overlong_buffer.penalty_factor=-1.0: want a number of at least 0"):
+        overlong_penalty(batch_of([1], [1], score=[0.0]), max_response_length=8, buffer_length=4, factor=-1.0)
+
+
+@given(packs, st.integers(1, 6), st.integers(0, 3))
+def test_the_overlong_penalty_agrees_with_the_slow_reference(packed: Packed, buffer_length, spare):
+    limit = buffer_length + spare
+    expected = []
+    for mask, score in zip(packed.masks, packed.batch.rows["score"].tolist(), strict=True):
+        length = len(mask) - mask.index(True) if any(mask) else 0
+        expected.append(score + min(-(length - spare) / buffer_length * 0.5, 0))
+    out, _ = overlong_penalty(packed.batch, max_response_length=limit, buffer_length=buffer_length, factor=0.5)
+    assert out.rows["score"].dtype == torch.float32
+    assert out.rows["score"].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_the_filter_takes_truncated_samples_out_and_leaves_the_rest_as_it_was():
+    batch = batch_of([2, 2, 1], [0, 1, 1, 1, 1], score=[0.0] * 3, truncated=[0.0, 1.0, 0.0])
+    out, stats = overlong_filter(batch)
+    assert out.columns["keep"].tolist() == [1, 1, 0, 0, 1]
+    assert out.columns["response_mask"].tolist() == [0, 1, 1, 1, 1]
+    assert stats["reward/overlong_filtered"].result() == pytest.approx(1 / 3)
+    again, _ = overlong_filter(batch.with_columns(keep=torch.tensor([1.0, 0, 1, 1, 1])))
+    assert again.columns["keep"].tolist() == [1, 0, 0, 0, 1]
+
+
+def test_a_group_teaches_where_its_scores_differ():
+    assert is_informative([1.0, 0.0, 1.0])
+    assert not is_informative([0.5, 0.5, 0.5])
+    assert not is_informative([1.0])
+    assert not is_informative([])
