@@ -1,92 +1,82 @@
-"""Log-probabilities and entropy from vocabulary-parallel logits, forward and backward, a few tokens at a time.
+"""Columns of tokens from hidden states and the vocabulary head; their logits never stand in memory as a whole.
 
-16384 tokens of a vocabulary of 152k are 10 GB in float32, and a softmax written down plainly keeps two such tensors and
-makes five more.  Here the logits themselves, in the model's type, are all that is kept; the rest lives for a chunk of
-tokens.  Megatron's own cross entropy overwrites fp32 logits (cross_entropy:50), and its fused one rounds gradients to
-bf16.
+16384 tokens of a vocabulary of 152k are 10 GB of logits in float32, and a softmax written down plainly makes seven such
+tensors.  Here a few tokens' logits are made, read, and thrown away, forwards and once more backwards: see `fused.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as ps
-from torch import Tensor
+from torch import Tensor, nn
 
-CHUNK_ELEMENTS = 2**25  # logits that are in float32 at a time: 128 MiB
+from megarl.mcore.fused import Job, columns_of_chunks
+from megarl.mcore.model import output_weight, unwrap
+
+NAMES = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
 
 
-class _LogProbEntropy(torch.autograd.Function):
-    """log p(label) and H = -sum_v p log p, with one MAX and one SUM all-reduce over the tensor group.
+@dataclass(frozen=True)
+class ReferenceStates:
+    """The frozen model that `full_kl` compares with: its last-stage hidden states of the same tokens, and its head."""
 
-    logits [T, V/tp]; its first `num_real` columns are the vocabulary, the others pad it.
+    hidden: Tensor  # as `hidden` of the actor; may lie in host memory
+    weight: Tensor  # [V/tp, H of the reference]
+
+
+def token_columns(
+    model: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    names: Sequence[str],
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    reference: ReferenceStates | None = None,
+) -> dict[str, Tensor]:
+    """hidden [T, H] ([T/tp, H] under sequence parallelism) of the last stage, labels [T] -> {name: [T] float32}.
+
+    Of the softmax of logits / temperature over the true vocabulary: the rows that pad it have no probability.
+    `log_probs` of the labels; `entropy` = -sum_v p log p; `sum_pi_squared` = sum_v p^2; `full_kl` = sum_v p (log p -
+    log q), q of the reference at the same temperature.  All are differentiable in the hidden states and the weight.
+    ValueError for a name that there is not, or full_kl without a reference of the same vocabulary.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, num_real: int, temperature: float, group: Any
-    ) -> tuple[Tensor, Tensor]:
-        index = labels - group.rank() * logits.size(-1)
-        is_own = (index >= 0) & (index < num_real)
-        index = index.clamp(0, max(0, num_real - 1))
-        largest = _largest(logits[:, :num_real], temperature)
-        if group.size() > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        sums = torch.zeros(3, len(labels), device=logits.device)  # of e^x, of x e^x, and x of the label
-        for at, x in _chunks(logits, num_real, temperature, largest):
-            e = x.exp()
-            chosen = x.gather(-1, index[at, None]).squeeze(-1)
-            sums[:, at] = torch.stack([e.sum(-1), (e * x).sum(-1), torch.where(is_own[at], chosen, 0.0)])
-        if group.size() > 1:
-            dist.all_reduce(sums, group=group)
-        log_z, entropy = sums[0].log(), sums[0].log() - sums[1] / sums[0]
-        ctx.save_for_backward(logits, largest, log_z, entropy, index, is_own)
-        ctx.num_real, ctx.temperature = num_real, temperature
-        return sums[2] - log_z, entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        # d log p(y)/dz_v = [v = y] - p_v          dH/dz_v = -p_v (log p_v + H)
-        logits, largest, log_z, entropy, index, is_own = ctx.saved_tensors
-        grad = torch.zeros_like(logits)
-        for at, x in _chunks(logits, ctx.num_real, ctx.temperature, largest):
-            log_p = x - log_z[at, None]
-            by_entropy = grad_entropy[at, None] * (log_p + entropy[at, None])
-            part = -log_p.exp() * (grad_log_prob[at, None] + by_entropy)
-            part.scatter_add_(-1, index[at, None], (grad_log_prob[at] * is_own[at])[:, None])
-            grad[at, : ctx.num_real] = part / ctx.temperature
-        return grad, None, None, None, None
+    weight = output_weight(model)
+    _check(names, weight, reference)
+    config = unwrap(model).config
+    job = Job(
+        tuple(names),
+        vocab_size,
+        temperature,
+        sequence_parallel=config.sequence_parallel,
+        fused_accumulation=config.gradient_accumulation_fusion,
+    )
+    if reference is None or "full_kl" not in names:
+        return columns_of_chunks(job, hidden, weight, labels)
+    return columns_of_chunks(job, hidden, weight, labels, reference.hidden, reference.weight)
 
 
-def _largest(logits: Tensor, temperature: float) -> Tensor:
-    """[T] float32: the largest logit of this rank's part; -inf where the part is all padding."""
-    if logits.size(-1) == 0:
-        return torch.full((len(logits),), float("-inf"), device=logits.device)
-    return logits.amax(-1).float() / temperature
-
-
-def _chunks(logits: Tensor, num_real: int, temperature: float, largest: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(tokens, their scaled logits minus the largest one in float32), as many tokens as CHUNK_ELEMENTS allows."""
-    if num_real == 0:
+def _check(names: Sequence[str], weight: Tensor, reference: ReferenceStates | None) -> None:
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ValueError(f"names={list(names)}: there is no column {unknown[0]}; want some of {', '.join(NAMES)}")
+    if "full_kl" not in names:
         return
-    size = max(1, CHUNK_ELEMENTS // num_real)
-    for first in range(0, len(logits), size):
-        at = slice(first, first + size)
-        x = logits[at, :num_real].float()
-        yield at, (x if temperature == 1.0 else x / temperature) - largest[at, None]
+    if reference is None:
+        raise ValueError("names: full_kl without a reference; want a reference model in the actor's group and layout")
+    # Padded rows: smaller vocabularies that pad to as many are told apart by config.json, before the start.
+    if len(reference.weight) != len(weight):
+        raise ValueError(
+            f"full_kl: the reference has {len(reference.weight)} rows of the vocabulary on this rank and the actor "
+            f"{len(weight)}; want one vocabulary and one layout"
+        )
 
 
-def log_probs_and_entropy(
-    logits: Tensor, labels: Tensor, *, vocab_size: int, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """logits [T, V/tp] of this rank, labels [T] -> ([T], [T]) float32, of the softmax at this temperature.
-
-    `vocab_size` is the model's true one: the rows that pad the vocabulary have no probability.
-    """
-    group = ps.get_tensor_model_parallel_group()
-    size = logits.size(-1)
-    num_real = min(size, max(0, vocab_size - group.rank() * size))
-    return _LogProbEntropy.apply(logits, labels, num_real, temperature, group)
+def keep_hidden(hidden: Tensor) -> Tensor:
+    """The same numbers for later, without their graph: in pinned host memory where they lie on a GPU."""
+    if not hidden.is_cuda:
+        return hidden.detach()
+    kept = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+    return kept.copy_(hidden.detach(), non_blocking=True)

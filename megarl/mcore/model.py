@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from megarl.mcore.families import family_of
 from megarl.mcore.hf import HFConfig
 from megarl.mcore.layers import block_spec
+from megarl.mcore.main_grad import has_fused_accumulation
 from megarl.mcore.mla import keep_router_biases
 from megarl.mcore.rope import make_rope
 from megarl.mcore.setup import Layout
@@ -87,7 +89,7 @@ def transformer_config(hf: HFConfig, layout: Layout, dtype: torch.dtype) -> Tran
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths refuses the default, for dense models too
         use_cpu_initialization=not torch.cuda.is_available(),
         masked_softmax_fusion=False,  # needs Apex
-        gradient_accumulation_fusion=False,  # needs Apex
+        gradient_accumulation_fusion=has_fused_accumulation(),
     )
 
 
@@ -109,6 +111,29 @@ class ValueHead(nn.Linear):
         return values, None
 
 
+class VocabularyHead(ColumnParallelLinear):
+    """Megatron's output layer, which hands the hidden states on as they are: `fused.py` multiplies by its weight.
+
+    Under sequence parallelism they are this rank's part.  It stays a module that is called, with its parameter's name,
+    because hooks, checkpoints and exports go by these.
+    """
+
+    def forward(
+        self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return input_, None
+
+
+class ActorModel(GPTModel):
+    """GPTModel whose output is the last hidden state of each token, [1, T, H]."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self.post_process:
+            # Not a new layer: a second [V, H] would be allocated.  The subclass only adds a forward.
+            self.output_layer.__class__ = VocabularyHead
+
+
 class CriticModel(GPTModel):
     """GPTModel whose output is one value a token."""
 
@@ -121,7 +146,7 @@ class CriticModel(GPTModel):
 def build_model(hf: dict[str, Any], layout: Layout, *, role: str = "actor", dtype: str = "float32") -> nn.Module:
     """This rank's part of the model, on its device.  role is "actor" (also for a reference) or "critic"."""
     config = transformer_config(hf, layout, DTYPES[dtype])
-    kind = CriticModel if role == "critic" else GPTModel
+    kind = CriticModel if role == "critic" else ActorModel
     gpt = kind(
         config=config,
         transformer_layer_spec=block_spec(config, family_of(hf).layer),
@@ -147,3 +172,11 @@ def unwrap(model: nn.Module) -> GPTModel:
     while not isinstance(inner, GPTModel):
         inner = inner.module
     return inner
+
+
+def output_weight(model: nn.Module) -> Tensor:
+    """[V/tp, H]: what an actor's last stage makes logits with, its own or the embedding's."""
+    gpt: Any = unwrap(model)
+    is_tied = gpt.share_embeddings_and_output_weights
+    weight: Tensor = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight
+    return weight

@@ -16,8 +16,9 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megarl.mcore.logprobs import log_probs_and_entropy
-from megarl.mcore.model import CriticModel, unwrap
+from megarl.algo.finite import NonFiniteError
+from megarl.mcore.logprobs import ReferenceStates, keep_hidden, token_columns
+from megarl.mcore.model import CriticModel, output_weight, unwrap
 from megarl.mcore.optimizer import Optimizer
 from megarl.mcore.rows import Row, make_row
 from megarl.mcore.setup import Layout
@@ -29,26 +30,43 @@ LossFn = Callable[[Batch, Columns], LossOutput]
 
 @dataclass(frozen=True)
 class Outputs:
-    """Turns a model's output for a row into packed columns [N] of the micro-batch."""
+    """Turns a model's output for a row into the packed columns [N] of the micro-batch that are called `names`."""
 
     layout: Layout
     vocab_size: int
     temperature: float = 1.0
-    entropy: bool = False
+    names: tuple[str, ...] = ("log_probs",)  # of an actor: see logprobs.NAMES; of a critic: ("values",)
 
-    def __call__(self, model: nn.Module, row: Row, output: Tensor) -> Columns:
+    def __call__(self, model: nn.Module, row: Row, output: Tensor, reference: ReferenceStates | None = None) -> Columns:
         if isinstance(unwrap(model), CriticModel):
+            if self.names != ("values",):
+                raise ValueError(f"names={list(self.names)}: a critic gives values only")
             return {"values": row.column(output[0, :, 0])}
-        log_probs, entropy = log_probs_and_entropy(
-            output[0], row.labels, vocab_size=self.vocab_size, temperature=self.temperature
+        columns = token_columns(
+            model,
+            output[0],
+            row.labels,
+            self.names,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            reference=reference,
         )
-        columns = {"log_probs": row.column(log_probs)}
-        return columns | {"entropy": row.column(entropy)} if self.entropy else columns
+        return {name: row.column(column) for name, column in columns.items()}
+
+
+@torch.no_grad()
+def _references(model: nn.Module | None, rows: list[Row], outputs: Outputs) -> list[ReferenceStates | None]:
+    """For each row what the frozen model says of it, where the outputs need it (last stage; elsewhere nothing)."""
+    if model is None or "full_kl" not in outputs.names:
+        return [None] * len(rows)
+    model.eval()
+    hidden = _run(model, rows, lambda i, out: keep_hidden(out[0]), forward_only=True)
+    return [ReferenceStates(own, output_weight(model)) for own in hidden]
 
 
 def _run(model: nn.Module, rows: list[Row], finish: Callable[[int, Tensor], Any], *, forward_only: bool) -> list[Any]:
     """Megatron's pipeline schedule over these rows; `finish(i, output)` runs on the last stage."""
-    # A bf16 model would make a float32 copy of all logits; logprobs.py makes one of a few tokens at a time.
+    # Float16Module would make a float32 copy of the hidden states.
     how = {"fp32_output": False} if unwrap(model).config.bf16 else {}
 
     def forward_step(indices: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -70,11 +88,21 @@ def _run(model: nn.Module, rows: list[Row], finish: Callable[[int, Tensor], Any]
 
 
 @torch.no_grad()
-def forward_only(model: nn.Module, micros: list[MicroBatch], outputs: Outputs, device: torch.device) -> list[Columns]:
-    """Columns of each micro-batch (dummies left out) on the last pipeline stage; elsewhere an empty list."""
-    model.eval()
+def forward_only(
+    model: nn.Module,
+    micros: list[MicroBatch],
+    outputs: Outputs,
+    device: torch.device,
+    reference: nn.Module | None = None,
+) -> list[Columns]:
+    """Columns of each micro-batch (dummies left out) on the last pipeline stage; elsewhere an empty list.
+
+    `reference` is the frozen model of full_kl, in the same layout.
+    """
     rows = [make_row(micro, outputs.layout, device) for micro in micros]
-    found = _run(model, rows, lambda i, out: outputs(model, rows[i], out), forward_only=True)
+    references = _references(reference, rows, outputs)
+    model.eval()
+    found = _run(model, rows, lambda i, out: outputs(model, rows[i], out, references[i]), forward_only=True)
     return [columns for columns, micro in zip(found, micros, strict=False) if not micro.is_dummy]
 
 
@@ -86,20 +114,27 @@ def backward(
     *,
     num_tokens: int,
     device: torch.device,
+    reference: nn.Module | None = None,
 ) -> Stats:
     """Put the gradient of the optimizer step's loss into Megatron's buffers, reduced over all ranks.
 
     `num_tokens` is the number of tokens of the whole optimizer step, prompts included, over all data-parallel ranks.
-    Returns the statistics of this replica's micro-batches, on the last pipeline stage.
+    `reference` is the frozen model of full_kl.  Returns the statistics of this replica's micro-batches, on the last
+    pipeline stage.
     """
+    rows = [make_row(micro, outputs.layout, device) for micro in micros]
+    references = _references(reference, rows, outputs)
     model.train()
     model.zero_grad_buffer()
-    rows = [make_row(micro, outputs.layout, device) for micro in micros]
 
     def finish(i: int, output: Tensor) -> tuple[Tensor, Tensor, Stats]:
         batch = micros[i].batch
         columns = {name: column.to(device) for name, column in batch.columns.items()}
-        result = loss_fn(replace(batch, columns=columns), outputs(model, rows[i], output))
+        try:
+            result = loss_fn(replace(batch, columns=columns), outputs(model, rows[i], output, references[i]))
+        except NonFiniteError as error:
+            before = [micro.batch.num_sequences for micro in micros[:i] if not micro.is_dummy]
+            raise error.moved(sum(before)) from error
         own = torch.tensor(rows[i].num_own_tokens, dtype=torch.int, device=device)
         return result.loss * num_tokens, own, {} if micros[i].is_dummy else result.stats
 
@@ -115,10 +150,11 @@ def train_step(
     *,
     num_tokens: int,
     device: torch.device,
+    reference: nn.Module | None = None,
 ) -> tuple[Stats, float, float]:
     """One optimizer step: (statistics of this replica, gradient norm before clipping, learning rate)."""
     lr = optimizer.lr
     optimizer.zero_grad()
-    stats = backward(model, micros, outputs, loss_fn, num_tokens=num_tokens, device=device)
+    stats = backward(model, micros, outputs, loss_fn, num_tokens=num_tokens, device=device, reference=reference)
     grad_norm = optimizer.step()
     return stats, grad_norm, lr

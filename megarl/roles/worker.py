@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
-from megarl.algo.registry import load_plugins
 from megarl.group.follow import Answer, follow
 from megarl.group.wire import Tensors
 from megarl.mcore import shards
@@ -25,6 +25,7 @@ from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.rows import micro_batches
 from megarl.mcore.setup import Layout, Place, device_for, initialize, replica_group
 from megarl.mcore.step import Outputs, forward_only, train_step
+from megarl.plugins import load_plugins
 from megarl.sample import Batch
 from megarl.weights.adapter import save_peft
 from megarl.weights.adapter_push import AdapterPusher
@@ -47,6 +48,13 @@ class Role:
     optimizer: Optimizer | None
     pusher: Pusher | None = None
     adapter_pusher: AdapterPusher | None = None
+    last_loss: tuple[dict[str, Any], Any] | None = None
+
+    def loss(self, settings: dict[str, Any]) -> Any:
+        """The loss with these settings, kept from update to update: making one tries it out with numbers."""
+        if self.last_loss is None or self.last_loss[0] != settings:
+            self.last_loss = settings, LOSSES[self.kind](**settings)
+        return self.last_loss[1]
 
 
 class Worker:
@@ -92,10 +100,11 @@ class Worker:
         return {"parameters_per_rank": own}, {}
 
     def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
-        """Log-probs (and entropy) or values of every token of this replica's sequences."""
+        """The columns called `names` of every token of this replica's sequences: see `Outputs`."""
         role = self.roles[arguments["role"]]
         micros = micro_batches(*_unpack(tensors))
-        found = forward_only(role.model, micros, self._outputs(role, arguments), self.device)
+        outputs, reference = self._outputs(role, arguments), self._reference(arguments)
+        found = forward_only(role.model, micros, outputs, self.device, reference)
         if not self.place.is_reporter:
             return {}, {}
         names = found[0] if found else {}
@@ -105,20 +114,30 @@ class Worker:
         """One optimizer step on this replica's share of a mini-batch."""
         role = self.roles[arguments["role"]]
         assert role.optimizer is not None, f"role {arguments['role']} was loaded without an optimizer"
-        stats, grad_norm, lr = train_step(
-            role.model,
-            role.optimizer,
-            micro_batches(*_unpack(tensors)),
-            self._outputs(role, arguments),
-            LOSSES[role.kind](**arguments["loss"]),
-            num_tokens=arguments["num_tokens"],
-            device=self.device,
-        )
+        try:
+            stats, grad_norm, lr = train_step(
+                role.model,
+                role.optimizer,
+                micro_batches(*_unpack(tensors)),
+                self._outputs(role, arguments),
+                role.loss(arguments["loss"]),
+                num_tokens=arguments["num_tokens"],
+                device=self.device,
+                reference=self._reference(arguments),
+            )
+        except NonFiniteError as error:
+            error.details["replica"] = self.place.replica  # the driver knows the samples of each
+            raise
         plain = {name: [stat.kind, stat.value, stat.weight] for name, stat in stats.items()}
         return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
 
     def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
-        return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], arguments["entropy"])
+        return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], tuple(arguments["names"]))
+
+    def _reference(self, arguments: dict[str, Any]) -> nn.Module | None:
+        """The frozen model that full_kl compares with, by the name of its role."""
+        name = arguments["reference"]
+        return None if name is None else self.roles[name].model
 
     def push(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Give the servers the weights and verify what they hold; the report is rank 0's."""

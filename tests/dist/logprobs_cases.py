@@ -1,23 +1,58 @@
-"""What the ranks of test_logprobs_dist.py run: each evaluates its part of the vocabulary."""
+"""What the ranks of test_logprobs_dist.py run: each evaluates its part of the vocabulary, a chunk at a time."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from megarl.mcore.logprobs import log_probs_and_entropy
+from megarl.mcore import fused
+from megarl.mcore.fused import Job, columns_of_chunks
 from megarl.mcore.setup import Layout, destroy_groups, make_groups
 
+NAMES = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
 
-def parts(logits: Tensor, labels_of: dict[int, Tensor], factors: Tensor) -> dict[int, list[Tensor]]:
-    """Of each vocabulary size: log-probs, entropies, and the gradient of this rank's half of the logits."""
-    place = make_groups(Layout(tp=2))
+
+def parts(
+    sides: list[Tensor], reference: list[Tensor], labels_of: dict[int, Tensor], factors: Tensor, sequence_parallel: bool
+) -> dict[int, list[Tensor]]:
+    """Of each vocabulary size: the columns [4, T], and the gradients of the hidden states (of this rank's tokens under
+    sequence parallelism) and of this rank's half of the weight."""
+    place = make_groups(Layout(tp=2, sequence_parallel=sequence_parallel))
     found = {}
-    for vocab_size, labels in labels_of.items():
-        own = logits.chunk(2, dim=-1)[place.rank].clone().requires_grad_()
-        columns = log_probs_and_entropy(own, labels, vocab_size=vocab_size, temperature=0.8)
-        total = sum((column * factor).sum() for column, factor in zip(columns, factors, strict=True))
-        (gradient,) = torch.autograd.grad(total, own)
-        found[vocab_size] = [*(column.detach() for column in columns), gradient]
-    destroy_groups()
+    try:
+        for vocab_size, labels in labels_of.items():
+            hidden, weight = (side.chunk(2)[place.rank].clone() for side in sides)
+            ref_hidden, ref_weight = (side.chunk(2)[place.rank] for side in reference)
+            if not sequence_parallel:
+                hidden, ref_hidden = sides[0].clone(), reference[0]
+            own = [hidden.requires_grad_(), weight.requires_grad_()]
+            job = Job(NAMES, vocab_size, 0.8, sequence_parallel)
+            with mock.patch.multiple(fused, CHUNK_ELEMENTS=64, CHUNK_TOKENS=7):
+                columns = columns_of_chunks(job, *own, labels, ref_hidden, ref_weight)
+                stacked = torch.stack([columns[name] for name in NAMES])
+                gradients = torch.autograd.grad((stacked * factors).sum(), own)
+            found[vocab_size] = [stacked.detach(), *gradients]
+    finally:
+        destroy_groups()
     return found
+
+
+def number_of_all_reduces(num_tokens: int) -> tuple[int, int]:
+    """Forwards and backwards, for a row of many chunks."""
+    make_groups(Layout(tp=2))
+    try:
+        hidden, weight = torch.randn(num_tokens, 3, requires_grad=True), torch.randn(24, 3)
+        labels = torch.zeros(num_tokens, dtype=torch.int64)
+        stock = torch.distributed.all_reduce
+        with (
+            mock.patch.multiple(fused, CHUNK_ELEMENTS=64, CHUNK_TOKENS=4),
+            mock.patch("torch.distributed.all_reduce", side_effect=stock) as calls,
+        ):
+            column = columns_of_chunks(Job(("log_probs", "entropy"), 40), hidden, weight, labels)["entropy"]
+            forwards = calls.call_count
+            column.sum().backward()
+            return forwards, calls.call_count - forwards
+    finally:
+        destroy_groups()

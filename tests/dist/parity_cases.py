@@ -10,19 +10,35 @@ import torch.distributed as dist
 
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.data.packing import plan
+from megarl.mcore import logprobs
 from megarl.mcore.model import build_model, read_hf_config
 from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.rows import micro_batches
 from megarl.mcore.setup import Layout, destroy_groups, make_groups
 from megarl.mcore.step import Outputs, backward, forward_only
-from megarl.sample import Batch
+from megarl.sample import Batch, LossOutput
 from megarl.weights.export import hf_tensors
 from megarl.weights.load import load_hf
 
 CPU = torch.device("cpu")
-LOSSES = {
+
+
+class EveryColumn:
+    """A loss that nobody trains with, of all the columns that an actor and its reference give."""
+
+    columns = ("weight", "advantages", "old_log_probs")
+
+    def __call__(self, batch: Batch, outputs: dict[str, torch.Tensor]) -> LossOutput:
+        token_loss = batch.columns["advantages"] * outputs["log_probs"] + outputs["full_kl"]
+        token_loss = token_loss + outputs["sum_pi_squared"] - 0.5 * outputs["entropy"]
+        return LossOutput((batch.columns["weight"] * token_loss).sum(), {})
+
+
+NAMES = {"actor": ("log_probs", "entropy"), "critic": ("values",), "actor with reference": logprobs.NAMES}
+LOSSES: dict[str, Any] = {
     "actor": ActorLoss("ppo", entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1),
     "critic": CriticLoss(0.5),
+    "actor with reference": EveryColumn(),
 }
 
 
@@ -46,8 +62,10 @@ def one_step(folder: str, role: str, layout: Layout, max_tokens: int, optim: str
     where = make_groups(layout)
     try:
         hf = read_hf_config(folder)
+        case, role = role, role.split()[0]
         model = build_model(hf, layout, role=role)
         load_hf(model, folder, hf, role=role)
+        reference = _reference(folder, hf, layout) if "reference" in case else None
         if role == "critic":  # a zero head would hide errors in the trunk's gradient
             with torch.no_grad():
                 for name, param in model.named_parameters():
@@ -56,13 +74,14 @@ def one_step(folder: str, role: str, layout: Layout, max_tokens: int, optim: str
         wrapped = wrap_for_training(model, layout)
         optimizer = Optimizer(wrapped, OptimSettings(name=optim or "sgd", lr=0.05, momentum=0.9, eps=1.0))
         batch = make_step(hf["vocab_size"])
-        loss = LOSSES[role]
+        loss = LOSSES[case]
         part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=max_tokens)[where.replica]
         micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
-        outputs = Outputs(layout, hf["vocab_size"], temperature=0.8, entropy=role == "actor")
-        columns = forward_only(wrapped, micros, outputs, CPU)
+        outputs = Outputs(layout, hf["vocab_size"], temperature=0.8, names=NAMES[case])
+        columns = forward_only(wrapped, micros, outputs, CPU, reference)
         optimizer.zero_grad()
-        stats = backward(wrapped, micros, outputs, loss, num_tokens=batch.num_tokens, device=CPU)
+        how = {"num_tokens": batch.num_tokens, "device": CPU, "reference": reference}
+        stats = backward(wrapped, micros, outputs, loss, **how)
         grad_norm = 0.0
         if optim is None:
             held = {p: p.data for p in model.parameters()}
@@ -84,6 +103,16 @@ def one_step(folder: str, role: str, layout: Layout, max_tokens: int, optim: str
         }
     finally:
         destroy_groups()
+
+
+def _reference(folder: str, hf: dict[str, Any], layout: Layout) -> torch.nn.Module:
+    """The same model with smaller weights."""
+    model = build_model(hf, layout)
+    load_hf(model, folder, hf)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.8)
+    return model
 
 
 def all_steps(folder: str, cases: list[tuple[str, str, Layout, int, str | None]]) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class Trained:
         batch, loss = make_step(self.hf["vocab_size"]), LOSSES[self.role]
         part = plan(batch.lengths.tolist(), self.where.num_replicas, max_tokens=64)[self.where.replica]
         micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
-        outputs = Outputs(self.layout, self.hf["vocab_size"], entropy=self.role == "actor")
+        names = ("log_probs", "entropy") if self.role == "actor" else ("values",)
+        outputs = Outputs(self.layout, self.hf["vocab_size"], names=names)
         return train_step(self.model, self.optimizer, micros, outputs, loss, num_tokens=batch.num_tokens, device=CPU)[2]
 
     def weights(self) -> dict[str, torch.Tensor]:

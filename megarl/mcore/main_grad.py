@@ -1,0 +1,59 @@
+"""Where a weight's gradient goes when it is made piece by piece: straight into Megatron's buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+
+def has_fused_accumulation() -> bool:
+    """Whether weights' gradients are added to main_grad inside the matrix product, in every linear of the model.
+
+    That takes Apex's kernel and a GPU.  Megatron's own import is asked, not whether the package is there: one that was
+    built for another torch is there and cannot be imported, and Megatron's linears would refuse to be made.
+    """
+    return torch.cuda.is_available() and hasattr(layers, "fused_weight_gradient_mlp_cuda")
+
+
+class WeightGradient:
+    """Adds products to `main_grad`, or to a tensor of its own where Megatron's DDP does not wrap the weight."""
+
+    def __init__(self, weight: Tensor, *, fused_accumulation: bool) -> None:
+        """`fused_accumulation`: Megatron's setting to add to main_grad inside the matrix product (Apex's kernel)."""
+        self.weight: Any = weight
+        main: Tensor | None = getattr(weight, "main_grad", None)
+        self.is_main, self.fused = main is not None, fused_accumulation and main is not None
+        kind = torch.promote_types(weight.dtype, torch.float32)
+        self.target = torch.zeros_like(weight, dtype=kind) if main is None else main
+
+    def add(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
+        """target[rows] += grad_logits [T, rows]^T hidden [T, H]; at most one tensor [rows, H] in between."""
+        target = self.target[rows]
+        if self.fused and target.dtype is torch.float32:
+            layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(hidden, grad_logits, target)
+        elif self.fused:
+            layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16(hidden, grad_logits, target)
+        else:
+            add_product_(target, grad_logits.T, hidden)
+
+    def finish(self) -> Tensor | None:
+        """What autograd is told: the gradient, or None where main_grad has it already."""
+        if not self.is_main:
+            return self.target.to(self.weight.dtype)
+        self.weight.grad_added_to_main_grad = True
+        if not getattr(self.weight, "zero_out_wgrad", False):
+            # DDP's hook comes next; overlapping its reductions with the backward pass, it insists on a gradient, which
+            # it then throws away.  (Of weights tied on one stage the embedding's own gradient comes there.)
+            self.weight.grad = self.weight.new_zeros(1, 1).expand_as(self.weight)
+        return None
+
+
+def add_product_(target: Tensor, left: Tensor, right: Tensor) -> None:
+    """target += left @ right, where target may be of a wider type than the factors."""
+    if target.dtype == left.dtype:
+        target.addmm_(left, right)
+    else:
+        target += left @ right

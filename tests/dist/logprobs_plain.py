@@ -1,0 +1,52 @@
+"""The columns by their definitions: whole logits in float64, log_softmax, autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.mcore.fused import Job, columns_of_chunks
+
+ALL = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
+
+
+def plain_columns(
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, temperature: float = 1.0, reference: Any = None
+) -> dict[str, Tensor]:
+    """`reference` is (hidden, weight) of the frozen model; without it there is no full_kl."""
+
+    def log_softmax(hidden: Tensor, weight: Tensor) -> Tensor:
+        return (hidden.double() @ weight[:vocab_size].double().T / temperature).log_softmax(-1)
+
+    log_p = log_softmax(hidden, weight)
+    p = log_p.exp()
+    out = {
+        "log_probs": log_p.gather(-1, labels[:, None]).squeeze(-1),
+        "entropy": -(p * log_p).sum(-1),
+        "sum_pi_squared": p.square().sum(-1),
+    }
+    if reference is not None:
+        out["full_kl"] = (p * (log_p - log_softmax(*reference))).sum(-1)
+    return out
+
+
+def fused_columns(
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, temperature: float = 1.0, reference: Any = None
+) -> dict[str, Tensor]:
+    """What is tested, called as the plain one."""
+    names = ALL if reference is not None else ALL[:3]
+    job = Job(names, vocab_size, temperature)
+    return columns_of_chunks(job, hidden, weight, labels, *(reference or (None, None)))
+
+
+def logits_as(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(hidden, weight) whose product is exactly these logits [T, V]."""
+    return torch.eye(len(logits), dtype=logits.dtype), logits.T.clone()
+
+
+def total(columns: dict[str, Tensor], factors: Tensor) -> Tensor:
+    """sum of factors [K, T] times columns, in the order of their names in ALL."""
+    named = [columns[name] for name in ALL if name in columns]
+    return torch.stack([(column * factor).sum() for column, factor in zip(named, factors, strict=False)]).sum()

@@ -1,0 +1,43 @@
+"""A worker's calls `columns` and `update` with the names of columns and with a reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spawn import Ranks
+from worker_cases import follow_the_kl
+
+from megarl.data.tiny import write_tiny_model
+from megarl.mcore.logprobs import NAMES
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def found(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder, seed=1, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48)
+    return two_ranks.run(follow_the_kl, str(folder))
+
+
+def test_the_last_stage_answers_with_the_columns_asked_for(found: list[dict[str, Any]]) -> None:
+    silent, reporter = found
+    assert (silent["is_reporter"], silent["first"], silent["only"]) == (False, {}, [])
+    assert sorted(reporter["first"]) == sorted(NAMES)
+    assert reporter["only"] == ["entropy"]
+    assert {column.shape for column in reporter["first"].values()} == {(18,)}
+    assert reporter["first"]["full_kl"].abs().max() < 1e-6, "the reference is the same model"
+
+
+def test_the_full_kl_as_a_loss_brings_the_policy_back(found: list[dict[str, Any]]) -> None:
+    kls = found[1]["kls"]
+    assert kls[0] > 1e-3
+    assert kls == sorted(kls, reverse=True)
+    assert kls[-1] < 0.8 * kls[0]
+
+
+def test_a_loss_is_made_once_for_all_updates_with_its_settings(found: list[dict[str, Any]]) -> None:
+    """Making one tries it out; the first step has other settings than the three after it."""
+    assert [rank["same"] for rank in found] == [[False, True, True]] * 2

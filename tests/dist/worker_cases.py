@@ -1,0 +1,73 @@
+"""What the ranks of test_worker_columns.py run: a worker as the driver's calls drive it, pipeline over two ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megarl.algo.loss import ActorLoss
+from megarl.mcore.logprobs import NAMES
+from megarl.mcore.optimizer import OptimSettings
+from megarl.mcore.setup import destroy_groups
+from megarl.mcore.step import train_step
+from megarl.roles.worker import Worker
+
+LAYOUT = {"tp": 1, "pp": 2}
+LENGTHS = torch.tensor([5, 9, 4])
+G = torch.Generator().manual_seed(0)
+TOKENS = torch.randint(4, 40, (18,), generator=G)
+MASK = torch.ones(18).index_fill(0, torch.tensor([0, 5, 14]), 0.0)
+LIKELY, NEAR = ActorLoss("reinforce"), ActorLoss("reinforce", use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="full")
+
+
+def follow_the_kl(folder: str) -> dict[str, Any]:
+    """The columns at the start; then the mean full KL after a step that makes the tokens likelier, and after steps
+    that do nothing but bring the policy back; for each but the first of these whether it had the loss of the one
+    before."""
+    worker = Worker()
+    worker.setup({"layout": LAYOUT, "device": "cpu", "seed": 0, "timeout_s": 60.0}, {})
+    try:
+        optim = asdict(OptimSettings("sgd", lr=0.3, max_grad_norm=1e9))
+        for role, settings in (("actor", optim), ("ref", None)):
+            loaded = {"role": role, "folder": folder, "kind": "actor", "dtype": "float32"}
+            worker.load({**loaded, "optim": settings, "lora": None, "plugins": []}, {})
+        first = _columns(worker, list(NAMES), "ref")
+        only = _columns(worker, ["entropy"], None)
+        losses = [_update(worker, LIKELY, torch.ones(18))]
+        kls = [_mean_kl(worker)]
+        for _ in range(3):
+            losses.append(_update(worker, NEAR, torch.zeros(18)))
+            kls.append(_mean_kl(worker))
+        same = [one is other for one, other in pairwise(losses)]
+        return {"first": first, "only": list(only), "kls": kls, "same": same, "is_reporter": worker.place.is_reporter}
+    finally:
+        destroy_groups()
+
+
+def _payload(**columns: Tensor) -> dict[str, Tensor]:
+    return {"tokens": TOKENS, "lengths": LENGTHS, "micro_sizes": torch.tensor([2, 1]), **columns}
+
+
+def _columns(worker: Worker, names: list[str], reference: str | None) -> dict[str, Tensor]:
+    arguments = {"role": "actor", "temperature": 0.9, "names": names, "reference": reference}
+    return worker.columns(arguments, _payload())[1]
+
+
+def _mean_kl(worker: Worker) -> float:
+    found = _columns(worker, ["full_kl"], "ref")
+    return float((found["full_kl"] * MASK).sum() / MASK.sum()) if found else 0.0
+
+
+def _update(worker: Worker, loss: ActorLoss, advantages: Tensor) -> Any:
+    """The loss that the rank trained with."""
+    arguments = {"role": "actor", "temperature": 0.9, "loss": asdict(loss), "num_tokens": 18}
+    arguments |= {"names": list(loss.outputs), "reference": "ref" if "full_kl" in loss.outputs else None}
+    every = {"response_mask": MASK, "weight": MASK / MASK.sum(), "old_log_probs": torch.zeros(18)}
+    with mock.patch("megarl.roles.worker.train_step", side_effect=train_step) as step:
+        worker.update(arguments, _payload(**every, advantages=advantages))
+    return step.call_args.args[4]

@@ -1,0 +1,93 @@
+"""On a real GPU: Triton's kernels against torch's operations, and whole passes against log_softmax in float64."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1] / "mcore"))  # for `triton_cases`
+
+from logprobs_plain import ALL, fused_columns, plain_columns, total  # noqa: E402
+from tensor_memory import peak_bytes  # noqa: E402
+from triton_cases import all_cases, compare  # noqa: E402
+
+from megarl.mcore import fused, fused_torch, fused_triton  # noqa: E402
+from megarl.mcore.logprobs import keep_hidden  # noqa: E402
+from megarl.mcore.setup import Layout, destroy_groups, make_groups  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[None]:
+    """Megatron's process groups, all of size 1."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    make_groups(Layout())
+    yield
+    destroy_groups()
+    dist.destroy_process_group()
+
+
+def test_kernels_give_what_torch_gives_at_real_sizes() -> None:
+    cases = all_cases("cuda")
+    cases["wide"] = compare(torch.float32, 151_643, 151_648, True, 0.7, "cuda")
+    cases["bfloat16 wide"] = compare(torch.bfloat16, 151_643, 151_648, True, 0.7, "cuda")
+    for name, case in cases.items():
+        if "statistics" not in case:
+            continue
+        assert case["statistics"] < 2e-5, name
+        assert case["gradient"] < (2e-2 if name.startswith("bfloat16") else 2e-5), name
+        assert case["padding"] == 0, name
+    assert cases["not finite nan"] == {"0": 1, "1": 0, "2": 1}
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_pass_is_that_of_log_softmax(dtype: torch.dtype) -> None:
+    assert fused.gpu_kernels is fused_triton
+    g = torch.Generator().manual_seed(0)
+    sides = [torch.randn(n, 64, generator=g).to("cuda", dtype).div_(3).requires_grad_() for n in (300, 4096)]
+    reference = [torch.randn(n, 64, generator=g).to("cuda", dtype) / 3 for n in (300, 4096)]
+    labels = torch.randint(0, 4000, (300,), generator=g).cuda()
+    factors = torch.randn(4, 300, generator=g).cuda()
+    got = fused_columns(*sides, labels, 4000, 0.8, reference)
+    want = plain_columns(*sides, labels, 4000, 0.8, reference)
+    close = 2e-5 if dtype is torch.float32 else 3e-2
+    for name in ALL:
+        torch.testing.assert_close(got[name].double(), want[name], atol=close, rtol=close)
+    ours = torch.autograd.grad(total(got, factors), sides)
+    for own, theirs in zip(ours, torch.autograd.grad(total(want, factors), sides), strict=True):
+        torch.testing.assert_close(own, theirs, atol=close * theirs.abs().max().item(), rtol=close)
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("kernels", [fused_torch, fused_triton], ids=["torch", "triton"])
+def test_the_peak_is_a_chunk(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
+    monkeypatch.setattr(fused, "gpu_kernels", kernels)
+    monkeypatch.setattr(fused, "CHUNK_ELEMENTS", 2**24)
+    hidden = torch.randn(4096, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(65_536, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.zeros(65_536, 64, device="cuda")  # type: ignore[attr-defined]
+    labels = torch.zeros(4096, dtype=torch.int64, device="cuda")
+
+    def step() -> None:
+        fused_columns(hidden, weight, labels, 65_536)["log_probs"].sum().backward()
+
+    step()
+    chunk, logits = 2 * 2**24, 2 * 4096 * 65_536
+    limit = chunk + 30_000_000 if kernels is fused_triton else chunk + 130_000_000  # blocks in float32
+    assert peak_bytes(step, "cuda") < limit < logits
+
+
+def test_a_references_hidden_states_wait_in_host_memory() -> None:
+    hidden = torch.randn(5, 3, device="cuda")
+    kept = keep_hidden(hidden)
+    torch.cuda.synchronize()
+    assert kept.is_pinned()
+    assert torch.equal(kept, hidden.cpu())
