@@ -18,9 +18,9 @@ from megarl.sample import Batch, Stats
 def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]:
     """Statistics of one scored batch; what the batch does not have is left out.
 
-    Args: batch: column response_mask and any of token_level_rewards, advantages, returns, values, old_log_probs,
-        rollout_log_probs; rows score, truncated, version_min.  version: of the weights that are about to be trained.
-    Returns: critic/{score,rewards,advantages,returns,values}/*, response_length/*, prompt_length/*, rollout_corr/*,
+    Args: batch: column response_mask and any of token_level_rewards, advantages, returns, values; rows score,
+        truncated, version_min.  version: of the weights that are about to be trained.
+    Returns: critic/{score,rewards,advantages,returns,values}/*, response_length/*, prompt_length/*,
         off_policy/version_lag/*.
     """
     mask = batch.columns["response_mask"] != 0
@@ -31,8 +31,6 @@ def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]
         if name in batch.columns:
             out |= _spread(f"critic/{name}", batch.columns[name][mask], std=True)
     out |= _lengths(batch, mask)
-    if "rollout_log_probs" in batch.columns and "old_log_probs" in batch.columns:
-        out |= _rollout_gap(batch, mask)
     if version is not None and "version_min" in batch.rows:
         lag = _spread("off_policy/version_lag", version - batch.rows["version_min"])
         out |= {name: value for name, value in lag.items() if not name.endswith("/min")}
@@ -103,30 +101,6 @@ def _lengths(batch: Batch, mask: Tensor) -> dict[str, float]:
     if "truncated" in batch.rows:
         out["response_length/clip_ratio"] = batch.rows["truncated"].double().mean().item()
     return out
-
-
-def _rollout_gap(batch: Batch, mask: Tensor) -> dict[str, float]:
-    """How far the trainer's log-probs are from those the server reported, d = l_old - l_roll; 0 is perfect.
-
-    kl: mean of -d; k3_kl: mean of exp(d) - d - 1; ppl_ratio: mean over sequences of exp(mean of -d), the trainer's
-    perplexity over the server's; ess: (sum w)^2 / (n sum w^2), w = exp(d), the share of tokens that still count.
-    """
-    if not bool(mask.any()):
-        return {}
-    gap = (batch.columns["old_log_probs"] - batch.columns["rollout_log_probs"])[mask].double()
-    d = gap.clamp(-20, 20)
-    w = d.exp()
-    counts = torch.bincount(batch.segment_ids[mask], minlength=batch.num_sequences)
-    sums = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.segment_ids[mask], d)
-    numbers = {
-        "log_prob_gap_mean": gap.abs().mean(),
-        "log_prob_gap_max": gap.abs().max(),
-        "kl": -gap.mean(),
-        "k3_kl": (d.expm1() - d).mean(),
-        "ppl_ratio": (-sums[counts > 0] / counts[counts > 0]).exp().mean(),
-        "ess": w.sum().square() / (len(w) * w.square().sum()),
-    }
-    return {f"rollout_corr/{name}": number.item() for name, number in numbers.items()}
 
 
 def _sum_per_sequence(batch: Batch, column: Tensor, mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: a name in `trainer.logger`, a class here.
+"""Where the numbers of a run go: a name in `trainer.logger`, a class here; and the advice, which every run gets.
 
 A tracker that cannot start stops the run before it begins; one that later cannot log warns once and the run goes on.
 """
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from megarl.metrics.advice import Advisor
 from megarl.metrics.console import ConsoleTracker
 from megarl.metrics.jsonl import append_lines, drop_after
 from megarl.metrics.run import Run
@@ -51,6 +52,26 @@ class JsonlTracker(Quiet):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         append_lines(self.path, [{"step": step, "time": round(time.time(), 3), **metrics}])
+
+
+class AdviceTracker(Quiet):
+    """What the curves say about the settings: on the console, and in `advice.jsonl`: {"step": 50, "advice": "..."}.
+
+    Every run has it; a run without a known fault has no such file.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.path, self._console, self._advisor = run.run_dir / "advice.jsonl", run.console, Advisor()
+        drop_after(self.path, run.resume_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        said = self._advisor.advise(step, metrics)
+        for sentence in said:
+            self._console.print(
+                f"advice at step {step}: {sentence}", style="yellow", soft_wrap=True, highlight=False, markup=False
+            )
+        if said:
+            append_lines(self.path, [{"step": step, "advice": sentence} for sentence in said])
 
 
 class TensorBoardTracker(Quiet):
@@ -148,7 +169,7 @@ def make_trackers(
     resume_step: int | None = None,
     console: Console | None = None,
 ) -> Trackers:
-    """Start every tracker of `trainer.logger`.
+    """Start every tracker of `trainer.logger`, and the advice.
 
     Raises: ValueError of one sentence for an unknown name or a tracker that does not start; those that did are closed.
     """
@@ -164,6 +185,7 @@ def make_trackers(
         except Exception as error:  # any library's own kind of "cannot start"
             Trackers(started).close()
             raise ValueError(f"trainer.logger has {name!r}, which did not start: {one_line(error)}") from error
+    started["advice"] = AdviceTracker(run)
     return Trackers(started)
 
 

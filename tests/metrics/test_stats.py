@@ -16,8 +16,6 @@ def example() -> Batch:
         "response_mask": [0, 0, 1, 0, 1, 0, 1, 0, 0],
         "token_level_rewards": [nan, nan, -0.5, nan, 2.0, nan, 1.0, nan, nan],
         "advantages": [nan, nan, 1.0, nan, 2.0, nan, 3.0, nan, nan],
-        "old_log_probs": [nan, nan, -1.0, nan, -2.0, nan, -0.5, nan, nan],
-        "rollout_log_probs": [nan, nan, -1.0, nan, -1.5, nan, -1.25, nan, nan],
     }
     rows = {
         "score": torch.tensor([2.0, 1.0, 0.0]),
@@ -29,7 +27,6 @@ def example() -> Batch:
 
 
 def test_batch_statistics_by_hand():
-    w = [1.0, math.exp(-0.5), math.exp(0.75)]
     expected = {
         "critic/score/mean": 1.0,
         "critic/score/max": 2.0,
@@ -48,36 +45,16 @@ def test_batch_statistics_by_hand():
         "response_length/max": 3.0,
         "response_length/min": 0.0,
         "response_length/clip_ratio": 1 / 3,
-        "rollout_corr/log_prob_gap_mean": 1.25 / 3,
-        "rollout_corr/log_prob_gap_max": 0.75,
-        "rollout_corr/kl": (0.5 - 0.75) / 3,
-        "rollout_corr/k3_kl": sum(x - math.log(x) - 1 for x in w) / 3,
-        "rollout_corr/ppl_ratio": (math.exp(0.25) + math.exp(-0.75)) / 2,
-        "rollout_corr/ess": sum(w) ** 2 / (3 * sum(x * x for x in w)),
         "off_policy/version_lag/mean": 1.0,
         "off_policy/version_lag/max": 2.0,
     }
     assert batch_stats(example(), version=5) == pytest.approx(expected, abs=1e-7)
 
 
-def test_a_server_that_agrees_has_no_gap():
-    batch = example()
-    batch = batch.with_columns(rollout_log_probs=batch.columns["old_log_probs"])
-    stats = {name: value for name, value in batch_stats(batch).items() if name.startswith("rollout_corr")}
-    assert stats == {
-        "rollout_corr/log_prob_gap_mean": 0.0,
-        "rollout_corr/log_prob_gap_max": 0.0,
-        "rollout_corr/kl": 0.0,
-        "rollout_corr/k3_kl": 0.0,
-        "rollout_corr/ppl_ratio": 1.0,
-        "rollout_corr/ess": 1.0,
-    }
-
-
 def test_nothing_trainable_leaves_token_statistics_out():
     batch = example().with_columns(response_mask=torch.zeros(9))
     stats = batch_stats(batch)
-    assert not [name for name in stats if name.startswith(("critic/advantages", "rollout_corr"))]
+    assert not [name for name in stats if name.startswith("critic/advantages")]
     assert stats["response_length/max"] == 0
     assert stats["prompt_length/max"] == 5
     empty = Batch(torch.zeros(0).long(), torch.zeros(0).long(), {"response_mask": torch.zeros(0)})

@@ -1,0 +1,217 @@
+"""Each rule speaks on the curves of a run that has its fault, and no rule on those of runs that have none."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from advice_curves import Toy, run
+from rich.console import Console
+
+import megarl
+from megarl.algo import Correction
+from megarl.config.keys import groups, leaf_types
+from megarl.metrics import make_trackers
+from megarl.metrics.advice import RULES, Advisor, Rule
+from megarl.metrics.jsonl import read_lines
+from megarl.metrics.patterns import above, away_from_0, ends, falls, not_falling, often, rise, rises, runs_away, spikes
+
+HEALTHY = [Toy(steps=100), Toy(steps=80, estimator="grpo"), Toy(kl_in_reward=True)]
+GREEDY, NOISY = Toy(steps=60, lr=2.0), Toy(steps=20, trainer_noise=1.2)
+AIMLESS = Toy(steps=40, certainty=4.0, loss=(("entropy_coeff", 5.0),))
+DISTANT = Toy(steps=10, server_noise=1.5)
+REINFORCE = (("policy_loss", "reinforce"),)
+FAULTS: dict[str, Toy] = {
+    "policy_loss_rises": Toy(reward_turns=30, loss=REINFORCE),
+    "score_falls": Toy(reward_turns=30),
+    "ratio_explodes": NOISY,
+    "clipped_often": NOISY,
+    "clipped_below": NOISY,
+    "policy_kl_spikes": Toy(steps=35, lr_jump=(30, 2.0)),
+    "gradient_spikes": Toy(steps=35, estimator="rloo", jolts=(25, 30)),
+    "entropy_collapses": GREEDY,
+    "entropy_explodes": AIMLESS,
+    "reference_kl_runs_away": AIMLESS,
+    "reward_kl_runs_away": Toy(steps=30, lr=0.5, kl_in_reward=True),
+    "nothing_moves": Toy(lr=1e-6),
+    "value_loss_flat": Toy(critic_lr=1e-6),
+    "values_mislead": Toy(steps=25, critic_lr=5.0, cliprange_value=None),
+    "values_clipped": Toy(steps=20, critic_lr=0.5, epochs=4, cliprange_value=0.001),
+    "rewards_all_equal": Toy(steps=6, reward_scale=0.0),
+    "groups_all_equal": Toy(estimator="grpo", certainty=6.0),
+    "groups_dropped": Toy(steps=6, dropped_share=0.9),
+    "advantages_large": Toy(steps=6, estimator="rloo", reward_scale=100.0),
+    "answers_cut_off": Toy(steps=6, end_bias=-8.0),
+    "steps_skipped": Toy(steps=12, end_bias=-30.0, overlong_filtering=True),
+    "rollout_gap": DISTANT,
+    "few_samples_count": DISTANT,
+    "samples_too_old": Toy(steps=20, ahead=8, lr=0.3),
+    "moved_before_training": NOISY,
+    "correction_cuts": Toy(steps=10, server_noise=1.5, correction=Correction("token", None, 0.8, 1.25)),
+    "correction_rejects": Toy(
+        steps=10, server_noise=1.5, correction=Correction(reject_by="ratio", reject_low=0.5, reject_high=2.0)
+    ),
+    "rollouts_lost": Toy(steps=6, lost=3),
+}
+BY_NAME = {rule.name: rule for rule in RULES}
+
+
+def said(toy: Toy) -> dict[str, int]:
+    """Which rules spoke, and in which step first."""
+    advisor, first = Advisor(), {}
+    for step, metrics in enumerate(run(toy), 1):
+        for sentence in advisor.advise(step, metrics):
+            first.setdefault(sentence.partition(":")[0], step)
+    return first
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_rule_speaks_on_curves_that_have_its_fault(name):
+    assert name in said(FAULTS[name])
+
+
+@pytest.mark.parametrize("toy", HEALTHY, ids=["ppo", "grpo", "kl_in_reward"])
+def test_a_healthy_run_gets_no_advice_at_all(toy):
+    assert said(toy) == {}
+    assert run(toy)[-1]["critic/score/mean"] > 3 * run(toy)[0]["critic/score/mean"], "it learns"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_that_silence_is_no_lack_of_numbers(name):
+    """In a healthy run every rule has full windows of all that it looks at."""
+    rule = BY_NAME[name]
+    listening = Rule(rule.name, rule.looks_at, rule.window, lambda *values: True, rule.advice)
+    histories = [
+        {m: [(i, row[m]) for i, row in enumerate(run(toy)) if m in row] for m in rule.looks_at} for toy in HEALTHY
+    ]
+    assert any(listening.speaks(history) for history in histories)
+
+
+def test_every_rule_has_a_name_of_its_own_and_a_fault_that_shows_it():
+    assert len(BY_NAME) == len(RULES)
+    assert FAULTS.keys() == BY_NAME.keys()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_sentence_is_one_line_with_a_key_and_names_no_key_that_is_not_there(name):
+    advice, keys = BY_NAME[name].advice, leaf_types().keys()
+    assert "\n" not in advice
+    metrics = ("rollout_corr/", "critic/", "actor/")
+    words = [word.rstrip(".,;") for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)+|[a-z_]+/[a-z_/*]+", advice)]
+    named = [word for word in words if "/" not in word and word != "samples.jsonl"]
+    assert named, "it says which key to change"
+    assert set(named) <= keys | groups()
+    assert all(word.startswith(metrics) for word in words if "/" in word)
+
+
+def test_every_metric_that_the_page_of_the_losses_explains_is_one_that_a_run_has():
+    page = (Path(megarl.__file__).parent / "algo/README.md").read_text().partition("## What the statistics mean")[2]
+    explained = {name for name in re.findall(r"`([a-z_]+/[a-z_0-9/]+)`", page) if not name.endswith("/")}
+    toys = [*HEALTHY, Toy(steps=6, loss=(("policy_loss", "kl_cov"),)), *FAULTS.values()]
+    assert explained <= {name for toy in toys for metrics in run(toy) for name in metrics}
+    assert {name for rule in RULES for name in rule.looks_at} <= explained
+
+
+# how it speaks
+
+
+def rule(window=2, holds=None, looks_at=("a",)):
+    return Rule("large", looks_at, window, holds or above(1.0), "make it smaller")
+
+
+def test_a_rule_speaks_once_in_so_many_steps_while_the_fault_lasts():
+    advisor = Advisor([rule()], every=10)
+    spoken = {step: found for step in range(1, 31) if (found := advisor.advise(step, {"a": 2.0}))}
+    assert spoken == {2: ["large: make it smaller"], 12: ["large: make it smaller"], 22: ["large: make it smaller"]}
+
+
+def test_a_rule_is_silent_until_its_window_is_full():
+    assert not rule(3).speaks({"a": [(1, 2.0), (2, 2.0)]})
+    assert rule(3).speaks({"a": [(1, 0.0), (2, 2.0), (3, 2.0), (4, 2.0)]})
+    assert not rule().speaks({})
+
+
+def test_a_rule_is_silent_in_a_step_that_lacks_one_of_its_metrics():
+    both = rule(2, lambda a, b: True, ("a", "b"))
+    assert both.speaks({"a": [(1, 0.0), (2, 0.0)], "b": [(1, 0.0), (2, 0.0)]})
+    assert not both.speaks({"a": [(1, 0.0), (2, 0.0), (3, 0.0)], "b": [(1, 0.0), (2, 0.0)]})
+    advisor = Advisor([rule()])
+    assert [advisor.advise(step, metrics) for step, metrics in [(1, {"a": 2.0}), (1, {"val/score": 0.5})]] == [[], []]
+    assert advisor.advise(2, {"a": 2.0})
+    later = Advisor([rule()])
+    later.advise(1, {"a": 2.0})
+    later.advise(2, {"a": 2.0})
+    assert later.advise(200, {"b": 2.0}) == [], "what it knows of a is old"
+
+
+def test_a_number_that_is_not_finite_is_no_number():
+    advisor = Advisor([rule()])
+    assert [advisor.advise(i, {"a": value}) for i, value in enumerate([2.0, float("nan"), float("inf")], 1)] == [
+        [],
+        [],
+        [],
+    ]
+    assert advisor.advise(4, {"a": 2.0})
+
+
+def test_the_memory_is_as_long_as_the_longest_window_and_as_wide_as_the_rules():
+    advisor = Advisor()
+    for step in range(1000):
+        advisor.advise(step, {name: 0.5 for r in RULES for name in r.looks_at} | {f"other/{step}": 1.0})
+    assert {len(past) for past in advisor._history.values()} == {max(r.window for r in RULES)}
+    assert advisor._history.keys() == {name for r in RULES for name in r.looks_at}
+
+
+def trackers(tmp_path, text, resume_step=None):
+    console = Console(file=text, width=80)
+    return make_trackers(["jsonl"], tmp_path, "megarl", "try", {}, 10, resume_step=resume_step, console=console)
+
+
+def test_a_run_prints_its_advice_and_keeps_it_in_its_folder(tmp_path):
+    text = io.StringIO()
+    following = trackers(tmp_path, text)
+    for step, metrics in enumerate(run(FAULTS["rollouts_lost"]), 1):
+        following.log(step, metrics)
+    sentence = f"rollouts_lost: {BY_NAME['rollouts_lost'].advice}"
+    assert list(read_lines(tmp_path / "advice.jsonl")) == [{"step": 5, "advice": sentence}]
+    assert text.getvalue() == f"advice at step 5: {sentence}\n"
+    trackers(tmp_path, text, resume_step=4)
+    assert not list(read_lines(tmp_path / "advice.jsonl")), "the resumed run says again what it finds again"
+
+
+def test_a_run_without_a_fault_has_no_advice_in_its_folder(tmp_path):
+    text = io.StringIO()
+    following = trackers(tmp_path, text)
+    for step, metrics in enumerate(run(HEALTHY[2]), 1):
+        following.log(step, metrics)
+    assert text.getvalue() == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+# the shapes, by hand
+
+
+def test_ends_are_the_means_of_the_first_and_last_fifth():
+    assert ends([1.0, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 5.0, 7.0]) == (2.0, 6.0)
+
+
+def test_a_rise_is_told_from_noise_by_its_standard_error():
+    change, error = rise([0.0, 2.0, 4.0, 6.0])
+    assert change == 4.0
+    assert error == pytest.approx(2**0.5)  # (sqrt(2)^2 / 2 + sqrt(2)^2 / 2)^(1/2)
+    assert not rises([0.0, 2.0, 4.0, 6.0])
+    assert rises([0.0, 0.5, 4.0, 4.5])
+    assert not rises([0.0, 0.5, 4.0, 4.5], by=4.0)
+    assert falls([4.0, 4.5, 0.0, 0.5]) and not falls([0.0, 0.5, 4.0, 4.5])
+
+
+def test_the_other_shapes():
+    assert not_falling([1.0, 1.0, 0.9, 0.9]) and not not_falling([1.0, 1.0, 0.8, 0.8])
+    assert often(0.5)([0.0, 1.0]) and not often(0.6)([0.0, 1.0])
+    assert above(1.0)([1.1, 2.0]) and not above(1.0)([1.0, 2.0])
+    assert away_from_0(0.1)([-0.2, 0.2]) and not away_from_0(0.1)([-0.2, 0.05])
+    assert spikes(10, at_least=0.5)([-0.1, 0.1, 0.1, -2.0]) and not spikes(10, at_least=3.0)([0.1, 0.1, 0.1, 2.0])
+    assert not spikes(10, at_least=0.5)([0.1, 2.0, 0.1, 0.1]), "it is over"
+    assert not spikes(10, at_least=0.5, how_often=2)([0.1, 0.1, 0.1, 2.0])
+    assert runs_away(to=1.0, times=2)([0.5, 2.0]) and not runs_away(to=1.0, times=2)([1.5, 2.0])
+    assert runs_away(to=1.0, times=2)([-3.0, 2.0]) and not runs_away(to=1.0, times=2)([0.1, 0.9])
