@@ -24,7 +24,7 @@ PAGE = """# {name}
 | `learning_curve.png` | the run as a picture |
 | `answers.md` | held-out prompts with the answers before and after |
 | `hf/` | the trained model, a folder that `transformers` and servers load |
-{adapter}| `config.yaml` | every setting; `megarl train --config THIS trainer.experiment_name=again` repeats the run |
+{more}| `config.yaml` | every setting; `megarl train --config THIS trainer.experiment_name=again` repeats the run |
 | `metrics.jsonl` | every number of every step, one JSON object a line |
 | `samples.jsonl` | some completions of every step, with their rewards and the weights that wrote them |
 | `checkpoints/` | what `trainer.resume_mode=auto` goes on from |
@@ -34,7 +34,10 @@ PAGE = """# {name}
 ![learning curve](learning_curve.png)
 """
 
-ADAPTER_ROW = "| `adapter/` | what was trained of it, a folder that `peft` loads on the model it began with |\n"
+MORE = {  # what only some runs leave
+    "adapter": "| `adapter/` | what was trained of it, a folder that `peft` loads on the model it began with |\n",
+    "advice.jsonl": "| `advice.jsonl` | what the curves called for while the run went on |\n",
+}
 
 
 class Totals(Protocol):
@@ -70,8 +73,8 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     metrics = run.dir / "metrics.jsonl"
     if metrics.exists():
         learning_curve(metrics, run.dir / "learning_curve.png", title=run.config.trainer.experiment_name)
-    adapter = ADAPTER_ROW if run.config.actor.lora.rank else ""
-    page = PAGE.format(name=run.config.trainer.experiment_name, answers=markdown, adapter=adapter)
+    more = "".join(row for name, row in MORE.items() if (run.dir / name).exists())
+    page = PAGE.format(name=run.config.trainer.experiment_name, answers=markdown, more=more)
     (run.dir / "README.md").write_text(page)
     summary |= totals.state_dict() | {"servers_died": run.fleet.counts["servers_died"]}
     write_summary(run.dir / "summary.json", summary)

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.config import Config, to_yaml
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
@@ -15,7 +14,6 @@ from megarl.group import Group
 from megarl.mcore.setup import Layout
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.rewards.pool import RewardPool
-from megarl.roles.handles import Update
 from megarl.rollout import supervisor
 from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.stream import Stream
@@ -100,36 +98,6 @@ def lora_settings(config: Config) -> dict[str, Any] | None:
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets), "seed": config.trainer.seed}
 
 
-def actor_update(config: Config) -> Update:
-    actor = config.actor
-    loss = ActorLoss(
-        policy_loss=config.algorithm.policy_loss_fn,
-        clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-        clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-        clip_c=actor.clip_ratio_c,
-        entropy_coeff=actor.entropy_coeff,
-        use_kl_loss=actor.use_kl_loss,
-        kl_loss_coef=actor.kl_loss_coef,
-        kl_loss_type=actor.kl_loss_type,
-        kl_importance=actor.kl_importance,
-    )
-    return _update(actor, loss)
-
-
-def critic_update(config: Config) -> Update:
-    return _update(config.critic, CriticLoss(config.critic.cliprange_value))
-
-
-def _update(role: Any, loss: ActorLoss | CriticLoss) -> Update:
-    return Update(
-        loss=loss,
-        prompts_per_step=role.ppo_mini_batch_size,
-        epochs=role.ppo_epochs,
-        agg_mode=role.loss_agg_mode,
-        loss_scale_factor=role.loss_scale_factor,
-    )
-
-
 def make_servers(config: Config, token: str) -> supervisor.Servers:
     """The rollout servers of a run, not yet started, with the weights of model.path."""
     rollout, lora = config.rollout, config.actor.lora
@@ -157,6 +125,12 @@ def _in_flight_args(config: Config) -> list[str]:
     return ["--disable-radix-cache"] if config.rollout.engine == "sglang" and config.rollout.ahead else []
 
 
+def plugins(config: Config) -> list[str]:
+    """The user's modules and files, by names that hold in every process."""
+    specs = config.algorithm.plugins
+    return [str(Path(spec).expanduser().resolve()) if spec.endswith(".py") else spec for spec in specs]
+
+
 def make_stream(config: Config, urls: Sequence[str], token: str, *, fenced: bool = False) -> Stream:
     """The collector of a run, started; `fenced`: it asks a server only once that is trusted."""
     reward = config.reward
@@ -164,7 +138,9 @@ def make_stream(config: Config, urls: Sequence[str], token: str, *, fenced: bool
         urls=urls,
         token=token,
         tokenizer_path=model_folder(config.model.tokenizer_path),
-        make_scorer=partial(RewardPool, reward.fn, reward.num_workers, reward.timeout_s, reward.on_error),
+        make_scorer=partial(
+            RewardPool, reward.fn, reward.num_workers, reward.timeout_s, reward.on_error, plugins(config)
+        ),
         timeout_s=config.rollout.request_timeout_s,
         log_path=config.trainer.run_dir / "logs" / "collector.log",
         fenced=fenced,

@@ -5,6 +5,7 @@ Servers and ranks start side by side; roles that share a layout share a Group, a
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,17 +19,15 @@ from rich.console import Console
 
 from megarl import checkpoint
 from megarl.algo.kl import make_kl_controller
-from megarl.algo.registry import load_plugins
 from megarl.config import Config, from_yaml, to_yaml
 from megarl.fleet import Fleet, Push
 from megarl.group import Group
 from megarl.mcore.setup import Layout
+from megarl.method import REFERENCE, make_method
 from megarl.metrics.jsonl import drop_after
 from megarl.metrics.timer import Timer
 from megarl.metrics.trackers import Trackers
 from megarl.parts import (
-    actor_update,
-    critic_update,
     layout_of,
     lora_settings,
     make_group,
@@ -37,9 +36,12 @@ from megarl.parts import (
     model_folder,
     optim_settings,
     optimizer_steps,
+    plugins,
     read_prompts,
     start_trackers,
 )
+from megarl.plugins import load_plugins
+from megarl.rewards import REWARDS, load_reward
 from megarl.roles.handles import Actor, Critic, Packing, Reference, Servers
 from megarl.rollout.client import Engine
 from megarl.rollout.feed import Feed
@@ -72,6 +74,11 @@ class Run:
         if config.rollout.engine == "sglang":
             sglang_python(config.rollout.sglang.python)  # refuses a missing one before anything starts
         load_plugins(config.algorithm.plugins)
+        if not isinstance(REWARDS.get(config.reward.fn), str):  # a user's function, in a file or a plug-in
+            load_reward(config.reward.fn)
+        self.method = make_method(config)
+        if self.method.reference or self.method.actor.reference:
+            check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)
         data = config.data
         self.prompts = read_prompts(config, data.train_files, overlong=data.overlong_prompts)
         val = read_prompts(config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
@@ -84,7 +91,7 @@ class Run:
                 f"data.train_batch_size={config.data.train_batch_size}: one epoch has {len(self.prompts)} prompts; "
                 "want a smaller batch, more epochs, or trainer.total_training_steps"
             )
-        self.warmup = config.trainer.critic_warmup if config.uses_critic else 0
+        self.warmup = config.trainer.critic_warmup if self.method.critic else 0
         if self.warmup >= self.num_steps:
             raise ValueError(
                 f"trainer.critic_warmup={self.warmup}: want fewer than the {self.num_steps} steps of the run"
@@ -203,18 +210,18 @@ class Run:
             self._group_of(config.actor.megatron),
             Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu),
             temperature,
-            update_settings=actor_update(config),
+            update_settings=self.method.actor,
         )
-        if config.uses_critic:
+        if self.method.critic:
             self.critic = Critic(
                 "critic",
                 self._group_of(critic.megatron),
                 Packing(critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu),
-                update_settings=critic_update(config),
+                update_settings=self.method.critic,
             )
         if config.uses_reference:
             self.reference = Reference(
-                "ref",
+                REFERENCE,
                 self._group_of(reference.megatron),
                 Packing(reference.log_prob_max_token_len_per_gpu, reference.log_prob_micro_batch_size_per_gpu),
                 temperature,
@@ -229,10 +236,10 @@ class Run:
 
     def _load_roles(self) -> None:
         config = self.config
-        dtype, plugins = config.model.dtype, config.algorithm.plugins
+        dtype = config.model.dtype
         steps_a = optimizer_steps(config, config.actor, self.num_steps - self.warmup)
         optim = optim_settings(config.actor, steps_a)
-        self.actor.load(self.model_path, dtype=dtype, optim=optim, plugins=plugins, lora=lora_settings(config))
+        self.actor.load(self.model_path, dtype=dtype, optim=optim, plugins=plugins(config), lora=lora_settings(config))
         if self.critic:
             optim = optim_settings(config.critic, optimizer_steps(config, config.critic, self.num_steps))
             self.critic.load(model_folder(config.critic.model.path), dtype=dtype, optim=optim)
@@ -258,6 +265,8 @@ class Run:
             ahead=config.rollout.ahead,
             first_step=self.first_step,
             num_steps=self.num_steps,
+            greedy=self.method.wants_greedy,
+            keep=self.method.keep,
         )
 
     def save(self, step: int, position: dict[str, Any], totals: dict[str, Any]) -> None:
@@ -271,11 +280,23 @@ class Run:
         checkpoint.save(self.checkpoints, step, self.trainable, state, keep=keep)
 
 
+def check_vocabularies(policy: str, reference: str, config: Config) -> None:
+    """A full KL compares two distributions, token for token of one vocabulary.  Args: policy, reference: folders."""
+    ours, theirs = (json.loads((Path(f) / "config.json").read_text())["vocab_size"] for f in (policy, reference))
+    if ours != theirs:
+        compared = f"a full KL compares them token for token with the {ours} of model.path={config.model.path}"
+        raise ValueError(
+            f"ref.model.path={config.ref.model.path}: its vocabulary has {theirs} tokens, and {compared}; "
+            "want a model with the same vocabulary"
+        )
+
+
 def changes(before: Config, now: Config) -> list[str]:
     """Settings that differ, as `key old -> new`, but for those that only say how long and where to."""
     old, new = flat(asdict(before)), flat(asdict(now))
     free = ("trainer.total_training_steps", "trainer.total_epochs", "trainer.logger", "trainer.resume_mode")
-    return [f"{key} {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key] and key not in free]
+    changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in free]
+    return [f"{key} {old.get(key)} -> {new.get(key)}" for key in changed]
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

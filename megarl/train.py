@@ -6,6 +6,8 @@ An ordinary program of one process.  What it calls may run on one CPU rank or on
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from megarl.algo.correction import correct
 from megarl.algo.estimate import estimate
+from megarl.algo.finite import NonFiniteError
 from megarl.config import Config
-from megarl.data.batch import make_batch
+from megarl.data.batch import make_batch, sample_names
 from megarl.evaluate import Evaluation, evaluate
 from megarl.finish import finish, remember
 from megarl.fleet import is_verified
 from megarl.metrics.report import write_samples
 from megarl.metrics.stats import batch_stats, finalise
 from megarl.run import Run
-from megarl.sample import Batch, Stat, Stats
+from megarl.sample import Batch, Sample, Stat, Stats
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -45,51 +49,65 @@ def train(config: Config) -> dict[str, Any]:
 
 def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
     """One iteration, from prompts to pushed weights; returns the position of the prompts behind it."""
-    config, algorithm, timer = run.config, run.config.algorithm, run.timer
-    seed = config.trainer.seed * 1_000_003 + step  # of this step's shuffles: no two seeds share a sequence of them
+    timer = run.timer
     with timer("gen"):
         iteration = run.feed.next(lambda done, total: run.trackers.stage("gen", done, total), watch=run.fleet.tend)
-    batch = make_batch(iteration.groups)
-    if config.reward.shuffle:
+    with samples_named(iteration.groups):
+        batch, stats = learn(run, iteration.groups, step)
+    with timer("update_weights"):
+        report = push(run, step + 1, totals)
+    with timer("log"):
+        steer_kl(run, stats)
+        write_samples(run.dir / "samples.jsonl", step + 1, iteration.groups)
+        metrics = finalise(stats) | (batch_stats(batch, version=step) if batch is not None else {}) | iteration.metrics
+        metrics |= {f"timing_s/push/{phase}": seconds for phase, seconds in report["timings"].items()}
+        metrics |= run.fleet.metrics(report)
+    num_tokens = 0 if batch is None else batch.num_tokens
+    metrics |= timer.finish(num_tokens=num_tokens, num_devices=run.config.trainer.num_ranks)
+    totals.add(metrics)
+    run.trackers.log(step + 1, metrics)
+    return iteration.position
+
+
+def learn(run: Run, groups: Sequence[Sequence[Sample]], step: int) -> tuple[Batch | None, Stats]:
+    """Scored groups -> columns -> advantages -> gradients; dynamic sampling may have left no group to learn from."""
+    if not groups:
+        return None, {"actor/skipped_steps": Stat("sum", 1.0)}
+    method, timer = run.method, run.timer
+    seed = run.config.trainer.seed * 1_000_003 + step  # of this step's shuffles: no two seeds share a sequence of them
+    batch = make_batch(groups, reward_parts=method.reward_parts)
+    if run.config.reward.shuffle:
         batch = shuffle_rewards(batch, seed)
+    batch, stats = method.shape(batch)
     with timer("old_log_prob"):
-        batch = batch.with_columns(old_log_probs=run.actor.log_probs(batch))
-    if run.reference:
+        columns = run.actor.columns(batch, method.columns, reference=method.reference)
+        batch = batch.with_columns(old_log_probs=columns.pop("log_probs"), **columns)
+    if run.reference and method.reads_reference:
         with timer("ref"):
             batch = batch.with_columns(ref_log_probs=run.reference.log_probs(batch))
     if run.critic:
         with timer("values"):
             batch = batch.with_columns(values=run.critic.values(batch))
     with timer("adv"):
-        batch, stats = estimate(
-            batch,
-            adv_estimator=algorithm.adv_estimator,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-            use_kl_in_reward=algorithm.use_kl_in_reward,
-            kl_penalty=algorithm.kl_penalty,
-            kl_coef=run.kl.value,
-            advantage_clip=algorithm.advantage_clip,
-        )
+        batch, of_advantages = estimate(batch, kl_coef=run.kl.value, **method.advantages)
+        batch, of_rollout = correct(batch, method.correction)
+        stats |= of_advantages | of_rollout
     if run.critic:
         with timer("update_critic"):
             stats |= run.critic.update(batch, seed=seed)
     if step >= run.warmup:
         with timer("update_actor"):
             stats |= run.actor.update(batch, seed=seed)
-    with timer("update_weights"):
-        report = push(run, step + 1, totals)
-    with timer("log"):
-        steer_kl(run, stats)
-        write_samples(run.dir / "samples.jsonl", step + 1, iteration.groups)
-        metrics = finalise(stats) | batch_stats(batch, version=step) | {"rollout/lost": float(len(iteration.lost))}
-        metrics |= {f"timing_s/push/{phase}": seconds for phase, seconds in report["timings"].items()}
-        metrics |= run.fleet.metrics(report)
-    metrics |= timer.finish(num_tokens=batch.num_tokens, num_devices=config.trainer.num_ranks)
-    totals.add(metrics)
-    run.trackers.log(step + 1, metrics)
-    return iteration.position
+    return batch, stats
+
+
+@contextmanager
+def samples_named(groups: Sequence[Sequence[Sample]]) -> Iterator[None]:
+    """A number that is not finite is told with the name of the sample in which it was found."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise error.named(f"sample {sample_names(groups)[error.sequence]}") from error
 
 
 def push(run: Run, version: int, totals: Totals) -> dict[str, Any]:
@@ -130,7 +148,9 @@ def steer_kl(run: Run, stats: Stats) -> None:
 def shuffle_rewards(batch: Batch, seed: int) -> Batch:
     """The control experiment: the same rewards, given to the wrong samples."""
     order = torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(seed))
-    return batch.with_rows(score=batch.rows["score"][order])
+    return batch.with_rows(
+        **{name: batch.rows[name][order] for name in ("score", "reward_parts") if name in batch.rows}
+    )
 
 
 def due(step: int, every: int) -> bool:

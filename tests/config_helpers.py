@@ -1,12 +1,46 @@
 """What the tests of the configuration share: the shortest command line that is one, and how a refusal reads."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 
+from megarl import algo, rewards
+from megarl.algo import policy
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.keys import leaf_types
 
 BASE = ("data.train_files=a.jsonl", "model.path=m")  # what no run can do without
 KEYS = sorted(leaf_types())
+
+TABLES: tuple[dict[str, Any], ...] = (
+    algo.POLICY_LOSSES,
+    algo.SELECTIONS,
+    algo.ADV_ESTIMATORS,
+    algo.KL_ESTIMATORS,
+    rewards.REWARDS,
+)
+SETS = (policy.PER_SEQUENCE, policy.WITHOUT_RATIO)
+
+
+@contextmanager
+def tables_kept() -> Iterator[None]:
+    """What a plug-in adds inside is taken out again, so that other tests of this process find the tables as shipped."""
+    tables, sets = [dict(table) for table in TABLES], [set(names) for names in SETS]
+    modules = set(sys.modules)
+    try:
+        yield
+    finally:
+        for table, before in zip(TABLES, tables, strict=True):
+            table.clear()
+            table.update(before)
+        for names, known in zip(SETS, sets, strict=True):
+            names.intersection_update(known)
+        for name in set(sys.modules) - modules:
+            if name.startswith("megarl_plugin_"):
+                del sys.modules[name]
 
 
 def load(*overrides: str, command: str = "train") -> Config:

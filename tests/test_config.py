@@ -10,11 +10,9 @@ from config_helpers import KEYS, load, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl import algo, rewards, rollout
 from megarl.config import (
     Config,
     ConfigError,
-    config_dir,
     from_yaml,
     load_config,
     names,
@@ -22,7 +20,7 @@ from megarl.config import (
     resolved,
     to_yaml,
 )
-from megarl.config.checks import CHOICES, OPEN_CHOICES, RANGES, value_of
+from megarl.config.checks import value_of
 from megarl.config.keys import followed, leaf_types, nearest
 
 # ---- the shipped tree, and users' files
@@ -166,6 +164,11 @@ def test_a_key_in_the_wrong_group_is_found_by_its_last_name(key):
         ("trainer.total_training_steps=soon", "want an integer or null"),
         ("actor.clip_ratio_c=[1]", "want a number, text or null"),
         ("trainer.experiment_name=[a]", "want text"),
+        ("algorithm.policy_loss_args=3", "want names with a number each, as {name:0.1}"),
+        ("algorithm.policy_loss_args.beta=x", "want a number"),
+        ("algorithm.reward_weights={format:[1]}", "want a number"),
+        ("algorithm.adv_estimator_args=3", "want names with a value each, as {name:0.1}"),
+        ("algorithm.adv_estimator_args.a=[1]", "want a value"),
         ("actor.optim=3", "actor.optim is a group of keys; want actor.optim.NAME=VALUE"),
         ("recipe=3", "want the name of a recipe or the path of a YAML file"),
     ],
@@ -182,6 +185,34 @@ def test_what_is_no_key_and_value_is_refused(word):
 def test_a_group_may_be_set_at_once():
     optim = load("actor.optim={lr:1e-4,betas:[0.8,0.9]}").actor.optim
     assert (optim.lr, optim.betas, optim.eps) == (1e-4, [0.8, 0.9], 1e-8)
+
+
+def test_names_of_ones_own_take_numbers_one_by_one_or_at_once():
+    sapo = "algorithm.policy_loss_fn=sapo"
+    one = load(sapo, "algorithm.policy_loss_args.tau_pos=2").algorithm.policy_loss_args
+    assert one == {"tau_pos": 2.0}
+    assert type(one["tau_pos"]) is float
+    both = load(sapo, "algorithm.policy_loss_args={tau_pos:2}", "algorithm.policy_loss_args.tau_neg=3")
+    assert both.algorithm.policy_loss_args == {"tau_pos": 2.0, "tau_neg": 3.0}
+    assert from_yaml(to_yaml(both)) == both
+    weights = load(
+        "algorithm.adv_estimator=gdpo", "rollout.n=2", "algorithm.reward_weights={reward:1}",
+        "algorithm.reward_weights.style.length=0.5",
+    ).algorithm.reward_weights  # fmt: skip
+    assert weights == {"reward": 1.0, "style.length": 0.5}, "a name may hold a dot"
+    mine = ("algorithm.plugins=[a.py]", "algorithm.adv_estimator=mine")
+    own = load(*mine, "algorithm.adv_estimator_args={how:fast,often:3,yes:true}")
+    assert own.algorithm.adv_estimator_args == {"how": "fast", "often": 3, "yes": True}
+
+
+def test_names_of_ones_own_add_to_a_files_and_an_empty_set_clears_them(tmp_path):
+    (tmp_path / "a.yaml").write_text("algorithm: {policy_loss_fn: sapo, policy_loss_args: {tau_pos: 2}}\n")
+    recipe = f"recipe={tmp_path / 'a.yaml'}"
+    assert load(recipe, "algorithm.policy_loss_args.tau_neg=3").algorithm.policy_loss_args == {
+        "tau_pos": 2.0,
+        "tau_neg": 3.0,
+    }
+    assert load(recipe, "algorithm.policy_loss_args={}").algorithm.policy_loss_args == {}
 
 
 def test_a_single_file_or_name_stands_for_a_list_of_one():
@@ -295,7 +326,7 @@ def test_the_written_form_names_every_key():
     def flat(node: dict, prefix: str = "") -> list[str]:
         out = []
         for name, value in node.items():
-            out += flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+            out += flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else [f"{prefix}{name}"]
         return out
 
     assert sorted(flat(yaml.safe_load(to_yaml(load())))) == KEYS
@@ -305,41 +336,3 @@ def test_what_is_no_configuration_is_not_read():
     for text in ("actor: {clip_ration: 1}", "actor: [", "rollout: {n: many}"):
         with pytest.raises(ConfigError, match="this is no configuration of a run"):
             from_yaml(text)
-
-
-# ---- the names, and the tables they stand for
-
-
-def test_the_names_are_those_of_the_tables():
-    assert set(names.POLICY_LOSSES) == set(algo.POLICY_LOSSES)
-    assert set(names.ADV_ESTIMATORS) == set(algo.ADV_ESTIMATORS)
-    assert set(names.AGG_MODES) == set(algo.AGG_MODES)
-    assert {name.removesuffix("+") for name in names.KL_ESTIMATORS} == {k.removesuffix("+") for k in algo.KL_ESTIMATORS}
-    assert set(names.KL_CONTROLLERS) == set(algo.KL_CONTROLLERS)
-    assert set(names.REWARDS) == set(rewards.REWARDS)
-    assert set(names.ENGINES) == set(rollout.ENGINES)
-
-
-def test_every_kl_estimator_is_one_the_loss_layer_computes():
-    import torch
-
-    x = torch.tensor([-1.0]), torch.tensor([-2.0])
-    for name in names.KL_ESTIMATORS:
-        assert algo.kl_estimate(name, *x).shape == (1,)
-
-
-def test_every_checked_key_exists():
-    assert {*CHOICES, *OPEN_CHOICES, *RANGES} <= set(KEYS)
-
-
-def test_every_number_is_checked():
-    """A new number without a range would be a hole."""
-    free = {"trainer.seed", "data.seed", "rollout.seed"}
-    numeric = {key for key, kind in leaf_types().items() if re.search(r"\b(int|float)\b", str(kind))}
-    micro = {key for key in numeric if "micro_batch_size" in key or "max_token_len" in key}
-    layout = {key for key in numeric if re.search(r"megatron\.(tensor|pipeline|context)", key)}
-    assert numeric - free - micro - layout - {"rollout.max_total_tokens"} <= RANGES.keys()
-
-
-def test_the_shipped_folder_is_found():
-    assert (config_dir() / "train.yaml").is_file()

@@ -18,17 +18,11 @@ def lines_of(name: str) -> list[str]:
     return [line for line in lines if line]
 
 
-# Documented names that are not built (yet), and those that the documents themselves only register as examples.
+# Names that the documents themselves only register as examples.
 REFUSED = {
-    "algorithm.policy_loss_fn=my_custom_loss": "want one of ppo, vanilla, grpo, reinforce, or a name",
-    "algorithm.policy_loss_fn=my_ppo_variant": "want one of ppo, vanilla, grpo, reinforce, or a name",
-    "algorithm.adv_estimator=rloo": "want one of gae, grpo, or a name",
-    "algorithm.adv_estimator=remax": "want one of gae, grpo, or a name",
-    "algorithm.adv_estimator=reinforce_plus_plus": "want one of gae, grpo, or a name",
-    "algorithm.adv_estimator=reinforce_plus_plus_baseline": "want one of gae, grpo, or a name",
-    "algorithm.adv_estimator=my_advantage": "want one of gae, grpo, or a name",
-    "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=full": "want one of kl, k1, mse",
-    "algorithm.use_kl_in_reward=True algorithm.kl_penalty=full": "want one of kl, k1, mse",
+    "algorithm.policy_loss_fn=my_custom_loss": "or a name that a file in algorithm.plugins registers",
+    "algorithm.policy_loss_fn=my_ppo_variant": "or a name that a file in algorithm.plugins registers",
+    "algorithm.adv_estimator=my_advantage": "or a name that a file in algorithm.plugins registers",
 }
 # Documented values that run, with a word of warning.
 WARNED = {
@@ -108,6 +102,46 @@ def test_the_prefix_of_the_documents_is_dropped_in_front_of_every_key():
 
 def test_adding_and_forcing_are_the_same_as_setting():
     assert load("+rollout.n=4") == load("++actor_rollout_ref.rollout.n=4") == load("rollout.n=4")
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("actor.policy_loss.loss_mode=gspo actor.loss_agg_mode=seq-mean-token-mean", "policy_loss_fn", "gspo"),
+        (
+            "actor.policy_loss.loss_mode=clip_cov actor.policy_loss.clip_cov_ratio=0.1 actor.policy_loss.clip_cov_lb=2 "
+            "actor_rollout_ref.actor.policy_loss.clip_cov_ub=3",
+            "policy_loss_args",
+            {"clip_cov_ratio": 0.1, "clip_cov_lb": 2.0, "clip_cov_ub": 3.0},
+        ),
+        (
+            "actor.policy_loss.loss_mode=kl_cov actor.policy_loss.kl_cov_ratio=0.1 actor.policy_loss.ppo_kl_coef=2",
+            "policy_loss_args",
+            {"kl_cov_ratio": 0.1, "ppo_kl_coef": 2.0},
+        ),
+        (
+            "algorithm.policy_loss_fn=sapo actor.tau_pos=2 actor.tau_neg=3",
+            "policy_loss_args",
+            {"tau_pos": 2.0, "tau_neg": 3.0},
+        ),
+        ("reward.overlong_buffer.enable=true reward.overlong_buffer.len=64", "overlong_buffer.len", 64),
+        (
+            "reward_model.overlong_buffer.enable=true reward_model.overlong_buffer.len=64 "
+            "reward_model.overlong_buffer.penalty_factor=0.5",
+            "overlong_buffer.penalty_factor",
+            0.5,
+        ),
+        ("algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc", "filter_groups.metric", "acc"),
+        (
+            "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=3",
+            "rollout_correction.truncate",
+            3.0,
+        ),
+        ("algorithm.rollout_correction.bypass_mode=true", "rollout_correction.bypass", True),
+    ],
+)
+def test_further_spellings_of_verl_mean_the_same(words, key, value):
+    assert value_of(load("rollout.n=2", *words.split()).algorithm, key) == value
 
 
 def test_one_beta_leaves_the_other_as_it_was():

@@ -5,7 +5,7 @@ import re
 import pytest
 from config_helpers import BASE, KEYS, load, refusal
 
-from megarl.config import ConfigError, load_config
+from megarl.config import ConfigError, load_config, names
 from megarl.config.inert import TABLE
 
 # ---- values that cannot be
@@ -15,7 +15,7 @@ from megarl.config.inert import TABLE
     ("words", "told"),
     [
         ("actor.clip_ratio=1.5", "actor.clip_ratio=1.5: want a number between 0 and 1, both excluded"),
-        ("actor.clip_ratio_low=0", "actor.clip_ratio_low=0.0: want a number between 0 and 1"),
+        ("actor.clip_ratio_low=0", "actor.clip_ratio_low=0.0: want a number above 0 and at most 1"),
         ("actor.clip_ratio_c=1", "actor.clip_ratio_c=1.0: want a number above 1, null or off"),
         ("actor.clip_ratio_c=on", "actor.clip_ratio_c=on: want a number above 1, null or off"),
         ("algorithm.gamma=1.1", "algorithm.gamma=1.1: want a number from 0 to 1"),
@@ -79,11 +79,102 @@ from megarl.config.inert import TABLE
         ("trainer.resume_mode=/nowhere", "want auto, disable or the folder of a checkpoint"),
         ("trainer.save_freq=0", "trainer.save_freq=0: want -1 (never) or at least 1"),
         ("reward.fn=bleu", "reward.fn=bleu: want one of exact, gsm8k"),
+        ("algorithm.policy_loss_args.tau=1", "args.tau=1.0: algorithm.policy_loss_fn=ppo takes no numbers of its own"),
+        (
+            "algorithm.policy_loss_fn=sapo algorithm.policy_loss_args.tau=1",
+            "algorithm.policy_loss_args.tau=1.0: algorithm.policy_loss_fn=sapo takes tau_pos, tau_neg",
+        ),
+        (
+            "algorithm.policy_loss_fn=sapo algorithm.policy_loss_args.tau_pos=inf",
+            "algorithm.policy_loss_args={tau_pos: inf}: want finite numbers",
+        ),
+        ("algorithm.policy_loss_fn=dro", "want algorithm.policy_loss_args.beta=NUMBER, it has no default"),
+        (
+            "algorithm.adv_estimator_args.a=1",
+            "algorithm.adv_estimator_args.a=1: algorithm.adv_estimator=gae takes no values of its own",
+        ),
+        ("algorithm.adv_estimator=gdpo rollout.n=2", "gdpo: want algorithm.reward_weights={NAME:WEIGHT,...}"),
+        (
+            "algorithm.adv_estimator=gdpo rollout.n=2 algorithm.reward_weights.a=0",
+            "algorithm.reward_weights={a: 0.0}: want finite numbers that are not all 0",
+        ),
+        (
+            "actor.use_kl_loss=true actor.kl_loss_type=full actor.kl_importance=true",
+            "actor.kl_importance=true: actor.kl_loss_type=full is over all tokens, nothing is sampled; want false",
+        ),
+        (
+            "trainer.n_gpus_per_node=2 actor.use_kl_loss=true actor.kl_loss_type=full+ "
+            "ref.megatron.tensor_model_parallel_size=2",
+            "ref.megatron.tensor_model_parallel_size=2 with actor.kl_loss_type=full+: both models run on the same",
+        ),
+        (
+            "trainer.n_gpus_per_node=2 algorithm.use_kl_in_reward=true algorithm.kl_penalty=full "
+            "ref.megatron.context_parallel_size=2",
+            "ref.megatron.context_parallel_size=2 with algorithm.kl_penalty=full: both models run on the same ranks",
+        ),
+        (
+            "algorithm.plugins=[a.py] algorithm.use_kl_in_reward=true algorithm.kl_penalty=mine+",
+            "algorithm.kl_penalty=mine+: + shapes a gradient, a reward has none; want mine",
+        ),
+        (
+            "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0",
+            "algorithm.kl_ctrl.kl_coef=0: algorithm.kl_ctrl.type=adaptive only multiplies it; want a number above 0",
+        ),
+        (
+            "algorithm.rollout_correction.bypass=true algorithm.policy_loss_fn=reinforce",
+            "bypass=true: algorithm.policy_loss_fn=reinforce has no ratio that it could change; want false",
+        ),
+        (
+            "algorithm.rollout_correction.bypass=true algorithm.rollout_correction.level=token",
+            "algorithm.rollout_correction.level=token: with bypass=true the ratio of ppo corrects already; want null",
+        ),
+        ("algorithm.rollout_correction.level=word", "want one of token, sequence, geometric"),
+        ("algorithm.rollout_correction.reject_by=k4", "want one of ratio, k1, k2, k3"),
+        ("algorithm.rollout_correction.reject_by=k1 algorithm.rollout_correction.reject_level=word", "token, sequence"),
+        ("algorithm.rollout_correction.level=token algorithm.rollout_correction.truncate=0.5", "at least 1"),
+        ("algorithm.filter_groups.enable=true", "a group of rollout.n=1 has nothing to compare; want at least 2"),
+        (
+            "rollout.n=2 algorithm.filter_groups.enable=true algorithm.filter_groups.metric=seq_reward",
+            "algorithm.filter_groups.metric=seq_reward: want score",
+        ),
+        (
+            "rollout.n=2 algorithm.filter_groups.enable=true algorithm.filter_groups.max_num_gen_batches=0",
+            "algorithm.filter_groups.max_num_gen_batches=0: want at least 1",
+        ),
+        ("algorithm.overlong_buffer.enable=true", "algorithm.overlong_buffer.len=null: want 1 to data.max_response_le"),
+        (
+            "algorithm.overlong_buffer.enable=true algorithm.overlong_buffer.len=513",
+            "algorithm.overlong_buffer.len=513: want 1 to data.max_response_length=512",
+        ),
         ("reward.fn=nowhere/a.py:f", "reward.fn=nowhere/a.py:f: want a file that exists"),
     ],
 )
 def test_an_impossible_value_is_refused_in_one_sentence(words, told):
     assert told in refusal(*words.split())
+
+
+@pytest.mark.parametrize("estimator", names.GROUP_ESTIMATORS)
+def test_an_estimator_that_compares_wants_something_to_compare(estimator):
+    words = [f"algorithm.adv_estimator={estimator}", "rollout.n=1"]
+    words += ["algorithm.reward_weights.reward=1"] if estimator == "gdpo" else []
+    assert refusal(*words) == (
+        f"rollout.n=1: algorithm.adv_estimator={estimator} compares completions of one prompt; want at least 2"
+    )
+
+
+@pytest.mark.parametrize("estimator", ["remax", "reinforce_plus_plus"])
+def test_an_estimator_that_compares_nothing_is_content_with_one_completion(estimator):
+    config = load(f"algorithm.adv_estimator={estimator}")
+    assert not config.uses_critic
+
+
+@pytest.mark.parametrize("loss", names.POLICY_LOSSES)
+@pytest.mark.parametrize("estimator", names.ADV_ESTIMATORS)
+def test_every_loss_runs_with_every_estimator(loss, estimator):
+    words = [f"algorithm.policy_loss_fn={loss}", f"algorithm.adv_estimator={estimator}", "rollout.n=2"]
+    words += [f"algorithm.policy_loss_args.{name}=0.1" for name in names.POLICY_LOSS_ARGS_NEEDED.get(loss, ())]
+    words += ["algorithm.reward_weights.reward=1"] if estimator == "gdpo" else []
+    load(*words, "actor.loss_agg_mode=seq-mean-token-mean", "actor.use_kl_loss=true", "actor.kl_loss_type=full")
 
 
 def test_what_a_command_cannot_do_without():
@@ -103,6 +194,15 @@ def test_what_a_command_cannot_do_without():
 def test_a_plug_in_may_bring_names_of_its_own():
     config = load("algorithm.plugins=[my.py]", "algorithm.policy_loss_fn=my_loss", "algorithm.adv_estimator=my_adv")
     assert config.algorithm.policy_loss_fn == "my_loss"
+    load("algorithm.plugins=[my.py]", "algorithm.policy_loss_fn=my_loss", "algorithm.policy_loss_args.mine=1")
+    load("algorithm.plugins=[my.py]", "algorithm.adv_estimator=my_adv", "algorithm.adv_estimator_args.how=fast")
+    load("algorithm.plugins=[my.py]", "reward.fn=my_reward")
+
+
+def test_a_coefficient_of_zero_may_be_fixed_or_rest_in_a_recipe(tmp_path):
+    load("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0")
+    (tmp_path / "mine.yaml").write_text("algorithm: {kl_ctrl: {type: adaptive, kl_coef: 0}}")
+    load(f"recipe={tmp_path}/mine.yaml")
 
 
 def test_what_is_allowed_but_hardly_meant_is_warned_about():
@@ -114,6 +214,10 @@ def test_what_is_allowed_but_hardly_meant_is_warned_about():
     assert "counts twice" in said("actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true")
     assert "want k1+ or low_var_kl" in said("actor.use_kl_loss=true", "actor.kl_loss_type=k1")
     assert not said("actor.use_kl_loss=true", "actor.kl_loss_type=k1+")
+    assert not said("actor.use_kl_loss=true", "actor.kl_loss_type=k1", "actor.kl_importance=true")
+    for loss in names.SEQ_MEAN_WANTED:
+        assert "want seq-mean-token-mean" in said(f"algorithm.policy_loss_fn={loss}")
+        assert not said(f"algorithm.policy_loss_fn={loss}", "actor.loss_agg_mode=sample_level")
 
 
 # ---- typed keys that would do nothing
@@ -124,9 +228,27 @@ def test_what_is_allowed_but_hardly_meant_is_warned_about():
     [
         ("critic.optim.lr=1 algorithm.adv_estimator=grpo", "algorithm.adv_estimator=grpo needs no critic"),
         ("trainer.critic_warmup=1 algorithm.adv_estimator=grpo", "algorithm.adv_estimator=grpo needs no critic"),
-        ("algorithm.lam=0.9 algorithm.adv_estimator=grpo", "algorithm.adv_estimator=grpo scores whole completions"),
+        ("algorithm.lam=0.9 algorithm.adv_estimator=grpo", "algorithm.adv_estimator=grpo has no lambda"),
+        ("algorithm.lam=0.9 algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax has no lambda"),
         ("algorithm.gamma=0.9 algorithm.adv_estimator=grpo", "algorithm.adv_estimator=grpo scores whole completions"),
-        ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_estimator=gae is not grpo"),
+        ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_estimator=gae divides by no deviation"),
+        ("algorithm.reward_weights.reward=1", "algorithm.adv_estimator=gae is not gdpo"),
+        ("actor.clip_ratio_high=0.3 algorithm.policy_loss_fn=kl_cov", "algorithm.policy_loss_fn=kl_cov has no clip"),
+        ("actor.clip_ratio_c=5 algorithm.policy_loss_fn=cispo", "algorithm.policy_loss_fn=cispo has no dual clip"),
+        ("algorithm.rollout_correction.truncate=3", "algorithm.rollout_correction.level=null, so there is no weight"),
+        ("algorithm.rollout_correction.mask_low=0.5", "algorithm.rollout_correction.level=null"),
+        ("algorithm.rollout_correction.normalize=true", "algorithm.rollout_correction.level=null"),
+        ("algorithm.rollout_correction.reject_level=sequence", "algorithm.rollout_correction.reject_by=null"),
+        ("algorithm.rollout_correction.reject_high=2", "algorithm.rollout_correction.reject_by=null"),
+        ("algorithm.filter_groups.metric=acc", "algorithm.filter_groups.enable=false"),
+        ("algorithm.filter_groups.refill=false", "algorithm.filter_groups.enable=false"),
+        (
+            "algorithm.filter_groups.max_num_gen_batches=3 algorithm.filter_groups.enable=true "
+            "algorithm.filter_groups.refill=false",
+            "algorithm.filter_groups.refill=false asks once",
+        ),
+        ("algorithm.overlong_buffer.len=3", "algorithm.overlong_buffer.enable=false"),
+        ("reward.overlong_buffer.penalty_factor=0.5", "algorithm.overlong_buffer.enable=false"),
         (
             "ref.model.path=m",
             "actor.use_kl_loss and algorithm.use_kl_in_reward are both false, so there is no reference",
@@ -161,7 +283,7 @@ def test_what_is_allowed_but_hardly_meant_is_warned_about():
 )
 def test_a_typed_key_that_would_do_nothing_is_refused(words, because):
     first = words.split()[0]
-    told = refusal(*words.split(), *(["rollout.n=2"] if "grpo" in words else []))
+    told = refusal(*words.split(), *(["rollout.n=2"] if "grpo" in words or "groups" in words else []))
     assert told.startswith(f"{first}: has no effect, because {because}")
 
 
@@ -176,4 +298,8 @@ def test_the_commands_refuse_what_they_do_not_read():
     for typed in ("algorithm.lam=0.9", "data.train_files=a.jsonl", "rollout.n=2", "trainer.save_freq=5"):
         with pytest.raises(ConfigError, match=f"{typed}.*: has no effect, because `megarl sft` does not read it"):
             load_config([*sft, typed], command="sft")
+    asks = ["model.path=m", "data.val_files=a", "reward.fn=mine"]
+    load_config([*asks, "algorithm.plugins=[my.py]"], command="evaluate")
+    with pytest.raises(ConfigError, match="`megarl evaluate` does not read it"):
+        load_config([*asks[:2], "algorithm.policy_loss_fn=ppo"], command="evaluate")
     assert load_config([*sft, "sft.epochs=2", "actor.optim.lr=0.1"], command="sft")[0].sft.epochs == 2

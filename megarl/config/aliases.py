@@ -12,8 +12,13 @@ from typing import NamedTuple
 # "actor_rollout.ref." is a misprint of the first that is widely copied.
 PREFIXES = ("actor_rollout_ref.", "actor_rollout.ref.")
 
-# our key, and the place inside its list where the key names one element of it
-RENAMED: dict[str, tuple[str, int | None]] = {
+# our key, and the place in its list or the name in its mapping where the key is one entry of it
+RENAMED: dict[str, tuple[str, int | str | None]] = {
+    "actor.policy_loss.loss_mode": ("algorithm.policy_loss_fn", None),
+    "algorithm.rollout_correction.bypass_mode": ("algorithm.rollout_correction.bypass", None),
+    "algorithm.rollout_correction.rollout_is": ("algorithm.rollout_correction.level", None),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": ("algorithm.rollout_correction.normalize", None),
+    "algorithm.rollout_correction.rollout_is_threshold": ("algorithm.rollout_correction.truncate", None),
     "algorithm.gae_lambda": ("algorithm.lam", None),
     "algorithm.gemma": ("algorithm.gamma", None),  # a misprint, also widely copied
     "actor.optim.type": ("actor.optim.name", None),
@@ -23,9 +28,20 @@ RENAMED: dict[str, tuple[str, int | None]] = {
     "critic.optim.beta1": ("critic.optim.betas", 0),
     "critic.optim.beta2": ("critic.optim.betas", 1),
 }
+RENAMED |= {
+    f"actor.policy_loss.{name}": ("algorithm.policy_loss_args", name)
+    for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+}
+RENAMED |= {f"actor.{name}": ("algorithm.policy_loss_args", name) for name in ("tau_pos", "tau_neg")}
+RENAMED |= {
+    f"{group}.overlong_buffer.{name}": (f"algorithm.overlong_buffer.{name}", None)
+    for group in ("reward", "reward_model")
+    for name in ("enable", "len", "penalty_factor")
+}
 
 WITHOUT_MEANING = {
     "*.fsdp_config.*": "Megatron shards the optimizer itself with actor.megatron.use_distributed_optimizer",
+    "*.overlong_buffer.log": "the penalty is always logged, as reward/overlong_penalty",
     "*.use_dynamic_bsz": "sequences are always packed, by ppo_max_token_len_per_gpu or ppo_micro_batch_size[_per_gpu]",
     "model.use_remove_padding": "sequences are always packed and never padded",
     "rollout.gpu_memory_utilization": "rollout.max_total_tokens is the size of a server's KV cache",
@@ -37,10 +53,10 @@ FSDP_WARNING = "is trained as strategy=megatron, whose distributed optimizer doe
 
 
 class Canonical(NamedTuple):
-    """Our own name of a key.  `place` is set where the key names one element of a list (beta2 of betas)."""
+    """Our own name of a key.  `place` is set where the key names one entry of a list or mapping (beta2 of betas)."""
 
     key: str
-    place: int | None = None
+    place: int | str | None = None
 
 
 def without_prefix(key: str) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import reduce
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from megarl.config import names
+from megarl.config import methods, names
 from megarl.config.errors import ConfigError
 from megarl.config.resolve import data_parallel_size
 from megarl.config.schema import Config
@@ -27,11 +28,16 @@ _ABOVE_0: tuple[Test, str] = (lambda v: 0 < v < float("inf"), "a number above 0"
 _UNIT: tuple[Test, str] = (lambda v: 0 <= v <= 1, "a number from 0 to 1")
 _INSIDE_UNIT: tuple[Test, str] = (lambda v: 0 < v < 1, "a number between 0 and 1, both excluded")
 _PERIOD: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "-1 (never) or at least 1")
-_NUCLEUS: tuple[Test, str] = (lambda v: 0 < v <= 1, "a number above 0 and at most 1")
+_SHARE: tuple[Test, str] = (lambda v: 0 < v <= 1, "a number above 0 and at most 1")
+_FINITE: tuple[Test, str] = (isfinite, "a finite number")
+_FINITE_EACH: tuple[Test, str] = (lambda v: all(isfinite(x) for x in v.values()), "finite numbers")
 _ONE_YET: tuple[Test, str] = (lambda v: v == 1, "null or 1, because this kind of parallelism is not built yet")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.kl_ctrl.type": names.KL_CONTROLLERS,
+    "algorithm.rollout_correction.level": names.CORRECTION_LEVELS,
+    "algorithm.rollout_correction.reject_by": names.REJECT_BY,
+    "algorithm.rollout_correction.reject_level": names.REJECT_LEVELS,
     "data.overlong_prompts": names.OVERLONG_PROMPTS,
     "model.dtype": names.DTYPES,
     "reward.on_error": names.REWARD_ERRORS,
@@ -66,7 +72,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "data.max_response_length": _AT_LEAST_1,
     "data.val_max_samples": _AT_LEAST_1,
     "actor.clip_ratio": _INSIDE_UNIT,
-    "actor.clip_ratio_low": _INSIDE_UNIT,
+    "actor.clip_ratio_low": _SHARE,  # 1: no lower bound
     "actor.clip_ratio_high": _ABOVE_0,
     "actor.clip_ratio_c": (lambda v: v == "off" or (not isinstance(v, str) and v > 1), "a number above 1, null or off"),
     "actor.entropy_coeff": _AT_LEAST_0,
@@ -74,7 +80,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "critic.cliprange_value": _ABOVE_0,
     "rollout.n": _AT_LEAST_1,
     "rollout.temperature": (_ABOVE_0[0], "a number above 0, because greedy completions give a policy nothing to learn"),
-    "rollout.top_p": _NUCLEUS,
+    "rollout.top_p": _SHARE,
     "rollout.top_k": (lambda v: v == -1 or v >= 1, "-1 (all tokens) or at least 1"),
     "rollout.tensor_model_parallel_size": _AT_LEAST_1,
     "rollout.num_servers": _AT_LEAST_1,
@@ -82,7 +88,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.max_running_requests": _AT_LEAST_1,
     "rollout.request_timeout_s": _ABOVE_0,
     "rollout.val_kwargs.temperature": _AT_LEAST_0,
-    "rollout.val_kwargs.top_p": _NUCLEUS,
+    "rollout.val_kwargs.top_p": _SHARE,
     "rollout.val_kwargs.n": _AT_LEAST_1,
     "rollout.bucket_bytes": _AT_LEAST_1,
     "rollout.check_every": _AT_LEAST_0,
@@ -96,6 +102,19 @@ RANGES: dict[str, tuple[Test, str]] = {
     "algorithm.gamma": _UNIT,
     "algorithm.lam": _UNIT,
     "algorithm.advantage_clip": _ABOVE_0,
+    "algorithm.policy_loss_args": _FINITE_EACH,
+    "algorithm.reward_weights": (
+        lambda v: not v or (_FINITE_EACH[0](v) and any(v.values())),
+        "finite numbers that are not all 0",
+    ),
+    "algorithm.rollout_correction.truncate": (lambda v: 1 <= v < float("inf"), "null or a number of at least 1"),
+    "algorithm.rollout_correction.mask_low": _UNIT,
+    "algorithm.rollout_correction.mask_high": (lambda v: v >= 1, "a number of at least 1"),
+    "algorithm.rollout_correction.reject_low": _FINITE,
+    "algorithm.rollout_correction.reject_high": _FINITE,
+    "algorithm.filter_groups.max_num_gen_batches": _AT_LEAST_1,
+    "algorithm.overlong_buffer.len": _AT_LEAST_1,
+    "algorithm.overlong_buffer.penalty_factor": _ABOVE_0,
     "algorithm.kl_ctrl.kl_coef": _AT_LEAST_0,
     "algorithm.kl_ctrl.horizon": _AT_LEAST_1,
     "algorithm.kl_ctrl.target_kl": _ABOVE_0,
@@ -165,7 +184,7 @@ def check(config: Config, command: str) -> None:
             raise ConfigError(f"{key} is not set: `megarl {command}` wants {wanted}")
     for key, choices in CHOICES.items():
         value = value_of(config, key)
-        if value not in choices:
+        if value is not None and value not in choices:
             raise ConfigError(f"{key}={value}: want one of {', '.join(choices)}")
     for key, choices in OPEN_CHOICES.items():
         value = value_of(config, key)
@@ -180,29 +199,13 @@ def check(config: Config, command: str) -> None:
         raise ConfigError(sentence)
 
 
-def advice(config: Config) -> list[str]:
-    """What is allowed, and probably not meant: one sentence each."""
-    out: list[str] = []
-    for key, off in (("rollout.top_p", 1.0), ("rollout.top_k", -1)):
-        value = value_of(config, key)
-        if value != off:
-            out.append(f"{key}={value}: log-probs of the trainer are over all tokens, those of the server over fewer")
-    if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
-        out.append("actor.use_kl_loss=true and algorithm.use_kl_in_reward=true: the KL penalty counts twice")
-    if config.actor.use_kl_loss and config.actor.kl_loss_type in names.KL_WITHOUT_GRADIENT:
-        wanted = f"{config.actor.kl_loss_type}+ or low_var_kl"
-        out.append(f"actor.kl_loss_type={config.actor.kl_loss_type}: its expected gradient is zero; want {wanted}")
-    return out
-
-
 def _contradictions(config: Config, command: str) -> Iterator[str]:
     yield from _layouts(config)
     yield from _batches(config, command)
     yield from _schedules(config)
-    algorithm, rollout = config.algorithm, config.rollout
-    if algorithm.adv_estimator in names.GROUP_ESTIMATORS and rollout.n == 1:
-        compares = "compares completions of one prompt"
-        yield f"rollout.n=1: algorithm.adv_estimator={algorithm.adv_estimator} {compares}; want at least 2"
+    rollout = config.rollout
+    if command in ("train", "config"):
+        yield from methods.contradictions(config)
     if rollout.engine == "cpu" and rollout.tensor_model_parallel_size != 1:
         size = rollout.tensor_model_parallel_size
         yield f"rollout.tensor_model_parallel_size={size}: want 1, because rollout.engine=cpu is one process"
@@ -268,7 +271,8 @@ def _places(config: Config) -> Iterator[str]:
     if trainer.resume_mode not in names.RESUME_MODES and not Path(trainer.resume_mode).is_dir():
         yield f"trainer.resume_mode={trainer.resume_mode}: want auto, disable or the folder of a checkpoint"
     place, colon, _ = fn.rpartition(":")
-    if not colon and fn not in names.REWARDS:
-        yield f"reward.fn={fn}: want one of {', '.join(names.REWARDS)}, or path/to/file.py:function"
+    if not colon and fn not in names.REWARDS and not config.algorithm.plugins:
+        wanted = f"want one of {', '.join(names.REWARDS)}, path/to/file.py:function, or a name that a file in "
+        yield f"reward.fn={fn}: {wanted}algorithm.plugins registers"
     if place.endswith(".py") and not Path(place).expanduser().is_file():
         yield f"reward.fn={fn}: want a file that exists, as path/to/file.py:function"

@@ -13,15 +13,16 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 import megarl
-from megarl.config.checks import advice, check
+from megarl.config.checks import check
 from megarl.config.errors import ConfigError
 from megarl.config.inert import check_effect
 from megarl.config.keys import nearest
+from megarl.config.methods import advice
 from megarl.config.names import COMMANDS
 from megarl.config.resolve import MICRO_BATCH_KEYS, settled, to_config
 from megarl.config.schema import Config
@@ -45,7 +46,7 @@ def load_config(overrides: list[str], *, command: str = "train") -> tuple[Config
     check(config, command)
     check_effect(config, typed.settings, command)
     said = [warning for layer in (*files, typed) for warning in layer.warnings]
-    return config, list(dict.fromkeys(said + advice(config)))
+    return config, list(dict.fromkeys([*said, *advice(config)]))
 
 
 def config_dir() -> Path:
@@ -122,5 +123,10 @@ def _lay(config: DictConfig, layer: Layer) -> None:
             for name in names:  # a new way to cut micro-batches takes the place of the old one
                 OmegaConf.update(config, name, None)
     for setting in layer.settings:
+        if isinstance(setting.place, str):  # a name of the user's: it may hold dots
+            mapping = OmegaConf.select(config, setting.key)
+            with open_dict(mapping):
+                mapping[setting.place] = setting.value
+            continue
         key = setting.key if setting.place is None else f"{setting.key}.{setting.place}"
-        OmegaConf.update(config, key, setting.value)
+        OmegaConf.update(config, key, setting.value, merge=False)

@@ -37,22 +37,33 @@ def _optim_rows(role: str, optim: Callable[[Config], Optim]) -> tuple[Inert, ...
     )
 
 
+def _is_none_of(config: Config, estimators: tuple[str, ...]) -> bool:
+    """A built-in estimator, and none of these; what a plug-in's asks for is not known here."""
+    return config.algorithm.adv_estimator in set(names.ADV_ESTIMATORS) - set(estimators)
+
+
+_LOSS = "algorithm.policy_loss_fn={c.algorithm.policy_loss_fn}"
+_ESTIMATOR = "algorithm.adv_estimator={c.algorithm.adv_estimator}"
+_CORRECTION = "algorithm.rollout_correction"
+
 TABLE = (
     Inert(
         "critic.* trainer.critic_warmup",
         "algorithm.adv_estimator={c.algorithm.adv_estimator} needs no critic",
         lambda c: not c.uses_critic,
     ),
+    Inert("algorithm.lam", f"{_ESTIMATOR} has no lambda", lambda c: _is_none_of(c, ("gae",))),
     Inert(
-        "algorithm.lam algorithm.gamma",
-        "algorithm.adv_estimator={c.algorithm.adv_estimator} scores whole completions",
-        lambda c: c.algorithm.adv_estimator == "grpo",
+        "algorithm.gamma",
+        f"{_ESTIMATOR} scores whole completions",
+        lambda c: _is_none_of(c, names.ESTIMATORS_WITH_GAMMA),
     ),
     Inert(
         "algorithm.norm_adv_by_std_in_grpo",
-        "algorithm.adv_estimator={c.algorithm.adv_estimator} is not grpo",
-        lambda c: c.algorithm.adv_estimator == "gae",
+        f"{_ESTIMATOR} divides by no deviation of a group that could be left out",
+        lambda c: _is_none_of(c, names.ESTIMATORS_WITH_STD),
     ),
+    Inert("algorithm.reward_weights", f"{_ESTIMATOR} is not gdpo", lambda c: _is_none_of(c, ("gdpo",))),
     Inert(
         "ref.*",
         "actor.use_kl_loss and algorithm.use_kl_in_reward are both false, so there is no reference",
@@ -75,8 +86,16 @@ TABLE = (
     ),
     Inert(
         "actor.clip_ratio actor.clip_ratio_*",
-        "algorithm.policy_loss_fn={c.algorithm.policy_loss_fn} has no clip",
+        f"{_LOSS} has no clip",
         lambda c: c.algorithm.policy_loss_fn in names.LOSSES_WITHOUT_CLIP,
+    ),
+    Inert(
+        "actor.clip_ratio_c",
+        f"{_LOSS} has no dual clip",
+        lambda c: (
+            c.algorithm.policy_loss_fn in names.POLICY_LOSSES
+            and c.algorithm.policy_loss_fn not in names.LOSSES_WITH_DUAL_CLIP
+        ),
     ),
     Inert(
         "actor.clip_ratio",
@@ -92,6 +111,31 @@ TABLE = (
         "critic.loss_scale_factor",
         "critic.loss_agg_mode={c.critic.loss_agg_mode} has no constant",
         lambda c: c.critic.loss_agg_mode not in names.AGG_MODES_WITH_SCALE,
+    ),
+    Inert(
+        f"{_CORRECTION}.truncate {_CORRECTION}.mask_* {_CORRECTION}.normalize",
+        f"{_CORRECTION}.level=null, so there is no weight",
+        lambda c: c.algorithm.rollout_correction.level is None,
+    ),
+    Inert(
+        f"{_CORRECTION}.reject_level {_CORRECTION}.reject_low {_CORRECTION}.reject_high",
+        f"{_CORRECTION}.reject_by=null, so nothing is taken out",
+        lambda c: c.algorithm.rollout_correction.reject_by is None,
+    ),
+    Inert(
+        "algorithm.filter_groups.metric algorithm.filter_groups.refill algorithm.filter_groups.max_num_gen_batches",
+        "algorithm.filter_groups.enable=false",
+        lambda c: not c.algorithm.filter_groups.enable,
+    ),
+    Inert(
+        "algorithm.filter_groups.max_num_gen_batches",
+        "algorithm.filter_groups.refill=false asks once",
+        lambda c: not c.algorithm.filter_groups.refill,
+    ),
+    Inert(
+        "algorithm.overlong_buffer.len algorithm.overlong_buffer.penalty_factor",
+        "algorithm.overlong_buffer.enable=false",
+        lambda c: not c.algorithm.overlong_buffer.enable,
     ),
     Inert(
         "actor.lora.alpha actor.lora.targets actor.lora.push",
@@ -134,7 +178,7 @@ UNREAD = {
         "trainer.resume_mode trainer.critic_warmup trainer.prepare trainer.check_export trainer.total_epochs "
         "trainer.max_checkpoints_to_keep"
     ),
-    "evaluate": "actor.* algorithm.* critic.* ref.* sft.*",
+    "evaluate": "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* sft.*",
 }
 COMMANDS_THAT_RUN_NOTHING = ("doctor",)
 

@@ -10,7 +10,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from megarl.config.schema import Config
 
-_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+_TYPE_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+    Any: "a value",
+}
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 _ALMOST_EQUAL = 0.9  # share of matching characters: a slip of the finger
 _ALIKE = 0.7  # below this a guess would only confuse
@@ -34,6 +41,18 @@ def followed() -> dict[str, str]:
     return {key: default for key, default in _defaults(Config(), "") if is_reference(default)}
 
 
+def mapping_of(key: str) -> str | None:
+    """The key that holds a mapping of which `key` is an entry.
+
+    Example: "algorithm.policy_loss_args.beta" -> "algorithm.policy_loss_args".
+    """
+    return next((name for name, kind in leaf_types().items() if is_mapping(kind) and key.startswith(f"{name}.")), None)
+
+
+def is_mapping(kind: Any) -> bool:
+    return get_origin(kind) is dict
+
+
 def is_reference(value: object) -> bool:
     """Is it "${another.key}"?"""
     return isinstance(value, str) and "${" in value
@@ -47,6 +66,10 @@ def fits(value: object, wanted: Any) -> bool:
         return any(fits(value, part) for part in get_args(wanted))
     if get_origin(wanted) is list:
         return isinstance(value, list) and all(fits(item, get_args(wanted)[0]) for item in value)
+    if is_mapping(wanted):
+        return isinstance(value, dict) and all(fits(item, get_args(wanted)[1]) for item in value.values())
+    if wanted is Any:
+        return isinstance(value, str | int | float)
     if wanted is bool:
         return isinstance(value, bool) or (isinstance(value, str) and value.lower() in _BOOLEANS)
     if isinstance(value, bool):
@@ -65,6 +88,8 @@ def type_name(wanted: Any) -> str:
         return f"{', '.join(first)} or {last}"
     if get_origin(wanted) is list:
         return "a list of texts" if get_args(wanted)[0] is str else "a list of numbers"
+    if is_mapping(wanted):
+        return f"names with {'a number' if get_args(wanted)[1] is float else 'a value'} each, as {{name:0.1}}"
     return _TYPE_NAMES[wanted]
 
 

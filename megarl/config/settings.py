@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from megarl.config.aliases import FSDP, FSDP_WARNING, canonical
 from megarl.config.errors import ConfigError
-from megarl.config.keys import fits, followed, groups, leaf_types, nearest, type_name
+from megarl.config.keys import fits, followed, groups, leaf_types, mapping_of, nearest, type_name
 
 RECIPE = "recipe"  # not a key of the configuration: it names the file that the rest is laid over
 
@@ -27,7 +27,7 @@ class Setting:
     key: str  # our own name
     value: Any
     text: str  # as the user wrote it, for messages
-    place: int | None = None  # the element of a list that is set, rather than the whole list
+    place: int | str | None = None  # the entry of a list or mapping that is set, rather than the whole
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ def show(value: object) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return f"[{', '.join(show(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {show(item)}' for name, item in value.items())}}}"
     return str(value)
 
 
@@ -84,7 +86,7 @@ def _flat(content: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
     out: list[tuple[str, Any]] = []
     for name, value in content.items():
         key = f"{prefix}{name}"
-        out += _flat(value, f"{key}.") if isinstance(value, dict) else [(key, value)]
+        out += _flat(value, f"{key}.") if isinstance(value, dict) and value else [(key, value)]
     return out
 
 
@@ -120,12 +122,15 @@ def _recipe(text: str, value: object) -> str:
 def _checked(setting: Setting) -> Setting:
     """The same setting in the form that its type wants, or an error of one sentence."""
     key, value = setting.key, setting.value
+    if (mapping := mapping_of(key)) is not None:
+        return _checked(Setting(mapping, value, setting.text, key.removeprefix(f"{mapping}.")))
     if key not in leaf_types():
         raise ConfigError(f"{setting.text}: {_unknown(key)}")
     wanted = leaf_types()[key]
     if setting.place is not None:
-        if not fits(value, float):
-            raise ConfigError(f"{setting.text}: want a number")
+        kind = get_args(wanted)[-1]  # of a list's elements, of a mapping's values
+        if not fits(value, kind):
+            raise ConfigError(f"{setting.text}: want {type_name(kind)}")
         return setting
     if value is None and key in followed():
         value = followed()[key]

@@ -8,10 +8,10 @@ from itertools import chain
 import numpy as np
 import torch
 
-from megarl.sample import Batch, Sample
+from megarl.sample import REWARD_ERROR, Batch, Sample
 
 
-def make_batch(groups: Sequence[Sequence[Sample]]) -> Batch:
+def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str] = ()) -> Batch:
     """All samples of all groups, end to end, prompt then completion.
 
     columns [N] float32
@@ -22,6 +22,8 @@ def make_batch(groups: Sequence[Sequence[Sample]]) -> Batch:
         group               int64, index into `groups`: samples of one visit of one prompt
         version_min, version_max   int64, oldest and newest weights that wrote a token
         truncated           float32, 1 where the length limit ended the completion
+        greedy_score        float32, the reward of a greedy completion, where one was asked for
+        reward_parts        [B, K] float32, the numbers of the reward that are named, where any is
     """
     samples = [sample for group in groups for sample in group]
     assert samples, "a batch needs at least one sample"
@@ -39,7 +41,7 @@ def make_batch(groups: Sequence[Sequence[Sample]]) -> Batch:
     log_probs = np.zeros(num_tokens, dtype=np.float32)
     log_probs[mask == 1] = np.fromiter(written, dtype=np.float32, count=num_written)
 
-    return Batch(
+    batch = Batch(
         tokens=torch.from_numpy(tokens),
         lengths=torch.from_numpy(lengths),
         columns={"response_mask": torch.from_numpy(mask), "rollout_log_probs": torch.from_numpy(log_probs)},
@@ -51,6 +53,19 @@ def make_batch(groups: Sequence[Sequence[Sample]]) -> Batch:
             "truncated": torch.tensor([float(c.finish_reason == "length") for c in completions]),
         },
     )
+    greedy = [sample.greedy_reward for sample in samples if sample.greedy_reward is not None]
+    if len(greedy) == len(samples):
+        batch = batch.with_rows(greedy_score=torch.tensor(greedy, dtype=torch.float32))
+    if reward_parts:
+        names = sample_names(groups)
+        values = [[_part(s, key, name) for key in reward_parts] for s, name in zip(samples, names, strict=True)]
+        batch = batch.with_rows(reward_parts=torch.tensor(values, dtype=torch.float32))
+    return batch
+
+
+def sample_names(groups: Sequence[Sequence[Sample]]) -> list[str]:
+    """The name of each sample in a batch of these groups: the prompt's uid and the place in the group, "0-17#2"."""
+    return [f"{sample.prompt.uid}#{at}" for group in groups for at, sample in enumerate(group)]
 
 
 def mini_batches(batch: Batch, prompts_per_step: int, *, seed: int | None) -> list[Batch]:
@@ -71,6 +86,21 @@ def mini_batches(batch: Batch, prompts_per_step: int, *, seed: int | None) -> li
     num_steps = -(-len(names) // prompts_per_step)
     steps = np.array_split(np.arange(len(names)), num_steps)
     return [batch.select([sequence for at in step for sequence in members[names[at]]]) for step in steps]
+
+
+def _part(sample: Sample, key: str, name: str) -> float:
+    """One of the numbers that a reward function returned; all are 0 where it failed."""
+    if key == "reward":
+        return sample.reward
+    if REWARD_ERROR in sample.reward_extra:
+        return 0.0
+    if key not in sample.reward_extra:
+        has = ", ".join(["reward", *sample.reward_extra])
+        raise ValueError(
+            f"algorithm.reward_weights.{key}: the reward of sample {name} has no number of that name; want one that "
+            f"reward.fn returns for every sample (here: {has})"
+        )
+    return sample.reward_extra[key]
 
 
 def _check(sample: Sample) -> None:

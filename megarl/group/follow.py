@@ -47,7 +47,13 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
         except (
             BaseException
         ) as error:  # every one is the driver's to judge; torch's CheckpointException is no Exception
-            report = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+            report: dict[str, Any] = {
+                "type": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+            }
+            details = getattr(error, "details", None)
+            report["details"] = details if isinstance(details, dict) else {}
             wire.send({"id": header["id"], "ok": False, **report})
 
 

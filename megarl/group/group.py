@@ -30,11 +30,15 @@ GRACE_S = 1.0  # after a first error, how long to listen for the others': the ro
 
 
 class RankError(RuntimeError):
-    """An exception on a rank, or its death; `report` holds the remote traceback."""
+    """An exception on a rank, or its death.
 
-    def __init__(self, message: str, report: str = "") -> None:
+    `report` holds the remote traceback, `kind` the name of the remote exception's class, and `details` its attribute of
+    that name, plain values, where it has one.
+    """
+
+    def __init__(self, message: str, report: str = "", kind: str = "", details: dict[str, Any] | None = None) -> None:
         super().__init__(message)
-        self.report = report
+        self.report, self.kind, self.details = report, kind, details or {}
 
 
 @dataclass(frozen=True)
@@ -263,4 +267,5 @@ def _as_error(name: str, method: str, errors: dict[int, dict[str, Any]]) -> Exce
         mistake = ValueError(first["message"])
         mistake.__cause__ = RankError(report)  # seen where a traceback is asked for
         return mistake
-    return RankError(f"group {name}: rank {rank} failed in {method}: {first['type']}: {first['message']}", report)
+    what = f"group {name}: rank {rank} failed in {method}: {first['type']}: {first['message']}"
+    return RankError(what, report, first["type"], first.get("details"))

@@ -6,16 +6,37 @@ Does not know: engines, tokenizers, how a reward becomes an advantage.
 Called by: the collector, through `pool.RewardPool`; the driver, to refuse a wrong `reward.fn` before anything starts.
 """
 
+from collections.abc import Callable
+
 from megarl.rewards.load import RewardFn, resolve
 
 # Addresses, not functions: nobody loads the mathematics of a reward that he does not use.
-REWARDS: dict[str, str] = {
+REWARDS: dict[str, str | RewardFn] = {
     "exact": "megarl.rewards.exact:exact",
     "gsm8k": "megarl.rewards.gsm8k:gsm8k",
     "gsm8k_strict": "megarl.rewards.gsm8k:gsm8k_strict",
     "math": "megarl.rewards.math_answer:math_answer",
     "choice": "megarl.rewards.choice:choice",
 }
+
+
+def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
+    """Add a reward under a name, in a file of algorithm.plugins: f(prompt, completion) -> number or {"score": number}.
+
+    Example:
+        @register_reward("short")
+        def short(prompt, completion):
+            return -len(completion.token_ids) / 100
+    """
+
+    def add(function: RewardFn) -> RewardFn:
+        """The decorator: put the function into the table and leave it as it is."""
+        if name in REWARDS:
+            raise ValueError(f"reward {name!r} exists already: want another name")
+        REWARDS[name] = function
+        return function
+
+    return add
 
 
 def load_reward(fn: str) -> RewardFn:

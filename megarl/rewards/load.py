@@ -19,12 +19,14 @@ RewardFn = Callable[[Prompt, Completion], Any]  # a number, or {"score": number,
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def resolve(fn: str, table: Mapping[str, str]) -> RewardFn:
-    """Find and adapt the function.  `table` gives the addresses of short names.
+def resolve(fn: str, table: Mapping[str, str | RewardFn]) -> RewardFn:
+    """Find and adapt the function.  `table` gives the addresses of short names, or what a plug-in registered.
 
     Raises ValueError of one sentence: unknown name, missing file, failing import, no such function, other arguments.
     """
     address = table.get(fn, fn)
+    if not isinstance(address, str):
+        return _adapt(fn, address)
     place, colon, name = address.rpartition(":")
     if not colon or not place or not name:
         raise ValueError(f"reward.fn={fn}: want one of {', '.join(table)}, or path/file.py:function")

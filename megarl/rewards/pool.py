@@ -21,10 +21,11 @@ from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
 
+from megarl.plugins import load_plugins
 from megarl.rewards import load_reward
-from megarl.rewards.result import REWARD_ERROR, RewardResult
+from megarl.rewards.result import RewardResult
 from megarl.rewards.worker import Outcome, run_jobs, start_worker
-from megarl.sample import Completion, Prompt
+from megarl.sample import REWARD_ERROR, Completion, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +53,22 @@ class RewardPool:
     """`num_workers` processes that run one reward function.
 
     Example: pool = RewardPool("gsm8k"); pool.start(); results = await pool.score(prompt, completions); pool.stop()
+    `plugins`: modules or files that may register the function's name.
     Raises ValueError in the constructor when `fn` names no function.  `num_errors` counts the samples that failed.
     """
 
-    def __init__(self, fn: str, num_workers: int = 1, timeout_s: float = 5.0, on_error: str = "zero") -> None:
+    def __init__(
+        self,
+        fn: str,
+        num_workers: int = 1,
+        timeout_s: float = 5.0,
+        on_error: str = "zero",
+        plugins: Sequence[str] = (),
+    ) -> None:
         assert on_error in ("zero", "stop"), f"on_error is {on_error!r}, want zero or stop"
+        load_plugins(plugins)
         load_reward(fn)
+        self._plugins = tuple(plugins)
         self.num_errors = 0
         self._fn = _absolute(fn)
         self._num_workers = num_workers
@@ -74,9 +85,8 @@ class RewardPool:
         """Start the processes; takes about three seconds the first time, while their common ancestor imports."""
         context = multiprocessing.get_context("forkserver")  # the caller has threads, which a plain fork would break
         context.set_forkserver_preload(["__main__", "megarl.rewards.worker"])
-        self._pool = ProcessPool(
-            self._num_workers, initializer=start_worker, initargs=(self._fn, self._timeout_s), context=context
-        )
+        arguments = (self._fn, self._timeout_s, self._plugins)
+        self._pool = ProcessPool(self._num_workers, initializer=start_worker, initargs=arguments, context=context)
         self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
 
     def stop(self) -> None:

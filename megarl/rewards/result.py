@@ -8,15 +8,13 @@ from typing import Any
 
 from megarl.sample import Prompt
 
-REWARD_ERROR = "reward_error"  # the key of `extra` that is 1.0 where the function failed
-
 
 @dataclass(frozen=True)
 class RewardResult:
     """Example: RewardResult(1.0, {"format": 1.0})."""
 
     reward: float
-    extra: dict[str, float] = field(default_factory=dict)  # further numbers, for the log only
+    extra: dict[str, float] = field(default_factory=dict)  # further numbers: for the log, and for who names them
 
 
 def to_result(value: Any) -> RewardResult:

@@ -9,8 +9,10 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from types import FrameType
 
+from megarl.plugins import load_plugins
 from megarl.rewards import RewardFn, load_reward
 from megarl.rewards.result import RewardResult, to_result
 from megarl.sample import Completion, Prompt
@@ -31,10 +33,11 @@ class _Settings:
     armed: bool = False
 
 
-def start_worker(fn: str, timeout_s: float) -> None:
+def start_worker(fn: str, timeout_s: float, plugins: Sequence[str] = ()) -> None:
     """Called once in every new process."""
     # A thread, because the main one may sit in a function that never ends when the run is killed.
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    load_plugins(plugins)
     _Settings.reward = load_reward(fn)
     _Settings.timeout_s = timeout_s
     signal.signal(signal.SIGALRM, _on_alarm)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algo.aggregate import token_weights
+from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.step_columns import step_columns
 from megarl.data.batch import mini_batches
 from megarl.data.packing import RankPlan, plan, unpack
-from megarl.group import Group, Reply
+from megarl.group import Group, RankError, Reply
 from megarl.sample import Batch, Stat, Stats, merge_stats
 
 
@@ -35,6 +36,9 @@ class Update:
     epochs: int = 1
     agg_mode: str = "token-mean"
     loss_scale_factor: float | None = None
+    normalize: bool = False  # the weights of rollout correction to mean 1 over a step
+    bypass: bool = False  # the ratio is against the server's log-probs
+    reference: str | None = None  # the role that full KL compares with
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,18 @@ class Role:
         where = {"folder": str(folder), "adapter": None if adapter is None else str(adapter)}
         self.group.call("export", {"role": self.name, **where})
 
-    def _columns(self, batch: Batch, names: tuple[str, ...], temperature: float | None = None) -> dict[str, Tensor]:
+    def _columns(
+        self,
+        batch: Batch,
+        names: Sequence[str],
+        *,
+        temperature: float | None = None,
+        reference: str | None = None,
+    ) -> dict[str, Tensor]:
         """Each named column [N] of the batch, as the model says it now."""
         plans = self._plan(batch)
         scale = self.temperature if temperature is None else temperature
-        arguments = {"role": self.name, "temperature": scale, "entropy": "entropy" in names}
+        arguments = {"role": self.name, "temperature": scale, "names": list(names), "reference": reference}
         replies = self.group.call("columns", arguments, [_payload(batch, p, ()) for p in plans])
         lengths = batch.lengths.tolist()
         empty = torch.zeros(0)
@@ -122,37 +133,44 @@ class Trainable(Role):
         """
         how = self.update_settings
         assert how is not None, f"role {self.name} has no loss to train with"
-        stats = [
-            self._step(mini, how)
+        batch = batch.with_rows(index=torch.arange(batch.num_sequences))  # by which an error names its sample
+        minis = [
+            mini
             for epoch in range(how.epochs)
             for mini in mini_batches(batch, how.prompts_per_step, seed=seed * 1000 + epoch)
         ]
+        stats = [self._step(mini, how, seed=seed * 1000 + i) for i, mini in enumerate(minis)]
         merged = merge_stats(stats)
         kl = f"{self.kind}/ppo_kl"
         if kl in merged:  # nothing has moved yet: whatever this is, it is not the policy
             merged[f"{self.kind}/first_ppo_kl"] = next(step[kl] for step in stats if kl in step)
         return merged
 
-    def _step(self, batch: Batch, how: Update) -> Stats:
-        weight = token_weights(
-            how.agg_mode,
-            batch.columns["response_mask"],
-            batch.segment_ids,
-            group_ids=batch.rows["group"],
+    def _step(self, batch: Batch, how: Update, *, seed: int) -> Stats:
+        batch = step_columns(
+            batch,
+            loss=how.loss,
+            agg_mode=how.agg_mode,
             loss_scale_factor=how.loss_scale_factor,
+            seed=seed,
+            normalize=how.normalize,
+            bypass=how.bypass,
         )
-        if not weight.any():
+        if not batch.columns["weight"].any():
             return {f"{self.kind}/skipped_steps": Stat("sum", 1.0)}
-        batch = batch.with_columns(weight=weight)
         plans = self._plan(batch)
         arguments = {
             "role": self.name,
             "temperature": self.temperature,
-            "entropy": self.kind == "actor",
+            "names": list(how.loss.outputs),
+            "reference": how.reference,
             "loss": asdict(how.loss),
             "num_tokens": batch.num_tokens,
         }
-        replies = self.group.call("update", arguments, [_payload(batch, p, how.loss.columns) for p in plans])
+        try:
+            replies = self.group.call("update", arguments, [_payload(batch, p, how.loss.columns) for p in plans])
+        except RankError as error:
+            raise _located(error, plans, batch) from error
         return merge_stats([_stats(reply) for reply in replies]) | {
             f"{self.kind}/grad_norm": Stat("mean", replies[0].result["grad_norm"]),
             f"{self.kind}/lr": Stat("mean", replies[0].result["lr"]),
@@ -175,7 +193,14 @@ class Actor(Trainable):
 
     def log_probs(self, batch: Batch, *, temperature: float | None = None) -> Tensor:
         """[N] log-probabilities of the batch's tokens under the present weights; None: the temperature of rollout."""
-        return self._columns(batch, ("log_probs",), temperature)["log_probs"]
+        return self._columns(batch, ("log_probs",), temperature=temperature)["log_probs"]
+
+    def columns(self, batch: Batch, names: Sequence[str], *, reference: str | None = None) -> dict[str, Tensor]:
+        """Named columns [N] of the batch under the present weights: log_probs, entropy, sum_pi_squared, full_kl.
+
+        `reference`: the role of the same group that full_kl compares with.
+        """
+        return self._columns(batch, names, reference=reference)
 
     def push(
         self,
@@ -226,3 +251,14 @@ def _payload(batch: Batch, part: RankPlan, columns: tuple[str, ...]) -> dict[str
 def _stats(reply: Reply) -> Stats:
     """What a rank's `update` returned, as statistics again."""
     return {name: Stat(kind, value, weight) for name, (kind, value, weight) in reply.result["stats"].items()}
+
+
+def _located(error: RankError, plans: list[RankPlan], batch: Batch) -> Exception:
+    """A number that was not finite on a rank, with its sequence as the driver counts it; any other error as it is."""
+    if error.kind != NonFiniteError.__name__ or "replica" not in error.details:
+        return error
+    at = dict(error.details)
+    sequence = plans[at.pop("replica")].indices[at.pop("sequence")]
+    found = NonFiniteError(sequence=int(batch.rows["index"][sequence]), **at)
+    found.report = error.report
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from asyncio import gather
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -33,25 +34,32 @@ async def collect_group(
     score: Score,
     *,
     decode: Callable[[list[int]], str],
+    greedy: bool = False,
 ) -> list[Sample] | LostRollout:
     """n scored completions of one prompt; a LostRollout when the servers gave none, or aborted one of them.
 
     `decode` turns a completion's tokens into text, special tokens left out. With params.sampling_seed every prompt has
-    a seed of its own, made of it and the prompt's uid. What `score` raises goes through: that is no lost rollout.
+    a seed of its own, made of it and the prompt's uid. With `greedy` each sample also knows the reward of a greedy
+    completion, written beside the n. What `score` raises goes through: that is no lost rollout.
     """
+    asked = [(n, for_prompt(params, prompt.uid))] + ([(1, params.as_greedy())] if greedy else [])
     try:
-        completions = await pool.generate(prompt.token_ids, n, for_prompt(params, prompt.uid), rid=None)
+        answers = await gather(*(pool.generate(prompt.token_ids, count, how, rid=None) for count, how in asked))
     except RolloutFailed as error:
         return LostRollout(prompt, str(error))
+    completions = [completion for answer in answers for completion in answer]
     aborted = sum(completion.finish_reason == "abort" for completion in completions)
     if aborted:
-        return LostRollout(prompt, f"{aborted} of {n} completions were aborted by the server")
+        return LostRollout(prompt, f"{aborted} of {len(completions)} completions were aborted by the server")
     completions = [replace(completion, text=decode(completion.token_ids)) for completion in completions]
     results = await score(prompt, completions)
-    assert len(results) == n, f"the reward returned {len(results)} results for {n} completions"
+    assert len(results) == len(completions), (
+        f"the reward gave {len(results)} results for {len(completions)} completions"
+    )
+    greedy_reward = float(results[n].reward) if greedy else None
     return [
-        Sample(prompt, completion, float(result.reward), dict(result.extra))
-        for completion, result in zip(completions, results, strict=True)
+        Sample(prompt, completion, float(result.reward), dict(result.extra), greedy_reward)
+        for completion, result in zip(completions[:n], results[:n], strict=True)
     ]
 
 

@@ -61,6 +61,7 @@ class Order:
     prompts: list[Prompt]
     n: int
     params: SamplingParams
+    greedy: bool = False  # a greedy completion of each prompt too
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,9 @@ async def _collect(
 
     async def one(order: Order, index: int) -> None:
         prompt = order.prompts[index]
-        group = await collect_group(pool, prompt, order.n, order.params, scorer.score, decode=decode)
+        group = await collect_group(
+            pool, prompt, order.n, order.params, scorer.score, decode=decode, greedy=order.greedy
+        )
         if isinstance(group, LostRollout):
             logger.warning("lost the rollout of %s: %s", prompt.uid, group.reason)
         outbox.put(("group", order.ticket, index, pack(group)))
@@ -206,6 +209,7 @@ def pack(group: list[Sample] | LostRollout) -> PackedGroup:
             sample.completion.text,
             sample.reward,
             sample.reward_extra,
+            sample.greedy_reward,
         )
         for sample in group
     ]
@@ -221,6 +225,7 @@ def unpack(packed: PackedGroup, prompt: Prompt) -> list[Sample] | LostRollout:
             Completion(token_ids, log_probs, reason, tuple(VersionSpan(*span) for span in spans), text),
             reward,
             extra,
+            greedy_reward,
         )
-        for token_ids, log_probs, reason, spans, text, reward, extra in packed
+        for token_ids, log_probs, reason, spans, text, reward, extra, greedy_reward in packed
     ]

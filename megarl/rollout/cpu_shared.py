@@ -24,6 +24,7 @@ from torch.multiprocessing import reductions
 
 from megarl.rollout.protocol import DTYPES
 
+_PATIENCE = 5  # attempts: torch gives its manager a second to answer, and a busy machine may not give it to the manager
 _HANDLE = re.compile(r"/torch_\d+_\d+_\d+")
 
 
@@ -72,7 +73,12 @@ def _open_storage(cls: type, manager: Any, handle: Any, size: int) -> Any:
         raise ValueError(f"the payload's shared memory is managed at {path}: want a socket of this user")
     if not _HANDLE.fullmatch(os.fsdecode(handle)):
         raise ValueError(f"the payload's shared memory is named {handle!r}: want a name as torch gives them")
-    return reductions.rebuild_storage_filename(torch.UntypedStorage, manager, handle, int(size))
+    for _ in range(_PATIENCE):
+        try:
+            return reductions.rebuild_storage_filename(torch.UntypedStorage, manager, handle, int(size))
+        except RuntimeError as error:
+            failure = error
+    raise failure
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {

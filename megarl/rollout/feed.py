@@ -2,18 +2,24 @@
 
 `ahead=0` asks for an iteration's completions only when the driver wants them: on-policy.  With `ahead=k`, up to k
 further iterations are being written while the driver trains; a sample is then at most k pushes old when it began.
+
+Dynamic sampling drops groups that teach nothing and, if wanted, asks for more prompts until the iteration is full.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from megarl.algo.shaping import is_informative
 from megarl.rollout.protocol import MAX_SEED, SamplingParams
 from megarl.rollout.stream import Stream
-from megarl.sample import LostRollout, Prompt, Sample
+from megarl.sample import REWARD_ERROR, LostRollout, Prompt, Sample
+
+FEWEST_KEPT = 0.1  # share of groups that is expected to be kept, at the least, when a gap is filled
 
 
 class PromptSource(Protocol):
@@ -23,16 +29,58 @@ class PromptSource(Protocol):
 
 
 @dataclass(frozen=True)
+class Filter:
+    """Which groups are kept, and what happens for the others.  Example: Filter("score", refill=False)."""
+
+    metric: str = "score"  # the reward, or one of its further numbers
+    refill: bool = True  # ask for other prompts in their place
+    max_batches: int = 10  # generation batches of one iteration, the first included
+
+    def keeps(self, group: Sequence[Sample]) -> bool:
+        """Do its completions differ in the metric?"""
+        return is_informative([self._value(sample, at) for at, sample in enumerate(group)])
+
+    def _value(self, sample: Sample, at: int) -> float:
+        if self.metric == "score" or REWARD_ERROR in sample.reward_extra:  # of a reward that failed all is 0
+            return sample.reward
+        if self.metric not in sample.reward_extra:
+            has = ", ".join(sample.reward_extra) or "none"
+            raise ValueError(
+                f"algorithm.filter_groups.metric={self.metric}: the reward of sample {sample.prompt.uid}#{at} has no "
+                f"number of that name; want score or one that reward.fn returns for every sample (here: {has})"
+            )
+        return sample.reward_extra[self.metric]
+
+
+@dataclass(frozen=True)
 class Iteration:
     """What was written for one step."""
 
     groups: list[list[Sample]]
     lost: list[LostRollout]
     position: dict[str, Any]  # of the prompts, behind this iteration: what a checkpoint saves
+    counts: dict[str, float] = field(default_factory=dict)  # of dynamic sampling, for the log
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """rollout/lost, and rollout/{dropped_share,gen_batches} with dynamic sampling."""
+        return {"rollout/lost": float(len(self.lost))} | {f"rollout/{name}": n for name, n in self.counts.items()}
+
+
+@dataclass(frozen=True)
+class _Order:
+    """An iteration that was asked for, and what its further generation batches are asked with."""
+
+    ticket: int
+    before: dict[str, Any]  # position of its first prompt
+    params: SamplingParams
 
 
 class Feed:
-    """Asks for iterations first_step .. num_steps - 1, each of `num_prompts` prompts with n completions."""
+    """Asks for iterations first_step .. num_steps - 1, each of `num_prompts` prompts with n completions.
+
+    `greedy`: a greedy completion of each prompt too.  `keep`: dynamic sampling; None keeps every group.
+    """
 
     def __init__(
         self,
@@ -45,11 +93,13 @@ class Feed:
         ahead: int,
         first_step: int,
         num_steps: int,
+        greedy: bool = False,
+        keep: Filter | None = None,
     ) -> None:
         self._stream, self._prompts = stream, prompts
-        self._num_prompts, self._n, self._params = num_prompts, n, params
+        self._num_prompts, self._n, self._params, self._greedy, self._keep = num_prompts, n, params, greedy, keep
         self._ahead, self._next_step, self._num_steps = ahead, first_step, num_steps
-        self._under_way: deque[tuple[int, dict[str, Any]]] = deque()  # ticket, position behind it
+        self._under_way: deque[_Order] = deque()
 
     def next(
         self,
@@ -57,24 +107,64 @@ class Feed:
         timeout_s: float = 3600.0,
         watch: Callable[[], None] | None = None,
     ) -> Iteration:
-        """The next iteration (see Stream.next); raises a RuntimeError when every group of it was lost."""
+        """The next iteration (see Stream.next); raises a RuntimeError when every group of it was lost.
+
+        Of dynamic sampling that may not refill it may have no group; one that may, and finds too few within the allowed
+        generation batches, raises a RuntimeError.
+        """
         while len(self._under_way) <= self._ahead and self._next_step < self._num_steps:
             self._submit()
-        ticket, position = self._under_way.popleft()
-        found: Sequence[list[Sample] | LostRollout] = self._stream.next(ticket, on_progress, timeout_s, watch)
-        groups = [group for group in found if not isinstance(group, LostRollout)]
-        lost = [group for group in found if isinstance(group, LostRollout)]
-        if not groups:
-            raise RuntimeError(f"all {len(lost)} prompts of an iteration were lost; the first: {lost[0].reason}")
-        return Iteration(groups, lost, position)
+        order = self._under_way.popleft()
+
+        def take(ticket: int) -> tuple[list[list[Sample]], list[LostRollout]]:
+            found: Sequence[list[Sample] | LostRollout] = self._stream.next(ticket, on_progress, timeout_s, watch)
+            groups = [group for group in found if not isinstance(group, LostRollout)]
+            lost = [group for group in found if isinstance(group, LostRollout)]
+            if not groups:
+                raise RuntimeError(f"all {len(lost)} prompts of an iteration were lost; the first: {lost[0].reason}")
+            return groups, lost
+
+        groups, lost = take(order.ticket)
+        if self._keep is None:
+            return Iteration(groups, lost, self._position())
+        kept, num_seen, num_batches = [group for group in groups if self._keep.keeps(group)], len(groups), 1
+        while self._keep.refill and len(kept) < self._num_prompts:
+            if num_batches == self._keep.max_batches:
+                raise RuntimeError(_too_few(self._keep, len(kept), self._num_prompts, num_seen))
+            missing = self._num_prompts - len(kept)
+            groups, more_lost = take(self._ask(self._guess(missing, len(kept) / num_seen), order.params))
+            kept += [group for group in groups if self._keep.keeps(group)]
+            lost, num_seen, num_batches = lost + more_lost, num_seen + len(groups), num_batches + 1
+        counts = {"dropped_share": 1 - len(kept) / num_seen, "gen_batches": float(num_batches)}
+        return Iteration(kept[: self._num_prompts], lost, self._position(), counts)
+
+    def _guess(self, missing: int, share_kept: float) -> int:
+        """So many prompts will probably fill the gap; never more than a whole batch."""
+        return min(self._num_prompts, math.ceil(missing / max(share_kept, FEWEST_KEPT)))
+
+    def _position(self) -> dict[str, Any]:
+        """Where a resumed run takes its prompts: at the first of the iterations that are under way.
+
+        Prompts that filled this iteration were taken behind those and may be visited again; none is left out.
+        """
+        return self._under_way[0].before if self._under_way else self._prompts.state_dict()
 
     def _submit(self) -> None:
         step, self._next_step = self._next_step, self._next_step + 1
-        prompts = self._prompts.take(self._num_prompts)
-        seed = self._params.sampling_seed
+        before, seed = self._prompts.state_dict(), self._params.sampling_seed
         # A seed of its own for each step: a resumed run draws what the run that died would have drawn.
         params = (
             self._params if seed is None else replace(self._params, sampling_seed=(seed * 1_000_003 + step) & MAX_SEED)
         )
-        ticket = self._stream.submit(prompts, n=self._n, params=params)
-        self._under_way.append((ticket, self._prompts.state_dict()))
+        self._under_way.append(_Order(self._ask(self._num_prompts, params), before, params))
+
+    def _ask(self, count: int, params: SamplingParams) -> int:
+        return self._stream.submit(self._prompts.take(count), n=self._n, params=params, greedy=self._greedy)
+
+
+def _too_few(how: Filter, num_kept: int, wanted: int, num_seen: int) -> str:
+    return (
+        f"algorithm.filter_groups.max_num_gen_batches={how.max_batches}: {num_kept} of {num_seen} groups had "
+        f"completions of different {how.metric}, and an iteration wants {wanted}; want prompts that are neither solved "
+        "nor hopeless, a larger rollout.n, more generation batches, or algorithm.filter_groups.refill=false"
+    )

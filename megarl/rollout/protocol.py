@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -101,6 +101,10 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    def as_greedy(self) -> SamplingParams:
+        """As long a completion, of the likeliest token each time."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, sampling_seed=None)
 
     def to_json(self, n: int = 1) -> dict[str, Any]:
         """The body's `sampling_params` for `n` completions of every prompt."""

@@ -83,12 +83,15 @@ class Stream:
     def pid(self) -> int | None:
         return self._process.pid
 
-    def submit(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> int:
-        """Start writing n completions of every prompt; returns the ticket to ask `next` with."""
+    def submit(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams, greedy: bool = False) -> int:
+        """Start writing n completions of every prompt; returns the ticket to ask `next` with.
+
+        `greedy`: a further, greedy completion of each, whose reward every sample of the group then knows.
+        """
         ticket, self._num_tickets = self._num_tickets, self._num_tickets + 1
         self._prompts[ticket] = list(prompts)
         self._groups[ticket] = {}
-        self._send(Order(ticket, list(prompts), n, params))
+        self._send(Order(ticket, list(prompts), n, params, greedy))
         return ticket
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None:

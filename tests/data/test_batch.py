@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megarl.data.batch import make_batch, mini_batches
+from megarl.data.batch import make_batch, mini_batches, sample_names
 from megarl.sample import Completion, Prompt, Sample, VersionSpan
 
 
@@ -40,6 +40,43 @@ def test_two_groups_by_hand():
     assert batch.rows["version_min"].tolist() == [0, 3, 2]
     assert batch.rows["version_max"].tolist() == [0, 4, 2]
     assert batch.rows["truncated"].tolist() == [0, 1, 0]
+
+
+def scored(reward, extra, greedy=None):
+    one = sample("0-7", [5], [7], [-0.5], reward)
+    return Sample(one.prompt, one.completion, reward, extra, greedy)
+
+
+def test_several_rewards_of_a_sample_become_columns_in_the_order_that_is_asked_for():
+    groups = [[scored(1.0, {"format": 0.5, "length": 3.0}), scored(2.0, {"length": 4.0, "format": 0.25})]]
+    assert "reward_parts" not in make_batch(groups).rows
+    batch = make_batch(groups, reward_parts=("length", "reward", "format"))
+    assert batch.rows["reward_parts"].tolist() == [[3.0, 1.0, 0.5], [4.0, 2.0, 0.25]]
+    assert batch.rows["score"].tolist() == [1.0, 2.0]
+    assert batch.select([1]).rows["reward_parts"].tolist() == [[4.0, 2.0, 0.25]]
+
+
+def test_all_rewards_of_a_sample_are_0_where_the_function_failed():
+    batch = make_batch([[scored(0.0, {"reward_error": 1.0}), scored(1.0, {"a": 2.0})]], reward_parts=("a", "reward"))
+    assert batch.rows["reward_parts"].tolist() == [[0.0, 0.0], [2.0, 1.0]]
+
+
+def test_a_missing_reward_is_told_with_the_name_of_the_sample():
+    groups = [[scored(1.0, {"a": 2.0})], [scored(1.0, {"a": 2.0}), scored(1.0, {"b": 2.0})]]
+    with pytest.raises(ValueError, match=r"^algorithm.reward_weights.a: the reward of sample 0-7#1 has no number") as e:
+        make_batch(groups, reward_parts=("a",))
+    assert str(e.value).endswith("(here: reward, b)")
+
+
+def test_the_greedy_reward_is_a_row_where_every_sample_has_one():
+    groups = [[scored(1.0, {}, 0.25), scored(2.0, {}, 0.25)], [scored(0.0, {}, -1.0)]]
+    assert make_batch(groups).rows["greedy_score"].tolist() == [0.25, 0.25, -1.0]
+    assert "greedy_score" not in make_batch([[scored(1.0, {})]]).rows
+
+
+def test_a_sample_is_named_by_its_prompt_and_its_place_in_the_group():
+    one, other = sample("0-3", [5], [7], [-0.5], 1.0), sample("1-3", [5], [7], [-0.5], 1.0)
+    assert sample_names([[one, one], [other]]) == ["0-3#0", "0-3#1", "1-3#0"]
 
 
 def test_types_of_the_columns():

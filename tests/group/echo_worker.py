@@ -13,6 +13,7 @@ from megarl.group.follow import Answer, follow
 from megarl.group.wire import Tensors
 
 KINDS = {"value": ValueError, "runtime": RuntimeError, "no exception": type("Stop", (BaseException,), {})}
+KINDS["detailed"] = type("EmptyShelf", (RuntimeError,), {"details": {"shelf": 3, "height": float("nan")}})
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 

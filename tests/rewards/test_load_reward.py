@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.rewards import load_reward
+from megarl.rewards import REWARDS, load_reward, register_reward
 from megarl.sample import Completion, Prompt, VersionSpan
 
 PROMPT = Prompt("0-0", [1], "1+1=", "2", "sums", {"level": 3})
@@ -47,6 +47,33 @@ def path(tmp_path):
 
 def test_a_users_function_of_prompt_and_completion(path):
     assert load_reward(f"{path}:ours")(PROMPT, COMPLETION) == {"score": 1.0, "level": 3}
+
+
+def test_a_plug_in_may_register_a_reward_under_a_name(monkeypatch):
+    monkeypatch.setattr("megarl.rewards.REWARDS", dict(REWARDS))
+
+    @register_reward("short")
+    def short(prompt, completion):
+        return -len(completion.token_ids)
+
+    @register_reward("as_verl")
+    def as_verl(solution_str, ground_truth):
+        return solution_str == ground_truth
+
+    assert load_reward("short") is short
+    assert load_reward("short")(PROMPT, COMPLETION) == -1
+    assert load_reward("as_verl")(PROMPT, COMPLETION) is True
+    with pytest.raises(ValueError, match="^reward 'short' exists already: want another name$"):
+        register_reward("short")(short)
+    with pytest.raises(ValueError, match="^reward 'gsm8k' exists already"):
+        register_reward("gsm8k")(short)
+
+
+def test_a_registered_reward_of_other_arguments_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("megarl.rewards.REWARDS", dict(REWARDS))
+    register_reward("one")(lambda prompt: 0)
+    with pytest.raises(ValueError, match=r"^reward.fn=one: it takes \(prompt\); want \(prompt, completion\)"):
+        load_reward("one")
 
 
 def test_a_path_may_be_relative(path, tmp_path, monkeypatch):

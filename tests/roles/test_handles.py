@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
-from megarl.group import Reply
+from megarl.group import RankError, Reply
 from megarl.roles.handles import Actor, Critic, Packing, Reference, Servers, Update
 from megarl.sample import Batch, Stat, token_positions
 
@@ -102,7 +103,8 @@ def test_a_step_knows_its_tokens_and_weighs_them_over_all_replicas() -> None:
     make_actor(group).update(make_batch(4))
     for method, arguments, payloads in group.calls:
         assert method == "update"
-        assert (arguments["role"], arguments["temperature"], arguments["entropy"]) == ("actor", 0.7, True)
+        assert (arguments["role"], arguments["temperature"]) == ("actor", 0.7)
+        assert (arguments["names"], arguments["reference"]) == (["log_probs", "entropy"], None)
         assert arguments["num_tokens"] == 16, "two groups of 3 + 5 tokens, prompts included"
         weight = torch.cat([p["weight"] for p in payloads])
         assert weight.sum().item() == pytest.approx(1.0), "token-mean over the whole step"
@@ -200,7 +202,7 @@ def test_a_critic_trains_with_its_own_loss_and_names() -> None:
     stats = critic.update(make_batch(4))
     arguments, payloads = group.calls[0][1], group.calls[0][2]
     assert arguments["loss"] == {"cliprange_value": 0.5}
-    assert (arguments["entropy"], arguments["temperature"]) == (False, 1.0)
+    assert (arguments["names"], arguments["temperature"]) == (["values"], 1.0)
     assert {"values", "returns"} <= payloads[0].keys()
     assert "critic/grad_norm" in stats
     assert not any("ppo_kl" in name for name in stats)
@@ -222,7 +224,105 @@ def test_columns_come_back_in_the_order_of_the_batch() -> None:
         assert torch.equal(Critic("critic", group, Packing()).values(batch), batch.tokens.float())
         assert [call[1]["role"] for call in group.calls] == ["ref", "actor", "critic"]
         assert [call[1]["temperature"] for call in group.calls] == [0.7, 0.7, 1.0]
-        assert not any(call[1]["entropy"] for call in group.calls)
+        assert [call[1]["names"] for call in group.calls] == [["log_probs"], ["log_probs"], ["values"]]
+
+
+def test_several_columns_come_from_one_pass() -> None:
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        tokens = payload["tokens"].float()
+        return Reply({}, {name: tokens + at for at, name in enumerate(arguments["names"])})
+
+    batch, group = make_batch(3), NotingGroup(2, answer)
+    found = make_actor(group).columns(batch, ("log_probs", "sum_pi_squared", "full_kl"), reference="ref")
+    assert {name: column.tolist() for name, column in found.items()} == {
+        name: (batch.tokens + at).tolist() for at, name in enumerate(("log_probs", "sum_pi_squared", "full_kl"))
+    }
+    assert [call[1]["reference"] for call in group.calls] == ["ref"]
+
+
+def test_a_full_kl_is_asked_of_the_actor_and_its_reference() -> None:
+    group = NotingGroup(2, trained())
+    loss = ActorLoss("ppo", use_kl_loss=True, kl_loss_type="full")
+    make_actor(group, loss=loss, reference="ref").update(make_batch(4))
+    arguments, payloads = group.calls[0][1], group.calls[0][2]
+    assert (arguments["names"], arguments["reference"]) == (["log_probs", "entropy", "full_kl"], "ref")
+    assert "ref_log_probs" not in payloads[0]
+
+
+def test_what_is_rejected_leaves_weights_and_masks_of_its_step() -> None:
+    batch = make_batch(2)
+    keep = torch.ones(16)
+    keep[5] = 0  # one of the five trainable tokens of the first group
+    group = NotingGroup(2, trained())
+    make_actor(group).update(batch.with_columns(keep=keep))
+    weights = torch.cat([p["weight"] for p in group.calls[0][2]])
+    tokens = torch.cat([p["tokens"] for p in group.calls[0][2]])
+    assert weights[tokens == 5] == 0
+    assert weights[weights > 0].tolist() == pytest.approx([1 / 9] * 9)
+    assert torch.equal(weights > 0, torch.cat([p["response_mask"] for p in group.calls[0][2]]) > 0)
+
+
+def test_the_weights_of_rollout_correction_have_mean_1_in_each_step() -> None:
+    batch = make_batch(4).with_columns(rollout_weight=torch.arange(32) + 1.0)
+    group = NotingGroup(2, trained())
+    make_actor(group, loss=ActorLoss(use_rollout_weight=True), normalize=True).update(batch)
+    for _, _, payloads in group.calls:
+        weights, mask = (torch.cat([p[name] for p in payloads]) for name in ("rollout_weight", "response_mask"))
+        assert float(weights[mask > 0].mean()) == pytest.approx(1.0)
+
+
+def test_bypass_puts_the_servers_log_probs_in_the_place_of_the_old_ones() -> None:
+    batch = make_batch(2).with_columns(rollout_log_probs=torch.arange(16) - 100.0)
+    group = NotingGroup(2, trained())
+    make_actor(group, bypass=True).update(batch)
+    for payload in group.calls[0][2]:
+        assert torch.equal(payload["old_log_probs"], payload["tokens"] - 100.0)
+
+
+def test_a_selection_is_drawn_anew_for_each_step_and_again_for_the_same_seed() -> None:
+    batch = make_batch(8).with_columns(
+        old_log_probs=torch.linspace(-9, 0, 64) ** 3, advantages=torch.linspace(-1, 1, 64) ** 3
+    )
+    how = {"loss": ActorLoss("clip_cov", args={"clip_cov_ratio": 0.2, "clip_cov_lb": -1e9, "clip_cov_ub": 1e9})}
+    drawn = []
+    for seed in (1, 1, 2):
+        group = NotingGroup(1, trained())
+        make_actor(group, prompts_per_step=8, epochs=2, **how).update(batch, seed=seed)
+        chosen = [
+            frozenset(p["tokens"][p["selected"] > 0].tolist()) for _, _, payloads in group.calls for p in payloads
+        ]
+        assert {len(c) for c in chosen} == {8}, "a fifth of the 40 trainable tokens"
+        drawn.append(chosen)
+    assert drawn[0] == drawn[1]
+    assert len({*drawn[0], *drawn[2]}) == 4
+
+
+@pytest.mark.parametrize("details", [{"replica": 1, "sequence": 2, "column": "log_probs", "token": 4, "value": 7.0}])
+def test_a_number_that_is_not_finite_is_found_again_in_the_batch(details: dict[str, Any]) -> None:
+    """The rank counts in its own share of a shuffled step, the driver in its batch."""
+    where: list[list[int]] = []
+
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        if replica == 1:
+            where.extend(sequences(payload))
+            raise RankError("group ranks: rank 1 failed", "its traceback", "NonFiniteError", details)
+        return Reply({}, {})
+
+    batch = make_batch(4)
+    with pytest.raises(NonFiniteError, match="log_probs is 7.0 at token 4 of sequence") as caught:
+        make_actor(NotingGroup(2, answer), prompts_per_step=4).update(batch, seed=3)
+    assert batch.split(batch.tokens)[caught.value.sequence].tolist() == where[2]
+    assert caught.value.report == "its traceback"
+    assert "of sample 0-17#2, where" in str(caught.value.named("sample 0-17#2"))
+    assert caught.value.named("x").report == "its traceback"
+
+
+def test_other_errors_of_ranks_stay_what_they_are() -> None:
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        raise RankError("out of memory", kind="OutOfMemoryError")
+
+    with pytest.raises(RankError, match="^out of memory$"):
+        make_actor(NotingGroup(2, answer)).update(make_batch(4))
 
 
 def test_a_replica_that_ran_dummies_only_answers_with_no_column() -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-from tiny_server import ALPHABET
+import torch
+from tiny_server import ALPHABET, EOS, VOCAB
+from transformers import Qwen3ForCausalLM
 
 from megarl.rollout.collect import collect_group, for_prompt
 from megarl.rollout.collector import pack, unpack
@@ -51,6 +53,17 @@ class Scorer:
         self.started = False
 
 
+class Reader(Scorer):
+    """The tokens of a completion as one number."""
+
+    async def score(self, prompt, completions):
+        return [Result(number_of(completion.token_ids)) for completion in completions]
+
+
+def number_of(token_ids):
+    return sum(float(token) * VOCAB**place for place, token in enumerate(token_ids))
+
+
 def prompts(count, first=0, ground_truth=None):
     return [Prompt(f"0-{first + i}", [5, 6, 2 + i % 20], "x", ground_truth) for i in range(count)]
 
@@ -60,13 +73,9 @@ def make_stream(cpu_served, tmp_path):
     streams = []
 
     def make(**options):
-        settings = {"urls": [cpu_served.url], "token": cpu_served.token, "timeout_s": 30, **options}
-        stream = Stream(
-            tokenizer_path=cpu_served.model_path,
-            make_scorer=partial(Scorer, bonus=0.5),
-            log_path=tmp_path / "collector.log",
-            **settings,
-        )
+        settings = {"urls": [cpu_served.url], "token": cpu_served.token, "timeout_s": 30}
+        settings |= {"make_scorer": partial(Scorer, bonus=0.5), **options}
+        stream = Stream(tokenizer_path=cpu_served.model_path, log_path=tmp_path / "collector.log", **settings)
         streams.append(stream)
         return stream
 
@@ -117,6 +126,26 @@ def test_groups_come_back_in_the_order_of_their_prompts_and_tickets_in_any(serve
         stream.submit(prompts(1), n=1, params=PARAMS)
 
 
+@torch.inference_mode()
+def likeliest_tokens(model, prompt_ids, count):
+    """Token after token by a plain forward pass over everything so far."""
+    ids = list(prompt_ids)
+    while len(ids) < len(prompt_ids) + count and (len(ids) == len(prompt_ids) or ids[-1] != EOS):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt_ids) :]
+
+
+def test_the_greedy_completion_that_a_server_writes_is_the_likeliest_one(server, make_stream):
+    stream = make_stream(make_scorer=Reader)
+    groups = stream.next(stream.submit(prompts(6), n=3, params=PARAMS, greedy=True), timeout_s=60)
+    model = Qwen3ForCausalLM.from_pretrained(server.model_path, dtype=torch.float32).eval()
+    for group in groups:
+        (greedy,) = {sample.greedy_reward for sample in group}
+        assert greedy == number_of(likeliest_tokens(model, group[0].prompt.token_ids, PARAMS.max_new_tokens))
+        assert [sample.reward for sample in group] == [number_of(sample.completion.token_ids) for sample in group]
+    assert any(sample.reward != sample.greedy_reward for group in groups for sample in group), "the others are drawn"
+
+
 def test_a_broken_reward_reaches_the_driver_as_one_error(server, make_stream):
     stream = make_stream()
     ticket = stream.submit([*prompts(3), *prompts(1, ground_truth="boom")], n=1, params=PARAMS)
@@ -129,17 +158,18 @@ class FakePool:
         self.answer, self.asked = answer, []
 
     async def generate(self, prompt_ids, n, params, rid=None):
-        self.asked.append(params)
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
+        self.asked.append((n, params))
+        answer = self.answer.get(n) if isinstance(self.answer, dict) else self.answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-def collect(pool, params=PARAMS):
+def collect(pool, params=PARAMS, **how):
     scorer = Scorer()
     scorer.start()
     (prompt,) = prompts(1)
-    return asyncio.run(collect_group(pool, prompt, 2, params, scorer.score, decode=lambda ids: f"{ids}"))
+    return asyncio.run(collect_group(pool, prompt, 2, params, scorer.score, decode=lambda ids: f"{ids}", **how))
 
 
 def completion(reason="stop"):
@@ -150,6 +180,25 @@ def test_a_group_is_decoded_and_scored():
     group = collect(FakePool([completion(), completion("length")]))
     assert [sample.completion.text for sample in group] == ["[4, 1]"] * 2
     assert [sample.reward for sample in group] == [2.0, 2.0]
+
+
+def test_a_greedy_completion_is_asked_for_once_and_gives_its_reward_to_all():
+    greedy = Completion([4, 5, 6, 1], [-1.0] * 4, "stop", (VersionSpan(2, 0, 4),))
+    pool = FakePool({2: [completion(), completion("length")], 1: [greedy]})
+    drawn = SamplingParams(temperature=0.5, top_p=0.5, top_k=3, max_new_tokens=6, sampling_seed=4)
+    group = collect(pool, drawn, greedy=True)
+    assert [(sample.reward, sample.greedy_reward) for sample in group] == [(2.0, 4.0), (2.0, 4.0)]
+    assert pool.asked[1] == (1, SamplingParams(temperature=0.0, max_new_tokens=6))
+    assert unpack(pack(group), group[0].prompt) == group
+    assert [sample.greedy_reward for sample in collect(FakePool([completion()] * 2))] == [None, None]
+
+
+def test_a_lost_or_aborted_greedy_completion_loses_its_group():
+    drawn = [completion(), completion()]
+    lost = collect(FakePool({2: drawn, 1: RolloutFailed("3 attempts failed")}), greedy=True)
+    assert lost == LostRollout(prompts(1)[0], "3 attempts failed")
+    aborted = collect(FakePool({2: drawn, 1: [completion("abort")]}), greedy=True)
+    assert isinstance(aborted, LostRollout) and "1 of 3" in aborted.reason
 
 
 def test_a_failed_rollout_becomes_a_value():

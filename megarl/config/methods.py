@@ -1,0 +1,116 @@
+"""Losses, estimators, KL terms, corrections and samplers that mean nothing together, or hardly what was meant.
+
+Every loss runs with every estimator, KL term and aggregation; here is what is left.  What a plug-in's own function
+takes is not known before it is loaded: the driver (method.py) asks it, before it starts a process, and refuses settings
+of `algorithm` that it does not read, whether typed or from a recipe.  `critic.*` and `trainer.critic_warmup` beside a
+plug-in's estimator that wants no values do nothing, silently: there a recipe's value cannot be told from a typed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config import names
+from megarl.config.schema import Config
+from megarl.config.settings import show
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """One sentence for each thing that cannot be."""
+    yield from _policy_loss(config)
+    yield from _estimator(config)
+    yield from _kl(config)
+    yield from _bypass(config)
+    yield from _sampling(config)
+
+
+def advice(config: Config) -> Iterator[str]:
+    """One sentence for each thing that is allowed, and probably not meant."""
+    actor, algorithm, loss = config.actor, config.algorithm, config.algorithm.policy_loss_fn
+    for key, value, off in (("top_p", config.rollout.top_p, 1.0), ("top_k", config.rollout.top_k, -1)):
+        if value != off:
+            yield f"rollout.{key}={value}: log-probs of the trainer are over all tokens, those of the server over fewer"
+    if actor.use_kl_loss and algorithm.use_kl_in_reward:
+        yield "actor.use_kl_loss=true and algorithm.use_kl_in_reward=true: the KL penalty counts twice"
+    if actor.use_kl_loss and actor.kl_loss_type in names.KL_WITHOUT_GRADIENT and not actor.kl_importance:
+        wanted = f"{actor.kl_loss_type}+ or low_var_kl"
+        yield f"actor.kl_loss_type={actor.kl_loss_type}: its expected gradient is zero; want {wanted}"
+    if loss in names.SEQ_MEAN_WANTED and actor.loss_agg_mode not in names.AGG_MODES_OF_SEQ_MEAN:
+        wanted = "its paper means tokens, then sequences; want seq-mean-token-mean"
+        yield f"actor.loss_agg_mode={actor.loss_agg_mode} with algorithm.policy_loss_fn={loss}: {wanted}"
+
+
+def _policy_loss(config: Config) -> Iterator[str]:
+    loss, given = config.algorithm.policy_loss_fn, config.algorithm.policy_loss_args
+    if loss not in names.POLICY_LOSSES:
+        return
+    known = names.POLICY_LOSS_ARGS.get(loss, ())
+    for name, value in given.items():
+        if name not in known:
+            takes = ", ".join(known) or "no numbers of its own"
+            yield f"algorithm.policy_loss_args.{name}={show(value)}: algorithm.policy_loss_fn={loss} takes {takes}"
+    for name in names.POLICY_LOSS_ARGS_NEEDED.get(loss, ()):
+        if name not in given:
+            yield f"algorithm.policy_loss_fn={loss}: want algorithm.policy_loss_args.{name}=NUMBER, it has no default"
+
+
+def _estimator(config: Config) -> Iterator[str]:
+    algorithm, name = config.algorithm, config.algorithm.adv_estimator
+    if name in names.GROUP_ESTIMATORS and config.rollout.n == 1:
+        yield f"rollout.n=1: algorithm.adv_estimator={name} compares completions of one prompt; want at least 2"
+    if name == "gdpo" and not algorithm.reward_weights:
+        wanted = "algorithm.reward_weights={NAME:WEIGHT,...}, the numbers of the reward function that it compares"
+        yield f"algorithm.adv_estimator=gdpo: want {wanted}"
+    if name in names.ADV_ESTIMATORS:
+        for key, value in algorithm.adv_estimator_args.items():
+            takes = f"algorithm.adv_estimator={name} takes no values of its own"
+            yield f"algorithm.adv_estimator_args.{key}={show(value)}: {takes}"
+
+
+def _kl(config: Config) -> Iterator[str]:
+    actor, algorithm = config.actor, config.algorithm
+    if actor.use_kl_loss and actor.kl_importance and actor.kl_loss_type in names.FULL_KL:
+        samples = f"actor.kl_loss_type={actor.kl_loss_type} is over all tokens, nothing is sampled; want false"
+        yield f"actor.kl_importance=true: {samples}"
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty.endswith("+"):
+        value = algorithm.kl_penalty
+        yield f"algorithm.kl_penalty={value}: + shapes a gradient, a reward has none; want {value.removesuffix('+')}"
+    full = [f"actor.kl_loss_type={actor.kl_loss_type}"] if actor.kl_loss_type in names.FULL_KL else []
+    full = full if actor.use_kl_loss else []
+    full += ["algorithm.kl_penalty=full"] if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full" else []
+    if full:
+        yield from other_layout(config, full[0])
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.kl_coef == 0:
+        yield "algorithm.kl_ctrl.kl_coef=0: algorithm.kl_ctrl.type=adaptive only multiplies it; want a number above 0"
+
+
+def other_layout(config: Config, full: str) -> Iterator[str]:
+    """One sentence where the reference is laid out unlike the actor, and `full`, a choice, wants the KL of whole
+    distributions."""
+    theirs, ours = vars(config.ref.megatron), vars(config.actor.megatron)
+    for key in [key for key in theirs if theirs[key] != ours[key]][:1]:
+        why = "both models run on the same ranks for it; want the layout of the actor"
+        yield f"ref.megatron.{key}={show(theirs[key])} with {full}: {why}"
+
+
+def _bypass(config: Config) -> Iterator[str]:
+    how, loss = config.algorithm.rollout_correction, config.algorithm.policy_loss_fn
+    if not how.bypass:
+        return
+    if loss in names.LOSSES_WITHOUT_OLD:
+        nothing = f"algorithm.policy_loss_fn={loss} has no ratio that it could change; want false"
+        yield f"algorithm.rollout_correction.bypass=true: {nothing}"
+    elif how.level is not None and loss in set(names.POLICY_LOSSES) - set(names.LOSSES_WITHOUT_RATIO):
+        twice = f"with bypass=true the ratio of {loss} corrects already; want null"
+        yield f"algorithm.rollout_correction.level={how.level}: {twice}"
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    buffer, longest = config.algorithm.overlong_buffer, config.data.max_response_length
+    if buffer.enable and (buffer.len is None or buffer.len > longest):
+        yield f"algorithm.overlong_buffer.len={show(buffer.len)}: want 1 to data.max_response_length={longest}"
+    groups = config.algorithm.filter_groups
+    if groups.enable and groups.metric in names.METRICS_OF_VERL:
+        yield f"algorithm.filter_groups.metric={groups.metric}: want score, the reward before anything is added to it"
+    if groups.enable and config.rollout.n == 1:
+        yield "algorithm.filter_groups.enable=true: a group of rollout.n=1 has nothing to compare; want at least 2"

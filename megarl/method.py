@@ -1,0 +1,226 @@
+"""The algorithm of a run as plain values: what an iteration asks for, computes and trains with.
+
+Made from the configuration before any process starts, with the plug-ins loaded: what does not fit together is refused
+here, where the loss layer's own functions tell what they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megarl.algo.advantages import ADV_ESTIMATORS
+from megarl.algo.correction import Correction
+from megarl.algo.estimate import check_estimator_args
+from megarl.algo.kl import FULL, kl_estimate
+from megarl.algo.knobs import keyword_names
+from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.policy import WITHOUT_RATIO
+from megarl.algo.shaping import overlong_filter, overlong_penalty
+from megarl.config import Config, names
+from megarl.config.methods import other_layout
+from megarl.config.schema import Algorithm
+from megarl.config.settings import show
+from megarl.roles.handles import Update
+from megarl.rollout.feed import Filter
+from megarl.sample import Batch, Stats
+
+REFERENCE = "ref"  # the role of the reference
+# Settings with keys of their own, and the arguments of an estimator by which it reads them.
+READERS = {
+    "gamma": {"gamma"},
+    "lam": {"lam"},
+    "norm_adv_by_std_in_grpo": {"norm_adv_by_std_in_grpo"},
+    "reward_weights": {"reward_weights", "reward_parts"},
+}
+Shaping = Callable[[Batch], tuple[Batch, Stats]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """Example: method = make_method(config); batch, stats = estimate(batch, kl_coef=0.001, **method.advantages)."""
+
+    actor: Update
+    critic: Update | None  # None: the estimator wants no values
+    advantages: Mapping[str, Any]  # arguments of algo.estimate, all but the coefficient that a controller steers
+    correction: Correction
+    shaping: tuple[Shaping, ...]
+    columns: tuple[str, ...]  # of the actor's pass before the first optimizer step
+    reads_reference: bool  # does anything want the reference's log-probs?
+    wants_greedy: bool  # ... the reward of a greedy completion of each prompt?
+    reward_parts: tuple[str, ...]  # numbers of the reward that the estimator wants apart
+    keep: Filter | None  # of dynamic sampling
+
+    @property
+    def reference(self) -> str | None:
+        """The role that the actor's first pass compares with, token for token of the vocabulary."""
+        return REFERENCE if "full_kl" in self.columns else None
+
+    def shape(self, batch: Batch) -> tuple[Batch, Stats]:
+        """What overlong completions cost."""
+        stats: Stats = {}
+        for shaping in self.shaping:
+            batch, found = shaping(batch)
+            stats |= found
+        return batch, stats
+
+
+def make_method(config: Config) -> Method:
+    """Raises ValueError, one sentence, for settings that the loss layer refuses."""
+    algorithm = config.algorithm
+    actor, reads = actor_update(config), _read_by_advantages(config)
+    asked = keyword_names(ADV_ESTIMATORS[algorithm.adv_estimator])
+    return Method(
+        actor=actor,
+        critic=critic_update(config) if "values" in reads else None,
+        advantages=_advantages(config),
+        correction=Correction(**vars(algorithm.rollout_correction)),
+        shaping=_shaping(config),
+        columns=("log_probs", *(name for name in ("sum_pi_squared", "full_kl") if name in reads)),
+        reads_reference="ref_log_probs" in reads | set(actor.loss.columns),
+        wants_greedy="greedy_score" in reads,
+        reward_parts=tuple(algorithm.reward_weights) if "reward_parts" in asked else (),
+        keep=_filter(config),
+    )
+
+
+def _read_by_advantages(config: Config) -> set[str]:
+    """Columns and rows that the estimator, and the KL in the reward, cannot do without."""
+    algorithm, name = config.algorithm, config.algorithm.adv_estimator
+    check_estimator_args(name, algorithm.adv_estimator_args)
+    asked = keyword_names(ADV_ESTIMATORS[name])
+    reads = {keyword for keyword, has_default in asked.items() if not has_default}
+    _require_readers(config, set(asked))
+    _require_data(config, reads)
+    if algorithm.use_kl_in_reward:
+        _rehearse_kl(algorithm.kl_penalty)
+        reads.add("full_kl" if algorithm.kl_penalty == FULL else "ref_log_probs")
+    return reads
+
+
+def _require_readers(config: Config, asked: set[str]) -> None:
+    """Raises: ValueError for a setting that a plug-in's estimator does not ask for; the configuration knows the others.
+
+    A value from a recipe is refused as a typed one is: what is not the default was set for something.
+    """
+    algorithm, usual = config.algorithm, Algorithm()
+    if algorithm.adv_estimator in names.ADV_ESTIMATORS:
+        return
+    for key, readers in READERS.items():
+        value, default = getattr(algorithm, key), getattr(usual, key)
+        if value != default and not asked & readers:
+            why = f"has no effect, because algorithm.adv_estimator={algorithm.adv_estimator} does not ask for it"
+            raise ValueError(f"algorithm.{key}={show(value)}: {why}; want {show(default)}")
+
+
+def _require_data(config: Config, reads: set[str]) -> None:
+    """Raises: ValueError for data that the estimator cannot do without, and that these settings do not make."""
+    algorithm, choice = config.algorithm, f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    reference = "actor.use_kl_loss=true or algorithm.use_kl_in_reward=true, else there is no reference"
+    conditions = {
+        "full_kl": (config.uses_reference, reference),
+        "ref_log_probs": (config.uses_reference, reference),
+        "reward_parts": (
+            bool(algorithm.reward_weights),
+            "algorithm.reward_weights={NAME:WEIGHT,...}, the numbers of the reward function that it gets",
+        ),
+        "raw_score": (algorithm.overlong_buffer.enable, "algorithm.overlong_buffer.enable=true, else it is the score"),
+        "keep": (algorithm.overlong_filtering, "algorithm.overlong_filtering=true, else nothing is taken out"),
+    }
+    for name in sorted(reads & conditions.keys()):
+        is_made, wanted = conditions[name]
+        if not is_made:
+            raise ValueError(f"{choice} reads {name}: want {wanted}")
+    if "full_kl" in reads:
+        for sentence in other_layout(config, choice):
+            raise ValueError(sentence)
+
+
+def _rehearse_kl(name: str) -> None:
+    """Raises: ValueError for an estimator of the KL in the reward that is unknown, or does not give a column."""
+    if name == FULL:
+        return
+    try:
+        kl_estimate(name, torch.zeros(2), torch.zeros(2))
+    except ValueError as error:
+        raise ValueError(f"algorithm.kl_penalty={name}: {error}") from None
+
+
+def _advantages(config: Config) -> dict[str, Any]:
+    algorithm = config.algorithm
+    return {
+        "adv_estimator": algorithm.adv_estimator,
+        "adv_estimator_args": dict(algorithm.adv_estimator_args),
+        "reward_weights": tuple(algorithm.reward_weights.values()),
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        "use_kl_in_reward": algorithm.use_kl_in_reward,
+        "kl_penalty": algorithm.kl_penalty,
+        "advantage_clip": algorithm.advantage_clip,
+    }
+
+
+def _shaping(config: Config) -> tuple[Shaping, ...]:
+    buffer, longest = config.algorithm.overlong_buffer, config.data.max_response_length
+    out: list[Shaping] = []
+    if buffer.enable:
+        assert buffer.len is not None, "the configuration wants a length"
+        limits = partial(overlong_penalty, max_response_length=longest, buffer_length=buffer.len)
+        out.append(partial(limits, factor=buffer.penalty_factor))
+    if config.algorithm.overlong_filtering:
+        out.append(overlong_filter)
+    return tuple(out)
+
+
+def _filter(config: Config) -> Filter | None:
+    how = config.algorithm.filter_groups
+    return Filter(how.metric, how.refill, how.max_num_gen_batches) if how.enable else None
+
+
+def actor_update(config: Config) -> Update:
+    """How the policy learns from a batch."""
+    actor, algorithm = config.actor, config.algorithm
+    loss = ActorLoss(
+        policy_loss=algorithm.policy_loss_fn,
+        clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+        clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        clip_c=actor.clip_ratio_c,
+        args=dict(algorithm.policy_loss_args),
+        entropy_coeff=actor.entropy_coeff,
+        use_kl_loss=actor.use_kl_loss,
+        kl_loss_coef=actor.kl_loss_coef,
+        kl_loss_type=actor.kl_loss_type,
+        kl_importance=actor.kl_importance,
+        use_rollout_weight=algorithm.rollout_correction.level is not None,
+    )
+    loss.require_agg_mode(actor.loss_agg_mode)
+    how = algorithm.rollout_correction
+    if how.bypass and how.level is not None and loss.policy_loss not in WITHOUT_RATIO:
+        twice = f"with bypass=true the ratio of {loss.policy_loss} corrects already; want null"
+        raise ValueError(f"algorithm.rollout_correction.level={how.level}: {twice}")
+    return replace(
+        _update(actor, loss),
+        normalize=how.normalize,
+        bypass=how.bypass,
+        reference=REFERENCE if "full_kl" in loss.outputs else None,
+    )
+
+
+def critic_update(config: Config) -> Update:
+    """How the value function learns from a batch."""
+    return _update(config.critic, CriticLoss(config.critic.cliprange_value))
+
+
+def _update(role: Any, loss: ActorLoss | CriticLoss) -> Update:
+    return Update(
+        loss=loss,
+        prompts_per_step=role.ppo_mini_batch_size,
+        epochs=role.ppo_epochs,
+        agg_mode=role.loss_agg_mode,
+        loss_scale_factor=role.loss_scale_factor,
+    )

@@ -1,0 +1,82 @@
+"""The small parts of the driver's lap: the control experiment, an empty iteration, the name of a sample in an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algo.finite import NonFiniteError
+from megarl.metrics.timer import Timer
+from megarl.rollout.feed import Iteration
+from megarl.sample import Batch, Completion, Prompt, Sample, VersionSpan
+from megarl.train import Totals, lap, learn, samples_named, shuffle_rewards
+
+
+def test_rewards_that_are_shuffled_stay_together() -> None:
+    rows = {"score": torch.arange(8.0), "reward_parts": torch.stack([torch.arange(8.0), -torch.arange(8.0)], 1)}
+    batch = Batch(torch.arange(8), torch.ones(8, dtype=torch.int64), {}, {**rows, "group": torch.arange(8)})
+    shuffled = shuffle_rewards(batch, 3)
+    assert sorted(shuffled.rows["score"].tolist()) == list(range(8))
+    assert not torch.equal(shuffled.rows["score"], batch.rows["score"])
+    assert torch.equal(shuffled.rows["reward_parts"][:, 0], shuffled.rows["score"])
+    assert torch.equal(shuffled.rows["reward_parts"][:, 1], -shuffled.rows["score"])
+    assert torch.equal(shuffled.rows["group"], batch.rows["group"])
+    alone = shuffle_rewards(Batch(batch.tokens, batch.lengths, {}, {"score": rows["score"]}), 3)
+    assert torch.equal(alone.rows["score"], shuffled.rows["score"])
+
+
+def test_an_iteration_without_a_group_is_a_skipped_step() -> None:
+    no_run: Any = None
+    batch, stats = learn(no_run, [], 5)
+    assert batch is None
+    assert {name: stat.result() for name, stat in stats.items()} == {"actor/skipped_steps": 1.0}
+
+
+def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Path) -> None:
+    """Versions count iterations, so the servers get the next number; nobody computes anything."""
+    logged: list[tuple[int, dict[str, float]]] = []
+    pushed: list[int] = []
+    iteration = Iteration([], [], {"position": 4}, {"dropped_share": 1.0, "gen_batches": 1.0})
+
+    def push(version: int) -> dict[str, Any]:
+        pushed.append(version)
+        return {"timings": {}, "num_verified": 3, "compared": [], "unverified": []}
+
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(trainer=SimpleNamespace(num_ranks=1)),
+        dir=tmp_path,
+        feed=SimpleNamespace(next=lambda *_, **__: iteration),
+        fleet=SimpleNamespace(push=push, tend=None, metrics=lambda report: {}),
+        timer=Timer(),
+        trackers=SimpleNamespace(log=lambda step, metrics: logged.append((step, metrics))),
+    )
+    assert lap(run, 3, Totals(0.0, {})) == {"position": 4}
+    assert pushed == [4]
+    ((step, metrics),) = logged
+    assert step == 4
+    assert metrics["actor/skipped_steps"] == metrics["rollout/dropped_share"] == 1.0
+    assert metrics["perf/total_num_tokens"] == 0
+    assert "critic/score/mean" not in metrics
+    assert (tmp_path / "samples.jsonl").read_text() == ""
+
+
+def test_a_number_that_is_not_finite_is_told_with_its_sample() -> None:
+    completion = Completion([7], [-0.5], "stop", (VersionSpan(0, 0, 1),))
+    groups = [[Sample(Prompt(f"0-{row}", [5], ""), completion, 1.0)] * 2 for row in (4, 9)]
+    with (
+        pytest.raises(NonFiniteError, match=r"^old_log_probs is nan at token 1 of sample 0-9#1, where the policy"),
+        samples_named(groups),
+    ):
+        raise NonFiniteError("old_log_probs", 3, 1, float("nan"))
+    with pytest.raises(RuntimeError, match="other"), samples_named(groups):
+        raise RuntimeError("other")
+
+
+def test_a_place_is_counted_on_from_the_sequences_before() -> None:
+    found = NonFiniteError("log_probs", 2, 7, float("inf")).moved(10)
+    assert (found.sequence, found.token, found.column) == (12, 7, "log_probs")
+    assert found.details == {"column": "log_probs", "sequence": 12, "token": 7, "value": float("inf")}
