@@ -1,12 +1,13 @@
 """What all tests share: one thread each, no hidden skips, steady hypothesis examples."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from config_helpers import tables_kept  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
@@ -19,6 +20,13 @@ settings.load_profile("steady")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start ranks and servers take longest: first, so that no worker ends with one while others idle."""
     items.sort(key=lambda item: item.get_closest_marker("dist") is None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tables_as_they_were() -> Iterator[None]:
+    """What plug-ins of one file's tests registered is gone for the next file's."""
+    with tables_kept():
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -74,7 +74,8 @@ def test_ranks_of_a_server_share_what_is_cut_and_each_need_the_rest(model: Path)
 def test_numbers_are_medians_of_the_pushes_after_the_first() -> None:
     found = row(told(9.0), told(4.0), told(1.0), told(2.0))
     assert (found.first, found.first_join, found.seconds, found.median) == (9.0, 0.5, [4.0, 1.0, 2.0], 2.0)
-    assert found.rates() == ["1000.0 MB", "9.000", "0.500", "2.000", "1.000-4.000", "0.50 GB/s", "0.67 GB/s"]
+    of_push = ["1000.0 MB", "9.000", "0.500", "2.000", "1.000-4.000", "0.50 GB/s"]
+    assert found.rates(copy=10e9) == [*of_push, "5.00%", "0.67 GB/s"]
     assert found.seconds_of_phases() == [
         *("0.000", "0.000", "1.000", "0.000", "0.500", "0.000", "0.500", "0.000"),
         "0.000",
@@ -103,7 +104,7 @@ def test_the_page_has_numbers_setting_and_notes() -> None:
     page = markdown(SETTING, [row(told(9.0), told(2.0)), row(way="sharded", note="not run: the time was up")])
     for words in ("hardware: A CPU", "0.1 before, 0.2 after", "| 1M | tp2 pp1 dp1 |", "a plan", "- 1M tp2", "not run:"):
         assert words in page
-    assert "brings 5.0% of the speed of a copy in memory" in page
+    assert "| 0.50 GB/s | 5.00% |" in page
 
 
 def test_servers_are_started_once_for_all_cases_that_they_can_serve() -> None:

@@ -1,4 +1,4 @@
-"""The fleet over servers and pushes that do what a test says; real ones are in test_ring.py."""
+"""The fleet over servers and pushes that do what a test says; real ones are in test_ring_faults.py."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ import megarl
 ROOT = Path(megarl.__file__).parent
 
 FLOORS = {
-    0: "sample config",
+    0: "sample config plugins",
     1: "algo data rewards metrics",
     2: "rollout mcore",
     3: "weights",
     4: "group roles checkpoint plan",
-    5: "parts run fleet finish train sft evaluate quickstart convert doctor cli __main__",
+    5: "method parts run fleet finish train sft evaluate quickstart convert doctor cli __main__",
 }
 FLOOR_OF = {name: floor for floor, rooms in FLOORS.items() for name in rooms.split()}
 # Below this floor, the rooms of one floor do not know each other; on it and above, files work together without circles.

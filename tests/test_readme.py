@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from config_helpers import tables_kept
 from readme_blocks import PAGE, ROOT, Command, code_spans, commands, files, section, tree
 
-from megarl import algo, cli
+from megarl import cli
 from megarl.algo import ActorLoss, estimate, load_plugins
 from megarl.config import Config, load_config
 from megarl.config.aliases import Canonical, canonical
@@ -80,16 +80,9 @@ def test_the_built_in_rewards_are_those_of_the_page() -> None:
 @pytest.fixture
 def plugin(desk: Path) -> Iterator[None]:
     """The page's plug-in, loaded; gone afterwards."""
-    kept = [(table, dict(table)) for table in (algo.POLICY_LOSSES, algo.ADV_ESTIMATORS)]
-    modules = set(sys.modules)
-    load_plugins(["my_algorithm.py"])
-    yield
-    for table, before in kept:
-        table.clear()
-        table.update(before)
-    for name in set(sys.modules) - modules:
-        if name.startswith("megarl_plugin_"):
-            del sys.modules[name]
+    with tables_kept():
+        load_plugins(["my_algorithm.py"])
+        yield
 
 
 def one_token_each(old_log_probs: list[float], **rows: torch.Tensor) -> Batch:

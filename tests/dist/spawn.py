@@ -6,11 +6,12 @@ import multiprocessing
 import os
 import pickle
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any, Self
+
+from torch.distributed import TCPStore
 
 
 class Ranks:
@@ -56,12 +57,11 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._results, self._calls = context.Queue(), [context.Queue() for _ in range(self._n)]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # The meeting point stands before the ranks import torch: a port that was only looked for may be taken by then.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # Not daemons: those may not have children, and Megatron forks the writers of a checkpoint.
         self._processes = [
-            context.Process(target=_rank, args=(rank, self._n, port, calls, self._results))
+            context.Process(target=_rank, args=(rank, self._n, self._store.port, calls, self._results))
             for rank, calls in enumerate(self._calls)
         ]
         for process in self._processes:
@@ -93,6 +93,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.
 
 def _rank(rank: int, n: int, port: int, calls: Any, results: Any) -> None:
     env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env["TORCHELASTIC_USE_AGENT_STORE"] = True  # the store is the parent's, as under torchrun
     os.environ.update({name: str(value) for name, value in env.items()})
     import torch
     import torch.distributed as dist

@@ -12,7 +12,7 @@ from megarl.data.tiny import write_tiny_model
 from megarl.mcore.setup import Layout
 from megarl.sample import merge_stats
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 TOLERANCE = 2e-6  # relative to the largest entry of a tensor: some twenty roundings of float32
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "moe_intermediate_size": 24}

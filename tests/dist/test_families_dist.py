@@ -13,7 +13,7 @@ from spawn import run_ranks
 from tiny_models import FAMILIES, write_model
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 DENSE: dict[str, dict[str, Any]] = {
     "tp2pp2": {"tp": 2, "pp": 2},

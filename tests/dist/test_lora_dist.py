@@ -19,7 +19,7 @@ from megarl.data.tiny import write_tiny_model
 from megarl.mcore.lora import TARGETS
 from megarl.mcore.setup import Layout
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 RANK, ALPHA = 4, 10
