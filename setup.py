@@ -28,6 +28,7 @@ setup(
     package_dir={"megarl.configs": "configs"},
     package_data={
         "megarl.configs": ["*.yaml", "*/*.yaml"],
+        "megarl.algo": ["README.md"],
         "megarl.rollout": ["sglang_cpu/*.py"],  # modules of SGLang's environment, not of ours
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
@@ -62,6 +63,7 @@ setup(
             "ruff>=0.6",
             "mypy>=1.10",
             "peft>=0.18",
+            "triton>=3.3; platform_system == 'Linux'",  # its interpreter checks our kernels where there is no GPU
             *TRACKERS["tensorboard"],
             *TRACKERS["wandb"],
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from push_plan import MESSAGE_BYTES, SERVERS, TRAINER, PlanCost
@@ -15,7 +16,7 @@ from megarl.weights.names import some_names
 PHASES = ("join", "pause", "gather", "convert", "send", "load", "verify", "resume")
 CARRY = ("gather", "convert", "send", "load")  # what moves the bytes; the rest is asking and checking
 NAMES = ("model", "trainer", "servers", "way")
-RATES = ("useful", "first", "first join", "push", "spread", "useful/s", "moved/s")
+RATES = ("useful", "first", "first join", "push", "spread", "useful/s", "of copy", "moved/s")
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,15 @@ class Row:
         """A cell for each of NAMES."""
         return [self.size, self.trainer, self.servers, self.way]
 
-    def rates(self) -> list[str]:
-        """A cell for each of RATES."""
+    def rates(self, copy: float) -> list[str]:
+        """A cell for each of RATES; `copy`: bytes a second of a copy in memory."""
         carried = sum(self.phases[name] for name in CARRY)
         return [
             megabytes(self.useful),
             *(f"{seconds:.3f}" for seconds in (self.first, self.first_join, self.median)),
             f"{min(self.seconds):.3f}-{max(self.seconds):.3f}",
             rate(self.useful / self.median),
+            f"{self.useful / self.median / copy:.2%}",
             rate(self.useful / carried) if carried else "",
         ]
 
@@ -120,15 +122,17 @@ LEGEND = (
     "Seconds; medians over {repeats} pushes after the first, whose own time and join stand apart; spread: the fastest "
     "and the slowest of them; other: what the phases leave of a push. `useful`: bytes of the receivers' own shards, "
     "each byte once for each rank that needs it. `push`: from the call on all ranks to verified servers that write "
-    "again; `useful/s` = useful / push; `moved/s` = useful / (gather + convert + send + load), without the questions "
-    "and checks around them. All weights change before each push, and each push is verified."
+    "again; `useful/s` = useful / push, `of copy` its share of the speed of a copy in memory; `moved/s` = useful / "
+    "(gather + convert + send + load), without the questions and checks around them. The first sharded push also sends "
+    "whole tensors, to compare. All weights change before each push, and each push is verified."
 )
 
 
 def show(console: Console, setting: Setting, rows: list[Row]) -> None:
     """Everything on the terminal."""
     measured = [row for row in rows if row.seconds]
-    for columns, cells in ((RATES, Row.rates), ((*PHASES, "other"), Row.seconds_of_phases)):
+    rates = partial(Row.rates, copy=setting.copy)
+    for columns, cells in ((RATES, rates), ((*PHASES, "other"), Row.seconds_of_phases)):
         table = Table()
         for column in (*NAMES, *columns):
             table.add_column(column, justify="left" if column in NAMES else "right", no_wrap=True)
@@ -145,11 +149,7 @@ def markdown(setting: Setting, rows: list[Row]) -> str:
     out = [f"# Pushing weights, {setting.day}", "", *(f"- {line}" for line in setting.lines()), ""]
     columns = (*NAMES, *RATES, *PHASES, "other")
     out += [LEGEND.format(repeats=setting.repeats), "", _line(columns), _line(["---"] * len(columns))]
-    out += [_line([*row.names, *row.rates(), *row.seconds_of_phases()]) for row in measured]
-    best = max(measured, key=lambda row: row.useful / row.median, default=None)
-    if best is not None:
-        share = best.useful / best.median / setting.copy
-        out += ["", f"The fastest row brings {share:.1%} of the speed of a copy in memory ({best.sentence()})."]
+    out += [_line([*row.names, *row.rates(setting.copy), *row.seconds_of_phases()]) for row in measured]
     if said := notes(rows):
         out += ["", "Notes:", "", *(f"- {note}" for note in said)]
     return "\n".join(out) + "\n"
