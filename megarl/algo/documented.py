@@ -87,6 +87,7 @@ class DocumentedLoss:
         ]
 
         def spread(numbers: Sequence[Tensor]) -> Tensor:
+            """One number a sequence -> [T], on its trainable tokens."""
             per_token = torch.stack(list(numbers)).to(log_probs).repeat_interleave(lengths)
             return torch.zeros_like(log_probs).index_put((live,), per_token)
 
@@ -154,6 +155,7 @@ class DocumentedLoss:
         width = max(lengths)
 
         def padded(column: Tensor) -> Tensor:
+            """[T] -> [batch, width], zeros behind each sequence."""
             parts = column.split(pair)
             return torch.stack([torch.nn.functional.pad(parts[b], (0, width - len(parts[b]))) for b in rows])
 

@@ -48,6 +48,7 @@ def register_policy_loss(
     """
 
     def add(function: F) -> F:
+        """The decorator: leaves the function as it is."""
         documented = is_documented_loss(function)
         entry = DocumentedLoss(name, function) if documented else function
         if not documented:
@@ -74,6 +75,7 @@ def register_adv_est(name: str) -> Callable[[F], F]:
     """
 
     def add(function: F) -> F:
+        """The decorator: leaves the function as it is."""
         entry: Callable[..., Any] = function
         if is_documented_estimator(function):
             entry = DocumentedEstimator(name, function)
@@ -93,6 +95,7 @@ def register_kl(name: str) -> Callable[[F], F]:
         raise ValueError(f"KL estimator {name!r} exists already: want another name")
 
     def add(function: F) -> F:
+        """The decorator: leaves the function as it is."""
         _require_form("KL estimator", name, function, KL_FORM)
         _add(KL_ESTIMATORS, "KL estimator", name, function)
         return function
