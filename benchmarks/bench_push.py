@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run it, show it, write it down."""
     options = _options(argv)
     console = Console()
-    console = console if console.is_terminal else Console(width=130)  # a log takes the tables whole
+    console = console if console.is_terminal else Console(width=150)  # a log takes the tables whole
     load_before = os.getloadavg()[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with console.status("measuring plain copies"):
