@@ -174,7 +174,8 @@ def test_every_loss_runs_with_every_estimator(loss, estimator):
     words = [f"algorithm.policy_loss_fn={loss}", f"algorithm.adv_estimator={estimator}", "rollout.n=2"]
     words += [f"algorithm.policy_loss_args.{name}=0.1" for name in names.POLICY_LOSS_ARGS_NEEDED.get(loss, ())]
     words += ["algorithm.reward_weights.reward=1"] if estimator == "gdpo" else []
-    load(*words, "actor.loss_agg_mode=seq-mean-token-mean", "actor.use_kl_loss=true", "actor.kl_loss_type=full")
+    config = load(*words, "actor.loss_agg_mode=seq-mean-token-mean", "actor.use_kl_loss=true", "actor.kl_loss_type=full")
+    assert (config.algorithm.policy_loss_fn, config.algorithm.adv_estimator) == (loss, estimator)
 
 
 def test_what_a_command_cannot_do_without():
@@ -200,9 +201,10 @@ def test_a_plug_in_may_bring_names_of_its_own():
 
 
 def test_a_coefficient_of_zero_may_be_fixed_or_rest_in_a_recipe(tmp_path):
-    load("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0")
+    fixed = load("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0")
+    assert (fixed.algorithm.kl_ctrl.type, fixed.algorithm.kl_ctrl.kl_coef) == ("fixed", 0)
     (tmp_path / "mine.yaml").write_text("algorithm: {kl_ctrl: {type: adaptive, kl_coef: 0}}")
-    load(f"recipe={tmp_path}/mine.yaml")
+    assert not load(f"recipe={tmp_path}/mine.yaml").algorithm.use_kl_in_reward
 
 
 def test_what_is_allowed_but_hardly_meant_is_warned_about():

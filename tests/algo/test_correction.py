@@ -249,8 +249,8 @@ def test_settings_that_mean_nothing_are_refused_in_one_sentence(settings, senten
 
 
 def test_settings_that_mean_something():
-    Correction()
-    Correction(bypass=True)
+    assert Correction().level is None
+    assert Correction(bypass=True).bypass
     Correction("sequence", None)
     Correction("token", None, 0.0, math.inf, normalize=True)
     Correction(bypass=True, reject_by="k1", reject_low=-1.0, reject_level="sequence")
