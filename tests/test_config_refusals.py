@@ -174,7 +174,8 @@ def test_every_loss_runs_with_every_estimator(loss, estimator):
     words = [f"algorithm.policy_loss_fn={loss}", f"algorithm.adv_estimator={estimator}", "rollout.n=2"]
     words += [f"algorithm.policy_loss_args.{name}=0.1" for name in names.POLICY_LOSS_ARGS_NEEDED.get(loss, ())]
     words += ["algorithm.reward_weights.reward=1"] if estimator == "gdpo" else []
-    config = load(*words, "actor.loss_agg_mode=seq-mean-token-mean", "actor.use_kl_loss=true", "actor.kl_loss_type=full")
+    words += ["actor.loss_agg_mode=seq-mean-token-mean", "actor.use_kl_loss=true", "actor.kl_loss_type=full"]
+    config = load(*words)
     assert (config.algorithm.policy_loss_fn, config.algorithm.adv_estimator) == (loss, estimator)
 
 
