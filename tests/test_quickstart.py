@@ -26,7 +26,9 @@ def run(home: Path, name: str, *words: str) -> dict[str, Any]:
     before = Path.cwd()
     os.chdir(home)
     try:
-        assert main(["train", *words, f"trainer.experiment_name={name}"]) == 0
+        code = main(["train", *words, f"trainer.experiment_name={name}"])
+        failure = home / "runs" / name / "logs" / "failure.txt"
+        assert code == 0, failure.read_text()[-2500:] if failure.exists() else "it left no logs/failure.txt"
         return json.loads((home / "runs" / name / "summary.json").read_text())
     finally:
         os.chdir(before)

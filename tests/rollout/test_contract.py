@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from safetensors import safe_open
@@ -170,9 +170,10 @@ def test_abort_ends_a_request_with_what_it_wrote(server, background):
 def test_abort_all_ends_running_and_waiting_requests(server, background):
     futures = [background.submit(generate, server, 40, LONG, rid=f"r{i}") for i in range(2)]
     wait_until_running(server, count=20)
-    time.sleep(0.05)
-    server.engine.abort(everything=True)
-    reasons = [completion.finish_reason for future in futures for completion in future.result(timeout=20)]
+    deadline = time.monotonic() + 20
+    while wait(futures, timeout=0.2).not_done and time.monotonic() < deadline:
+        server.engine.abort(everything=True)  # once more: a request may still have been on its way
+    reasons = [completion.finish_reason for future in futures for completion in future.result(timeout=1)]
     assert reasons == ["abort"] * 80
 
 
