@@ -13,6 +13,9 @@ from typing import Any, Self
 
 from torch.distributed import TCPStore
 
+# What each rank needs: loaded once, in a process that only forks, since importing costs more than most cases.
+PRELOADED = ["torch.distributed", "megarl.roles.worker", "transformers"]
+
 
 class Ranks:
     """The processes of one initialised world; a function that fails ends them.
@@ -55,7 +58,8 @@ class Ranks:
         self._processes = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._results, self._calls = context.Queue(), [context.Queue() for _ in range(self._n)]
         # The meeting point stands before the ranks import torch: a port that was only looked for may be taken by then.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
