@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -141,7 +142,10 @@ def replica_group(*, timeout_s: float = 600.0) -> Any:
 
 
 def destroy_groups() -> None:
-    """Undo `make_groups`; Megatron itself only forgets its groups, and leaves three threads of gloo's for each."""
+    """Undo `make_groups`; Megatron itself only forgets its groups, and leaves three threads of gloo's for each.
+
+    The gradient buffers of a model refer to groups in circles, which only the collector takes apart.
+    """
     from megatron.core import parallel_state
 
     made = parallel_state._global_process_group_list or []
@@ -149,3 +153,5 @@ def destroy_groups() -> None:
     for group in made:
         if group is not None and group in dist.distributed_c10d._world.pg_map:  # None stands for the world
             dist.destroy_process_group(group)
+    del made
+    gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -104,6 +105,7 @@ def _rank(rank: int, n: int, port: int, calls: Any, results: Any) -> None:
 
     from megarl.mcore import cpu
 
+    gc.freeze()  # what is loaded stays; looking through all of it after each case would cost more than the case
     torch.set_num_threads(1)
     cpu.activate()
     dist.init_process_group("gloo")
