@@ -110,6 +110,10 @@ class ServerProcess:
         """The last lines that this incarnation logged."""
         return last_lines(self.log, self._log_start)
 
+    def has_logged(self, words: str) -> bool:
+        """Whether this incarnation's log holds these words, in whatever case."""
+        return words.lower() in self.log.read_bytes()[self._log_start :].decode(errors="replace").lower()
+
     def ask_to_end(self) -> None:
         if self._process is not None and self.alive:
             self._process.send_signal(self._stop_signal)

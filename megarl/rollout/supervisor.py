@@ -12,6 +12,7 @@ A server started again is the same url and another process, with the weights of 
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from megarl.rollout.server_process import ServerDied, ServerProcess
 __all__ = ["ServerDied", "ServerEvent", "Servers", "State", "Supervision", "free_ports"]
 
 _PORT_TRIES = 3
+_QUIET_PORTS = range(20_000, 32_000)  # Linux hands out 32768 and above, other systems 49152 and above
 _LONGEST_REST_S = 60.0
 
 
@@ -248,7 +250,7 @@ def _wait_or_move(process: ServerProcess, limit_s: float) -> None:
         try:
             return process.wait_until_serving(limit_s)
         except ServerDied:
-            if "address already in use" not in process.last_words().lower():
+            if not process.has_logged("address already in use"):  # SGLang has more to say behind it
                 raise
         process.end()
         process.launch = replace(process.launch, port=None, group_port=None)
@@ -258,12 +260,24 @@ def _wait_or_move(process: ServerProcess, limit_s: float) -> None:
 
 
 def free_ports(hosts: Sequence[str]) -> list[int]:
-    """One free port on each of these hosts; all are held until all are chosen, so they differ."""
+    """One free port on each of these hosts; all are held until all are chosen, so they differ.
+
+    They lie below those that a system hands out by itself: a server that starts for a minute would lose one of them to
+    any connection that is made meanwhile.
+    """
     with contextlib.ExitStack() as held:
-        ports = []
-        for host in hosts:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            chosen = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            chosen.bind((host, 0))
-            ports.append(chosen.getsockname()[1])
-        return ports
+        return [_hold_port(host, held) for host in hosts]
+
+
+def _hold_port(host: str, held: contextlib.ExitStack) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in (*random.SystemRandom().sample(_QUIET_PORTS, 100), 0):  # 0: the system's own choice, at last
+        chosen = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            chosen.bind((host, port))
+        except OSError:
+            chosen.close()
+            continue
+        held.enter_context(chosen)
+        return int(chosen.getsockname()[1])
+    raise OSError(f"rollout.host={host}: no port of it can be had; want an address of this machine")

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.supervisor import free_ports
 from megarl.rollout.weight_group import join_weight_group, leave_weight_group
 
 _numbers = itertools.count()  # a group's name is never used twice: a broken one keeps its name until the process ends
@@ -35,7 +36,7 @@ class Meeting:
     def at(cls, url: str, world_size: int, backend: str, timeout_s: float) -> Meeting:
         """A new one, hosted by this process for the server at `url`."""
         name = f"weights_{os.getpid()}_{next(_numbers)}"
-        return cls(name, own_address(url), _free_port(), world_size, backend, timeout_s)
+        return cls(name, own_address(url), free_ports([""])[0], world_size, backend, timeout_s)
 
     def join(self, rank: int) -> dist.ProcessGroup:
         """Blocks until all have come; RuntimeError past the limit."""
@@ -89,9 +90,3 @@ def is_here(url: str) -> bool:
     host = urlsplit(url).hostname or "127.0.0.1"
     found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     return own_address(url) in found
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])

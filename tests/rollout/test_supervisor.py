@@ -92,6 +92,7 @@ def test_an_unknown_engine_is_refused():
 
 def test_free_ports_differ_and_can_be_bound():
     ports = free_ports(["127.0.0.1"] * 20)
+    assert all(20_000 <= port < 32_768 for port in ports), "not of those that any connection may get"
     assert len(set(ports)) == 20
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", ports[0]))
@@ -115,6 +116,29 @@ def test_a_server_that_never_serves_is_given_up_and_ended(tmp_path, monkeypatch)
 
 def test_a_port_that_was_taken_meanwhile_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        busy = taken.getsockname()[1]
+        with Servers([EngineLaunch("cpu", "/m", port=busy)], TOKEN, tmp_path) as servers:
+            servers.start()
+            assert servers.urls != [f"http://127.0.0.1:{busy}"]
+
+
+def test_it_is_replaced_however_much_the_server_says_after_that(tmp_path, monkeypatch):
+    """Stock SGLang, which cannot have its port, goes on to ask itself something, and tells at length that it failed."""
+    wordy = f"""
+import sys
+try:
+    exec({HEALTHY!r})
+except OSError as error:
+    print(error, *["more"] * 100, sep="\\n", file=sys.stderr)
+    sys.exit(3)
+"""
+
+    def wordy_command(launch, folder):
+        return ServerCommand([sys.executable, "-c", wordy, str(launch.port)], dict(os.environ))
+
+    monkeypatch.setitem(ENGINES, "cpu", wordy_command)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         busy = taken.getsockname()[1]
