@@ -114,19 +114,8 @@ def test_a_server_that_never_serves_is_given_up_and_ended(tmp_path, monkeypatch)
     assert servers.pids[0] is not None and not alive(servers.pids[0])
 
 
-def test_a_port_that_was_taken_meanwhile_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        busy = taken.getsockname()[1]
-        with Servers([EngineLaunch("cpu", "/m", port=busy)], TOKEN, tmp_path) as servers:
-            servers.start()
-            assert servers.urls != [f"http://127.0.0.1:{busy}"]
-
-
-def test_it_is_replaced_however_much_the_server_says_after_that(tmp_path, monkeypatch):
-    """Stock SGLang, which cannot have its port, goes on to ask itself something, and tells at length that it failed."""
-    wordy = f"""
+# Stock SGLang, which cannot have its port, goes on to ask itself something, and tells at length that it failed.
+WORDY = f"""
 import sys
 try:
     exec({HEALTHY!r})
@@ -135,10 +124,13 @@ except OSError as error:
     sys.exit(3)
 """
 
-    def wordy_command(launch, folder):
-        return ServerCommand([sys.executable, "-c", wordy, str(launch.port)], dict(os.environ))
 
-    monkeypatch.setitem(ENGINES, "cpu", wordy_command)
+@pytest.mark.parametrize("code", [HEALTHY, WORDY], ids=["brief", "wordy"])
+def test_a_port_that_was_taken_meanwhile_is_replaced(tmp_path, monkeypatch, code):
+    def command(launch, folder):
+        return ServerCommand([sys.executable, "-c", code, str(launch.port)], dict(os.environ))
+
+    monkeypatch.setitem(ENGINES, "cpu", command)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         busy = taken.getsockname()[1]
