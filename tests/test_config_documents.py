@@ -26,8 +26,8 @@ REFUSED = {
 }
 # Documented values that run, with a word of warning.
 WARNED = {
-    "actor_rollout_ref.actor.strategy=fsdp": "is trained as strategy=megatron",
-    "critic.strategy=fsdp": "is trained as strategy=megatron",
+    "actor_rollout_ref.actor.strategy=fsdp": "actor.strategy=fsdp, critic.strategy=fsdp: no two ranks share",
+    "critic.strategy=fsdp": "critic.strategy=fsdp: no two ranks share a parameter",
     "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=kl": "expected gradient is zero",
 }
 
@@ -79,13 +79,13 @@ def test_the_reference_run_composes_as_the_recipe_that_carries_it():
 
 BLOCKS = {
     "critic.yaml": {"critic.strategy": "megatron"},
-    "fsdp.yaml": {},
+    "fsdp.yaml": {"actor.megatron.param_offload": False, "actor.megatron.optimizer_offload": False},
     "gae.yaml": {"algorithm.lam": 0.95, "algorithm.gamma": 0.99},
     "gradient_clipping.yaml": {"actor.max_grad_norm": 1.0},
     "learning_rate.yaml": {"actor.optim.lr": 1e-6, "actor.optim.betas": [0.9, 0.999], "actor.optim.weight_decay": 0.0},
     "policy_loss.yaml": {"actor.use_kl_loss": True, "actor.entropy_coeff": 0.01, "actor.kl_loss_type": "low_var_kl"},
 }
-WARNINGS_OF_BLOCKS = {"critic.yaml": 1, "fsdp.yaml": 3}
+WARNINGS_OF_BLOCKS = {"critic.yaml": 1, "fsdp.yaml": 1}
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DOCUMENTS.glob("*.yaml")))
@@ -149,8 +149,49 @@ def test_one_beta_leaves_the_other_as_it_was():
     assert refusal("actor.optim.beta1=x") == "actor.optim.beta1=x: want a number"
 
 
-def test_a_key_without_meaning_warns_once_and_says_what_replaces_it():
-    word = "actor_rollout_ref.actor.fsdp_config.param_offload=False"
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        (
+            "actor.megatron.override_transformer_config.recompute_granularity=selective",
+            "recompute_granularity",
+            "selective",
+        ),
+        ("actor.megatron.override_ddp_config.overlap_grad_reduce=true", "overlap_grad_reduce", True),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "param_offload", True),
+        ("actor.fsdp_config.optimizer_offload=True", "optimizer_offload", True),
+        ("actor.megatron.param_offload=True", "param_offload", True),
+        (
+            "actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=2",
+            "num_layers_in_last_pipeline_stage",
+            2,
+        ),
+    ],
+)
+def test_verls_places_for_how_a_role_is_computed_mean_ours(word, key, value):
+    on_two = ("trainer.n_gpus_per_node=4", "actor.megatron.pipeline_model_parallel_size=2")
+    assert getattr(load(*on_two, word).actor.megatron, key) == value
+
+
+def test_verls_places_for_the_other_roles_mean_ours():
+    assert load("critic.model.fsdp_config.param_offload=True").critic.megatron.param_offload
+    reference = load("actor.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.param_offload=True").ref
+    assert reference.megatron.param_offload
+    served = load("rollout.engine=sglang", "actor_rollout_ref.rollout.gpu_memory_utilization=0.6").rollout
+    assert served.memory_fraction == 0.6
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=-1", "strategy=fsdp shards everything"),
+        ("actor.megatron.grad_offload=True", "with param_offload"),
+        ("actor.megatron.use_mbridge=True", "Hugging Face folders"),
+        ("critic.megatron.use_dist_checkpointing=True", "shard by shard"),
+        ("actor_rollout_ref.rollout.free_cache_engine=True", "rollout.placement=shared"),
+    ],
+)
+def test_a_key_without_meaning_warns_once_and_says_what_replaces_it(word, instead):
     _, warnings = load_config([*BASE, word, word])
     assert len(warnings) == 1
-    assert "actor.megatron.use_distributed_optimizer" in warnings[0]
+    assert instead in warnings[0]

@@ -76,8 +76,7 @@ def test_every_number_is_checked():
     free = {"trainer.seed", "data.seed", "rollout.seed"}
     numeric = {key for key, kind in leaf_types().items() if re.search(r"\b(int|float)\b", str(kind))}
     micro = {key for key in numeric if "micro_batch_size" in key or "max_token_len" in key}
-    layout = {key for key in numeric if re.search(r"megatron\.(tensor|pipeline|context)", key)}
-    assert numeric - free - micro - layout - {"rollout.max_total_tokens"} <= RANGES.keys()
+    assert numeric - free - micro - {"rollout.max_total_tokens"} <= RANGES.keys()
 
 
 def test_the_shipped_folder_is_found():

@@ -1,16 +1,41 @@
 """Every knob of a run: typed, checked before any process starts, and free of torch.
 
-Knows: the keys (schema.py), the names a key may hold (names.py), the spellings of other documents (aliases.py), which
-values are impossible (checks.py) and which keys would do nothing (inert.py), and how files and command line become one
-`Config` (compose.py).  Does not know: models, heads, ranks, files of data; those are checked where they are read.
+Knows: the keys (schema/), the names a key may hold (names.py), the spellings of other documents (aliases.py), which
+values are impossible (checks.py), whether roles and servers fit their ranks (layouts.py, servers.py) and which layouts
+would (nearest.py), which keys would do nothing (inert.py), and how presets, recipes, files and command line become one
+`Config` (compose.py).  Does not know: tensors, processes, files of data; those are checked where they are read.
 Called by: the commands on the top floor, which hand plain values down; no lower room ever sees a `Config`.
 
     config, warnings = load_config(["recipe=quickstart", "actor.optim.lr=1e-4"])
 """
 
-from megarl.config.compose import config_dir, from_yaml, load_config, recipe_names, to_yaml
+from megarl.config.compose import (
+    config_dir,
+    from_yaml,
+    layout_names,
+    load_config,
+    preset_names,
+    recipe_names,
+    to_yaml,
+)
 from megarl.config.errors import ConfigError
-from megarl.config.resolve import resolved
+from megarl.config.layouts import used_roles
+from megarl.config.models import model_config
+from megarl.config.resolve import layout_of, resolved
 from megarl.config.schema import Config
 
-__all__ = ["Config", "ConfigError", "config_dir", "from_yaml", "load_config", "recipe_names", "resolved", "to_yaml"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "config_dir",
+    "from_yaml",
+    "layout_names",
+    "layout_of",
+    "load_config",
+    "model_config",
+    "preset_names",
+    "recipe_names",
+    "resolved",
+    "to_yaml",
+    "used_roles",
+]

@@ -39,17 +39,46 @@ RENAMED |= {
     for name in ("enable", "len", "penalty_factor")
 }
 
+# where other documents keep what is in a role's `megatron` group
+_MEGATRON_NAMES = {
+    "override_transformer_config": (
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+    ),
+    "override_ddp_config": ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"),
+}
+RENAMED |= {
+    f"{role}.megatron.{group}.{name}": (f"{role}.megatron.{name}", None)
+    for role in ("actor", "critic", "ref")
+    for group, names in _MEGATRON_NAMES.items()
+    for name in names
+}
+RENAMED |= {
+    f"{place}.fsdp_config.{name}": (f"{place.removesuffix('.model')}.megatron.{name}", None)
+    for place in ("actor", "critic", "critic.model", "ref")
+    for name in ("param_offload", "optimizer_offload")
+}
+RENAMED |= {
+    "rollout.gpu_memory_utilization": ("rollout.memory_fraction", None),
+    "rollout.ep_size": ("rollout.expert_parallel_size", None),
+}
+
 WITHOUT_MEANING = {
-    "*.fsdp_config.*": "Megatron shards the optimizer itself with actor.megatron.use_distributed_optimizer",
+    "*.fsdp_config.*": "strategy=fsdp shards everything over all data-parallel ranks",
+    "*.megatron.grad_offload": "gradients go where parameters go, with param_offload",
+    "*.megatron.override_transformer_config.recompute_modules": "recompute_granularity=selective is the core attention",
+    "*.megatron.use_mbridge": "weights are always read from and written to Hugging Face folders",
+    "*.megatron.vanilla_mbridge": "weights are always read from and written to Hugging Face folders",
+    "*.megatron.use_dist_checkpointing": "checkpoints are always written shard by shard",
     "*.overlong_buffer.log": "the penalty is always logged, as reward/overlong_penalty",
     "*.use_dynamic_bsz": "sequences are always packed, by ppo_max_token_len_per_gpu or ppo_micro_batch_size[_per_gpu]",
     "model.use_remove_padding": "sequences are always packed and never padded",
-    "rollout.gpu_memory_utilization": "rollout.max_total_tokens is the size of a server's KV cache",
+    "rollout.free_cache_engine": "rollout.placement=shared makes servers sleep while the trainer works",
     "rollout.name": "rollout.engine names the program that writes the completions",
 }
-
-FSDP = "fsdp"
-FSDP_WARNING = "is trained as strategy=megatron, whose distributed optimizer does the sharding"
 
 
 class Canonical(NamedTuple):
@@ -70,7 +99,9 @@ def without_prefix(key: str) -> str:
 def canonical(key: str) -> Canonical | str:
     """Our name of a key of any document, or, for a key without a meaning here, the sentence that says why."""
     key = without_prefix(key)
+    if key in RENAMED:
+        return Canonical(*RENAMED[key])
     for pattern, instead in WITHOUT_MEANING.items():
         if fnmatchcase(key, pattern):
             return f"{key} has no meaning here: {instead}"
-    return Canonical(*RENAMED.get(key, (key, None)))
+    return Canonical(key)

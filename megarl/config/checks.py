@@ -1,6 +1,7 @@
 """Values and combinations that cannot be, found before any process starts.
 
-What needs the model (its heads and layers) or the data is checked where those are read.
+Roles and ranks are in layouts.py, servers in servers.py, losses in methods.py.  What needs the data is checked where
+that is read.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from megarl.config import methods, names
+from megarl.config import engines, methods, models, names, servers
 from megarl.config.errors import ConfigError
-from megarl.config.resolve import data_parallel_size
+from megarl.config.layouts import ROLES, used_roles
+from megarl.config.nearest import divisors, nearest_numbers
 from megarl.config.schema import Config
 from megarl.config.settings import show
 
 Test = Callable[[Any], bool]
 
-_ROLES = ("actor", "critic", "ref")
 _LEARNERS = ("actor", "critic")
 
 _AT_LEAST_0: tuple[Test, str] = (lambda v: v >= 0, "a number of at least 0")
@@ -31,7 +32,6 @@ _PERIOD: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "-1 (never) or at leas
 _SHARE: tuple[Test, str] = (lambda v: 0 < v <= 1, "a number above 0 and at most 1")
 _FINITE: tuple[Test, str] = (isfinite, "a finite number")
 _FINITE_EACH: tuple[Test, str] = (lambda v: all(isfinite(x) for x in v.values()), "finite numbers")
-_ONE_YET: tuple[Test, str] = (lambda v: v == 1, "null or 1, because this kind of parallelism is not built yet")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.kl_ctrl.type": names.KL_CONTROLLERS,
@@ -43,6 +43,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "reward.on_error": names.REWARD_ERRORS,
     "rollout.dtype": names.DTYPES,
     "rollout.engine": names.ENGINES,
+    "rollout.placement": names.PLACEMENTS,
     "rollout.push": names.PUSHES,
     "actor.lora.push": names.LORA_PUSHES,
     "trainer.device": names.DEVICES,
@@ -55,7 +56,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
         ("optim.lr_decay_style", names.LR_DECAY_STYLES),
     )
 }
-CHOICES |= {f"{role}.strategy": names.STRATEGIES for role in _ROLES}
+CHOICES |= {
+    f"{role}.{key}": choices
+    for role in ROLES
+    for key, choices in (
+        ("strategy", names.STRATEGIES),
+        ("megatron.transformer_impl", names.TRANSFORMERS),
+        ("megatron.recompute_granularity", names.RECOMPUTE_GRANULARITIES),
+        ("megatron.recompute_method", names.RECOMPUTE_METHODS),
+    )
+}
 
 # Names that a plug-in may add to.
 OPEN_CHOICES: dict[str, tuple[str, ...]] = {
@@ -83,10 +93,14 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.top_p": _SHARE,
     "rollout.top_k": (lambda v: v == -1 or v >= 1, "-1 (all tokens) or at least 1"),
     "rollout.tensor_model_parallel_size": _AT_LEAST_1,
+    "rollout.expert_parallel_size": _AT_LEAST_1,
     "rollout.num_servers": _AT_LEAST_1,
+    "rollout.first_gpu": _AT_LEAST_0,
+    "rollout.memory_fraction": _INSIDE_UNIT,
     "rollout.ahead": _AT_LEAST_0,
     "rollout.max_running_requests": _AT_LEAST_1,
     "rollout.request_timeout_s": _ABOVE_0,
+    "rollout.start_timeout_s": _ABOVE_0,
     "rollout.val_kwargs.temperature": _AT_LEAST_0,
     "rollout.val_kwargs.top_p": _SHARE,
     "rollout.val_kwargs.n": _AT_LEAST_1,
@@ -125,6 +139,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "trainer.nnodes": _AT_LEAST_1,
     "trainer.node_rank": _AT_LEAST_0,
     "trainer.n_gpus_per_node": _AT_LEAST_1,
+    "trainer.master_port": (lambda v: 1 <= v <= 65535, "1 to 65535"),
+    "trainer.max_restarts": _AT_LEAST_0,
     "trainer.save_freq": _PERIOD,
     "trainer.test_freq": _PERIOD,
     "trainer.critic_warmup": _AT_LEAST_0,
@@ -153,12 +169,20 @@ RANGES |= {
     )
 }
 RANGES |= {
-    f"{role}.megatron.{kind}_parallel_size": rule
-    for role in _ROLES
-    for kind, rule in (
-        ("virtual_pipeline_model", _ONE_YET),
-        ("expert_model", _AT_LEAST_1),
-        ("expert_tensor", _AT_LEAST_1),
+    f"{role}.{key}": rule
+    for role in ROLES
+    for key, rule in (
+        ("num_ranks", _AT_LEAST_1),
+        ("first_rank", _AT_LEAST_0),
+        ("megatron.tensor_model_parallel_size", _AT_LEAST_1),
+        ("megatron.pipeline_model_parallel_size", _AT_LEAST_1),
+        ("megatron.context_parallel_size", _AT_LEAST_1),
+        ("megatron.virtual_pipeline_model_parallel_size", _AT_LEAST_1),
+        ("megatron.num_layers_in_first_pipeline_stage", _AT_LEAST_1),
+        ("megatron.num_layers_in_last_pipeline_stage", _AT_LEAST_1),
+        ("megatron.expert_model_parallel_size", _AT_LEAST_1),
+        ("megatron.expert_tensor_parallel_size", _AT_LEAST_1),
+        ("megatron.recompute_num_layers", _AT_LEAST_1),
     )
 }
 
@@ -168,7 +192,10 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "evaluate": ("model.path", "data.val_files"),
     "doctor": (),
     "config": (),
+    "node": (),
+    "serve": ("model.path", "rollout.urls"),
 }
+WANTED = {"model.path": "a Hugging Face folder or hub name", "rollout.urls": "at least one http://host:port"}
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -176,12 +203,11 @@ def value_of(config: Config, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
-def check(config: Config, command: str) -> None:
-    """Raise ConfigError, one sentence, at the first thing in a resolved `config` that cannot be."""
+def check_values(config: Config, command: str) -> None:
+    """Raise ConfigError, one sentence, at the first value that cannot be, whatever the others are."""
     for key in NEEDED[command]:
         if not value_of(config, key):
-            wanted = "a Hugging Face folder or hub name" if key == "model.path" else "at least one file"
-            raise ConfigError(f"{key} is not set: `megarl {command}` wants {wanted}")
+            raise ConfigError(f"{key} is not set: `megarl {command}` wants {WANTED.get(key, 'at least one file')}")
     for key, choices in CHOICES.items():
         value = value_of(config, key)
         if value is not None and value not in choices:
@@ -195,36 +221,30 @@ def check(config: Config, command: str) -> None:
         value = value_of(config, key)
         if value is not None and not test(value):
             raise ConfigError(f"{key}={show(value)}: want {wanted}")
+
+
+def check(config: Config, command: str) -> None:
+    """Raise ConfigError, one sentence, at the first things in a resolved `config` that cannot be together."""
     for sentence in _contradictions(config, command):
         raise ConfigError(sentence)
 
 
 def _contradictions(config: Config, command: str) -> Iterator[str]:
-    yield from _layouts(config)
+    yield from _places(config)
+    if command == "node":  # starts what machine 0 asks it to start
+        return
+    roles = used_roles(config, command)
+    yield from engines.contradictions(config, command)
+    yield from models.vocabularies(config, roles)
+    yield from models.lengths(config, ("actor",) if command == "evaluate" else roles, command)
     yield from _batches(config, command)
     yield from _schedules(config)
-    rollout = config.rollout
     if command in ("train", "config"):
         yield from methods.contradictions(config)
-    if rollout.engine == "cpu" and rollout.tensor_model_parallel_size != 1:
-        size = rollout.tensor_model_parallel_size
-        yield f"rollout.tensor_model_parallel_size={size}: want 1, because rollout.engine=cpu is one process"
-    if config.actor.lora.rank and config.actor.lora.push == "adapter" and rollout.engine != "sglang":
-        yield f"actor.lora.push=adapter: want merged, because rollout.engine={rollout.engine} serves no adapters"
-    yield from _places(config)
-
-
-def _layouts(config: Config) -> Iterator[str]:
-    used = {"actor": True, "critic": config.uses_critic, "ref": config.uses_reference}
-    for role in (role for role in _ROLES if used[role]):
-        data_parallel_size(config, role)
-        node = value_of(config, role)
-        if node.megatron.sequence_parallel and node.megatron.tensor_model_parallel_size == 1:
-            yield f"{role}.megatron.sequence_parallel=true: want tensor_model_parallel_size above 1, or false"
-        if node.megatron.use_distributed_optimizer and role in _LEARNERS and node.optim.name == "sgd":
-            yield f"{role}.megatron.use_distributed_optimizer=true: Megatron shards adamw only; want false with sgd"
-        if node.strategy == "none" and config.trainer.num_ranks > 1:
-            yield f"{role}.strategy=none: want megatron, because there are {config.trainer.num_ranks} ranks"
+    yield from servers.contradictions(config, command)
+    if config.actor.lora.rank and config.actor.lora.push == "adapter" and config.rollout.engine != "sglang":
+        yield f"actor.lora.push=adapter: want merged, because rollout.engine={config.rollout.engine} serves no adapters"
+    yield from _names(config)
 
 
 def _batches(config: Config, command: str) -> Iterator[str]:
@@ -232,11 +252,9 @@ def _batches(config: Config, command: str) -> Iterator[str]:
     for role in _LEARNERS if config.uses_critic else ("actor",):
         mini = value_of(config, f"{role}.ppo_mini_batch_size")
         if prompts % mini:
-            yield f"{role}.ppo_mini_batch_size={mini}: want a divisor of data.train_batch_size={prompts}"
-    longest, name = config.data.max_prompt_length + config.data.max_response_length, "data.max_prompt_length + "
-    name += "data.max_response_length"
-    if command == "sft":
-        longest, name = config.sft.max_length, "sft.max_length"
+            near = " or ".join(str(size) for size in nearest_numbers(mini, divisors(prompts)))
+            yield f"{role}.ppo_mini_batch_size={mini}: want a divisor of data.train_batch_size={prompts}, as {near}"
+    name, longest = models.longest_sequence(config, command)
     for key in ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu",
                 "ref.log_prob_max_token_len_per_gpu", "rollout.max_total_tokens"):  # fmt: skip
         limit = value_of(config, key)
@@ -258,11 +276,15 @@ def _schedules(config: Config) -> Iterator[str]:
 
 
 def _places(config: Config) -> Iterator[str]:
-    trainer, fn = config.trainer, config.reward.fn
-    if trainer.nnodes > 1:
-        yield f"trainer.nnodes={trainer.nnodes}: every rank of a run starts on this machine so far; want 1"
+    trainer = config.trainer
     if trainer.node_rank >= trainer.nnodes:
         yield f"trainer.node_rank={trainer.node_rank}: want less than trainer.nnodes={trainer.nnodes}"
+    if trainer.nnodes > 1 and not trainer.master_addr:
+        yield "trainer.master_addr=: want the address of machine 0, where the others find the run"
+
+
+def _names(config: Config) -> Iterator[str]:
+    trainer, fn = config.trainer, config.reward.fn
     unknown = [name for name in trainer.logger if name not in names.LOGGERS]
     if unknown:
         yield f"trainer.logger={show(trainer.logger)}: {unknown[0]} is none of {', '.join(names.LOGGERS)}"

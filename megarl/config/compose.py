@@ -1,7 +1,7 @@
 """From files and a command line to one checked `Config`.
 
-Hydra composes what is shipped (configs/train.yaml and a recipe over it) on the typed schema; a user's own file is laid
-over that, and the command line over everything.
+Five layers, each over the one before: the typed schema (configs/train.yaml, composed by Hydra), a preset of a model and
+one of its layouts (configs/model), recipes (configs/recipe) and users' files, and the command line.
 """
 
 from __future__ import annotations
@@ -12,40 +12,48 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 import megarl
-from megarl.config.checks import check
+from megarl.config import presets
+from megarl.config.checks import check, check_values
+from megarl.config.engines import without_shards
 from megarl.config.errors import ConfigError
 from megarl.config.inert import check_effect
-from megarl.config.keys import nearest
+from megarl.config.keys import FREE
+from megarl.config.layouts import check_layouts, failing_roles
 from megarl.config.methods import advice
 from megarl.config.names import COMMANDS
-from megarl.config.resolve import MICRO_BATCH_KEYS, settled, to_config
+from megarl.config.presets import find, is_path, read_preset
+from megarl.config.resolve import MICRO_BATCH_KEYS, followed_by_roles, settled, to_config
 from megarl.config.schema import Config
-from megarl.config.settings import Layer, from_command_line, from_file
+from megarl.config.settings import Layer, Setting, from_command_line, from_file
 
 
 def load_config(overrides: list[str], *, command: str = "train") -> tuple[Config, list[str]]:
     """The resolved configuration of a command line, and warnings for whoever typed it.
 
-    overrides: words such as "recipe=quickstart", "recipe=my/file.yaml", "actor.optim.lr=1e-4".
+    overrides: words such as "recipe=quickstart", "recipe=my/file.yaml", "model=NAME", "actor.optim.lr=1e-4".
     command: what it is for: which keys must be given, and which would have no effect, depends on it.
     Raises ConfigError, one sentence, for a key, a type, a value or a combination that cannot be.
     """
     assert command in COMMANDS, f"command {command}: want one of {COMMANDS}"
     typed = from_command_line(overrides)
-    shipped, files = _under(typed.recipe)
-    composed = deepcopy(_compose(shipped))
-    for layer in (*files, typed):
-        _lay(composed, layer)
-    config = settled(to_config(composed))
+    layers = _layers(typed)
+    config = _laid(layers)
+    check_values(config, command)
+
+    def failing(words: list[str]) -> set[str]:
+        """The roles that could not lie over their ranks if these words were typed as well."""
+        return failing_roles(_laid([*layers, from_command_line(words)]), command)
+
+    check_layouts(config, command, failing)
+    said = [warning for layer in layers for warning in layer.warnings] + without_shards(config, command)
+    config = settled(config)
     check(config, command)
     check_effect(config, typed.settings, command)
-    said = [warning for layer in (*files, typed) for warning in layer.warnings]
     return config, list(dict.fromkeys([*said, *advice(config)]))
 
 
@@ -60,7 +68,17 @@ def config_dir() -> Path:
 
 def recipe_names() -> list[str]:
     """The shipped recipes."""
-    return sorted(path.stem for path in (config_dir() / "recipe").glob("*.yaml"))
+    return list(_shipped("recipe"))
+
+
+def preset_names() -> list[str]:
+    """The shipped presets of models."""
+    return list(_shipped("model"))
+
+
+def layout_names(preset: str) -> list[str]:
+    """The layouts that a preset holds, for the word `layout`."""
+    return presets.layout_names(_preset_file(preset))
 
 
 def to_yaml(config: Config) -> str:
@@ -70,49 +88,70 @@ def to_yaml(config: Config) -> str:
 
 def from_yaml(text: str) -> Config:
     """The Config whose `to_yaml` this is."""
+    merged = deepcopy(_base())
+    OmegaConf.set_struct(merged, False)  # mappings take names of their own; the schema still refuses other keys
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text))
+        merged.merge_with(OmegaConf.create(text))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"this is no configuration of a run: {' '.join(str(error).split())}") from None
-    assert isinstance(merged, DictConfig), "a mapping merged into a Config stays one"
     return to_config(merged)
 
 
-def _under(recipe: str | None) -> tuple[str | None, list[Layer]]:
-    """What a recipe is laid over: the shipped recipe at the bottom, and the user's files from the bottom to the top."""
+def _layers(typed: Layer) -> list[Layer]:
+    """Everything that is laid over the schema, from the bottom to the top."""
+    files = _recipes(typed.recipe)
+    words: dict[str, str] = {}
+    for layer in (*files, typed):
+        words |= layer.words
+    model, layout = words.get("model"), words.get("layout")
+    if model is not None:
+        return [*read_preset(model, _preset_file(model), layout), *files, typed]
+    if layout is not None:
+        raise ConfigError(f"layout={layout}: want model=NAME as well, the preset that holds it")
+    return [*files, typed]
+
+
+def _recipes(recipe: str | None) -> list[Layer]:
+    """The recipe that a command line names, and whatever it builds on, from the bottom to the top."""
     files: list[Layer] = []
     seen: set[Path] = set()
-    while recipe is not None and _is_path(recipe):
-        path = Path(recipe)
+    while recipe is not None:
+        path = find("recipe", recipe, _shipped("recipe"), "the path of a YAML file")
         if path.resolve() in seen:
             raise ConfigError(f"{path}: want a recipe that does not lead back to this file")
         seen.add(path.resolve())
         layer = from_file(path)
         files.insert(0, layer)
+        for word, name in layer.words.items():
+            if word != "layout" and is_path(name):
+                layer.words[word] = str(path.parent / name)
         recipe = layer.recipe
-        if recipe is not None and _is_path(recipe):
-            recipe = str(path.parent / recipe)
-    if recipe is not None and recipe not in recipe_names():
-        guess = nearest(recipe, recipe_names())
-        meant = f"did you mean {guess}? " if guess else ""
-        known = ", ".join(recipe_names())
-        raise ConfigError(f"recipe={recipe}: {meant}want one of {known}, or the path of a YAML file")
-    return recipe, files
+    return files
 
 
-def _is_path(recipe: str) -> bool:
-    return recipe.endswith((".yaml", ".yml")) or "/" in recipe
+def _shipped(group: str) -> dict[str, Path]:
+    """The files of one folder of `configs` by their names."""
+    return {path.stem: path for path in sorted((config_dir() / group).glob("*.yaml"))}
+
+
+def _preset_file(name: str) -> Path:
+    return find("model", name, _shipped("model"), "the path of a YAML file")
 
 
 @cache
-def _compose(recipe: str | None) -> DictConfig:
-    """What is shipped; it does not change while a process lives, and composing it is the slowest part."""
+def _base() -> DictConfig:
+    """What lies under everything; it does not change while a process lives, and composing it is the slowest part."""
     ConfigStore.instance().store(name="schema", node=Config)
-    try:
-        with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
-            return compose("train", overrides=[f"recipe={recipe}"] if recipe else [])
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"recipe={recipe}: {' '.join(str(error).split())}") from None
+    with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
+        return compose("train")
+
+
+def _laid(layers: list[Layer]) -> Config:
+    """These layers over the schema, each over the one before."""
+    composed = deepcopy(_base())
+    for layer in layers:
+        _lay(composed, layer)
+    return followed_by_roles(to_config(composed))
 
 
 def _lay(config: DictConfig, layer: Layer) -> None:
@@ -123,10 +162,16 @@ def _lay(config: DictConfig, layer: Layer) -> None:
             for name in names:  # a new way to cut micro-batches takes the place of the old one
                 OmegaConf.update(config, name, None)
     for setting in layer.settings:
-        if isinstance(setting.place, str):  # a name of the user's: it may hold dots
-            mapping = OmegaConf.select(config, setting.key)
-            with open_dict(mapping):
-                mapping[setting.place] = setting.value
-            continue
+        _set(config, setting)
+
+
+def _set(config: DictConfig, setting: Setting) -> None:
+    if setting.key in FREE and setting.place is not None:  # a name of config.json, or a path of them
+        OmegaConf.update(config, f"{setting.key}.{setting.place}", setting.value, merge=False, force_add=True)
+    elif isinstance(setting.place, str):  # a name of the user's: it may hold dots
+        mapping = OmegaConf.select(config, setting.key)
+        with open_dict(mapping):
+            mapping[setting.place] = setting.value
+    else:
         key = setting.key if setting.place is None else f"{setting.key}.{setting.place}"
         OmegaConf.update(config, key, setting.value, merge=False)

@@ -11,7 +11,11 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from megarl.config import names
+from megarl.config.checks import value_of
 from megarl.config.errors import ConfigError
+from megarl.config.layouts import ROLES
+from megarl.config.models import group_of, has_folder
+from megarl.config.resolve import data_parallel_size, layout_of
 from megarl.config.schema import Config, Optim
 from megarl.config.settings import Setting
 
@@ -27,12 +31,44 @@ class Inert(NamedTuple):
 def _optim_rows(role: str, optim: Callable[[Config], Optim]) -> tuple[Inert, ...]:
     name = f"{role}.optim.name={{c.{role}.optim.name}}"
     return (
-        Inert(f"{role}.optim.momentum", f"{name} has no momentum", lambda c: optim(c).name != "sgd"),
+        Inert(f"{role}.optim.momentum", f"{name} has no momentum", lambda c: optim(c).name == "adamw"),
         Inert(f"{role}.optim.betas {role}.optim.eps", f"{name} has no moments", lambda c: optim(c).name == "sgd"),
         Inert(
             f"{role}.optim.lr_decay_steps {role}.optim.min_lr",
             f"{role}.optim.lr_decay_style=constant never decays",
             lambda c: optim(c).lr_decay_style == "constant",
+        ),
+    )
+
+
+def _has_one_copy(config: Config, role: str) -> bool:
+    """Is there nothing that gradients or parameters could be sent to, while the rank computes?
+
+    Experts may have copies where the rest has none: with tp=4, ep=2 and etp=1 each expert is on two of four ranks.
+    """
+    node, replicas = value_of(config, role), data_parallel_size(config, role)
+    layout = layout_of(node.megatron)
+    copies_of_experts = node.num_ranks // (layout.ep * layout.expert_tp * layout.pp)
+    return replicas * layout.cp == 1 and copies_of_experts == 1
+
+
+def _role_rows(role: str) -> tuple[Inert, ...]:
+    group = f"{role}.megatron"
+    return (
+        Inert(
+            f"{group}.overlap_grad_reduce {group}.overlap_param_gather",
+            f"there is one copy of the {role}, so nothing is reduced or gathered",
+            lambda c: _has_one_copy(c, role),
+        ),
+        Inert(
+            f"{group}.use_distributed_optimizer {group}.overlap_*",
+            f"{role}.strategy=fsdp shards everything, and overlaps always",
+            lambda c: value_of(c, role).strategy == "fsdp",
+        ),
+        Inert(
+            f"{group_of(role)}.config",
+            f"the config.json in {group_of(role)}.path={{c.{group_of(role)}.path}} counts",
+            lambda c: has_folder(c, role),
         ),
     )
 
@@ -145,6 +181,29 @@ TABLE = (
     Inert(
         "rollout.sglang.*", "rollout.engine={c.rollout.engine} is not sglang", lambda c: c.rollout.engine != "sglang"
     ),
+    Inert(
+        "rollout.num_servers rollout.host",
+        "rollout.urls names servers that run already",
+        lambda c: bool(c.rollout.urls),
+    ),
+    Inert(
+        "rollout.host",
+        "with trainer.nnodes={c.trainer.nnodes} servers listen at the addresses of their machines",
+        lambda c: c.trainer.nnodes > 1,
+    ),
+    Inert(
+        "rollout.memory_fraction rollout.first_gpu",
+        "rollout.engine=cpu uses no GPU",
+        lambda c: c.rollout.engine == "cpu",
+    ),
+    Inert("rollout.first_gpu", "trainer.device=cpu uses no GPU", lambda c: c.trainer.device == "cpu"),
+    Inert(
+        "ref.megatron.use_distributed_optimizer ref.megatron.overlap_* ref.megatron.recompute_* "
+        "ref.megatron.optimizer_offload",
+        "a reference is not trained",
+        lambda c: True,  # noqa: ARG005
+    ),
+    *(row for role in ROLES for row in _role_rows(role)),
     *_optim_rows("actor", lambda c: c.actor.optim),
     *_optim_rows("critic", lambda c: c.critic.optim),
     Inert(
@@ -165,7 +224,11 @@ TABLE = (
     ),
     Inert("trainer.check_export", "data.val_files=[]", lambda c: not c.data.val_files),
     Inert("trainer.max_checkpoints_to_keep", "trainer.save_freq=-1", lambda c: c.trainer.save_freq < 1),
-    Inert("trainer.node_rank", "trainer.nnodes=1", lambda c: c.trainer.nnodes == 1),
+    Inert(
+        "trainer.node_rank trainer.master_addr trainer.master_port",
+        "trainer.nnodes=1",
+        lambda c: c.trainer.nnodes == 1,
+    ),
 )
 
 # What a command never reads.
@@ -176,11 +239,13 @@ UNREAD = {
         "actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* data.*_files data.*_key data.*_batch_size "
         "data.max_* data.overlong_prompts data.shuffle data.val_max_samples trainer.*_freq trainer.val_before_train "
         "trainer.resume_mode trainer.critic_warmup trainer.prepare trainer.check_export trainer.total_epochs "
-        "trainer.max_checkpoints_to_keep"
+        "trainer.max_checkpoints_to_keep trainer.check_only trainer.max_restarts"
     ),
-    "evaluate": "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* sft.*",
+    "evaluate": (
+        "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* sft.* trainer.check_only trainer.max_restarts"
+    ),
 }
-COMMANDS_THAT_RUN_NOTHING = ("doctor",)
+COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")
 
 
 def check_effect(config: Config, typed: Iterable[Setting], command: str) -> None:

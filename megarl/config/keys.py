@@ -18,6 +18,8 @@ _TYPE_NAMES = {
     NoneType: "null",
     Any: "a value",
 }
+# Mappings that hold what a model's config.json holds: any value, mappings inside them too.
+FREE = ("model.config", "critic.model.config", "ref.model.config")
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 _ALMOST_EQUAL = 0.9  # share of matching characters: a slip of the finger
 _ALIKE = 0.7  # below this a guess would only confuse

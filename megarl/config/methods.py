@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import show
+from megarl.layout import KEYS
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -75,11 +76,8 @@ def _kl(config: Config) -> Iterator[str]:
     if algorithm.use_kl_in_reward and algorithm.kl_penalty.endswith("+"):
         value = algorithm.kl_penalty
         yield f"algorithm.kl_penalty={value}: + shapes a gradient, a reward has none; want {value.removesuffix('+')}"
-    full = [f"actor.kl_loss_type={actor.kl_loss_type}"] if actor.kl_loss_type in names.FULL_KL else []
-    full = full if actor.use_kl_loss else []
-    full += ["algorithm.kl_penalty=full"] if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full" else []
-    if full:
-        yield from other_layout(config, full[0])
+    if config.full_kl:
+        yield from other_layout(config, config.full_kl)
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.kl_coef == 0:
         yield "algorithm.kl_ctrl.kl_coef=0: algorithm.kl_ctrl.type=adaptive only multiplies it; want a number above 0"
 
@@ -87,10 +85,17 @@ def _kl(config: Config) -> Iterator[str]:
 def other_layout(config: Config, full: str) -> Iterator[str]:
     """One sentence where the reference is laid out unlike the actor, and `full`, a choice, wants the KL of whole
     distributions."""
-    theirs, ours = vars(config.ref.megatron), vars(config.actor.megatron)
-    for key in [key for key in theirs if theirs[key] != ours[key]][:1]:
-        why = "both models run on the same ranks for it; want the layout of the actor"
-        yield f"ref.megatron.{key}={show(theirs[key])} with {full}: {why}"
+    why = "both models run on the same ranks for it; want"
+    for key in KEYS.values():
+        theirs, ours = getattr(config.ref.megatron, key), getattr(config.actor.megatron, key)
+        if key != KEYS["use_distributed_optimizer"] and theirs != ours:
+            yield f"ref.megatron.{key}={show(theirs)} with {full}: {why} the layout of the actor"
+            return
+    for key in ("num_ranks", "first_rank", "strategy"):
+        theirs, ours = getattr(config.ref, key), getattr(config.actor, key)
+        if theirs != ours:
+            yield f"ref.{key}={theirs} with {full}: {why} actor.{key}={ours}"
+            return
 
 
 def _bypass(config: Config) -> Iterator[str]:

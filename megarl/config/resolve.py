@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from math import prod
-from typing import NamedTuple
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import Config
+from megarl.config.names import DEFAULT_MOMENTUM
+from megarl.config.schema import Config, Megatron
+from megarl.layout import KEYS, Layout
 
+_PLAIN = re.compile(r"\$\{([\w.]+)\}")
 DEFAULT_MAX_TOKENS = 16384  # per micro-batch and rank, where nothing says how to cut
+
+
+# how a pipeline is cut: the critic and the reference follow the actor in it where they have as many pipeline ranks
+PIPELINE_KEYS = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
 
 
 class MicroBatchKeys(NamedTuple):
@@ -43,11 +56,12 @@ def resolved(config: Config) -> Config:
     Doing it twice changes nothing.  `ppo_micro_batch_size` becomes `ppo_micro_batch_size_per_gpu`, so afterwards one of
     two limits is set per role: sequences on one rank, or tokens on one rank.
     """
-    return settled(to_config(OmegaConf.structured(config)))
+    return settled(followed_by_roles(to_config(OmegaConf.structured(config))))
 
 
 def to_config(composed: DictConfig) -> Config:
-    """OmegaConf's form of a Config as dataclasses, references followed."""
+    """OmegaConf's form of a Config as dataclasses, references followed, in `composed` too."""
+    _put_in_references(composed)
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -58,9 +72,53 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
+def _put_in_references(composed: DictConfig) -> None:
+    """Replace each plain "${a.b}" by the value of a.b: OmegaConf can, but takes a millisecond for each.
+
+    What is not plain, leads nowhere or does not fit is left to OmegaConf, and to its complaint.
+    """
+    raw = dict(_leaves(OmegaConf.to_container(composed, resolve=False), ""))
+    for key, value in raw.items():
+        reference, seen = _PLAIN.fullmatch(str(value)), {key}
+        while reference and reference[1] in raw and reference[1] not in seen:
+            seen.add(reference[1])
+            value = raw[reference[1]]
+            reference = _PLAIN.fullmatch(str(value))
+        if len(seen) > 1 and not (isinstance(value, str) and "${" in value):
+            with suppress(OmegaConfBaseException):
+                OmegaConf.update(composed, key, value)
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def followed_by_roles(config: Config) -> Config:
+    """`config` itself, with the nulls put in that follow another key only under a condition."""
+    actor = config.actor
+    for role in (config.critic, config.ref):
+        if role.megatron.pipeline_model_parallel_size == actor.megatron.pipeline_model_parallel_size:
+            for key in PIPELINE_KEYS:
+                if getattr(role.megatron, key) is None:
+                    setattr(role.megatron, key, getattr(actor.megatron, key))
+        if not role.model.config and role.model.path == config.model.path:
+            role.model.config = dict(config.model.config)
+    for node in (actor, config.critic, config.ref):
+        if node.num_ranks is None:
+            node.num_ranks = max(1, config.trainer.num_ranks - node.first_rank)
+    for optim in (actor.optim, config.critic.optim):
+        if optim.momentum is None:
+            optim.momentum = DEFAULT_MOMENTUM.get(optim.name, 0.0)
+    return config
+
+
 def settled(config: Config) -> Config:
     """`config` itself, with each role's way of cutting micro-batches made final."""
-    own = {role: _cut(config, role) for role in MICRO_BATCH_KEYS}
+    own = {role: cut_of(config, role) for role in MICRO_BATCH_KEYS}
     if not any(own["actor"]):
         longest = config.data.max_prompt_length + config.data.max_response_length
         own["actor"] = Cut(None, None, max(DEFAULT_MAX_TOKENS, longest))
@@ -71,27 +129,23 @@ def settled(config: Config) -> Config:
     return config
 
 
+def layout_of(megatron: Megatron) -> Layout:
+    """The keys of a role's `megatron` group as all other rooms name them."""
+    values: dict[str, Any] = {field: getattr(megatron, key) for field, key in KEYS.items()}
+    return Layout(**values | {field: values[field] or 1 for field in ("ep", "vpp")})
+
+
 def data_parallel_size(config: Config, role: str) -> int:
-    """Copies of the role's model over all ranks; a layout that does not divide the ranks is an error."""
-    layout, ranks = getattr(config, role).megatron, config.trainer.num_ranks
-    sizes = (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.context_parallel_size)
-    if min(sizes) < 1 or ranks < 1 or ranks % layout.model_parallel_size:
-        raise ConfigError(
-            f"{role}.megatron: tensor x pipeline x context parallel size {sizes[0]} x {sizes[1]} x {sizes[2]} = "
-            f"{layout.model_parallel_size}; want a divisor of the {ranks} ranks of trainer.nnodes x "
-            "trainer.n_gpus_per_node"
-        )
-    experts = (layout.expert_model_parallel_size or 1, layout.expert_tensor_parallel_size or sizes[0], sizes[1])
-    if ranks % prod(experts):
-        raise ConfigError(
-            f"{role}.megatron: expert model x expert tensor x pipeline parallel size {experts[0]} x {experts[1]} x "
-            f"{experts[2]} = {prod(experts)}; want a divisor of the {ranks} ranks of trainer.nnodes x "
-            "trainer.n_gpus_per_node"
-        )
-    return ranks // layout.model_parallel_size
+    """Copies of the role's model over its ranks; a layout that does not divide them is an error."""
+    node = getattr(config, role)
+    try:
+        return layout_of(node.megatron).data_parallel_size(node.num_ranks)
+    except ValueError as error:
+        raise ConfigError(f"{role}.megatron: {error}") from None
 
 
-def _cut(config: Config, role: str) -> Cut:
+def cut_of(config: Config, role: str) -> Cut:
+    """How a role's keys say to cut; an error where more than one does."""
     keys = MICRO_BATCH_KEYS[role]
     cut = Cut(*(getattr(getattr(config, role), key) for key in keys))
     given = [f"{role}.{key}={value}" for key, value in zip(keys, cut, strict=True) if value is not None]

@@ -13,11 +13,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megarl.config.aliases import FSDP, FSDP_WARNING, canonical
+from megarl.config.aliases import canonical
 from megarl.config.errors import ConfigError
-from megarl.config.keys import fits, followed, groups, leaf_types, mapping_of, nearest, type_name
+from megarl.config.keys import FREE, fits, followed, groups, leaf_types, mapping_of, nearest, type_name
 
-RECIPE = "recipe"  # not a key of the configuration: it names the file that the rest is laid over
+# Words that name a file, or a part of one, that the rest is laid over; `model` and `model.preset` are one.
+WORDS = {
+    "recipe": "the name of a recipe or the path of a YAML file",
+    "model": "the name of a preset or the path of a YAML file",
+    "layout": "the name of one of the layouts of the model's preset",
+}
+PRESET = "model.preset"
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,12 @@ class Layer:
     """Everything that one command line or one file says."""
 
     settings: tuple[Setting, ...]
-    recipe: str | None  # what it is laid over
+    words: dict[str, str]  # what it is laid over: {"recipe": "quickstart"}
     warnings: tuple[str, ...]
+
+    @property
+    def recipe(self) -> str | None:
+        return self.words.get("recipe")
 
 
 def show(value: object) -> str:
@@ -58,7 +68,12 @@ def from_command_line(overrides: list[str]) -> Layer:
 
 
 def from_file(path: Path) -> Layer:
-    """A user's YAML file.  Its key `recipe` names what it is laid over: a shipped recipe or another file."""
+    """A YAML file.  Its key `recipe` names what it is laid over: a shipped recipe or another file."""
+    return from_content(str(path), read_yaml(path))
+
+
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """The groups of keys in a file."""
     try:
         loaded = OmegaConf.load(path)
     except (OSError, YAMLError, OmegaConfBaseException) as error:
@@ -69,7 +84,12 @@ def from_file(path: Path) -> Layer:
     assert isinstance(content, dict), "a DictConfig becomes a dict"
     if "defaults" in content:
         raise ConfigError(f"{path}: want `recipe: NAME` rather than a `defaults` list, to build on another file")
-    return _layer([(f"{path}: {key}={show(value)}", str(key), value) for key, value in _flat(content, "")])
+    return content
+
+
+def from_content(where: str, content: dict[Any, Any]) -> Layer:
+    """What a file, or a part of it, holds; `where` begins every message about it."""
+    return _layer([(f"{where}: {key}={show(value)}", str(key), value) for key, value in _flat(content, "")])
 
 
 def _parse(word: str) -> tuple[str, Any]:
@@ -93,30 +113,29 @@ def _flat(content: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
 def _layer(written: list[tuple[str, str, Any]]) -> Layer:
     settings: list[Setting] = []
     warnings: list[str] = []
-    recipes: list[str] = []
+    words: dict[str, str] = {}
     for text, name, value in written:
         for key, leaf in _flat({name: value}, ""):
-            if key == RECIPE:
-                recipes.append(_recipe(text, leaf))
-                continue
             found = canonical(key)
             if isinstance(found, str):
                 warnings.append(found)
-                continue
-            setting = _checked(Setting(found.key, leaf, text, found.place))
-            if setting.key.endswith(".strategy") and setting.value == FSDP:
-                warnings.append(f"{text} {FSDP_WARNING}")
-                setting = Setting(setting.key, "megatron", text)
-            settings.append(setting)
-    if len(recipes) > 1:
-        raise ConfigError(f"recipe={recipes[-1]}: want one recipe, and recipe={recipes[0]} is already given")
-    return Layer(tuple(settings), recipes[0] if recipes else None, tuple(warnings))
+            elif found.key in (*WORDS, PRESET):
+                _add_word(words, text, found.key, leaf)
+            else:
+                settings.append(_checked(Setting(found.key, leaf, text, found.place)))
+    return Layer(tuple(settings), words, tuple(warnings))
 
 
-def _recipe(text: str, value: object) -> str:
+def _add_word(words: dict[str, str], text: str, key: str, value: object) -> None:
+    if key == PRESET:
+        key = "model"
+        if value == "":  # as every written configuration without a preset says
+            return
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{text}: want the name of a recipe or the path of a YAML file")
-    return value
+        raise ConfigError(f"{text}: want {WORDS[key]}")
+    if key in words:
+        raise ConfigError(f"{key}={value}: want one {key}, and {key}={words[key]} is already given")
+    words[key] = value
 
 
 def _checked(setting: Setting) -> Setting:
@@ -129,7 +148,7 @@ def _checked(setting: Setting) -> Setting:
     wanted = leaf_types()[key]
     if setting.place is not None:
         kind = get_args(wanted)[-1]  # of a list's elements, of a mapping's values
-        if not fits(value, kind):
+        if key not in FREE and not fits(value, kind):
             raise ConfigError(f"{setting.text}: want {type_name(kind)}")
         return setting
     if value is None and key in followed():

@@ -1,0 +1,217 @@
+"""Whether every role can lie over its ranks as the configuration says, asked before a process starts.
+
+Each impossible combination is one sentence; where another layout would work, it names the nearest, found by a search
+over the same checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple
+
+from megarl.config import models
+from megarl.config.errors import ConfigError
+from megarl.config.nearest import divisors, nearest_layouts, nearest_numbers
+from megarl.config.resolve import MICRO_BATCH_KEYS, cut_of, layout_of
+from megarl.config.schema import Config
+from megarl.config.settings import show
+from megarl.layout import KEYS, Layout, ModelNumbers, misfits, rank_misfits, training_misfits
+
+ROLES = ("actor", "critic", "ref")
+NUM_NAMED = 3  # layouts in a sentence
+NUM_TRIED = 24  # layouts that fit the role itself, before the search gives up on those that suit the other roles too
+
+# The words of a command line -> which roles could not lie so.
+Trial = Callable[[list[str]], set[str]]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One role, its layout, and what this must fit."""
+
+    role: str
+    layout: Layout
+    num_ranks: int
+    numbers: ModelNumbers
+    trains: bool
+    strategy: str
+    step_key: str  # the key that says how many sequences there are at least at a time
+    step_size: int  # its value
+    sequences_each: int  # sequences of each that it counts
+    micro_key: str
+    micro_total: int | None  # sequences of a micro-batch over all data-parallel ranks
+    recompute_unit: int | None  # layers that are recomputed together
+
+    @property
+    def sequences(self) -> int:
+        return self.step_size * self.sequences_each
+
+
+class Problem(NamedTuple):
+    """What is wrong with a seat, and whether another layout could mend it."""
+
+    seat: Seat
+    sentence: str
+    hint: str = ""
+
+
+def used_roles(config: Config, command: str) -> tuple[str, ...]:
+    """The roles that a command lays over ranks."""
+    if command not in ("train", "config", "sft"):
+        return ()
+    used = {
+        "actor": True,
+        "critic": config.uses_critic and command != "sft",
+        "ref": config.uses_reference and command != "sft",
+    }
+    return tuple(role for role in ROLES if used[role])
+
+
+def check_layouts(config: Config, command: str, trial: Trial) -> None:
+    """Raise ConfigError, one sentence, at the first thing about roles and ranks that cannot be."""
+    for role in used_roles(config, command):
+        for sentence in (*_ranks(config, role), *models.contradictions(config, role)):
+            raise ConfigError(sentence)
+    for problem in problems(config, command):
+        near = _nearest(problem.seat, trial, failing_roles(config, command))
+        raise ConfigError(f"{problem.sentence}{problem.hint}{near}")
+
+
+def failing_roles(config: Config, command: str) -> set[str]:
+    """The roles that cannot lie over their ranks."""
+    return {problem.seat.role for problem in problems(config, command)}
+
+
+def problems(config: Config, command: str) -> Iterator[Problem]:
+    """Everything that is wrong with the layout of a role."""
+    for role in used_roles(config, command):
+        seat = seat_of(config, role, command)
+        yield from (Problem(seat, *found) for found in _wrong(seat))
+
+
+def seat_of(config: Config, role: str, command: str) -> Seat:
+    """Where the configuration puts a role."""
+    node = getattr(config, role)
+    keys = MICRO_BATCH_KEYS[role]
+    cut, own = cut_of(config, "actor"), cut_of(config, role)
+    step = ("data.train_batch_size", config.data.train_batch_size, config.rollout.n)
+    if role != "ref":
+        step = (f"{role}.ppo_mini_batch_size", node.ppo_mini_batch_size, config.rollout.n)
+    if command == "sft":
+        step = ("sft.batch_size", config.sft.batch_size, 1)
+    megatron = node.megatron
+    return Seat(
+        role=role,
+        layout=layout_of(megatron),
+        num_ranks=node.num_ranks,
+        numbers=models.model_numbers(config, role),
+        trains=role != "ref",
+        strategy=node.strategy,
+        step_key=step[0],
+        step_size=step[1],
+        sequences_each=step[2],
+        micro_key=f"{role}.{keys.total}" if any(own) else f"actor.{MICRO_BATCH_KEYS['actor'].total}",
+        micro_total=own.total if any(own) else cut.total,
+        recompute_unit=megatron.recompute_num_layers if megatron.recompute_method == "uniform" else None,
+    )
+
+
+def _ranks(config: Config, role: str) -> Iterator[str]:
+    node, ranks = getattr(config, role), config.trainer.num_ranks
+    there = f"the trainer has {ranks} ranks"
+    if node.first_rank >= ranks:
+        yield f"{role}.first_rank={node.first_rank}: {there}; want at most {ranks - 1}"
+    elif node.first_rank + node.num_ranks > ranks:
+        left = ranks - node.first_rank
+        yield f"{role}.num_ranks={node.num_ranks}: from rank {node.first_rank} on {there}, {left} of them; want {left}"
+
+
+def _wrong(seat: Seat) -> Iterator[tuple[str, str]]:
+    """Sentences about a seat, each with what is wanted."""
+    group, layout = f"{seat.role}.megatron", seat.layout
+    model = list(misfits(seat.numbers, layout))
+    for misfit in model:
+        yield f"{group}.{misfit.sentence}", ""
+    if any(size is not None and size < 1 for size in vars(layout).values() if not isinstance(size, bool)):
+        return
+    for misfit in rank_misfits(layout, seat.num_ranks):
+        size = getattr(layout, misfit.field)
+        yield f"{group}.{KEYS[misfit.field]}={size}: {misfit.sentence} of the {seat.role}", ""
+    if not list(rank_misfits(layout, seat.num_ranks)):
+        yield from _batches(seat)
+    if seat.trains and seat.numbers.num_experts and layout.tp > 1 and not layout.sequence_parallel:
+        with_experts = f"a model with experts is trained over {KEYS['tp']}={layout.tp} in no other way; want true"
+        yield f"{group}.sequence_parallel=false: {with_experts}", ""
+    if seat.strategy == "fsdp" and seat.trains:
+        yield from _fsdp(seat)
+    if not model:
+        if seat.trains:
+            yield from ((f"{group}.{misfit.sentence}", "") for misfit in training_misfits(seat.numbers, layout))
+        yield from _recomputing(seat)
+
+
+def _batches(seat: Seat) -> Iterator[tuple[str, str]]:
+    copies = seat.num_ranks // seat.layout.model_size
+    if seat.sequences < copies:
+        these = f"{seat.sequences} sequences cannot keep {copies} data-parallel ranks of the {seat.role} busy"
+        yield f"{seat.step_key}={seat.step_size}: {these}", f"; want at least {-(-copies // seat.sequences_each)}"
+    if seat.micro_total is not None and seat.micro_total % copies:
+        near = {max(1, seat.micro_total // copies) * copies, -(-seat.micro_total // copies) * copies}
+        wanted = " or ".join(str(size) for size in sorted(near))
+        ranks = f"want a multiple of the {copies} data-parallel ranks"
+        yield f"{seat.micro_key}={seat.micro_total}: {ranks} of the {seat.role}", f", as {wanted}"
+
+
+def _fsdp(seat: Seat) -> Iterator[tuple[str, str]]:
+    layout, role = seat.layout, seat.role
+    if layout.pp > 1:
+        yield f"{role}.megatron.{KEYS['pp']}={layout.pp}: {role}.strategy=fsdp has no pipeline; want 1", ""
+    copies = seat.num_ranks // (layout.tp * layout.pp)  # fewer than two are megatron's anyway: see engines.py
+    if copies > 1 and seat.numbers.num_experts and seat.num_ranks < 2 * layout.ep * layout.expert_tp * layout.pp:
+        key = f"{role}.megatron.{KEYS['ep']}={layout.ep}"
+        yield f"{key}: {role}.strategy=fsdp wants two ranks that share each expert", ""
+
+
+def _recomputing(seat: Seat) -> Iterator[tuple[str, str]]:
+    """Megatron recomputes uniform groups of layers, and would run past the last one of a stage."""
+    unit, layers = seat.recompute_unit, seat.numbers.num_hidden_layers
+    if unit is None or layers is None or not seat.trains:
+        return
+    for each in sorted(set(seat.layout.layers_per_chunk(layers))):
+        if each % unit:
+            key = f"{seat.role}.megatron.recompute_num_layers={unit}"
+            wanted = " or ".join(str(size) for size in nearest_numbers(unit, divisors(each)))
+            yield f"{key}: recompute_method=uniform cuts the {each} layers of a stage", f"; want {wanted}"
+            return
+
+
+def _nearest(seat: Seat, trial: Trial, failing: set[str]) -> str:
+    """ "; nearest: a=1, or b=2 c=3", or nothing where no other layout helps."""
+
+    def fits(layout: Layout) -> bool:
+        return next(_wrong(replace(seat, layout=layout)), None) is None
+
+    named: list[str] = []
+    for_this_role: list[str] = []  # where others cannot lie so, and could not before
+    for layout in islice(nearest_layouts(seat.layout, seat.numbers, seat.num_ranks, fits), NUM_TRIED):
+        words = words_of(seat, layout)
+        still_failing = trial(words)
+        if not still_failing:
+            named.append(" ".join(words))
+        elif still_failing <= failing - {seat.role}:
+            for_this_role.append(" ".join(words))
+        if len(named) == NUM_NAMED:
+            break
+    near = named or for_this_role[:NUM_NAMED]
+    return f"; nearest: {', or '.join(near)}" if near else ""
+
+
+def words_of(seat: Seat, layout: Layout) -> list[str]:
+    """What to type for another layout.  Example: ["actor.megatron.tensor_model_parallel_size=4"]."""
+    return [
+        f"{seat.role}.megatron.{key}={show(getattr(layout, field))}"
+        for field, key in KEYS.items()
+        if getattr(layout, field) != getattr(seat.layout, field)
+    ]

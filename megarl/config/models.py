@@ -1,0 +1,126 @@
+"""What is known of each role's model before it is loaded: the numbers of its config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
+from megarl.config.settings import show
+from megarl.layout import ModelNumbers, numbers_of
+
+# Where a preset and the folder differ in one of these, one of them is another model.
+SHAPE = (
+    "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "vocab_size tie_word_embeddings num_experts num_local_experts n_routed_experts n_shared_experts "
+    "num_experts_per_tok moe_intermediate_size first_k_dense_replace q_lora_rank kv_lora_rank qk_rope_head_dim "
+    "qk_nope_head_dim v_head_dim"
+)
+_ROUND, _MOST_PADDING = 64, 512  # vocabularies are padded to multiples of the first, seldom by more than the second
+
+
+def group_of(role: str) -> str:
+    """The group of keys that names a role's model: "model" or "critic.model"."""
+    return "model" if role == "actor" else f"{role}.model"
+
+
+def model_config(config: Config, role: str) -> dict[str, Any]:
+    """config.json of a role's model: of its folder where that is there, else what model.config says; {} for neither."""
+    node = _node(config, role)
+    file = _file(node.path)
+    if file is None:
+        return node.config
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{group_of(role)}.path={node.path}: its config.json cannot be read ({error})") from None
+    return found
+
+
+def has_folder(config: Config, role: str) -> bool:
+    """Is the config.json of a role's model there?"""
+    return _file(_node(config, role).path) is not None
+
+
+def model_numbers(config: Config, role: str) -> ModelNumbers:
+    """What a layout of the role must fit."""
+    return numbers_of(model_config(config, role))
+
+
+def contradictions(config: Config, role: str) -> Iterator[str]:
+    """Where model.config and the folder are two models."""
+    node, found = _node(config, role), model_config(config, role)
+    for key in SHAPE.split():
+        given = node.config.get(key)
+        if key in found and given is not None and found[key] != given:
+            said = f"the config.json of {group_of(role)}.path={node.path} says {show(found[key])}"
+            yield f"{group_of(role)}.config.{key}={show(given)}: {said}; want the same, or another model"
+            return
+
+
+def vocabularies(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
+    """Critic and reference read the actor's tokens; a vocabulary may be smaller by what is only padding.
+
+    Qwen2.5 has one tokenizer of 151,665 tokens, and models with 151,936 and with 152,064 rows for them.
+    """
+    ours = model_numbers(config, "actor").vocab_size
+    for role in roles:
+        theirs = model_numbers(config, role).vocab_size
+        if ours is None or theirs is None or theirs == ours:
+            continue
+        said = f"its vocabulary has {theirs} tokens, and that of model.path={config.model.path} has {ours}"
+        if role == "ref" and config.full_kl:
+            yield f"ref.model.path={config.ref.model.path}: {said}; {config.full_kl} wants the same number"
+        elif theirs < ours and not _is_padding(config, theirs, ours):
+            yield f"{role}.model.path={_node(config, role).path}: {said}; want a model that knows them all"
+
+
+def _is_padding(config: Config, smaller: int, larger: int) -> bool:
+    """Is no token of the tokenizer beyond the smaller vocabulary?  Where it is not here, it is asked when it is loaded.
+
+    Until then two round numbers close to each other are taken for one vocabulary.
+    """
+    highest = _highest_id(Path(config.model.tokenizer_path) / "tokenizer.json")
+    if highest is not None:
+        return highest < smaller
+    return smaller % _ROUND == larger % _ROUND == 0 and larger - smaller <= _MOST_PADDING
+
+
+def _highest_id(file: Path) -> int | None:
+    try:
+        found = json.loads(file.read_text())
+        return max([*found["model"]["vocab"].values(), *(token["id"] for token in found.get("added_tokens") or ())])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or of a kind that has no such table
+        return None
+
+
+def lengths(config: Config, roles: tuple[str, ...], command: str) -> Iterator[str]:
+    """The longest sequence against the positions that a model knows."""
+    for role in roles:
+        known = model_numbers(config, role).max_position_embeddings
+        name, longest = longest_sequence(config, command)
+        if known is not None and longest > known:
+            said = f"{group_of(role)}.path={_node(config, role).path} knows {known} positions"
+            yield f"{name}={longest}: {said} (max_position_embeddings); want at most {known}"
+
+
+def longest_sequence(config: Config, command: str) -> tuple[str, int]:
+    """Its keys and its length, in tokens."""
+    if command == "sft":
+        return "sft.max_length", config.sft.max_length
+    return (
+        "data.max_prompt_length + data.max_response_length",
+        config.data.max_prompt_length + config.data.max_response_length,
+    )
+
+
+def _node(config: Config, role: str) -> Any:
+    return config.model if role == "actor" else getattr(config, role).model
+
+
+def _file(path: str) -> Path | None:
+    file = Path(path) / "config.json"
+    return file if path and file.is_file() else None

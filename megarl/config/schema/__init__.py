@@ -1,0 +1,55 @@
+"""Every key of a run, with its type, its default and its meaning: one dataclass per group.
+
+A default written `II("other.key")` follows that key unless it is set; null on the command line or in a file means
+"follow" for such a key.  `load_config` and `resolved` put the final values in, so that readers see plain numbers.
+Sizes of batches count prompts unless the comment says otherwise; a length counts tokens; `_s` is seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megarl.config.names import ESTIMATORS_WITHOUT_CRITIC, FULL_KL
+from megarl.config.schema.algorithm import Algorithm
+from megarl.config.schema.data import Data, Reward, Sft
+from megarl.config.schema.megatron import Megatron
+from megarl.config.schema.optim import Optim
+from megarl.config.schema.roles import Actor, Critic, Model, Ref
+from megarl.config.schema.rollout import Rollout
+from megarl.config.schema.trainer import Trainer
+
+__all__ = ["Algorithm", "Config", "Megatron", "Optim"]
+
+
+@dataclass
+class Config:
+    """A whole run.  Example: config.actor.optim.lr, config.trainer.run_dir."""
+
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    actor: Actor = field(default_factory=Actor)
+    critic: Critic = field(default_factory=Critic)
+    ref: Ref = field(default_factory=Ref)
+    rollout: Rollout = field(default_factory=Rollout)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    reward: Reward = field(default_factory=Reward)
+    trainer: Trainer = field(default_factory=Trainer)
+    sft: Sft = field(default_factory=Sft)
+
+    @property
+    def uses_critic(self) -> bool:
+        """Does the advantage estimator need values?  Of a plug-in's nobody knows before it is loaded: it may."""
+        return self.algorithm.adv_estimator not in ESTIMATORS_WITHOUT_CRITIC
+
+    @property
+    def uses_reference(self) -> bool:
+        """Is there a KL term, in the loss or in the reward?"""
+        return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def full_kl(self) -> str:
+        """The setting that compares whole distributions of actor and reference, token for token; "" where none does."""
+        if self.actor.use_kl_loss and self.actor.kl_loss_type in FULL_KL:
+            return f"actor.kl_loss_type={self.actor.kl_loss_type}"
+        in_reward = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty in FULL_KL
+        return f"algorithm.kl_penalty={self.algorithm.kl_penalty}" if in_reward else ""

@@ -1,0 +1,44 @@
+"""A run's length, place and books."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Trainer:
+    project_name: str = "megarl"  # for the trackers
+    experiment_name: str = "run"  # the run's folder inside default_local_dir
+    default_local_dir: str = "runs"  # where runs are written
+    total_training_steps: int | None = None  # iterations; null = total_epochs
+    total_epochs: int = 1  # passes over the prompts
+    nnodes: int = 1  # machines
+    node_rank: int = 0  # which of them this is
+    master_addr: str = "127.0.0.1"  # address of machine 0, where the others find the run
+    master_port: int = 29500  # its port
+    n_gpus_per_node: int = 1  # training ranks per machine; processes, where there is no GPU
+    device: str = "auto"  # auto | cpu | cuda
+    logger: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # console jsonl tensorboard wandb
+    save_freq: int = -1  # iterations between checkpoints; -1 = none
+    test_freq: int = -1  # iterations between evaluations; -1 = none
+    val_before_train: bool = True  # evaluate before the first iteration
+    resume_mode: str = "auto"  # auto (the newest checkpoint of this run) | disable | folder of a checkpoint
+    critic_warmup: int = 0  # iterations in which only the critic learns
+    seed: int = 0  # of everything random: weights, order of the data, completions
+    check_export: bool = False  # at the end, score the written hf/ with transformers' own generation too (small models)
+    max_checkpoints_to_keep: int = 2  # older ones are removed
+    prepare: str | None = None  # module whose prepare(config) makes the model folder when it is missing
+    max_restarts: int = 0  # how often ranks that failed are started again, from the last checkpoint
+    check_only: bool = False  # print how everything lies over the ranks, and end
+    call_timeout_s: float = 600.0  # a call to the ranks that takes longer stops the run
+
+    @property
+    def num_ranks(self) -> int:
+        """Training ranks over all machines."""
+        return self.nnodes * self.n_gpus_per_node
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder everything about this run is written to."""
+        return Path(self.default_local_dir) / self.experiment_name

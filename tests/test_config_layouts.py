@@ -1,0 +1,323 @@
+"""Roles over ranks: each impossible combination is one sentence, and the layouts that it names pass the checks."""
+
+import re
+from copy import deepcopy
+
+import pytest
+import yaml
+from config_helpers import BASE, DENSE, EXPERTS, load, refusal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config import Config, ConfigError, load_config, resolved
+from megarl.config.layouts import check_layouts, failing_roles
+from megarl.config.nearest import divisors, nearest_numbers
+
+ON_8 = ("trainer.n_gpus_per_node=8", "rollout.n=2")
+ACTOR = "actor.megatron"
+
+# Short names of the keys, for the tests below.
+KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+    "sp": "sequence_parallel",
+}
+
+
+def words(text: str, role: str = "actor") -> list[str]:
+    """Example: "tp=2 pp=4" -> ["actor.megatron.tensor_model_parallel_size=2", ...]; whole keys stay as they are."""
+    pairs = [word.split("=", 1) for word in text.split()]
+    return [f"{role}.megatron.{KEYS[key]}={value}" if key in KEYS else f"{key}={value}" for key, value in pairs]
+
+
+def short(text: str) -> str:
+    """A sentence with the short names."""
+    for key, name in KEYS.items():
+        text = re.sub(rf"(?<![\w]){name}\b", key, text)
+    return text
+
+
+def named(sentence: str) -> list[list[str]]:
+    """The layouts that a refusal names, as words to type."""
+    _, found, tail = sentence.partition("; nearest: ")
+    return [near.split() for near in tail.split(", or ")] if found else []
+
+
+@pytest.mark.parametrize(
+    ("model", "typed", "told"),
+    [
+        (
+            DENSE,
+            "tp=8",
+            "actor.megatron.tp=8 does not divide the model's num_key_value_heads=4; nearest: actor.megatron.tp=4, or "
+            "actor.megatron.tp=2, or actor.megatron.tp=1",
+        ),
+        (
+            DENSE,
+            "tp=3",
+            "actor.megatron.tp=3 does not divide the model's num_attention_heads=8; nearest: actor.megatron.tp=4, or "
+            "actor.megatron.tp=2, or actor.megatron.tp=1",
+        ),
+        (
+            DENSE,
+            "pp=8",
+            "actor.megatron.pp=8 does not divide the model's num_hidden_layers=12; nearest: actor.megatron.pp=4, or "
+            "actor.megatron.last=5, or ",
+        ),
+        (DENSE, "pp=4 vpp=2", "actor.megatron.vpp=2 does not divide the 3 layers of a pipeline rank; nearest: "),
+        (DENSE, "pp=4 first=4", "first=4: 8 of the model's num_hidden_layers=12 are left for the other 3 pipeline"),
+        (DENSE, "vpp=2", "actor.megatron.vpp=2: there is one pipeline rank; want pp above 1, or null or 1; nearest: "),
+        (DENSE, "first=6", "actor.megatron.first=6: there is one pipeline rank; want pp above 1, or null; nearest: "),
+        (DENSE, "ep=2", "actor.megatron.ep=2: the model has no experts; want 1; nearest: actor.megatron.ep=1"),
+        (DENSE, "tp=2 etp=1", "actor.megatron.etp=1: the model has no experts; want 2, as tp; nearest: "),
+        (DENSE, "sp=true", "actor.megatron.sp=true: want tp above 1, or false; nearest: actor.megatron.sp=false"),
+        (EXPERTS, "ep=3", "actor.megatron.ep=3 does not divide the model's number of experts=8; nearest: actor.megatr"),
+        (EXPERTS, "etp=5", "actor.megatron.etp=5 does not divide the model's intermediate size of an expert=24"),
+        (
+            EXPERTS,
+            "tp=2",
+            "actor.megatron.sp=false: a model with experts is trained over tp=2 in no other way; want true; nearest: "
+            "actor.megatron.sp=true, or actor.megatron.tp=1",
+        ),
+        ("", "tp=3 pp=2", "actor.megatron.tp=3: tp*pp*cp = 3*2*1 = 6 does not divide 8 ranks of the actor; nearest: "),
+        ("", "cp=5", "actor.megatron.cp=5: tp*pp*cp = 1*1*5 = 5 does not divide 8 ranks of the actor; nearest: "),
+        ("", "tp=2 ep=8", "actor.megatron.ep=8: ep*etp*pp = 8*2*1 = 16 does not divide 8 ranks of the actor; nearest"),
+        (
+            "",
+            "data.train_batch_size=3",
+            "actor.ppo_mini_batch_size=3: 6 sequences cannot keep 8 data-parallel ranks of the actor busy; want at "
+            "least 4; nearest: actor.megatron.tp=2, or ",
+        ),
+        (
+            "",
+            "actor.ppo_micro_batch_size=12",
+            "actor.ppo_micro_batch_size=12: want a multiple of the 8 data-parallel ranks of the actor, as 8 or 16; "
+            "nearest: actor.megatron.tp=2, or ",
+        ),
+        (
+            DENSE,
+            "pp=4 actor.megatron.recompute_granularity=full actor.megatron.recompute_method=uniform "
+            "actor.megatron.recompute_num_layers=2",
+            "actor.megatron.recompute_num_layers=2: recompute_method=uniform cuts the 3 layers of a stage; want 3 or 1",
+        ),
+        (
+            "",
+            "pp=2 actor.strategy=fsdp",
+            "actor.megatron.pp=2: actor.strategy=fsdp has no pipeline; want 1; nearest: actor.megatron.pp=1",
+        ),
+        (
+            EXPERTS,
+            "ep=8 actor.strategy=fsdp",
+            "actor.megatron.ep=8: actor.strategy=fsdp wants two ranks that share each expert; nearest: "
+            "actor.megatron.ep=4",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_be_is_told_with_the_nearest_that_can(model: str, typed: str, told: str) -> None:
+    base = [*ON_8, *([model] if model else [])]
+    sentence = refusal(*base, *words(typed))
+    assert told in short(sentence)
+    assert named(sentence), sentence
+    for near in named(sentence):
+        load(*base, *words(typed), *near)
+
+
+def test_an_odd_number_of_layers_is_cut_by_a_shorter_last_stage() -> None:
+    deepseek = "model.config={num_hidden_layers:61,num_attention_heads:128}"
+    sentence = refusal(*ON_8, deepseek, *words("pp=4"))
+    assert f"{ACTOR}.num_layers_in_last_pipeline_stage=13" in named(sentence)[0] + named(sentence)[1]
+    load(*ON_8, deepseek, *words("pp=4 last=13"))
+
+
+def test_a_layout_is_named_only_if_it_suits_the_roles_that_follow() -> None:
+    critic = ("critic.model.path=n", "critic.model.config={num_attention_heads:2}")
+    sentence = refusal(*ON_8, DENSE, *critic, *words("tp=8"))
+    assert short(sentence).endswith("nearest: actor.megatron.tp=2, or actor.megatron.tp=1")
+    own = words("tp=3", "critic")
+    assert "nearest: actor.megatron.tp=4, or " in short(refusal(*ON_8, DENSE, *critic, *words("tp=8"), *own))
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("critic.first_rank=8", "critic.first_rank=8: the trainer has 8 ranks; want at most 7"),
+        (
+            "critic.first_rank=6 critic.num_ranks=4",
+            "critic.num_ranks=4: from rank 6 on the trainer has 8 ranks, 2 of them; want 2",
+        ),
+        ("actor.num_ranks=0", "actor.num_ranks=0: want at least 1"),
+        ("actor.first_rank=-1", "actor.first_rank=-1: want a number of at least 0"),
+        ("actor.strategy=none", "actor.strategy=none: want megatron or fsdp, because there are 8 ranks"),
+    ],
+)
+def test_ranks_that_are_not_there_are_refused(typed: str, told: str) -> None:
+    assert refusal(*ON_8, *typed.split()).startswith(told)
+
+
+def test_a_role_may_have_ranks_of_its_own() -> None:
+    config = load(*ON_8, "actor.num_ranks=4", "critic.first_rank=4", *words("tp=2", "critic"))
+    assert [(r.first_rank, r.num_ranks) for r in (config.actor, config.critic, config.ref)] == [(0, 4), (4, 4), (0, 4)]
+    assert load(*ON_8, "critic.first_rank=4").critic.num_ranks == 4
+    assert load(*ON_8).actor.num_ranks == 8
+    load(*ON_8, "critic.first_rank=7", "critic.strategy=none")
+
+
+def test_the_ranks_of_a_role_are_what_its_layout_must_divide() -> None:
+    assert "tp*pp*cp = 8*1*1 = 8 does not divide 4 ranks of the critic" in refusal(
+        *ON_8, "critic.num_ranks=4", *words("tp=8", "critic")
+    )
+
+
+def test_the_critic_follows_the_cut_of_a_pipeline_only_where_it_has_one() -> None:
+    config = load(*ON_8, DENSE, *words("pp=4 first=2 last=2 tp=2"), *words("pp=2", "critic"))
+    assert config.critic.megatron.num_layers_in_first_pipeline_stage is None
+    assert config.ref.megatron.num_layers_in_first_pipeline_stage == 2
+    assert resolved(config) == config
+    one = load(*ON_8, DENSE, *words("pp=2 vpp=3"), *words("pp=1", "critic"))
+    assert one.critic.megatron.virtual_pipeline_model_parallel_size is None
+    assert one.ref.megatron.virtual_pipeline_model_parallel_size == 3
+
+
+def test_a_role_that_is_not_there_is_not_asked() -> None:
+    load(*ON_8, DENSE, "algorithm.adv_estimator=grpo", *words("tp=4"))
+    with pytest.raises(ConfigError, match="does not divide"):
+        load_config([*BASE, *ON_8, DENSE, *words("tp=8", "critic")])
+    load_config(["sft.train_files=a", "model.path=m", DENSE, "trainer.n_gpus_per_node=4"], command="sft")
+
+
+def test_sft_asks_for_a_batch_that_feeds_every_replica() -> None:
+    with pytest.raises(ConfigError, match=r"^sft.batch_size=2: 2 sequences cannot keep 4 data-parallel ranks"):
+        load_config(
+            ["sft.train_files=a", "model.path=m", "trainer.n_gpus_per_node=4", "sft.batch_size=2"], command="sft"
+        )
+
+
+def test_a_node_that_only_joins_asks_for_nothing_but_its_place() -> None:
+    config, _ = load_config(["trainer.nnodes=2", "trainer.node_rank=1", *words("tp=64")], command="node")
+    assert config.trainer.node_rank == 1
+    with pytest.raises(ConfigError, match=r"^trainer.node_rank=2: want less than trainer.nnodes=2"):
+        load_config(["trainer.nnodes=2", "trainer.node_rank=2"], command="node")
+
+
+# ---- any layout of any model
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, int]:
+    heads = draw(st.sampled_from([4, 6, 8, 12, 16]))
+    numbers = {
+        "num_hidden_layers": draw(st.integers(2, 13)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw(st.sampled_from(divisors(heads))),
+        "intermediate_size": draw(st.sampled_from([48, 64, 100])),
+        "vocab_size": draw(st.integers(50, 60)),
+    }
+    if draw(st.booleans()):
+        numbers |= {"num_experts": draw(st.sampled_from([4, 6, 8])), "moe_intermediate_size": 24}
+    return numbers
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> dict[str, int | bool]:
+    chosen: dict[str, int | bool] = {"tp": draw(SIZES), "pp": draw(SIZES), "cp": draw(SIZES)}
+    for key in ("vpp", "ep", "etp", "first", "last"):
+        if draw(st.integers(0, 3)) == 0:
+            chosen[key] = draw(SIZES)
+    chosen["sp"] = draw(st.booleans())
+    return chosen
+
+
+def divides(numbers: dict[str, int], config: Config) -> None:
+    """What the checks promise, written out."""
+    layout, num_ranks = config.actor.megatron, config.trainer.num_ranks
+    tp, pp, cp = (getattr(layout, KEYS[key]) for key in ("tp", "pp", "cp"))
+    ep, vpp = (getattr(layout, KEYS[key]) or 1 for key in ("ep", "vpp"))
+    etp = layout.expert_tensor_parallel_size or tp
+    assert num_ranks % (tp * pp * cp) == num_ranks % (ep * etp * pp) == 0
+    assert config.data.train_batch_size >= num_ranks // (tp * pp * cp)
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        assert numbers[name] % tp == 0
+    if "num_experts" in numbers:
+        assert numbers["num_experts"] % ep == numbers["moe_intermediate_size"] % etp == 0
+        assert tp == 1 or layout.sequence_parallel
+    else:
+        assert ep == 1
+    assert not (layout.sequence_parallel and tp == 1)
+    layers, ends = numbers["num_hidden_layers"], (getattr(layout, KEYS["first"]), getattr(layout, KEYS["last"]))
+    uneven = [stage for stage in ends if stage is not None]
+    others = pp - len(uneven)
+    rest = layers - sum(uneven)
+    stages = [*uneven, *([rest // others] * others if others else [])]
+    assert sum(stages) == layers
+    assert len(stages) == pp
+    assert all(stage % vpp == 0 and stage > 0 for stage in stages)
+    assert pp > 1 or vpp == 1
+
+
+PLAIN = resolved(Config())
+
+
+def with_words(config: Config, words: list[str]) -> Config:
+    """The configuration with these words typed as well, as all three roles follow the actor."""
+    changed = deepcopy(config)
+    for word in words:
+        key, value = word.removeprefix("actor.megatron.").split("=")
+        for role in (changed.actor, changed.critic, changed.ref):
+            setattr(role.megatron, key, yaml.safe_load(value))
+    return changed
+
+
+def check(config: Config) -> None:
+    def trial(words: list[str]) -> set[str]:
+        return failing_roles(with_words(config, words), "train")
+
+    check_layouts(config, "train", trial)
+
+
+@settings(max_examples=100)
+@given(models(), layouts(), st.sampled_from([1, 2, 4, 6, 8, 12, 16, 24]), st.sampled_from([1, 4, 32]))
+def test_a_layout_that_passes_divides_everywhere_and_those_named_otherwise_pass(
+    numbers: dict[str, int], layout: dict[str, int | bool], num_ranks: int, prompts: int
+) -> None:
+    config = with_words(PLAIN, words(" ".join(f"{key}={str(value).lower()}" for key, value in layout.items())))
+    config.model.config = config.critic.model.config = numbers
+    config.trainer.n_gpus_per_node = config.actor.num_ranks = config.critic.num_ranks = num_ranks
+    config.data.train_batch_size = config.actor.ppo_mini_batch_size = config.critic.ppo_mini_batch_size = prompts
+    try:
+        check(config)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        near = named(str(error))
+        assert near, error
+        for other in near:
+            check(with_words(config, other))
+            divides(numbers, with_words(config, other))
+        return
+    divides(numbers, config)
+
+
+def test_a_stage_without_experts_is_refused_before_anything_starts() -> None:
+    """Layers 0 to 5 of 12 are dense: half a pipeline of them has no experts to deal."""
+    half = f"{EXPERTS[:-1]},mlp_only_layers:[0,1,2,3,4,5]}}"
+    told = refusal(half, *ON_8, *words("pp=2 ep=2"))
+    assert told.startswith(
+        f"{ACTOR}.pipeline_model_parallel_size=2: stage 0 would hold no experts, which expert_model_parallel_size=2 "
+        "does not train; want fewer stages, or 1; nearest: "
+    )
+    for other in named(told):
+        load(half, *ON_8, *words("pp=2 ep=2"), *other)
+    load(half, *ON_8, *words("pp=2"))
+    load(EXPERTS, *ON_8, *words("pp=2 ep=2"))
+
+
+def test_numbers_that_are_near_are_so_by_their_ratio() -> None:
+    assert nearest_numbers(100, divisors(256)) == [128, 64]
+    assert nearest_numbers(3, [1, 2, 4, 8], 3) == [4, 2, 8]

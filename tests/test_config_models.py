@@ -1,0 +1,121 @@
+"""What is known of the models before they are loaded: config.json, a preset's numbers, lengths and vocabularies."""
+
+import json
+from pathlib import Path
+
+from config_helpers import DENSE, load, refusal
+
+from megarl.config import from_yaml, model_config, to_yaml
+
+
+def folder(path: Path, **numbers: object) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(numbers))
+    return str(path)
+
+
+def test_the_folder_counts_and_else_what_the_configuration_says(tmp_path: Path) -> None:
+    there = folder(tmp_path / "m", num_hidden_layers=3)
+    assert model_config(load(f"model.path={there}"), "actor") == {"num_hidden_layers": 3}
+    assert model_config(load("model.config.num_hidden_layers=4"), "actor") == {"num_hidden_layers": 4}
+    assert model_config(load(), "actor") == {}
+
+
+def test_another_path_is_another_model(tmp_path: Path) -> None:
+    own = folder(tmp_path / "m", num_hidden_layers=3)
+    config = load(DENSE, f"critic.model.path={own}", "ref.model.path=elsewhere", "actor.use_kl_loss=true")
+    assert model_config(config, "critic") == {"num_hidden_layers": 3}
+    assert model_config(config, "ref") == {}
+    assert model_config(load(DENSE), "critic") == model_config(load(DENSE), "actor")
+
+
+def test_what_is_nested_in_config_json_stays_so() -> None:
+    config = load("model.config={rope_scaling:{type:yarn,factor:4.0},layer_types:[a,b],sliding_window:null}")
+    assert config.model.config == {
+        "rope_scaling": {"type": "yarn", "factor": 4.0},
+        "layer_types": ["a", "b"],
+        "sliding_window": None,
+    }
+    assert load("model.config.rope_scaling.factor=4").model.config == {"rope_scaling": {"factor": 4}}
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_a_folder_and_a_configuration_that_disagree_are_refused(tmp_path: Path) -> None:
+    there = folder(tmp_path / "m", num_hidden_layers=3, rms_norm_eps=1e-5)
+    (tmp_path / "a.yaml").write_text(
+        f"model: {{path: {there}, config: {{num_hidden_layers: 4, rms_norm_eps: 1.0e-6}}}}"
+    )
+    assert refusal(f"recipe={tmp_path}/a.yaml", f"model.path={there}") == (
+        f"model.config.num_hidden_layers=4: the config.json of model.path={there} says 3; want the same, or another "
+        "model"
+    )
+    (tmp_path / "b.yaml").write_text(
+        f"model: {{path: {there}, config: {{num_hidden_layers: 3, rms_norm_eps: 1.0e-6}}}}"
+    )
+    load(f"recipe={tmp_path}/b.yaml", f"model.path={there}")
+    assert "the config.json in model.path" in refusal(f"model.path={there}", "model.config.num_hidden_layers=3")
+
+
+def test_a_config_json_that_is_none_is_refused(tmp_path: Path) -> None:
+    there = folder(tmp_path / "m")
+    Path(there, "config.json").write_text("{")
+    assert refusal(f"model.path={there}").startswith(f"model.path={there}: its config.json cannot be read")
+
+
+def test_the_longest_sequence_must_be_known_to_every_model(tmp_path: Path) -> None:
+    assert refusal(DENSE, "data.max_response_length=1025") == (
+        "data.max_prompt_length + data.max_response_length=2049: model.path=m knows 2048 positions "
+        "(max_position_embeddings); want at most 2048"
+    )
+    load(DENSE, "data.max_response_length=1024")
+    short = folder(tmp_path / "m", max_position_embeddings=1000)
+    assert f"critic.model.path={short} knows 1000 positions" in refusal(f"critic.model.path={short}")
+    assert "sft.max_length=3000: model.path=m knows 2048" in refusal(
+        "sft.train_files=a", DENSE, "sft.max_length=3000", command="sft"
+    )
+    assert "response_length=2049" in refusal(
+        "data.val_files=a", DENSE, "data.max_response_length=1025", command="evaluate"
+    )
+
+
+def vocabulary(size: int) -> str:
+    return f"model.config={{vocab_size:{size}}}"
+
+
+def test_a_vocabulary_may_be_smaller_by_its_padding(tmp_path: Path) -> None:
+    """Qwen2.5-7B and 1.5B have one tokenizer, and rows for 152,064 and for 151,936 tokens."""
+    critic = folder(tmp_path / "critic", vocab_size=151936)
+    load(vocabulary(152064), f"critic.model.path={critic}")
+    less = folder(tmp_path / "less", vocab_size=151000)
+    assert "has 151000 tokens" in refusal(vocabulary(152064), f"critic.model.path={less}")
+    far = folder(tmp_path / "far", vocab_size=128256)
+    assert "has 128256 tokens" in refusal(vocabulary(152064), f"critic.model.path={far}")
+
+
+def test_the_tokenizer_says_what_is_padding(tmp_path: Path) -> None:
+    critic, there = folder(tmp_path / "critic", vocab_size=128), folder(tmp_path / "tokenizer")
+    words = [vocabulary(192), f"critic.model.path={critic}", f"model.tokenizer_path={there}"]
+    found = {"model": {"vocab": {"a": 0, "b": 126}}, "added_tokens": [{"id": 127}]}
+    Path(there, "tokenizer.json").write_text(json.dumps(found))
+    load(*words)
+    found["added_tokens"] = [{"id": 128}]
+    Path(there, "tokenizer.json").write_text(json.dumps(found))
+    assert refusal(*words).startswith(f"critic.model.path={critic}: its vocabulary has 128 tokens")
+
+
+def test_a_full_kl_wants_a_reference_of_the_same_vocabulary(tmp_path: Path) -> None:
+    for size in (151936, 152192):
+        other = folder(tmp_path / f"ref_{size}", vocab_size=size)
+        words = [vocabulary(152064), f"ref.model.path={other}", "actor.use_kl_loss=true"]
+        load(*words)
+        assert f"ref.model.path={other}: its vocabulary has {size} tokens" in refusal(*words, "actor.kl_loss_type=full")
+
+
+def test_critic_and_reference_must_know_the_actors_tokens(tmp_path: Path) -> None:
+    small = folder(tmp_path / "m", vocab_size=119)
+    assert refusal(DENSE, f"critic.model.path={small}") == (
+        f"critic.model.path={small}: its vocabulary has 119 tokens, and that of model.path=m has 120; want a model "
+        "that knows them all"
+    )
+    larger = folder(tmp_path / "l", vocab_size=121)
+    load(DENSE, f"ref.model.path={larger}", "actor.use_kl_loss=true")

@@ -1,0 +1,162 @@
+"""The rollout servers: whether they can hold the policy, and where they stand."""
+
+import pytest
+from config_helpers import DENSE, EXPERTS, load, refusal
+
+from megarl.config.servers import EP, TP, placements, server_misfits
+from megarl.layout import ModelNumbers
+
+SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
+
+
+@pytest.mark.parametrize(
+    ("model", "typed", "told"),
+    [
+        (
+            DENSE,
+            f"{TP}=3",
+            f"{TP}=3 does not divide the model's num_attention_heads=8; nearest: {TP}=4, or {TP}=2, or {TP}=8",
+        ),
+        (DENSE, f"{TP}=2 {EP}=2", f"{EP}=2: the model has no experts; want 1; nearest: {EP}=1"),
+        (EXPERTS, f"{TP}=4 {EP}=3", f"{EP}=3 does not divide {TP}=4; nearest: {EP}=4, or {EP}=2, or {EP}=1"),
+        (
+            EXPERTS.replace("intermediate_size:96", "intermediate_size:100"),
+            f"{TP}=8",
+            f"{TP}=8 does not divide the model's intermediate_size=100; nearest: {TP}=4, or {TP}=2, or {TP}=1",
+        ),
+        ("rollout.n=1", f"{TP}=2 {EP}=4", f"{EP}=4 does not divide {TP}=2"),
+        ("rollout.n=1", "rollout.memory_fraction=1", "rollout.memory_fraction=1.0: want a number between 0 and 1"),
+        (
+            "rollout.placement=shared",
+            "rollout.ahead=1",
+            "rollout.ahead=1: with rollout.placement=shared the servers sleep while the trainer works; want 0, or",
+        ),
+        (
+            "rollout.placement=shared",
+            f"{TP}=2 rollout.num_servers=5",
+            "rollout.num_servers=5: rollout.placement=shared leaves servers of 2 GPUs, from GPU 0 of 1 x 8 on, room "
+            "for 4; want at most 4",
+        ),
+        (
+            "rollout.placement=shared trainer.nnodes=2",
+            f"{TP}=8 rollout.num_servers=2 rollout.first_gpu=1",
+            "from GPU 1 of 2 x 8 on, room for 0; want rollout.tensor_model_parallel_size of at most 7",
+        ),
+        ("rollout.placement=shared", f"{TP}=16", f"room for 0; want {TP} of at most 8"),
+        (
+            "rollout.placement=shared",
+            f"{TP}=3",
+            f"{TP}=3: such servers do not fill machines of trainer.n_gpus_per_node=8 evenly; want 4 or 2 or 8",
+        ),
+        ("rollout.placement=near", "rollout.n=1", "rollout.placement=near: want one of separate, shared"),
+        (
+            "rollout.n=1",
+            "rollout.urls=[http://a]",
+            "rollout.urls=[http://a]: http://a is no server; want http://host:p",
+        ),
+        ("rollout.n=1", "rollout.urls=['http://a:x']", "http://a:x is no server"),
+        ("rollout.n=1", "rollout.urls=['http://a:1','http://a:1']", "want each server once"),
+        ("rollout.placement=shared", "rollout.urls=['http://a:1']", "rollout.urls names servers that run elsewhere"),
+        (
+            "rollout.placement=separate",
+            "rollout.first_gpu=7",
+            "rollout.first_gpu=7: GPUs 0 to 7 of each machine are the trainer's, and rollout.placement=separate; want "
+            "null or at least 8, rollout.placement=shared, or rollout.memory_fraction up to 0.5",
+        ),
+        ("rollout.memory_fraction=0.85", "rollout.first_gpu=0", "rollout.first_gpu=0: GPUs 0 to 7 of each machine are"),
+        (
+            "trainer.nnodes=2",
+            f"{TP}=16",
+            f"{TP}=16: rollout.placement=separate puts servers behind the trainer's GPUs, and GPU 23 is on no machine; "
+            "want rollout.placement=shared, fewer or smaller ones, or rollout.urls",
+        ),
+        ("trainer.nnodes=2", f"{TP}=4 rollout.num_servers=6", "rollout.num_servers=6: rollout.placement=separate puts"),
+        ("rollout.n=1", "rollout.start_timeout_s=0", "rollout.start_timeout_s=0.0: want a number above 0"),
+    ],
+)
+def test_servers_that_cannot_be_are_told(model: str, typed: str, told: str) -> None:
+    assert told in refusal(*SGLANG, *model.split(), *typed.split())
+
+
+def test_wider_servers_on_shared_gpus_are_fewer() -> None:
+    shared = (*SGLANG, DENSE.replace("heads:8", "heads:28"), "rollout.placement=shared", "rollout.num_servers=8")
+    told = refusal(*shared, f"{TP}=8")
+    near = told.partition("; nearest: ")[2].split(", or ")
+    assert near == [f"{TP}=4 rollout.num_servers=2", f"{TP}=2 rollout.num_servers=4", f"{TP}=1"]
+    for words in near:
+        load(*shared, *words.split())
+
+
+def test_the_cpu_engine_is_one_process() -> None:
+    for key in (TP, EP):
+        assert refusal(f"{key}=2") == f"{key}=2: want 1, because rollout.engine=cpu is one process"
+    assert refusal("rollout.router=true").startswith("rollout.router=true: rollout.engine=cpu has no router")
+
+
+def test_servers_may_be_wider_than_keys_and_values_and_than_a_machine() -> None:
+    load(*SGLANG, DENSE, f"{TP}=8")
+    load(*SGLANG, "trainer.nnodes=4", "rollout.placement=shared", f"{TP}=32")
+    load(*SGLANG, EXPERTS, "rollout.placement=shared", f"{TP}=8", f"{EP}=8")
+    load(*SGLANG, "rollout.urls=['http://a:1','http://b:30000/']", "rollout.dtype=bfloat16")
+
+
+def test_servers_apart_stand_behind_the_trainer_or_knowingly_beside_it() -> None:
+    load(*SGLANG, f"{TP}=4", "rollout.num_servers=2")
+    load(*SGLANG, "rollout.first_gpu=0", "rollout.memory_fraction=0.3")
+    load(*SGLANG, "rollout.num_servers=40", "trainer.device=cpu")  # without GPUs there is nothing to run out of
+
+
+def test_an_evaluation_has_all_gpus_for_its_servers() -> None:
+    alone = ("rollout.engine=sglang", "data.val_files=a", "rollout.placement=shared")
+    config = load(*alone, "rollout.num_servers=8", command="evaluate")
+    assert [gpu for _, gpu in placements(config, trains=False)] == list(range(8))
+    wide = load(*alone, "trainer.nnodes=4", "trainer.n_gpus_per_node=8", f"{TP}=16", "rollout.num_servers=2",
+                command="evaluate")  # fmt: skip
+    assert placements(wide, trains=False) == [(range(2), 0), (range(2, 4), 0)]
+    over = (*alone, "trainer.nnodes=2", "trainer.n_gpus_per_node=8")
+    assert refusal(*over, f"{TP}=16", "rollout.num_servers=2", command="evaluate") == (
+        f"{TP}=16: for rollout.num_servers=2 of them trainer.nnodes=2 machines of 8 GPUs have no room, want 4 machines"
+    )
+    assert "want a multiple of 2" in refusal(*over, f"{TP}=9", command="evaluate")
+    assert "rollout.num_servers=9: GPU 17 is on no machine" in refusal(
+        *alone, f"{TP}=2", "rollout.num_servers=9", command="evaluate"
+    )
+
+
+def test_a_latent_is_copied_to_every_rank() -> None:
+    latent = ModelNumbers(num_attention_heads=24, num_key_value_heads=16, kv_latent_size=576)
+    assert not list(server_misfits(latent, 24, 1))
+    told = [sentence for _, sentence in server_misfits(ModelNumbers(num_key_value_heads=16), 24, 1)]
+    assert told == ["24 neither divides the model's num_key_value_heads=16 nor is a multiple of it"]
+
+
+def test_an_expert_is_shared_by_what_is_left() -> None:
+    numbers = ModelNumbers(num_experts=8, expert_intermediate_size=6)
+    assert [sentence for _, sentence in server_misfits(numbers, 8, 2)] == [
+        "8 leaves 4 ranks to an expert, which do not divide its intermediate size=6"
+    ]
+    assert not list(server_misfits(numbers, 8, 4))
+
+
+@pytest.mark.parametrize(
+    ("typed", "because"),
+    [
+        ("rollout.num_servers=2 rollout.urls=['http://a:1']", "rollout.urls names servers that run already"),
+        ("rollout.host=b rollout.urls=['http://a:1']", "rollout.urls names servers that run already"),
+        ("rollout.host=b trainer.nnodes=2", "with trainer.nnodes=2 servers listen at the addresses of their machines"),
+        ("rollout.memory_fraction=0.5", "rollout.engine=cpu uses no GPU"),
+        ("rollout.first_gpu=2", "rollout.engine=cpu uses no GPU"),
+        ("rollout.first_gpu=2 rollout.engine=sglang trainer.device=cpu", "trainer.device=cpu uses no GPU"),
+    ],
+)
+def test_a_typed_key_of_servers_that_would_do_nothing_is_refused(typed: str, because: str) -> None:
+    assert refusal(*typed.split()).startswith(f"{typed.split()[0]}: has no effect, because {because}")
+
+
+def test_servers_that_are_started_apart_take_the_words_of_the_run() -> None:
+    urls = "rollout.urls=['http://a:1']"
+    config = load(*SGLANG, urls, f"{TP}=2", "rollout.first_gpu=4", "rollout.memory_fraction=0.7")
+    assert (
+        load(*SGLANG, urls, f"{TP}=2", "rollout.first_gpu=4", "rollout.memory_fraction=0.7", command="serve") == config
+    )
+    assert refusal(command="serve") == "rollout.urls is not set: `megarl serve` wants at least one http://host:port"

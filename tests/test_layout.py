@@ -1,0 +1,195 @@
+"""Layouts as numbers: what divides what."""
+
+import pytest
+
+from megarl.layout import (
+    KEYS,
+    Layout,
+    ModelNumbers,
+    misfits,
+    numbers_of,
+    padded_vocab_size,
+    rank_misfits,
+    training_misfits,
+)
+
+QWEN = {
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 120,
+    "max_position_embeddings": 2048,
+}
+DEEPSEEK = {
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "max_position_embeddings": 163840,
+    "rope_scaling": {"factor": 40, "original_max_position_embeddings": 4096},
+}
+
+
+SPARSE = QWEN | {"num_experts": 8, "moe_intermediate_size": 32}
+
+
+def untrainable(hf: dict, layout: Layout) -> list[str]:
+    return [misfit.sentence for misfit in training_misfits(numbers_of(hf), layout)]
+
+
+def test_every_stage_of_a_trained_model_with_dealt_experts_has_some() -> None:
+    half = SPARSE | {"mlp_only_layers": [0, 1, 2, 3, 4, 5]}
+    assert untrainable(half, Layout(pp=2, ep=2)) == [
+        "pipeline_model_parallel_size=2: stage 0 would hold no experts, which expert_model_parallel_size=2 does not "
+        "train; want fewer stages, or 1"
+    ]
+    assert not untrainable(half, Layout(pp=2)), "not dealt: each rank has all of them"
+    assert not untrainable(SPARSE, Layout(pp=2, ep=2))
+    assert not untrainable(half, Layout(pp=2, ep=2, vpp=2)), "layers 6 to 8 are the first rank's second piece"
+    assert not untrainable(half, Layout(pp=2, ep=2, first_stage_layers=7))
+    assert not untrainable(QWEN, Layout(pp=2))
+
+
+def test_layers_without_experts_are_those_that_config_json_names_or_steps_over() -> None:
+    assert numbers_of(DEEPSEEK | {"first_k_dense_replace": 3}).dense_layers == (0, 1, 2)
+    assert numbers_of(SPARSE | {"decoder_sparse_step": 4, "mlp_only_layers": [3]}).dense_layers == (
+        0, 1, 2, 3, 4, 5, 6, 8, 9, 10,
+    )  # fmt: skip
+    assert numbers_of(QWEN | {"mlp_only_layers": [3]}).dense_layers == (), "of a model without experts nothing is said"
+
+
+def told(hf: dict, layout: Layout) -> list[str]:
+    return [misfit.sentence for misfit in misfits(numbers_of(hf), layout)]
+
+
+def test_the_keys_are_the_fields() -> None:
+    assert set(KEYS) == set(vars(Layout()))
+
+
+def test_replicas_are_what_is_left_of_the_ranks() -> None:
+    assert Layout(tp=2, pp=2, cp=2).data_parallel_size(16) == 2
+    assert Layout(tp=2, ep=4, etp=1).data_parallel_size(8) == 4, "experts take their ranks from the others"
+    with pytest.raises(ValueError, match=r"^tp\*pp\*cp = 2\*3\*1 = 6 does not divide 8 ranks$"):
+        Layout(tp=2, pp=3).data_parallel_size(8)
+    with pytest.raises(ValueError, match=r"^ep\*etp\*pp = 4\*4\*1 = 16 does not divide 8 ranks$"):
+        Layout(tp=4, ep=4).data_parallel_size(8)
+
+
+def test_the_field_at_fault_is_the_largest_that_was_set() -> None:
+    assert next(rank_misfits(Layout(tp=2, cp=4), 6)).field == "cp"
+    assert [misfit.field for misfit in rank_misfits(Layout(tp=4), 6)] == ["tp", "tp"]
+    assert [misfit.field for misfit in rank_misfits(Layout(etp=4), 6)] == ["etp"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_layers", "chunks"),
+    [
+        (Layout(), 5, (5,)),
+        (Layout(pp=2), 6, (3, 3)),
+        (Layout(pp=2, vpp=3), 6, (1, 1, 1, 1, 1, 1)),
+        (Layout(pp=4, last_stage_layers=13), 61, (16, 16, 16, 13)),
+        (Layout(pp=4, first_stage_layers=3, last_stage_layers=2), 11, (3, 3, 3, 2)),
+        (Layout(pp=2, vpp=2, first_stage_layers=2), 6, (1, 2, 1, 2)),
+        (Layout(pp=2, first_stage_layers=2, last_stage_layers=4), 6, (2, 4)),
+    ],
+)
+def test_layers_lie_over_the_stages_in_turns(layout: Layout, num_layers: int, chunks: tuple[int, ...]) -> None:
+    assert layout.layers_per_chunk(num_layers) == chunks
+    assert sum(chunks) == num_layers
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        (Layout(pp=5), "pipeline_model_parallel_size=5 does not divide the model's num_hidden_layers=12"),
+        (
+            Layout(pp=3, vpp=3),
+            "virtual_pipeline_model_parallel_size=3 does not divide the 4 layers of a pipeline rank",
+        ),
+        (
+            Layout(pp=3, first_stage_layers=3),
+            "num_layers_in_first_pipeline_stage=3: 9 of the model's num_hidden_layers=12 are left for the other 2 "
+            "pipeline ranks; want a multiple of their number",
+        ),
+        (
+            Layout(pp=2, last_stage_layers=12),
+            "num_layers_in_last_pipeline_stage=12: 0 of the model's num_hidden_layers=12 are left for the other "
+            "pipeline rank; want at least 1",
+        ),
+        (
+            Layout(pp=2, first_stage_layers=5, last_stage_layers=5),
+            "num_layers_in_first_pipeline_stage=5 and num_layers_in_last_pipeline_stage=5 are 10 layers on both "
+            "pipeline ranks; want the model's num_hidden_layers=12",
+        ),
+        (
+            Layout(pp=2, vpp=2, first_stage_layers=7),
+            "virtual_pipeline_model_parallel_size=2 does not divide the 5 layers of a pipeline rank",
+        ),
+        (
+            Layout(vpp=2),
+            "virtual_pipeline_model_parallel_size=2: there is one pipeline rank; want pipeline_model_parallel_size "
+            "above 1, or null or 1",
+        ),
+        (
+            Layout(last_stage_layers=2),
+            "num_layers_in_last_pipeline_stage=2: there is one pipeline rank; want pipeline_model_parallel_size "
+            "above 1, or null",
+        ),
+        (Layout(tp=0), "tensor_model_parallel_size=0: want at least 1"),
+        (Layout(sequence_parallel=True), "sequence_parallel=true: want tensor_model_parallel_size above 1, or false"),
+        (Layout(tp=8), "tensor_model_parallel_size=8 does not divide the model's num_key_value_heads=4"),
+        (Layout(ep=2), "expert_model_parallel_size=2: the model has no experts; want 1"),
+        (
+            Layout(tp=2, etp=1),
+            "expert_tensor_parallel_size=1: the model has no experts; want 2, as tensor_model_parallel_size",
+        ),
+    ],
+)
+def test_what_a_dense_model_cannot_is_told(layout: Layout, sentence: str) -> None:
+    assert told(QWEN, layout) == [sentence]
+
+
+def test_experts_and_latents_are_divided_too() -> None:
+    assert not told(DEEPSEEK, Layout(tp=8, pp=4, last_stage_layers=13, ep=32, etp=1))
+    assert told(DEEPSEEK, Layout(ep=48)) == [
+        "expert_model_parallel_size=48 does not divide the model's number of experts=256"
+    ]
+    assert told(DEEPSEEK, Layout(etp=3)) == [
+        "expert_tensor_parallel_size=3 does not divide the model's intermediate size of an expert=2048"
+    ]
+    narrow = DEEPSEEK | {"kv_lora_rank": 508}
+    assert told(narrow, Layout(tp=8)) == [
+        "tensor_model_parallel_size=8 does not divide the model's kv_lora_rank + qk_rope_head_dim=572"
+    ]
+
+
+def test_numbers_are_found_under_every_familys_names() -> None:
+    assert numbers_of(DEEPSEEK).num_experts == numbers_of({"num_experts": 256}).num_experts == 256
+    mixtral = numbers_of({"num_local_experts": 8, "intermediate_size": 32})
+    assert (mixtral.num_experts, mixtral.expert_intermediate_size) == (8, 32)
+    assert numbers_of(DEEPSEEK | {"n_shared_experts": 2}).shared_intermediate_size == 4096
+    assert numbers_of({"num_attention_heads": 8}).num_key_value_heads == 8
+    assert numbers_of({}) == ModelNumbers()
+
+
+def test_a_scaled_rope_knows_more_positions() -> None:
+    assert numbers_of(DEEPSEEK).max_position_embeddings == 163840
+    assert numbers_of(DEEPSEEK | {"max_position_embeddings": 4096}).max_position_embeddings == 163840
+    assert numbers_of(QWEN | {"rope_scaling": {"type": "linear", "factor": 2}}).max_position_embeddings == 2048
+
+
+def test_what_is_not_known_is_not_asked() -> None:
+    assert not told({}, Layout(tp=7, pp=5, vpp=3, ep=3))
+
+
+def test_the_vocabulary_is_padded_and_so_divides_always() -> None:
+    assert [padded_vocab_size(45, tp) for tp in (1, 2, 4, 3)] == [48, 48, 64, 48]
