@@ -13,13 +13,15 @@ from rich.table import Table
 FORMATS = ("hf", "megatron")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
-AXES = ("tp", "pp", "ep", "etp")
+AXES = ("tp", "pp", "vpp", "first_stage_layers", "last_stage_layers", "ep", "etp")
 
 KEYS = {
     "from": "a Hugging Face folder, a folder that convert made, or RUN/checkpoints/step_N/actor (or critic)",
     "to": "a new folder",
     "format": "hf | megatron: what to write; unset = the other one than `from` has",
     "tp pp ep etp": "ranks of the layout: tensor, pipeline, experts, tensor in an expert; unset = 1, etp as tp",
+    "vpp": "interleaved stages of each pipeline rank; unset = 1",
+    "first_stage_layers last_stage_layers": "layers of the first and the last pipeline rank; unset = as the others",
     "dtype": "float32 | bfloat16 of the tensors; unset = as they are",
     "model": "the Hugging Face folder that a run began with, where its config.yaml no longer says it",
     "device": "cpu | cuda, where ranks hold their shards; unset = cpu",

@@ -27,11 +27,11 @@ from megarl.convert.folders import (
     staged,
 )
 from megarl.convert.ranks import Ranks
-from megarl.convert.request import DTYPES, Request
+from megarl.convert.request import AXES, DTYPES, Request
 from megarl.group import Group
-from megarl.mcore.setup import Layout
+from megarl.layout import Layout, misfits, numbers_of
 from megarl.weights.folder import CONFIG
-from megarl.weights.names import Spot, some_names
+from megarl.weights.names import some_names
 from megarl.weights.tables import Role, table_for
 
 EXIT_FAILED = 1
@@ -90,13 +90,9 @@ def _ranks(group: Group, console: Console, source: ModelFolder, target: ModelFol
 def check_fits(hf_folder: Path, role: Role, layout: Layout) -> None:
     """ValueError for a family without a table, or sizes that do not divide, before any rank starts."""
     config = json.loads((hf_folder / CONFIG).read_text())
-    table = table_for(config, role=role)
-    if config["num_hidden_layers"] % layout.pp:
-        raise ValueError(f"pp={layout.pp} does not divide the model's num_hidden_layers={config['num_hidden_layers']}")
-    spot = Spot(0, layout.tp, 0, layout.ep, 0, layout.expert_tp)
-    for op in table:
-        if op.held_by(spot):
-            op.shape_at(spot)
+    table_for(config, role=role)
+    for misfit in misfits(numbers_of(config), layout):
+        raise ValueError(misfit.sentence)
 
 
 def ranks_of(layout: Layout) -> int:
@@ -153,7 +149,9 @@ def _manifest(ranks: Ranks, source: ModelFolder, target: ModelFolder, layout: La
 
 
 def _sizes(layout: Layout) -> dict[str, int]:
-    return {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "etp": layout.expert_tp}
+    """Of the axes that convert knows, those that are set."""
+    sizes = {axis: getattr(layout, axis) for axis in AXES} | {"etp": layout.expert_tp}
+    return {axis: size for axis, size in sizes.items() if size is not None}
 
 
 def _stopped(error: RuntimeError, logs: Path) -> int:

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.group.follow import Answer, follow
 from megarl.group.wire import Tensors
+from megarl.layout import Layout
 from megarl.mcore import shards
 from megarl.mcore.lora import LoraSettings, apply_lora, merge
-from megarl.mcore.model import build_model, read_hf_config
-from megarl.mcore.setup import Layout, Place, initialize, replica_group
+from megarl.mcore.model import Model, build_model, read_hf_config
+from megarl.mcore.setup import Place, initialize, replica_group
 from megarl.rollout.protocol import tensor_digest
 from megarl.weights.buckets import Sizes
 from megarl.weights.export import finish_folder, hf_sizes, hf_tensors, start_folder
@@ -41,7 +42,7 @@ class Worker:
         self.place: Place
         self.share: Any
         self.layout: Layout
-        self.model: nn.Module
+        self.model: Model
         self.hf: dict[str, Any]
         self.role: Role
         self.sizes: Sizes

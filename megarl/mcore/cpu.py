@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 _active = False
@@ -36,6 +37,13 @@ class _CudaIsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Device(str):
+    """The CPU to torch, and a number where Megatron-FSDP writes "cuda:{current_device()}" (megatron_fsdp:184)."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
 class _NullStream:
     """Stands for torch.cuda.Stream and Event: every method does nothing (token_dispatcher:445,871)."""
 
@@ -46,9 +54,17 @@ class _NullStream:
         return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else self
 
 
+class _CpuMesh(DeviceMesh):
+    """torch's DeviceMesh, of CPUs whatever is asked for."""
+
+    @staticmethod
+    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:  # noqa: ARG004
+        return DeviceMesh.from_group(group, "cpu", *args, **kwargs)
+
+
 def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")  # about 60 places: rope, linears, p2p, gradient buffers
+    cuda.current_device = lambda: _Device("cpu")  # about 60 places: rope, linears, p2p, gradient buffers
     cuda.synchronize = lambda device=None: None  # p2p_communication:398 (every pipeline), filesystem_async:230
     cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
@@ -59,6 +75,7 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_megatron() -> None:
+    import megatron.core.distributed.fsdp.mcore_fsdp_adapter as fsdp
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as mcore_random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
@@ -70,6 +87,8 @@ def _patch_megatron() -> None:
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+    # Megatron-FSDP asks for meshes of CUDA devices (mcore_fsdp_adapter:229-268), to which it would move its parts.
+    fsdp.DeviceMesh = _CpuMesh
     # gloo gathers and scatters equal sizes only; ranks that share experts have unequal numbers of tokens for them.
     mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_unequal(mappings._reduce_scatter_along_first_dim)

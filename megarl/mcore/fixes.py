@@ -82,8 +82,22 @@ def fix_mla_without_te() -> None:
     mla.HAVE_TE = False
 
 
+def fsdp_asks_for_te_that_is_not_there() -> bool:
+    """mcore_fsdp_adapter:184 asks of every linear whether it is such a stand-in, which is no type."""
+    import megatron.core.distributed.fsdp.mcore_fsdp_adapter as adapter
+
+    return adapter.TELinear != () and not isinstance(adapter.TELinear, type)
+
+
+def fix_fsdp_without_te() -> None:
+    import megatron.core.distributed.fsdp.mcore_fsdp_adapter as adapter
+
+    adapter.TELinear = ()  # nothing is one
+
+
 FIXES = (
     (moe_needs_te_gemm, fix_moe_te_gemm),
+    (fsdp_asks_for_te_that_is_not_there, fix_fsdp_without_te),
     (mla_sees_te_that_is_not_there, fix_mla_without_te),
     (distributed_adamw_loses_step, fix_distributed_adamw_step),
 )

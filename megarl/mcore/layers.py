@@ -1,8 +1,9 @@
-"""Megatron's own local layers, with the norm and the attention of this room."""
+"""Megatron's own layers, of the modules of this room or of Transformer-Engine's: one structure, one set of names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from unittest import mock
 
 from megatron.core.models.backends import LocalSpecProvider
@@ -13,6 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.mcore.attention import Norm, SDPAttention
+from megarl.mcore.engine import Engine
+from megarl.mcore.transformer_engine import TransformerEngineProvider
 
 LayerSpec = Callable[[TransformerConfig, bool], ModuleSpec]  # (config, whether this layer has experts)
 
@@ -28,15 +31,14 @@ class LocalProvider(LocalSpecProvider):
 
 
 def local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
-    """One layer: attention with q, k, v in one product, and a gated feed-forward or experts one after the other."""
-    # get_gpt_layer_local_spec names its provider itself; we lend it ours for the call.
-    with mock.patch.object(gpt_layer_specs, "LocalSpecProvider", LocalProvider):
-        return gpt_layer_specs.get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts if has_experts else None,
-            qk_layernorm=config.qk_layernorm,
-            multi_latent_attention=config.multi_latent_attention,
-            normalization=config.normalization,
-        )
+    """One layer: attention with q, k, v in one product, and a gated feed-forward or experts; for `block_spec`."""
+    return gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
 
 
 def layers_with_experts(config: TransformerConfig) -> list[bool]:
@@ -45,6 +47,18 @@ def layers_with_experts(config: TransformerConfig) -> list[bool]:
         return [False] * config.num_layers
     every = config.moe_layer_freq
     return [bool(x) for x in every] if isinstance(every, list) else [i % every == 0 for i in range(config.num_layers)]
+
+
+def layers_per_chunk(config: TransformerConfig) -> tuple[int, ...]:
+    """Of the whole model, in the order of its layers: chunk i is on pipeline rank i % pp."""
+    ranks, chunks = range(config.pipeline_model_parallel_size), config.virtual_pipeline_model_parallel_size
+    stages = (None,) if chunks is None else range(chunks)
+    return tuple(get_num_layers_to_build(config, stage, rank) for stage in stages for rank in ranks)
+
+
+def _split(layers: list[bool], sizes: Iterable[int]) -> Iterator[list[bool]]:
+    left = iter(layers)
+    return (list(islice(left, size)) for size in sizes)
 
 
 def check_trainable(config: TransformerConfig) -> None:
@@ -58,8 +72,8 @@ def check_trainable(config: TransformerConfig) -> None:
         raise ValueError(
             f"sequence_parallel=false: want true to train experts with tensor_model_parallel_size={tp}"
         )  # moe_layer:379
-    stage = config.num_layers // pp
-    have = [any(layers_with_experts(config)[at * stage : (at + 1) * stage]) for at in range(pp)]
+    chunks = list(_split(layers_with_experts(config), layers_per_chunk(config)))
+    have = [any(any(chunk) for chunk in chunks[stage::pp]) for stage in range(pp)]
     if ep > 1 and not all(have):  # experts have an optimizer of their own, and every rank saves as many as rank 0
         raise ValueError(
             f"pipeline_model_parallel_size={pp}: stage {have.index(False)} would hold no experts, which "
@@ -67,8 +81,17 @@ def check_trainable(config: TransformerConfig) -> None:
         )
 
 
-def block_spec(config: TransformerConfig, layer: LayerSpec = local_layer) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, and the final norm."""
-    first = get_transformer_layer_offset(config)
-    here = layers_with_experts(config)[first : first + get_num_layers_to_build(config)]
-    return TransformerBlockSubmodules(layer_specs=[layer(config, experts) for experts in here], layer_norm=Norm)
+def block_spec(
+    config: TransformerConfig,
+    layer: LayerSpec = local_layer,
+    engine: Engine = Engine(),
+    vp_stage: int | None = None,
+) -> TransformerBlockSubmodules:
+    """The layers of a chunk, and the final norm.  `vp_stage`: which chunk of this rank, None where it has one only."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    here = layers_with_experts(config)[first : first + get_num_layers_to_build(config, vp_stage)]
+    provider = TransformerEngineProvider if engine.uses_transformer_engine else LocalProvider
+    # Megatron's function names its provider itself; we lend it ours for the call.
+    with mock.patch.object(gpt_layer_specs, "LocalSpecProvider", provider):
+        specs = [layer(config, experts) for experts in here]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider().layer_norm())

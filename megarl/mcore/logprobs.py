@@ -27,7 +27,7 @@ class ReferenceStates:
 
 
 def token_columns(
-    model: nn.Module,
+    chunk: nn.Module,
     hidden: Tensor,
     labels: Tensor,
     names: Sequence[str],
@@ -36,16 +36,16 @@ def token_columns(
     temperature: float = 1.0,
     reference: ReferenceStates | None = None,
 ) -> dict[str, Tensor]:
-    """hidden [T, H] ([T/tp, H] under sequence parallelism) of the last stage, labels [T] -> {name: [T] float32}.
+    """hidden [T, H] ([T/tp, H] under sequence parallelism) of the last chunk, labels [T] -> {name: [T] float32}.
 
     Of the softmax of logits / temperature over the true vocabulary: the rows that pad it have no probability.
     `log_probs` of the labels; `entropy` = -sum_v p log p; `sum_pi_squared` = sum_v p^2; `full_kl` = sum_v p (log p -
     log q), q of the reference at the same temperature.  All are differentiable in the hidden states and the weight.
     ValueError for a name that there is not, or full_kl without a reference of the same vocabulary.
     """
-    weight = output_weight(model)
+    weight = output_weight(chunk)
     _check(names, weight, reference)
-    config = unwrap(model).config
+    config = unwrap(chunk).config
     job = Job(
         tuple(names),
         vocab_size,

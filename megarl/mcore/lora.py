@@ -37,7 +37,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from megarl.mcore.model import unwrap
+from megarl.mcore.model import Model, unwrap
 
 # The linears of a layer, and the projections that each of them holds, in the order of its rows.
 LINEARS: dict[str, tuple[str, ...]] = {
@@ -137,13 +137,17 @@ class Adapter(nn.Module):
         return torch.cat([w.unflatten(-1, (self.runs, -1)) for w in whole], dim=-1).flatten(-2)
 
 
-def apply_lora(model: nn.Module, settings: LoraSettings, *, seed: int = 0) -> None:
+def apply_lora(model: Model, settings: LoraSettings, *, seed: int = 0) -> None:
     """Freeze a model of `build_model` and adapt its targets; before the optimizer is made, after the weights are there.
 
     Every layout starts with the same adapters: an A is drawn as a whole, by `seed` and its name.  ValueError where a
     layer has no such linear (experts, latent attention).
     """
-    gpt: Any = unwrap(model)
+    for chunk in model:
+        _adapt(unwrap(chunk), settings, seed)
+
+
+def _adapt(gpt: Any, settings: LoraSettings, seed: int) -> None:
     gpt.requires_grad_(False)
     for layer in gpt.decoder.layers:
         for path, projections in LINEARS.items():
@@ -157,14 +161,14 @@ def apply_lora(model: nn.Module, settings: LoraSettings, *, seed: int = 0) -> No
     gpt.lora_settings = settings
 
 
-def settings_of(model: nn.Module) -> LoraSettings | None:
+def settings_of(model: Model) -> LoraSettings | None:
     """None for a model without adapters."""
-    return getattr(unwrap(model), "lora_settings", None)
+    return getattr(unwrap(model[0]), "lora_settings", None)
 
 
-def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def adapted(model: Model) -> Iterator[tuple[str, Any]]:
     """(path with the layer's number in the whole model, linear) of every linear that has an adapter (`.lora`)."""
-    for layer in unwrap(model).decoder.layers:
+    for layer in (layer for chunk in model for layer in unwrap(chunk).decoder.layers):
         for path in LINEARS:
             linear = _find(layer, path)
             if hasattr(linear, "lora"):
@@ -179,21 +183,22 @@ def merged_weight(linear: Any) -> Tensor:
 
 
 @torch.no_grad()
-def merge(model: nn.Module) -> None:
+def merge(model: Model) -> None:
     """Make of a model with adapters one without, of the same mathematics up to a rounding of each weight."""
     for _, linear in adapted(model):
         linear.weight.copy_(merged_weight(linear))
         linear.lora.hook.remove()
         del linear.lora
-    del unwrap(model).lora_settings
+    for chunk in model:
+        del unwrap(chunk).lora_settings
 
 
-def sharded_state(model: nn.Module) -> dict[str, Any]:
-    """The adapters for dist_checkpointing: {name on this rank: sharded tensor under the name in the whole model}."""
-    names = {id(param): name for name, param in unwrap(model).named_parameters()}
+def sharded_state(chunk: nn.Module) -> dict[str, Any]:
+    """The adapters for dist_checkpointing: {name in this chunk: sharded tensor under the name in the whole model}."""
+    names = {id(param): name for name, param in unwrap(chunk).named_parameters()}
     groups = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
     state: dict[str, Any] = {}
-    for path, linear in adapted(model):
+    for path, linear in adapted([chunk]):
         for name, param in linear.lora.named_parameters():
             how = {**groups, "tp_group": linear.tp_group}
             key = f"{path}.lora.{name}"
@@ -205,19 +210,25 @@ def sharded_state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def identity(model: nn.Module) -> dict[str, Any] | None:
+def identity(model: Model) -> dict[str, Any] | None:
     """Settings of the adapters and a digest of the base under them; the same under every layout, a collective."""
     settings = settings_of(model)
     return None if settings is None else {**asdict(settings), "targets": [*settings.targets], "base": _digest(model)}
 
 
-def _digest(model: nn.Module) -> int:
+def _digest(model: Model) -> int:
     """Of the frozen parameters: their bits as integers, summed with a factor for each layer and kind.
 
     A sum, because it is the same however a parameter is cut; padding is zero and adds nothing.  Experts are left out.
     """
-    total, gpt = 0, unwrap(model)
-    numbers = [layer.layer_number for layer in gpt.decoder.layers]
+    total = sum(_digest_of(unwrap(chunk)) for chunk in model)
+    summed = torch.tensor([total % 2**40], device=next(model[0].parameters()).device)
+    dist.all_reduce(summed, group=ps.get_model_parallel_group())
+    return int(summed) % 2**40
+
+
+def _digest_of(gpt: Any) -> int:
+    total, numbers = 0, [layer.layer_number for layer in gpt.decoder.layers]
     for name, param in gpt.named_parameters():
         counts = param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param)
         if param.requires_grad or not counts or not getattr(param, "allreduce", True):
@@ -226,9 +237,7 @@ def _digest(model: nn.Module) -> int:
         whole = ".".join(str(numbers[int(p)]) if parts[i - 1] == "layers" else p for i, p in enumerate(parts))
         bits = param.detach().view(torch.int32 if param.dtype is torch.float32 else torch.int16)
         total += int(bits.sum(dtype=torch.int64)) * _number(whole)
-    summed = torch.tensor([total % 2**40], device=next(gpt.parameters()).device)
-    dist.all_reduce(summed, group=ps.get_model_parallel_group())
-    return int(summed) % 2**40
+    return total
 
 
 def _add(linear: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:

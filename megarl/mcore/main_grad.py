@@ -19,12 +19,13 @@ def has_fused_accumulation() -> bool:
 
 
 class WeightGradient:
-    """Adds products to `main_grad`, or to a tensor of its own where Megatron's DDP does not wrap the weight."""
+    """Adds products to `main_grad`, or to a tensor of its own where the weight has none that lasts."""
 
     def __init__(self, weight: Tensor, *, fused_accumulation: bool) -> None:
         """`fused_accumulation`: Megatron's setting to add to main_grad inside the matrix product (Apex's kernel)."""
         self.weight: Any = weight
-        main: Tensor | None = getattr(weight, "main_grad", None)
+        # Megatron-FSDP lends each micro-batch other memory for it, and takes what autograd is told.
+        main: Tensor | None = None if hasattr(weight, "__fsdp_param__") else getattr(weight, "main_grad", None)
         self.is_main, self.fused = main is not None, fused_accumulation and main is not None
         kind = torch.promote_types(weight.dtype, torch.float32)
         self.target = torch.zeros_like(weight, dtype=kind) if main is None else main

@@ -16,14 +16,16 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megarl.layout import Layout, misfits, numbers_of, padded_vocab_size
+from megarl.mcore.engine import Engine
 from megarl.mcore.families import family_of
 from megarl.mcore.hf import HFConfig
 from megarl.mcore.layers import block_spec
 from megarl.mcore.main_grad import has_fused_accumulation
 from megarl.mcore.mla import keep_router_biases
 from megarl.mcore.rope import make_rope
-from megarl.mcore.setup import Layout
 
+Model = list[nn.Module]  # this rank's chunks, in the order of the layers: one, or one for each interleaved stage
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -35,48 +37,27 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Megatron splits the vocabulary into tp equal parts; 8 rows each keep bf16 matrix products aligned."""
-    return -(-vocab_size // (8 * tp)) * 8 * tp
-
-
-# (key of the layout, its field there, Megatron's field that it must divide, or fields by their sum, what config.json
-# calls them)
-_DIVIDES = (
-    ("tensor_model_parallel_size", "tp", "num_attention_heads", "num_attention_heads"),
-    ("tensor_model_parallel_size", "tp", "num_query_groups", "num_key_value_heads"),
-    ("tensor_model_parallel_size", "tp", "ffn_hidden_size", "intermediate_size"),
-    ("tensor_model_parallel_size", "tp", "q_lora_rank", "q_lora_rank"),
-    ("tensor_model_parallel_size", "tp", "kv_lora_rank qk_pos_emb_head_dim", "kv_lora_rank + qk_rope_head_dim"),
-    ("tensor_model_parallel_size", "tp", "moe_shared_expert_intermediate_size", "intermediate size of shared experts"),
-    ("pipeline_model_parallel_size", "pp", "num_layers", "num_hidden_layers"),
-    ("expert_model_parallel_size", "ep", "num_moe_experts", "number of experts"),
-    ("expert_tensor_parallel_size", "expert_tp", "moe_ffn_hidden_size", "intermediate size of an expert"),
-)
-
-
 def check_layout(hf: HFConfig, layout: Layout) -> None:
     """Raise a ValueError of one sentence where the model cannot be built, or not be laid out so."""
-    settings = family_of(hf).settings(hf)
-    if layout.ep > 1 and "num_moe_experts" not in settings:
-        raise ValueError(f"expert_model_parallel_size={layout.ep}: a {hf['model_type']} model has no experts; want 1")
-    for key, axis, field, name in _DIVIDES:
-        size, whole = getattr(layout, axis), sum(settings.get(part) or 0 for part in field.split())
-        if whole % size:
-            raise ValueError(f"{key}={size} does not divide the model's {name}={whole}")
+    family_of(hf).settings(hf)
+    for misfit in misfits(numbers_of(hf), layout):
+        raise ValueError(misfit.sentence)
 
 
-def transformer_config(hf: HFConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    hf: HFConfig, layout: Layout, dtype: torch.dtype, engine: Engine = Engine()
+) -> TransformerConfig:
     """Megatron's own config of this model: its family's settings, its layout, and what packed RL training needs."""
     check_layout(hf, layout)
     family = family_of(hf)
     return family.config(
         **family.settings(hf),
+        **_pipeline(layout),
+        **engine.transformer_settings(),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
@@ -91,6 +72,24 @@ def transformer_config(hf: HFConfig, layout: Layout, dtype: torch.dtype) -> Tran
         masked_softmax_fusion=False,  # needs Apex
         gradient_accumulation_fusion=has_fused_accumulation(),
     )
+
+
+def _pipeline(layout: Layout) -> dict[str, Any]:
+    """The stages, and how they talk.
+
+    Batched sends and receives match by their order, which is another at the two ends where a rank's next one is also
+    its previous one: with two pipeline ranks, interleaved stages would silently be given each other's tensors.
+    """
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    return {
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": first,
+        # Of two stages one says it all; Megatron would divide by the number of stages between them.
+        "num_layers_in_last_pipeline_stage": None if layout.pp == 2 and first is not None else last,
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+    }
 
 
 class ValueHead(nn.Linear):
@@ -143,40 +142,57 @@ class CriticModel(GPTModel):
             self.output_layer = ValueHead(self.config)
 
 
-def build_model(hf: dict[str, Any], layout: Layout, *, role: str = "actor", dtype: str = "float32") -> nn.Module:
+def build_model(
+    hf: HFConfig, layout: Layout, *, role: str = "actor", dtype: str = "float32", engine: Engine = Engine()
+) -> Model:
     """This rank's part of the model, on its device.  role is "actor" (also for a reference) or "critic"."""
-    config = transformer_config(hf, layout, DTYPES[dtype])
+    return [_on_device(gpt) for gpt in make_chunks(hf, layout, role=role, dtype=dtype, engine=engine)]
+
+
+def make_chunks(
+    hf: HFConfig, layout: Layout, *, role: str = "actor", dtype: str = "float32", engine: Engine = Engine()
+) -> list[GPTModel]:
+    """The same where torch makes tensors, in float32 where not told by Megatron; they have one config together."""
+    config = transformer_config(hf, layout, DTYPES[dtype], engine)
     kind = CriticModel if role == "critic" else ActorModel
-    gpt = kind(
-        config=config,
-        transformer_layer_spec=block_spec(config, family_of(hf).layer),
-        vocab_size=padded_vocab_size(hf["vocab_size"], layout.tp),
-        max_sequence_length=hf.get("max_position_embeddings", 4096),
-        pre_process=ps.is_pipeline_first_stage(),
-        post_process=ps.is_pipeline_last_stage(),
-        parallel_output=True,
-        share_embeddings_and_output_weights=role != "critic" and bool(hf.get("tie_word_embeddings")),
-        position_embedding_type="rope",
-    )
-    if not config.multi_latent_attention:  # whose attention layers each have a rope of their own
-        gpt.rotary_pos_emb.inv_freq = make_rope(hf, config.kv_channels).frequencies
-    model: nn.Module = gpt.cuda() if torch.cuda.is_available() else gpt
-    model = Float16Module(config, model) if config.bf16 else model
-    keep_router_biases(model)
-    return model
+    chunks: list[GPTModel] = []
+    for stage in range(layout.vpp) if layout.vpp > 1 else (None,):
+        gpt = kind(
+            config=config,
+            transformer_layer_spec=block_spec(config, family_of(hf).layer, engine, stage),
+            vocab_size=padded_vocab_size(hf["vocab_size"], layout.tp),
+            max_sequence_length=hf.get("max_position_embeddings", 4096),
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=role != "critic" and bool(hf.get("tie_word_embeddings")),
+            position_embedding_type="rope",
+            vp_stage=stage,
+        )
+        if not config.multi_latent_attention:  # whose attention layers each have a rope of their own
+            gpt.rotary_pos_emb.inv_freq = make_rope(hf, config.kv_channels).frequencies
+        chunks.append(gpt)
+    return chunks
 
 
-def unwrap(model: nn.Module) -> GPTModel:
+def _on_device(gpt: GPTModel) -> nn.Module:
+    chunk: nn.Module = gpt.cuda() if torch.cuda.is_available() else gpt
+    chunk = Float16Module(gpt.config, chunk) if gpt.config.bf16 else chunk
+    keep_router_biases(chunk)
+    return chunk
+
+
+def unwrap(chunk: nn.Module) -> GPTModel:
     """The GPTModel inside DistributedDataParallel and Float16Module."""
-    inner: Any = model
+    inner: Any = chunk
     while not isinstance(inner, GPTModel):
         inner = inner.module
     return inner
 
 
-def output_weight(model: nn.Module) -> Tensor:
-    """[V/tp, H]: what an actor's last stage makes logits with, its own or the embedding's."""
-    gpt: Any = unwrap(model)
+def output_weight(chunk: nn.Module) -> Tensor:
+    """[V/tp, H]: what an actor's last chunk makes logits with, its own or the embedding's."""
+    gpt: Any = unwrap(chunk)
     is_tied = gpt.share_embeddings_and_output_weights
     weight: Tensor = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight
     return weight

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
+from megarl.layout import Layout
 from megarl.mcore.attention import PackedRow, pad_plan, zigzag
-from megarl.mcore.setup import Layout
 from megarl.sample import Batch, MicroBatch
 
 
@@ -153,3 +153,12 @@ def dummy(like: Batch) -> MicroBatch:
     """Two tokens whose every column, the weights among them, is 0."""
     columns = {name: column.new_zeros(2) for name, column in like.columns.items()}
     return MicroBatch(Batch(torch.zeros(2, dtype=torch.int64), torch.tensor([2]), columns), is_dummy=True)
+
+
+def in_whole_turns(micros: list[MicroBatch], layout: Layout) -> list[MicroBatch]:
+    """Interleaved stages run as many micro-batches in turn as there are pipeline ranks: dummies fill the last turn.
+
+    Megatron also takes longer turns, which need no dummies, but hold the activations of as many rows more.
+    """
+    lacking = -len(micros) % layout.pp if layout.vpp > 1 else 0
+    return [*micros, *(dummy(micros[0].batch) for _ in range(lacking))]

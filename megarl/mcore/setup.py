@@ -11,47 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.layout import Layout
 from megarl.mcore import cpu, fixes
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one model lies over the ranks of a group; data parallelism is what is left of the world.
-
-    Dense layers lie over tp*cp*dp ranks of a pipeline stage.  The experts of the same layers lie over the same ranks in
-    their own way: cut over `etp`, dealt to `ep`, and copied over what is left.  So expert parallelism takes its ranks
-    from those of tensor, context and data parallelism: it adds none, and the data of a step is split as without it.
-    """
-
-    tp: int = 1  # tensor parallel
-    pp: int = 1  # pipeline parallel
-    cp: int = 1  # context parallel
-    sequence_parallel: bool = False
-    use_distributed_optimizer: bool = False
-    ep: int = 1  # expert parallel
-    etp: int | None = None  # tensor parallel inside an expert; None: as tp
-
-    @property
-    def expert_tp(self) -> int:
-        return self.tp if self.etp is None else self.etp
-
-    @property
-    def model_size(self) -> int:
-        """Ranks that one data-parallel replica takes; with experts over several replicas, these hold the model."""
-        return self.tp * self.pp * self.cp
-
-    def data_parallel_size(self, world_size: int) -> int:
-        """Replicas among which the sequences of a step are split.  ValueError where a size does not divide."""
-        if world_size % self.model_size:
-            raise ValueError(
-                f"tp*pp*cp = {self.tp}*{self.pp}*{self.cp} = {self.model_size} does not divide {world_size} ranks"
-            )
-        expert_size = self.ep * self.expert_tp * self.pp
-        if world_size % expert_size:
-            raise ValueError(
-                f"ep*etp*pp = {self.ep}*{self.expert_tp}*{self.pp} = {expert_size} does not divide {world_size} ranks"
-            )
-        return world_size // self.model_size
 
 
 @dataclass(frozen=True)
@@ -66,12 +27,13 @@ class Place:
 
 
 def device_for(name: str) -> torch.device:
-    """auto | cpu | cuda -> the device of this rank."""
+    """auto | cpu | cuda -> the device of this rank; the ranks of a group take GPUs of a machine from a first one on."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("trainer.device=cuda: torch sees no CUDA device; want trainer.device=cpu or a CUDA build")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    first, own = (int(os.environ.get(key, "0")) for key in ("MEGARL_FIRST_GPU", "LOCAL_RANK"))
+    return torch.device("cuda", first + own)
 
 
 def initialize(layout: Layout, *, device: str = "auto", seed: int = 0, timeout_s: float = 600.0) -> Place:
@@ -90,8 +52,11 @@ def initialize(layout: Layout, *, device: str = "auto", seed: int = 0, timeout_s
     return make_groups(layout, seed=seed, timeout_s=timeout_s)
 
 
-def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0) -> Place:
-    """Megatron's groups of one layout in an initialised world; can be called again after `destroy_groups`."""
+def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0, gloo: bool = True) -> Place:
+    """Megatron's groups of one layout in an initialised world; can be called again after `destroy_groups`.
+
+    `gloo` False leaves out those for tensors in host memory, which wait for all ranks of the world to be there.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -100,10 +65,12 @@ def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0) -> P
     parallel_state.initialize_model_parallel(
         layout.tp,
         layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+        create_gloo_process_groups=gloo,
     )
     # Dropout is 0 in RL, so no CUDA generator is needed: the tracker's forks become no-ops.
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
@@ -142,16 +109,14 @@ def replica_group(*, timeout_s: float = 600.0) -> Any:
 
 
 def destroy_groups() -> None:
-    """Undo `make_groups`; Megatron itself only forgets its groups, and leaves three threads of gloo's for each.
+    """Leave the world alone of all groups; Megatron itself only forgets its own, and three threads of gloo's for each.
 
     The gradient buffers of a model refer to groups in circles, which only the collector takes apart.
     """
     from megatron.core import parallel_state
 
-    made = parallel_state._global_process_group_list or []
     parallel_state.destroy_model_parallel()
-    for group in made:
-        if group is not None and group in dist.distributed_c10d._world.pg_map:  # None stands for the world
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    del made
     gc.collect()

@@ -18,11 +18,12 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import nn
 
 from megarl.mcore import lora
-from megarl.mcore.model import unwrap
+from megarl.mcore.model import Model, unwrap
 from megarl.mcore.optimizer import Optimizer
+from megarl.mcore.transformer_engine import without_extra_state
 
 
-def save(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+def save(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
     """Write this rank's part; every rank of the group calls it.  `folder` must not hold a checkpoint yet."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +34,7 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
         dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(folder))
 
 
-def load(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
     """Fill the model and a fresh optimizer from a checkpoint, whatever layout wrote it.
 
     Raises a ValueError where the folder holds no checkpoint, or one of another kind of optimizer, or of adapters that
@@ -46,8 +47,10 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     if optimizer is not None:
         optimizer.step_index = _saved_step(folder, common, optimizer.kind)
     state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(folder))
-    found = unwrap(model).load_state_dict(state["model"], strict=common["adapters"] is None)
-    assert not found.unexpected_keys, f"a checkpoint of adapters held {found.unexpected_keys}"
+    for i, chunk in enumerate(model):
+        found = unwrap(chunk).load_state_dict(state["model"][str(i)], strict=False)
+        lacking = without_extra_state(dict.fromkeys(found.missing_keys)) if common["adapters"] is None else {}
+        assert not (found.unexpected_keys or lacking), f"{folder}: {found.unexpected_keys} too many, {lacking} missing"
     if optimizer is not None and optimizer.step_index:
         optimizer.inner.load_state_dict(state["optimizer"])
     elif optimizer is not None:
@@ -76,9 +79,15 @@ def _check_adapters(folder: Path, saved: dict[str, Any] | None, own: dict[str, A
             raise ValueError(f"{folder}: it was saved with {what} {theirs}, this model has {ours}; want the same")
 
 
-def _state(model: nn.Module, optimizer: Optimizer | None, *, is_loading: bool) -> dict[str, Any]:
+def _weights(chunk: nn.Module) -> dict[str, Any]:
+    return without_extra_state(unwrap(chunk).sharded_state_dict())
+
+
+def _state(model: Model, optimizer: Optimizer | None, *, is_loading: bool) -> dict[str, Any]:
+    """What is written, or where it is read into.  Chunks only keep names apart: a file knows layers by their number."""
     adapters = lora.identity(model)
-    weights = unwrap(model).sharded_state_dict() if adapters is None else lora.sharded_state(model)
+    of_chunk = lora.sharded_state if adapters else _weights
+    weights = {str(i): of_chunk(chunk) for i, chunk in enumerate(model)}
     state: dict[str, Any] = {"model": weights, "adapters": adapters}
     if optimizer is None:
         return state

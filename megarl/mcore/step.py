@@ -17,11 +17,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from megarl.algo.finite import NonFiniteError
+from megarl.layout import Layout
 from megarl.mcore.logprobs import ReferenceStates, keep_hidden, token_columns
-from megarl.mcore.model import CriticModel, output_weight, unwrap
+from megarl.mcore.model import CriticModel, Model, output_weight, unwrap
 from megarl.mcore.optimizer import Optimizer
-from megarl.mcore.rows import Row, make_row
-from megarl.mcore.setup import Layout
+from megarl.mcore.rows import Row, in_whole_turns, make_row
 from megarl.sample import Batch, LossOutput, MicroBatch, Stats, merge_stats
 
 Columns = dict[str, Tensor]
@@ -30,20 +30,20 @@ LossFn = Callable[[Batch, Columns], LossOutput]
 
 @dataclass(frozen=True)
 class Outputs:
-    """Turns a model's output for a row into the packed columns [N] of the micro-batch that are called `names`."""
+    """Turns what a model's last chunk gives for a row into the micro-batch's packed columns [N] called `names`."""
 
     layout: Layout
     vocab_size: int
     temperature: float = 1.0
     names: tuple[str, ...] = ("log_probs",)  # of an actor: see logprobs.NAMES; of a critic: ("values",)
 
-    def __call__(self, model: nn.Module, row: Row, output: Tensor, reference: ReferenceStates | None = None) -> Columns:
-        if isinstance(unwrap(model), CriticModel):
+    def __call__(self, chunk: nn.Module, row: Row, output: Tensor, reference: ReferenceStates | None = None) -> Columns:
+        if isinstance(unwrap(chunk), CriticModel):
             if self.names != ("values",):
                 raise ValueError(f"names={list(self.names)}: a critic gives values only")
             return {"values": row.column(output[0, :, 0])}
         columns = token_columns(
-            model,
+            chunk,
             output[0],
             row.labels,
             self.names,
@@ -55,19 +55,20 @@ class Outputs:
 
 
 @torch.no_grad()
-def _references(model: nn.Module | None, rows: list[Row], outputs: Outputs) -> list[ReferenceStates | None]:
+def _references(model: Model | None, rows: list[Row], outputs: Outputs) -> list[ReferenceStates | None]:
     """For each row what the frozen model says of it, where the outputs need it (last stage; elsewhere nothing)."""
     if model is None or "full_kl" not in outputs.names:
         return [None] * len(rows)
-    model.eval()
+    for chunk in model:
+        chunk.eval()
     hidden = _run(model, rows, lambda i, out: keep_hidden(out[0]), forward_only=True)
-    return [ReferenceStates(own, output_weight(model)) for own in hidden]
+    return [ReferenceStates(own, output_weight(model[-1])) for own in hidden]
 
 
-def _run(model: nn.Module, rows: list[Row], finish: Callable[[int, Tensor], Any], *, forward_only: bool) -> list[Any]:
-    """Megatron's pipeline schedule over these rows; `finish(i, output)` runs on the last stage."""
+def _run(model: Model, rows: list[Row], finish: Callable[[int, Tensor], Any], *, forward_only: bool) -> list[Any]:
+    """Megatron's pipeline schedule over these rows; `finish(i, output)` runs after the last chunk of the last stage."""
     # Float16Module would make a float32 copy of the hidden states.
-    how = {"fp32_output": False} if unwrap(model).config.bf16 else {}
+    how = {"fp32_output": False} if unwrap(model[0]).config.bf16 else {}
 
     def forward_step(indices: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         i = next(indices)
@@ -77,7 +78,7 @@ def _run(model: nn.Module, rows: list[Row], finish: Callable[[int, Tensor], Any]
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(range(len(rows))),
+        data_iterator=[iter(range(len(rows))) for _ in model],
         model=model,
         num_microbatches=len(rows),
         seq_length=max(row.tokens.size(1) for row in rows),
@@ -89,32 +90,34 @@ def _run(model: nn.Module, rows: list[Row], finish: Callable[[int, Tensor], Any]
 
 @torch.no_grad()
 def forward_only(
-    model: nn.Module,
+    model: Model,
     micros: list[MicroBatch],
     outputs: Outputs,
     device: torch.device,
-    reference: nn.Module | None = None,
+    reference: Model | None = None,
 ) -> list[Columns]:
     """Columns of each micro-batch (dummies left out) on the last pipeline stage; elsewhere an empty list.
 
     `reference` is the frozen model of full_kl, in the same layout.
     """
+    micros = in_whole_turns(micros, outputs.layout)
     rows = [make_row(micro, outputs.layout, device) for micro in micros]
     references = _references(reference, rows, outputs)
-    model.eval()
-    found = _run(model, rows, lambda i, out: outputs(model, rows[i], out, references[i]), forward_only=True)
+    for chunk in model:
+        chunk.eval()
+    found = _run(model, rows, lambda i, out: outputs(model[-1], rows[i], out, references[i]), forward_only=True)
     return [columns for columns, micro in zip(found, micros, strict=False) if not micro.is_dummy]
 
 
 def backward(
-    model: Any,
+    model: Model,
     micros: list[MicroBatch],
     outputs: Outputs,
     loss_fn: LossFn,
     *,
     num_tokens: int,
     device: torch.device,
-    reference: nn.Module | None = None,
+    reference: Model | None = None,
 ) -> Stats:
     """Put the gradient of the optimizer step's loss into Megatron's buffers, reduced over all ranks.
 
@@ -122,16 +125,19 @@ def backward(
     `reference` is the frozen model of full_kl.  Returns the statistics of this replica's micro-batches, on the last
     pipeline stage.
     """
+    micros = in_whole_turns(micros, outputs.layout)
     rows = [make_row(micro, outputs.layout, device) for micro in micros]
     references = _references(reference, rows, outputs)
-    model.train()
-    model.zero_grad_buffer()
+    trained: list[Any] = model  # each in Megatron's DDP
+    for chunk in trained:
+        chunk.train()
+        chunk.zero_grad_buffer()
 
     def finish(i: int, output: Tensor) -> tuple[Tensor, Tensor, Stats]:
         batch = micros[i].batch
         columns = {name: column.to(device) for name, column in batch.columns.items()}
         try:
-            result = loss_fn(replace(batch, columns=columns), outputs(model, rows[i], output, references[i]))
+            result = loss_fn(replace(batch, columns=columns), outputs(model[-1], rows[i], output, references[i]))
         except NonFiniteError as error:
             before = [micro.batch.num_sequences for micro in micros[:i] if not micro.is_dummy]
             raise error.moved(sum(before)) from error
@@ -142,7 +148,7 @@ def backward(
 
 
 def train_step(
-    model: nn.Module,
+    model: Model,
     optimizer: Optimizer,
     micros: list[MicroBatch],
     outputs: Outputs,
@@ -150,7 +156,7 @@ def train_step(
     *,
     num_tokens: int,
     device: torch.device,
-    reference: nn.Module | None = None,
+    reference: Model | None = None,
 ) -> tuple[Stats, float, float]:
     """One optimizer step: (statistics of this replica, gradient norm before clipping, learning rate)."""
     lr = optimizer.lr

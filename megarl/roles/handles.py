@@ -53,6 +53,8 @@ class Servers:
     pause_mode: str = "retract"  # what happens to requests that run during a push: retract | in_place | abort
     way: str = "auto"  # of the weights into a server: shared | sharded | gathered | auto
     check_every: int = 0  # pushes between comparisons with what servers read from an exported folder; 0: none
+    # On which GPUs trainer and servers stand, as the fields of a weights.gpu_handles.Gpus; None: nobody knows.
+    gpus: dict[str, Any] | None = None
 
 
 @dataclass
@@ -73,14 +75,25 @@ class Role:
         optim: dict[str, Any] | None = None,
         plugins: Sequence[str] = (),
         lora: dict[str, Any] | None = None,
+        engine: dict[str, Any] | None = None,
     ) -> int:
         """Build the model on the ranks from an HF folder; returns parameters a rank of the last stage holds.
 
         `lora` freezes the model and trains adapters: {"rank": 16, "alpha": 32, "targets": ["q_proj", ...], "seed": 0}.
+        `engine`: the fields of an mcore.engine.Engine that are not its defaults.
         """
         arguments = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins), "lora": lora}
+        arguments["engine"] = engine or {}
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         return int(replies[0].result["parameters_per_rank"])
+
+    def sleep(self) -> None:
+        """Into host memory with all of it; a call that needs it moves what it needs, and back."""
+        self.group.call("sleep", {"role": self.name})
+
+    def wake(self) -> None:
+        """Back on the device, to stay."""
+        self.group.call("wake", {"role": self.name})
 
     def save(self, folder: Path) -> None:
         self.group.call("save", {"role": self.name, "folder": str(folder)})
@@ -220,7 +233,7 @@ class Actor(Trainable):
         return self.group.call_leader("push", arguments).result
 
     def push_adapter(
-        self, servers: Servers, version: int, *, only: Sequence[str], keep: int, canary: dict[str, Any]
+        self, servers: Servers, version: int, *, only: Sequence[str], keep: int, canary: dict[str, Any] | None
     ) -> dict[str, Any]:
         """Give servers the adapters alone; the report, and under "adapter" the name that completions have to ask for.
 

@@ -5,31 +5,36 @@ Run by torchrun as `python -m megarl.roles.worker`.  It reads no configuration: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.group.follow import Answer, follow
 from megarl.group.wire import Tensors
+from megarl.layout import Layout
 from megarl.mcore import shards
+from megarl.mcore.engine import Engine
 from megarl.mcore.lora import LoraSettings, apply_lora
-from megarl.mcore.model import DTYPES, build_model, read_hf_config
+from megarl.mcore.memory import Bed, settled
+from megarl.mcore.model import DTYPES, Model, build_model, read_hf_config
 from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.rows import micro_batches
-from megarl.mcore.setup import Layout, Place, device_for, initialize, replica_group
+from megarl.mcore.setup import Place, device_for, initialize, replica_group
 from megarl.mcore.step import Outputs, forward_only, train_step
 from megarl.plugins import load_plugins
 from megarl.sample import Batch
 from megarl.weights.adapter import save_peft
 from megarl.weights.adapter_push import AdapterPusher
 from megarl.weights.export import save_hf
+from megarl.weights.gpu_handles import Gpus
 from megarl.weights.load import load_hf
 from megarl.weights.push import Canary, Pusher, PushError
 from megarl.weights.tables import Role as Kind
@@ -42,10 +47,13 @@ class Role:
     """One model on this rank."""
 
     kind: Kind  # actor (also of a reference) | critic
-    model: nn.Module
+    model: Model
     hf: dict[str, Any]
     source_folder: str
     optimizer: Optimizer | None
+    parameters: Bed
+    gradients: Bed  # the buffers, which only an update needs
+    moments: Bed  # of the optimizer
     pusher: Pusher | None = None
     adapter_pusher: AdapterPusher | None = None
     last_loss: tuple[dict[str, Any], Any] | None = None
@@ -55,6 +63,10 @@ class Role:
         if self.last_loss is None or self.last_loss[0] != settings:
             self.last_loss = settings, LOSSES[self.kind](**settings)
         return self.last_loss[1]
+
+    @property
+    def beds(self) -> list[Bed]:
+        return [self.parameters, self.gradients, self.moments]
 
 
 class Worker:
@@ -69,7 +81,7 @@ class Worker:
 
     def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
         methods = [self.setup, self.load, self.columns, self.update, self.push, self.push_adapter]
-        methods += [self.save, self.restore, self.export]
+        methods += [self.save, self.restore, self.export, self.sleep, self.wake]
         return {method.__name__: method for method in methods}
 
     def setup(self, arguments: dict[str, Any], _: Tensors) -> Answer:
@@ -81,30 +93,75 @@ class Worker:
         return {"replica": self.place.replica, "is_reporter": self.place.is_reporter}, {}
 
     def load(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Build a role's model from an HF folder; `optim` None makes one that only looks, `lora` None no adapters."""
+        """Build a role's model from an HF folder; `optim` None makes one that only looks, `lora` None no adapters.
+
+        What the engine offloads sleeps from now on, and wakes for each call that needs it.
+        """
         load_plugins(arguments["plugins"])
         hf = read_hf_config(arguments["folder"])
-        kind, optim = arguments["kind"], arguments["optim"]
-        model = build_model(hf, self.layout, role=kind, dtype=arguments["dtype"])
+        kind, optim, lora = arguments["kind"], arguments["optim"], arguments["lora"]
+        engine = Engine(**arguments["engine"])
+        engine = engine if lora is None else engine.for_adapters()
+        model = build_model(hf, self.layout, role=kind, dtype=arguments["dtype"], engine=engine)
         load_hf(model, arguments["folder"], hf, role=kind)
-        if (lora := arguments["lora"]) is not None:
+        if lora is not None:
             settings = LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
             apply_lora(model, settings, seed=lora["seed"])
         optimizer = None
         if optim is not None:
-            wrapped = wrap_for_training(model, self.layout)
-            optimizer = Optimizer(wrapped, OptimSettings(**{**optim, "betas": tuple(optim["betas"])}))
-            model = wrapped
-        self.roles[arguments["role"]] = Role(kind, model, hf, arguments["folder"], optimizer)
-        own = sum(p.numel() for p in model.parameters())
+            model = wrap_for_training(model, self.layout, engine)
+            optimizer = Optimizer(model, OptimSettings(**{**optim, "betas": tuple(optim["betas"])}))
+        own = sum(p.numel() for chunk in model for p in chunk.parameters())
+        parameters, gradients = Bed(model, None, parameters=True), Bed(model, None, gradients=True)
+        moments = Bed(model, optimizer, moments=True)
+        self.roles[arguments["role"]] = Role(
+            kind, model, hf, arguments["folder"], optimizer, parameters, gradients, moments
+        )
+        rest = [parameters, gradients] if engine.param_offload else []
+        for bed in [*rest, moments] if engine.optimizer_offload else rest:
+            bed.sleep()
         return {"parameters_per_rank": own}, {}
+
+    def sleep(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Put all of a role into host memory: how many bytes left the device.  Calls wake what they need meanwhile."""
+        role = self.roles[arguments["role"]]
+        return {"num_bytes": sum(sum(bed.sleep()) for bed in role.beds)}, {}
+
+    def wake(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """All of a role is back on the device, and stays until it is put to sleep."""
+        for bed in self.roles[arguments["role"]].beds:
+            bed.wake()
+        return {}, {}
+
+    @contextmanager
+    def awake(self, name: str, *others: str, learns: bool = False) -> Iterator[Role]:
+        """The weights of a role, and of others that it needs, on the device; afterwards each is as it was before.
+
+        `learns`: its gradient buffers and its optimizer's state too.
+        """
+        roles = [self.roles[each] for each in (name, *others)]
+        beds = [role.parameters for role in roles] + (roles[0].beds[1:] if learns else [])
+        asleep = [bed for bed in beds if bed.is_asleep]
+        for bed in asleep:
+            bed.wake()
+        try:
+            yield roles[0]
+        finally:
+            for bed in asleep:
+                bed.sleep()
+
+    @contextmanager
+    def readable(self, name: str, *, learns: bool = False) -> Iterator[Role]:
+        """A role whose parameters others than its own forward passes may read."""
+        with self.awake(name, learns=learns) as role, settled(role.model):
+            yield role
 
     def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """The columns called `names` of every token of this replica's sequences: see `Outputs`."""
-        role = self.roles[arguments["role"]]
         micros = micro_batches(*_unpack(tensors))
-        outputs, reference = self._outputs(role, arguments), self._reference(arguments)
-        found = forward_only(role.model, micros, outputs, self.device, reference)
+        with self.awake(arguments["role"], *_references(arguments)) as role:
+            outputs, reference = self._outputs(role, arguments), self._reference(arguments)
+            found = forward_only(role.model, micros, outputs, self.device, reference)
         if not self.place.is_reporter:
             return {}, {}
         names = found[0] if found else {}
@@ -112,29 +169,29 @@ class Worker:
 
     def update(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """One optimizer step on this replica's share of a mini-batch."""
-        role = self.roles[arguments["role"]]
-        assert role.optimizer is not None, f"role {arguments['role']} was loaded without an optimizer"
-        try:
-            stats, grad_norm, lr = train_step(
-                role.model,
-                role.optimizer,
-                micro_batches(*_unpack(tensors)),
-                self._outputs(role, arguments),
-                role.loss(arguments["loss"]),
-                num_tokens=arguments["num_tokens"],
-                device=self.device,
-                reference=self._reference(arguments),
-            )
-        except NonFiniteError as error:
-            error.details["replica"] = self.place.replica  # the driver knows the samples of each
-            raise
+        with self.awake(arguments["role"], *_references(arguments), learns=True) as role:
+            assert role.optimizer is not None, f"role {arguments['role']} was loaded without an optimizer"
+            try:
+                stats, grad_norm, lr = train_step(
+                    role.model,
+                    role.optimizer,
+                    micro_batches(*_unpack(tensors)),
+                    self._outputs(role, arguments),
+                    role.loss(arguments["loss"]),
+                    num_tokens=arguments["num_tokens"],
+                    device=self.device,
+                    reference=self._reference(arguments),
+                )
+            except NonFiniteError as error:
+                error.details["replica"] = self.place.replica  # the driver knows the samples of each
+                raise
         plain = {name: [stat.kind, stat.value, stat.weight] for name, stat in stats.items()}
         return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
 
     def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
         return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], tuple(arguments["names"]))
 
-    def _reference(self, arguments: dict[str, Any]) -> nn.Module | None:
+    def _reference(self, arguments: dict[str, Any]) -> Model | None:
         """The frozen model that full_kl compares with, by the name of its role."""
         name = arguments["reference"]
         return None if name is None else self.roles[name].model
@@ -153,11 +210,13 @@ class Worker:
                 timeout_s=arguments["timeout_s"],
                 check_every=arguments["check_every"],
                 source_folder=role.source_folder,
+                gpus=Gpus(**arguments["gpus"]) if arguments["gpus"] else None,
             )
         canary = Canary.from_json(arguments["canary"]) if arguments["canary"] else None
         which = {"pause_mode": arguments["pause_mode"], "only": arguments["only"], "canary": canary}
         try:
-            report = role.pusher.push(role.model, arguments["version"], **which)
+            with self.readable(arguments["role"]):
+                report = role.pusher.push(role.model, arguments["version"], **which)
         except PushError as error:  # of servers, not of this rank: the driver judges what it means that all failed
             report = error.report
         return asdict(report) if report else {}, {}
@@ -168,29 +227,34 @@ class Worker:
         if role.adapter_pusher is None:
             where = {"base_model": role.source_folder, "keep": arguments["keep"], "timeout_s": arguments["timeout_s"]}
             role.adapter_pusher = AdapterPusher(arguments["urls"], arguments["token"], role.hf, **where)
-        canary = Canary.from_json(arguments["canary"])
-        found = role.adapter_pusher.push(role.model, arguments["version"], only=arguments["only"], canary=canary)
+        canary = Canary.from_json(arguments["canary"]) if arguments["canary"] else None
+        with self.readable(arguments["role"]):
+            found = role.adapter_pusher.push(role.model, arguments["version"], only=arguments["only"], canary=canary)
         if found is None:
             return {}, {}
         report, name = found
         return {**asdict(report), "adapter": name}, {}
 
     def save(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        role = self.roles[arguments["role"]]
-        shards.save(Path(arguments["folder"]), role.model, role.optimizer)
+        with self.readable(arguments["role"], learns=True) as role:
+            shards.save(Path(arguments["folder"]), role.model, role.optimizer)
         return {}, {}
 
     def restore(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        role = self.roles[arguments["role"]]
-        shards.load(Path(arguments["folder"]), role.model, role.optimizer)
+        with self.readable(arguments["role"], learns=True) as role:
+            shards.load(Path(arguments["folder"]), role.model, role.optimizer)
         return {}, {}
 
     def export(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        role = self.roles[arguments["role"]]
-        save_hf(role.model, role.hf, arguments["folder"], source_folder=role.source_folder, role=role.kind)
-        if arguments["adapter"] is not None:
-            save_peft(role.model, role.hf, arguments["adapter"], base_model=role.source_folder)
+        with self.readable(arguments["role"]) as role:
+            save_hf(role.model, role.hf, arguments["folder"], source_folder=role.source_folder, role=role.kind)
+            if arguments["adapter"] is not None:
+                save_peft(role.model, role.hf, arguments["adapter"], base_model=role.source_folder)
         return {}, {}
+
+
+def _references(arguments: dict[str, Any]) -> list[str]:
+    return [] if arguments["reference"] is None else [arguments["reference"]]
 
 
 def _unpack(tensors: Tensors) -> tuple[Batch, list[int]]:

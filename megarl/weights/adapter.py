@@ -12,9 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from megarl.mcore.lora import LoraSettings, adapted, settings_of
+from megarl.mcore.model import Model
 from megarl.weights.export import BUFFER_BYTES
 from megarl.weights.folder import HFFolder, write_whole
 from megarl.weights.gather import ModelParallel, whole_tensors
@@ -64,7 +65,7 @@ def _pair(op: Op, module: str, target: str, shape: tuple[int, ...], rank: int) -
     ]
 
 
-def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
+def adapter_parameters(model: Model) -> dict[str, Tensor]:
     """A and B that this rank holds, by their names in the whole model."""
     return {
         f"{path}.lora.{name}": param.detach()
@@ -73,7 +74,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def adapter_tensors(model: nn.Module, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
+def adapter_tensors(model: Model, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
     """(PEFT's name, whole tensor) on every rank of a replica; all ranks must finish it.
 
     A tensor may share memory with the model: use it before the next one is asked for, and never write to it.
@@ -99,7 +100,7 @@ def peft_config(settings: LoraSettings, base_model: str) -> dict[str, Any]:
     }
 
 
-def save_peft(model: nn.Module, hf_config: HFConfig, folder: str | Path, *, base_model: str) -> None:
+def save_peft(model: Model, hf_config: HFConfig, folder: str | Path, *, base_model: str) -> None:
     """Write a folder that `peft` loads, from world rank 0; adapter_config.json comes last.
 
     Every rank of rank 0's replica must call it.  An adapter that is there already is replaced.
@@ -135,7 +136,7 @@ def read_peft_settings(folder: str | Path) -> LoraSettings:
     return LoraSettings(config["r"], config["lora_alpha"], tuple(targets))
 
 
-def load_peft(model: nn.Module, hf_config: HFConfig, folder: str | Path) -> None:
+def load_peft(model: Model, hf_config: HFConfig, folder: str | Path) -> None:
     """Fill the adapters of this rank from a folder of PEFT's; no communication.  Load before the optimizer is made.
 
     ValueError where rank, alpha or targets are not the model's, and for tensors missing, too many or of another shape.
@@ -160,7 +161,7 @@ def _replica() -> ModelParallel:
     return replace(where, spot=replace(where.spot, ep_rank=0, ep=1, etp_rank=0, etp=1), ep_group=None, etp_group=None)
 
 
-def settings_in(model: nn.Module) -> LoraSettings:
+def settings_in(model: Model) -> LoraSettings:
     settings = settings_of(model)
     assert settings is not None, "this model has no adapters: apply_lora makes them"
     return settings

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import Tensor
 
+from megarl.mcore.model import Model
 from megarl.rollout.client import Engine, EngineError
 from megarl.weights.adapter import adapter_tensors, on_cpu, peft_config, settings_in
 from megarl.weights.canary import Canary, disagreement
@@ -49,7 +50,7 @@ class AdapterPusher:
         self._num_pushes = 0
 
     def push(
-        self, model: nn.Module, version: int, *, only: Sequence[str] | None = None, canary: Canary | None = None
+        self, model: Model, version: int, *, only: Sequence[str] | None = None, canary: Canary | None = None
     ) -> tuple[PushReport, str] | None:
         """Every rank calls it; world rank 0 gets the report, and the name by which completions ask for the adapter.
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.mcore.model import Model
 from megarl.weights.buckets import Sizes
 from megarl.weights.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
-from megarl.weights.gather import Model, ModelParallel, local_parameters, owner_dtypes, whole_tensors
+from megarl.weights.gather import ModelParallel, local_parameters, owner_dtypes, whole_tensors
 from megarl.weights.names import num_bytes
 from megarl.weights.report import Clock
 from megarl.weights.tables import HFConfig, Role, table_for

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import Tensor
 
 from megarl.mcore.lora import settings_of
 from megarl.mcore.mla import router_biases
-from megarl.mcore.model import unwrap
+from megarl.mcore.model import Model, unwrap
+from megarl.mcore.transformer_engine import local_name
 from megarl.weights.merged import Merged, dtype_of
 from megarl.weights.names import Op, Spot, num_bytes
 from megarl.weights.report import Clock
 
-Model = nn.Module | Sequence[nn.Module]  # this rank's part: one chunk, or several under virtual pipelining
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,15 +75,14 @@ def local_parameters(model: Model) -> Mapping[str, Tensor]:
     hold every expert as a module of its own.  Adapted weights have their adapters merged in, when they are looked up.
     """
     out: dict[str, Tensor] = {}
-    for chunk in [model] if isinstance(model, nn.Module) else model:
-        gpt = unwrap(chunk)
+    for gpt in map(unwrap, model):
         numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
         experts = [getattr(layer.mlp, "local_expert_indices", []) for layer in gpt.decoder.layers]
         for name, param in chain(gpt.named_parameters(), router_biases(gpt)):
-            whole_name = _renumber(name, numbers, experts)
+            whole_name = _renumber(local_name(name), numbers, experts)
             assert whole_name not in out, f"two parameters of this rank are named {whole_name}"
             out[whole_name] = param.detach()
-    return Merged(out, model) if isinstance(model, nn.Module) and settings_of(model) is not None else out
+    return out if settings_of(model) is None else Merged(out, model)
 
 
 def _renumber(name: str, layer_numbers: Sequence[int], expert_numbers: Sequence[Sequence[int]]) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megarl.mcore.model import Model
 from megarl.weights.folder import HFFolder, open_hf
-from megarl.weights.gather import Model, ModelParallel, local_parameters
+from megarl.weights.gather import ModelParallel, local_parameters
 from megarl.weights.merged import Merged
 from megarl.weights.names import Op, Spot, some_names
 from megarl.weights.tables import HFConfig, Role, ignorable, table_for, twins

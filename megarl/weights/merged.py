@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megarl.mcore.lora import adapted, merged_weight
+from megarl.mcore.model import Model
 
 
 class Merged(Mapping[str, Tensor]):
@@ -18,7 +19,7 @@ class Merged(Mapping[str, Tensor]):
     memory is what the caller holds at a time.  Read only: what is written into such a tensor is lost.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], model: nn.Module) -> None:
+    def __init__(self, params: Mapping[str, Tensor], model: Model) -> None:
         """`params`: all of them, adapters too."""
         linears = dict(adapted(model))
         self._linears: dict[str, Any] = {f"{path}.weight": linear for path, linear in linears.items()}

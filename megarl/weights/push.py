@@ -25,14 +25,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import SafetensorError
 
+from megarl.mcore.model import Model
 from megarl.weights.buckets import Sizes, fill_buckets
 from megarl.weights.canary import Canary, disagreement
 from megarl.weights.channel import is_here
 from megarl.weights.cross_check import compare_with_whole, look_at_slices
 from megarl.weights.delivery import BucketRound
 from megarl.weights.export import BUFFER_BYTES, hf_sizes, hf_tensors, save_hf
-from megarl.weights.gather import Model
-from megarl.weights.gpu_handles import exchange, wanted_handles
+from megarl.weights.gpu_handles import Gpus, exchange, wanted_handles
 from megarl.weights.report import Clock, PushError, PushReport, one_line
 from megarl.weights.servers import CLEANING_S, Server
 from megarl.weights.sharded import ShardedSender
@@ -66,8 +66,10 @@ class Pusher:
         check_every: int = 0,
         source_folder: str | Path | None = None,
         export_folder: str | Path | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
-        """`dtype`: what the servers hold (None: what the trainer does); `timeout_s` limits every single wait.
+        """`dtype`: what the servers hold (None: what the trainer does); `timeout_s` limits every single wait; `gpus`:
+        on which the trainer and its servers stand, as far as that is known.
 
         Every `check_every`-th push (0: none) also writes the model into `export_folder` (which all servers must see;
         None: a temporary one, for those of this machine) with the files of `source_folder`, has servers load that, and
@@ -81,6 +83,7 @@ class Pusher:
         self._urls, self._token, self._hf_config, self._dtype = tuple(urls), token, hf_config, dtype
         self._way, self._bucket_bytes, self._timeout_s = way, bucket_bytes, timeout_s
         self._check_every, self._source_folder, self._export_folder = check_every, source_folder, export_folder
+        self._gpus = gpus or Gpus()
         self._num_pushes = 0
         self._sizes: Sizes = {}
         self._servers: dict[str, Server] = {}
@@ -145,7 +148,7 @@ class Pusher:
             round_ = BucketRound(lead, self._hf_config, self._sizes) if lead else None
             new_buffer = round_.new_buffer if round_ else None
             for bucket in fill_buckets(stream, self._sizes, self._bucket_bytes, new_buffer=new_buffer, clock=clock):
-                texts = exchange(bucket, handles) if handles else None
+                texts = exchange(bucket, handles, self._gpus.trainer) if handles else None
                 if round_:
                     round_.send(bucket, texts)
                 if handles:
@@ -178,11 +181,13 @@ class Pusher:
         wait(self._cleaning, timeout=2 * CLEANING_S)
         self._cleaning = [task for task in self._cleaning if not task.done()]
         for url in urls:
-            self._servers.setdefault(url, Server(url, self._token, self._hf_config, self._timeout_s))
+            seats = self._gpus.servers.get(url, ())
+            self._servers.setdefault(url, Server(url, self._token, self._hf_config, self._timeout_s, seats))
         targets = Targets({url: self._servers[url] for url in urls}, self._threads)
         with targets.clock("join"):
             targets.each(Server.probe)
-            targets.choose(self._way, on_gpu=torch.cuda.is_available(), is_cut=_ranks_of_copy() > 1)
+            on_gpu, is_cut = torch.cuda.is_available(), _ranks_of_copy() > 1
+            targets.choose(self._way, on_gpu=on_gpu, is_cut=is_cut, gpus=self._gpus.trainer)
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             targets.each(lambda s: s.join(backend), [u for u, way in targets.waiting().items() if way == "gathered"])
         with targets.clock("pause"):

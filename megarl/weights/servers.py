@@ -70,8 +70,10 @@ class Spent:
 class Server:
     """Each method raises EngineError, PushError or torch's RuntimeError within `timeout_s`."""
 
-    def __init__(self, url: str, token: str, hf_config: HFConfig, timeout_s: float) -> None:
+    def __init__(self, url: str, token: str, hf_config: HFConfig, timeout_s: float, gpus: Sequence[str] = ()) -> None:
+        """`gpus`: those of its ranks, by names that hold on all machines; empty: nobody said where it stands."""
         self.url, self._token, self._hf_config, self._timeout_s = url, token, hf_config, timeout_s
+        self.gpus = tuple(gpus)
         self.engine = Engine(url, token, timeout_s=timeout_s)
         self.nature: Nature
         self.held: list[dict[str, str]] = []  # checksums of its ranks when they were last looked at

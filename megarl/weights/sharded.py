@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import Tensor
 
+from megarl.mcore.layers import layers_per_chunk
+from megarl.mcore.model import Model, unwrap
 from megarl.rollout.client import EngineError
 from megarl.rollout.weight_group import leave_weight_group
 from megarl.weights.buckets import Sizes
@@ -30,7 +32,7 @@ from megarl.weights.channel import Meeting, own_address
 from megarl.weights.describe import to_json
 from megarl.weights.digests import Kind, digest
 from megarl.weights.exchange import Link, agree, compare, send
-from megarl.weights.gather import Model, local_parameters
+from megarl.weights.gather import local_parameters
 from megarl.weights.layouts import MegatronSpread, ServerSpread
 from megarl.weights.names import some_names
 from megarl.weights.plan import Plan
@@ -326,7 +328,8 @@ def _trainer_spread(model: Model, hf_config: HFConfig, sizes: Sizes) -> Megatron
         world_size=dist.get_world_size(),
         tp=ps.get_tensor_model_parallel_world_size(),
         pp=ps.get_pipeline_model_parallel_world_size(),
-        vpp=1 if isinstance(model, nn.Module) else len(model),
+        vpp=len(model),
+        layers_per_chunk=layers_per_chunk(unwrap(model[0]).config),
         cp=ps.get_context_parallel_world_size(),
         ep=ps.get_expert_model_parallel_world_size(),
         etp=ps.get_expert_tensor_parallel_world_size(),

@@ -7,7 +7,7 @@ as the slowest server that is left, or as the limit where one is silent; the nex
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor, Future
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ FAILURES = (EngineError, PushError, RuntimeError, OSError, ValueError)  # of one
 
 
 class Targets:
-    """Example: targets.choose("auto", on_gpu=False); targets.each(Server.probe); targets.fall_back(url, "...")"""
+    """Example: targets.each(Server.probe); targets.choose("auto", on_gpu=False, is_cut=True); targets.drop(url, "x")"""
 
     def __init__(self, servers: Mapping[str, Server], threads: Executor) -> None:
         self.left = dict(servers)  # those that have not failed
@@ -38,20 +38,27 @@ class Targets:
         self._threads = threads
         self._ways: dict[str, list[str]] = {}  # url -> ways still to be tried
 
-    def choose(self, wanted: str, *, on_gpu: bool, is_cut: bool) -> None:
+    def choose(self, wanted: str, *, on_gpu: bool, is_cut: bool, gpus: Collection[str] = ()) -> None:
         """Which ways are possible for each server, of those that are wanted (auto, or one of WAYS), the fastest first.
+
+        A server for which none is possible is dropped.  On the trainer's GPUs, which are `gpus`, only `shared` is: NCCL
+        joins no two processes of one.
 
         Mapping a bucket is faster than sending it, but not than sending slices of a model that `is_cut`, which for
         buckets has to be gathered: measured, a whole model takes 0.17 s by shared and 0.26 s by sharded, and one that
         two ranks have half of each 0.55 s and 0.25 s (100 MB, two cores).
         """
         order = ("sharded", "shared", "gathered") if is_cut else WAYS
-        for url, server in self.left.items():
-            self._ways[url] = possible = [way for way in order if _obstacle(server, way, wanted, on_gpu) is None]
-            if wanted != "auto":
-                self._ways[url] = [way for way in possible if way in (wanted, WAYS[-1])]
+        for url, server in list(self.left.items()):
+            obstacles = {way: _obstacle(server, way, wanted, on_gpu, gpus) for way in order}
+            self._ways[url] = possible = [way for way in order if obstacles[way] is None]
+            if not possible:
+                mapped, sent = obstacles["shared"], obstacles["gathered"]
+                self.drop(url, f"no way leads into {url}: shared needs {mapped}, the others {sent}")
+            elif wanted != "auto":
+                self._ways[url] = [way for way in possible if way in (wanted, possible[-1])]
                 if wanted not in possible:
-                    self.warn(url, wanted, f"it needs {_obstacle(server, wanted, wanted, on_gpu)}")
+                    self.warn(url, wanted, f"it needs {obstacles[wanted]}")
 
     def send_on(self, url: str) -> str:
         """Have it given the weights once more, by the next way; returns the one that it leaves behind."""
@@ -147,9 +154,15 @@ class Lead:
         raise error
 
 
-def _obstacle(server: Server, way: str, wanted: str, on_gpu: bool) -> str | None:
+def _obstacle(server: Server, way: str, wanted: str, on_gpu: bool, gpus: Collection[str]) -> str | None:
     """What a way needs and this server lacks; None where it is possible."""
     nature = server.nature
+    if on_gpu and nature.first_gpu is not None and server.gpus:
+        common = set(server.gpus) & set(gpus)
+        if way == "shared":
+            return None if common == set(server.gpus) else "a rank of the trainer on each of its GPUs"
+        if common:
+            return "a server on GPUs of its own"
     if way == "sharded":
         if not nature.has_receiver:
             return "a server that was started with our custom weight loader"

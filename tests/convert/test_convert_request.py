@@ -34,7 +34,11 @@ def test_every_word_arrives() -> None:
         ("from=a to=b format=gguf", "format=gguf: want one of hf, megatron"),
         ("from=a to=b dytpe=float32", "dytpe=float32: there is no key dytpe; did you mean dtype?"),
         ("from=a to=b tp=1 tp=2", "tp=2: tp was given before, as tp=1; want it once"),
-        ("a b", "a: want key=value, with a key of from, to, format, tp, pp, ep, etp, dtype, model, device"),
+        (
+            "a b",
+            "a: want key=value, with a key of from, to, format, tp, pp, ep, etp, vpp, first_stage_layers, "
+            "last_stage_layers, dtype, model, device",
+        ),
         (
             "from=a to=b --overwrite",
             "there is no option --overwrite; want --verify, --verify-only, --debug, --help or key=value",

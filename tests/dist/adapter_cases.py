@@ -10,8 +10,9 @@ import torch.distributed as dist
 from lora_cases import Lora
 from parity_cases import CPU
 
+from megarl.layout import Layout
 from megarl.mcore.lora import LoraSettings, adapted
-from megarl.mcore.setup import Layout, destroy_groups
+from megarl.mcore.setup import destroy_groups
 from megarl.mcore.step import forward_only
 from megarl.sample import Batch, MicroBatch
 from megarl.weights.adapter_push import AdapterPusher

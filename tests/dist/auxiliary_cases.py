@@ -12,9 +12,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.algo import ActorLoss, step_columns
+from megarl.layout import Layout
 from megarl.mcore.model import unwrap
 from megarl.mcore.rows import micro_batches
-from megarl.mcore.setup import Layout, destroy_groups, make_groups
+from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.step import backward
 from megarl.sample import Batch
 
@@ -55,9 +56,9 @@ def _run(folder: str, case: Routed) -> dict[str, Tensor]:
     try:
         models = Models({"actor": folder}, case.layout)
         model = models("actor")
-        config = unwrap(model).config
+        config = unwrap(model[0]).config
         config.moe_aux_loss_coeff, config.moe_z_loss_coeff = case.balance, case.z or None
-        for module in model.modules():
+        for module in (module for chunk in model for module in chunk.modules()):
             if isinstance(module, TopKRouter):
                 module.routing_type = "aux_loss"
         batch = make_step(models.hf["vocab_size"])

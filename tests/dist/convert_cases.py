@@ -13,10 +13,11 @@ from torch import Tensor
 
 from megarl.convert.worker import Worker
 from megarl.group import RankError, Reply
+from megarl.layout import Layout
 from megarl.mcore import shards
 from megarl.mcore.lora import LoraSettings, adapted, apply_lora
 from megarl.mcore.model import build_model, read_hf_config
-from megarl.mcore.setup import Layout, destroy_groups, make_groups
+from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.weights.export import hf_tensors
 from megarl.weights.load import load_hf
 

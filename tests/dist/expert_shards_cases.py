@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from shards_cases import LAYOUTS, Trained
 
+from megarl.layout import Layout
 from megarl.mcore import shards
-from megarl.mcore.setup import Layout
 
 LAYOUTS |= {
     "ep2": Layout(ep=2),

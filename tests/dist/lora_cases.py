@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from chunks import named_parameters, parameters
 from parity_cases import CPU, make_step
 from torch import Tensor
 
 from megarl.data.packing import plan
+from megarl.layout import Layout
 from megarl.mcore import shards
 from megarl.mcore.lora import LoraSettings, adapted, apply_lora, identity
 from megarl.mcore.model import build_model, read_hf_config, unwrap
 from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.rows import micro_batches
-from megarl.mcore.setup import Layout, destroy_groups, make_groups
+from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.step import Outputs, backward, forward_only, train_step
 from megarl.sample import Batch, LossOutput
 from megarl.weights.adapter import adapter_parameters, adapter_tensors, load_peft, read_peft_settings, save_peft
@@ -82,7 +84,8 @@ class Lora:
         return {name: tensor.clone() for name, tensor in hf_tensors(self.model, self.hf, buffer_bytes=20_000)}
 
     def base(self) -> dict[str, Tensor]:
-        return {n: p.detach().clone() for n, p in unwrap(self.model).named_parameters() if ".lora." not in n}
+        base = [p for p in named_parameters([unwrap(chunk) for chunk in self.model]) if ".lora." not in p[0]]
+        return {f"{i} {name}": param.detach().clone() for i, (name, param) in enumerate(base)}
 
 
 def one_layout(folder: str, adapter: str, out: str, layout: Layout) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def one_layout(folder: str, adapter: str, out: str, layout: Layout) -> dict[str,
         assert {n: (tuple(t.shape), t.dtype) for n, t in merged.items()} == hf_sizes(lora.model, lora.hf)
         found |= {"merged": merged, "gradients": lora.gradients(), "grad_norm": lora.step()}
         found["base is the same"] = all(torch.equal(t, before[n]) for n, t in lora.base().items())
-        found["optimized"] = {id(p) for p in lora.wrapped.parameters() if hasattr(p, "main_grad")} == {
+        found["optimized"] = {id(p) for p in parameters(lora.wrapped) if hasattr(p, "main_grad")} == {
             id(p) for _, linear in adapted(lora.model) for p in linear.lora.parameters()
         }
         found["moved"] = not any(torch.equal(t, found["loaded"][n]) for n, t in lora.adapters().items())

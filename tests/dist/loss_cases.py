@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from chunks import fill_value_head, gradients
 from loss_cover import ALL_SPLITS, DOCUMENTED, VALUE, Case
-from torch import Tensor, nn
+from torch import Tensor
 
 from megarl.algo import (
     POLICY_LOSSES,
@@ -22,13 +23,13 @@ from megarl.algo import (
     step_columns,
 )
 from megarl.data.packing import RankPlan, plan
-from megarl.mcore.model import build_model, read_hf_config
+from megarl.layout import Layout
+from megarl.mcore.model import Model, build_model, read_hf_config
 from megarl.mcore.optimizer import wrap_for_training
 from megarl.mcore.rows import micro_batches
-from megarl.mcore.setup import Layout, Place, destroy_groups, make_groups
+from megarl.mcore.setup import Place, destroy_groups, make_groups
 from megarl.mcore.step import Columns, Outputs, backward, forward_only
 from megarl.sample import Batch, LossOutput, MicroBatch, Stats
-from megarl.weights.export import hf_tensors
 from megarl.weights.load import load_hf
 
 CPU = torch.device("cpu")
@@ -186,22 +187,19 @@ class Models:
 
     folders: dict[str, str]  # actor, reference
     layout: Layout
-    made: dict[str, nn.Module] = field(default_factory=dict)
+    made: dict[str, Model] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.hf = read_hf_config(self.folders["actor"])
 
-    def __call__(self, name: str) -> Any:
+    def __call__(self, name: str) -> Model:
         if name not in self.made:
             role = "critic" if name == "critic" else "actor"
             folder = self.folders["reference" if name == "reference" else "actor"]
             model = build_model(self.hf, self.layout, role=role)
             load_hf(model, folder, self.hf, role=role)
-            if role == "critic":  # a head of zeros would hide errors in the trunk's gradient
-                with torch.no_grad():
-                    for own, param in model.named_parameters():
-                        if own.startswith("output_layer"):
-                            param.copy_(torch.linspace(-0.5, 0.5, param.numel()).view_as(param))
+            if role == "critic":
+                fill_value_head(model)
             self.made[name] = model if name == "reference" else wrap_for_training(model, self.layout)
         return self.made[name]
 
@@ -210,15 +208,7 @@ class Models:
 
     def gradients(self, name: str) -> dict[str, Tensor]:
         """{HF name: the whole gradient}."""
-        model = self(name).module
-        held = {p: p.data for p in model.parameters()}
-        for p in held:
-            p.data = p.main_grad.clone()
-        role = "critic" if name == "critic" else "actor"
-        whole = {own: tensor.clone() for own, tensor in hf_tensors(model, self.hf, role=role)}
-        for p, data in held.items():
-            p.data = data
-        return whole
+        return gradients(self(name), self.hf, "critic" if name == "critic" else "actor")
 
 
 def now(folders: dict[str, str]) -> tuple[Batch, Columns]:

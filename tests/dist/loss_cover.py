@@ -8,7 +8,7 @@ from itertools import combinations, product
 from typing import Any
 
 from megarl.algo import AGG_MODES, KL_ESTIMATORS, POLICY_LOSSES
-from megarl.mcore.setup import Layout
+from megarl.layout import Layout
 
 Row = dict[str, Any]  # factor -> the name of its value
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from chunks import named_parameters, parameters
 from logprobs_plain import plain_columns
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from torch import Tensor, nn
+from torch import Tensor
 
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss
+from megarl.layout import Layout
 from megarl.mcore.logprobs import NAMES
 from megarl.mcore.lora import LoraSettings, apply_lora
-from megarl.mcore.model import build_model, output_weight, unwrap
+from megarl.mcore.model import Model, build_model, output_weight, unwrap
 from megarl.mcore.optimizer import wrap_for_training
 from megarl.mcore.rows import make_row
-from megarl.mcore.setup import Layout, destroy_groups, make_groups
+from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.step import Outputs, backward, forward_only
 from megarl.sample import Batch, LossOutput, MicroBatch
 
@@ -48,12 +50,12 @@ def run(case: str, *args: Any) -> Any:
         destroy_groups()
 
 
-def actor(*, tied: bool = True, seed: int = 1, dtype: str = "float32", vocab_size: int = 45) -> nn.Module:
+def actor(*, tied: bool = True, seed: int = 1, dtype: str = "float32", vocab_size: int = 45) -> Model:
     torch.manual_seed(seed)
     hf = {**HF, "tie_word_embeddings": tied, "vocab_size": vocab_size}
     model = build_model(hf, LAYOUT, dtype=dtype)
     with torch.no_grad():  # Megatron's initial weights are small: every softmax would be flat
-        for param in model.parameters():
+        for param in parameters(model):
             param.mul_(3)
     return model
 
@@ -68,13 +70,13 @@ def weighted(_: Any, columns: dict[str, Tensor]) -> LossOutput:
     return LossOutput((stacked * FACTORS[: len(stacked)]).sum(), {})
 
 
-def plain(model: nn.Module, reference: nn.Module | None = None) -> dict[str, Tensor]:
+def plain(model: Model, reference: Model | None = None) -> dict[str, Tensor]:
     """In the graph of the model's own parameters."""
     row = make_row(micros()[0], LAYOUT, CPU)
 
-    def sides(model: nn.Module) -> tuple[Tensor, Tensor]:
-        hidden = model(row.tokens, row.positions, None, packed_seq_params=row.packed)
-        return hidden[0], output_weight(model)
+    def sides(model: Model) -> tuple[Tensor, Tensor]:
+        hidden = model[0](row.tokens, row.positions, None, packed_seq_params=row.packed)
+        return hidden[0], output_weight(model[0])
 
     frozen = None if reference is None else [side.detach() for side in sides(reference)]
     found = plain_columns(*sides(model), row.labels, 45, 0.8, frozen)
@@ -84,14 +86,15 @@ def plain(model: nn.Module, reference: nn.Module | None = None) -> dict[str, Ten
 def whole_gradients(tied: bool, overlap: bool) -> Pairs:
     """With all four columns; `overlap`: DDP reduces while the backward pass runs."""
     model, reference = actor(tied=tied), actor(tied=False, seed=2)
-    params = dict(model.named_parameters())
+    params = dict(named_parameters(model))
     want = torch.autograd.grad(weighted(None, plain(model, reference)).loss, list(params.values()))
     if not overlap:
         return _in_buffers(wrap_for_training(model, LAYOUT), NAMES, params, want, reference)
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
-    wrapped = DistributedDataParallel(model.config, settings, model)
-    model.config.no_sync_func, model.config.finalize_model_grads_func = wrapped.no_sync, finalize_model_grads
-    return _in_buffers(wrapped, NAMES, params, want, reference)
+    config: Any = model[0].config
+    wrapped = DistributedDataParallel(config, settings, model[0])
+    config.no_sync_func, config.finalize_model_grads_func = wrapped.no_sync, finalize_model_grads
+    return _in_buffers([wrapped], NAMES, params, want, reference)
 
 
 def adapters_gradients() -> tuple[Pairs, bool]:
@@ -99,18 +102,18 @@ def adapters_gradients() -> tuple[Pairs, bool]:
     model = actor(tied=False)
     apply_lora(model, LoraSettings(2, 4.0))
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, param in named_parameters(model):
             if name.endswith(".B"):
                 param.normal_()
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    params = {name: p for name, p in named_parameters(model) if p.requires_grad}
     want = torch.autograd.grad(weighted(None, plain(model)).loss, list(params.values()))
     pairs = _in_buffers(wrap_for_training(model, LAYOUT), NAMES[:3], params, want, None)
-    weight = output_weight(model)
+    weight = output_weight(model[0])
     return pairs, weight.grad is None and not hasattr(weight, "main_grad")
 
 
 def _in_buffers(
-    wrapped: nn.Module, names: tuple[str, ...], params: dict[str, Any], want: Any, reference: nn.Module | None
+    wrapped: Model, names: tuple[str, ...], params: dict[str, Any], want: Any, reference: Model | None
 ) -> Pairs:
     outputs = Outputs(LAYOUT, 45, 0.8, names)
     backward(wrapped, micros(), outputs, weighted, num_tokens=17, device=CPU, reference=reference)
@@ -128,12 +131,12 @@ def columns(names: tuple[str, ...], dtype: str) -> Pairs:
 
 def head() -> dict[str, Any]:
     model = actor(tied=False)
-    layer, calls = unwrap(model).output_layer, []
+    layer, calls = unwrap(model[0]).output_layer, []
     layer.register_forward_pre_hook(lambda *args: calls.append(args))
     forward_only(model, micros(), Outputs(LAYOUT, 45), CPU)
     return {
-        "parameters": [name for name, _ in model.named_parameters() if "output" in name],
-        "checkpoint": [name for name in unwrap(model).sharded_state_dict() if name == "output_layer.weight"],
+        "parameters": [name for name, _ in named_parameters(model) if "output" in name],
+        "checkpoint": [name for name in unwrap(model[0]).sharded_state_dict() if name == "output_layer.weight"],
         "calls": len(calls),
     }
 
@@ -145,7 +148,7 @@ def place_of_bad_logit(bad: float) -> tuple[str, int, int]:
     def spoil(_: Any, __: Any, hidden: Tensor) -> Tensor:
         return hidden.index_fill(0, torch.tensor([5 + 6]), bad)
 
-    unwrap(model).decoder.final_layernorm.register_forward_hook(spoil)
+    unwrap(model[0]).decoder.final_layernorm.register_forward_hook(spoil)
     columns = {name: torch.zeros(17) for name in ("old_log_probs", "advantages")}
     columns |= {"response_mask": torch.ones(17), "weight": torch.full((17,), 1 / 17)}
     columns["response_mask"][[0, 5]] = 0.0

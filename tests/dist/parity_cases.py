@@ -1,23 +1,27 @@
-"""What runs on the ranks in test_parity.py: losses and gradients of one optimizer step under a layout."""
+"""What runs on the ranks of the parity tests: columns, loss, gradient and a few optimizer steps under a layout."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from chunks import fill_value_head, gradients, parameters, weights
+from spawn import run_ranks
 
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.data.packing import plan
+from megarl.layout import Layout
 from megarl.mcore import logprobs
-from megarl.mcore.model import build_model, read_hf_config
+from megarl.mcore.engine import Engine
+from megarl.mcore.model import Model, build_model, read_hf_config
 from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.rows import micro_batches
-from megarl.mcore.setup import Layout, destroy_groups, make_groups
+from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.step import Outputs, backward, forward_only
 from megarl.sample import Batch, LossOutput
-from megarl.weights.export import hf_tensors
 from megarl.weights.load import load_hf
 
 CPU = torch.device("cpu")
@@ -57,45 +61,77 @@ def make_step(vocab_size: int, num_sequences: int = 13) -> Batch:
     return Batch(torch.randint(0, vocab_size, (n,), generator=g), lengths, columns)
 
 
-def one_step(folder: str, role: str, layout: Layout, max_tokens: int, optim: str | None = None) -> dict[str, Any]:
-    """Statistics, columns and whole gradients (or, with `optim`, whole weights after a step) on every rank."""
-    where = make_groups(layout)
+@dataclass(frozen=True)
+class Case:
+    """An optimizer step, and what it is computed by."""
+
+    role: str  # a key of LOSSES
+    layout: Layout = Layout()
+    engine: Engine = Engine()
+    max_tokens: int = 24  # of a micro-batch
+    optim: str = "sgd"
+    num_steps: int = 0  # optimizer steps to take, the first by the gradient that is looked at
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cases that run together: starting ranks costs more than most of them."""
+
+    num_ranks: int
+    folder: str
+    cases: Mapping[str, Case]
+
+
+class Found(dict[str, list[dict[str, Any]]]):
+    """Case -> what each rank returned.  A table runs when a case of it is first asked for."""
+
+    def __init__(self, *tables: Table) -> None:
+        super().__init__()
+        self._tables = tables
+
+    def __missing__(self, name: str) -> list[dict[str, Any]]:
+        table = next(table for table in self._tables if name in table.cases)
+        ranks = run_ranks(table.num_ranks, run_cases, table.folder, dict(table.cases), timeout_s=400)
+        self.update({case: [rank[case] for rank in ranks] for case in table.cases})
+        return self[name]
+
+
+def run_cases(folder: str, cases: dict[str, Case]) -> dict[str, Any]:
+    return {name: run_case(folder, case) for name, case in cases.items()}
+
+
+def run_case(folder: str, case: Case) -> dict[str, Any]:
+    """What this rank sees; whole tensors on rank 0.  A sharded optimizer leaves no whole gradient to be looked at."""
+    where = make_groups(case.layout)
     try:
-        hf = read_hf_config(folder)
-        case, role = role, role.split()[0]
-        model = build_model(hf, layout, role=role)
+        hf, role = read_hf_config(folder), case.role.split()[0]
+        model = build_model(hf, case.layout, role=role, engine=case.engine)
         load_hf(model, folder, hf, role=role)
-        reference = _reference(folder, hf, layout) if "reference" in case else None
-        if role == "critic":  # a zero head would hide errors in the trunk's gradient
-            with torch.no_grad():
-                for name, param in model.named_parameters():
-                    if name.startswith("output_layer"):
-                        param.copy_(torch.linspace(-0.5, 0.5, param.numel()).view_as(param))
-        wrapped = wrap_for_training(model, layout)
-        optimizer = Optimizer(wrapped, OptimSettings(name=optim or "sgd", lr=0.05, momentum=0.9, eps=1.0))
-        batch = make_step(hf["vocab_size"])
-        loss = LOSSES[case]
-        part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=max_tokens)[where.replica]
+        reference = _reference(folder, hf, case.layout) if "reference" in case.role else None
+        if role == "critic":
+            fill_value_head(model)
+        model = wrap_for_training(model, case.layout, case.engine)
+        optimizer = Optimizer(model, OptimSettings(name=case.optim, lr=0.05, momentum=0.9, eps=1.0))
+        batch, loss = make_step(hf["vocab_size"]), LOSSES[case.role]
+        part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=case.max_tokens)[where.replica]
         micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
-        outputs = Outputs(layout, hf["vocab_size"], temperature=0.8, names=NAMES[case])
-        columns = forward_only(wrapped, micros, outputs, CPU, reference)
-        optimizer.zero_grad()
+        outputs = Outputs(case.layout, hf["vocab_size"], temperature=0.8, names=NAMES[case.role])
         how = {"num_tokens": batch.num_tokens, "device": CPU, "reference": reference}
-        stats = backward(wrapped, micros, outputs, loss, **how)
-        grad_norm = 0.0
-        if optim is None:
-            held = {p: p.data for p in model.parameters()}
-            for p in held:
-                p.data = p.main_grad.clone()
-            whole = {name: t.clone() for name, t in hf_tensors(model, hf, role=role)}
-            for p, data in held.items():
-                p.data = data
-        else:
-            grad_norm = optimizer.step()
-            whole = {name: t.clone() for name, t in hf_tensors(model, hf, role=role)}
+        columns = forward_only(model, micros, outputs, CPU, reference)
+        optimizer.zero_grad()
+        stats = backward(model, micros, outputs, loss, **how)
+        gradient = {} if case.layout.use_distributed_optimizer else gradients(model, hf, role)
+        grad_norms = []
+        for step in range(case.num_steps):
+            if step:
+                optimizer.zero_grad()
+                backward(model, micros, outputs, loss, **how)
+            grad_norms.append(optimizer.step())
+        after = weights(model, hf, role) if case.num_steps else {}
         return {
-            "tensors": whole if dist.get_rank() == 0 else {},
-            "grad_norm": grad_norm,
+            "gradient": gradient if dist.get_rank() == 0 else {},
+            "grad_norms": grad_norms,
+            "after": after if dist.get_rank() == 0 else {},
             "indices": part.indices,
             "columns": {n: torch.cat([c[n] for c in columns]) for n in columns[0]} if where.is_reporter else {},
             "stats": stats if where.is_reporter else {},
@@ -105,16 +141,11 @@ def one_step(folder: str, role: str, layout: Layout, max_tokens: int, optim: str
         destroy_groups()
 
 
-def _reference(folder: str, hf: dict[str, Any], layout: Layout) -> torch.nn.Module:
+def _reference(folder: str, hf: dict[str, Any], layout: Layout) -> Model:
     """The same model with smaller weights."""
     model = build_model(hf, layout)
     load_hf(model, folder, hf)
     with torch.no_grad():
-        for param in model.parameters():
+        for param in parameters(model):
             param.mul_(0.8)
     return model
-
-
-def all_steps(folder: str, cases: list[tuple[str, str, Layout, int, str | None]]) -> dict[str, Any]:
-    """Every case in one set of processes: starting them costs more than running them."""
-    return {name: one_step(folder, role, replace(layout), tokens, optim) for name, role, layout, tokens, optim in cases}

@@ -16,8 +16,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megarl.layout import Layout
 from megarl.mcore.model import build_model
-from megarl.mcore.setup import Layout, make_groups
+from megarl.mcore.setup import make_groups
 from megarl.mcore.step import Outputs, forward_only
 from megarl.rollout.protocol import tensor_digest
 from megarl.sample import Batch, MicroBatch
@@ -168,7 +169,7 @@ def _drop_mapped(number: str) -> list[Any]:
 
 
 def _drop_message(_: str) -> list[Any]:
-    """The last message of rank 1 does not leave it.  (Behind any other, gloo ends a receiver that gets the next one.)"""
+    """The last message of rank 1 does not leave it.  (Behind any other gloo ends a receiver that gets the next.)"""
 
     def fewer(messages: Any, *args: Any, **named: Any) -> list[str]:
         return exchange.send(messages[: -1 if dist.get_rank() == 1 else None], *args, **named)

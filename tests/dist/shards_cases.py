@@ -8,17 +8,18 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from chunks import parameters, weights
 from parity_cases import LOSSES, make_step
 from torch import nn
 
 from megarl.data.packing import plan
+from megarl.layout import Layout
 from megarl.mcore import shards
 from megarl.mcore.model import build_model, read_hf_config
 from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.rows import micro_batches
-from megarl.mcore.setup import Layout, destroy_groups, make_groups
+from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.step import Outputs, train_step
-from megarl.weights.export import hf_tensors
 from megarl.weights.load import load_hf
 
 CPU = torch.device("cpu")
@@ -30,6 +31,9 @@ LAYOUTS = {
     "tp2": Layout(tp=2),
     "pp2": Layout(pp=2),
     "dp2": Layout(),
+    "pp2 vpp2": Layout(pp=2, vpp=2),
+    "pp2 uneven": Layout(pp=2, first_stage_layers=1),
+    "pp2 vpp2 sharded": Layout(pp=2, vpp=2, use_distributed_optimizer=True),
     "tp2 sharded": Layout(tp=2, use_distributed_optimizer=True),
     "pp2 sharded": Layout(pp=2, use_distributed_optimizer=True),
     "dp2 sharded": Layout(use_distributed_optimizer=True),
@@ -45,7 +49,7 @@ class Trained:
         model = build_model(self.hf, layout, role=role, dtype=dtype)
         load_hf(model, folder, self.hf, role=role)
         with torch.no_grad():
-            for param in model.parameters():
+            for param in parameters(model):
                 param.mul_(scale)
         self.model = wrap_for_training(model, layout)
         self.optimizer = Optimizer(self.model, OPTIMIZERS[optim])
@@ -60,7 +64,7 @@ class Trained:
         return train_step(self.model, self.optimizer, micros, outputs, loss, num_tokens=batch.num_tokens, device=CPU)[2]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: t.clone() for name, t in hf_tensors(self.model, self.hf, role=self.role)}
+        return weights(self.model, self.hf, self.role)
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """kind of moment -> HF name -> whole tensor: each moment put where its weight was, and exported as one."""
@@ -68,7 +72,7 @@ class Trained:
         kinds = [k for k in ("exp_avg", "exp_avg_sq", "momentum_buffer") if _has(inner.optimizer, k)]
         out = {}
         for kind in kinds:
-            held = {p: p.data for p in self.model.parameters()}
+            held = {p: p.data for p in parameters(self.model)}
             for param in held:
                 param.data = _whole_moment(inner, param, kind)
             out[kind] = self.weights()
@@ -141,7 +145,7 @@ def weights_only(folder: str, root: str) -> dict[str, torch.Tensor]:
     shards.save(where, model, None)
     other = build_model(hf, layout)
     shards.load(where, other, None)
-    found = {name: t.clone() for name, t in hf_tensors(other, hf)}
+    found = weights(other, hf, "actor")
     destroy_groups()
     return found
 

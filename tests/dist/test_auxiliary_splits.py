@@ -14,7 +14,7 @@ from spawn import Ranks
 from tiny_models import write_model
 from torch import Tensor
 
-from megarl.mcore.setup import Layout
+from megarl.layout import Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 

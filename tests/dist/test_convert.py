@@ -20,7 +20,7 @@ from megarl import cli
 from megarl.config import Config, to_yaml
 from megarl.convert import story
 from megarl.convert.ranks import Ranks as ConvertRanks
-from megarl.mcore.setup import Layout
+from megarl.layout import Layout
 
 pytestmark = pytest.mark.dist
 
@@ -72,6 +72,9 @@ def num_shards(folder: Path, name: str) -> int:
     [
         ("qwen3", True, "tp=2", "pp=2"),
         ("qwen2", False, "pp=2", "tp=2"),
+        ("qwen3", True, "pp=2 vpp=2", "pp=2"),
+        ("llama3", False, "tp=2", "pp=2 vpp=2"),
+        ("mixtral", False, "pp=2 first_stage_layers=1", "pp=2 vpp=2"),
         ("mixtral", False, "tp=1 ep=2 etp=1", "tp=2 etp=1 ep=2"),
         ("qwen3_moe", False, "tp=2", "pp=2"),
         ("deepseek_v3", False, "tp=2 ep=2 etp=1", "pp=2"),
@@ -110,7 +113,7 @@ def test_a_megatron_folder_says_what_it_is(megatron: Path, model: Path) -> None:
         "megarl": cli.__version__,
         "role": "actor",
         "dtype": "float32",
-        "layout": {"tp": 2, "pp": 1, "ep": 1, "etp": 2},
+        "layout": {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 2},
         "num_tensors": len(weights(model)),
         "num_bytes": sum(t.nbytes for t in weights(model).values()),
         "source": str(model),
@@ -203,7 +206,7 @@ def test_each_stage_says_what_it_did(pool: PoolGroup, model: Path, tmp_path: Pat
     assert said[:3] == [
         f"from {model} (hf, actor, float32)",
         f"to   {tmp_path}/megatron (megatron, actor, float32)",
-        "over 2 ranks: tp=2 pp=1 ep=1 etp=2",
+        "over 2 ranks: tp=2 pp=1 vpp=1 ep=1 etp=2",
     ]
     stages = [line.rpartition(",")[0] for line in said[3:-1]]
     names = ["read", "write", "verify from", "verify to: reading", "verify to"]
@@ -293,13 +296,14 @@ def test_an_interrupted_conversion_leaves_nothing(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("tp=3", "its size .* does not divide by tensor_model_parallel_size=3"),
-        ("pp=3", "pp=3 does not divide the model's num_hidden_layers=4"),
+        ("tp=3", "tensor_model_parallel_size=3 does not divide the model's num_attention_heads=4"),
+        ("pp=3", "pipeline_model_parallel_size=3 does not divide the model's num_hidden_layers=4"),
+        ("vpp=2", "virtual_pipeline_model_parallel_size=2: there is one pipeline rank; want"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(model: Path, words: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        story.check_fits(model, "actor", Layout(**{words[:2]: int(words[3:])}))
+        story.check_fits(model, "actor", Layout(**{words[:-2]: int(words[-1])}))
 
 
 def test_a_family_without_a_table_is_refused(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step of DeepSeek-V3 under every way of laying it out: the same loss and gradient, and a frozen bias."""
+"""An optimizer step of DeepSeek-V3 under every way of laying it out: the same loss and gradient, and a frozen bias."""
 
 from __future__ import annotations
 
@@ -7,34 +7,39 @@ from typing import Any
 
 import pytest
 import torch
-from parity_cases import all_steps
+from parity_cases import Case, Found, Table
+from parity_compare import GRADIENT_TOLERANCE, assert_same_after, assert_same_gradient, assert_same_stats
 from safetensors.torch import load_file
-from spawn import run_ranks
 from tiny_models import write_model
 
-from megarl.mcore.setup import Layout
-from megarl.sample import merge_stats
+from megarl.layout import Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
-TOLERANCE = 2e-5  # relative to the largest entry of a tensor, as where the experts of other families are laid out
 BIAS = "e_score_correction_bias"
-SP = {"tp": 2, "sequence_parallel": True}
+SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 # With queries from latents, groups of experts and YaRN; and without any of them.
 LAYOUTS: dict[str, dict[int, dict[str, Layout]]] = {
     "deepseek_v3": {
-        1: {"one": Layout()},
-        2: {"tp2+sp": Layout(**SP), "pp2": Layout(pp=2), "cp2": Layout(cp=2), "ep2": Layout(ep=2)},
+        2: {
+            "tp2+sp": Layout(**SP),
+            "pp2": Layout(pp=2),
+            "pp2 uneven": Layout(pp=2, first_stage_layers=3),
+            "pp2 vpp2": Layout(pp=2, vpp=2),
+            "cp2": Layout(cp=2),
+            "ep2": Layout(ep=2),
+        },
         4: {
             "tp2+sp ep4 etp1": Layout(**SP, ep=4, etp=1),
             "tp2+sp pp2": Layout(**SP, pp=2),
             "tp2+sp cp2 ep2": Layout(**SP, cp=2, ep=2),
+            "pp2 vpp2 ep2": Layout(pp=2, vpp=2, ep=2),
         },
     },
-    "deepseek_v3_plain": {1: {"one": Layout()}, 2: {"tp2+sp": Layout(**SP), "cp2": Layout(cp=2)}},
+    "deepseek_v3_plain": {2: {"tp2+sp": Layout(**SP), "cp2": Layout(cp=2)}},
 }
-AFTER_STEP = {1: Layout(), 2: Layout(**SP, ep=2, etp=1, use_distributed_optimizer=True)}
-CASES = [(family, name) for family, sizes in LAYOUTS.items() for size in sizes if size > 1 for name in sizes[size]]
+CASES = [(family, name) for family, sizes in LAYOUTS.items() for layouts in sizes.values() for name in layouts]
+SHARDED = Case("actor", Layout(**SP, ep=2, etp=1, use_distributed_optimizer=True), optim="adamw", num_steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -46,44 +51,45 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def steps(root: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """(family, layout) -> what each rank returned."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+def found(root: Path) -> Found:
+    tables = []
     for family, sizes in LAYOUTS.items():
+        folder, alone = str(root / family), {f"{family}/one": Case("actor", num_steps=3)}
+        tables.append(Table(1, folder, alone | {f"{family}/adam": Case("actor", optim="adamw", num_steps=3)}))
         for size, layouts in sizes.items():
-            cases: list[Any] = [(name, "actor", layout, 24, None) for name, layout in layouts.items()]
-            if size in AFTER_STEP and family == "deepseek_v3":
-                cases.append((f"after {size}", "actor", AFTER_STEP[size], 24, "adamw"))
-            ranks = run_ranks(size, all_steps, str(root / family), cases, timeout_s=300)
-            found |= {(family, case): [rank[case] for rank in ranks] for case in ranks[0]}
-    return found
+            cases = {f"{family}/{name}": Case("actor", layout, num_steps=3) for name, layout in layouts.items()}
+            cases |= {f"{family}/sharded": SHARDED} if size == 2 else {}
+            tables.append(Table(size, folder, cases))
+    return Found(*tables)
 
 
-def relative(got: torch.Tensor, want: torch.Tensor, scale: float = 0.0) -> float:
-    return (got - want).abs().max().item() / max(want.abs().max().item(), scale)
+def trained(case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The gradient without the routers' biases, which have none: exported in its place is the bias itself."""
+    return {name: t for name, t in case["gradient"].items() if not name.endswith(BIAS)}
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_gradient_and_loss_do_not_depend_on_the_layout(steps: dict, family: str, layout: str) -> None:
-    one, other = steps[family, "one"], steps[family, layout]
-    want, got = ({n: t for n, t in case[0]["tensors"].items() if not n.endswith(BIAS)} for case in (one, other))
-    assert sorted(got) == sorted(want)
-    scale = max(t.abs().max().item() for t in want.values())
+def test_gradient_and_loss_do_not_depend_on_the_layout(found: Found, family: str, layout: str) -> None:
+    one, other = found[f"{family}/one"], found[f"{family}/{layout}"]
+    want = trained(one[0])
     assert all(bool(t.any()) for n, t in want.items() if ".self_attn." in n or "shared_experts" in n)
-    errors = {name: relative(got[name], t, 1e-2 * scale) for name, t in want.items()}
-    assert max(errors.values()) < TOLERANCE, {n: e for n, e in errors.items() if e >= TOLERANCE}
-    whole, parts = (merge_stats([rank["stats"] for rank in case]) for case in (one, other))
-    assert sorted(parts) == sorted(whole)
-    for name, stat in whole.items():
-        assert parts[name].result() == pytest.approx(stat.result(), rel=1e-5, abs=1e-6), name
+    assert_same_gradient(trained(other[0]), want)
+    assert_same_stats(other, one)
 
 
-@pytest.mark.parametrize("size", AFTER_STEP)
-def test_a_step_moves_weights_and_leaves_the_routers_biases(steps: dict, root: Path, size: int) -> None:
-    before = load_file(root / "deepseek_v3" / "model.safetensors")
-    one, after = (steps["deepseek_v3", f"after {n}"][0]["tensors"] for n in (1, size))
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_weights_after_three_clipped_steps_do_not_depend_on_the_layout(found: Found, family: str, layout: str) -> None:
+    assert_same_after(found[f"{family}/{layout}"][0], found[f"{family}/one"][0], GRADIENT_TOLERANCE)
+
+
+def test_weights_after_three_steps_of_a_sharded_optimizer_do_not_depend_on_the_layout(found: Found) -> None:
+    assert_same_after(found["deepseek_v3/sharded"][0], found["deepseek_v3/adam"][0], GRADIENT_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["one", "sharded", "pp2 vpp2"])
+def test_steps_move_weights_and_leave_the_routers_biases(found: Found, root: Path, case: str) -> None:
+    before, after = load_file(root / "deepseek_v3" / "model.safetensors"), found[f"deepseek_v3/{case}"][0]["after"]
     biases = [name for name in before if name.endswith(BIAS)]
     assert len(biases) == 3
     assert all(bool(before[name].any()) and torch.equal(after[name], before[name]) for name in biases)
     assert not [name for name in before if ".self_attn." in name and torch.equal(after[name], before[name])]
-    assert max(relative(after[name], t) for name, t in one.items()) < TOLERANCE

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.dist]
 DENSE: dict[str, dict[str, Any]] = {
     "tp2pp2": {"tp": 2, "pp": 2},
     "tp2cp2+sp": {"tp": 2, "cp": 2, "sequence_parallel": True},
+    "pp2dp2 vpp2": {"pp": 2, "vpp": 2},
 }
 SPARSE: dict[str, dict[str, Any]] = {
     "tp2pp2 etp2": {"tp": 2, "pp": 2},
@@ -27,13 +28,15 @@ SPARSE: dict[str, dict[str, Any]] = {
     "dp4 ep2 etp2": {"ep": 2, "etp": 2},
     "tp2dp2 ep4 etp1": {"tp": 2, "ep": 4, "etp": 1},
     "tp2cp2+sp ep2": {"tp": 2, "cp": 2, "ep": 2, "sequence_parallel": True},
+    "pp2dp2 vpp2 ep2": {"pp": 2, "vpp": 2, "ep": 2},
 }
+SOME_SPARSE = ("tp2pp2 ep2 etp1", "dp4 ep2 etp2", "tp2cp2+sp ep2", "pp2dp2 vpp2 ep2")
 NEW = [family for family in FAMILIES if family not in ("qwen2", "qwen3")]
 LAYOUTS = dict.fromkeys(NEW, DENSE) | {
     "qwen3_moe": SPARSE,
     "qwen3_moe_plain": {"pp2dp2 ep2": SPARSE["pp2dp2 ep2"]},
-    "mixtral": {name: SPARSE[name] for name in ("tp2pp2 ep2 etp1", "dp4 ep2 etp2", "tp2cp2+sp ep2")},
-    "deepseek_v3": {name: SPARSE[name] for name in ("tp2pp2 ep2 etp1", "dp4 ep2 etp2", "tp2cp2+sp ep2")},
+    "mixtral": {name: SPARSE[name] for name in SOME_SPARSE},
+    "deepseek_v3": {name: SPARSE[name] for name in SOME_SPARSE},
     "deepseek_v3_plain": {"pp2dp2 ep2": SPARSE["pp2dp2 ep2"]},
 }
 ON_FOUR = [(family, name, layout) for family in NEW for name, layout in LAYOUTS[family].items()]

@@ -16,17 +16,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.data.tiny import write_tiny_model
+from megarl.layout import Layout
 from megarl.mcore.lora import TARGETS
-from megarl.mcore.setup import Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
-SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+SHAPE = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 RANK, ALPHA = 4, 10
 ON_TWO = {
     "tp2": Layout(tp=2),
     "tp2+sp": Layout(tp=2, sequence_parallel=True),
     "pp2": Layout(pp=2),
+    "pp2 vpp2": Layout(pp=2, vpp=2),
     "dp2": Layout(),
     "cp2": Layout(cp=2),
     "dp2 sharded": Layout(use_distributed_optimizer=True),
@@ -40,6 +41,8 @@ LAYOUTS = [*ON_TWO, *ON_FOUR]
 CHECKPOINTS = {
     "tp2": (Layout(tp=2), Layout(tp=2), "float32"),
     "tp2 to pp2": (Layout(tp=2), Layout(pp=2), "float32"),
+    "tp2 to pp2 vpp2": (Layout(tp=2), Layout(pp=2, vpp=2), "float32"),
+    "pp2 vpp2 to pp2": (Layout(pp=2, vpp=2), Layout(pp=2), "float32"),
     "pp2 to dp2 sharded": (
         Layout(pp=2, use_distributed_optimizer=True), Layout(use_distributed_optimizer=True), "float32",
     ),
@@ -276,5 +279,5 @@ def test_experts_are_refused_as_targets_but_not_the_attention_before_them(checkp
         "layer 0 of this model has no mlp.linear_fc1 (experts and latent attention take no adapters); "
         "want targets without gate_proj, up_proj"
     )
-    assert len(found["adapted"]) == 2 * 2
-    assert len(found["tensors"]) == 2 * 2 * 2
+    assert len(found["adapted"]) == 2 * SHAPE["layers"]
+    assert len(found["tensors"]) == 2 * 2 * SHAPE["layers"]

@@ -1,113 +1,170 @@
-"""One optimizer step under every layout and every cut into micro-batches: the same loss, columns and gradient."""
+"""Optimizer steps under every layout and every cut into micro-batches: the same columns, loss, gradient, weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
-from parity_cases import all_steps, make_step
-from spawn import run_ranks
+from parity_cases import Case, Found, Table, make_step
+from parity_compare import TOLERANCE, assert_same_after, assert_same_gradient, assert_same_stats
 
 from megarl.data.tiny import write_tiny_model
+from megarl.layout import Layout
+from megarl.mcore.engine import Engine
 from megarl.mcore.logprobs import NAMES
-from megarl.mcore.setup import Layout
-from megarl.sample import merge_stats
 
 pytestmark = pytest.mark.dist
 
-# Float32 sums in another order: relative to the largest entry of a tensor, 2e-6 is some twenty roundings.
-TOLERANCE = 2e-6
-SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
-ON_TWO = {
-    "tp2": Layout(tp=2),
-    "tp2+sp": Layout(tp=2, sequence_parallel=True),
-    "pp2": Layout(pp=2),
-    "dp2": Layout(),
-    "cp2": Layout(cp=2),
+SHAPE = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+FAST: dict[int, dict[str, Layout]] = {
+    2: {
+        "tp2": Layout(tp=2),
+        "tp2+sp": Layout(**SP),
+        "pp2": Layout(pp=2),
+        "dp2": Layout(),
+        "cp2": Layout(cp=2),
+        "pp2 vpp2": Layout(pp=2, vpp=2),
+    },
+    4: {
+        "tp2 pp2": Layout(tp=2, pp=2),
+        "tp2 dp2": Layout(tp=2),
+        "pp2 dp2": Layout(pp=2),
+        "tp2+sp cp2": Layout(**SP, cp=2),
+        "pp2 vpp2 dp2": Layout(pp=2, vpp=2),
+    },
 }
-ON_FOUR = {
-    "tp2pp2": Layout(tp=2, pp=2),
-    "tp2dp2": Layout(tp=2),
-    "pp2dp2": Layout(pp=2),
-    "tp2cp2+sp": Layout(tp=2, cp=2, sequence_parallel=True),
+SLOW: dict[int, dict[str, Layout]] = {
+    2: {"pp2 uneven": Layout(pp=2, first_stage_layers=3)},
+    4: {
+        "pp4": Layout(pp=4),
+        "tp2+sp pp2 vpp2": Layout(**SP, pp=2, vpp=2),
+        "cp2 pp2 vpp2": Layout(cp=2, pp=2, vpp=2),
+        "cp2 dp2": Layout(cp=2),
+    },
+}
+# Of a model with twice the layers.
+DEEP: dict[int, dict[str, Layout]] = {
+    2: {"pp2 vpp2 uneven": Layout(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=6)},
+    4: {
+        "pp4 vpp2": Layout(pp=4, vpp=2),
+        "pp4 uneven": Layout(pp=4, first_stage_layers=1, last_stage_layers=3),
+        "pp2 vpp4 dp2": Layout(pp=2, vpp=4),
+    },
+    8: {
+        "tp2+sp pp2 vpp2 dp2": Layout(**SP, pp=2, vpp=2),
+        "tp2 pp2 cp2": Layout(tp=2, pp=2, cp=2),
+        "pp4 vpp2 dp2": Layout(pp=4, vpp=2),
+    },
 }
 CUTS = {"whole": 4096, "cut": 24}
 WITH_REFERENCE = "actor with reference"
-RUNS = [(role, cut) for role in ("actor", "critic") for cut in CUTS] + [(WITH_REFERENCE, "cut")]
+RUNS = [("actor", "whole"), ("actor", "cut"), ("critic", "cut"), (WITH_REFERENCE, "cut")]
+# Megatron shards Adam only.  With eps=1 the update is smooth in the gradient: no noise is divided by noise.
+SHARDED = {
+    1: {"one": Layout()},
+    2: {"dp2": Layout(use_distributed_optimizer=True), "pp2 vpp2": Layout(pp=2, vpp=2, use_distributed_optimizer=True)},
+    4: {
+        "tp2+sp dp2": Layout(**SP, use_distributed_optimizer=True),
+        "pp2 vpp2 dp2": Layout(pp=2, vpp=2, use_distributed_optimizer=True),
+        "cp2 dp2": Layout(cp=2, use_distributed_optimizer=True),
+    },
+}
+RECOMPUTED = {
+    "full": Engine(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "block": Engine(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+    "selective": Engine(recompute_granularity="selective"),
+}
+RECOMPUTED_LAYOUTS = {"tp2+sp": Layout(**SP), "pp2 vpp2": Layout(pp=2, vpp=2), "cp2": Layout(cp=2)}
+# Numbers of micro-batches that interleaved stages run: by this many tokens in each.
+COUNTS = {1: 4096, 2: 72, 3: 40, 5: 18, 7: 13}
+COUNTED = {"pp2 vpp2": Layout(pp=2, vpp=2), "pp2 vpp4": Layout(pp=2, vpp=4)}
 
 
-def cases(layouts: dict[str, Layout], runs: list[tuple[str, str]]) -> list[tuple[str, str, Layout, int, str | None]]:
-    return [
-        (f"{role}/{name}/{cut}", role, layout, CUTS[cut], None)
-        for role, cut in runs
-        for name, layout in layouts.items()
-    ]
+def cases(layouts: dict[str, Layout]) -> dict[str, Case]:
+    return {
+        f"{layout}/{role}/{cut}": Case(role, how, max_tokens=CUTS[cut], num_steps=0 if role == WITH_REFERENCE else 3)
+        for role, cut in RUNS
+        for layout, how in layouts.items()
+    }
+
+
+def layouts_of(*worlds: dict[int, dict[str, Layout]]) -> list[str]:
+    return [layout for world in worlds for layouts in world.values() for layout in layouts]
+
+
+def slow(*names: Any) -> list[Any]:
+    return [pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=pytest.mark.slow) for name in names]
+
+
+EVERY_RUN = [
+    *((layout, role, cut) for layout in layouts_of(FAST) for role, cut in RUNS),
+    *slow(*((layout, role, cut) for layout in layouts_of(SLOW, DEEP) for role, cut in RUNS)),
+]
+EVERY_LAYOUT = [*layouts_of(FAST), *slow(*layouts_of(SLOW, DEEP))]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    where = tmp_path_factory.mktemp("model")
-    write_tiny_model(where, seed=1, **SHAPE)
-    return str(where)
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder, deep = (
+        str(write_tiny_model(tmp_path_factory.mktemp("model") / name, seed=1, layers=layers, **SHAPE))
+        for name, layers in (("shallow", 4), ("deep", 8))
+    )
+    adam = {
+        size: {f"sharded {name}": Case("actor", layout, optim="adamw", num_steps=3) for name, layout in layouts.items()}
+        for size, layouts in SHARDED.items()
+    }
+    alone = cases({"one": Layout()})
+    tables = [Table(1, folder, alone | adam[1]), Table(1, deep, {f"deep {name}": case for name, case in alone.items()})]
+    tables += [Table(size, folder, cases(FAST[size]) | adam[size]) for size in FAST]
+    tables += [Table(size, folder, cases(layouts)) for size, layouts in SLOW.items()]
+    tables += [Table(size, deep, cases(layouts)) for size, layouts in DEEP.items()]
+    recomputed = {
+        f"{layout}/{engine}": Case("actor", how, RECOMPUTED[engine])
+        for layout, how in RECOMPUTED_LAYOUTS.items()
+        for engine in RECOMPUTED
+    }
+    tables.append(Table(2, folder, recomputed))
+    counted = {
+        f"{layout}/{count}": Case("actor", how, max_tokens=tokens)
+        for layout, how in COUNTED.items()
+        for count, tokens in COUNTS.items()
+    }
+    tables.append(Table(2, deep, counted))
+    return Found(*tables)
 
 
-@pytest.fixture(scope="module")
-def alone(folder: str) -> dict[str, Any]:
-    runs = [(role, "whole") for role in dict(RUNS)]
-    return run_ranks(1, all_steps, folder, cases({"one": Layout()}, runs), timeout_s=120)[0]
+def alone(found: Found, layout: str, role: str) -> list[dict[str, Any]]:
+    """The same on one rank: of an actor, in one micro-batch."""
+    cut = "whole" if role == "actor" else "cut"
+    return found[f"{'deep ' if layout in layouts_of(DEEP) else ''}one/{role}/{cut}"]
 
 
-@pytest.fixture(scope="module")
-def on_ranks(folder: str) -> dict[str, list[dict[str, Any]]]:
-    """case -> what each rank returned."""
-    by_case: dict[str, list[dict[str, Any]]] = {}
-    for size, layouts in ((2, ON_TWO), (4, ON_FOUR)):
-        ranks = run_ranks(size, all_steps, folder, cases(layouts, RUNS), timeout_s=240)
-        by_case |= {case: [rank[case] for rank in ranks] for case in ranks[0]}
-    return by_case
+@pytest.mark.parametrize(("layout", "role", "cut"), EVERY_RUN)
+def test_gradient_does_not_depend_on_the_layout(found: Found, layout: str, role: str, cut: str) -> None:
+    assert_same_gradient(found[f"{layout}/{role}/{cut}"][0]["gradient"], alone(found, layout, role)[0]["gradient"])
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    error = (got - want).abs().max().item() / max(want.abs().max().item(), 1e-8)
-    assert error < TOLERANCE, f"{what}: relative error {error:.1e}"
+@pytest.mark.parametrize(("layout", "role", "cut"), [run for run in EVERY_RUN if WITH_REFERENCE not in str(run)])
+def test_loss_and_statistics_do_not_depend_on_the_layout(found: Found, layout: str, role: str, cut: str) -> None:
+    assert_same_stats(found[f"{layout}/{role}/{cut}"], alone(found, layout, role))
 
 
-@pytest.mark.parametrize("layout", [*ON_TWO, *ON_FOUR])
-@pytest.mark.parametrize(("role", "cut"), RUNS)
-def test_gradient_does_not_depend_on_the_layout(alone: dict, on_ranks: dict, role: str, layout: str, cut: str) -> None:
-    want = alone[f"{role}/one/whole"]["tensors"]
-    got = on_ranks[f"{role}/{layout}/{cut}"][0]["tensors"]
-    assert sorted(got) == sorted(want)
-    assert max(t.abs().max() for t in want.values()) > 1e-3
-    scale = max(t.abs().max().item() for t in want.values())
-    for name, gradient in want.items():
-        error = (got[name] - gradient).abs().max().item() / max(gradient.abs().max().item(), 1e-2 * scale)
-        assert error < 10 * TOLERANCE, f"{name}: relative error {error:.1e}"
-
-
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("layout", [*ON_TWO, *ON_FOUR])
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_loss_and_statistics_do_not_depend_on_the_layout(
-    alone: dict, on_ranks: dict, role: str, layout: str, cut: str
-) -> None:
-    want = alone[f"{role}/one/whole"]["stats"]
-    got = merge_stats([rank["stats"] for rank in on_ranks[f"{role}/{layout}/{cut}"]])
-    assert sorted(got) == sorted(want)
-    for name, stat in want.items():
-        assert got[name].result() == pytest.approx(stat.result(), rel=1e-5, abs=1e-6), name
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+def test_weights_after_three_clipped_steps_do_not_depend_on_the_layout(found: Found, layout: str, role: str) -> None:
+    assert_same_after(found[f"{layout}/{role}/cut"][0], alone(found, layout, role)[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", [*ON_TWO, *ON_FOUR])
-def test_columns_do_not_depend_on_the_layout(alone: dict, on_ranks: dict, layout: str, name: str) -> None:
-    reference = alone[f"{WITH_REFERENCE}/one/whole"]
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+def test_columns_do_not_depend_on_the_layout(found: Found, layout: str, name: str) -> None:
+    reference = alone(found, layout, WITH_REFERENCE)[0]
     batch = make_step(vocab_size=4)
-    whole = dict(zip(reference["indices"], reference["columns"][name].split(
-        batch.lengths[reference["indices"]].tolist()), strict=True))  # fmt: skip
+    parts = reference["columns"][name].split(batch.lengths[reference["indices"]].tolist())
+    whole = dict(zip(reference["indices"], parts, strict=True))
     seen = 0
-    for rank in on_ranks[f"{WITH_REFERENCE}/{layout}/cut"]:
+    for rank in found[f"{layout}/{WITH_REFERENCE}/cut"]:
         if not rank["columns"]:
             continue
         lengths = batch.lengths[rank["indices"]].tolist()
@@ -119,36 +176,30 @@ def test_columns_do_not_depend_on_the_layout(alone: dict, on_ranks: dict, layout
     assert seen == batch.num_sequences
 
 
-def test_the_cut_makes_several_micro_batches(on_ranks: dict) -> None:
-    assert on_ranks["actor/tp2/cut"][0]["num_micros"] > 2
-    assert on_ranks["actor/tp2/whole"][0]["num_micros"] == 1
+def test_the_cut_makes_several_micro_batches(found: Found) -> None:
+    assert found["tp2/actor/cut"][0]["num_micros"] > 2
+    assert found["tp2/actor/whole"][0]["num_micros"] == 1
 
 
-AFTER_STEP = {
-    "sgd": {"tp2": Layout(tp=2), "pp2": Layout(pp=2), "dp2": Layout()},
-    # Megatron shards Adam only.  With eps=1 the update is smooth in the gradient: no noise is divided by noise.
-    "adamw": {"dp2": Layout(), "dp2 sharded": Layout(use_distributed_optimizer=True)},
-}
+@pytest.mark.parametrize("layout", [*SHARDED[2], *slow(*SHARDED[4])])
+def test_weights_after_three_steps_of_a_sharded_optimizer_do_not_depend_on_the_layout(
+    found: Found, layout: str
+) -> None:
+    assert_same_after(found[f"sharded {layout}"][0], found["sharded one"][0])
 
 
-@pytest.fixture(scope="module")
-def after_step(folder: str) -> dict[str, dict[str, Any]]:
-    alone = [(f"{optim}/one", "actor", Layout(), 24, optim) for optim in AFTER_STEP]
-    pairs = [
-        (f"{optim}/{name}", "actor", layout, 24, optim)
-        for optim, layouts in AFTER_STEP.items()
-        for name, layout in layouts.items()
-    ]
-    return {
-        k: v
-        for n, cases in ((1, alone), (2, pairs))
-        for k, v in run_ranks(n, all_steps, folder, cases, timeout_s=120)[0].items()
-    }
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", RECOMPUTED)
+@pytest.mark.parametrize("layout", RECOMPUTED_LAYOUTS)
+def test_gradient_does_not_depend_on_what_is_recomputed(found: Found, layout: str, engine: str) -> None:
+    assert_same_gradient(found[f"{layout}/{engine}"][0]["gradient"], alone(found, layout, "actor")[0]["gradient"])
 
 
-@pytest.mark.parametrize(("optim", "layout"), [(o, name) for o, layouts in AFTER_STEP.items() for name in layouts])
-def test_weights_after_a_clipped_step_do_not_depend_on_the_layout(after_step: dict, optim: str, layout: str) -> None:
-    want, got = after_step[f"{optim}/one"], after_step[f"{optim}/{layout}"]
-    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
-    for name, weights in want["tensors"].items():
-        assert_close(got["tensors"][name], weights, name)
+@pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("layout", COUNTED)
+def test_interleaved_stages_run_any_number_of_micro_batches(found: Found, layout: str, count: int) -> None:
+    got = found[f"{layout}/{count}"]
+    assert got[0]["num_micros"] == count
+    assert_same_gradient(got[0]["gradient"], found["deep one/actor/whole"][0]["gradient"])
+    assert_same_stats(got, found["deep one/actor/whole"])

@@ -12,14 +12,15 @@ from push_servers import CpuServer
 from spawn import Ranks
 from tiny_models import write_model
 
-from megarl.mcore.setup import Layout, destroy_groups
+from megarl.layout import Layout
+from megarl.mcore.setup import destroy_groups
 
 pytestmark = pytest.mark.dist
 
 CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"ep": 2},  # two data-parallel replicas, which hold different experts
     "mixtral": {"tp": 2, "ep": 2, "etp": 1},
-    "deepseek_v3": {"pp": 2},
+    "deepseek_v3": {"pp": 2, "vpp": 2},
 }
 
 

@@ -13,7 +13,7 @@ from push_servers import CpuServer
 from spawn import Ranks
 from tiny_models import write_model
 
-from megarl.mcore.setup import Layout
+from megarl.layout import Layout
 
 pytestmark = pytest.mark.dist
 

@@ -15,7 +15,8 @@ from spawn import Ranks
 from tiny_models import write_model
 
 from megarl.data.tiny import write_tiny_model
-from megarl.mcore.setup import Layout, destroy_groups
+from megarl.layout import Layout
+from megarl.mcore.setup import destroy_groups
 from megarl.rollout.client import Engine, EngineError
 from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.supervisor import Servers

@@ -13,11 +13,15 @@ from spawn import Ranks
 from megarl.data.tiny import write_tiny_model
 
 pytestmark = pytest.mark.dist
-SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+SHAPE = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 # name: optimizer, type, role, saved under, loaded under, steps before
 CASES: dict[str, Any] = {
     "plain": ("adamw", "float32", "actor", "tp2", ["tp2", "pp2", "dp2"], 2),
     "sharded": ("adamw", "float32", "actor", "tp2 sharded", ["tp2 sharded", "pp2 sharded", "dp2 sharded"], 2),
+    "interleaved": ("adamw", "float32", "actor", "pp2 vpp2", ["pp2 vpp2", "pp2", "tp2", "pp2 uneven"], 2),
+    "to interleaved": ("adamw", "float32", "actor", "tp2", ["pp2 vpp2"], 2),
+    "interleaved sharded": ("adamw", "float32", "actor", "pp2 vpp2 sharded", ["pp2 vpp2 sharded", "dp2 sharded"], 2),
+    "interleaved critic": ("sgd", "float32", "critic", "pp2 vpp2", ["dp2"], 2),
     "critic": ("adamw", "float32", "critic", "pp2", ["tp2"], 2),
     "bf16": ("adamw", "bfloat16", "actor", "tp2", ["tp2"], 2),
     "bf16 sharded": ("adamw", "bfloat16", "actor", "dp2 sharded", ["dp2 sharded"], 2),
@@ -56,10 +60,12 @@ def test_weights_and_moments_come_back_bit_for_bit(ranks: list, case: str, layou
         assert_same(loaded["moments"][kind], want)
 
 
-@pytest.mark.parametrize("case", ["plain", "sharded", "critic", "bf16", "bf16 sharded", "sgd"])
+@pytest.mark.parametrize(
+    "case", ["plain", "sharded", "interleaved", "interleaved sharded", "critic", "bf16", "bf16 sharded", "sgd"]
+)
 def test_moments_are_there_and_not_all_zero(ranks: list, case: str) -> None:
     moments = ranks[0][case]["saved"]["moments"]
-    assert set(moments) == ({"momentum_buffer"} if case == "sgd" else {"exp_avg", "exp_avg_sq"})
+    assert set(moments) == ({"momentum_buffer"} if CASES[case][0] == "sgd" else {"exp_avg", "exp_avg_sq"})
     for whole in moments.values():
         assert all(tensor.any() for name, tensor in whole.items() if "bias" not in name)
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from megarl.layout import Layout
 from megarl.mcore.model import build_model
-from megarl.mcore.setup import Layout, destroy_groups, make_groups
+from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.step import Outputs, forward_only
 from megarl.sample import Batch, MicroBatch
 from megarl.weights.export import hf_sizes, hf_tensors, save_hf
@@ -17,7 +18,13 @@ from megarl.weights.gather import local_parameters
 from megarl.weights.load import load_hf
 
 MODELS = [(family, tied) for family in ("qwen2", "qwen3") for tied in (False, True)]
-LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1)}
+LAYOUTS = {
+    "tp2": Layout(tp=2),
+    "pp2": Layout(pp=2),
+    "dp2": Layout(),
+    "pp2 vpp2": Layout(pp=2, vpp=2),
+    "pp2 uneven": Layout(pp=2, last_stage_layers=1),
+}
 LENGTHS = [7, 5]
 
 
@@ -32,8 +39,7 @@ def tokens() -> torch.Tensor:
 def all_cases(root: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
-    for layout_name, (tp, pp) in LAYOUTS.items():
-        layout = Layout(tp=tp, pp=pp)
+    for layout_name, layout in LAYOUTS.items():
         make_groups(layout)
         for family, tied in MODELS:
             found[f"{layout_name}/{model_name(family, tied)}"] = _actor_case(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.loss import ActorLoss
+from megarl.mcore.engine import Engine
 from megarl.mcore.logprobs import NAMES
 from megarl.mcore.optimizer import OptimSettings
 from megarl.mcore.setup import destroy_groups
@@ -25,16 +26,16 @@ MASK = torch.ones(18).index_fill(0, torch.tensor([0, 5, 14]), 0.0)
 LIKELY, NEAR = ActorLoss("reinforce"), ActorLoss("reinforce", use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="full")
 
 
-def follow_the_kl(folder: str) -> dict[str, Any]:
+def follow_the_kl(folder: str, engine: Engine) -> dict[str, Any]:
     """The columns at the start; then the mean full KL after a step that makes the tokens likelier, and after steps
     that do nothing but bring the policy back; for each but the first of these whether it had the loss of the one
-    before."""
+    before.  In the end, which beds are slept in: of the actor's and reference's parameters and of the moments."""
     worker = Worker()
     worker.setup({"layout": LAYOUT, "device": "cpu", "seed": 0, "timeout_s": 60.0}, {})
     try:
         optim = asdict(OptimSettings("sgd", lr=0.3, max_grad_norm=1e9))
         for role, settings in (("actor", optim), ("ref", None)):
-            loaded = {"role": role, "folder": folder, "kind": "actor", "dtype": "float32"}
+            loaded = {"role": role, "folder": folder, "kind": "actor", "dtype": "float32", "engine": asdict(engine)}
             worker.load({**loaded, "optim": settings, "lora": None, "plugins": []}, {})
         first = _columns(worker, list(NAMES), "ref")
         only = _columns(worker, ["entropy"], None)
@@ -44,9 +45,20 @@ def follow_the_kl(folder: str) -> dict[str, Any]:
             losses.append(_update(worker, NEAR, torch.zeros(18)))
             kls.append(_mean_kl(worker))
         same = [one is other for one, other in pairwise(losses)]
-        return {"first": first, "only": list(only), "kls": kls, "same": same, "is_reporter": worker.place.is_reporter}
+        found = {"first": first, "only": list(only), "kls": kls, "same": same, "is_reporter": worker.place.is_reporter}
+        found["asleep"] = [_asleep(worker)]
+        for method in (worker.sleep, worker.wake):
+            found[method.__name__] = method({"role": "actor"}, {})[0]
+            kls.append(_mean_kl(worker))
+            found["asleep"].append(_asleep(worker))
+        return found
     finally:
         destroy_groups()
+
+
+def _asleep(worker: Worker) -> list[bool]:
+    actor, ref = worker.roles["actor"], worker.roles["ref"]
+    return [bed.is_asleep for bed in (actor.parameters, ref.parameters, actor.moments)]
 
 
 def _payload(**columns: Tensor) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ sys.path.append(str(Path(__file__).parents[1] / "dist"))  # for `spawn`
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """Megatron's process groups, all of size 1."""
-    from megarl.mcore.setup import Layout, destroy_groups, make_groups
+    from megarl.layout import Layout
+    from megarl.mcore.setup import destroy_groups, make_groups
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     make_groups(Layout())

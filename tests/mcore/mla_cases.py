@@ -8,9 +8,10 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megarl.layout import Layout
 from megarl.mcore.mla import LatentAttention, router_biases
 from megarl.mcore.model import build_model, unwrap
-from megarl.mcore.setup import Layout, destroy_groups, make_groups
+from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.weights.export import hf_sizes, hf_tensors
 
 # The hub's config.json of DeepSeek-V3, without its quantization_config.
@@ -80,7 +81,7 @@ SMALL = REAL | {
 def see() -> dict[str, Any]:
     make_groups(Layout())
     try:
-        model, bf16 = (unwrap(build_model(SMALL, Layout(), dtype=dtype)) for dtype in ("float32", "bfloat16"))
+        model, bf16 = (unwrap(build_model(SMALL, Layout(), dtype=dtype)[0]) for dtype in ("float32", "bfloat16"))
         layer = model.decoder.layers[0]
         attention = layer.self_attention
         assert isinstance(attention, LatentAttention)
@@ -100,9 +101,9 @@ def biases(model: GPTModel) -> dict[str, Any]:
     """A random bias, what is exported of it where the servers hold bf16, and the type of another tensor."""
     ((name, bias),) = router_biases(model)
     bias.copy_(torch.randn(16, generator=torch.Generator().manual_seed(6)))
-    exported = {n: t.clone() for n, t in hf_tensors(model, SMALL, dtype=torch.bfloat16)}
+    exported = {n: t.clone() for n, t in hf_tensors([model], SMALL, dtype=torch.bfloat16)}
     assert {n: t.dtype for n, t in exported.items()} == {
-        n: dtype for n, (_, dtype) in hf_sizes(model, SMALL, dtype=torch.bfloat16).items()
+        n: dtype for n, (_, dtype) in hf_sizes([model], SMALL, dtype=torch.bfloat16).items()
     }
     of_hf = exported["model.layers.1.mlp.gate.e_score_correction_bias"]
     return {"name": name, "bias": bias.clone(), "exported": of_hf, "other": exported["lm_head.weight"].dtype}

@@ -8,8 +8,9 @@ import torch
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.layout import Layout
 from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
-from megarl.mcore.setup import Layout, make_groups
+from megarl.mcore.setup import make_groups
 
 
 class Three(MegatronModule):
@@ -26,15 +27,16 @@ def steps(settings: OptimSettings, gradients: list[list[float]], dtype: str, dis
     layout, bf16 = Layout(use_distributed_optimizer=distributed), dtype == "bfloat16"
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, bf16=bf16)
     three = Three(config)
-    model = wrap_for_training(Float16Module(config, three) if bf16 else three, layout)
+    model = wrap_for_training([Float16Module(config, three) if bf16 else three], layout)
+    chunk: Any = model[0]
     optimizer = Optimizer(model, settings)
     found: dict[str, list[Any]] = {"weights": [], "norms": [], "rates": []}
     for first, second, third in gradients:
         optimizer.zero_grad()
-        model.zero_grad_buffer()
+        chunk.zero_grad_buffer()
         three.matrix.main_grad.copy_(torch.tensor([[first, second]]))  # type: ignore[attr-defined]
         three.scale.main_grad.copy_(torch.tensor([third]))  # type: ignore[attr-defined]
-        model.finish_grad_sync()
+        chunk.finish_grad_sync()
         found["rates"].append(optimizer.lr)
         found["norms"].append(optimizer.step())
         found["weights"].append([*three.matrix.flatten().tolist(), *three.scale.tolist()])

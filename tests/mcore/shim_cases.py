@@ -20,9 +20,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from optimizer_cases import Three
 
+from megarl.layout import Layout
 from megarl.mcore import cpu, fixes
 from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
-from megarl.mcore.setup import Layout
 
 
 def current_device() -> None:
@@ -87,9 +87,22 @@ def splits_as_numbers() -> None:
     assert not torch.is_tensor(found), "gloo's all-to-all takes no tensor for its splits"
 
 
+def mesh_of_cuda() -> None:
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = mcore_fsdp_adapter.DeviceMesh.from_group(dist.group.WORLD, device_type="cuda", mesh_dim_names=("dp",))
+    DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+
+
+def number_of_the_device() -> None:
+    assert torch.device(f"cuda:{torch.cuda.current_device()}").index == 0  # megatron_fsdp:184
+    assert torch.zeros(1, device=torch.cuda.current_device()).device.type == "cpu"
+
+
 SHIMS = [
     current_device, device_named_cuda, type_names, tensor_cuda, pin_memory, synchronize, generator, streams,
-    splits_as_numbers,
+    splits_as_numbers, mesh_of_cuda, number_of_the_device,
 ]  # fmt: skip
 
 
@@ -110,11 +123,17 @@ def latent_attention() -> None:
     build_module(spec, config=config, layer_number=1)
 
 
+def fsdp_linears() -> None:
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    assert not isinstance(torch.nn.Linear(1, 1), (mcore_fsdp_adapter.TELinear,))
+
+
 def _sharded_adam() -> tuple[Three, Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     three = Three(TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1))
-    model = wrap_for_training(three, Layout(use_distributed_optimizer=True))
+    model = wrap_for_training([three], Layout(use_distributed_optimizer=True))
     return three, Optimizer(model, OptimSettings("adamw")).inner.chained_optimizers[0]
 
 
@@ -148,8 +167,8 @@ def adam_counts_for_each_parameter() -> None:
 
 
 FIXES = [
-    moe_router, latent_attention, adam_state_to_load_into, adam_state_without_a_step, adam_state_outside_no_grad,
-    adam_counts_for_each_parameter,
+    moe_router, latent_attention, fsdp_linears, adam_state_to_load_into, adam_state_without_a_step,
+    adam_state_outside_no_grad, adam_counts_for_each_parameter,
 ]  # fmt: skip
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from megarl.layout import Layout
 from megarl.mcore.families import family_of, sparse_layers
 from megarl.mcore.layers import block_spec, check_trainable, layers_with_experts
 from megarl.mcore.model import transformer_config
-from megarl.mcore.setup import Layout
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

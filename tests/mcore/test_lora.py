@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megarl.layout import Layout
 from megarl.mcore.lora import (
     TARGETS,
     LoraSettings,
@@ -18,7 +19,6 @@ from megarl.mcore.lora import (
     settings_of,
 )
 from megarl.mcore.model import build_model
-from megarl.mcore.setup import Layout
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -93,7 +93,7 @@ def test_a_merged_weight_does_what_linear_and_adapter_do(dtype: str) -> None:
 
 def test_only_adapters_are_trained_and_only_those_of_targets() -> None:
     model = adapted_model(LoraSettings(2, 4.0, ("v_proj", "down_proj")))
-    names = sorted(name for name, param in model.named_parameters() if param.requires_grad)
+    names = sorted(name for name, param in model[0].named_parameters() if param.requires_grad)
     of_layer = ("mlp.linear_fc2.lora.down_proj", "self_attention.linear_qkv.lora.v_proj")
     assert names == [f"decoder.layers.{i}.{path}.{x}" for i in range(2) for path in of_layer for x in "AB"]
 
@@ -119,10 +119,10 @@ def test_a_model_says_what_it_is_adapted_by_and_on_which_base() -> None:
     assert before is not None
     assert (before["rank"], before["alpha"], before["targets"]) == (2, 4.0, ["q_proj"])
     with torch.no_grad():
-        model.decoder.layers[0].self_attention.linear_qkv.lora.q_proj.A.add_(1.0)
+        model[0].decoder.layers[0].self_attention.linear_qkv.lora.q_proj.A.add_(1.0)
     assert identity(model) == before, "the adapters are no part of the base"
     with torch.no_grad():
-        model.decoder.layers[1].mlp.linear_fc2.weight[3, 5] += 1e-6
+        model[0].decoder.layers[1].mlp.linear_fc2.weight[3, 5] += 1e-6
     assert identity(model) != before
 
 

@@ -10,9 +10,9 @@ import torch
 from mla_cases import REAL, see
 from spawn import run_ranks
 
+from megarl.layout import Layout
 from megarl.mcore.mla import deepseek_v3
 from megarl.mcore.model import check_layout
-from megarl.mcore.setup import Layout
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megarl.layout import Layout
+from megarl.mcore.layers import layers_per_chunk
 from megarl.mcore.model import (
     CriticModel,
     ValueHead,
     build_model,
     check_layout,
-    padded_vocab_size,
     read_hf_config,
     transformer_config,
     unwrap,
 )
-from megarl.mcore.setup import Layout
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -79,7 +80,8 @@ def test_the_config_is_one_for_packed_rl_training() -> None:
         ({}, Layout(pp=3), "pipeline_model_parallel_size=3 does not divide the model's num_hidden_layers=4"),
         ({"use_sliding_window": True}, Layout(), "use_sliding_window=true is not supported; want false"),
         ({"model_type": "gpt2"}, Layout(), "model_type 'gpt2' is not supported; want one of ["),
-        ({}, Layout(ep=2), "expert_model_parallel_size=2: a qwen2 model has no experts; want 1"),
+        ({}, Layout(ep=2), "expert_model_parallel_size=2: the model has no experts; want 1"),
+        ({}, Layout(pp=2, vpp=3), "virtual_pipeline_model_parallel_size=3 does not divide the 2 layers of a pipeline"),
         (MIXTRAL, Layout(ep=3), "expert_model_parallel_size=3 does not divide the model's number of experts=4"),
         (MIXTRAL, Layout(etp=5), "expert_tensor_parallel_size=5 does not divide the model's intermediate size of an"),
     ],
@@ -95,7 +97,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(change: dict[str, Any], la
 def test_scaled_rope_reaches_the_model() -> None:
     """Head dimensions are 8: pairs turn by 1, 10^-1, 10^-2 and 10^-3 a position, and half of that when scaled."""
     scaled = QWEN2 | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    found = unwrap(build_model(scaled, Layout())).rotary_pos_emb.inv_freq
+    found = unwrap(build_model(scaled, Layout())[0]).rotary_pos_emb.inv_freq
     assert found.tolist() == pytest.approx([0.5, 0.05, 0.005, 0.0005])
 
 
@@ -113,14 +115,38 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     assert read_hf_config(str(tmp_path)) == QWEN2
 
 
-def test_the_vocabulary_is_padded_to_eight_rows_a_rank() -> None:
-    assert [padded_vocab_size(45, tp) for tp in (1, 2, 4)] == [48, 48, 64]
-    assert padded_vocab_size(48, 2) == 48
-    assert padded_vocab_size(151936, 8) == 151936, "Qwen's needs none"
+@pytest.mark.parametrize(
+    ("layers", "layout", "chunks"),
+    [
+        (8, Layout(pp=4), (2, 2, 2, 2)),
+        (8, Layout(pp=2, vpp=2), (2, 2, 2, 2)),
+        (61, Layout(pp=4, last_stage_layers=13), (16, 16, 16, 13)),
+        (8, Layout(pp=2, first_stage_layers=3, last_stage_layers=5), (3, 5)),
+        (8, Layout(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=6), (1, 3, 1, 3)),
+        (14, Layout(pp=4, vpp=2, first_stage_layers=2, last_stage_layers=4), (1, 2, 2, 2, 1, 2, 2, 2)),
+    ],
+)
+def test_layers_are_dealt_to_chunks_as_the_layout_says(layers: int, layout: Layout, chunks: tuple[int, ...]) -> None:
+    """Chunk i, in the order of the layers, is on pipeline rank i % pp; where it starts Megatron agrees."""
+    config = transformer_config(QWEN2 | {"num_hidden_layers": layers}, layout, torch.float32)
+    assert layers_per_chunk(config) == chunks
+    assert [sum(chunks[rank :: layout.pp]) for rank in range(layout.pp)] == layout.stage_layers(layers)
+    for i in range(len(chunks)):
+        stage = i // layout.pp if layout.vpp > 1 else None
+        assert get_transformer_layer_offset(config, stage, i % layout.pp) == sum(chunks[:i])
+
+
+def test_interleaved_stages_do_not_batch_what_they_send() -> None:
+    plain, interleaved = (transformer_config(QWEN2, Layout(pp=2, vpp=vpp), torch.float32) for vpp in (1, 2))
+    assert (plain.virtual_pipeline_model_parallel_size, plain.overlap_p2p_comm, plain.batch_p2p_comm) == (
+        None, False, True,
+    )  # fmt: skip
+    assert interleaved.virtual_pipeline_model_parallel_size == 2
+    assert (interleaved.overlap_p2p_comm, interleaved.batch_p2p_comm) == (True, False)
 
 
 def test_an_actor_has_a_vocabulary_head_and_ties_it_as_the_config_says() -> None:
-    tied, untied = build_model(QWEN2, Layout()), build_model(QWEN3, Layout())
+    (tied,), (untied,) = build_model(QWEN2, Layout()), build_model(QWEN3, Layout())
     names = {name for name, _ in tied.named_parameters()}
     assert "output_layer.weight" not in names
     assert "decoder.layers.3.self_attention.linear_qkv.bias" in names
@@ -129,7 +155,7 @@ def test_an_actor_has_a_vocabulary_head_and_ties_it_as_the_config_says() -> None
 
 
 def test_a_critic_starts_with_values_of_zero_in_float32() -> None:
-    critic = build_model(QWEN2, Layout(), role="critic", dtype="bfloat16")
+    (critic,) = build_model(QWEN2, Layout(), role="critic", dtype="bfloat16")
     inner = unwrap(critic)
     assert isinstance(inner, CriticModel)
     assert isinstance(inner.output_layer, ValueHead)

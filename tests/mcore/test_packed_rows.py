@@ -10,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megarl.layout import Layout
 from megarl.mcore import rows
-from megarl.mcore.rows import Row, dummy, make_row, micro_batches, own_positions, padded_lengths, where_gathered
-from megarl.mcore.setup import Layout
+from megarl.mcore.rows import (
+    Row,
+    dummy,
+    in_whole_turns,
+    make_row,
+    micro_batches,
+    own_positions,
+    padded_lengths,
+    where_gathered,
+)
 from megarl.sample import Batch, MicroBatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -165,3 +174,11 @@ def test_a_rank_without_sequences_runs_dummies_only() -> None:
 def test_micro_batches_must_hold_every_sequence() -> None:
     with pytest.raises(AssertionError, match="1 of 2 sequences are packed"):
         micro_batches(batch_of([2, 1]), [1])
+
+
+def test_interleaved_stages_run_turns_of_as_many_rows_as_there_are_pipeline_ranks() -> None:
+    micros = [MicroBatch(batch_of([3, 2]))]
+    assert in_whole_turns(micros * 5, Layout(pp=4)) == micros * 5
+    found = in_whole_turns(micros * 5, Layout(pp=4, vpp=2))
+    assert [micro.is_dummy for micro in found] == [False] * 5 + [True] * 3
+    assert in_whole_turns(found, Layout(pp=4, vpp=2)) == found

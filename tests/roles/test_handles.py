@@ -358,7 +358,7 @@ def test_plain_numbers_travel_to_the_ranks() -> None:
     load, push = group.calls[0][1], group.calls[1][1]
     assert load == {
         "role": "actor", "kind": "actor", "folder": "folder", "dtype": "bfloat16", "optim": {"lr": 0.1}, "lora": None,
-        "plugins": ["mine.py"],
+        "plugins": ["mine.py"], "engine": {},
     }  # fmt: skip
     assert (push["role"], push["version"], push["urls"], push["pause_mode"]) == ("actor", 3, ("http://a",), "in_place")
     assert [call[1]["folder"] for call in group.calls[2:5]] == ["x", "x", "y"]

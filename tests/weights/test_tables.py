@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from megarl.mcore.model import padded_vocab_size
+from megarl.layout import padded_vocab_size
 from megarl.weights import FAMILIES, table_for
 from megarl.weights.names import Piece, Spot, Vocab
 

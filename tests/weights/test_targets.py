@@ -16,11 +16,11 @@ from megarl.weights.targets import Lead, Targets
 HERE, THERE = "http://127.0.0.1:1", "http://192.0.2.1:1"
 
 
-def server(url: str, *, there: bool = True, **nature: Any) -> Any:
+def server(url: str, *, there: bool = True, gpus: tuple[str, ...] = (), **nature: Any) -> Any:
     defaults = {"engine": "sglang", "spots": (Spot(),), "hashes": "sha256"}
     defaults |= {"has_receiver": True, "is_plain": True, "first_gpu": None}
     return SimpleNamespace(
-        url=url, nature=SimpleNamespace(**defaults | nature), is_there=lambda: there, fits_slices=None
+        url=url, nature=SimpleNamespace(**defaults | nature), is_there=lambda: there, fits_slices=None, gpus=gpus
     )
 
 
@@ -64,6 +64,28 @@ def test_on_gpus_memory_is_shared_only_when_asked_for(make) -> None:
     assert targets.waiting() == {HERE: "sharded"}
     targets.choose("shared", on_gpu=True, is_cut=False)
     assert targets.waiting() == {HERE: "shared"}
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("wanted", ["auto", "shared", "sharded", "gathered"])
+def test_into_a_server_on_the_trainers_gpus_leads_one_way(make, wanted, is_cut) -> None:
+    """NCCL joins no two processes of one GPU; and it may stand on another machine than rank 0."""
+    targets = make(server(THERE, first_gpu=0, gpus=("1/0", "1/1")))
+    targets.choose(wanted, on_gpu=True, is_cut=is_cut, gpus=["0/0", "0/1", "1/0", "1/1"])
+    assert targets.waiting() == {THERE: "shared"}
+    assert (THERE in targets.fallbacks) == (wanted in ("sharded", "gathered"))
+    targets.attempt(refuse, [THERE])
+    assert list(targets.failed) == [THERE], "nothing slower is possible"
+
+
+def test_a_server_that_the_trainer_shares_some_gpus_with_cannot_be_pushed_to(make) -> None:
+    targets = make(server(HERE, first_gpu=0, gpus=("0/0", "0/1")), server(THERE, first_gpu=0, gpus=("1/0", "1/1")))
+    targets.choose("auto", on_gpu=True, is_cut=False, gpus=["0/1", "0/2"])
+    assert targets.failed == {
+        HERE: f"no way leads into {HERE}: shared needs a rank of the trainer on each of its GPUs, "
+        "the others a server on GPUs of its own"
+    }
+    assert targets.waiting() == {THERE: "sharded"}, "that has GPUs of its own"
 
 
 def test_a_wanted_way_that_is_impossible_is_noted(make) -> None:

@@ -1,0 +1,85 @@
+"""How a layout is computed: the wrapper, the layers, what is recomputed, overlapped and put away.
+
+Nothing here changes a result, but by the rounding of other kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine
+
+STRATEGIES = ("megatron", "fsdp", "none")
+TRANSFORMERS = ("auto", "local", "transformer_engine")
+GRANULARITIES = (None, "selective", "full")
+METHODS = (None, "uniform", "block")
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer-Engine can be imported here, by Megatron's own attempt, and a GPU is there to run it."""
+    return torch.cuda.is_available() and transformer_engine.HAVE_TE
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The choices of one role.  ValueError for a choice that there is not, or that contradicts another."""
+
+    strategy: str = "megatron"  # megatron | fsdp (Megatron-FSDP) | none (one process, no wrapper)
+    transformer_impl: str = "auto"  # auto (transformer_engine where it is installed, on a GPU) | local | ...
+    recompute_granularity: str | None = None  # selective (the core attention) | full (whole layers)
+    recompute_method: str | None = None  # of full: uniform (groups of layers) | block (the first layers of a stage)
+    recompute_num_layers: int | None = None  # of full: in a group | of a stage
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False  # wants use_distributed_optimizer
+    param_offload: bool = False  # parameters and gradient buffers in host memory between a role's calls
+    optimizer_offload: bool = False  # the optimizer's state too
+
+    def __post_init__(self) -> None:
+        _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("transformer_impl", self.transformer_impl, TRANSFORMERS)
+        _one_of("recompute_granularity", self.recompute_granularity, GRANULARITIES)
+        _one_of("recompute_method", self.recompute_method, METHODS)
+        layers, is_full = self.recompute_num_layers, self.recompute_granularity == "full"
+        if is_full and (self.recompute_method is None or layers is None or layers < 1):
+            raise ValueError(
+                f"recompute_granularity=full: want recompute_method uniform or block and recompute_num_layers of at "
+                f"least 1, has {self.recompute_method} and {layers}"
+            )
+        if not is_full and (self.recompute_method, layers) != (None, None):
+            raise ValueError(
+                f"recompute_granularity={self.recompute_granularity}: recompute_method={self.recompute_method} and "
+                f"recompute_num_layers={layers} belong to full; want null for both"
+            )
+
+    @property
+    def uses_transformer_engine(self) -> bool:
+        """ValueError where it is asked for and is not there."""
+        if self.transformer_impl == "transformer_engine" and not has_transformer_engine():
+            raise ValueError(
+                "transformer_impl=transformer_engine: it cannot be imported, or there is no GPU; want auto or local"
+            )
+        return self.transformer_impl != "local" and has_transformer_engine()
+
+    def for_adapters(self) -> Engine:
+        """The same with our linears, which adapters are made for.  ValueError where others are asked for."""
+        if self.transformer_impl == "transformer_engine":
+            raise ValueError("transformer_impl=transformer_engine: adapters want transformer_impl auto or local")
+        return replace(self, transformer_impl="local")
+
+    def transformer_settings(self) -> dict[str, Any]:
+        """Fields of Megatron's TransformerConfig."""
+        te = self.uses_transformer_engine
+        return {
+            "transformer_impl": "transformer_engine" if te else "local",
+            "moe_grouped_gemm": te,  # all experts of a rank in one call; without TE they are called one by one
+            "recompute_granularity": self.recompute_granularity,
+            "recompute_method": self.recompute_method,
+            "recompute_num_layers": self.recompute_num_layers,
+        }
+
+
+def _one_of(key: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value}: want one of {', '.join('null' if c is None else c for c in choices)}")

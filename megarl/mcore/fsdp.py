@@ -1,0 +1,121 @@
+"""Megatron-FSDP: parameters, gradients and optimizer state cut over data (and context) parallelism.
+
+A transformer layer's parameters are whole only while it computes; those outside of the layers, from the first forward
+pass of a step to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed import DistributedDataParallelConfig, FullyShardedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def wrap(chunk: nn.Module) -> FullyShardedDataParallel:
+    """Cut a model; what it holds now is what it goes on with."""
+    settings = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,  # which sharded gradients and parameters imply
+        overlap_param_gather=True,
+        grad_reduce_in_fp32=True,
+        check_for_nan_in_grad=True,
+        average_in_collective=False,
+    )
+    config: Any = chunk.config
+    where = next(chunk.parameters()).device
+    return FullyShardedDataParallel(config, settings, chunk, fsdp_unit_modules=[TransformerLayer], device=where)
+
+
+def shards(chunk: FullyShardedDataParallel) -> tuple[list[Tensor], list[Tensor]]:
+    """The memory of a wrapped model at rest: of its weights, in both types where there are two, and its gradients."""
+    rest(chunk)
+    groups = chunk.param_and_grad_buffer.parameter_groups
+    held = [x for group in groups for x in (group.model_weight_buffer, group.main_weight_buffer) if x is not None]
+    gradients = [group.main_grad_buffer for group in groups if group.main_grad_buffer is not None]
+    return [x.data for x in held], [x.data for x in gradients]
+
+
+def gather(chunk: FullyShardedDataParallel) -> None:
+    """Make every parameter whole until `rest`; a collective."""
+    chunk.start_param_sync(force_sync=True)
+    chunk.module._replace_param_with_raw_if_needed()  # which that undoes on its way (megatron_fsdp:1103)
+    chunk.module.is_param_fsdp_distributed = True  # so that a state_dict holds what is whole, and no parts
+
+
+def rest(chunk: FullyShardedDataParallel) -> None:
+    """Leave each rank its part only."""
+    chunk.module.is_param_fsdp_distributed = False
+    chunk.module.synchronize_param_gather()
+
+
+class FsdpOptimizer(DistributedOptimizer):
+    """Megatron's, with checkpoints of our kind: each rank writes its own part, for as many ranks under the same layout.
+
+    (Megatron's own are DTensors for torch's checkpoints, another format than that of the weights.)
+    """
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        **how: Any,  # noqa: ARG002
+    ) -> dict[str, Any]:
+        for _, param in self._held() if is_loading else ():
+            self.optimizer.state[param].update({name: torch.zeros_like(param) for name in MOMENTS})
+        rank = dist.get_rank()
+        tensors = {f"fsdp.{rank}.{name}": tensor for name, tensor in self._own_parts()}
+        parts = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+        return {"parts": parts, "step": self._step}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take whole parameters of the model that were loaded meanwhile, and the parts of this rank."""
+        self._cut(lambda group: [group.model_weight_buffer])
+        rank = dist.get_rank()
+        for name, tensor in self._own_parts():
+            tensor.copy_(state["parts"][f"fsdp.{rank}.{name}"])
+        for group in self.optimizer.param_groups:
+            if "step" in group:  # Apex's and Transformer-Engine's count once for a group
+                group.update(step=state["step"])
+        for _, param in self._held():
+            self.optimizer.state[param]["step"] = torch.tensor(float(state["step"]))
+
+    @torch.no_grad()
+    def reload_model_params(self, state_dict: Any = None) -> None:  # noqa: ARG002
+        """Take whole parameters of the model, which no optimizer has stepped yet."""
+        self._cut(lambda group: [group.model_weight_buffer, group.main_weight_buffer])
+
+    def _cut(self, buffers_of: Callable[[Any], list[Any]]) -> None:
+        for chunk in self.model_chunks:
+            for group in chunk.param_and_grad_buffer.parameter_groups:
+                for buffer in (buffer for buffer in buffers_of(group) if buffer is not None):
+                    for i, param in enumerate(group.params):
+                        buffer.set_item(i, param.data)
+
+    @property
+    def _step(self) -> int:
+        """How many steps the moments have seen."""
+        of_groups = [group["step"] for group in self.optimizer.param_groups if "step" in group]
+        of_params = [self.optimizer.state[param].get("step", 0) for _, param in self._held()]
+        return int([*of_groups, *of_params][0])
+
+    def _held(self) -> list[tuple[int, Any]]:
+        """Parameters of which this rank has a part; the others have no gradient and no moments here."""
+        return [(i, p) for i, p in enumerate(self.get_parameters()) if p._local_tensor.numel()]
+
+    def _own_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of each parameter, in the type that is stepped, and of its moments."""
+        for i, param in self._held():
+            held = {"weight": param, **{name: self.optimizer.state[param][name] for name in MOMENTS}}
+            yield from ((f"{i}.{name}", tensor._local_tensor) for name, tensor in held.items())

@@ -1,0 +1,53 @@
+"""Transformer-Engine's modules in the structure of Megatron's local layers.
+
+Megatron's own spec for it also joins each norm with the linear behind it, under other names.  In bfloat16 that joins
+only the calls, the kernels are the same two; so the norms stay apart here, and with them the names of parameters,
+adapters' hooks and checkpoints of both kinds of layers.  Only experts are others: one call for all of a rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.mlp import MLPSubmodules
+
+_GROUPED = re.compile(r"\.experts\.linear_fc([12])\.(weight|bias)(\d+)$")
+
+
+class TransformerEngineProvider(LocalSpecProvider):
+    """Looked up when called: where Transformer-Engine is missing, Megatron has stand-ins under these names."""
+
+    def column_parallel_linear(self) -> type:
+        return te.TEColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return te.TERowParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:  # noqa: ARG002
+        return te.TENorm
+
+    def core_attention(self) -> type:
+        return te.TEDotProductAttention
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules | None]:
+        return TESpecProvider().grouped_mlp_modules(moe_use_grouped_gemm, moe_use_legacy_grouped_gemm)
+
+
+def local_name(name: str) -> str:
+    """The name of a parameter with Transformer-Engine's layers -> its name with ours.
+
+    Example: mlp.experts.linear_fc1.weight3 -> mlp.experts.local_experts.3.linear_fc1.weight; others stay.
+    """
+    return _GROUPED.sub(r".experts.local_experts.\3.linear_fc\1.\2", name)
+
+
+def without_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A (sharded) state dict of weights only: Transformer-Engine adds what float8 needs, empty in other types."""
+    return {name: value for name, value in state.items() if "._extra_state" not in name}

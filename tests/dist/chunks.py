@@ -1,0 +1,44 @@
+"""A model's parameters over all its chunks, and its gradients put together as if they were its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megarl.mcore.model import Model
+from megarl.weights.export import hf_tensors
+from megarl.weights.tables import Role
+
+
+def named_parameters(model: Model) -> list[tuple[str, nn.Parameter]]:
+    return [pair for chunk in model for pair in chunk.named_parameters()]
+
+
+def parameters(model: Model) -> list[Any]:
+    return [param for _, param in named_parameters(model)]
+
+
+@torch.no_grad()
+def fill_value_head(model: Model) -> None:
+    """A head of zeros, as a critic starts with, would hide errors in the trunk's gradient."""
+    for name, param in named_parameters(model):
+        if "output_layer" in name:
+            param.copy_(torch.linspace(-0.5, 0.5, param.numel()).view_as(param))
+
+
+def weights(model: Model, hf: dict[str, Any], role: Role) -> dict[str, Tensor]:
+    """{HF name: whole tensor} on every rank."""
+    return {name: tensor.clone() for name, tensor in hf_tensors(model, hf, role=role)}
+
+
+def gradients(model: Model, hf: dict[str, Any], role: Role) -> dict[str, Tensor]:
+    """{HF name: the whole gradient} on every rank."""
+    held = {param: param.data for param in parameters(model)}
+    for param in held:
+        param.data = param.main_grad.clone()
+    whole = weights(model, hf, role)
+    for param, data in held.items():
+        param.data = data
+    return whole

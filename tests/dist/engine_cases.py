@@ -1,0 +1,149 @@
+"""What runs on the ranks in test_engine.py: a few optimizer steps under a layout and an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from chunks import gradients, weights
+from parity_cases import LOSSES, make_step
+
+from megarl.data.packing import plan
+from megarl.layout import Layout
+from megarl.mcore import optimizer as optimizer_module
+from megarl.mcore import shards
+from megarl.mcore.engine import Engine
+from megarl.mcore.lora import LoraSettings, apply_lora
+from megarl.mcore.memory import Bed, settled
+from megarl.mcore.model import build_model, read_hf_config
+from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.rows import micro_batches
+from megarl.mcore.setup import destroy_groups, device_for, make_groups
+from megarl.mcore.step import Outputs, forward_only, train_step
+from megarl.weights.load import load_hf
+
+NEVER = 1e9  # a norm at which nothing is clipped: it is summed in an order that depends on buckets
+OPTIMIZERS = {
+    "adamw": OptimSettings("adamw", lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=NEVER),
+    "muon": OptimSettings("muon", lr=1e-2, eps=1e-3, momentum=0.9, weight_decay=0.1, max_grad_norm=NEVER),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Whole runs of `num_steps`; `saved_under`: the first two of them under this layout, then through a checkpoint."""
+
+    folder: str
+    layout: Layout = Layout()
+    engine: Engine = Engine()
+    optim: str = "adamw"
+    dtype: str = "float32"
+    num_steps: int = 3
+    saved_under: Layout | None = None
+    with_gradients: bool = False
+    with_adapters: bool = False
+
+
+class Trained:
+    """A model and its optimizer, with buckets so small that there are several."""
+
+    def __init__(self, case: Case, layout: Layout) -> None:
+        self.where, self.layout, self.device = make_groups(layout), layout, device_for("auto")
+        self.hf = read_hf_config(case.folder)
+        model = build_model(self.hf, layout, dtype=case.dtype, engine=case.engine)
+        load_hf(model, case.folder, self.hf)
+        if case.with_adapters:
+            apply_lora(model, LoraSettings(rank=2, alpha=4.0))
+        small = partial(optimizer_module.DistributedDataParallelConfig, bucket_size=4000)
+        with mock.patch.object(optimizer_module, "DistributedDataParallelConfig", small):
+            self.model = wrap_for_training(model, layout, case.engine)
+        self.optimizer = Optimizer(self.model, OPTIMIZERS[case.optim])
+        offload = case.engine.param_offload
+        self.bed = Bed(self.model, self.optimizer, parameters=offload, moments=case.engine.optimizer_offload)
+        self.gradients = Bed(self.model, None, gradients=offload)
+        self.moved: list[Any] = []
+
+    def step(self) -> dict[str, Any]:
+        """A night, a look at log-probs without gradient buffers, and a step on the same batch; what came of it."""
+        self.moved.append(tuple(a + b for a, b in zip(self.bed.sleep(), self.gradients.sleep(), strict=True)))
+        self.bed.wake()
+        batch, loss = make_step(self.hf["vocab_size"]), LOSSES["actor"]
+        part = plan(batch.lengths.tolist(), self.where.num_replicas, max_tokens=40)[self.where.replica]
+        micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
+        outputs = Outputs(self.layout, self.hf["vocab_size"], names=("log_probs", "entropy"))
+        seen = forward_only(self.model, micros, outputs, self.device)
+        self.gradients.wake()
+        how = {"num_tokens": batch.num_tokens, "device": self.device}
+        _, grad_norm, _ = train_step(self.model, self.optimizer, micros, outputs, loss, **how)
+        return {"norm": grad_norm, "seen": [x["log_probs"] for x in seen]}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        with settled(self.model):
+            return weights(self.model, self.hf, "actor")
+
+
+def run(case: Case, root: str) -> dict[str, Any]:
+    trained = Trained(case, case.saved_under or case.layout)
+    traced: list[Any] = []
+    steps = []
+    for _ in range(2 if case.saved_under else case.num_steps):
+        before = trained.weights() if case.with_gradients else {}
+        steps.append(trained.step())
+        if case.with_gradients:
+            traced.append((before, gradients(trained.model, trained.hf, "actor"), trained.weights()))
+    if case.saved_under:
+        where = Path(root) / f"{case.engine.strategy} {case.optim} {case.dtype}"
+        with settled(trained.model):
+            shards.save(where, trained.model, trained.optimizer)
+        destroy_groups()
+        trained = Trained(case, case.layout)
+        with settled(trained.model):
+            shards.load(where, trained.model, trained.optimizer)
+        steps += [trained.step() for _ in range(case.num_steps - 2)]
+    whole = trained.weights()
+    found = {
+        "weights": whole if dist.get_rank() == 0 else {},
+        "norms": [step["norm"] for step in steps],
+        "seen": [step["seen"] for step in steps],
+        "moved": trained.moved,
+        "bytes": _bytes(trained),
+        "traced": traced,
+    }
+    destroy_groups()
+    return found
+
+
+def _bytes(trained: Trained) -> tuple[int, int]:
+    """Of parameters, and of what an optimizer that is not sharded keeps: counted tensor by tensor."""
+    params = [p for chunk in trained.model for p in chunk.parameters()]
+    state = [s for part in trained.optimizer.parts for s in part.optimizer.state.values()]
+    moments = sum(x.nbytes for s in state for x in s.values() if isinstance(x, torch.Tensor) and x.ndim)
+    return sum(p.nbytes for p in params), moments
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """The sentences about engines that do not go with a layout."""
+    found, fsdp = {}, Engine("fsdp")
+    for name, layout, engine, optim in (
+        ("gather", Layout(), Engine(overlap_param_gather=True), "adamw"),
+        ("none sharded", Layout(use_distributed_optimizer=True), Engine("none"), "adamw"),
+        ("fsdp tp2", Layout(tp=2), fsdp, "adamw"),
+        ("fsdp pp2", Layout(pp=2), fsdp, "adamw"),
+        ("fsdp muon", Layout(), fsdp, "muon"),
+        ("sharded muon", Layout(use_distributed_optimizer=True), Engine(), "muon"),
+    ):
+        try:
+            Trained(Case(folder, engine=engine, optim=optim), layout)
+        except ValueError as error:
+            found[name] = str(error)
+        destroy_groups()
+    return found
+
+
+def all_runs(cases: dict[str, Case], root: str) -> dict[str, Any]:
+    return {name: run(case, root) for name, case in cases.items()}

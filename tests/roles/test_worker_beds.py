@@ -1,0 +1,79 @@
+"""What of a role is on the device while a rank does what: who shares its GPU counts on the rest being away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megarl.mcore.memory import Moved
+from megarl.roles import worker as worker_module
+from megarl.roles.worker import Role, Worker
+
+ALL = {"parameters", "gradients", "moments"}
+
+
+class FakeBed:
+    def __init__(self) -> None:
+        self.is_asleep = True
+
+    def sleep(self) -> Moved:
+        self.is_asleep = True
+        return Moved(1, 1, 1)
+
+    def wake(self) -> None:
+        self.is_asleep = False
+
+
+def awake(role: Role) -> set[str]:
+    return {part for part in ALL if not getattr(role, part).is_asleep}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, list[set[str]]]:
+    """A worker whose actor sleeps, and what is awake of it when the work is done."""
+    worker, seen = Worker(), []
+    role = Role("actor", [], {}, "", None, FakeBed(), FakeBed(), FakeBed())  # type: ignore[arg-type]
+    worker.roles["actor"] = role
+
+    class FakePusher:
+        def push(self, *_: Any, **__: Any) -> None:
+            seen.append(awake(role))
+
+    def look(*_: Any, **__: Any) -> None:
+        seen.append(awake(role))
+
+    role.pusher = role.adapter_pusher = FakePusher()  # type: ignore[assignment]
+    monkeypatch.setattr(worker_module, "save_hf", look)
+    monkeypatch.setattr(worker_module.shards, "save", look)
+    monkeypatch.setattr(worker_module.shards, "load", look)
+    return worker, seen
+
+
+WHERE = {"role": "actor", "folder": "/nowhere", "adapter": None, "canary": None, "version": 1, "only": []}
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [
+        (Worker.push, {"parameters"}),
+        (Worker.push_adapter, {"parameters"}),
+        (Worker.export, {"parameters"}),
+        (Worker.save, ALL),
+        (Worker.restore, ALL),
+    ],
+)
+def test_only_what_learns_wakes_more_than_weights(seen: Any, method: Callable[..., Any], wanted: set[str]) -> None:
+    worker, found = seen
+    method(worker, {**WHERE, "pause_mode": "retract"}, {})
+    assert found == [wanted]
+    assert awake(worker.roles["actor"]) == set(), "it sleeps again"
+
+
+def test_a_turn_of_the_trainer_wakes_all(seen: Any) -> None:
+    worker, _ = seen
+    worker.wake({"role": "actor"}, {})
+    assert awake(worker.roles["actor"]) == ALL
+    assert worker.sleep({"role": "actor"}, {})[0] == {"num_bytes": 9}
+    assert awake(worker.roles["actor"]) == set()
