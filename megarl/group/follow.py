@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from megarl.group.group import ADDRESS, HEARTBEAT_S, TOKEN
-from megarl.group.wire import Tensors, Wire, WireClosed, connect
+from megarl.group.ranks import ADDRESS, TOKEN
+from megarl.group.wire import HEARTBEAT_S, Tensors, Wire, WireClosed, connect
 
 Answer = tuple[dict[str, Any], Tensors]
 Handler = Callable[..., Answer]

@@ -8,25 +8,27 @@ status, so an exception anywhere reaches the driver with its rank, and a dead or
 
 from __future__ import annotations
 
-import os
+import queue
 import secrets
 import selectors
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from megarl.group.wire import Tensors, Wire, WireClosed, accept
-from megarl.mcore.setup import Layout
+from megarl.group.links import Direct, Link, Relayed, Said
+from megarl.group.nodes import Nodes
+from megarl.group.ranks import RanksLaunch, RanksProcess, Share, shares
+from megarl.group.wire import Door, Tensors, Wire, WireClosed
+from megarl.layout import Layout
 
-ADDRESS, TOKEN = "MEGARL_GROUP_ADDRESS", "MEGARL_GROUP_TOKEN"
-HEARTBEAT_S = 2.0  # how often a rank that works says so
 SILENCE_S = 60.0  # without a sign for so long, a rank counts as lost
 GRACE_S = 1.0  # after a first error, how long to listen for the others': the root cause is often not the first
+_LOOK_S = 0.1
 
 
 class RankError(RuntimeError):
@@ -49,11 +51,22 @@ class Reply:
     tensors: Tensors
 
 
+class Process(Protocol):
+    """The agent of a machine's ranks: group.ranks.RanksProcess, or one on another machine."""
+
+    def exit_code(self) -> int | None: ...
+
+    def end(self) -> None: ...
+
+
 class Group:
     """The ranks of one world.
 
     Example: with Group("ranks", 2, Layout(tp=2), log_dir=logs) as group: group.start(); group.call("load", {...})
     Entering starts the processes and returns at once, `start` waits for them, leaving ends them.
+
+    They take the GPUs (without: processes) from `first_rank` on, counted over the machines of `nodes`; None: of this
+    one.
     """
 
     def __init__(
@@ -63,6 +76,8 @@ class Group:
         layout: Layout,
         *,
         log_dir: Path,
+        nodes: Nodes | None = None,
+        first_rank: int = 0,
         device: str = "auto",
         seed: int = 0,
         call_timeout_s: float = 600.0,
@@ -71,18 +86,26 @@ class Group:
     ) -> None:
         self.name, self.num_ranks, self.call_timeout_s = name, num_ranks, call_timeout_s
         self._setup = {"layout": asdict(layout), "device": device, "seed": seed, "timeout_s": call_timeout_s}
-        self._start_timeout_s, self._worker, self._log_dir = start_timeout_s, worker, log_dir
+        self._start_timeout_s, self._worker, self._log_dir = start_timeout_s, worker, log_dir.absolute()
+        self._nodes, self._device = nodes, device
+        self._shares = shares(first_rank, num_ranks, nodes.ranks_per_node if nodes else first_rank + num_ranks)
         self._token = secrets.token_hex(16)
-        self._wires: dict[int, Wire] = {}
-        self._agent: subprocess.Popen[bytes] | None = None
-        self._listener: socket.socket | None = None
+        self._links: list[Link] = []
+        self._processes: list[Process] = []
+        self._home = ""  # where the ranks of this machine call
+        self._door: Door | None = None
+        self._arrivals: queue.SimpleQueue[tuple[Wire, dict[str, Any]]] = queue.SimpleQueue()
         self._call_id = 0
         self.num_replicas = 0
         self._first_of_replica: dict[int, int] = {}  # replica -> the rank that takes its tensors
         self._reporters: dict[int, int] = {}  # rank -> the replica for which it reports
 
     def __enter__(self) -> Group:
-        self.launch()
+        try:
+            self.launch()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,16 +113,36 @@ class Group:
 
     def launch(self) -> None:
         """Start the ranks' processes and return at once; `start` waits for them."""
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(1.0)
-        self._agent = self._spawn(f"127.0.0.1:{self._listener.getsockname()[1]}")
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._home = f"127.0.0.1:{listener.getsockname()[1]}"
+        self._door = Door(listener, self._token, lambda *arrival: self._arrivals.put(arrival), name=self.name)
+        meeting: dict[str, Any] = {}
+        if len(self._shares) > 1 and self._nodes is not None:
+            first = self._shares[0].node
+            meeting = {"master_address": self._nodes.address(first), "master_port": self._nodes.free_ports(first, 1)[0]}
+        for number, share in enumerate(self._shares):
+            logs = self._log_dir / f"node_{share.node}" if len(self._shares) > 1 else self._log_dir
+            launch = RanksLaunch(
+                self._worker, self._device, str(logs), share.num_ranks, share.first_gpu, len(self._shares), number,
+                **meeting,
+            )  # fmt: skip
+            self._start_share(share, launch)
+
+    def _start_share(self, share: Share, launch: RanksLaunch) -> None:
+        if share.node == 0 or self._nodes is None:
+            self._processes.append(RanksProcess(launch, self._home, self._token))
+            return
+        process, wire = self._nodes.start_ranks(share.node, launch)
+        self._processes.append(process)
+        wire.sock.settimeout(SILENCE_S)
+        ranks = range(share.first_rank, share.first_rank + share.num_ranks)
+        self._links.append(Relayed(wire, tuple(ranks)))
 
     def start(self) -> None:
         """Wait until each rank has called home, and make their process groups."""
-        assert self._listener is not None, "launch() comes first"
-        with self._listener:
-            self._welcome(self._listener)
+        assert self._door is not None, "launch() comes first"
+        self._welcome()
+        self._door.close()
         places = self._call_all("setup", self._setup, {})
         for rank, place in sorted(places.items()):
             where = place.result
@@ -109,44 +152,45 @@ class Group:
         self.num_replicas = len(self._first_of_replica)
         assert len(self._reporters) == self.num_replicas, "each replica has exactly one reporter"
 
-    def _spawn(self, address: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--master-addr=127.0.0.1"]
-        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-        command += [f"--nproc-per-node={self.num_ranks}", "--redirects=3", f"--log-dir={self._log_dir}"]
-        env = {**os.environ, ADDRESS: address, TOKEN: self._token}
-        if self._setup["device"] == "cpu":
-            env["CUDA_VISIBLE_DEVICES"] = ""  # Megatron takes CUDA wherever torch sees it
-        if self._setup["device"] != "cuda":
-            env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.num_ranks)))
-        with open(self._log_dir / f"{self.name}.log", "ab") as log:
-            return subprocess.Popen(
-                [*command, "-m", self._worker], env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C at the terminal reaches the driver, which ends the ranks in order
-            )  # fmt: skip
-
-    def _welcome(self, listener: socket.socket) -> None:
+    def _welcome(self) -> None:
         deadline = time.monotonic() + self._start_timeout_s
-        while len(self._wires) < self.num_ranks:
-            self._check_agent()
-            if time.monotonic() > deadline:
-                raise RankError(
-                    f"group {self.name}: {len(self._wires)} of {self.num_ranks} ranks came up in "
-                    f"{self._start_timeout_s:.0f} s; see {self._log_dir}"
-                )
-            try:
-                arrival = accept(listener, self._token)
-            except TimeoutError:
-                continue
-            if arrival:
-                wire, hello = arrival
-                wire.sock.settimeout(SILENCE_S)  # a machine that is lost in mid-message closes no connection
-                self._wires[int(hello["rank"])] = wire
+        here: set[int] = set()
+        with selectors.DefaultSelector() as ready:
+            for link in self._links:
+                ready.register(link.sock, selectors.EVENT_READ, link)
+            while len(here) < self.num_ranks:
+                self._check_processes()
+                if time.monotonic() > deadline:
+                    raise RankError(
+                        f"group {self.name}: {len(here)} of {self.num_ranks} ranks came up in "
+                        f"{self._start_timeout_s:.0f} s; see {self._log_dir}"
+                    )
+                for key, _ in ready.select(timeout=_LOOK_S):
+                    here |= self._arrived(key.data.receive())
+                here |= self._let_in()
 
-    def _check_agent(self) -> None:
-        if self._agent is not None and self._agent.poll() is not None:
-            raise RankError(
-                f"group {self.name}: its ranks ended with status {self._agent.returncode}; see {self._log_dir}"
-            )
+    def _let_in(self) -> set[int]:
+        """The ranks of this machine that knocked."""
+        ranks: set[int] = set()
+        with suppress(queue.Empty):
+            while True:
+                wire, hello = self._arrivals.get_nowait()
+                wire.sock.settimeout(SILENCE_S)  # a machine that is lost in mid-message closes no connection
+                self._links.append(Direct(wire, int(hello["rank"])))
+                ranks.add(int(hello["rank"]))
+        return ranks
+
+    def _arrived(self, said: Said) -> set[int]:
+        """The rank of another machine that knocked there."""
+        if said.header is None:
+            raise RankError(f"group {self.name}: rank {said.rank} ended before it could be used; see {self._log_dir}")
+        return {said.rank}
+
+    def _check_processes(self) -> None:
+        for share, process in zip(self._shares, self._processes, strict=True):
+            if (code := process.exit_code()) is not None:
+                where = f" on node {share.node}" if len(self._shares) > 1 else ""
+                raise RankError(f"group {self.name}: its ranks{where} ended with status {code}; see {self._log_dir}")
 
     def call(
         self,
@@ -179,27 +223,27 @@ class Group:
     ) -> dict[int, Reply]:
         self._call_id += 1
         header = {"id": self._call_id, "method": method, "arguments": arguments, "has_payload": has_payload}
-        for rank, wire in self._wires.items():
+        for link in self._links:
             try:
-                wire.send(header, payloads.get(rank))
+                link.send(header, payloads)
             except WireClosed as error:
-                raise self._died(rank, method) from error
+                raise self._died(link.ranks[0], method) from error
         return self._collect(method, timeout_s or self.call_timeout_s)
 
     def _collect(self, method: str, timeout_s: float) -> dict[int, Reply]:
         answers: dict[int, Reply] = {}
         errors: dict[int, dict[str, Any]] = {}
         begun = time.monotonic()
-        last_sign = dict.fromkeys(self._wires, begun)
+        last_sign = dict.fromkeys(range(self.num_ranks), begun)
         deadline = begun + timeout_s
         with selectors.DefaultSelector() as ready:
-            for rank, wire in self._wires.items():
-                ready.register(wire.sock, selectors.EVENT_READ, rank)
+            for link in self._links:
+                ready.register(link.sock, selectors.EVENT_READ, link)
             while len(answers) + len(errors) < self.num_ranks:
                 for key, _ in ready.select(timeout=0.5):
-                    rank = key.data
-                    last_sign[rank] = time.monotonic()
-                    self._take(rank, answers, errors, method)
+                    said = key.data.receive()
+                    last_sign[said.rank] = time.monotonic()
+                    self._take(said, answers, errors, method)
                 now = time.monotonic()
                 if errors:
                     deadline = min(deadline, now + GRACE_S)
@@ -213,23 +257,22 @@ class Group:
         if errors:
             raise _as_error(self.name, method, errors)
         if len(answers) < self.num_ranks:
-            late = sorted(set(self._wires) - set(answers))
+            late = sorted(set(range(self.num_ranks)) - set(answers))
             raise RankError(f"group {self.name}: {method} took over {timeout_s:.0f} s on ranks {late}")
         return answers
 
-    def _take(self, rank: int, answers: dict[int, Reply], errors: dict[int, dict[str, Any]], method: str) -> None:
-        try:
-            header, tensors = self._wires[rank].receive()
-        except WireClosed as error:
+    def _take(self, said: Said, answers: dict[int, Reply], errors: dict[int, dict[str, Any]], method: str) -> None:
+        rank, header = said.rank, said.header
+        if header is None:
             if errors:  # others already told why
                 errors.setdefault(rank, {"type": "RankError", "message": "ended", "traceback": ""})
                 return
-            raise self._died(rank, method) from error
+            raise self._died(rank, method)
         if "beat" in header or header["id"] < self._call_id:  # or late: the answer to a call that failed elsewhere
             return
         assert header["id"] == self._call_id, f"rank {rank} answered call {header['id']}, not {self._call_id}"
         if header["ok"]:
-            answers[rank] = Reply(header["result"], tensors)
+            answers[rank] = Reply(header["result"], said.tensors)
         else:
             errors[rank] = header
 
@@ -237,26 +280,21 @@ class Group:
         return RankError(f"group {self.name}: rank {rank} died in {method}; see {self._log_dir}")
 
     def close(self) -> None:
-        """End the ranks: ask, then terminate their agent, then kill it."""
-        for wire in self._wires.values():
+        """End the ranks: ask, then terminate their agents, then kill them."""
+        for link in self._links:
             try:
-                wire.send({"method": "close"})
+                link.send({"method": "close"}, {})
             except WireClosed:
                 continue  # gone already, which is what we want
-        if self._agent is not None:
-            for end in (lambda: None, self._agent.terminate, self._agent.kill):
-                end()
-                try:
-                    self._agent.wait(timeout=10.0)
-                    break
-                except subprocess.TimeoutExpired:
-                    continue
-        for wire in self._wires.values():
-            wire.close()
-        if self._listener is not None:
-            self._listener.close()
-        self._wires.clear()
-        self._agent = None
+        if self._processes:
+            with ThreadPoolExecutor(len(self._processes)) as threads:
+                list(threads.map(lambda process: process.end(), self._processes))
+        for link in self._links:
+            link.close()
+        if self._door is not None:
+            self._door.close()
+        self._links.clear()
+        self._processes.clear()
 
 
 def _as_error(name: str, method: str, errors: dict[int, dict[str, Any]]) -> Exception:

@@ -1,28 +1,44 @@
-"""Messages between the driver and its ranks: a JSON header and, when there are tensors, one safetensors blob.
+"""Messages between the processes of a run: a JSON header and, when there are tensors, one safetensors blob.
 
-No pickle crosses a socket.  The first message of a connection carries the run's token; without it the door is shut.
+No pickle crosses a socket.  A connection begins with a question to each side that only who knows the token can answer;
+the token itself is never sent, and without it the door is shut.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
+import secrets
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import safetensors.torch
 from torch import Tensor
 
+HEARTBEAT_S = 2.0  # how often a process that is waited for says that it lives
 _HEAD = struct.Struct(">IQ")  # bytes of the header, bytes of the payload
 _MAX_HEADER = 64 * 2**20
+_MAX_GREETING = 4096  # a stranger's word costs no memory
+_GREETING_S = 10.0  # of the whole greeting, however slowly a stranger speaks
+_MAX_CALLERS = 256  # greeted at a time; who comes on top of them is turned away
+_LOOK_S = 0.2
 
 Tensors = dict[str, Tensor]
+Bytes = bytes | bytearray | memoryview
 
 
 class WireClosed(ConnectionError):
     """The other side is gone."""
+
+
+class WireRefused(WireClosed):
+    """The other side does not know our token, or we do not know its."""
 
 
 class Wire:
@@ -31,33 +47,53 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.sock = sock
         self._lock = threading.Lock()
 
     def send(self, header: dict[str, Any], tensors: Tensors | None = None) -> None:
+        self.send_bytes(header, [to_bytes(tensors)])
+
+    def send_bytes(self, header: dict[str, Any], parts: Sequence[Bytes]) -> None:
+        """The parts, end to end, are the payload."""
         head = json.dumps(header).encode()
-        body = safetensors.torch.save({n: t.contiguous() for n, t in tensors.items()}) if tensors else b""
+        size = sum(len(part) for part in parts)
         try:
             with self._lock:
-                self.sock.sendall(_HEAD.pack(len(head), len(body)) + head)
-                if body:
-                    self.sock.sendall(body)
+                self.sock.sendall(_HEAD.pack(len(head), size) + head)
+                for part in parts:
+                    self.sock.sendall(part)
         except OSError as error:
             raise WireClosed(str(error)) from error
 
-    def receive(self, *, max_bytes: int | None = None) -> tuple[dict[str, Any], Tensors]:
+    def receive(self) -> tuple[dict[str, Any], Tensors]:
         """The next message; waits for it.  Raises WireClosed when the other side has gone."""
+        header, body = self.receive_bytes()
+        return header, from_bytes(body)
+
+    def receive_bytes(self) -> tuple[dict[str, Any], bytearray]:
+        """The same with the payload as it came."""
         head_size, body_size = _HEAD.unpack(self._read(_HEAD.size))
         assert head_size <= _MAX_HEADER, f"a header of {head_size} bytes is not one of ours"
-        assert max_bytes is None or head_size + body_size <= max_bytes, f"want at most {max_bytes} bytes"
-        header = json.loads(self._read(head_size))
-        return header, safetensors.torch.load(bytes(self._read(body_size))) if body_size else {}
+        return json.loads(self._read(head_size)), self._read(body_size)
 
-    def _read(self, size: int) -> bytearray:
+    def receive_greeting(self, deadline: float) -> dict[str, Any]:
+        """A word of one who is not known yet: small, whole before `deadline` (of time.monotonic), without a payload."""
+        head_size, body_size = _HEAD.unpack(self._read(_HEAD.size, deadline))
+        if head_size > _MAX_GREETING or body_size:
+            raise WireRefused(f"a greeting of {head_size} + {body_size} bytes; want {_MAX_GREETING} and none")
+        word = json.loads(self._read(head_size, deadline))
+        if not isinstance(word, dict):
+            raise WireRefused("a greeting that is no object")
+        return word
+
+    def _read(self, size: int, deadline: float | None = None) -> bytearray:
         data = bytearray(size)
         view, have = memoryview(data), 0
         while have < size:
             try:
+                if deadline is not None:
+                    self.sock.settimeout(max(1e-3, deadline - time.monotonic()))
                 count = self.sock.recv_into(view[have:])
             except OSError as error:
                 raise WireClosed(str(error)) from error
@@ -67,31 +103,117 @@ class Wire:
         return data
 
     def close(self) -> None:
+        """Also ends a wait for a message in another thread."""
+        with suppress(OSError):  # the other side may have closed it
+            self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
 
 
-def connect(address: str, token: str, hello: dict[str, Any], *, timeout_s: float) -> Wire:
-    """Open a connection to `host:port` and introduce oneself."""
+def to_bytes(tensors: Tensors | None) -> bytes:
+    return safetensors.torch.save({n: t.contiguous() for n, t in tensors.items()}) if tensors else b""
+
+
+def from_bytes(body: Bytes) -> Tensors:
+    return safetensors.torch.load(bytes(body)) if len(body) else {}
+
+
+def connect(address: str, token: str, hello: dict[str, Any], *, timeout_s: float, source: str | None = None) -> Wire:
+    """Open a connection to `host:port` and introduce oneself; `source`: from this address of ours.
+
+    Raises OSError where nobody listens, WireRefused where the other side has another token.
+    """
     host, port = address.rsplit(":", 1)
-    sock = socket.create_connection((host, int(port)), timeout=timeout_s)
+    own = None if source is None else (source, 0)
+    sock = socket.create_connection((host, int(port)), timeout=timeout_s, source_address=own)
+    wire, deadline = Wire(sock), time.monotonic() + timeout_s
+    try:
+        theirs = str(wire.receive_greeting(deadline).get("question", ""))
+        ours = secrets.token_hex(16)
+        wire.send({"question": ours, "proof": _proof(token, "caller", theirs, ours), **hello})
+        answer = wire.receive_greeting(deadline)
+        if not _same(str(answer.get("proof", "")), _proof(token, "host", theirs, ours)):
+            raise WireRefused(f"{address} has another token")
+    except BaseException:
+        wire.close()
+        raise
     sock.settimeout(None)
-    wire = Wire(sock)
-    wire.send({"token": token, **hello})
     return wire
 
 
-def accept(listener: socket.socket, token: str) -> tuple[Wire, dict[str, Any]] | None:
-    """The next connection and its hello; None when it did not know the token."""
-    sock, _ = listener.accept()
-    sock.settimeout(10.0)  # a stranger who says nothing does not hold the door
-    wire = Wire(sock)
+def greet(sock: socket.socket, token: str, limit_s: float = _GREETING_S) -> tuple[Wire, dict[str, Any]] | None:
+    """A caller's connection and hello; None when it did not know the token, whatever it said instead."""
+    wire, deadline = Wire(sock), time.monotonic() + limit_s
     try:
-        hello, _ = wire.receive(max_bytes=4096)  # a stranger's word costs no memory
-    except (WireClosed, AssertionError, ValueError):
+        sock.settimeout(limit_s)
+        ours = secrets.token_hex(16)
+        wire.send({"question": ours})
+        hello = wire.receive_greeting(deadline)
+        theirs = str(hello.pop("question", ""))
+        if not _same(str(hello.pop("proof", "")), _proof(token, "caller", ours, theirs)):
+            wire.send({"proof": ""})
+            raise WireRefused("a stranger")
+        wire.send({"proof": _proof(token, "host", ours, theirs)})
+        sock.settimeout(None)
+    except Exception:  # what a stranger can make happen here, nobody can list
         wire.close()
         return None
-    if not hmac.compare_digest(str(hello.pop("token", "")), token):
-        wire.close()
-        return None
-    sock.settimeout(None)
     return wire, hello
+
+
+class Door:
+    """Lets in who knows the token.  Each caller is greeted in a thread of its own, so that none holds up another.
+
+    `let_in(wire, hello)` is called in that thread.  The listener is the door's, which closes it.
+    """
+
+    def __init__(
+        self, listener: socket.socket, token: str, let_in: Callable[[Wire, dict[str, Any]], None], name: str = "door"
+    ) -> None:
+        self._listener, self._token, self._let_in = listener, token, let_in
+        self._room = threading.BoundedSemaphore(_MAX_CALLERS)
+        self._closed = threading.Event()
+        listener.settimeout(_LOOK_S)
+        self._thread = threading.Thread(target=self._open, daemon=True, name=name)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Nobody is let in any more."""
+        self._closed.set()
+        with suppress(OSError):  # it is closed already
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+
+    def _open(self) -> None:
+        with self._listener:
+            while not self._closed.is_set():
+                try:
+                    sock, _ = self._listener.accept()
+                except TimeoutError:
+                    continue
+                except OSError:  # shut, or out of files for a while
+                    self._closed.wait(_LOOK_S)
+                    continue
+                if self._room.acquire(blocking=False):
+                    threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+                else:
+                    sock.close()
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            arrival = greet(sock, self._token)
+        finally:
+            self._room.release()
+        if arrival is not None and self._closed.is_set():
+            arrival[0].close()
+        elif arrival is not None:
+            self._let_in(*arrival)
+
+
+def _same(one: str, other: str) -> bool:
+    """In the same time, wherever they differ."""
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode())
+
+
+def _proof(token: str, who: str, first: str, second: str) -> str:
+    """Shows that `who` knows the token, for these two questions alone."""
+    return hmac.new(token.encode(), f"{who} {first} {second}".encode(errors="replace"), hashlib.sha256).hexdigest()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megarl
+from megarl.secret import without_tokens
 
 PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
 DEFAULT_PYTHON = ".venv-sglang/bin/python"
@@ -49,7 +50,8 @@ def foreign_environment(
 
     `host` is where it serves, `path` further folders to import from, `plugins` the text of an entry_points.txt.
     """
-    kept = {key: value for key, value in os.environ.items() if key not in _OURS and not key.startswith(_OURS_PREFIX)}
+    ours = without_tokens(os.environ)
+    kept = {key: value for key, value in ours.items() if key not in _OURS and not key.startswith(_OURS_PREFIX)}
     temporary = folder / "tmp"  # SGLang leaves the files of its sockets behind
     temporary.mkdir()
     # SGLang asks its own url, with the token: a proxy must never see that.

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-TOKEN_VARIABLE = "MEGARL_SERVER_TOKEN"  # the run's token travels here: a command line can be read by every user
+from megarl.secret import SERVER_VARIABLE, without_tokens
+
+TOKEN_VARIABLE = SERVER_VARIABLE  # the servers' key travels here: a command line can be read by every user
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class EngineLaunch:
     first_gpu: int | None = None  # None: server after server takes the next tensor_parallel_size GPUs
     group_port: int | None = None  # where its ranks meet; None: the supervisor picks a free one
     memory_fraction: float | None = None  # of a GPU's memory, for weights and KV cache; None: SGLang's choice
+    expert_parallel_size: int = 1  # of its tensor_parallel_size ranks, so many among which experts are dealt
+    num_machines: int = 1  # over which its ranks lie
+    machine: int = 0  # which of these this is; the first one serves, the others follow
+    meeting_host: str | None = None  # address of the first, whose group_port is where they meet
     memory_saver: bool = False  # lets release_memory really free GPU memory
     lora_rank: int = 0  # of adapters that can be loaded; 0: none can
     lora_targets: tuple[str, ...] = ()  # Hugging Face module names, such as "q_proj"
@@ -77,7 +83,7 @@ def cpu_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--weight-version": launch.weight_version,
         "--num-threads": launch.num_threads,
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": str(launch.num_threads)}
+    environment = {**without_tokens(os.environ), "OMP_NUM_THREADS": str(launch.num_threads)}
     return ServerCommand([*command, *flags(options)], environment)
 
 

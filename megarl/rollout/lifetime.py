@@ -25,9 +25,14 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def last_lines(path: str | Path, start: int = 0) -> str:
-    """The end of a log, to be put behind a sentence; only what was written from byte `start` on."""
+def last_lines(path: str | Path, start: int = 0, keep: str | None = None) -> str:
+    """The end of a log, to be put behind a sentence; only what was written from byte `start` on.
+
+    Earlier lines that hold `keep`, in whatever case, stand before it.
+    """
     file = Path(path)
     text = file.read_bytes()[start:].decode(errors="replace") if file.exists() else ""
-    lines = text.splitlines()[-_NUM_LINES:]
+    whole = text.splitlines()
+    told = [line for line in whole[:-_NUM_LINES] if keep is not None and keep in line.lower()]
+    lines = [*told[:1], *whole[-_NUM_LINES:]]
     return "".join(f"\n    {line}" for line in lines)

@@ -19,8 +19,7 @@ import httpx
 from megarl.rollout.foreign import foreign_environment, sglang_python
 from megarl.rollout.launch import EngineLaunch, ServerCommand, flags
 from megarl.rollout.protocol import auth_headers, error_message
-from megarl.rollout.server_process import ServerProcess
-from megarl.rollout.supervisor import free_ports
+from megarl.rollout.server_process import ServerProcess, ThisMachine, free_ports
 
 _POLL_S = 0.05
 _START_S = 60.0
@@ -58,7 +57,7 @@ class Router:
         port, metrics_port = free_ports([host] * 2)
         launch = EngineLaunch("smg", "", host=host, port=port, group_port=metrics_port, python=python, args=args)
         self._token = token
-        self._process = ServerProcess(launch, token, log, name="the router", make_command=smg_command)
+        self._process = ServerProcess(launch, token, log, name="the router", machine=ThisMachine(smg_command))
         self._http = httpx.Client(headers=auth_headers(token), timeout=30.0, trust_env=False)
 
     def __enter__(self) -> Router:

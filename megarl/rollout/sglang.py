@@ -36,9 +36,10 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--model-path": launch.model_path,
         "--host": launch.host,
         "--port": launch.port,
-        "--nccl-port": launch.group_port,
+        "--nccl-port": launch.group_port if launch.num_machines == 1 else None,
         "--dtype": launch.dtype,
         "--tp-size": launch.tensor_parallel_size,
+        "--ep-size": launch.expert_parallel_size if launch.expert_parallel_size > 1 else None,
         "--max-running-requests": launch.max_running_requests,
         "--max-total-tokens": launch.max_total_tokens or (_CPU_TOKENS if on_cpu else None),
         "--random-seed": launch.random_seed,
@@ -47,7 +48,12 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--log-level-http": "warning",  # else a line for every request
     }
     argv = [str(python), "-m", "megarl.rollout.sglang_server", str(os.getpid()), "--skip-server-warmup"]
-    argv += flags(options) + (_cpu_options() if on_cpu else _gpu_options(launch)) + _lora(launch, on_cpu)
+    argv += (
+        flags(options)
+        + _machines(launch)
+        + (_cpu_options() if on_cpu else _gpu_options(launch))
+        + _lora(launch, on_cpu)
+    )
     environment = foreign_environment(
         python,
         folder,
@@ -62,6 +68,14 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         environment |= _cpu_environment(launch)
     # Asked to end, SGLang sleeps for 5 s and then waits for its requests; it has nothing to save.
     return ServerCommand([*argv, *launch.args], environment, stop_signal=signal.SIGKILL)
+
+
+def _machines(launch: EngineLaunch) -> list[str]:
+    """Of a server whose ranks lie over several."""
+    if launch.num_machines == 1:
+        return []
+    meeting = f"{launch.meeting_host}:{launch.group_port}"
+    return flags({"--nnodes": launch.num_machines, "--node-rank": launch.machine, "--dist-init-addr": meeting})
 
 
 def uses_cpu(launch: EngineLaunch) -> bool:

@@ -6,14 +6,12 @@
     STARTING --it ends, or takes too long--> RESTING
     a server that has used up its restarts goes OUT instead of RESTING
 
-A server started again is the same url and another process, with the weights of its model folder.
+A server started again is the same url and another process, with the weights of its model folder.  Servers may run on
+several machines; those that run already (`at`) are watched alike, and left to whoever started them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import random
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,12 +21,20 @@ from pathlib import Path
 
 from megarl.rollout import ENGINES
 from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.server_process import ServerDied, ServerProcess
+from megarl.rollout.running import RunningServer
+from megarl.rollout.server_process import (
+    HERE,
+    PORT_TAKEN,
+    Machine,
+    MachineGone,
+    ServerDied,
+    ServerProcess,
+    free_ports,
+)
 
 __all__ = ["ServerDied", "ServerEvent", "Servers", "State", "Supervision", "free_ports"]
 
 _PORT_TRIES = 3
-_QUIET_PORTS = range(20_000, 32_000)  # Linux hands out 32768 and above, other systems 49152 and above
 _LONGEST_REST_S = 60.0
 
 
@@ -54,7 +60,7 @@ class ServerEvent:
 class Supervision:
     """How patient `Servers` is."""
 
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = 1800.0  # of one that loads its model
     answer_within_s: float = 180.0  # a serving server that answers nothing for so long counts as dead
     ask_every_s: float = 5.0
     max_restarts: int = 3  # of one server, until it has served for `settled_after_s`
@@ -88,20 +94,39 @@ class Servers:
         token: str,
         log_dir: str | Path,
         supervision: Supervision | None = None,
+        machines: Sequence[Machine] | None = None,
     ) -> None:
+        """`machines`: where each of them is started; None: here."""
         for launch in launches:
             if launch.engine not in ENGINES:
                 raise ValueError(f"rollout.engine={launch.engine!r}: want one of {', '.join(sorted(ENGINES))}")
-        self._patience = supervision or Supervision()
-        self._servers = [
-            _Watched(
+        self._watch(
+            [
                 ServerProcess(
-                    _numbered(launch, index), token, Path(log_dir) / f"server_{index}.log", name=f"server {index}"
+                    _numbered(launch, index),
+                    token,
+                    Path(log_dir) / f"server_{index}.log",
+                    name=f"server {index}",
+                    machine=machines[index] if machines else HERE,
                 )
-            )
-            for index, launch in enumerate(launches)
-        ]
-        self._askers = ThreadPoolExecutor(max(1, len(launches)), thread_name_prefix="ask")
+                for index, launch in enumerate(launches)
+            ],
+            supervision or Supervision(),
+        )
+
+    @classmethod
+    def at(cls, urls: Sequence[str], token: str, supervision: Supervision | None = None) -> Servers:
+        """Servers that run already, or will be by and by: somebody else starts and ends them."""
+        servers = cls.__new__(cls)
+        processes = [RunningServer(url, token, index) for index, url in enumerate(urls)]
+        servers._watch(processes, supervision or Supervision())
+        return servers
+
+    def _watch(self, processes: Sequence[ServerProcess], patience: Supervision) -> None:
+        self._patience = patience
+        self._servers = [_Watched(process) for process in processes]
+        self._companions: list[Callable[[], None]] = []
+        self._askers = ThreadPoolExecutor(max(1, len(processes)), thread_name_prefix="ask")
 
     def __enter__(self) -> Servers:
         return self
@@ -140,19 +165,25 @@ class Servers:
             self.stop()
             raise
 
+    def watch_too(self, check: Callable[[], None]) -> None:
+        """Have `poll` call this as well: it raises ServerDied where what the servers are reached through has ended."""
+        self._companions.append(check)
+
     def check(self) -> None:
         """Raises ServerDied when a server has ended, whether or not it will be started again."""
         for server in self._servers:
             if not server.process.alive:
                 raise server.process.died()
 
-    def poll(self) -> list[ServerEvent]:
-        """What changed since the last call. Does not wait, and starts servers again whose rest is over."""
+    def poll(self, *, starts: bool = True) -> list[ServerEvent]:
+        """What changed since the last call. Does not wait, and `starts` servers again whose rest is over."""
+        for check in self._companions:
+            check()
         events: list[ServerEvent] = []
         for server in self._servers:
             if server.state in (State.STARTING, State.SERVING):
                 events += self._look_at(server)
-            elif server.state is State.RESTING and time.monotonic() - server.since >= self._rest(server):
+            elif starts and server.state is State.RESTING and time.monotonic() - server.since >= self._rest(server):
                 events += self._start_again(server)
         return events
 
@@ -204,12 +235,16 @@ class Servers:
         return min(_LONGEST_REST_S, self._patience.rest_s * 2**server.restarts)
 
     def _start_again(self, server: _Watched) -> list[ServerEvent]:
-        server.restarts += 1
-        self._enter(server, State.STARTING)
         try:
             server.process.spawn()  # in this thread, which outlives the server; the asking threads need not
+        except MachineGone:  # no fault of the server's: wait for its machine
+            server.since = time.monotonic()
+            return []
         except OSError as error:  # a full disk, or no more processes: of this server alone, as far as one knows
+            server.restarts += 1
             return self._fail(server, ServerDied(f"server {server.process.launch.index} did not start: {error}"))
+        server.restarts += 1
+        self._enter(server, State.STARTING)
         self._ask(server, server.process.wait_until_serving, self._patience.start_timeout_s)
         return []
 
@@ -238,10 +273,15 @@ def _numbered(launch: EngineLaunch, index: int) -> EngineLaunch:
 
 def _choose_ports(processes: Sequence[ServerProcess]) -> None:
     """Give every launch the ports it lacks: one to serve at, and one where its ranks meet."""
-    ports = iter(free_ports([process.launch.host for process in processes for _ in range(2)]))
+    by_machine: dict[Machine, list[ServerProcess]] = {}
     for process in processes:
-        launch, port, group_port = process.launch, next(ports), next(ports)
-        process.launch = replace(launch, port=launch.port or port, group_port=launch.group_port or group_port)
+        if process.launch.port is None or process.launch.group_port is None:
+            by_machine.setdefault(process.machine, []).append(process)
+    for machine, its in by_machine.items():
+        ports = iter(machine.free_ports([process.launch.host for process in its for _ in range(2)]))
+        for process in its:
+            launch, port, group_port = process.launch, next(ports), next(ports)
+            process.launch = replace(launch, port=launch.port or port, group_port=launch.group_port or group_port)
 
 
 def _wait_or_move(process: ServerProcess, limit_s: float) -> None:
@@ -250,34 +290,10 @@ def _wait_or_move(process: ServerProcess, limit_s: float) -> None:
         try:
             return process.wait_until_serving(limit_s)
         except ServerDied:
-            if not process.has_logged("address already in use"):  # SGLang has more to say behind it
+            if PORT_TAKEN not in process.last_words().lower():
                 raise
         process.end()
         process.launch = replace(process.launch, port=None, group_port=None)
         _choose_ports([process])
         process.spawn()
     process.wait_until_serving(limit_s)
-
-
-def free_ports(hosts: Sequence[str]) -> list[int]:
-    """One free port on each of these hosts; all are held until all are chosen, so they differ.
-
-    They lie below those that a system hands out by itself: a server that starts for a minute would lose one of them to
-    any connection that is made meanwhile.
-    """
-    with contextlib.ExitStack() as held:
-        return [_hold_port(host, held) for host in hosts]
-
-
-def _hold_port(host: str, held: contextlib.ExitStack) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in (*random.SystemRandom().sample(_QUIET_PORTS, 100), 0):  # 0: the system's own choice, at last
-        chosen = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            chosen.bind((host, port))
-        except OSError:
-            chosen.close()
-            continue
-        held.enter_context(chosen)
-        return int(chosen.getsockname()[1])
-    raise OSError(f"rollout.host={host}: no port of it can be had; want an address of this machine")

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.group.follow import Answer, follow
+from megarl.group.ranks import FIRST_GPU
 from megarl.group.wire import Tensors
 
 KINDS = {"value": ValueError, "runtime": RuntimeError, "no exception": type("Stop", (BaseException,), {})}
@@ -30,6 +31,10 @@ def setup(arguments: dict[str, Any], _: Tensors) -> Answer:
 
 def double(arguments: dict[str, Any], tensors: Tensors) -> Answer:
     return {"rank": RANK, "said": arguments.get("say")}, {name: 2 * t for name, t in tensors.items()}
+
+
+def where(arguments: dict[str, Any], _: Tensors) -> Answer:
+    return {"rank": RANK, "first_gpu": int(os.environ[FIRST_GPU]), "local_rank": int(os.environ["LOCAL_RANK"])}, {}
 
 
 def fail(arguments: dict[str, Any], _: Tensors) -> Answer:
@@ -55,4 +60,8 @@ def kill(arguments: dict[str, Any], _: Tensors) -> Answer:
 group: Any = None
 
 if __name__ == "__main__":
-    follow({f.__name__: f for f in (setup, double, fail, hang, kill)}, lambda: group, lambda: dist.get_rank(group) == 0)
+    follow(
+        {f.__name__: f for f in (setup, double, where, fail, hang, kill)},
+        lambda: group,
+        lambda: dist.get_rank(group) == 0,
+    )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.group import Group, RankError
-from megarl.mcore.setup import Layout
+from megarl.layout import Layout
 
 pytestmark = pytest.mark.dist
 HERE = Path(__file__).parent

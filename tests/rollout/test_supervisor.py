@@ -190,6 +190,9 @@ def test_a_server_told_to_start_again_does_so(tmp_path, monkeypatch):
         assert stopped.state is State.RESTING
         assert "server 0 is to start again: it failed two pushes; its log" in stopped.reason
         assert servers.restart(0, "again") == []
+        time.sleep(0.02)
+        assert servers.poll(starts=False) == [], "its rest is over, and it may not start yet"
+        assert servers.states == [State.RESTING]
         (serving,) = events_until(servers, 1)
         assert (serving.state, serving.incarnation) == (State.SERVING, 2)
 

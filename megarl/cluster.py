@@ -1,0 +1,59 @@
+"""Where this process stands among the machines of a run: what Slurm, Kubernetes or torchrun tell in the environment.
+
+They are asked only where the settings say that there are several machines, and only for what the settings leave open.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megarl.config import Config
+from megarl.config.schema import Trainer
+
+NODE_ADDRESS = "MEGARL_NODE_ADDR"  # this machine's own address, where it has several and another would be taken
+# variables that hold the number of this machine in the job
+_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "GROUP_RANK")
+_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+
+
+def placed(config: Config, environment: Mapping[str, str]) -> Config:
+    """The same run with trainer.node_rank and trainer.master_addr, where the environment knows them and they are unset.
+
+    Raises ValueError where the environment has another number of machines than the settings.
+    """
+    trainer, unset = config.trainer, Trainer()
+    if trainer.nnodes == 1:
+        return config
+    _check(trainer.nnodes, environment)
+    node = next((int(environment[name]) for name in _RANKS if environment.get(name, "").isdigit()), trainer.node_rank)
+    node = trainer.node_rank if trainer.node_rank != unset.node_rank else node
+    address = trainer.master_addr if trainer.master_addr != unset.master_addr else _first_machine(environment)
+    if node >= trainer.nnodes:
+        raise ValueError(f"trainer.nnodes={trainer.nnodes}: this is machine {node}, counted from 0; want more")
+    found = replace(trainer, node_rank=node, master_addr=address or trainer.master_addr)
+    return replace(config, trainer=found)
+
+
+def _check(nnodes: int, environment: Mapping[str, str]) -> None:
+    """One process on each of so many machines is what we want."""
+    for name, what in (("SLURM_STEP_NUM_NODES", "this srun"), ("GROUP_WORLD_SIZE", "torchrun")):
+        given = environment.get(name, "")
+        if given.isdigit() and int(given) != nnodes:
+            raise ValueError(f"trainer.nnodes={nnodes}: {what} has {given} ({name}); want the same number")
+    for name, what in (("SLURM_NTASKS_PER_NODE", "srun --ntasks-per-node"), ("LOCAL_WORLD_SIZE", "--nproc-per-node")):
+        given = environment.get(name, "")
+        if given.isdigit() and int(given) != 1:
+            raise ValueError(f"{what}={given}: want 1, megarl starts the ranks of a machine itself")
+
+
+def _first_machine(environment: Mapping[str, str]) -> str | None:
+    nodes = next((environment[name] for name in _NODES if environment.get(name)), None)
+    return environment.get("MASTER_ADDR") if nodes is None else first_host(nodes)
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list.  Example: first_host("gpu[007-012,40]-ib,login1") -> "gpu007-ib"."""
+    found = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^\[,]*))?", nodes)
+    return "".join(part or "" for part in found.groups()) if found else nodes

@@ -1,0 +1,198 @@
+"""A node other than the first: it calls the driver, starts ranks and servers when told, and ends when the driver does.
+
+Ranks run `megarl.roles.worker` and nothing else.  A server runs under the interpreter, and with the words, that the
+settings of the run give it: so whoever has the run's token may do here what its user may.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl import __version__
+from megarl.group.nodes import JOIN_S, SILENCE_S
+from megarl.group.ranks import RanksLaunch, RanksProcess, use_interface_of
+from megarl.group.relay import Relay
+from megarl.group.wire import HEARTBEAT_S, Wire, WireClosed, WireRefused, connect
+from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.lifetime import last_lines
+from megarl.rollout.server_process import LocalServer, free_ports
+from megarl.secret import derived
+
+WORKERS = ("megarl.roles.worker",)
+_CONNECT_S = 10.0
+_LOOK_S = 0.2
+
+
+class DriverLost(RuntimeError):
+    """Node 0 went without a word, does not answer, or does not want us; one sentence."""
+
+
+class Job(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    def exit_code(self) -> int | None: ...
+
+    def last_words(self) -> str: ...
+
+    def ask_to_end(self) -> None: ...
+
+    def end(self, grace_s: float) -> None: ...
+
+
+@dataclass
+class Ranks:
+    """Ranks of a group on this node, and the relay to them."""
+
+    process: RanksProcess
+    relay: Relay
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def exit_code(self) -> int | None:
+        return self.process.exit_code()
+
+    def last_words(self) -> str:
+        return last_lines(self.process.log)
+
+    def ask_to_end(self) -> None:
+        """They end with the connection.  The driver asks otherwise, over the relay."""
+        self.relay.close()
+
+    def end(self, grace_s: float) -> None:
+        self.process.end()
+        self.relay.close()
+
+
+class Agent:
+    """Example: Agent(1, "10.0.0.1:29500", token).serve()"""
+
+    def __init__(
+        self, node: int, address: str, token: str, *, source: str | None = None, workers: Sequence[str] = WORKERS
+    ) -> None:
+        """`source`: this node's own address, where it is not the one that leads to the driver.
+
+        `workers`: modules that ranks may run.
+        """
+        self._node, self._address, self._token, self._source = node, address, token, source
+        self._workers = workers
+        self._jobs: dict[int, Job] = {}
+        self._told: set[int] = set()  # jobs whose end the driver knows
+        self._done = threading.Event()
+        self._orders: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "ports": self._ports, "ranks": self._ranks, "server": self._server,
+            "words": self._words, "ask": self._ask, "end": self._end,
+        }  # fmt: skip
+
+    def serve(self, join_s: float = JOIN_S) -> None:
+        """Do as told until the driver sends us away; DriverLost where it goes otherwise.  Ends all it has started.
+
+        Call it from a thread that lives as long as the process: see rollout.lifetime.
+        """
+        wire = self._join(join_s)
+        use_interface_of(str(wire.sock.getsockname()[0]))
+        wire.sock.settimeout(SILENCE_S)
+        threading.Thread(target=self._watch, args=(wire,), daemon=True, name="watch").start()
+        try:
+            while (order := wire.receive()[0]).get("do") != "leave":
+                if "beat" not in order:
+                    self._take(order, wire)
+            if "why" in order:
+                raise DriverLost(str(order["why"]))
+        except WireClosed as error:
+            raise DriverLost(f"the driver at {self._address} is lost: {error}") from error
+        finally:
+            self._done.set()
+            self._end_all()
+            wire.close()
+
+    def _join(self, limit_s: float) -> Wire:
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                return self._connect({"version": __version__})
+            except WireRefused as error:
+                raise DriverLost(str(error)) from error
+            except OSError as error:  # it may not have begun yet
+                if time.monotonic() > deadline:
+                    raise DriverLost(f"nobody listens at {self._address}: {error}") from error
+                time.sleep(1.0)
+
+    def _connect(self, hello: dict[str, Any]) -> Wire:
+        whole = {"node": self._node, **hello}
+        return connect(self._address, self._token, whole, timeout_s=_CONNECT_S, source=self._source)
+
+    def _take(self, order: dict[str, Any], wire: Wire) -> None:
+        if order.get("do") == "end":  # which may take a while, and others need not wait for it
+            threading.Thread(target=self._answer, args=(order, wire), daemon=True).start()
+        else:
+            self._answer(order, wire)
+
+    def _answer(self, order: dict[str, Any], wire: Wire) -> None:
+        try:
+            if (carry_out := self._orders.get(str(order.get("do")))) is None:
+                raise ValueError(f"{order.get('do')} is no order; want one of {', '.join(self._orders)}")
+            answer = carry_out(order)
+        except Exception as error:  # whatever is wrong with one order, the others are carried out
+            answer = {"error": f"{type(error).__name__} {error}"}
+        with suppress(WireClosed):  # `serve` sees to it
+            wire.send({"id": order.get("id"), **answer})
+
+    def _ports(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {"ports": free_ports(order["hosts"])}
+
+    def _ranks(self, order: dict[str, Any]) -> dict[str, Any]:
+        launch = RanksLaunch(**order["launch"])
+        if launch.worker not in self._workers:
+            raise ValueError(f"worker={launch.worker}: want {' or '.join(self._workers)}")
+        relay = Relay(self._connect({"relay": order["job"]}), launch.num_ranks)
+        job = self._jobs[order["job"]] = Ranks(RanksProcess(launch, relay.address, relay.token), relay)
+        return {"pid": job.pid}
+
+    def _server(self, order: dict[str, Any]) -> dict[str, Any]:
+        launch = EngineLaunch(**order["launch"])
+        job = self._jobs[order["job"]] = LocalServer(launch, derived(self._token, "servers"), Path(order["log"]))
+        return {"pid": job.pid}
+
+    def _words(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {"words": self._jobs[order["job"]].last_words()}
+
+    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        self._jobs[order["job"]].ask_to_end()
+        return {}
+
+    def _end(self, order: dict[str, Any]) -> dict[str, Any]:
+        self._jobs[order["job"]].end(order["grace_s"])
+        return {}
+
+    def _watch(self, wire: Wire) -> None:
+        """Say that we live, and which jobs do not any more."""
+        with suppress(WireClosed):
+            for turn in itertools.count():
+                if self._done.wait(_LOOK_S):
+                    return
+                if turn % round(HEARTBEAT_S / _LOOK_S) == 0:
+                    wire.send({"beat": 1})
+                for number, job in list(self._jobs.items()):
+                    code = job.exit_code()
+                    if code is not None and number not in self._told:
+                        self._told.add(number)
+                        wire.send({"ended": number, "code": code, "words": job.last_words()})
+
+    def _end_all(self) -> None:
+        for job in self._jobs.values():
+            job.ask_to_end()
+        threads = [threading.Thread(target=job.end, args=(5.0,)) for job in self._jobs.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()

@@ -1,0 +1,70 @@
+"""How the driver reaches the ranks of a group: one by one on its own machine, through a relay on another."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megarl.group.wire import Tensors, Wire, WireClosed, from_bytes, to_bytes
+
+
+class Said(NamedTuple):
+    """A message of a rank; `header` is None where the rank has ended."""
+
+    rank: int
+    header: dict[str, Any] | None
+    tensors: Tensors
+
+
+class Direct:
+    """The connection to one rank."""
+
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self._wire, self.ranks = wire, (rank,)
+
+    @property
+    def sock(self) -> socket.socket:
+        return self._wire.sock
+
+    def send(self, header: dict[str, Any], payloads: Mapping[int, Tensors]) -> None:
+        self._wire.send(header, payloads.get(self.ranks[0]))
+
+    def receive(self) -> Said:
+        try:
+            return Said(self.ranks[0], *self._wire.receive())
+        except WireClosed:
+            return Said(self.ranks[0], None, {})
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+class Relayed:
+    """The connection to all ranks of a group on another machine; a call crosses the network once for all of them."""
+
+    def __init__(self, wire: Wire, ranks: tuple[int, ...]) -> None:
+        self._wire, self.ranks = wire, ranks
+
+    @property
+    def sock(self) -> socket.socket:
+        return self._wire.sock
+
+    def send(self, header: dict[str, Any], payloads: Mapping[int, Tensors]) -> None:
+        bodies = {rank: to_bytes(payloads[rank]) for rank in self.ranks if rank in payloads}
+        sizes = [[rank, len(body)] for rank, body in bodies.items()]
+        self._wire.send_bytes({"call": header, "sizes": sizes}, list(bodies.values()))
+
+    def receive(self) -> Said:
+        try:
+            header, body = self._wire.receive_bytes()
+        except WireClosed:  # the machine and all its ranks
+            return Said(self.ranks[0], None, {})
+        rank = int(header.pop("rank"))
+        return Said(rank, None if header.get("gone") else header, from_bytes(body))
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+Link = Direct | Relayed

@@ -1,0 +1,268 @@
+"""The machines of a run, seen from the driver on the first of them: each of the others has an agent that does as told.
+
+The driver listens at one address of its own; agents call there with the run's token, and once more for every group
+whose calls they relay.  An agent that is lost takes its processes with it; when it is started again it may come back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl import __version__
+from megarl.group.ranks import RanksLaunch, use_interface_of
+from megarl.group.wire import HEARTBEAT_S, Door, Wire, WireClosed
+from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.server_process import HERE, Machine, MachineGone
+
+SILENCE_S = 60.0  # without a sign for so long, a node counts as lost
+JOIN_S = 1800.0  # a node may be given its machine later than the first
+_ORDER_S = 60.0
+_RELAY_S = 60.0  # between the start of ranks there and the call of their relay
+
+
+class NodeLost(RuntimeError):
+    """A node did not come, went, or could not do what it was told; one sentence."""
+
+
+@dataclass
+class RemoteJob:
+    """A process on another node."""
+
+    member: _Member
+    number: int
+    pid: int = 0
+    code: int | None = None
+    words: str = ""
+
+    def exit_code(self) -> int | None:
+        """None while it runs; -1 where nobody knows, as its node is lost."""
+        return -1 if self.code is None and self.member.lost else self.code
+
+    def last_words(self) -> str:
+        if self.code is None and not self.member.lost:
+            with suppress(NodeLost):
+                return str(self.member.order("words", job=self.number)["words"])
+        return self.words or (f"\n    {self.member.lost}" if self.member.lost else "")
+
+    def ask_to_end(self) -> None:
+        with suppress(NodeLost):
+            self.member.order("ask", job=self.number)
+
+    def end(self, grace_s: float = 0.0) -> None:
+        with suppress(NodeLost):  # it is gone with its node
+            self.member.order("end", job=self.number, grace_s=grace_s)
+
+
+class _Member:
+    """The connection to one agent."""
+
+    def __init__(self, node: int, wire: Wire, address: str) -> None:
+        self.node, self.address = node, address
+        self.lost = ""  # why, once it is
+        self._wire = wire
+        self._numbers = itertools.count()
+        self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._jobs: dict[int, RemoteJob] = {}
+        wire.sock.settimeout(SILENCE_S)
+        threading.Thread(target=self._listen, daemon=True, name=f"node {node}").start()
+
+    def order(self, what: str, *, limit_s: float = _ORDER_S, **arguments: Any) -> dict[str, Any]:
+        """Have the agent do it; returns what it answers.  NodeLost where it cannot."""
+        number = next(self._numbers)
+        answer = self._answers[number] = queue.SimpleQueue()
+        try:
+            if self.lost:
+                raise NodeLost(self.lost)
+            self._wire.send({"id": number, "do": what, **arguments})
+            found = answer.get(timeout=limit_s)
+        except (WireClosed, queue.Empty) as error:
+            raise NodeLost(self.lost or f"node {self.node} did not answer within {limit_s:.0f} s") from error
+        finally:
+            del self._answers[number]
+        if "error" in found:
+            raise NodeLost(f"node {self.node}: {found['error']}")
+        return found
+
+    def start(self, what: str, number: int, **arguments: Any) -> RemoteJob:
+        job = self._jobs[number] = RemoteJob(self, number)
+        job.pid = self.order(what, job=number, **arguments)["pid"]
+        return job
+
+    def beat(self) -> None:
+        with suppress(WireClosed):
+            self._wire.send({"beat": 1})
+
+    def leave(self) -> None:
+        with suppress(WireClosed):
+            self._wire.send({"do": "leave"})
+        self.lost = self.lost or f"node {self.node} was sent away"
+        self._wire.close()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                said, _ = self._wire.receive()
+                if "ended" in said:
+                    job = self._jobs[said["ended"]]
+                    job.words, job.code = said["words"], said["code"]
+                elif "id" in said and said["id"] in self._answers:
+                    self._answers[said["id"]].put(said)
+        except WireClosed as error:
+            self.lost = self.lost or f"node {self.node} ({self.address}) is lost: {error}"
+            for answer in list(self._answers.values()):
+                answer.put({"error": "it is lost"})
+
+
+class Nodes:
+    """Example: with Nodes(2, 8, "10.0.0.1", 29500, token) as nodes: nodes.wait(); Group(..., nodes=nodes)"""
+
+    def __init__(self, num_nodes: int, ranks_per_node: int, host: str, port: int, token: str) -> None:
+        self.num_nodes, self.ranks_per_node = num_nodes, ranks_per_node
+        self._host, self._port, self._token = host, port, token
+        self._members: dict[int, _Member] = {}
+        self._relays: dict[int, queue.SimpleQueue[Wire]] = {}
+        self._jobs = itertools.count()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()  # of the members
+        self._door: Door
+
+    def __enter__(self) -> Nodes:
+        try:
+            self._host = str(socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)[0][4][0])
+            listener = socket.create_server((self._host, self._port))
+        except OSError as error:
+            raise ValueError(
+                f"trainer.master_addr={self._host} trainer.master_port={self._port}: {error.strerror}; want an address "
+                "of this machine, node 0, under which the others reach it, and a free port"
+            ) from error
+        use_interface_of(self._host)
+        self._port = int(listener.getsockname()[1])
+        self._door = Door(listener, self._token, self._let_in, name="nodes")
+        threading.Thread(target=self._beat, daemon=True, name="nodes beat").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._door.close()
+        for member in self._members.values():
+            member.leave()
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    def wait(self, limit_s: float = JOIN_S, on_wait: Callable[[list[int]], None] | None = None) -> None:
+        """Return when every node is here; `on_wait` is told which are missing, whenever that changes.
+
+        NodeLost past the limit.
+        """
+        deadline = time.monotonic() + limit_s
+        told: list[int] = []
+        while missing := [k for k in range(1, self.num_nodes) if k not in self._members or self._members[k].lost]:
+            if time.monotonic() > deadline:
+                raise NodeLost(f"nodes {missing} of {self.num_nodes} did not come within {limit_s:.0f} s")
+            if on_wait is not None and missing != told:
+                on_wait(missing)
+            told = missing
+            time.sleep(0.1)
+
+    def address(self, node: int) -> str:
+        """Under which the others reach it."""
+        return self._host if node == 0 else self._member(node).address
+
+    def free_ports(self, node: int, count: int) -> list[int]:
+        """Ports of its address that nobody uses now."""
+        return self.machine(node).free_ports([self.address(node)] * count)
+
+    def start_ranks(self, node: int, launch: RanksLaunch) -> tuple[RemoteJob, Wire]:
+        """Start ranks of a group there; returns their agent, and the connection to their relay."""
+        number = next(self._jobs)
+        wires = self._relays[number] = queue.SimpleQueue()
+        try:
+            job = self._member(node).start("ranks", number, launch=asdict(launch))
+            try:
+                return job, wires.get(timeout=_RELAY_S)
+            except queue.Empty:
+                job.end()
+                raise
+        except queue.Empty as error:
+            raise NodeLost(f"node {node} opened no connection for its ranks") from error
+        finally:
+            del self._relays[number]
+
+    def machine(self, node: int) -> Machine:
+        """Where a server can be started."""
+        return HERE if node == 0 else RemoteMachine(self, node)
+
+    def start_server(self, node: int, launch: EngineLaunch, log: Path) -> RemoteJob:
+        return self._member(node).start("server", next(self._jobs), launch=asdict(launch), log=str(log.absolute()))
+
+    def order(self, node: int, what: str, **arguments: Any) -> dict[str, Any]:
+        return self._member(node).order(what, **arguments)
+
+    def _member(self, node: int) -> _Member:
+        member = self._members.get(node)
+        if member is None or member.lost:
+            raise NodeLost(member.lost if member else f"node {node} has not come")
+        return member
+
+    def _let_in(self, wire: Wire, hello: dict[str, Any]) -> None:
+        if "relay" in hello:
+            if (waiting := self._relays.get(int(hello["relay"]))) is not None:
+                waiting.put(wire)
+            else:
+                wire.close()  # nobody waits for it any more
+            return
+        with self._lock:
+            self._let_member_in(int(hello["node"]), wire, str(hello.get("version", "")))
+
+    def _let_member_in(self, node: int, wire: Wire, version: str) -> None:
+        known = self._members.get(node)
+        reason = ""
+        if not 0 < node < self.num_nodes:
+            reason = f"trainer.node_rank={node}: this run has nodes 0 to {self.num_nodes - 1}"
+        elif known is not None and not known.lost:
+            reason = f"trainer.node_rank={node}: that node is here already"
+        elif version != __version__:
+            reason = f"node {node} has megarl {version}, node 0 has {__version__}; want the same"
+        if reason:
+            with suppress(WireClosed):
+                wire.send({"do": "leave", "why": reason})
+            wire.close()
+        else:
+            self._members[node] = _Member(node, wire, str(wire.sock.getpeername()[0]))
+
+    def _beat(self) -> None:
+        while not self._closed.wait(HEARTBEAT_S):
+            for member in list(self._members.values()):
+                member.beat()
+
+
+@dataclass(frozen=True)
+class RemoteMachine:
+    """Another node as rollout.supervisor sees it."""
+
+    nodes: Nodes = field(repr=False)
+    node: int
+
+    def free_ports(self, hosts: Sequence[str]) -> list[int]:
+        try:
+            return list(self.nodes.order(self.node, "ports", hosts=list(hosts))["ports"])
+        except NodeLost as error:
+            raise MachineGone(str(error)) from error
+
+    def start(self, launch: EngineLaunch, token: str, log: Path) -> RemoteJob:
+        """Its agent derives the token from the run's own."""
+        try:
+            return self.nodes.start_server(self.node, launch, log)
+        except NodeLost as error:
+            raise MachineGone(str(error)) from error

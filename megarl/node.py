@@ -1,0 +1,26 @@
+"""`megarl node`: one of the further machines of a run, which does what the driver on the first tells it."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+
+from megarl.cluster import NODE_ADDRESS
+from megarl.config import Config
+from megarl.group.agent import Agent
+from megarl.secret import needed_token
+
+
+def main(config: Config) -> int:
+    """Returns when the run has ended well; raises RuntimeError (DriverLost) otherwise."""
+    trainer = config.trainer
+    if not 0 < trainer.node_rank < trainer.nnodes:
+        raise ValueError(
+            f"trainer.node_rank={trainer.node_rank}: want 1 to {trainer.nnodes - 1}, the machine 0 runs `megarl train`"
+        )
+    token = needed_token(os.environ, f"trainer.node_rank={trainer.node_rank}")
+    address = f"{trainer.master_addr}:{trainer.master_port}"
+    Console(stderr=True).print(f"node {trainer.node_rank} of {trainer.nnodes}, at the orders of {address}")
+    Agent(trainer.node_rank, address, token, source=os.environ.get(NODE_ADDRESS)).serve()
+    return 0

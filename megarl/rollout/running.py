@@ -1,0 +1,73 @@
+"""A server that somebody else started and looks after, for example launch/servers.sh: watched, never ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megarl.rollout.client import Engine
+from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.server_process import Handle, ServerProcess
+
+
+class _Elsewhere:
+    """No process of ours: to us it ends when we have no more use for it."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+
+    def exit_code(self) -> int | None:
+        return self._code
+
+    def last_words(self) -> str:
+        return ""
+
+    def ask_to_end(self) -> None:
+        """It is not ours to end."""
+
+    def end(self, grace_s: float) -> None:
+        self._code = 0
+
+
+class Elsewhere:
+    """The machine of such servers."""
+
+    def free_ports(self, hosts: Sequence[str]) -> list[int]:
+        raise OSError("a server that runs already has its port")
+
+    def start(self, launch: EngineLaunch, token: str, log: Path) -> Handle:
+        """Nothing is started: either it runs, or whoever owns it starts it again."""
+        return _Elsewhere()
+
+
+class RunningServer(ServerProcess):
+    """As a ServerProcess; that it was started again, with the weights of its folder, is found out by asking it."""
+
+    def __init__(self, url: str, token: str, index: int) -> None:
+        launch = EngineLaunch("running", "", index=index, **place(url))
+        super().__init__(launch, token, Path("that of who started it"), name=f"server {index}", machine=Elsewhere())
+        self._started: Any = None  # what it says of its start
+
+    def wait_until_serving(self, limit_s: float) -> None:
+        super().wait_until_serving(limit_s)
+        self._started = self._wait_for(Engine.server_info, "did not answer", limit_s).get("startup_time")
+
+    def wait_for_answer(self, limit_s: float) -> None:
+        if self._wait_for(Engine.server_info, "did not answer", limit_s).get("startup_time") != self._started:
+            raise self.died("was started again")
+
+
+def place(url: str) -> dict[str, Any]:
+    """http://10.0.0.3:30000 -> its host and port; where its ranks meet is its own business."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "http" or not parts.hostname or port is None or parts.path.strip("/") or parts.query:
+        raise ValueError(f"rollout.urls: {url} is none; want http://HOST:PORT")
+    return {"host": parts.hostname, "port": port, "group_port": port}

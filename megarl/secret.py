@@ -1,0 +1,66 @@
+"""The run's secret, by which its processes on several machines know each other.
+
+It travels in the environment or in a file that only its owner can read, never on a command line.  What serves another
+purpose, such as the key of the rollout servers, is derived from it, so that who learns the one does not know the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+VARIABLE, FILE_VARIABLE = "MEGARL_TOKEN", "MEGARL_TOKEN_FILE"
+SERVER_VARIABLE = "MEGARL_SERVER_TOKEN"  # of servers that were started with a key of their own
+_ENOUGH = 16  # characters
+
+
+def given_token(environment: Mapping[str, str]) -> str | None:
+    """The token of the environment, or of the file that it names; None where it has neither.
+
+    Raises ValueError for a file that others can read, and for a token that could be guessed.
+    """
+    token, source = environment.get(VARIABLE), VARIABLE
+    if token is None and (name := environment.get(FILE_VARIABLE)):
+        token, source = _read(Path(name)), f"{FILE_VARIABLE}={name}"
+    if token is not None and len(token) < _ENOUGH:
+        raise ValueError(f"{source}: want at least {_ENOUGH} characters, for example from `openssl rand -hex 32`")
+    return token
+
+
+def needed_token(environment: Mapping[str, str], why: str) -> str:
+    """The same where there must be one: `why` says who asks."""
+    token = given_token(environment)
+    if token is None:
+        raise ValueError(
+            f"{why}: want the run's token in {VARIABLE}, or in a file that only you can read, in {FILE_VARIABLE}; "
+            "the same on every machine"
+        )
+    return token
+
+
+def server_token(environment: Mapping[str, str], token: str) -> str:
+    """The key of the rollout servers of the run with this token."""
+    return environment.get(SERVER_VARIABLE) or derived(token, "servers")
+
+
+def derived(token: str, purpose: str) -> str:
+    """Another secret, from which the first cannot be found."""
+    return hmac.new(token.encode(), purpose.encode(), hashlib.sha256).hexdigest()
+
+
+def without_tokens(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that does not need them."""
+    return {k: v for k, v in environment.items() if k not in (VARIABLE, FILE_VARIABLE, SERVER_VARIABLE)}
+
+
+def _read(file: Path) -> str:
+    try:
+        mode, token = file.stat().st_mode, file.read_text().strip()
+    except OSError as error:
+        raise ValueError(f"{FILE_VARIABLE}={file}: {error.strerror}; want a file with the run's token") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError(f"{FILE_VARIABLE}={file}: others can read it; want `chmod 600 {file}`")
+    return token

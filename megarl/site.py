@@ -1,0 +1,106 @@
+"""What a run stands on, and what stays where it is when ranks fail and are started again: other nodes, and servers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import traceback
+from contextlib import ExitStack
+from typing import Self
+
+from rich.console import Console
+
+from megarl.config import Config
+from megarl.group import NodeLost, Nodes
+from megarl.parts import check_gpus, make_nodes, make_servers
+from megarl.rollout.router import Router
+from megarl.rollout.server_process import MachineGone
+from megarl.rollout.supervisor import Servers
+from megarl.secret import given_token, needed_token, server_token
+from megarl.turns import Turns
+
+
+class Site:
+    """Example: with Site(config) as site, Run(config, site) as run: ..."""
+
+    nodes: Nodes | None = None  # None: this machine is all there is
+    router: Router | None = None  # where rollout.router asks for one: completions are asked of it
+    _servers: Servers | None = None
+
+    def __init__(self, config: Config, *, trains: bool = True, serves: bool = True) -> None:
+        """`trains`, `serves`: there will be a trainer, and servers; without a trainer all GPUs are theirs.
+
+        Raises ValueError where this machine lacks GPUs for its servers.
+        """
+        self.config, self._trains = config, trains
+        if serves:
+            check_gpus(config, trains=trains)
+        nnodes = config.trainer.nnodes
+        why = f"trainer.nnodes={nnodes}: the machines of a run must know each other"
+        given = needed_token(os.environ, why) if nnodes > 1 else given_token(os.environ)
+        self._token = given or secrets.token_hex(16)
+        self.server_token = server_token(os.environ, self._token)
+        # Servers that share the trainer's GPUs give memory back and take it again; None: each has its own.
+        shared, timeout_s = config.rollout.placement == "shared", config.rollout.request_timeout_s
+        self.turns = Turns(self.server_token, timeout_s=timeout_s) if shared else None
+        self._restarts = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self.config.trainer.nnodes > 1:
+            self.nodes = make_nodes(self.config, self._token)
+            with ExitStack() as stack:
+                stack.enter_context(self.nodes)
+                self._wait_for_nodes()
+                self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _wait_for_nodes(self) -> None:
+        if (nodes := self.nodes) is not None:
+            nodes.wait(on_wait=lambda missing: _say(f"waiting for nodes {missing} of {nodes.num_nodes}"))
+
+    def serve(self) -> Servers:
+        """The servers, started if they are not yet, with their router, which has to be told which of them may work.
+
+        NodeLost where a machine goes meanwhile.
+        """
+        if self._servers is None:
+            with ExitStack() as stack:  # of what is to stay
+                try:
+                    made = make_servers(self.config, self.server_token, self.nodes, trains=self._trains)
+                    servers = stack.enter_context(made)
+                    servers.start()
+                except MachineGone as error:
+                    raise NodeLost(f"servers could not be started: {error}") from error
+                router = stack.enter_context(self._make_router()) if self.config.rollout.router else None
+                if router is not None:
+                    router.start([])
+                    servers.watch_too(router.check)
+                self._servers, self.router = servers, router
+                self._stack.push(stack.pop_all())
+        return self._servers
+
+    def _make_router(self) -> Router:
+        log = self.config.trainer.run_dir / "logs" / "router.log"
+        return Router(self.server_token, log, python=self.config.rollout.sglang.python)
+
+    def forgive(self, error: Exception) -> None:
+        """Count a failure of the ranks after which they may be started again, or raise it: there have been too many.
+
+        Returns when all machines are there to start them.
+        """
+        allowed = self.config.trainer.max_restarts
+        if self._restarts == allowed:
+            raise error
+        self._restarts += 1
+        report = self.config.trainer.run_dir / "logs" / f"restart_{self._restarts}.txt"
+        report.write_text("".join(traceback.format_exception(error)) + getattr(error, "report", ""))
+        _say(f"warning: {error}\nthe ranks are started again ({self._restarts} of {allowed}), all of it: {report}")
+        self._wait_for_nodes()
+
+
+def _say(sentence: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)

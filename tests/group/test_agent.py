@@ -1,0 +1,83 @@
+"""What an agent does with an order that is none, and the driver with an agent that does half of one."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from megarl import __version__
+from megarl.group import NodeLost, Nodes, nodes
+from megarl.group.agent import Agent
+from megarl.group.ranks import RanksLaunch
+from megarl.group.wire import Wire, connect
+
+TOKEN = "the secret of these tests"
+RANKS = RanksLaunch("megarl.roles.worker", "cpu", "/nowhere", 1)
+
+
+@contextmanager
+def driver() -> Iterator[Nodes]:
+    with Nodes(2, 1, "127.0.0.1", 0, TOKEN) as found:
+        yield found
+
+
+def agent_of(found: Nodes) -> threading.Thread:
+    thread = threading.Thread(target=Agent(1, f"127.0.0.1:{found.port}", TOKEN).serve, daemon=True)
+    thread.start()
+    found.wait(limit_s=20)
+    return thread
+
+
+def test_an_order_that_nobody_knows_is_answered_and_others_are_still_taken() -> None:
+    with driver() as found:
+        agent = agent_of(found)
+        with pytest.raises(NodeLost, match=r"^node 1: ValueError dance is no order; want one of ports, ranks, server"):
+            found.order(1, "dance")
+        with pytest.raises(NodeLost, match=r"^node 1: KeyError 7$"):
+            found.order(1, "words", job=7)
+        with pytest.raises(NodeLost, match=r"^node 1: TypeError"):
+            found.order(1, "ranks", job=8, launch={"colour": "red"})
+        assert len(found.free_ports(1, 2)) == 2
+    agent.join(20)
+    assert not agent.is_alive()
+
+
+def test_ranks_run_our_worker_and_no_other_module() -> None:
+    with driver() as found:
+        agent_of(found)
+        with pytest.raises(NodeLost, match=r"ValueError worker=http.server: want megarl.roles.worker$"):
+            found.start_ranks(1, RanksLaunch("http.server", "cpu", "/nowhere", 1))
+
+
+def test_ranks_whose_relay_does_not_call_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that says it started them, as one whose second connection is cut off does."""
+    monkeypatch.setattr(nodes, "_RELAY_S", 0.2)
+    heard: list[dict[str, Any]] = []
+
+    def half(wire: Wire) -> None:
+        while (order := wire.receive()[0]).get("do") != "leave":
+            if "beat" not in order:
+                heard.append(order)
+                wire.send({"id": order["id"], "pid": 17})
+
+    with driver() as found:
+        hello = {"node": 1, "version": __version__}
+        wire = connect(f"127.0.0.1:{found.port}", TOKEN, hello, timeout_s=10)
+        thread = threading.Thread(target=half, args=(wire,))
+        thread.start()
+        found.wait(limit_s=20)
+        with pytest.raises(NodeLost, match="node 1 opened no connection for its ranks"):
+            found.start_ranks(1, RANKS)
+    thread.join(20)
+    wire.close()
+    assert [(order["do"], order["job"]) for order in heard] == [("ranks", 0), ("end", 0)]
+
+
+def test_a_stranger_at_the_drivers_door_keeps_no_machine_out() -> None:
+    with driver() as found, socket.create_connection(("127.0.0.1", found.port)):
+        agent_of(found)

@@ -1,0 +1,186 @@
+"""Groups and servers over several machines: each is an agent on a loopback address of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from test_group import HERE
+
+from megarl.group import Group, NodeLost, Nodes, RankError
+from megarl.group.agent import Agent, DriverLost
+from megarl.layout import Layout
+from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.server_process import MachineGone
+
+pytestmark = pytest.mark.dist
+TOKEN = "the secret of these tests"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_environment() -> Iterator[None]:
+    """Nodes name the network interface in the environment; the worker is found by PYTHONPATH."""
+    before = dict(os.environ)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class AgentThread(threading.Thread):
+    """An agent, and what became of it."""
+
+    def __init__(self, node: int, port: int, token: str = TOKEN) -> None:
+        super().__init__(daemon=True)
+        workers = ("echo_worker", "no_such_worker")
+        self.agent = Agent(node, f"127.0.0.1:{port}", token, source=f"127.0.0.{node + 1}", workers=workers)
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.agent.serve(join_s=5.0)
+        except DriverLost as error:
+            self.error = error
+
+    def end(self) -> BaseException | None:
+        self.join(30)
+        assert not self.is_alive()
+        return self.error
+
+
+@contextmanager
+def machines(count: int, ranks_per_node: int) -> Iterator[tuple[Nodes, list[AgentThread]]]:
+    with Nodes(count, ranks_per_node, "127.0.0.1", 0, TOKEN) as nodes:
+        agents = [AgentThread(node, nodes.port) for node in range(1, count)]
+        nodes.wait(limit_s=20)
+        yield nodes, agents
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Nodes]:
+    with machines(2, 2) as (nodes, agents):
+        yield nodes
+    assert [agent.end() for agent in agents] == [None], "sent away, it ends well"
+
+
+@pytest.fixture(scope="module")
+def four(two: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    """Two replicas of two ranks, one on each machine."""
+    logs = tmp_path_factory.mktemp("logs")
+    with Group("four", 4, Layout(tp=2), log_dir=logs, nodes=two, device="cpu", worker="echo_worker") as group:
+        group.start()
+        yield group
+    assert len(list(logs.glob("node_*/*/attempt_0/*/stderr.log"))) == 4, "a log for each rank, by machine"
+
+
+def test_tensors_go_to_ranks_of_both_machines_and_come_back(four: Group) -> None:
+    replies = four.call("double", {"say": "héllo"}, [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([3.0])}])
+    assert [reply.result for reply in replies] == [{"rank": 1, "said": "héllo"}, {"rank": 3, "said": "héllo"}]
+    assert [reply.tensors["x"].tolist() for reply in replies] == [[2.0, 4.0], [6.0]]
+    assert four.call_leader("double", {}).result["rank"] == 0
+
+
+def test_an_exception_on_the_other_machine_has_its_rank(four: Group) -> None:
+    with pytest.raises(RankError, match=r"group four: rank 3 failed in fail: RuntimeError: the shelf is empty"):
+        four.call("fail", {"rank": 3, "kind": "runtime"})
+    with pytest.raises(ValueError, match=r"^the shelf is empty$"):
+        four.call("fail", {"rank": 2, "kind": "value"})
+    assert [reply.result["rank"] for reply in four.call("double")] == [1, 3], "ranks that answered go on"
+
+
+@pytest.mark.slow
+def test_a_group_takes_a_range_of_ranks_across_the_machines(two: Nodes, tmp_path: Path) -> None:
+    """The last GPU of the first machine and the first of the second; the rest is another group's."""
+    group = Group("middle", 2, Layout(), log_dir=tmp_path, nodes=two, first_rank=1, device="cpu", worker="echo_worker")
+    with group:
+        group.start()
+        found = [reply.result for reply in group.call("where")]
+    assert found == [{"rank": 0, "first_gpu": 1, "local_rank": 0}, {"rank": 1, "first_gpu": 0, "local_rank": 0}]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_over_there_is_noticed(two: Nodes, tmp_path: Path) -> None:
+    """On the second machine alone, where ranks of this group meet too."""
+    with Group(
+        "far", 2, Layout(), log_dir=tmp_path, nodes=two, first_rank=2, device="cpu", worker="echo_worker"
+    ) as group:
+        group.start()
+        with pytest.raises(RankError, match=r"group far: rank 1 died in kill; see "):
+            group.call("kill", {"rank": 1})
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_start_over_there_are_named(two: Nodes, tmp_path: Path) -> None:
+    group = Group("none", 4, Layout(), log_dir=tmp_path, nodes=two, device="cpu", worker="no_such_worker")
+    with group, pytest.raises(RankError, match=r"group none: its ranks on node [01] ended with status 1; see "):
+        group.start()
+
+
+def test_a_machine_that_is_lost_takes_its_processes_with_it_and_may_come_back(tmp_path: Path) -> None:
+    with machines(2, 1) as (nodes, (agent,)):
+        group = Group("two", 2, Layout(), log_dir=tmp_path, nodes=nodes, device="cpu", worker="echo_worker")
+        with group:
+            group.start()
+            pids = [psutil.Process(pid) for pid in [process.pid for process in group._processes]]
+            nodes._members[1]._wire.close()  # as when the cable is pulled
+            with pytest.raises(RankError, match="rank 1 died in double"):
+                for _ in range(100):
+                    group.call("double")
+        assert "is lost" in str(agent.end())
+        assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in pids)
+        with pytest.raises(NodeLost, match="node 1 .* is lost"):
+            nodes.address(1)
+        with pytest.raises(MachineGone):
+            nodes.machine(1).free_ports(["127.0.0.2"])
+        again = AgentThread(1, nodes.port)
+        nodes.wait(limit_s=20)
+        assert nodes.address(1) == "127.0.0.2"
+    assert again.end() is None
+
+
+def test_a_server_of_another_machine_is_started_watched_and_ended_there(two: Nodes, tmp_path: Path) -> None:
+    machine = two.machine(1)
+    (port,) = machine.free_ports(["127.0.0.2"])
+    launch = EngineLaunch("cpu", "/no/such/model", host="127.0.0.2", port=port)
+    log = tmp_path / "server.log"
+    server = machine.start(launch, "not used there", log)
+    assert psutil.pid_exists(server.pid)
+    deadline = time.monotonic() + 60
+    while server.exit_code() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert server.exit_code() == 1
+    assert "/no/such/model" in server.last_words()
+    assert "/no/such/model" in log.read_text()
+    server.end(0)
+
+
+def test_an_agent_is_refused_with_a_reason(two: Nodes) -> None:
+    assert "has another token" in str(AgentThread(1, two.port, token="not the secret of these").end())
+    assert "trainer.node_rank=1: that node is here already" in str(AgentThread(1, two.port).end())
+    assert "this run has nodes 0 to 1" in str(AgentThread(2, two.port).end())
+
+
+def test_a_node_that_does_not_come_is_named() -> None:
+    told: list[list[int]] = []
+    with (
+        Nodes(3, 1, "127.0.0.1", 0, TOKEN) as nodes,
+        pytest.raises(NodeLost, match=r"nodes \[1, 2\] of 3 did not come"),
+    ):
+        nodes.wait(limit_s=0.3, on_wait=told.append)
+    assert told == [[1, 2]]
+
+
+def test_the_driver_listens_at_one_address_of_its_own_only() -> None:
+    with pytest.raises(ValueError, match=r"trainer.master_addr=203.0.113.9 .*want an address of this machine"):
+        Nodes(2, 1, "203.0.113.9", 0, TOKEN).__enter__()
+    with Nodes(2, 1, "127.0.0.1", 0, TOKEN) as nodes:
+        assert nodes._door._listener.getsockname()[0] == "127.0.0.1"

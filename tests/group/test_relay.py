@@ -1,0 +1,70 @@
+"""What a relay passes on between the driver and the ranks of its machine; the ranks are threads here."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megarl.group.links import Relayed
+from megarl.group.relay import Relay
+from megarl.group.wire import Wire, WireClosed, connect
+
+
+@pytest.fixture
+def parts() -> Iterator[tuple[Relayed, Relay]]:
+    """The driver's end of a relay to two ranks, and the relay."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(20)
+    relay = Relay(Wire(theirs), num_ranks=2)
+    driver = Relayed(Wire(ours), (4, 5))
+    yield driver, relay
+    driver.close()
+    relay.close()
+
+
+def call_home(relay: Relay, rank: int) -> Wire:
+    return connect(relay.address, relay.token, {"rank": rank}, timeout_s=20)
+
+
+def test_a_call_goes_to_all_ranks_and_a_payload_to_its_own(parts: tuple[Relayed, Relay]) -> None:
+    driver, relay = parts
+    ranks = [call_home(relay, 4), call_home(relay, 5)]
+    assert {driver.receive().rank, driver.receive().rank} == {4, 5}, "both are announced"
+    driver.send({"method": "double"}, {5: {"x": torch.tensor([3.0])}})
+    assert ranks[0].receive() == ({"method": "double"}, {})
+    header, tensors = ranks[1].receive()
+    assert (header, tensors["x"].tolist()) == ({"method": "double"}, [3.0])
+    ranks[1].send({"ok": True}, {"x": torch.tensor([6.0])})
+    said = driver.receive()
+    assert (said.rank, said.header, said.tensors["x"].tolist()) == (5, {"ok": True}, [6.0])
+
+
+def test_a_rank_that_ends_is_told_of(parts: tuple[Relayed, Relay]) -> None:
+    driver, relay = parts
+    first, _second = call_home(relay, 4), call_home(relay, 5)
+    assert {driver.receive().rank, driver.receive().rank} == {4, 5}
+    first.close()
+    said = driver.receive()
+    assert (said.rank, said.header) == (4, None)
+
+
+def test_ranks_lose_their_connection_with_the_driver_and_no_other_comes_in(parts: tuple[Relayed, Relay]) -> None:
+    driver, relay = parts
+    rank = call_home(relay, 4)
+    driver.receive()
+    driver.close()
+    with pytest.raises(WireClosed):
+        rank.receive()
+    with pytest.raises(OSError):
+        call_home(relay, 5)
+
+
+def test_a_stranger_keeps_no_rank_out(parts: tuple[Relayed, Relay]) -> None:
+    driver, relay = parts
+    host, port = relay.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port))):
+        call_home(relay, 4)
+        assert driver.receive().rank == 4

@@ -1,0 +1,50 @@
+"""How ranks of this machine come into their group; they are threads here."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.group import Group, group
+from megarl.group.wire import connect
+from megarl.layout import Layout
+
+
+class Threads:
+    """Ranks that answer every call: each is a replica of its own.  A stranger came before them, and says nothing."""
+
+    def __init__(self, launch: Any, address: str, token: str) -> None:
+        host, port = address.rsplit(":", 1)
+        self.strangers = [socket.create_connection((host, int(port))) for _ in range(3)]
+        self.threads = [
+            threading.Thread(target=follow, args=(address, token, rank)) for rank in range(launch.num_ranks)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def exit_code(self) -> int | None:
+        return None
+
+    def end(self) -> None:
+        for thread in self.threads:
+            thread.join()
+        for stranger in self.strangers:
+            stranger.close()
+
+
+def follow(address: str, token: str, rank: int) -> None:
+    wire = connect(address, token, {"rank": rank}, timeout_s=20)
+    while (call := wire.receive()[0])["method"] != "close":
+        wire.send({"id": call["id"], "ok": True, "result": {"replica": rank, "is_reporter": True}})
+    wire.close()
+
+
+def test_strangers_keep_no_rank_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "RanksProcess", Threads)
+    with Group("two", 2, Layout(), log_dir=tmp_path, start_timeout_s=5) as two:  # less than a stranger is waited for
+        two.start()
+        assert [reply.result["replica"] for reply in two.call("where")] == [0, 1]

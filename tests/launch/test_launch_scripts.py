@@ -1,0 +1,124 @@
+"""The scripts that start runs, and the manifests of Kubernetes: read by their checkers, and by us."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from megarl.cluster import placed
+from megarl.config import load_config
+from megarl.run import Run
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), *LAUNCH.rglob("*.sbatch")])
+MANIFESTS = sorted((LAUNCH / "k8s").glob("*.yaml"))
+
+
+def documents(file: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(file.read_text()))
+
+
+def pods(kind: str) -> list[dict[str, Any]]:
+    return [one for file in MANIFESTS for one in documents(file) if one["kind"] == kind]
+
+
+def words_of(workload: dict[str, Any]) -> list[str]:
+    return workload["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def test_shellcheck_finds_nothing() -> None:
+    command = ["shellcheck", "--external-sources", "--source-path=SCRIPTDIR", *SCRIPTS]
+    found = subprocess.run(command, cwd=LAUNCH.parent, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_script_ends_only_what_it_started_and_shows_no_secret(script: Path) -> None:
+    text = script.read_text()
+    for word in ("pkill", "killall", "kill -9 -1", "ssh ", "sudo", "StrictHostKeyChecking", "--api-key", "0.0.0.0"):
+        assert word not in text, word
+    assert "MEGARL_TOKEN=$" not in text
+
+
+def test_one_that_is_told_too_little_says_what_it_wants() -> None:
+    found = subprocess.run(["bash", LAUNCH / "torchrun.sh", "2", "0"], capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "NODES NODE_RANK ADDRESS_OF_NODE_0" in found.stderr
+
+
+def test_several_machines_without_a_token_are_told_how_to_make_one() -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MEGARL_TOKEN")}
+    command = ["bash", LAUNCH / "torchrun.sh", "2", "0", "127.0.0.1", "recipe=quickstart"]
+    found = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert found.returncode == 2
+    assert "umask 077; openssl rand -hex 32" in found.stderr
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda file: file.name)
+def test_a_manifest_is_what_kubernetes_takes(manifest: Path) -> None:
+    for document in documents(manifest):
+        kubernetes_validate.validate(document, "1.31", strict=True)
+
+
+def test_pods_take_the_token_from_a_secret_and_no_rights() -> None:
+    for workload in (*pods("Job"), *pods("StatefulSet")):
+        spec = workload["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        (token,) = [entry for entry in container["env"] if entry["name"] == "MEGARL_TOKEN"]
+        assert "value" not in token
+        assert token["valueFrom"]["secretKeyRef"]["name"] == "megarl-token"
+        assert spec["automountServiceAccountToken"] is False
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+def test_the_pods_of_the_job_are_the_machines_of_its_settings() -> None:
+    (job,) = pods("Job")
+    config, _ = load_config(words_of(job), command="train")
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == config.trainer.nnodes
+    assert placed(config, {"JOB_COMPLETION_INDEX": "1"}).trainer.node_rank == 1
+    assert config.trainer.master_addr == "megarl-0.megarl", "NAME-INDEX.SUBDOMAIN, a name of the headless service"
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == config.trainer.n_gpus_per_node
+
+
+def test_failures_of_the_job_are_counted_for_each_pod() -> None:
+    """One machine that fails ends all pods: a limit of the whole job would be used up after a few of them."""
+    (job,) = pods("Job")
+    spec = job["spec"]
+    assert "backoffLimit" not in spec
+    assert spec["backoffLimitPerIndex"] >= 10
+    assert spec["maxFailedIndexes"] == 0, "a run with a machine too few waits for ever"
+    assert spec["template"]["spec"]["restartPolicy"] == "Never", "which a limit for each pod wants"
+
+
+def test_a_trainer_whose_servers_run_elsewhere_needs_no_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings of the Job, in an image without SGLang: the first thing that is missing is the model."""
+    monkeypatch.delenv("MEGARL_SGLANG_PYTHON", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (job,) = pods("Job")
+    words = [*words_of(job), f"model.path={tmp_path}", "actor.use_kl_loss=false"]
+    config, _ = load_config(words, command="train")
+    assert config.rollout.engine == "sglang"
+    with pytest.raises((OSError, ValueError)) as caught:
+        Run(config, None)  # type: ignore[arg-type]  # it does not come to the site
+    assert "SGLang" not in str(caught.value)
+    for more in (["rollout.router=true"], ["rollout.urls=[]"]):
+        config, _ = load_config([*words, *more], command="train")
+        with pytest.raises(ValueError, match="SGLang"):
+            Run(config, None)  # type: ignore[arg-type]
+
+
+def test_trainer_and_servers_agree_on_where_servers_are() -> None:
+    (job,), (servers,) = pods("Job"), pods("StatefulSet")
+    trainer, _ = load_config(words_of(job), command="train")
+    served, _ = load_config(words_of(servers), command="serve")
+    assert trainer.rollout.urls == served.rollout.urls
+    name, service = servers["metadata"]["name"], servers["spec"]["serviceName"]
+    wanted = {f"http://{name}-{index}.{service}:30000" for index in range(servers["spec"]["replicas"])}
+    assert set(served.rollout.urls) == wanted

@@ -1,0 +1,110 @@
+"""The commands of launch/slurm.sbatch themselves, under stand-ins for sbatch, srun and scontrol.
+
+Each node of the job is a loopback address of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from ring_cases import PPO, make_parts, settings
+
+from megarl.rollout.server_process import free_ports
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[2]
+FAKES = Path(__file__).parent / "fake_slurm"
+
+
+def submit(
+    folder: Path, nodes: int, words: list[str], timeout_s: float, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MEGARL_TOKEN")}
+    env |= {"PATH": f"{FAKES}:{env['PATH']}", "MEGARL_ROOT": str(ROOT), **environment}
+    command = ["sbatch", f"--nodes={nodes}", str(ROOT / "launch/slurm.sbatch"), *words]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s)
+
+
+def processes_of(folder: Path, port: int) -> list[str]:
+    """Command lines of a job in this folder that still run: its server, and whatever else stands in the folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            serves = any(words[i : i + 2] == ["--port", str(port)] for i in range(len(words)))
+            if serves or f":{port}" in " ".join(words) or process.cwd() == str(folder):
+                found.append(" ".join(words))
+    return found
+
+
+def test_processes_that_a_job_leaves_are_seen(tmp_path: Path) -> None:
+    """A server is known by its port, and a rank by the folder where it was started."""
+    idle = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    for words, folder in (([*idle, "--port", "12345"], Path("/")), ([*idle, "-m", "megarl.roles.worker"], tmp_path)):
+        with subprocess.Popen(words, cwd=folder, stdin=subprocess.PIPE) as process:
+            (found,) = processes_of(tmp_path, 12345)
+            assert found == " ".join(words)
+            assert process.stdin is not None
+            process.stdin.close()
+    assert not processes_of(tmp_path, 12345)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_trainer_and_servers_on_nodes_of_their_own(tmp_path: Path) -> None:
+    """Two nodes train, the third serves; the job leaves neither processes nor its token."""
+    parts = make_parts(tmp_path / "parts")
+    master, server = free_ports(["127.0.0.1", "127.0.0.3"])
+    words = settings(
+        parts, tmp_path / "runs", "apart", *PPO, "trainer.n_gpus_per_node=1", f"trainer.master_port={master}"
+    )
+    found = submit(tmp_path, 3, words, 250, SERVER_NODES="1", SERVER_PORT=str(server))
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert f"serving at http://127.0.0.3:{server}" in found.stdout
+    summary = json.loads((tmp_path / "runs/apart/summary.json").read_text())
+    assert summary["pushes"] == summary["pushes_verified"] == 4
+    assert not list(tmp_path.glob(".megarl_token*"))
+    assert not processes_of(tmp_path, server)
+
+
+def test_a_job_that_fails_says_so_and_ends(tmp_path: Path) -> None:
+    found = submit(tmp_path, 1, ["model.path=/no/such/model", "data.train_files=[/no/such/file]"], 120)
+    assert found.returncode == 2
+    assert "error: model.path=/no/such/model" in found.stderr
+    assert not list(tmp_path.glob(".megarl_token*"))
+
+
+def test_a_trainer_that_fails_takes_the_servers_of_its_job_with_it(tmp_path: Path) -> None:
+    (server,) = free_ports(["127.0.0.2"])
+    words = settings(make_parts(tmp_path / "parts"), tmp_path / "runs", "failed", "data.train_files=[/no/such/file]")
+    found = submit(tmp_path, 2, words, 120, SERVER_NODES="1", SERVER_PORT=str(server))
+    assert found.returncode == 2, found.stdout + found.stderr
+    assert "error: /no/such/file" in found.stderr
+    assert not processes_of(tmp_path, server)
+    assert not list(tmp_path.glob(".megarl_token*"))
+
+
+def test_a_job_without_a_node_for_the_trainer_is_refused(tmp_path: Path) -> None:
+    found = submit(tmp_path, 2, [], 60, SERVER_NODES="2")
+    assert found.returncode == 2
+    assert "SERVER_NODES=2 of 2 nodes leave none for the trainer" in found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_quickstart_on_two_nodes_learns_to_carry(tmp_path: Path) -> None:
+    (master,) = free_ports(["127.0.0.1"])
+    words = ["recipe=quickstart", "trainer.n_gpus_per_node=1", f"trainer.master_port={master}", "rollout.num_servers=2"]
+    found = submit(tmp_path, 2, words, 1400)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    summary = json.loads((tmp_path / "runs/quickstart/summary.json").read_text())
+    assert summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] >= 0.9
+    assert summary["pushes"] == summary["pushes_verified"] == summary["steps"] + 1

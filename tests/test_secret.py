@@ -1,0 +1,53 @@
+"""The run's token: where it may come from, and what is made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.secret import derived, given_token, needed_token, server_token, without_tokens
+
+TOKEN = "0123456789abcdef"
+
+
+def test_it_comes_from_the_environment_or_from_a_private_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    file.chmod(0o600)
+    assert given_token({}) is None
+    assert given_token({"MEGARL_TOKEN": TOKEN}) == TOKEN
+    assert given_token({"MEGARL_TOKEN_FILE": str(file)}) == TOKEN
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(mode)
+    with pytest.raises(ValueError, match=r"others can read it; want `chmod 600 "):
+        given_token({"MEGARL_TOKEN_FILE": str(file)})
+
+
+def test_a_missing_file_and_a_token_that_could_be_guessed_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"MEGARL_TOKEN_FILE=.*/none: No such file or directory; want a file"):
+        given_token({"MEGARL_TOKEN_FILE": str(tmp_path / "none")})
+    with pytest.raises(ValueError, match="MEGARL_TOKEN: want at least 16 characters"):
+        given_token({"MEGARL_TOKEN": "short"})
+
+
+def test_who_needs_it_says_why() -> None:
+    assert needed_token({"MEGARL_TOKEN": TOKEN}, "trainer.nnodes=2") == TOKEN
+    with pytest.raises(ValueError, match=r"^trainer.nnodes=2: want the run's token in MEGARL_TOKEN, or in a file"):
+        needed_token({}, "trainer.nnodes=2")
+
+
+def test_servers_have_a_key_of_their_own() -> None:
+    assert server_token({}, TOKEN) == derived(TOKEN, "servers") != TOKEN
+    assert derived(TOKEN, "servers") != derived(TOKEN, "others")
+    assert server_token({"MEGARL_SERVER_TOKEN": "theirs"}, TOKEN) == "theirs"
+
+
+def test_a_child_that_does_not_need_them_gets_none() -> None:
+    secrets = {"MEGARL_TOKEN": "1", "MEGARL_TOKEN_FILE": "2", "MEGARL_SERVER_TOKEN": "3"}
+    assert without_tokens({"PATH": "/bin", **secrets}) == {"PATH": "/bin"}

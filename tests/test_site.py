@@ -1,0 +1,174 @@
+"""What stays when ranks are started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl import site as site_module
+from megarl.config import Config, resolved
+from megarl.group import NodeLost, RankError
+from megarl.parts import check_ids, make_servers, server_places, supervision
+from megarl.rollout.server_process import MachineGone
+from megarl.rollout.supervisor import ServerDied, Servers, Supervision
+from megarl.site import Site
+
+
+def config_of(tmp_path: Path, **trainer: object) -> Config:
+    config = Config()
+    config.trainer.default_local_dir = str(tmp_path)
+    for name, value in trainer.items():
+        setattr(config.trainer, name, value)
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    return config
+
+
+def test_so_many_failures_are_forgiven_and_the_next_one_is_raised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site, error = Site(config_of(tmp_path, max_restarts=2)), RankError("rank 3 died", report="what rank 3 said")
+    site.forgive(error)
+    site.forgive(error)
+    with pytest.raises(RankError, match="rank 3 died"):
+        site.forgive(error)
+    said = capsys.readouterr().err
+    assert "warning: rank 3 died" in said
+    assert "started again (2 of 2)" in said
+    assert "what rank 3 said" in (tmp_path / "run/logs/restart_1.txt").read_text()
+
+
+def test_nothing_is_forgiven_unless_one_asks_for_it(tmp_path: Path) -> None:
+    with pytest.raises(RankError):
+        Site(config_of(tmp_path)).forgive(RankError("rank 3 died"))
+
+
+def test_several_machines_want_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEGARL_TOKEN", "MEGARL_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        ValueError, match=r"trainer.nnodes=2: the machines of a run must know each other: want the run's"
+    ):
+        Site(config_of(tmp_path, nnodes=2))
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "servers", "size", "placement", "first", "wanted"),
+    [
+        (1, 2, 1, "separate", None, [(0, 4), (0, 5)]),
+        (1, 2, 2, "shared", None, [(0, 0), (0, 2)]),
+        (2, 4, 2, "shared", None, [(0, 0), (0, 2), (1, 0), (1, 2)]),
+        (2, 2, 1, "separate", 6, [(0, 6), (1, 6)]),
+        (4, 2, 1, "shared", None, [(0, 0), (2, 0)]),
+        (2, 3, 1, "shared", None, [(0, 0), (0, 1), (1, 0)]),
+        (4, 2, 8, "shared", None, [(0, 1, 0), (2, 3, 0)]),  # each over two machines of four GPUs
+        (2, 2, 8, "separate", None, [(0, 4), (1, 4)]),  # never over the trainer's
+    ],
+)
+def test_servers_are_dealt_over_the_machines(
+    nnodes: int, servers: int, size: int, placement: str, first: int | None, wanted: list[tuple[int, int]]
+) -> None:
+    config = Config()
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = nnodes, 4
+    rollout = config.rollout
+    rollout.num_servers, rollout.tensor_model_parallel_size = servers, size
+    rollout.placement, rollout.first_gpu = placement, first
+    assert [(*machines, gpu) for machines, gpu in server_places(config)] == wanted
+
+
+def test_servers_for_which_the_machine_has_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    config = resolved(Config())
+    config.model.path, config.rollout.engine = "/", "sglang"
+    config.trainer.n_gpus_per_node, config.rollout.num_servers = 7, 1
+    Site(config)
+    config.rollout.num_servers = 2
+    with pytest.raises(
+        ValueError, match=r"^rollout.placement=separate: server 1 would take GPUs 8 to 8 of a machine that has 8; want"
+    ):
+        Site(config)
+    Site(config, trains=False)
+    Site(config, serves=False)
+    config.rollout.urls = ["http://elsewhere:30000"]
+    Site(config)
+
+
+def test_servers_get_the_time_to_load_that_the_settings_give() -> None:
+    config = Config()
+    config.rollout.start_timeout_s, config.rollout.max_restarts = 7200.0, 5
+    assert supervision(config) == Supervision(start_timeout_s=7200.0, max_restarts=5)
+    config.rollout.urls = ["http://a:1"]
+    assert make_servers(config, "token")._patience == supervision(config)
+
+
+class Fake:
+    """Servers and a router that do nothing, or fail at their start."""
+
+    def __init__(self, *_: object, error: Exception | None = None, **__: object) -> None:
+        self.error, self.ended = error, False
+        self.checks: list[object] = []
+
+    def __enter__(self) -> Fake:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended = True
+
+    def start(self, *_: object) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def check(self) -> None:
+        raise ServerDied("the router ended")
+
+    def watch_too(self, check: object) -> None:
+        self.checks.append(check)
+
+
+def test_a_machine_that_goes_while_servers_start_is_one_sentence_and_they_may_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [Fake(error=MachineGone("node 1 is lost")), Fake()]
+    monkeypatch.setattr(site_module, "make_servers", lambda *_, **__: made.pop(0))
+    first, second = made
+    with Site(config_of(tmp_path)) as site:
+        with pytest.raises(NodeLost, match=r"^servers could not be started: node 1 is lost$"):
+            site.serve()
+        assert first.ended
+        assert site.serve() is second  # type: ignore[comparison-overlap]
+        assert not second.ended
+    assert second.ended
+
+
+def test_the_router_is_watched_with_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers, router = Fake(), Fake()
+    monkeypatch.setattr(site_module, "make_servers", lambda *_, **__: servers)
+    monkeypatch.setattr(site_module, "Router", lambda *_, **__: router)
+    config = config_of(tmp_path)
+    config.rollout.router = True
+    with Site(config) as site:
+        site.serve()
+        assert servers.checks == [router.check]
+    assert servers.ended
+    assert router.ended
+
+
+def test_what_the_servers_are_reached_through_is_looked_at_whenever_they_are() -> None:
+    servers = Servers([], "token", "/nowhere")
+    assert servers.poll() == []
+    servers.watch_too(Fake().check)
+    with pytest.raises(ServerDied, match="the router ended"):
+        servers.poll()
+    servers.stop()
+
+
+def test_a_vocabulary_that_lacks_ids_of_the_tokenizer_is_refused() -> None:
+    config = Config()
+    config.model.path, config.model.config, config.model.tokenizer_path = "m", {"vocab_size": 152064}, "t"
+    config.critic.model.path, config.critic.model.config = "c", {"vocab_size": 151936}
+    check_ids(config, 151664)
+    with pytest.raises(
+        ValueError, match=r"^critic.model.path=c: its vocabulary has 151936 tokens, and the tokenizer of t has ids up t"
+    ):
+        check_ids(config, 151936)

@@ -1,0 +1,98 @@
+"""Whole small runs over two machines, each a process with a loopback address of its own; and ranks started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from ring_cases import PPO, lines, make_parts, settings, steps, wait_for_step
+
+from megarl.cli import main
+from megarl.rollout.server_process import free_ports
+
+pytestmark = pytest.mark.dist
+TOKEN = {"MEGARL_TOKEN": "the secret of these tests"}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_parts(tmp_path_factory.mktemp("parts"))
+
+
+def start(words: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "megarl", "train", *words]
+    with log.open("wb") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **TOKEN, **environment})
+
+
+def descendants(process: subprocess.Popen[bytes], module: str) -> list[psutil.Process]:
+    """Its processes that run this module, the oldest first."""
+    found = [p for p in psutil.Process(process.pid).children(recursive=True) if f"-m {module}" in " ".join(p.cmdline())]
+    return sorted((p for p in found if "torch.distributed.run" not in p.cmdline()), key=psutil.Process.create_time)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rank_of_the_other_machine_dies_and_the_run_goes_on_while_servers_stay(parts: Path, tmp_path: Path) -> None:
+    """Tensor parallelism and two servers over two machines: every step is that of a run on one, to the last bit."""
+    common = [*PPO, "rollout.num_servers=2", "trainer.total_training_steps=4", "trainer.save_freq=2"]
+    whole = settings(parts, tmp_path, "whole", *common)
+    assert main(["train", *whole]) == 0
+
+    (port,) = free_ports(["127.0.0.1"])
+    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"trainer.master_port={port}", "trainer.max_restarts=1"]
+    words = settings(parts, tmp_path, "two", *common, *more)
+    driver = start(words, tmp_path / "driver.log")
+    # its number comes from where Kubernetes would tell it
+    other = start(words, tmp_path / "other.log", JOB_COMPLETION_INDEX="1", MEGARL_NODE_ADDR="127.0.0.2")
+    wait_for_step(tmp_path / "two", 3, driver)
+    servers = [descendants(process, "megarl.rollout.cpu") for process in (driver, other)]
+    assert [len(of_one) for of_one in servers] == [1, 1], "a server on each machine"
+    (rank,) = descendants(other, "megarl.roles.worker")
+    os.kill(rank.pid, signal.SIGKILL)
+    while driver.poll() is None and driver.returncode is None:
+        assert all(server.is_running() for of_one in servers for server in of_one) or finished(tmp_path / "two")
+        try:
+            driver.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            continue
+    said = (tmp_path / "driver.log").read_text()
+    assert driver.returncode == 0, said
+    assert other.wait(timeout=60) == 0, (tmp_path / "other.log").read_text()
+    assert "the ranks are started again (1 of 1)" in said
+    assert (tmp_path / "two/logs/restart_1.txt").stat().st_size > 0
+    summary = json.loads((tmp_path / "two/summary.json").read_text())
+    assert summary["servers_died"] == 0
+    assert summary["pushes"] == summary["pushes_verified"]
+    for metric in ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm"):
+        assert steps(tmp_path / "two", metric) == steps(tmp_path / "whole", metric), metric
+    assert len(lines(tmp_path / "two/samples.jsonl")) == len(lines(tmp_path / "whole/samples.jsonl"))
+
+
+def finished(run: Path) -> bool:
+    return (run / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_a_machine_that_goes_ends_the_run_and_all_that_it_started(parts: Path, tmp_path: Path) -> None:
+    (port,) = free_ports(["127.0.0.1"])
+    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"trainer.master_port={port}"]
+    words = settings(parts, tmp_path, "lost", *PPO, "trainer.total_training_steps=200", *more)
+    driver = start(words, tmp_path / "driver.log")
+    other = start([*words, "trainer.node_rank=1"], tmp_path / "other.log", MEGARL_NODE_ADDR="127.0.0.2")
+    wait_for_step(tmp_path / "lost", 1, driver)
+    started = [child for process in (driver, other) for child in psutil.Process(process.pid).children(recursive=True)]
+    other.kill()
+    assert driver.wait(timeout=120) == 1
+    said = (tmp_path / "driver.log").read_text()
+    assert "the run stopped: group ranks_0: rank 1 died in" in said
+    assert "Traceback" not in said
+    gone, alive = psutil.wait_procs(started, timeout=30)
+    assert not alive, f"left behind: {alive}"
