@@ -1,0 +1,123 @@
+"""Parameters of each kind of rank, by arithmetic from the numbers of a config.json.
+
+A rank's parameters depend on its pipeline stage only: the ranks of a stage hold equal parts.  Those of experts are
+counted apart, because they lie over other ranks than the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megarl.layout import Layout, padded_vocab_size
+
+HFConfig = Mapping[str, Any]
+
+
+class Parameters(NamedTuple):
+    """Example: Parameters(dense=1_543_714_304, experts=0)."""
+
+    dense: int  # attention, norms, feed-forwards, routers, shared experts, embedding and head
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def whole(hf: HFConfig, role: str = "actor") -> int:
+    """Parameters of the model as its authors count them: nothing is cut, padded or held twice."""
+    padding = padded_vocab_size(hf["vocab_size"], 1) - hf["vocab_size"]
+    tables = 1 if hf.get("tie_word_embeddings") or role == "critic" else 2
+    return of_stage(hf, Layout(), 0, role).total - padding * hf["hidden_size"] * tables
+
+
+def of_stage(hf: HFConfig, layout: Layout, stage: int, role: str = "actor") -> Parameters:
+    """What each rank of pipeline stage `stage` holds.  role: critic has a value head, actor and reference have not."""
+    layers = [_layer(hf, layout, has_experts(hf, layer)) for layer in layers_of_stage(hf, layout, stage)]
+    ends = _ends(hf, layout, stage, role)
+    return Parameters(sum(layer.dense for layer in layers) + ends, sum(layer.experts for layer in layers))
+
+
+def layers_of_stage(hf: HFConfig, layout: Layout, stage: int) -> list[int]:
+    """Indices of its layers.  Interleaved: every stage's first part comes before any stage's second."""
+    parts = [layers // layout.vpp for layers in layout.stage_layers(hf["num_hidden_layers"])]
+    firsts = (turn * sum(parts) + sum(parts[:stage]) for turn in range(layout.vpp))
+    return [layer for first in firsts for layer in range(first, first + parts[stage])]
+
+
+def has_experts(hf: HFConfig, layer: int) -> bool:
+    """Whether this layer's feed-forward is a choice of experts."""
+    if num_experts(hf) is None or layer < (hf.get("first_k_dense_replace") or 0):
+        return False
+    step, plain = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or ()
+    return (layer + 1) % step == 0 and layer not in plain
+
+
+def num_experts(hf: HFConfig) -> int | None:
+    """Experts that a router chooses from in each of its layers."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((hf[name] for name in names if hf.get(name) is not None), None)
+
+
+def expert_size(hf: HFConfig) -> int:
+    """Width of one expert."""
+    return hf.get("moe_intermediate_size") or hf["intermediate_size"]
+
+
+def attention_size(hf: HFConfig) -> int:
+    """Dimensions of one head of plain attention."""
+    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+
+
+def _layer(hf: HFConfig, layout: Layout, sparse: bool) -> Parameters:
+    hidden = hf["hidden_size"]
+    attention = _latent_attention(hf, layout.tp) if "kv_lora_rank" in hf else _attention(hf, layout.tp)
+    norms = 2 * hidden
+    if not sparse:
+        return Parameters(attention + norms + _gated(hidden, hf["intermediate_size"], layout.tp), 0)
+    experts, size = num_experts(hf), expert_size(hf)
+    assert experts is not None, "a sparse layer has experts"
+    shared = _gated(hidden, size * (hf.get("n_shared_experts") or 0), layout.tp)
+    return Parameters(
+        attention + norms + hidden * experts + shared,  # hidden * experts: the router, whole on every rank
+        experts // layout.ep * _gated(hidden, size, layout.expert_tp),
+    )
+
+
+def _gated(hidden: int, width: int, tp: int) -> int:
+    """Gate, up and down."""
+    return 3 * hidden * width // tp
+
+
+def _attention(hf: HFConfig, tp: int) -> int:
+    hidden, heads, size = hf["hidden_size"], hf["num_attention_heads"], attention_size(hf)
+    pairs = hf.get("num_key_value_heads") or heads
+    qkv = (heads + 2 * pairs) * size
+    bias = qkv if hf["model_type"] == "qwen2" else 0
+    norms = 2 * size if hf["model_type"] in ("qwen3", "qwen3_moe") else 0
+    return (hidden * qkv + bias + heads * size * hidden) // tp + norms
+
+
+def _latent_attention(hf: HFConfig, tp: int) -> int:
+    """Queries, and keys with values, go through a narrow latent each, which has a norm."""
+    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    plain, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
+    latent, q_latent = hf["kv_lora_rank"], hf.get("q_lora_rank")
+    queries = heads * (plain + rope)
+    q = (q_latent or hidden) * queries + hidden * (q_latent or 0)
+    kv = hidden * (latent + rope) + latent * heads * (plain + value)
+    return (q + kv + heads * value * hidden) // tp + (q_latent or 0) + latent
+
+
+def _ends(hf: HFConfig, layout: Layout, stage: int, role: str) -> int:
+    """The embedding of the first stage; the norm and the head of the last."""
+    hidden = hf["hidden_size"]
+    table = padded_vocab_size(hf["vocab_size"], layout.tp) // layout.tp * hidden
+    embedding = table if stage == 0 else 0
+    if stage < layout.pp - 1:
+        return embedding
+    if role == "critic":
+        return embedding + hidden + hidden
+    is_same_table = bool(hf.get("tie_word_embeddings")) and layout.pp == 1  # else the last stage has a copy of it
+    return embedding + hidden + (0 if is_same_table else table)

@@ -1,0 +1,112 @@
+"""The rule of thumb for memory, with numbers that can be followed by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.layout import Layout
+from megarl.plan.count import of_stage, whole
+from megarl.plan.memory import RESERVE_BYTES, SERVER_BYTES, Work, of_push_bytes, of_stage_bytes, of_writing_bytes
+
+HF = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+WORK = Work(num_ranks=8, max_tokens=100)
+# of one token: four times the hidden state; queries, keys, values and what attention makes of them; gate, up, product
+KEPT = 4 * 16 + 2 * (4 + 2) * 4 + 3 * 32
+
+
+def test_a_parameter_costs_eighteen_bytes():
+    memory, parameters = of_stage_bytes(HF, Layout(), 0, WORK), of_stage(HF, Layout(), 0).total
+    assert memory[:3] == (2 * parameters, 4 * parameters, 12 * parameters)
+    assert memory.total == 18 * parameters + memory.activations + RESERVE_BYTES
+
+
+def test_the_distributed_optimizer_divides_by_data_and_context_parallel_ranks():
+    layout = Layout(tp=2, cp=2, use_distributed_optimizer=True)
+    parameters = of_stage(HF, layout, 0).dense
+    assert parameters % 4 == 0
+    assert of_stage_bytes(HF, layout, 0, WORK).optimizer == 12 * parameters // 4
+
+
+def test_fsdp_divides_everything_that_is_learnt():
+    parameters = of_stage(HF, Layout(), 0).total
+    assert parameters % 8 == 0
+    assert of_stage_bytes(HF, Layout(), 0, replace(WORK, fsdp=True))[:3] == tuple(
+        each * parameters // 8 for each in (2, 4, 12)
+    )
+
+
+def test_experts_are_divided_over_their_own_ranks():
+    hf = HF | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    layout = Layout(tp=2, ep=4, etp=1, sequence_parallel=True, use_distributed_optimizer=True)
+    dense, experts = of_stage(hf, layout, 0)
+    assert dense % 4 == experts % 2 == 0
+    assert of_stage_bytes(hf, layout, 0, WORK).optimizer == 12 * (dense // 4 + experts // 2)
+
+
+@pytest.mark.parametrize(("optimizer", "each"), [("adamw", 12), ("sgd", 8), ("muon", 8)])
+def test_an_optimizer_keeps_its_own_numbers(optimizer, each):
+    parameters = of_stage(HF, Layout(), 0).total
+    bf16 = replace(WORK, optimizer=optimizer)
+    assert of_stage_bytes(HF, Layout(), 0, bf16).optimizer == each * parameters
+    float32 = replace(bf16, dtype="float32")
+    assert of_stage_bytes(HF, Layout(), 0, float32).optimizer == (each - 4) * parameters
+    assert of_stage_bytes(HF, Layout(), 0, float32).weights == 4 * parameters
+
+
+def test_a_reference_holds_weights_only():
+    memory = of_stage_bytes(HF, Layout(), 0, replace(WORK, optimizer=None), "ref")
+    assert (memory.gradients, memory.optimizer) == (0, 0)
+    assert memory.activations == 2 * 100 * 2 * KEPT
+
+
+def test_layers_keep_their_tokens():
+    assert of_stage_bytes(HF, Layout(), 0, WORK).activations == 2 * 100 * (4 * KEPT + KEPT)
+
+
+def test_recomputed_layers_keep_their_input():
+    recomputed = replace(WORK, recompute=True)
+    assert of_stage_bytes(HF, Layout(), 0, recomputed).activations == 2 * 100 * (4 * 16 + 2 * KEPT)
+
+
+def test_context_parallel_ranks_share_the_tokens():
+    assert of_stage_bytes(HF, Layout(cp=2), 0, WORK).activations == 2 * 50 * 5 * KEPT
+
+
+def test_tensor_parallel_ranks_share_all_under_sequence_parallelism():
+    inner = KEPT - 4 * 16
+    apart = of_stage_bytes(HF, Layout(tp=2), 0, WORK).activations
+    assert apart == 2 * 100 * 5 * (4 * 16 + inner // 2)
+    assert of_stage_bytes(HF, Layout(tp=2, sequence_parallel=True), 0, WORK).activations == 2 * 100 * 5 * KEPT // 2
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
+    layout = Layout(pp=4)
+    assert of_stage_bytes(HF, layout, 0, WORK).activations == 2 * 100 * (4 * KEPT + KEPT)
+    assert of_stage_bytes(HF, layout, 3, WORK).activations == 2 * 100 * (KEPT + KEPT)
+
+
+def test_interleaved_stages_hold_more():
+    # rank 0 of 2: 2 warm-up turns for the rank behind, 2 for the other half of its layers, and 1, each of 1 layer
+    assert of_stage_bytes(HF, Layout(pp=2, vpp=2), 0, WORK).activations == 2 * 100 * (5 * KEPT + KEPT)
+
+
+def test_a_push_holds_the_weights_of_both_and_the_largest_tensor_three_times():
+    layout, embedding = Layout(pp=2), 64 * 16
+    ours, theirs = of_stage(HF, layout, 1).total, whole(HF) // 4
+    assert whole(HF) % 4 == 0
+    assert of_push_bytes(HF, layout, 1, WORK, 4) == 2 * (ours + theirs + 3 * embedding) + RESERVE_BYTES
+    float32 = replace(WORK, dtype="float32", fsdp=True)
+    assert of_push_bytes(HF, layout, 1, float32, 4) == 4 * (ours + theirs + 3 * embedding) + RESERVE_BYTES
+
+
+def test_a_server_that_writes_takes_its_fraction_and_more():
+    assert of_writing_bytes(80 * 10**9, 0.5) == 40 * 10**9 + SERVER_BYTES + RESERVE_BYTES

@@ -1,0 +1,51 @@
+"""Arithmetic and Megatron's own modules agree on the parameters of every kind of rank of every preset."""
+
+import pytest
+import torch.distributed as dist
+from preset_files import MINIS, PUBLISHED, distinct_layouts, hf_of
+
+from megarl.layout import Layout
+from megarl.plan.count import has_experts, layers_of_stage, of_stage
+from megarl.plan.meta import built
+
+
+def kinds_of_stages(hf, layout):
+    """One stage of each kind: those between the first and the last are alike where their layers are."""
+    kinds = {}
+    for stage in range(layout.pp):
+        place = (stage == 0, stage == layout.pp - 1)
+        kinds.setdefault((place, tuple(has_experts(hf, layer) for layer in layers_of_stage(hf, layout, stage))), stage)
+    return list(kinds.values())
+
+
+def assert_agree(name):
+    hf = hf_of(name)
+    for layout in distinct_layouts(name):
+        for stage in kinds_of_stages(hf, layout):
+            assert built(hf, layout, stage) == of_stage(hf, layout, stage), f"{name} {layout} stage {stage}"
+        last = layout.pp - 1
+        assert built(hf, layout, last, "critic") == of_stage(hf, layout, last, "critic"), f"{name} {layout} critic"
+
+
+@pytest.mark.parametrize("name", MINIS)
+def test_minis_agree_in_every_layout(name):
+    assert_agree(name)
+
+
+QUICK = ("qwen2_5_0_5b", "llama3_2_1b", "mistral_7b")  # of the others, experts are modules by the hundred
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PUBLISHED])
+def test_published_models_agree_in_every_layout(name):
+    assert_agree(name)
+
+
+def test_nothing_is_left_behind():
+    built(hf_of("qwen3_mini"), Layout(pp=2, vpp=2), 1)
+    assert not dist.is_initialized()
+
+
+def test_a_world_of_many_ranks_is_only_said_to_be():
+    hf = hf_of("qwen3_mini") | {"num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
+    layout = Layout(tp=8, pp=64, cp=2, sequence_parallel=True)
+    assert built(hf, layout, 63) == of_stage(hf, layout, 63)

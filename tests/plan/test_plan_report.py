@@ -1,0 +1,61 @@
+"""What `trainer.check_only` prints."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from megarl.config import load_config
+from megarl.plan.report import report, seats_of
+
+
+def config_of(*words):
+    return load_config([*words, "data.train_files=[train.jsonl]"], command="train")[0]
+
+
+def printed(config):
+    console = Console(width=160, record=True, file=io.StringIO())
+    report(config, console)
+    return console.export_text()
+
+
+def test_every_role_that_is_used_has_a_row():
+    words = ("model=qwen3_mini", "layout=4xcpu", "actor.use_kl_loss=true")
+    assert [seat.role for seat in seats_of(config_of(*words))] == ["actor", "critic", "ref"]
+    seats = seats_of(config_of(*words, "algorithm.adv_estimator=grpo", "rollout.n=4"))
+    assert [seat.role for seat in seats] == ["actor", "ref"]
+
+
+def test_stages_that_hold_as_much_share_a_row():
+    config = config_of("recipe=grpo_deepseek_v3_671b_64x8h200")
+    (actor,) = seats_of(config)
+    assert sum(stages.layers * (stages.last - stages.first + 1) for stages in actor.stages) == 61
+    assert actor.stages[0].first == 0 and actor.stages[-1].last == actor.layout.pp - 1
+    assert len(actor.stages) <= 3
+
+
+def test_a_table_of_the_72b_run():
+    text = printed(config_of("recipe=grpo_qwen2_5_72b_8x8h100"))
+    assert "72,706,203,648" in text
+    assert "0-63" in text
+    assert "smallest rank: actor" in text and "largest rank: actor" in text
+    assert "the trainer's, in turns" in text
+
+
+def test_a_critic_may_lie_otherwise():
+    config = config_of(
+        "model=qwen3_mini",
+        "layout=2xcpu",
+        "critic.megatron.tensor_model_parallel_size=1",
+        "critic.megatron.sequence_parallel=false",
+        "critic.megatron.pipeline_model_parallel_size=2",
+    )
+    actor, critic = seats_of(config)
+    assert (actor.layout.tp, actor.layout.pp) == (2, 1)
+    assert (critic.layout.tp, critic.layout.pp) == (1, 2)
+    assert [stages.name for stages in critic.stages] == ["0", "1"]
+
+
+def test_a_model_that_nothing_is_known_of_is_refused():
+    with pytest.raises(ValueError, match="^model.path=org/name: its config.json is not here; want"):
+        seats_of(config_of("model.path=org/name"))

@@ -1,0 +1,85 @@
+"""configs/recipe: whole runs that are named by their hardware compose as they are, and are what they are named."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.config import config_dir, load_config, recipe_names
+from megarl.turns import check_shared_gpus, gpu_seats
+from megarl.weights.gpu_handles import Gpus
+from megarl.weights.targets import Targets
+
+HARDWARE = re.compile(r"(?P<method>grpo|ppo)_(?P<model>\w+)_(?P<nodes>\d+)x(?P<gpus>\d+)h(?P<gpu>100|200)")
+RUNS = [name for name in recipe_names() if HARDWARE.fullmatch(name)]
+WANTED = """
+    grpo_qwen2_5_72b_8x8h100 ppo_llama3_70b_16x8h100 grpo_deepseek_v3_671b_64x8h200 grpo_qwen2_5_7b_1x8h100
+    grpo_qwen3_30b_a3b_4x8h100 grpo_qwen3_235b_a22b_16x8h100 grpo_qwen3_8b_1x8h100 grpo_qwen2_5_32b_4x8h100
+    ppo_qwen2_5_7b_1x8h100
+"""
+
+
+def test_these_runs_have_a_recipe():
+    assert set(WANTED.split()) <= set(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_needs_nothing_typed(name):
+    named = HARDWARE.fullmatch(name)
+    config, warnings = load_config([f"recipe={name}"], command="train")
+    assert not warnings
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (int(named["nodes"]), int(named["gpus"]))
+    assert config.trainer.experiment_name == name
+    assert config.uses_critic == (named["method"] == "ppo")
+    assert config.algorithm.adv_estimator == {"ppo": "gae", "grpo": "grpo"}[named["method"]]
+    assert config.rollout.engine == "sglang" and config.rollout.placement == "shared"
+    assert config.rollout.push == "auto"
+    assert config.model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_push_finds_a_rank_of_the_actor_on_every_gpu_of_a_server(name):
+    """So it goes by memory that both map, the only way between two processes of one GPU."""
+    config, _ = load_config([f"recipe={name}", "trainer.device=cuda"], command="train")
+    assert_shares(config)
+
+
+def test_so_does_the_run_of_one_gpu():
+    script = (config_dir().parent / "launch" / "one_gpu.sh").read_text()
+    words = re.search(r'megarl train (recipe=quickstart .*?) "\$@"', script, re.DOTALL)[1]
+    config, warnings = load_config(words.replace("\\\n", " ").split(), command="train")
+    assert not warnings
+    assert config.rollout.placement == "shared"
+    assert_shares(config)
+
+
+def assert_shares(config):
+    check_shared_gpus(config)
+    urls = [f"http://{index}" for index in range(config.rollout.num_servers)]
+    gpus = Gpus(**gpu_seats(config, urls))
+    assert sorted(gpu for seats in gpus.servers.values() for gpu in seats) == sorted(gpus.trainer)
+    with ThreadPoolExecutor(1) as threads:
+        targets = Targets({url: server_at(url, gpus.servers[url]) for url in urls}, threads)
+        targets.choose(config.rollout.push, on_gpu=True, is_cut=True, gpus=gpus.trainer)
+    assert targets.waiting() == dict.fromkeys(urls, "shared")
+
+
+def server_at(url, gpus):
+    """As a server of SGLang that runs there would be found to be."""
+    nature = SimpleNamespace(first_gpu=int(gpus[0].split("/")[1]), has_receiver=True, is_plain=True)
+    return SimpleNamespace(url=url, gpus=gpus, nature=nature, fits_slices=None)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_ones_own_takes_five_words(name):
+    own = ["data.train_files=[my.jsonl]", "data.val_files=[]", "trainer.logger=[wandb]", "reward.fn=gsm8k"]
+    config, _ = load_config([f"recipe={name}", *own, "model.path=/models/mine"], command="train")
+    assert config.model.path == "/models/mine"
+    assert config.model.config["model_type"]
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name not in RUNS])
+def test_other_recipes_compose_too(name):
+    command = "sft" if name.endswith("sft") else "train"
+    load_config([f"recipe={name}"], command=command)
