@@ -26,8 +26,9 @@ from rich.console import Console
 from tensor_memory import peak_bytes
 from torch import Tensor
 
+from megarl.layout import Layout
 from megarl.mcore import fused
-from megarl.mcore.setup import Layout, make_groups
+from megarl.mcore.setup import make_groups
 
 HERE = Path(__file__).parent
 SIZES = [(tokens, vocab) for vocab in (32_768, 151_936) for tokens in (1024, 4096, 16_384)]

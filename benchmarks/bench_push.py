@@ -27,7 +27,7 @@ from push_report import Row, Setting, markdown, plan_words, rate, show
 from rich.console import Console
 
 from megarl.group import Group, RankError
-from megarl.mcore.setup import Layout
+from megarl.layout import Layout
 from megarl.rollout.foreign import sglang_python
 from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.supervisor import ServerDied, Servers

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megarl.group.follow import Answer, follow
 from megarl.group.wire import Tensors
-from megarl.mcore.model import DTYPES, build_model, read_hf_config
-from megarl.mcore.setup import Layout, Place, destroy_groups, initialize, make_groups, place
+from megarl.layout import Layout
+from megarl.mcore.model import DTYPES, Model, build_model, read_hf_config
+from megarl.mcore.setup import Place, destroy_groups, initialize, make_groups, place
 from megarl.weights.load import load_hf
 from megarl.weights.push import Pusher, PushError
 
@@ -26,7 +26,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.place: Place
-        self.model: nn.Module
+        self.model: Model
         self.hf: dict[str, Any]
 
     def setup(self, arguments: dict[str, Any], _: Tensors) -> Answer:
@@ -60,7 +60,7 @@ class Bench:
 
     def _push_once(self, pusher: Pusher, version: int) -> dict[str, Any]:
         with torch.no_grad():
-            for param in self.model.parameters():
+            for param in (param for chunk in self.model for param in chunk.parameters()):
                 param.mul_(1.0 + 2.0**-6)  # changes every weight that is not 0, in float32 and in bfloat16
         dist.barrier()
         begun, error = time.perf_counter(), ""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[1] / "mcore"))  # for `triton_cases`
 
@@ -19,19 +17,8 @@ from triton_cases import all_cases, compare  # noqa: E402
 
 from megarl.mcore import fused, fused_torch, fused_triton  # noqa: E402
 from megarl.mcore.logprobs import keep_hidden  # noqa: E402
-from megarl.mcore.setup import Layout, destroy_groups, make_groups  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def one_gpu() -> Iterator[None]:
-    """Megatron's process groups, all of size 1."""
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    make_groups(Layout())
-    yield
-    destroy_groups()
-    dist.destroy_process_group()
 
 
 def test_kernels_give_what_torch_gives_at_real_sizes() -> None:

@@ -1,0 +1,101 @@
+"""On a real GPU: Megatron's log-probs are those of transformers, by Transformer-Engine's layers and by ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import read_config, write_model
+from transformers import AutoModelForCausalLM
+
+from megarl.layout import Layout
+from megarl.mcore.engine import Engine, has_transformer_engine
+from megarl.mcore.memory import Bed
+from megarl.mcore.model import build_model
+from megarl.mcore.step import Outputs, forward_only
+from megarl.sample import Batch, MicroBatch
+from megarl.weights.load import load_hf
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
+
+LENGTHS = [65, 1, 30, 200]
+# Heads of 64: the smallest that the fast attention kernels take.
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
+FAMILIES = ("qwen2", "qwen3", "llama3", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        write_model(root / family, family, tied=False, **SIZES)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 45, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
+
+
+def ours(folder: Path, dtype: str, engine: Engine) -> torch.Tensor:
+    config = read_config(folder)
+    model = build_model(config, Layout(), dtype=dtype, engine=engine)
+    load_hf(model, folder, config)
+    micro = MicroBatch(Batch(tokens(), torch.tensor(LENGTHS)))
+    columns = forward_only(model, [micro], Outputs(Layout(), config["vocab_size"]), torch.device("cuda", 0))
+    return columns[0]["log_probs"].float().cpu()
+
+
+def theirs(folder: Path, dtype: str) -> torch.Tensor:
+    """Log-probs of each sequence by itself, 0 where nothing predicts a token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval().cuda()
+    columns = []
+    for ids in tokens().cuda().split(LENGTHS):
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0].float().log_softmax(-1)
+        columns += [torch.zeros(1), log_probs[:-1].gather(1, ids[1:, None])[:, 0].cpu()]
+    return torch.cat(columns)
+
+
+def assert_as_near_as_transformers(got: torch.Tensor, folder: Path) -> None:
+    """bfloat16 is judged by its distance from float32, where that of transformers is what rounding costs."""
+    exact = theirs(folder, "float32")
+    assert (got - exact).abs().mean() < 1.5 * (theirs(folder, "bfloat16") - exact).abs().mean()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_equal_those_of_transformers(root: Path, family: str) -> None:
+    """Float32 on both sides; log-probs around -8, and 4e-5 was the largest difference seen on a CPU."""
+    got = ours(root / family, "float32", Engine(transformer_impl="local"))
+    torch.testing.assert_close(got, theirs(root / family, "float32"), atol=3e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_costs_what_it_costs_transformers(root: Path, family: str) -> None:
+    assert_as_near_as_transformers(ours(root / family, "bfloat16", Engine(transformer_impl="local")), root / family)
+
+
+@pytest.mark.skipif(not has_transformer_engine(), reason="Transformer-Engine is not installed")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformer_engine_is_as_near(root: Path, family: str) -> None:
+    """In bfloat16: its attention over packed rows takes no float32."""
+    engine = Engine(transformer_impl="transformer_engine")
+    assert_as_near_as_transformers(ours(root / family, "bfloat16", engine), root / family)
+
+
+def test_a_model_that_sleeps_leaves_its_memory_and_comes_back_as_it_was(root: Path) -> None:
+    config = read_config(root / "qwen2")
+    model = build_model(config, Layout(), dtype="bfloat16")
+    load_hf(model, root / "qwen2", config)
+    before = [parameter.clone().cpu() for parameter in model[0].parameters()]
+    bed = Bed(model, None, parameters=True)
+    awake = torch.cuda.memory_allocated()
+    moved = bed.sleep()
+    assert awake - torch.cuda.memory_allocated() >= moved.parameters > 0
+    bed.wake()
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(before, model[0].parameters(), strict=True))
