@@ -2,12 +2,12 @@
 
 The floors, from the bottom; an import only points down:
 
-    0  sample (the nouns), config (every knob)
-    1  algo, data, rewards, metrics
+    0  sample (the nouns), layout, secret
+    1  config (every knob), algo, data, rewards, metrics
     2  rollout (everything that speaks to an engine), mcore (everything that knows Megatron-Core)
     3  weights (Megatron shards <-> Hugging Face names <-> servers)
-    4  group, roles, checkpoint
-    5  train, sft, evaluate, quickstart, doctor, cli (the stories and their commands)
+    4  group, roles, checkpoint, plan
+    5  site, run, train, sft, evaluate, serve, node, quickstart, doctor, cli (the stories and their commands)
 
 Nothing is imported here, so that `import megarl.algo` costs torch and nothing more.
 """

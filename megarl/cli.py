@@ -6,6 +6,8 @@ Each command lives in a module of its own, which is loaded only when it is asked
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,8 +20,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from megarl import __version__
+from megarl.cluster import placed
 from megarl.config import Config, load_config, recipe_names, to_yaml
 from megarl.convert.request import parse, print_help
+from megarl.plan.report import report
 
 
 class Command(NamedTuple):
@@ -34,10 +38,14 @@ COMMANDS = {
     "train": Command("megarl.train", "main", "reinforcement learning: rollouts, rewards, losses, weights, again"),
     "sft": Command("megarl.sft", "main", "supervised training on prompts and responses, with the same engine"),
     "evaluate": Command("megarl.evaluate", "main", "answer the evaluation prompts with a model and score the answers"),
+    "node": Command("megarl.node", "main", "a further machine of a run; `train` and `sft` are it where node_rank > 0"),
+    "serve": Command("megarl.serve", "main", "the servers of rollout.urls that belong on this machine"),
     "convert": Command("megarl.convert.story", "main", "a model on disk: Hugging Face's form to Megatron's, and back"),
     "doctor": Command("megarl.doctor", "main", "look whether this machine has what a run needs"),
     "config": Command("megarl.cli", "print_config", "print the configuration that a command line comes to"),
 }
+
+OVER_NODES = ("train", "sft", "evaluate", "node")  # on all but the first machine each of them is the last
 
 GROUPS = {
     "data": "files of prompts, batch size, lengths",
@@ -67,6 +75,8 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
+    if argv is None:  # this is the process's own command line
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # asked to end, it ends what it started, in order
     words = list(sys.argv[1:] if argv is None else argv)
     debug = _take_flag(words, "--debug")
     help_wanted = _take_flag(words, "--help", "-h")
@@ -107,6 +117,12 @@ def _run(name: str, words: list[str]) -> int:
     config, warnings = load_config(_overrides(words), command=name)
     for warning in warnings:
         _complain(f"warning: {warning}")
+    if name == "train" and config.trainer.check_only:  # needs no other machine, and neither torch nor Megatron
+        report(config)
+        return 0
+    if name in OVER_NODES:
+        config = placed(config, os.environ)
+        name = "node" if config.trainer.node_rank else name
     try:
         return _work_of(COMMANDS[name])(config)
     except (RuntimeError, FloatingPointError) as error:  # of ranks, servers, collector, push: a sentence each

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +15,14 @@ from transformers.utils import logging
 
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
-from megarl.parts import make_servers, make_stream, read_prompts
+from megarl.parts import make_stream, read_prompts
 from megarl.rewards.result import to_result
 from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.router import Router
 from megarl.rollout.stream import Stream
+from megarl.rollout.supervisor import ServerDied, Servers, State
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
+from megarl.site import Site
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,18 @@ def transformers_accuracy(
     return total / len(prompts)
 
 
+def look_after(servers: Servers, router: Router | None) -> None:
+    """A server that died is started again, with the same weights.  Raises ServerDied when none, or no router, is left.
+
+    The router does not notice by itself.
+    """
+    for event in servers.poll():
+        if router is not None:
+            (router.add if event.state is State.SERVING else router.remove)(event.url)
+        if all(state is State.OUT for state in servers.states):
+            raise ServerDied(f"no server is left; {event.reason}")
+
+
 def main(config: Config) -> int:
     """`megarl evaluate`: score model.path on data.val_files, with the servers and rewards of the configuration."""
     if not config.data.val_files:
@@ -122,10 +137,13 @@ def main(config: Config) -> int:
     prompts = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts).all(
         config.data.val_max_samples
     )
-    val, token = config.rollout.val_kwargs, secrets.token_hex(16)
-    with make_servers(config, token) as servers, console.status("starting the servers") as status:
-        servers.start()
-        with closing(make_stream(config, servers.urls, token)) as stream:
+    val = config.rollout.val_kwargs
+    with Site(config, trains=False) as site, console.status("starting the servers") as status:
+        servers, router = site.serve(), site.router
+        if router is not None:
+            for url in servers.urls:
+                router.add(url)
+        with closing(make_stream(config, [router.url] if router else servers.urls, site.server_token)) as stream:
             found = evaluate(
                 stream,
                 prompts,
@@ -135,6 +153,7 @@ def main(config: Config) -> int:
                 max_new_tokens=config.data.max_response_length,
                 seed=config.rollout.seed,
                 on_progress=lambda done, total: status.update(f"evaluating: {done} of {total} prompts"),
+                watch=partial(look_after, servers, router),
             )
     for name, value in found.metrics().items():
         console.print(f"{name} {value:.4f}", highlight=False)

@@ -55,6 +55,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     """Write everything and show the answers; returns the summary."""
     console = Console()
     run.trackers.stage("writing the model")
+    run.fleet.sleep()  # nobody is asked any more, and the actor wants room
     run.actor.export(run.dir / "hf", adapter=run.dir / "adapter" if run.config.actor.lora.rank else None)
     summary: dict[str, Any] = {"steps": run.num_steps, "prompts_filtered": run.num_filtered}
     before_file = run.dir / BEFORE

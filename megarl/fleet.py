@@ -3,6 +3,10 @@
 A server that died is started again by its supervisor, one that failed a push is pushed again and, failing twice in a
 row, started again; none of them is asked for anything before its next verified push.  The run stops only when no server
 is left.
+
+Servers on the trainer's GPUs are pushed to in turns with it: they have given all their memory back, the trainer says
+what it makes of the canary, they take room for weights alone, are pushed to, take that for their cache, and are asked
+for the canary.  None is started there while the trainer works.
 """
 
 from __future__ import annotations
@@ -10,9 +14,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+from megarl.rollout.client import EngineError
 from megarl.rollout.supervisor import ServerDied, ServerEvent, Servers, State
+from megarl.turns import ALL, CACHE, WEIGHTS, Turns
+from megarl.weights.canary import Canary
 
 Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weights.push.PushReport as a dict
 
@@ -36,8 +44,20 @@ def is_verified(report: dict[str, Any]) -> bool:
 class Fleet:
     """Example: fleet.push(7); then, while completions are awaited, fleet.tend() every second or oftener."""
 
-    def __init__(self, servers: Servers, stream: Trusts, push: Push, warn: Callable[[str], None]) -> None:
-        self._servers, self._stream, self._push, self._warn = servers, stream, push, warn
+    def __init__(
+        self,
+        servers: Servers,
+        stream: Trusts,
+        push: Push,
+        warn: Callable[[str], None],
+        turns: Turns | None = None,
+        canary: Callable[[], Canary] | None = None,
+        lends: Sequence[str] = ALL,
+    ) -> None:
+        """`turns`: of servers that share the trainer's GPUs, whose canary the trainer computes when it is asked to, and
+        which give it what they `lend`; None where each has its own, and the push brings the canary."""
+        self._servers, self._stream, self._push, self._warn, self._turns = servers, stream, push, warn, turns
+        self._canary, self._lends = canary, lends
         self.version: int | None = None  # of the last push
         self.holding: set[str] = set()  # servers that hold it, verified
         self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
@@ -51,7 +71,7 @@ class Fleet:
         Raises ServerDied when no server is left.
         """
         self.version, self.holding = version, set()
-        self._look()
+        self._look(starts=self._turns is None)
         report = self._deliver(self._serving())
         while not self.holding:
             time.sleep(_TEND_EVERY_S)
@@ -66,6 +86,31 @@ class Fleet:
         if time.monotonic() - self._tended >= _TEND_EVERY_S:
             self._repair()
 
+    def sleep(self) -> None:
+        """Servers that share the trainer's GPUs give their memory back; from then on only a push lets them serve.
+
+        One that is being started is waited for: it loads a model into the room that the trainer wants.
+        """
+        if (turns := self._turns) is None:
+            return
+        while State.STARTING in self._servers.states:
+            time.sleep(_TEND_EVERY_S)
+            self._look(starts=False)
+        self._in_turn(self._serving(), lambda url: turns.sleep(url, self._lends))
+
+    def _in_turn(self, urls: Sequence[str], act: Callable[[str], None]) -> list[str]:
+        """The servers that did it; one that did not is started again, which frees its memory too."""
+        with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="turn") as threads:
+            orders = {url: threads.submit(act, url) for url in urls}
+        failures = {url: order.exception() for url, order in orders.items()}
+        for url, error in failures.items():
+            if error is not None:
+                if not isinstance(error, EngineError):
+                    raise error
+                self._fence(url, str(error))
+                self._note(self._servers.restart(self._servers.urls.index(url), str(error)))
+        return [url for url, error in failures.items() if error is None]
+
     def metrics(self, report: dict[str, Any]) -> dict[str, float]:
         """Numbers for the log of a step, whose push gave this report; what is counted is counted since the start."""
         out = {f"push/{name}": float(count) for name, count in self.counts.items()}
@@ -76,6 +121,9 @@ class Fleet:
     def _repair(self) -> dict[str, Any] | None:
         """Push to servers that came back or failed; the report of that, if there were any."""
         self._look()
+        if self._turns is not None and (self.holding or State.STARTING in self._servers.states):
+            self._tended = time.monotonic()  # on these GPUs is no room for the trainer before its next turn
+            return None
         lagging = [url for url in self._serving() if url not in self.holding]
         report = self._deliver(lagging) if lagging and self.version is not None else None
         self.counts["repaired"] += len(set(lagging) & self.holding)
@@ -87,9 +135,9 @@ class Fleet:
             url for url, state in zip(self._servers.urls, self._servers.states, strict=True) if state is State.SERVING
         ]
 
-    def _look(self) -> None:
-        """Take dead servers out of service."""
-        self._note(self._servers.poll())
+    def _look(self, *, starts: bool = True) -> None:
+        """Take dead servers out of service, and start them again if that may be now."""
+        self._note(self._servers.poll(starts=starts))
         if all(state is State.OUT for state in self._servers.states):
             raise ServerDied(f"no server is left; {self._last_reason}")
 
@@ -98,10 +146,12 @@ class Fleet:
             if event.state is not State.SERVING:
                 self.counts["servers_died"] += 1
                 self._fence(event.url, event.reason)
+                if self._turns is not None:
+                    self._turns.forget(event.url)
 
     def _deliver(self, urls: Sequence[str]) -> dict[str, Any]:
         assert self.version is not None, "there is nothing to push before the first version"
-        report = self._push(urls, self.version)
+        report = self._push(urls, self.version) if self._turns is None else self._push_in_turn(self._turns, urls)
         for url, sentences in report["fallbacks"].items():
             self.counts["fallbacks"] += len(sentences)
             for sentence in sentences:
@@ -111,8 +161,23 @@ class Fleet:
                 self._failures.pop(url, None)
                 self.holding.add(url)
                 self._stream.trust(url, self.version, report.get("adapter"))
-            else:
+            elif url in report["failed"]:
                 self._failed(url, report["failed"][url])
+        return report
+
+    def _push_in_turn(self, turns: Turns, urls: Sequence[str]) -> dict[str, Any]:
+        """One that did not take its memory back is neither among the report's ways nor its failures."""
+        assert self.version is not None and self._canary is not None, "a push in turns has a version and a canary"
+        self.sleep()
+        canary = self._canary()
+        serving = set(self._serving())
+        awake = self._in_turn([url for url in urls if url in serving], lambda url: turns.wake(url, [WEIGHTS]))
+        report = self._push(awake, self.version)
+        began = time.monotonic()
+        full = self._in_turn(list(report["ways"]), lambda url: turns.wake(url, [CACHE]))
+        report["failed"] |= (wrong := turns.examine(canary, full, report.get("adapter")))
+        report["ways"] = {url: way for url, way in report["ways"].items() if url in full and url not in wrong}
+        report["timings"]["canary"] = time.monotonic() - began
         return report
 
     def _failed(self, url: str, reason: str) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.config import Config, to_yaml
+import torch
+
+from megarl.config import Config, layout_of, to_yaml, used_roles
+from megarl.config.models import model_numbers
+from megarl.config.servers import placements
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
-from megarl.group import Group
-from megarl.mcore.setup import Layout
+from megarl.group import Group, Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.rewards.pool import RewardPool
 from megarl.rollout import supervisor
 from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.server_process import HERE, Machines
 from megarl.rollout.stream import Stream
 
 
@@ -32,26 +37,30 @@ def model_folder(path: str) -> str:
         raise ValueError(f"model.path={path}: neither a folder nor a name that the hub gives ({reason})") from error
 
 
-def layout_of(megatron: Any) -> Layout:
-    """The keys of an `actor.megatron` group as the room `mcore` names them."""
-    return Layout(
-        tp=megatron.tensor_model_parallel_size,
-        pp=megatron.pipeline_model_parallel_size,
-        cp=megatron.context_parallel_size,
-        ep=megatron.expert_model_parallel_size or 1,
-        etp=megatron.expert_tensor_parallel_size,
-        sequence_parallel=megatron.sequence_parallel,
-        use_distributed_optimizer=megatron.use_distributed_optimizer,
-    )
+def engine_settings(role: Any) -> dict[str, Any]:
+    """How a role's layout is computed, as mcore.engine.Engine names it."""
+    names = ["transformer_impl", "recompute_granularity", "recompute_method", "recompute_num_layers"]
+    names += ["overlap_grad_reduce", "overlap_param_gather", "param_offload", "optimizer_offload"]
+    chosen = {name: getattr(role.megatron, name) for name in names if hasattr(role.megatron, name)}
+    return {"strategy": role.strategy, **chosen}
 
 
-def make_group(config: Config, layout: Layout, name: str) -> Group:
+def make_nodes(config: Config, token: str) -> Nodes:
+    """The further machines of a run, which will call this one."""
+    trainer = config.trainer
+    return Nodes(trainer.nnodes, trainer.n_gpus_per_node, trainer.master_addr, trainer.master_port, token)
+
+
+def make_group(config: Config, role: Any, name: str, *, nodes: Nodes | None = None) -> Group:
+    """The world of a role's layout, on the role's own ranks."""
     trainer = config.trainer
     return Group(
         name,
-        trainer.num_ranks,
-        layout,
+        role.num_ranks,
+        layout_of(role.megatron),
         log_dir=trainer.run_dir / "logs" / name,
+        nodes=nodes,
+        first_rank=role.first_rank,
         device=trainer.device,
         seed=trainer.seed,
         call_timeout_s=trainer.call_timeout_s,
@@ -98,26 +107,65 @@ def lora_settings(config: Config) -> dict[str, Any] | None:
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets), "seed": config.trainer.seed}
 
 
-def make_servers(config: Config, token: str) -> supervisor.Servers:
-    """The rollout servers of a run, not yet started, with the weights of model.path."""
+def server_launch(config: Config) -> EngineLaunch:
+    """How a rollout server of the run is started, with the weights of model.path; its place is left open."""
     rollout, lora = config.rollout, config.actor.lora
-    launch = EngineLaunch(
+    return EngineLaunch(
         rollout.engine,
         model_folder(config.model.path),
         host=rollout.host,
         dtype=rollout.dtype,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
+        expert_parallel_size=rollout.expert_parallel_size,
         max_running_requests=rollout.max_running_requests,
         max_total_tokens=rollout.max_total_tokens,
         random_seed=rollout.seed,
         python=rollout.sglang.python,
         args=(*rollout.sglang.args, *_in_flight_args(config)),
         device=None if config.trainer.device == "auto" else config.trainer.device,
+        memory_fraction=rollout.memory_fraction,
+        memory_saver=rollout.placement == "shared",
         lora_rank=lora.rank if lora.push == "adapter" else 0,
         lora_targets=tuple(lora.targets),
     )
-    patience = supervisor.Supervision(max_restarts=rollout.max_restarts)
-    return supervisor.Servers([launch] * rollout.num_servers, token, config.trainer.run_dir / "logs", patience)
+
+
+def supervision(config: Config) -> supervisor.Supervision:
+    """How patient one is with the servers."""
+    rollout = config.rollout
+    return supervisor.Supervision(start_timeout_s=rollout.start_timeout_s, max_restarts=rollout.max_restarts)
+
+
+def make_servers(config: Config, token: str, nodes: Nodes | None = None, *, trains: bool = True) -> supervisor.Servers:
+    """The rollout servers of a run, not yet started, or those that run already.  `trains`: beside a trainer."""
+    rollout = config.rollout
+    if rollout.urls:
+        return supervisor.Servers.at(rollout.urls, token, supervision(config))
+    launch, launches, machines = server_launch(config), [], []
+    for places, gpu in placements(config, trains=trains):
+        parts = tuple((nodes.machine(k), nodes.address(k)) if nodes else (HERE, rollout.host) for k in places)
+        machine, address = parts[0]
+        launches.append(replace(launch, host=address, first_gpu=gpu))
+        machines.append(machine if len(parts) == 1 else Machines(parts))
+    return supervisor.Servers(launches, token, config.trainer.run_dir / "logs", supervision(config), machines)
+
+
+def server_places(config: Config) -> list[tuple[range, int]]:
+    """Machines and first GPU of each server of a run."""
+    return placements(config, trains=True)
+
+
+def check_gpus(config: Config, *, trains: bool) -> None:
+    """Refuse servers for which this machine has too few GPUs: the others are like it."""
+    gpus, size = torch.cuda.device_count(), config.rollout.tensor_model_parallel_size
+    if config.rollout.engine != "sglang" or config.rollout.urls or config.trainer.device == "cpu" or not gpus:
+        return
+    for index, (machines, first) in enumerate(placements(config, trains=trains)):
+        if (last := first + size // len(machines) - 1) >= gpus:
+            raise ValueError(
+                f"rollout.placement={config.rollout.placement}: server {index} would take GPUs {first} to {last} of a "
+                f"machine that has {gpus}; want fewer or smaller servers, another rollout.first_gpu, or rollout.urls"
+            )
 
 
 def _in_flight_args(config: Config) -> list[str]:
@@ -147,12 +195,26 @@ def make_stream(config: Config, urls: Sequence[str], token: str, *, fenced: bool
     )
 
 
+def check_ids(config: Config, highest: int) -> None:
+    """A critic or reference with fewer tokens than the actor needs those of the tokenizer; the others are padding."""
+    ours = model_numbers(config, "actor").vocab_size
+    for role in set(used_roles(config, "train")) - {"actor"}:
+        theirs = model_numbers(config, role).vocab_size
+        if ours is not None and theirs is not None and theirs <= highest and theirs < ours:
+            raise ValueError(
+                f"{role}.model.path={getattr(config, role).model.path}: its vocabulary has {theirs} tokens, and the "
+                f"tokenizer of {config.model.tokenizer_path} has ids up to {highest}; want a model that knows them all"
+            )
+
+
 def read_prompts(config: Config, files: Sequence[str], *, overlong: str) -> Prompts:
     """The prompts of these files as the run tokenises them."""
     data = config.data
+    tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
+    check_ids(config, max(tokenizer.get_vocab().values()))
     return Prompts(
         files,
-        load_tokenizer(model_folder(config.model.tokenizer_path)),
+        tokenizer,
         prompt_key=data.prompt_key,
         ground_truth_key=data.ground_truth_key,
         max_prompt_length=data.max_prompt_length,

@@ -34,7 +34,7 @@ def prepare(config: Config) -> None:
     cold_start, _ = load_config(
         [
             "recipe=quickstart_sft",
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}",
+            f"trainer.n_gpus_per_node={config.trainer.num_ranks}",  # all on this machine
             f"actor.megatron.tensor_model_parallel_size={layout.tensor_model_parallel_size}",
             f"actor.megatron.pipeline_model_parallel_size={layout.pipeline_model_parallel_size}",
         ],

@@ -1,14 +1,14 @@
 """What a run is made of, started in one place and ended in reverse order whatever happens.
 
-Servers and ranks start side by side; roles that share a layout share a Group, a role with a layout of its own gets one.
+Servers and ranks start side by side; the servers are the site's and outlive this run of the ranks.  Roles that share a
+layout share a Group, a role with a layout of its own gets one.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -19,19 +19,18 @@ from rich.console import Console
 
 from megarl import checkpoint
 from megarl.algo.kl import make_kl_controller
-from megarl.config import Config, from_yaml, to_yaml
-from megarl.fleet import Fleet, Push
+from megarl.config import Config, from_yaml, layout_of, to_yaml
+from megarl.fleet import Fleet, Push, Trusts
 from megarl.group import Group
-from megarl.mcore.setup import Layout
+from megarl.layout import Layout
 from megarl.method import REFERENCE, make_method
 from megarl.metrics.jsonl import drop_after
 from megarl.metrics.timer import Timer
 from megarl.metrics.trackers import Trackers
 from megarl.parts import (
-    layout_of,
+    engine_settings,
     lora_settings,
     make_group,
-    make_servers,
     make_stream,
     model_folder,
     optim_settings,
@@ -42,13 +41,18 @@ from megarl.parts import (
 )
 from megarl.plugins import load_plugins
 from megarl.rewards import REWARDS, load_reward
-from megarl.roles.handles import Actor, Critic, Packing, Reference, Servers
+from megarl.roles.handles import Actor, Critic, Packing, Reference, Role, Servers
+from megarl.rollout import supervisor
 from megarl.rollout.client import Engine
 from megarl.rollout.feed import Feed
 from megarl.rollout.foreign import sglang_python
 from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.routed import Routed
 from megarl.rollout.stream import Stream
 from megarl.sample import Batch
+from megarl.site import Site
+from megarl.turns import ALL, CACHE, check_shared_gpus, gpu_seats
+from megarl.weights.canary import Canary
 
 # A server's log-probs of the canary may differ so much: other kernels and another order of sums; what it shall find,
 # tensors in the wrong place, is off by whole units.
@@ -57,7 +61,7 @@ CANARY_TOKENS = 64
 
 
 class Run:
-    """Use as a context manager.  Example: with Run(config) as run: run.fleet.push(version=0)"""
+    """Use as a context manager.  Example: with Site(config) as site, Run(config, site) as run: run.fleet.push(0)"""
 
     actor: Actor
     critic: Critic | None = None
@@ -67,12 +71,14 @@ class Run:
     feed: Feed
     trackers: Trackers
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, site: Site, resume: checkpoint.Checkpoint | None = None) -> None:
+        """`resume`: go on from there; None: from where trainer.resume_mode says."""
+        self.config, self._site = config, site
         self.dir = config.trainer.run_dir
         self.model_path = model_folder(config.model.path)
-        if config.rollout.engine == "sglang":
+        if config.rollout.engine == "sglang" and (not config.rollout.urls or config.rollout.router):
             sglang_python(config.rollout.sglang.python)  # refuses a missing one before anything starts
+        check_shared_gpus(config)
         load_plugins(config.algorithm.plugins)
         if not isinstance(REWARDS.get(config.reward.fn), str):  # a user's function, in a file or a plug-in
             load_reward(config.reward.fn)
@@ -98,9 +104,10 @@ class Run:
             )
         kl = config.algorithm.kl_ctrl
         self.kl = make_kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon)
-        self.resumed_from = checkpoint.find(config.trainer.resume_mode, self.checkpoints)
+        self.resumed_from = resume or checkpoint.find(config.trainer.resume_mode, self.checkpoints)
+        self.last_save = resume
         self.first_step = self.resumed_from.step if self.resumed_from else 0
-        self._groups: dict[Layout, Group] = {}
+        self._groups: dict[tuple[Layout, int, int], Group] = {}  # layout, first rank, ranks
         self._stack = ExitStack()
 
     @property
@@ -137,23 +144,43 @@ class Run:
         self.trackers.stage("starting ranks")
         self._make_roles()
         self.trackers.stage("starting servers")
-        token = secrets.token_hex(16)
-        processes = self._stack.enter_context(make_servers(config, token))
-        processes.start()
+        token, processes = self._site.server_token, self._site.serve()
         if config.rollout.ahead:
             check_version_spans(processes.urls, token)
+        router = self._site.router
+        self._start_stream([router.url] if router else processes.urls, token)
+        asked = Routed(router, self.stream) if router else self.stream
+        self.fleet = self._make_fleet(processes, asked, token)
         for group in self._groups.values():
             group.start()
+        self.fleet.sleep()
         self._load_roles()
         if self.resumed_from is not None:
             checkpoint.restore(self.resumed_from, self.trainable)
             self.prompts.load_state_dict(self.resumed_from.state["prompts"])
             self.kl.load_state_dict(self.resumed_from.state["kl"])
-        self._start_stream(processes.urls, token)
-        self.fleet = Fleet(processes, self.stream, self._pusher(processes.urls, token), self._warn)
+        self._end_turn()
 
-    def _pusher(self, urls: Sequence[str], token: str) -> Push:
-        """How the fleet gives the actor's weights to some of its servers."""
+    def _make_fleet(self, processes: supervisor.Servers, asked: Trusts, token: str) -> Fleet:
+        """Servers that share the trainer's GPUs get the canary once they have room for it, all others with the push."""
+        longest = min(CANARY_TOKENS, self.config.data.max_prompt_length + self.config.data.max_response_length)
+        words = (token for prompt in self.prompts.all(CANARY_TOKENS) for token in prompt.token_ids)
+        ids = list(islice(words, longest))
+        turns, lora = self._site.turns, self.config.actor.lora
+        if turns is None:
+            return Fleet(processes, asked, self._pusher(processes.urls, token, ids), self._warn)
+        return Fleet(
+            processes,
+            asked,
+            self._pusher(processes.urls, token, None),
+            self._warn,
+            turns,
+            canary=lambda: Canary.from_json(self._canary(ids)),
+            lends=[CACHE] if lora.rank and lora.push == "adapter" else ALL,  # no push brings back the base's weights
+        )
+
+    def _pusher(self, urls: Sequence[str], token: str, ids: list[int] | None) -> Push:
+        """How the fleet gives the actor's weights to some of its servers; `ids`: the canary that goes with them."""
         rollout = self.config.rollout
         servers = Servers(
             urls=tuple(urls),
@@ -165,17 +192,16 @@ class Run:
             pause_mode="in_place" if rollout.ahead else "retract",
             way=rollout.push,
             check_every=rollout.check_every,
+            gpus=gpu_seats(self.config, urls),
         )
-        longest = min(CANARY_TOKENS, self.config.data.max_prompt_length + self.config.data.max_response_length)
-        words = (token for prompt in self.prompts.all(CANARY_TOKENS) for token in prompt.token_ids)
-        ids = list(islice(words, longest))
+        canary = lambda: None if ids is None else self._canary(ids)  # noqa: E731
         lora = self.config.actor.lora
         if lora.rank and lora.push == "adapter":
             keep = rollout.ahead + 2  # those of completions under way, and the new one
             return lambda only, version: self.actor.push_adapter(
-                servers, version, only=only, keep=keep, canary=self._canary(ids)
+                servers, version, only=only, keep=keep, canary=canary()
             )
-        return lambda only, version: self.actor.push(servers, version, only=only, canary=self._canary(ids))
+        return lambda only, version: self.actor.push(servers, version, only=only, canary=canary())
 
     def _canary(self, ids: list[int]) -> dict[str, Any]:
         """A prompt, and its log-probs under the actor, which every server has to repeat after a push."""
@@ -207,7 +233,7 @@ class Run:
         temperature = config.rollout.temperature
         self.actor = Actor(
             "actor",
-            self._group_of(config.actor.megatron),
+            self._group_of(config.actor),
             Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu),
             temperature,
             update_settings=self.method.actor,
@@ -215,36 +241,45 @@ class Run:
         if self.method.critic:
             self.critic = Critic(
                 "critic",
-                self._group_of(critic.megatron),
+                self._group_of(critic),
                 Packing(critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu),
                 update_settings=self.method.critic,
             )
         if config.uses_reference:
             self.reference = Reference(
                 REFERENCE,
-                self._group_of(reference.megatron),
+                self._group_of(reference),
                 Packing(reference.log_prob_max_token_len_per_gpu, reference.log_prob_micro_batch_size_per_gpu),
                 temperature,
             )
 
-    def _group_of(self, megatron: Any) -> Group:
-        layout = layout_of(megatron)
-        if layout not in self._groups:
-            group = make_group(self.config, layout, f"ranks_{len(self._groups)}")
-            self._groups[layout] = self._stack.enter_context(group)
-        return self._groups[layout]
+    def _group_of(self, role: Any) -> Group:
+        """The ranks of a role's keys, shared with the roles of the same layout on the same ranks."""
+        world = layout_of(role.megatron), role.first_rank, role.num_ranks
+        if world not in self._groups:
+            group = make_group(self.config, role, f"ranks_{len(self._groups)}", nodes=self._site.nodes)
+            self._groups[world] = self._stack.enter_context(group)
+        return self._groups[world]
 
     def _load_roles(self) -> None:
         config = self.config
         dtype = config.model.dtype
         steps_a = optimizer_steps(config, config.actor, self.num_steps - self.warmup)
-        optim = optim_settings(config.actor, steps_a)
-        self.actor.load(self.model_path, dtype=dtype, optim=optim, plugins=plugins(config), lora=lora_settings(config))
+        self.actor.load(
+            self.model_path,
+            dtype=dtype,
+            optim=optim_settings(config.actor, steps_a),
+            plugins=plugins(config),
+            lora=lora_settings(config),
+            engine=engine_settings(config.actor),
+        )
         if self.critic:
-            optim = optim_settings(config.critic, optimizer_steps(config, config.critic, self.num_steps))
-            self.critic.load(model_folder(config.critic.model.path), dtype=dtype, optim=optim)
+            steps = optimizer_steps(config, config.critic, self.num_steps)
+            optim, engine = optim_settings(config.critic, steps), engine_settings(config.critic)
+            self.critic.load(model_folder(config.critic.model.path), dtype=dtype, optim=optim, engine=engine)
         if self.reference:
-            self.reference.load(model_folder(config.ref.model.path), dtype=dtype)
+            engine = engine_settings(config.ref)
+            self.reference.load(model_folder(config.ref.model.path), dtype=dtype, engine=engine)
 
     def _start_stream(self, urls: Sequence[str], token: str) -> None:
         config = self.config
@@ -269,6 +304,28 @@ class Run:
             keep=self.method.keep,
         )
 
+    @contextmanager
+    def trainers_turn(self) -> Iterator[None]:
+        """The GPUs are the trainer's, where servers share them; afterwards they want a push.  Else nothing happens."""
+        self.fleet.sleep()
+        for role in self._residents:
+            role.wake()
+        yield
+        self._end_turn()
+
+    def _end_turn(self) -> None:
+        for role in self._residents:
+            role.sleep()
+
+    @property
+    def _residents(self) -> list[Role]:
+        """Roles that stay on the GPUs for a whole turn of the trainer: those not moved for each call in any case."""
+        if self.config.rollout.placement != "shared":
+            return []
+        nodes: dict[str, Any] = {"actor": self.config.actor, "critic": self.config.critic, REFERENCE: self.config.ref}
+        roles = [role for role in (self.actor, self.critic, self.reference) if role is not None]
+        return [role for role in roles if not nodes[role.name].megatron.param_offload]
+
     def save(self, step: int, position: dict[str, Any], totals: dict[str, Any]) -> None:
         """A checkpoint after `step` iterations; `position` is that of the prompts behind them.
 
@@ -277,7 +334,10 @@ class Run:
         """
         state = {"prompts": position, "kl": self.kl.state_dict(), "totals": totals, "seed": self.config.trainer.seed}
         keep = self.config.trainer.max_checkpoints_to_keep
-        checkpoint.save(self.checkpoints, step, self.trainable, state, keep=keep)
+        with self.trainers_turn():
+            self.last_save = checkpoint.save(self.checkpoints, step, self.trainable, state, keep=keep)
+        if self._site.turns is not None:  # the servers have given away what they were pushed
+            self.fleet.push(step)
 
 
 def check_vocabularies(policy: str, reference: str, config: Config) -> None:

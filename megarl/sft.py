@@ -20,9 +20,10 @@ from megarl.metrics.curve import learning_curve
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
 from megarl.metrics.timer import Timer
-from megarl.parts import layout_of, make_group, model_folder, optim_settings, start_trackers
+from megarl.parts import engine_settings, make_group, model_folder, optim_settings, start_trackers
 from megarl.roles.handles import Actor, Packing, Update
 from megarl.sample import Batch
+from megarl.site import Site
 
 
 def sft(config: Config) -> dict[str, Any]:
@@ -50,11 +51,15 @@ def sft(config: Config) -> dict[str, Any]:
     trackers, began = start_trackers(config, num_steps, None), time.monotonic()
     try:
         trackers.stage("starting ranks")
-        with make_group(config, layout_of(config.actor.megatron), "ranks_0") as group:
+        with (
+            Site(config, serves=False) as site,
+            make_group(config, config.actor, "ranks_0", nodes=site.nodes) as group,
+        ):
             packing = Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu)
             actor = Actor("actor", group, packing, update_settings=_update(config))
             group.start()
-            actor.load(model_path, dtype=config.model.dtype, optim=optim_settings(config.actor, num_steps))
+            optim, engine = optim_settings(config.actor, num_steps), engine_settings(config.actor)
+            actor.load(model_path, dtype=config.model.dtype, optim=optim, engine=engine)
             timer, metrics = Timer(on_stage=trackers.stage), {}
             for step in range(num_steps):
                 with timer("update"):

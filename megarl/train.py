@@ -23,28 +23,43 @@ from megarl.data.batch import make_batch, sample_names
 from megarl.evaluate import Evaluation, evaluate
 from megarl.finish import finish, remember
 from megarl.fleet import is_verified
+from megarl.group import NodeLost, RankError
 from megarl.metrics.report import write_samples
 from megarl.metrics.stats import batch_stats, finalise
 from megarl.run import Run
 from megarl.sample import Batch, Sample, Stat, Stats
+from megarl.site import Site
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Run to the end; returns the summary that it also writes."""
+    """Run to the end; returns the summary that it also writes.  Ranks that fail may start again, beside the servers."""
     began = time.monotonic()
     prepare(config)
-    with Run(config) as run:
-        totals = Totals(began, run.resumed_from.state["totals"] if run.resumed_from else {})
-        push(run, run.first_step, totals)
-        if run.first_step == 0 and config.trainer.val_before_train:
-            remember(run.dir, measure(run, 0))
-        for step in range(run.first_step, run.num_steps):
-            position = lap(run, step, totals)
-            if due(step + 1, config.trainer.test_freq) and step + 1 < run.num_steps:
-                measure(run, step + 1)
-            if due(step + 1, config.trainer.save_freq) or (step + 1 == run.num_steps and config.trainer.save_freq > 0):
-                run.save(step + 1, position, totals.state_dict())
-        return finish(run, measure(run, run.num_steps), totals)
+    with Site(config) as site:
+        run = Run(config, site)
+        while True:
+            try:
+                with run:
+                    return ring(run, began)
+            except (RankError, NodeLost) as error:
+                site.forgive(error)
+                run = Run(config, site, resume=run.last_save)
+
+
+def ring(run: Run, began: float) -> dict[str, Any]:
+    """Lap after lap, with an evaluation and a checkpoint every so many."""
+    trainer = run.config.trainer
+    totals = Totals(began, run.resumed_from.state["totals"] if run.resumed_from else {})
+    push(run, run.first_step, totals)
+    if run.first_step == 0 and trainer.val_before_train:
+        remember(run.dir, measure(run, 0))
+    for step in range(run.first_step, run.num_steps):
+        position = lap(run, step, totals)
+        if due(step + 1, trainer.test_freq) and step + 1 < run.num_steps:
+            measure(run, step + 1)
+        if due(step + 1, trainer.save_freq) or (step + 1 == run.num_steps and trainer.save_freq > 0):
+            run.save(step + 1, position, totals.state_dict())
+    return finish(run, measure(run, run.num_steps), totals)
 
 
 def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
@@ -52,7 +67,7 @@ def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
     timer = run.timer
     with timer("gen"):
         iteration = run.feed.next(lambda done, total: run.trackers.stage("gen", done, total), watch=run.fleet.tend)
-    with samples_named(iteration.groups):
+    with samples_named(iteration.groups), run.trainers_turn():
         batch, stats = learn(run, iteration.groups, step)
     with timer("update_weights"):
         report = push(run, step + 1, totals)

@@ -52,7 +52,8 @@ def commands() -> list[Command]:
     for block in blocks():
         lines = block.text.replace("\\\n", " ").splitlines()
         for line, following in zip(lines, [*lines[1:], ""], strict=True):
-            words = shlex.split(line.removeprefix("$ "), comments=True) if block.language in ("bash", "console") else []
+            typed = block.language == "bash" or (block.language == "console" and line.startswith("$ "))
+            words = shlex.split(line.removeprefix("$ "), comments=True) if typed else []
             if words[:1] == ["megarl"]:
                 found.append(Command(words[1:], following if following.startswith("error:") else None))
     return found

@@ -18,7 +18,7 @@ from megarl.algo.estimate import SETTINGS
 from megarl.algo.knobs import CLIP_KEYS, keyword_names, knob_names
 from megarl.config import Config, load_config
 from megarl.config.keys import groups, leaf_types, mapping_of
-from megarl.config.schema import Algorithm, FilterGroups, OverlongBuffer, RolloutCorrection
+from megarl.config.schema.algorithm import Algorithm, FilterGroups, OverlongBuffer, RolloutCorrection
 from megarl.method import make_method
 from megarl.metrics.advice import RULES
 from megarl.plugins import load_plugins

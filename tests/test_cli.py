@@ -53,9 +53,15 @@ def test_a_command_gets_the_configuration_and_gives_the_exit_code(train):
 
 
 def test_warnings_go_to_stderr_and_the_command_still_runs(train, capsys):
-    assert call("train", "recipe=quickstart", "critic.strategy=fsdp") == 0
-    assert "warning: critic.strategy=fsdp" in capsys.readouterr().err
-    assert train.config.critic.strategy == "megatron"
+    assert call("train", "recipe=quickstart", "actor.use_dynamic_bsz=true") == 0
+    assert "warning: actor.use_dynamic_bsz has no meaning here" in capsys.readouterr().err
+    assert train.config is not None
+
+
+def test_check_only_prints_the_layout_and_starts_nothing(train, capsys):
+    assert call("train", "recipe=grpo_qwen2_5_72b_8x8h100", "trainer.check_only=true") == 0
+    assert "actor" in capsys.readouterr().out
+    assert train.config is None
 
 
 def test_a_users_mistake_found_later_is_told_in_the_same_way(train, capsys):

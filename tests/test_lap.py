@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from megarl.algo.finite import NonFiniteError
+from megarl.finish import finish
 from megarl.metrics.timer import Timer
 from megarl.rollout.feed import Iteration
+from megarl.run import Run
 from megarl.sample import Batch, Completion, Prompt, Sample, VersionSpan
 from megarl.train import Totals, lap, learn, samples_named, shuffle_rewards
 
@@ -53,6 +56,7 @@ def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Pat
         fleet=SimpleNamespace(push=push, tend=None, metrics=lambda report: {}),
         timer=Timer(),
         trackers=SimpleNamespace(log=lambda step, metrics: logged.append((step, metrics))),
+        trainers_turn=nullcontext,
     )
     assert lap(run, 3, Totals(0.0, {})) == {"position": 4}
     assert pushed == [4]
@@ -80,3 +84,49 @@ def test_a_place_is_counted_on_from_the_sequences_before() -> None:
     found = NonFiniteError("log_probs", 2, 7, float("inf")).moved(10)
     assert (found.sequence, found.token, found.column) == (12, 7, "log_probs")
     assert found.details == {"column": "log_probs", "sequence": 12, "token": 7, "value": float("inf")}
+
+
+def test_a_save_is_a_turn_of_the_trainer_behind_which_servers_are_pushed_again(tmp_path: Path) -> None:
+    story: list[Any] = []
+    run: Any = Run.__new__(Run)
+    run.config = SimpleNamespace(
+        trainer=SimpleNamespace(seed=7, max_checkpoints_to_keep=1, run_dir=tmp_path),
+        rollout=SimpleNamespace(placement="shared"),
+        actor=SimpleNamespace(megatron=SimpleNamespace(param_offload=False)),
+        critic=None,
+        ref=None,
+    )
+    run.dir, run.kl = tmp_path, SimpleNamespace(state_dict=dict)
+    run.actor = SimpleNamespace(
+        name="actor",
+        wake=lambda: story.append("wake"),
+        sleep=lambda: story.append("sleep"),
+        save=lambda folder: story.append(("save", folder.name)),
+    )
+    run.fleet = SimpleNamespace(sleep=lambda: story.append("servers sleep"), push=lambda v: story.append(("push", v)))
+    run._site = SimpleNamespace(turns=object())
+    run.save(3, {"position": 4}, {})
+    assert story == ["servers sleep", "wake", ("save", "actor"), "sleep", ("push", 3)]
+    assert run.last_save.state == {"prompts": {"position": 4}, "kl": {}, "totals": {}, "seed": 7}
+    del story[:]
+    run._site.turns = None
+    run.save(4, {"position": 5}, {})
+    assert ("push", 4) not in story, "those on GPUs of their own hold what they were pushed"
+
+
+def test_a_model_is_written_when_the_servers_have_given_their_memory_back(tmp_path: Path) -> None:
+    story: list[Any] = []
+    actor = SimpleNamespace(lora=SimpleNamespace(rank=0))
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(actor=actor, trainer=SimpleNamespace(experiment_name="x")),
+        dir=tmp_path,
+        trackers=SimpleNamespace(stage=lambda name: None),
+        fleet=SimpleNamespace(sleep=lambda: story.append("servers sleep"), counts={"servers_died": 0}),
+        actor=SimpleNamespace(export=lambda folder, adapter: story.append(folder.name)),
+        num_steps=3,
+        num_filtered=0,
+        val_prompts=[],
+    )
+    nothing: Any = None
+    finish(run, nothing, Totals(0.0, {}))
+    assert story == ["servers sleep", "hf"]

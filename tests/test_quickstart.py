@@ -1,4 +1,4 @@
-"""The main job, whole: it learns with PPO and GRPO, on tensor, pipeline and data ranks, not from wrong rewards."""
+"""The main job, whole: it learns with PPO and GRPO, a critic with a layout of its own, and not from wrong rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.cli import main
 from megarl.rollout.foreign import PYTHON_VARIABLE, sglang_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(900)]
-PIPELINE = ["actor.megatron.tensor_model_parallel_size=1", "actor.megatron.pipeline_model_parallel_size=2"]
+CRITIC_PIPELINE = [f"critic.megatron.{axis}_model_parallel_size={n}" for axis, n in (("tensor", 1), ("pipeline", 2))]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,7 @@ def run(home: Path, name: str, *words: str) -> dict[str, Any]:
     ("name", "words"),
     [
         ("quickstart", ["recipe=quickstart"]),
-        ("pp", ["recipe=quickstart", *PIPELINE]),
-        ("dp", ["recipe=quickstart", PIPELINE[0]]),
+        ("critic_pp", ["recipe=quickstart", *CRITIC_PIPELINE]),
         ("quickstart_grpo", ["recipe=quickstart_grpo"]),
     ],
 )

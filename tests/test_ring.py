@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from megarl.cli import main
 
 pytestmark = pytest.mark.dist
+KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"]
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +26,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ppo(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Actor, critic and reference on two tensor-parallel ranks; the KL in the reward too, steered."""
     runs = tmp_path_factory.mktemp("runs")
-    kl = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"]
     more = ["trainer.check_export=true", "trainer.logger=[console,jsonl,tensorboard]", "rollout.check_every=2"]
-    words = settings(parts, runs, "ppo", *PPO, *kl, *more)
+    words = settings(parts, runs, "ppo", *PPO, *KL, *more)
     assert main(["train", *words]) == 0
     return runs / "ppo"
 
@@ -77,6 +77,28 @@ def test_the_kl_controller_moves_and_statistics_have_the_fields_names(ppo: Path)
         critic/score/mean response_length/mean prompt_length/mean rollout_corr/log_prob_gap_max timing_s/gen
         timing_s/update_actor timing_s/update_weights timing_s/step perf/throughput perf/unaccounted"""
     assert not set(wanted.split()) - set(last)
+
+
+@pytest.mark.slow
+def test_on_shared_gpus_servers_and_trainer_take_turns_and_nothing_else_changes(
+    ppo: Path, parts: Path, tmp_path: Path
+) -> None:
+    """Servers give their memory back, models wait in host memory, checkpoints between: the same to the last bit."""
+    more = ["rollout.placement=shared", "critic.megatron.param_offload=true", "trainer.save_freq=1"]
+    assert main(["train", *settings(parts, tmp_path, "turns", *PPO, *KL, *more)]) == 0
+    for metric in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/score/mean"):
+        assert steps(tmp_path / "turns", metric) == steps(ppo, metric)
+
+
+@pytest.mark.slow
+def test_a_critic_may_have_ranks_of_its_own(parts: Path, tmp_path: Path) -> None:
+    """Four processes: two hold the actor as a pipeline, one the critic, and the last nothing."""
+    more = ["actor.megatron.pipeline_model_parallel_size=2", "critic.megatron.pipeline_model_parallel_size=1"]
+    more += ["trainer.n_gpus_per_node=4", "actor.num_ranks=2", "critic.first_rank=2", "critic.num_ranks=1"]
+    assert main(["train", *settings(parts, tmp_path, "own", *more)]) == 0
+    assert len(list((tmp_path / "own" / "logs" / "ranks_0").rglob("stderr.log"))) == 2
+    assert len(list((tmp_path / "own" / "logs" / "ranks_1").rglob("stderr.log"))) == 1
+    assert len(steps(tmp_path / "own", "critic/vf_loss")) == 3
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_parts(tmp_path_factory.mktemp("parts"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(parts: Path, tmp_path: Path) -> None:
     """Killed after a save and some steps behind it: the resumed run repeats those steps to the last bit.
 

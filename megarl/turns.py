@@ -1,0 +1,120 @@
+"""Servers that stand on the trainer's GPUs: which these are, and how they give memory back while the trainer computes.
+
+`Turns` knows which server gave what back, since stock SGLang dies of taking what it never gave.  It outlives a restart
+of the ranks; a server that is started again has given nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from megarl.config import Config
+from megarl.config.servers import placements
+from megarl.rollout.client import Engine, EngineError
+from megarl.weights.canary import Canary, disagreement
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+ALL = (WEIGHTS, CACHE)
+
+
+class Turns:
+    """Example: turns.sleep(url); ... train ...; turns.wake(url, [WEIGHTS]); ... push ...; turns.wake(url, [CACHE])"""
+
+    def __init__(self, token: str, *, timeout_s: float) -> None:
+        self._token, self._timeout_s = token, timeout_s
+        self._given: dict[str, tuple[str, ...]] = {}
+
+    def sleep(self, url: str, what: Sequence[str] = ALL) -> None:
+        """The server ends what it still writes and gives memory back.  Raises EngineError where it does not.
+
+        Weights that were given back are lost: they want a push.
+        """
+        lent = self._given.get(url, ())
+        new = tuple(each for each in what if each not in lent)
+        if not new:
+            return
+        engine = Engine(url, self._token, timeout_s=self._timeout_s)
+        try:
+            engine.pause("abort")  # it refuses to give memory while a request runs that nobody waits for any more
+            engine.release_memory(new)
+        finally:
+            engine.close()
+        self._given[url] = (*lent, *new)
+
+    def wake(self, url: str, what: Sequence[str] = ALL) -> None:
+        """It takes back what it gave of this, and with the last of it serves again.  Raises EngineError where not."""
+        lent = self._given.get(url, ())
+        back = tuple(each for each in lent if each in what)
+        if not back:
+            return
+        rest = tuple(each for each in lent if each not in what)
+        engine = Engine(url, self._token, timeout_s=self._timeout_s)
+        try:
+            engine.resume_memory(back)
+            if not rest:
+                engine.resume()
+        finally:
+            engine.close()
+        self._given[url] = rest
+
+    def forget(self, url: str) -> None:
+        """The process that had given is gone."""
+        self._given.pop(url, None)
+
+    def examine(self, canary: Canary, urls: Sequence[str], adapter: str | None = None) -> dict[str, str]:
+        """url -> why it is not to be believed, of servers that have all their memory again."""
+
+        def ask(url: str) -> list[float] | str:
+            engine = Engine(url, self._token, timeout_s=self._timeout_s)
+            try:
+                return engine.prompt_log_probs(canary.prompt_ids, adapter=adapter)
+            except EngineError as error:
+                return str(error)
+            finally:
+                engine.close()
+
+        with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="canary") as threads:
+            answers = dict(zip(urls, threads.map(ask, urls), strict=True))
+        silent = {url: answer for url, answer in answers.items() if isinstance(answer, str)}
+        heard = {url: answer for url, answer in answers.items() if not isinstance(answer, str)}
+        return silent | disagreement(canary, heard)
+
+
+def gpu_seats(config: Config, urls: Sequence[str]) -> dict[str, Any] | None:
+    """The GPUs of the actor's ranks and of the servers', as weights.gpu_handles.Gpus has them; None: nobody knows."""
+    if config.rollout.urls:
+        return None
+    each, actor, servers = config.trainer.n_gpus_per_node, config.actor, {}
+    assert actor.num_ranks is not None, "settled when the configuration was read"
+    trainer = [f"{gpu // each}/{gpu % each}" for gpu in range(actor.first_rank, actor.first_rank + actor.num_ranks)]
+    for url, (machines, gpu) in zip(urls, placements(config, trains=True), strict=True):
+        on_each = range(config.rollout.tensor_model_parallel_size // len(machines))
+        servers[url] = [f"{machine}/{gpu + rank}" for machine in machines for rank in on_each]
+    return {"trainer": trainer, "servers": servers}
+
+
+def check_shared_gpus(config: Config) -> None:
+    """Into a server on GPUs of the actor leads one way, by memory that both map, and it wants the actor on all."""
+    rollout, device = config.rollout, config.trainer.device
+    on_gpus = rollout.engine == "sglang" and (device == "cuda" or (device == "auto" and torch.cuda.is_available()))
+    if rollout.placement != "shared" or not on_gpus:
+        return
+    seats = gpu_seats(config, [str(index) for index in range(rollout.num_servers)])
+    assert seats is not None, "servers that run elsewhere share no GPU"
+    for index, gpus in seats["servers"].items():
+        common = set(gpus) & set(seats["trainer"])
+        if common and rollout.push not in ("auto", "shared"):
+            raise ValueError(
+                f"rollout.push={rollout.push}: NCCL joins no two processes of one GPU, and with "
+                "rollout.placement=shared ranks of the actor and of servers are such; want auto or shared"
+            )
+        if common and common != set(gpus):
+            raise ValueError(
+                f"rollout.tensor_model_parallel_size={len(gpus)}: server {index} stands on {len(common)} GPUs of the "
+                f"actor's and {len(gpus) - len(common)} others, and no push leads into such a one; want servers that "
+                "stand wholly on the actor's GPUs (actor.first_rank, actor.num_ranks) or wholly beside them"
+            )

@@ -1,0 +1,105 @@
+"""Who is asked for the completions of an evaluation, and who looks after the servers meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl import evaluate
+from megarl.config import Config
+from megarl.evaluate import look_after
+from megarl.rollout.supervisor import ServerDied, ServerEvent, State
+
+A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
+
+
+class Router:
+    url = ROUTER
+
+    def __init__(self) -> None:
+        self.working: list[str] = []
+
+    def add(self, url: str) -> None:
+        self.working.append(url)
+
+    def remove(self, url: str) -> None:
+        self.working.remove(url)
+
+
+class Servers:
+    """They tell of one event after another."""
+
+    urls = [A, B]
+
+    def __init__(self, *events: ServerEvent) -> None:
+        self._events = list(events)
+        self.states = [State.SERVING, State.SERVING]
+
+    def poll(self) -> list[ServerEvent]:
+        if not self._events:
+            return []
+        event = self._events.pop(0)
+        self.states[event.index] = event.state
+        return [event]
+
+
+class Stopped(Exception):
+    """Far enough."""
+
+
+@pytest.mark.parametrize("router", [None, Router()])
+def test_completions_are_asked_of_the_router_where_there_is_one(
+    router: Router | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Site:
+        server_token = "token"
+
+        def __init__(self, config: Config, *, trains: bool) -> None:
+            assert not trains, "the GPUs are the servers'"
+            self.router = router
+
+        def __enter__(self) -> Site:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def serve(self) -> Servers:
+            return Servers()
+
+    def make_stream(config: Config, urls: list[str], token: str) -> None:
+        asked.extend(urls)
+        raise Stopped
+
+    monkeypatch.setattr(evaluate, "Site", Site)
+    monkeypatch.setattr(evaluate, "make_stream", make_stream)
+    monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: SimpleNamespace(all=lambda _: ["a prompt"]))
+    config = Config()
+    config.data.val_files = ["a.jsonl"]
+    with pytest.raises(Stopped):
+        evaluate.main(config)
+    assert asked == ([A, B] if router is None else [ROUTER])
+    if router is not None:
+        assert router.working == [A, B]
+
+
+def test_a_server_that_died_gets_no_work_until_it_is_back_and_without_any_it_ends() -> None:
+    router: Any = Router()
+    router.working = [A, B]
+    servers: Any = Servers(
+        ServerEvent(0, A, State.RESTING, 1, "it ended"),
+        ServerEvent(0, A, State.SERVING, 2),
+        ServerEvent(1, B, State.OUT, 3, "after 3 restarts, it ended"),
+        ServerEvent(0, A, State.OUT, 4, "after 3 restarts, it broke"),
+    )
+    states = []
+    for _ in range(3):
+        look_after(servers, router)
+        states.append(sorted(router.working))
+    assert states == [[B], [A, B], [A]]
+    with pytest.raises(ServerDied, match="no server is left; after 3 restarts, it broke"):
+        look_after(servers, None)

@@ -1,0 +1,151 @@
+"""Servers that give memory back, and take what they gave."""
+
+from __future__ import annotations
+
+import pytest
+from config_helpers import load
+
+from megarl import turns as turns_module
+from megarl.rollout.client import EngineError
+from megarl.turns import CACHE, WEIGHTS, Turns, check_shared_gpus, gpu_seats
+from megarl.weights.canary import Canary
+
+URL, OTHER, DEAF = (f"http://127.0.0.1:{port}" for port in (1, 2, 3))
+SHARED = ["rollout.engine=sglang", "rollout.placement=shared", "trainer.device=cuda", "trainer.n_gpus_per_node=4"]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What a server is told."""
+    words: list[tuple] = []
+
+    class Server:
+        def __init__(self, url: str, token: str, *, timeout_s: float) -> None:
+            self.url = url
+            words.append(("open", url, token))
+
+        def pause(self, mode: str) -> None:
+            words.append(("pause", mode))
+
+        def resume(self) -> None:
+            words.append(("resume",))
+
+        def release_memory(self, tags: tuple[str, ...]) -> None:
+            words.append(("release", *tags))
+
+        def resume_memory(self, tags: tuple[str, ...]) -> None:
+            words.append(("take", *tags))
+
+        def prompt_log_probs(self, prompt_ids: tuple[int, ...], adapter: str | None) -> list[float]:
+            if self.url == DEAF:
+                raise EngineError(self.url, "/generate", 0, "no answer")
+            return [-0.5 if self.url == URL else -1.5]
+
+        def close(self) -> None:
+            words.append(("close",))
+
+    monkeypatch.setattr(turns_module, "Engine", Server)
+    return words
+
+
+def test_a_server_that_sleeps_writes_nothing_any_more_and_then_gives_all_back(said) -> None:
+    Turns("secret", timeout_s=1.0).sleep(URL)
+    assert said == [("open", URL, "secret"), ("pause", "abort"), ("release", WEIGHTS, CACHE), ("close",)]
+
+
+def test_it_takes_what_it_gave_and_serves_again(said) -> None:
+    turns = Turns("secret", timeout_s=1.0)
+    turns.sleep(URL, [CACHE])
+    del said[:]
+    turns.wake(URL)
+    assert said[1:] == [("take", CACHE), ("resume",), ("close",)]
+    del said[:]
+    turns.wake(URL)
+    assert said == [], "stock SGLang dies of taking what it never gave"
+
+
+def test_what_was_given_is_not_given_twice(said) -> None:
+    turns = Turns("secret", timeout_s=1.0)
+    turns.sleep(URL, [CACHE])
+    turns.sleep(URL)
+    turns.sleep(URL)
+    assert [words for words in said if words[0] == "release"] == [("release", CACHE), ("release", WEIGHTS)]
+    turns.wake(URL)
+    assert ("take", CACHE, WEIGHTS) in said
+
+
+def test_it_takes_room_for_weights_first_and_serves_when_it_has_all(said) -> None:
+    turns = Turns("secret", timeout_s=1.0)
+    turns.sleep(URL)
+    del said[:]
+    turns.wake(URL, [WEIGHTS])
+    assert said[1:] == [("take", WEIGHTS), ("close",)]
+    del said[:]
+    turns.wake(URL, [WEIGHTS])
+    assert said == []
+    turns.wake(URL, [CACHE])
+    assert said[1:] == [("take", CACHE), ("resume",), ("close",)]
+
+
+def test_a_canary_is_asked_of_each_and_what_differs_or_says_nothing_is_named(said) -> None:
+    canary = Canary((5, 6), (-0.5,))
+    found = Turns("secret", timeout_s=1.0).examine(canary, [URL, OTHER, DEAF])
+    assert found.keys() == {OTHER, DEAF}
+    assert "log-probs that differ by up to 1 from those of the trainer" in found[OTHER]
+
+
+def test_a_new_process_has_given_nothing(said) -> None:
+    turns = Turns("secret", timeout_s=1.0)
+    turns.sleep(URL)
+    turns.forget(URL)
+    del said[:]
+    turns.wake(URL)
+    assert said == []
+
+
+def test_gpus_are_named_by_machine_and_number_of_servers_on_one_machine_each() -> None:
+    sizes = ["trainer.nnodes=2", "rollout.tensor_model_parallel_size=2", "rollout.num_servers=4"]
+    assert gpu_seats(load(*SHARED, *sizes), ["a", "b", "c", "d"]) == {
+        "trainer": ["0/0", "0/1", "0/2", "0/3", "1/0", "1/1", "1/2", "1/3"],
+        "servers": {"a": ["0/0", "0/1"], "b": ["0/2", "0/3"], "c": ["1/0", "1/1"], "d": ["1/2", "1/3"]},
+    }
+
+
+def test_gpus_of_a_server_over_several_machines_are_named_by_each() -> None:
+    config = load(*SHARED, "trainer.nnodes=2", "rollout.tensor_model_parallel_size=8")
+    seats = gpu_seats(config, ["a"])
+    assert seats is not None
+    assert seats["servers"]["a"] == seats["trainer"] == [f"{machine}/{gpu}" for machine in (0, 1) for gpu in range(4)]
+
+
+def test_servers_beside_the_trainer_are_not_taken_for_the_next_machine() -> None:
+    config = load("rollout.engine=sglang", "trainer.n_gpus_per_node=4", "trainer.nnodes=2", "rollout.num_servers=2")
+    seats = gpu_seats(config, ["a", "b"])
+    assert seats is not None
+    assert seats["servers"] == {"a": ["0/4"], "b": ["1/4"]}
+
+
+def test_an_actor_on_later_gpus_is_named_by_these() -> None:
+    seats = gpu_seats(load(*SHARED, "actor.first_rank=2", "actor.num_ranks=2"), ["a"])
+    assert seats == {"trainer": ["0/2", "0/3"], "servers": {"a": ["0/0"]}}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rollout.push=sharded"], "^rollout.push=sharded: NCCL joins no two processes of one GPU"),
+        (
+            ["rollout.tensor_model_parallel_size=4", "actor.num_ranks=2"],
+            "^rollout.tensor_model_parallel_size=4: server 0 stands on 2 GPUs of the actor's and 2 others",
+        ),
+    ],
+)
+def test_a_server_into_which_no_push_leads_is_refused_before_the_start(words: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_shared_gpus(load(*SHARED, *words))
+    check_shared_gpus(load(*[word.replace("cuda", "cpu") for word in SHARED], *words))
+
+
+def test_servers_beside_the_actor_take_any_way() -> None:
+    where = ["actor.first_rank=2", "actor.num_ranks=2", "rollout.num_servers=2", "rollout.push=sharded"]
+    check_shared_gpus(load(*SHARED, *where))
