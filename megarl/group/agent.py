@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl import __version__
 from megarl.group.nodes import JOIN_S, SILENCE_S
@@ -22,7 +22,7 @@ from megarl.group.relay import Relay
 from megarl.group.wire import HEARTBEAT_S, Wire, WireClosed, WireRefused, connect
 from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.lifetime import last_lines
-from megarl.rollout.server_process import LocalServer, free_ports
+from megarl.rollout.server_process import Handle, LocalServer, free_ports
 from megarl.secret import derived
 
 WORKERS = ("megarl.roles.worker",)
@@ -32,19 +32,6 @@ _LOOK_S = 0.2
 
 class DriverLost(RuntimeError):
     """Node 0 went without a word, does not answer, or does not want us; one sentence."""
-
-
-class Job(Protocol):
-    @property
-    def pid(self) -> int: ...
-
-    def exit_code(self) -> int | None: ...
-
-    def last_words(self) -> str: ...
-
-    def ask_to_end(self) -> None: ...
-
-    def end(self, grace_s: float) -> None: ...
 
 
 @dataclass
@@ -85,7 +72,7 @@ class Agent:
         """
         self._node, self._address, self._token, self._source = node, address, token, source
         self._workers = workers
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, Handle] = {}
         self._told: set[int] = set()  # jobs whose end the driver knows
         self._done = threading.Event()
         self._orders: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

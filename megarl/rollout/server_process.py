@@ -41,7 +41,7 @@ class MachineGone(OSError):
 
 
 class Handle(Protocol):
-    """A server's process, wherever it runs."""
+    """A process of servers or ranks, wherever it runs."""
 
     @property
     def pid(self) -> int: ...
