@@ -97,7 +97,7 @@ def test_momentum_is_that_of_the_optimizer_unless_set() -> None:
 def test_experts_that_lie_over_fewer_ranks_than_the_rest_have_copies() -> None:
     layout = ["tensor_model_parallel_size=4", "expert_model_parallel_size=2", "expert_tensor_parallel_size=1"]
     words = [f"actor.megatron.{word}" for word in (*layout, "sequence_parallel=true", "overlap_grad_reduce=true")]
-    load(EXPERTS, *words, "trainer.n_gpus_per_node=4")
+    assert load(EXPERTS, *words, "trainer.n_gpus_per_node=4").actor.megatron.overlap_grad_reduce
 
 
 @pytest.mark.parametrize(

@@ -94,16 +94,22 @@ def test_the_cpu_engine_is_one_process() -> None:
 
 
 def test_servers_may_be_wider_than_keys_and_values_and_than_a_machine() -> None:
-    load(*SGLANG, DENSE, f"{TP}=8")
-    load(*SGLANG, "trainer.nnodes=4", "rollout.placement=shared", f"{TP}=32")
-    load(*SGLANG, EXPERTS, "rollout.placement=shared", f"{TP}=8", f"{EP}=8")
-    load(*SGLANG, "rollout.urls=['http://a:1','http://b:30000/']", "rollout.dtype=bfloat16")
+    wide = ["trainer.nnodes=4", "rollout.placement=shared", f"{TP}=32"]
+    experts = [EXPERTS, "rollout.placement=shared", f"{TP}=8", f"{EP}=8"]
+    for words, size in (([DENSE, f"{TP}=8"], 8), (wide, 32), (experts, 8)):
+        assert load(*SGLANG, *words).rollout.tensor_model_parallel_size == size
+    assert (
+        len(load(*SGLANG, "rollout.urls=['http://a:1','http://b:30000/']", "rollout.dtype=bfloat16").rollout.urls) == 2
+    )
 
 
 def test_servers_apart_stand_behind_the_trainer_or_knowingly_beside_it() -> None:
-    load(*SGLANG, f"{TP}=4", "rollout.num_servers=2")
-    load(*SGLANG, "rollout.first_gpu=0", "rollout.memory_fraction=0.3")
-    load(*SGLANG, "rollout.num_servers=40", "trainer.device=cpu")  # without GPUs there is nothing to run out of
+    behind = load(*SGLANG, f"{TP}=4", "rollout.num_servers=2")
+    assert [gpu for _, gpu in placements(behind, trains=True)][0] == behind.trainer.n_gpus_per_node
+    beside = load(*SGLANG, "rollout.first_gpu=0", "rollout.memory_fraction=0.3")
+    assert [gpu for _, gpu in placements(beside, trains=True)] == [0]
+    # Without GPUs there is nothing to run out of.
+    assert load(*SGLANG, "rollout.num_servers=40", "trainer.device=cpu").rollout.num_servers == 40
 
 
 def test_an_evaluation_has_all_gpus_for_its_servers() -> None:

@@ -80,4 +80,4 @@ def test_ranks_whose_relay_does_not_call_are_ended(monkeypatch: pytest.MonkeyPat
 
 def test_a_stranger_at_the_drivers_door_keeps_no_machine_out() -> None:
     with driver() as found, socket.create_connection(("127.0.0.1", found.port)):
-        agent_of(found)
+        assert agent_of(found).is_alive(), "node 1 is welcome while the stranger says nothing"

@@ -62,6 +62,7 @@ def test_several_machines_without_a_token_are_told_how_to_make_one() -> None:
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda file: file.name)
 def test_a_manifest_is_what_kubernetes_takes(manifest: Path) -> None:
+    assert documents(manifest), "a manifest describes something"
     for document in documents(manifest):
         kubernetes_validate.validate(document, "1.31", strict=True)
 

@@ -82,4 +82,5 @@ def test_what_is_ones_own_takes_five_words(name):
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name not in RUNS])
 def test_other_recipes_compose_too(name):
     command = "sft" if name.endswith("sft") else "train"
-    load_config([f"recipe={name}"], command=command)
+    config, _ = load_config([f"recipe={name}"], command=command)
+    assert config.trainer.experiment_name == name

@@ -59,8 +59,8 @@ class Actor:
 
 
 @dataclass
-class CriticModel:
-    path: str = II("model.path")  # Hugging Face folder the critic starts from; its head starts at zero
+class StartModel:
+    path: str = II("model.path")  # Hugging Face folder that the role starts from; a critic's head starts at zero
     config: dict[str, Any] = field(
         default_factory=dict
     )  # what its config.json holds; empty = model.config's, for one path
@@ -71,7 +71,7 @@ class Critic:
     strategy: str = II("actor.strategy")  # as the actor's
     num_ranks: int | None = II("actor.num_ranks")  # as the actor's
     first_rank: int = II("actor.first_rank")  # as the actor's; another one gives the role ranks of its own
-    model: CriticModel = field(default_factory=CriticModel)
+    model: StartModel = field(default_factory=StartModel)
     ppo_mini_batch_size: int = II("actor.ppo_mini_batch_size")  # prompts per optimizer step, over all ranks
     ppo_micro_batch_size: int | None = None  # these three as the actor's; all null = the actor's choice
     ppo_micro_batch_size_per_gpu: int | None = None  # sequences on one rank
@@ -86,19 +86,11 @@ class Critic:
 
 
 @dataclass
-class RefModel:
-    path: str = II("model.path")  # Hugging Face folder of the reference policy
-    config: dict[str, Any] = field(
-        default_factory=dict
-    )  # what its config.json holds; empty = model.config's, for one path
-
-
-@dataclass
 class Ref:
     strategy: str = II("actor.strategy")  # as the actor's
     num_ranks: int | None = II("actor.num_ranks")  # as the actor's
     first_rank: int = II("actor.first_rank")  # as the actor's; another one gives the role ranks of its own
-    model: RefModel = field(default_factory=RefModel)
+    model: StartModel = field(default_factory=StartModel)
     log_prob_micro_batch_size: int | None = None  # these three as the actor's ppo_*; all null = the actor's choice
     log_prob_micro_batch_size_per_gpu: int | None = None  # sequences on one rank
     log_prob_max_token_len_per_gpu: int | None = None  # tokens on one rank
