@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ def _patch_torch_cuda() -> None:
 
 def _patch_megatron() -> None:
     import megatron.core.distributed.fsdp.mcore_fsdp_adapter as fsdp
+    import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as fsdp_buffers
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as mcore_random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
@@ -89,9 +91,32 @@ def _patch_megatron() -> None:
     )
     # Megatron-FSDP asks for meshes of CUDA devices (mcore_fsdp_adapter:229-268), to which it would move its parts.
     fsdp.DeviceMesh = _CpuMesh
+    # Its all-gathers go out coalesced and are awaited later; gloo's then write into memory that is no longer theirs
+    # (torch 2.13: a quarter of the runs of a tiny model ended in malloc's abort).  One by one, they do not.
+    fsdp_buffers._coalescing_manager = _one_by_one
+    pipeline = fsdp_buffers.AllGatherPipeline
+    pipeline.async_bucket_gather = _awaited(pipeline.async_bucket_gather)
     # gloo gathers and scatters equal sizes only; ranks that share experts have unequal numbers of tokens for them.
     mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_unequal(mappings._reduce_scatter_along_first_dim)
+
+
+@contextlib.contextmanager
+def _one_by_one(group: Any, async_ops: bool = False) -> Iterator[Any]:  # noqa: ARG001
+    """torch's _coalescing_manager, without coalescing: nothing is left to wait for when it ends."""
+    yield _NullStream()
+
+
+def _awaited(stock: Any) -> Any:
+    """param_and_grad_buffer:3719, which has gathered a bucket when it returns."""
+
+    @functools.wraps(stock)
+    def gather(self: Any, bucket_id: int, bwd: bool) -> None:
+        stock(self, bucket_id, bwd)
+        work, _ = self.param_gather_event_map[self.get_bucket_key(bucket_id, bwd)]
+        work.wait()
+
+    return gather
 
 
 def _gather_unequal(stock: Any) -> Any:

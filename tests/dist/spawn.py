@@ -78,16 +78,20 @@ class Ranks:
             try:
                 rank, error, value = self._results.get(timeout=0.5)
             except queue.Empty:
-                for rank, process in enumerate(self._processes):
-                    if process.exitcode is not None:
-                        raise RuntimeError(f"rank {rank} ended with status {process.exitcode}") from None
+                if ended := self._ended():
+                    raise RuntimeError(ended) from None
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no answer from ranks {sorted(set(range(self._n)) - set(done))}") from None
                 continue
-            if error:
-                raise RuntimeError(f"rank {rank} raised:\n{error}")
+            if error:  # perhaps only because another rank is gone
+                raise RuntimeError(f"rank {rank} raised:\n{error}{self._ended()}")
             done[rank] = pickle.loads(value)
         return [done[rank] for rank in range(self._n)]
+
+    def _ended(self) -> str:
+        """The ranks whose processes are no more."""
+        codes = [process.exitcode for process in self._processes]
+        return "; ".join(f"rank {rank} ended with status {code}" for rank, code in enumerate(codes) if code is not None)
 
 
 def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:

@@ -46,14 +46,16 @@ def processes_of(folder: Path, port: int) -> list[str]:
 
 def test_processes_that_a_job_leaves_are_seen(tmp_path: Path) -> None:
     """A server is known by its port, and a rank by the folder where it was started."""
-    idle = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    for words, folder in (([*idle, "--port", "12345"], Path("/")), ([*idle, "-m", "megarl.roles.worker"], tmp_path)):
-        with subprocess.Popen(words, cwd=folder, stdin=subprocess.PIPE) as process:
-            (found,) = processes_of(tmp_path, 12345)
+    (port,) = free_ports(["127.0.0.1"])
+    idle = [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"]
+    for words, folder in (([*idle, "--port", str(port)], Path("/")), ([*idle, "-m", "megarl.roles.worker"], tmp_path)):
+        with subprocess.Popen(words, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdout.readline()  # until its words stand in the system's table: a moment after Popen returns
+            (found,) = processes_of(tmp_path, port)
             assert found == " ".join(words)
-            assert process.stdin is not None
             process.stdin.close()
-    assert not processes_of(tmp_path, 12345)
+    assert not processes_of(tmp_path, port)
 
 
 @pytest.mark.slow
