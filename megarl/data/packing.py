@@ -10,12 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.sample import token_positions
+
+_EVENING_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -82,47 +85,101 @@ def unpack(plans: Sequence[RankPlan], parts: Sequence[Tensor], lengths: Sequence
 def _bins_by_tokens(
     longest_first: np.ndarray, size: np.ndarray, cost: np.ndarray, num_ranks: int, max_tokens: int
 ) -> list[list[int]]:
-    """As few bins as best-fit-decreasing needs (rounded up to the ranks), evened out where that fits as well."""
+    """The fewest bins that even placing or best-fit-decreasing finds (rounded up to the ranks), even where it fits."""
+    fewest = _round_up(-(-int(size.sum()) // max_tokens), num_ranks)
+    if (even := _even_bins(longest_first, size, cost, fewest, max_tokens)) is not None:
+        return even
     tight = _best_fit(longest_first, size, max_tokens)
     num_bins = _round_up(len(tight), num_ranks)
-    even = _even_bins(longest_first, size, cost, num_bins, max_tokens)
-    return even if even is not None else tight + [[] for _ in range(num_bins - len(tight))]
+    if num_bins > fewest and (even := _even_bins(longest_first, size, cost, num_bins, max_tokens)) is not None:
+        return even
+    return _evened(tight + [[] for _ in range(num_bins - len(tight))], size, cost, max_tokens)
 
 
 def _best_fit(longest_first: np.ndarray, size: np.ndarray, capacity: int) -> list[list[int]]:
     """Best-fit-decreasing: each sequence goes where it leaves the least room; at most 11/9 of the optimal count."""
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
-    for index in longest_first.tolist():
-        need = int(size[index])
-        at = bisect_left(room, (need, -1))
-        if at == len(room):
+    rooms: list[int] = []  # tokens left in some bin, each number once, sorted
+    having: dict[int, list[int]] = {}  # tokens left -> a heap of the bins with so much room
+    for index, need in zip(longest_first.tolist(), size[longest_first].tolist(), strict=True):
+        at = bisect_left(rooms, need)
+        if at == len(rooms):
             left, target = capacity, len(bins)
             bins.append([])
         else:
-            left, target = room.pop(at)
+            left = rooms[at]
+            target = heappop(having[left])
+            if not having[left]:
+                del having[left], rooms[at]
         bins[target].append(index)
-        insort(room, (left - need, target))
+        left -= need
+        if left not in having:
+            having[left] = []
+            insort(rooms, left)
+        heappush(having[left], target)
     return bins
 
 
 def _even_bins(
     longest_first: np.ndarray, size: np.ndarray, cost: np.ndarray, num_bins: int, capacity: int
 ) -> list[list[int]] | None:
-    """Longest first into the cheapest bin with room; None when a sequence finds no room in any."""
+    """Longest first into the cheapest bin with room; None when a sequence finds no room in any.
+
+    A bin without room waits aside until sequences are short enough for it, so that the cheapest is always at hand.
+    """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    used = np.zeros(num_bins, dtype=np.int64)
-    spent = np.zeros(num_bins, dtype=np.float64)
-    for index in longest_first.tolist():
-        target = int(spent.argmin())
-        if used[target] + size[index] > capacity:
-            target = int(np.where(used + size[index] <= capacity, spent, np.inf).argmin())
-            if used[target] + size[index] > capacity:
-                return None
+    room = [capacity] * num_bins
+    cheapest = [(0, target) for target in range(num_bins)]  # a heap of (cost so far, bin)
+    full: list[tuple[int, int, int]] = []  # a heap of (-room, cost so far, bin)
+    sequences = zip(longest_first.tolist(), size[longest_first].tolist(), cost[longest_first].tolist(), strict=True)
+    for index, need, price in sequences:
+        while full and -full[0][0] >= need:
+            _, spent, target = heappop(full)
+            heappush(cheapest, (spent, target))
+        while cheapest and room[cheapest[0][1]] < need:
+            spent, target = heappop(cheapest)
+            heappush(full, (-room[target], spent, target))
+        if not cheapest:
+            return None
+        spent, target = cheapest[0]
         bins[target].append(index)
-        used[target] += size[index]
-        spent[target] += cost[index]
+        room[target] -= need
+        heapreplace(cheapest, (spent + price, target))
     return bins
+
+
+def _evened(bins: list[list[int]], size: np.ndarray, cost: np.ndarray, capacity: int) -> list[list[int]]:
+    """Dear bins share out with cheap ones, as far as the capacity lets them; their number stays."""
+    needs, prices = size.tolist(), cost.tolist()
+    totals = [sum(prices[i] for i in members) for members in bins]
+    for _ in range(_EVENING_PASSES):
+        by_cost = sorted(range(len(bins)), key=totals.__getitem__)
+        for cheap, dear in zip(by_cost[: len(bins) // 2], reversed(by_cost), strict=False):
+            members = sorted(bins[cheap] + bins[dear], key=lambda i: (-needs[i], i))
+            if (halves := _halves(members, needs, prices, capacity, below=totals[dear])) is not None:
+                bins[cheap], bins[dear] = halves
+                totals[cheap], totals[dear] = (sum(prices[i] for i in half) for half in halves)
+    return bins
+
+
+def _halves(
+    longest_first: list[int], needs: list[int], prices: list[int], capacity: int, *, below: int
+) -> tuple[list[int], list[int]] | None:
+    """Two bins, each the cheaper one while there is room; None where that fails or one costs `below` or more."""
+    one: list[int] = []
+    other: list[int] = []
+    room, other_room, spent, other_spent = capacity, capacity, 0, 0
+    for index in longest_first:
+        need, price = needs[index], prices[index]
+        if room >= need and (spent <= other_spent or other_room < need):
+            one.append(index)
+            room, spent = room - need, spent + price
+        elif other_room >= need:
+            other.append(index)
+            other_room, other_spent = other_room - need, other_spent + price
+        else:
+            return None
+    return (one, other) if max(spent, other_spent) < below else None
 
 
 def _deal(bins: list[list[int]], cost: np.ndarray, num_ranks: int) -> list[RankPlan]:
@@ -130,7 +187,8 @@ def _deal(bins: list[list[int]], cost: np.ndarray, num_ranks: int) -> list[RankP
 
     Dear rounds come first: if memory does not suffice, it shows at once.
     """
-    totals = [int(cost[members].sum()) if members else 0 for members in bins]
+    prices = cost.tolist()
+    totals = [sum(prices[i] for i in members) for members in bins]
     dearest_first = sorted(range(len(bins)), key=lambda b: (-totals[b], b))
     rank_cost = [0] * num_ranks
     rank_bins: list[list[list[int]]] = [[] for _ in range(num_ranks)]

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from megarl.group.links import Direct, Link, Relayed, Said
 from megarl.group.nodes import Nodes
 from megarl.group.ranks import RanksLaunch, RanksProcess, Share, shares
-from megarl.group.wire import Door, Tensors, Wire, WireClosed
+from megarl.group.wire import HEARTBEAT_S, Door, Tensors, Wire, WireClosed
 from megarl.layout import Layout
 
 SILENCE_S = 60.0  # without a sign for so long, a rank counts as lost
@@ -235,7 +235,7 @@ class Group:
         errors: dict[int, dict[str, Any]] = {}
         begun = time.monotonic()
         last_sign = dict.fromkeys(range(self.num_ranks), begun)
-        deadline = begun + timeout_s
+        deadline, next_look = begun + timeout_s, begun
         with selectors.DefaultSelector() as ready:
             for link in self._links:
                 ready.register(link.sock, selectors.EVENT_READ, link)
@@ -249,8 +249,10 @@ class Group:
                     deadline = min(deadline, now + GRACE_S)
                 if now > deadline:
                     break
-                silent = [r for r, t in last_sign.items() if now - t > SILENCE_S and r not in answers]
-                if silent:
+                if now < next_look:  # all ranks at every sign of one would be the square of their number
+                    continue
+                next_look = now + HEARTBEAT_S
+                if silent := [r for r, t in last_sign.items() if now - t > SILENCE_S and r not in answers]:
                     raise RankError(
                         f"group {self.name}: rank {silent[0]} gave no sign for {SILENCE_S:.0f} s in {method}"
                     )

@@ -75,6 +75,7 @@ class PadPlan:
 
     slots: Tensor  # [T] int64, distinct
     buckets: tuple[tuple[int, int], ...]  # (sequences, longest length) of each
+    in_place: bool = False  # each token's slot is its place in the row
 
     @property
     def num_slots(self) -> int:
@@ -99,7 +100,7 @@ def pad_plan(lengths: list[int], waste: float = 1.3, device: torch.device | None
     start = size.cumsum(0) - size
     shift = torch.repeat_interleave(torch.tensor(first_slot) - start, size)
     slots = (torch.arange(int(size.sum())) + shift).to(device)
-    return PadPlan(slots, tuple((len(b), lengths[b[-1]]) for b in buckets))
+    return PadPlan(slots, tuple((len(b), lengths[b[-1]]) for b in buckets), in_place=not bool(shift.any()))
 
 
 @dataclass
@@ -177,13 +178,16 @@ class SDPAttention(MegatronModule):
         )
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, pad: PadPlan) -> Tensor:
-        q, k, v = (_ToPadded.apply(x, pad.slots, pad.num_slots) for x in (query, key, value))
+        q, k, v = query, key, value
+        if not pad.in_place:
+            q, k, v = (_ToPadded.apply(x, pad.slots, pad.num_slots) for x in (q, k, v))
         sizes = [s * length for s, length in pad.buckets]
         parts = []
         for shape, *qkv in zip(pad.buckets, *(x.split(sizes) for x in (q, k, v)), strict=True):
-            dense = self._causal(*(x.unflatten(0, shape).transpose(1, 2) for x in qkv))
-            parts.append(dense.transpose(1, 2).flatten(0, 1))
-        return _FromPadded.apply(torch.cat(parts), pad.slots)
+            part = self._causal(*(x.unflatten(0, shape).transpose(1, 2) for x in qkv))
+            parts.append(part.transpose(1, 2).flatten(0, 1))
+        dense = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return dense if pad.in_place else _FromPadded.apply(dense, pad.slots)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
         n, rank, device = self.cp.size(), self.cp.rank(), query.device

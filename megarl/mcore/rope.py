@@ -101,6 +101,58 @@ def _yarn_factor(factor: float, settings: Mapping[str, Any]) -> float:
     return sharper(over) / sharper(under) if over and under else sharper(1.0)
 
 
+def packed_angles(angles: Tensor, ends: Tensor, num_tokens: int, *, cp: int, rank: int) -> Tensor:
+    """Angles [longest, ...] of positions -> [num_tokens, ...]: those of the tokens that a context rank has of a row.
+
+    `ends` [B + 1] are the row's cumulated lengths; of each sequence the rank holds chunks rank and 2cp-1-rank of 2cp.
+    """
+    sizes = (ends[1:] - ends[:-1]) // cp
+    starts = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes, output_size=num_tokens)
+    at = torch.arange(num_tokens, device=ends.device) - starts
+    if cp > 1:
+        chunk = torch.repeat_interleave(sizes // 2, sizes, output_size=num_tokens)
+        at = torch.where(at < chunk, at + rank * chunk, at + (2 * cp - 2 - rank) * chunk)
+    return angles[at]
+
+
+def turned(
+    t: Tensor, angles: Tensor, ends: Tensor, *, factor: float = 1.0, in_pairs: bool = False, cp: int, rank: int
+) -> Tensor:
+    """[T, n, d] of a packed row, each token turned by the `angles` [longest, 1, 1, d] of its position.
+
+    `in_pairs`: neighbours make a pair (of latent attention), and come out as the others do, pairs d/2 apart.
+    Cosines are taken of positions, not of tokens, of which there are many more.
+    """
+    if in_pairs:
+        t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
+    half = angles.size(-1) // 2  # the second half repeats the first
+    waves = torch.cat((angles.cos(), angles[..., :half].sin()), dim=-1).mul_(factor).to(t.dtype)
+    cos, sin = packed_angles(waves[:, 0], ends, len(t), cp=cp, rank=rank).split((2 * half, half), dim=-1)
+    return _Turn.apply(t, cos, sin)
+
+
+class _Turn(torch.autograd.Function):
+    """Keeps the waves only, and makes no rotated copy of what it turns; the gradient turns back."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(t, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin), None, None
+
+
+def _turn(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = t * cos
+    (first, second), (out_first, out_second) = t.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    out_first -= second * sin
+    out_second += first * sin
+    return out
+
+
 KINDS: dict[str, Callable[[Tensor, float, Mapping[str, Any]], Rope]] = {
     "default": _default,
     "linear": _linear,

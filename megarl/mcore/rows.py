@@ -47,8 +47,9 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> Row:
     """Pack a micro-batch, and take this rank's context-parallel slice of it."""
     batch, lengths = micro.batch, micro.batch.lengths
     padded = padded_lengths(lengths.tolist(), layout)
-    ends = torch.tensor(padded).cumsum(0)
-    starts = ends - torch.tensor(padded)
+    sizes = torch.tensor(padded)
+    ends = sizes.cumsum(0)
+    starts = ends - sizes
     inside = torch.arange(batch.num_tokens) - batch.starts[batch.segment_ids]
     at = starts[batch.segment_ids] + inside  # [N] where each token stands in the padded row
 
@@ -58,7 +59,7 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> Row:
     predicted = torch.nonzero(inside > 0).squeeze(1)
     predicts = at[predicted] - 1
     labels[predicts] = batch.tokens[predicted]
-    positions = torch.cat([torch.arange(length) for length in padded])
+    positions = torch.arange(total) - torch.repeat_interleave(starts, sizes)
 
     own = own_positions(starts.tolist(), padded, layout.cp)
     real = torch.zeros(total, dtype=torch.bool)

@@ -109,7 +109,7 @@ def replica_group(*, timeout_s: float = 600.0) -> Any:
 
 
 def destroy_groups() -> None:
-    """Leave the world alone of all groups; Megatron itself only forgets its own, and three threads of gloo's for each.
+    """Destroy every group but the world; Megatron itself only forgets its own, and three threads of gloo's for each.
 
     The gradient buffers of a model refer to groups in circles, which only the collector takes apart.
     """

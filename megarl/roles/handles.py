@@ -66,6 +66,7 @@ class Role:
     packing: Packing
     temperature: float = 1.0
     kind: str = field(default="actor", init=False)
+    hidden_size: int = field(default=1024, init=False)  # of the loaded model: what attention weighs beside the rest
 
     def load(
         self,
@@ -85,6 +86,7 @@ class Role:
         arguments = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins), "lora": lora}
         arguments["engine"] = engine or {}
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
+        self.hidden_size = replies[0].result["hidden_size"]
         return int(replies[0].result["parameters_per_rank"])
 
     def sleep(self) -> None:
@@ -129,6 +131,7 @@ class Role:
             self.group.num_replicas,
             max_tokens=self.packing.max_tokens,
             max_sequences=self.packing.max_sequences,
+            hidden_size=self.hidden_size,
         )
 
 

@@ -120,7 +120,7 @@ class Worker:
         rest = [parameters, gradients] if engine.param_offload else []
         for bed in [*rest, moments] if engine.optimizer_offload else rest:
             bed.sleep()
-        return {"parameters_per_rank": own}, {}
+        return {"parameters_per_rank": own, "hidden_size": hf["hidden_size"]}, {}
 
     def sleep(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Put all of a role into host memory: how many bytes left the device.  Calls wake what they need meanwhile."""

@@ -5,7 +5,9 @@ Both speak only `protocol`, so the same client serves SGLang and the CPU server.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import httpx
@@ -34,7 +36,8 @@ class Engine:
     def __init__(self, url: str, token: str, *, timeout_s: float = 120.0) -> None:
         self.url = url.rstrip("/")
         # trust_env=False: a proxy of the environment must never see the token, nor stand before a loopback server
-        self._http = httpx.Client(headers=auth_headers(token), timeout=timeout_s, trust_env=False)
+        headers = auth_headers(token)
+        self._http = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=_certificates())
         self._abilities: Abilities | None = None
 
     def close(self) -> None:
@@ -214,3 +217,9 @@ class Engine:
         if value.get("success") is not True:
             raise EngineError(self.url, route, 200, str(value.get("message", value)))
         return value
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """By which an https server is known.  Reading them takes longer than most orders, and engines come and go."""
+    return httpx.create_ssl_context(trust_env=False)

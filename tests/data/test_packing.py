@@ -75,6 +75,42 @@ def test_the_tight_packing_is_kept_where_an_even_one_needs_more():
     assert plan([3, 3, 2, 2, 2], 1, max_tokens=6) == [RankPlan([0, 1, 2, 3, 4], [2, 3])]
 
 
+def evenly(lengths, cap, num_bins):
+    """Slow reference: longest first into the cheapest bin with room; None where there is none."""
+    bins = [[] for _ in range(num_bins)]
+    tokens, spent = [0] * num_bins, [0] * num_bins
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fit = [b for b in range(num_bins) if tokens[b] + lengths[i] <= cap]
+        if not fit:
+            return None
+        target = min(fit, key=lambda b: spent[b])
+        bins[target].append(i)
+        tokens[target] += lengths[i]
+        spent[target] += lengths[i] * (12 * 1024 + lengths[i])
+    return bins
+
+
+@given(lengths=LENGTHS.filter(bool), slack=st.integers(0, 300))
+def test_the_fewest_micro_batches_are_placed_evenly_where_that_fits(lengths, slack):
+    cap = max(lengths) + slack
+    expected = evenly(lengths, cap, -(-sum(lengths) // cap))
+    if expected is not None:
+        (only,) = plan(lengths, 1, max_tokens=cap)
+        assert sorted(only.micro_batches) == sorted(sorted(members) for members in expected)
+
+
+def test_where_only_a_tight_packing_fits_its_micro_batches_share_out():
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(50, 8000, (1000,), generator=draw).tolist()
+    cap = -(-sum(lengths) // 248) + 60  # of 248 micro-batches, each has so many tokens to spare
+    assert evenly(lengths, cap, 248) is None
+    plans = plan(lengths, 8, max_tokens=cap)
+    check(lengths, plans, 8, lambda members: sum(lengths[i] for i in members) <= cap)
+    assert len(plans[0].micro_sizes) == 31
+    sums = [sum(lengths[i] * (12288 + lengths[i]) for i in rank.indices) for rank in plans]
+    assert max(sums) < 1.0015 * sum(sums) / len(sums)
+
+
 def test_long_sequences_count_for_their_attention():
     # Equal tokens, but one sequence of 4000 attends over ten times as much as ten of 400.
     lengths = [4000] + [400] * 20

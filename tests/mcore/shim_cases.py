@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from optimizer_cases import Three
+from torch.overrides import TorchFunctionMode
 
 from megarl.layout import Layout
 from megarl.mcore import cpu, fixes
@@ -166,9 +167,28 @@ def adam_counts_for_each_parameter() -> None:
     assert len(counters) == 2, f"2 parameters share {len(counters)} counter"
 
 
+class _Slices(TorchFunctionMode):
+    """Counts what is cut out of tensors."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.Tensor.__getitem__
+        return func(*args, **(kwargs or {}))
+
+
+def rope_of_many_sequences() -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    ends, group = torch.arange(17, dtype=torch.int32) * 3, parallel_state.get_context_parallel_group()
+    with _Slices() as slices:
+        rope_utils._apply_rotary_pos_emb_thd(torch.ones(48, 1, 4), ends, torch.ones(3, 1, 1, 4), cp_group=group)
+    assert slices.count < 16, f"{slices.count} slices for 16 sequences"
+
+
 FIXES = [
     moe_router, latent_attention, fsdp_linears, adam_state_to_load_into, adam_state_without_a_step,
-    adam_state_outside_no_grad, adam_counts_for_each_parameter,
+    adam_state_outside_no_grad, adam_counts_for_each_parameter, rope_of_many_sequences,
 ]  # fmt: skip
 
 

@@ -122,6 +122,7 @@ def test_the_example_of_the_pad_plan() -> None:
 
 def test_sequences_of_like_length_share_one_call() -> None:
     assert pad_plan([10] * 7).buckets == ((7, 10),)
+    assert [pad_plan(lengths).in_place for lengths in ([10] * 7, [2, 2, 40], [2, 40, 3], [9, 10])] == [1, 1, 0, 0]
     assert pad_plan([100, 138, 139]).buckets == ((2, 138), (1, 139)), "138 = 1.3 * 100 + 8"
     assert pad_plan([100, 138, 139], waste=2.0).buckets == ((3, 139),)
 

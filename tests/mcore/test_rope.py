@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.models.common.embeddings.rope_utils import (
+    _apply_rotary_pos_emb_bshd,
+    _get_thd_freqs_on_this_cp_rank,
+)
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megarl.mcore.rope import make_rope, rope_settings
+from megarl.mcore.rope import make_rope, packed_angles, rope_settings, turned
 
 
 def theirs(kind: str, head_dim: int, parameters: dict[str, Any], longest: int = 4096) -> tuple[torch.Tensor, float]:
@@ -114,3 +119,33 @@ def test_what_is_not_supported_is_refused_in_one_sentence(given: dict[str, Any],
     with pytest.raises(ValueError) as caught:
         make_rope({"rope_scaling": given}, 8)
     assert sentence in str(caught.value)
+
+
+@given(units=st.lists(st.integers(1, 6), min_size=1, max_size=5), cp=st.sampled_from([1, 2, 4]))
+@settings(max_examples=20, deadline=None)
+def test_angles_of_a_packed_row_are_those_that_megatron_slices(units: list[int], cp: int) -> None:
+    lengths = [n * (2 * cp if cp > 1 else 1) for n in units]
+    ends, angles = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), torch.rand(max(lengths), 1, 1, 4)
+    for rank in range(cp):
+        slices = [_get_thd_freqs_on_this_cp_rank(rank, cp, torch.empty(n // cp), angles) for n in lengths]
+        ours = packed_angles(angles, ends, sum(lengths) // cp, cp=cp, rank=rank)
+        assert torch.equal(ours, torch.cat(slices))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_a_turned_row_and_its_gradient_equal_megatrons_to_the_last_bit(in_pairs: bool, dtype: torch.dtype) -> None:
+    lengths, factor = [5, 1, 7], 1.25
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    angles = torch.outer(torch.arange(7.0), torch.rand(4)).repeat(1, 2)[:, None, None]
+    ours = torch.randn(13, 3, 8).to(dtype).requires_grad_()
+    theirs = ours.detach().clone().requires_grad_()
+    got = turned(ours, angles, ends, factor=factor, in_pairs=in_pairs, cp=1, rank=0)
+    of_tokens = torch.cat([angles[:n] for n in lengths])
+    how = {"multi_latent_attention": in_pairs, "mscale": factor}
+    want = _apply_rotary_pos_emb_bshd(theirs[:, None], of_tokens, **how)[:, 0]
+    up = torch.randn(13, 3, 8).to(dtype)
+    got.backward(up)
+    want.backward(up)
+    assert torch.equal(got, want)
+    assert torch.equal(ours.grad, theirs.grad)

@@ -343,11 +343,12 @@ def test_a_sequence_longer_than_a_row_is_refused() -> None:
 
 def test_plain_numbers_travel_to_the_ranks() -> None:
     def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
-        return Reply({"parameters_per_rank": 7} if method == "load" else {"version": 3}, {})
+        return Reply({"parameters_per_rank": 7, "hidden_size": 16} if method == "load" else {"version": 3}, {})
 
     group: Any = NotingGroup(1, answer)
     actor = make_actor(group)
     assert actor.load("folder", dtype="bfloat16", optim={"lr": 0.1}, plugins=("mine.py",)) == 7
+    assert actor.hidden_size == 16, "for packing"
     assert actor.push(Servers(("http://a",), "secret", pause_mode="in_place"), 3) == {"version": 3}
     actor.save(Path("x"))
     actor.restore(Path("x"))

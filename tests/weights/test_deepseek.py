@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.data.tiny import write_tiny_model
+from megarl.layout import RANDOM_WEIGHTS
 from megarl.weights.buckets import plan_buckets
 from megarl.weights.export import finish_folder
 from megarl.weights.folder import open_hf
@@ -187,7 +188,8 @@ def test_an_sglang_rank_holds_the_latents_whole_and_its_heads_of_what_they_expan
 
 def test_an_exported_folder_claims_no_layers_that_were_passed_over(tiny: Path, tmp_path: Path) -> None:
     config = json.loads((tiny / "config.json").read_text())
-    (tiny / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    given = {"num_nextn_predict_layers": 1, RANDOM_WEIGHTS: True}  # nor that it has no weights
+    (tiny / "config.json").write_text(json.dumps(config | given))
     (tmp_path / "out").mkdir()
     finish_folder(tmp_path / "out", tiny, "actor", torch.bfloat16)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config | {"dtype": "bfloat16"}
