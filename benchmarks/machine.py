@@ -1,4 +1,4 @@
-"""What a result was measured on: the hardware in words that name no machine, versions, and how fast it copies."""
+"""What a result was measured on: the hardware in words that name no machine, versions, its copies and its products."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ import psutil
 import torch
 
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+MATRIX = {"cpu": 1536, "cuda": 8192}  # rows and columns
 PACKAGES = ("torch", "megatron-core", "transformers")
 
 
-def hardware() -> str:
-    """Example: "AMD EPYC, 2 cores, 24 GiB"; with GPUs, "8 x NVIDIA H100 80GB HBM3, ..." in front."""
+def hardware(device: str = "cuda") -> str:
+    """Example: "AMD EPYC, 2 cores, 24 GiB"; with GPUs, "8 x NVIDIA H100 80GB HBM3, ..." in front.
+
+    `device` "cpu" leaves out GPUs, which had no part in it.
+    """
     cores, memory = len(os.sched_getaffinity(0)), round(psutil.virtual_memory().total / 2**30)
     words = [f"{_cpu_model()}, {cores} cores, {memory} GiB"]
-    if torch.cuda.is_available():
+    if device == "cuda" and torch.cuda.is_available():
         words.insert(0, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
     return ", ".join(words)
 
@@ -56,6 +60,35 @@ def hash_bandwidth(num_bytes: int = 64 << 20) -> float:
     """Bytes a second of sha256 on one core: what a digest of CPU weights cannot be faster than."""
     data = bytes(num_bytes)
     return num_bytes / statistics.median(_timed(lambda: hashlib.sha256(data).digest(), "cpu") for _ in range(3))
+
+
+def matmul_rate(
+    device: str, dtype: torch.dtype = torch.float32, *, threads: int | None = None, repeats: int = 7
+) -> float:
+    """FLOP a second of the fastest of a few products of two large matrices, on `threads` cores (None: all) or a GPU."""
+    size, before = MATRIX[device], torch.get_num_threads()
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    try:
+        seconds = [_timed(lambda: left @ right, device) for _ in range(1 + repeats)]
+    finally:
+        torch.set_num_threads(before)
+    return 2 * size**3 / min(seconds)
+
+
+def commit() -> str:
+    """Of this repository, with a word where files differ from it; "unknown" outside of one."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + (
+            " and changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _timed(work: Callable[[], object], device: str) -> float:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -23,11 +23,12 @@ from megarl import __version__
 from megarl.cluster import placed
 from megarl.config import Config, load_config, recipe_names, to_yaml
 from megarl.convert.request import parse, print_help
+from megarl.plan import request as plan_request
 from megarl.plan.report import report
 
 
 class Command(NamedTuple):
-    """`module.function(config) -> exit code` does the work; that of convert takes a request instead."""
+    """`module.function(config) -> exit code` does the work; those of convert and plan take a request instead."""
 
     module: str
     function: str
@@ -41,6 +42,7 @@ COMMANDS = {
     "node": Command("megarl.node", "main", "a further machine of a run; `train` and `sft` are it where node_rank > 0"),
     "serve": Command("megarl.serve", "main", "the servers of rollout.urls that belong on this machine"),
     "convert": Command("megarl.convert.story", "main", "a model on disk: Hugging Face's form to Megatron's, and back"),
+    "plan": Command("megarl.plan.command", "main", "memory and time of a run on a cluster, predicted; better layouts"),
     "doctor": Command("megarl.doctor", "main", "look whether this machine has what a run needs"),
     "config": Command("megarl.cli", "print_config", "print the configuration that a command line comes to"),
 }
@@ -65,6 +67,7 @@ EXAMPLES = (
     ("megarl train recipe=quickstart actor.optim.lr=1e-4", "the same with another learning rate"),
     ("megarl train --config my_run.yaml", "your own file; it may say `recipe: NAME` to build on a shipped one"),
     ("megarl config recipe=quickstart", "every key of a run and its value"),
+    ("megarl plan recipe=grpo_qwen2_5_72b_8x8h100 --search", "what it would take on its GPUs, and what is faster"),
     ("megarl convert --help", "what it takes: it has keys of its own"),
 )
 
@@ -83,8 +86,9 @@ def main(argv: list[str] | None = None) -> int:
     if _take_flag(words, "--version"):
         Console().print(f"megarl {__version__}", highlight=False)
         return 0
-    if help_wanted and words[:1] == ["convert"]:
-        print_help(Console())
+    if help_wanted and words[:1] in (["convert"], ["plan"]):
+        page = print_help if words[0] == "convert" else plan_request.print_help
+        page(Console())
         return 0
     if help_wanted or not words:
         _print_help(Console(stderr=not help_wanted))
@@ -114,6 +118,9 @@ def _run(name: str, words: list[str]) -> int:
         raise ValueError(f"there is no command {name}; {hint}")
     if name == "convert":
         return _work_of(COMMANDS[name])(parse(words))
+    if name == "plan":
+        request, settings = plan_request.parse(words)
+        return _work_of(COMMANDS[name])(request, _overrides(settings))
     config, warnings = load_config(_overrides(words), command=name)
     for warning in warnings:
         _complain(f"warning: {warning}")
@@ -138,7 +145,7 @@ def _stopped(config: Config, error: Exception) -> int:
     return EXIT_FAILED
 
 
-def _work_of(command: Command) -> Callable[[Any], int]:
+def _work_of(command: Command) -> Callable[..., int]:
     return getattr(import_module(command.module), command.function)
 
 

@@ -9,6 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+# A key of config.json, true: the folder has no weights, and models keep those that Megatron made them with, from the
+# run's seed.  For measurements only: no published model has it.
+RANDOM_WEIGHTS = "megarl_random_weights"
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
 from config_helpers import DENSE, load, refusal
 
 from megarl.config import from_yaml, model_config, to_yaml
+from megarl.layout import RANDOM_WEIGHTS
 
 
 def folder(path: Path, **numbers: object) -> str:
@@ -19,6 +21,17 @@ def test_the_folder_counts_and_else_what_the_configuration_says(tmp_path: Path) 
     assert model_config(load(f"model.path={there}"), "actor") == {"num_hidden_layers": 3}
     assert model_config(load("model.config.num_hidden_layers=4"), "actor") == {"num_hidden_layers": 4}
     assert model_config(load(), "actor") == {}
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_model_of_random_weights_is_for_the_benchmark_only(tmp_path: Path, command: str) -> None:
+    there = folder(tmp_path / "m", **{RANDOM_WEIGHTS: True})
+    words = (f"model.path={there}", "data.val_files=b.jsonl", "rollout.engine=sglang")
+    assert refusal(*words, command=command) == (
+        f"model.path={there}: its weights are random, for benchmarks/bench_ring.py only; want a model"
+    )
+    for flags in ("[--load-format,dummy]", '["--load-format=dummy"]'):
+        load(*words, f"rollout.sglang.args={flags}", command=command)
 
 
 def test_another_path_is_another_model(tmp_path: Path) -> None:

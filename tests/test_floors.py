@@ -112,6 +112,7 @@ def test_no_module_of_ours_is_imported_by_a_written_out_name():
         ("megarl.config", "torch numpy transformers megatron"),
         ("megarl.cli", "torch numpy transformers megatron aiohttp httpx"),
         ("megarl.plan.report", "torch numpy transformers megatron"),
+        ("megarl.plan.command", "torch numpy transformers megatron"),
         ("megarl.algo", "megatron transformers hydra omegaconf aiohttp httpx datasets"),
         ("megarl.rewards", "megatron transformers hydra omegaconf aiohttp sympy"),
         ("megarl.rollout.client", "megatron transformers hydra omegaconf"),

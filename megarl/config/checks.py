@@ -235,6 +235,7 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
         return
     roles = used_roles(config, command)
     yield from engines.contradictions(config, command)
+    yield from models.random_weights(config, roles or ("actor",))
     yield from models.vocabularies(config, roles)
     yield from models.lengths(config, ("actor",) if command == "evaluate" else roles, command)
     yield from _batches(config, command)

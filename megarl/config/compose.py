@@ -81,6 +81,12 @@ def layout_names(preset: str) -> list[str]:
     return presets.layout_names(_preset_file(preset))
 
 
+def layout_word(overrides: list[str]) -> str | None:
+    """The layout=NAME that a command line comes to, its own or that of its recipe."""
+    typed = from_command_line(overrides)
+    return _words([*_recipes(typed.recipe), typed]).get("layout")
+
+
 def to_yaml(config: Config) -> str:
     """Every key, in the order of the schema."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
@@ -100,15 +106,18 @@ def from_yaml(text: str) -> Config:
 def _layers(typed: Layer) -> list[Layer]:
     """Everything that is laid over the schema, from the bottom to the top."""
     files = _recipes(typed.recipe)
-    words: dict[str, str] = {}
-    for layer in (*files, typed):
-        words |= layer.words
+    words = _words([*files, typed])
     model, layout = words.get("model"), words.get("layout")
     if model is not None:
         return [*read_preset(model, _preset_file(model), layout), *files, typed]
     if layout is not None:
         raise ConfigError(f"layout={layout}: want model=NAME as well, the preset that holds it")
     return [*files, typed]
+
+
+def _words(layers: list[Layer]) -> dict[str, str]:
+    """`model` and `layout` as the last of them says."""
+    return {word: value for layer in layers for word, value in layer.words.items()}
 
 
 def _recipes(recipe: str | None) -> list[Layer]:

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.config.settings import show
-from megarl.layout import ModelNumbers, numbers_of
+from megarl.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
 
 # Where a preset and the folder differ in one of these, one of them is another model.
 SHAPE = (
@@ -59,6 +59,16 @@ def contradictions(config: Config, role: str) -> Iterator[str]:
             said = f"the config.json of {group_of(role)}.path={node.path} says {show(found[key])}"
             yield f"{group_of(role)}.config.{key}={show(given)}: {said}; want the same, or another model"
             return
+
+
+def random_weights(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
+    """A folder of bench_ring.py has none: only its runs may have it, whose servers begin with weights made up too."""
+    if "--load-format dummy" in " ".join(config.rollout.sglang.args).replace("=", " "):
+        return
+    for role in roles:
+        if model_config(config, role).get(RANDOM_WEIGHTS) is True:
+            said = "its weights are random, for benchmarks/bench_ring.py only"
+            yield f"{group_of(role)}.path={_node(config, role).path}: {said}; want a model"
 
 
 def vocabularies(config: Config, roles: tuple[str, ...]) -> Iterator[str]:

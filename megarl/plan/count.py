@@ -7,11 +7,23 @@ counted apart, because they lie over other ranks than the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from megarl.layout import Layout, padded_vocab_size
 
 HFConfig = Mapping[str, Any]
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "deepseek_v3")  # those of megarl/mcore
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NEEDED_MORE = {
+    "qwen3_moe": ("num_experts_per_tok", "moe_intermediate_size"),
+    "mixtral": ("num_experts_per_tok",),
+    "deepseek_v3": (
+        "num_experts_per_tok", "moe_intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+        "v_head_dim",
+    ),
+}  # fmt: skip
+HEAD_NORMS = ("qwen3", "qwen3_moe")  # of these, queries and keys have a norm each
 
 
 class Parameters(NamedTuple):
@@ -25,6 +37,18 @@ class Parameters(NamedTuple):
         return self.dense + self.experts
 
 
+def check(hf: HFConfig) -> None:
+    """ValueError of one sentence for a config.json of another family, or without what is counted here."""
+    kind = hf.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"config.json: model_type {kind!r} is not supported; want one of {sorted(FAMILIES)}")
+    missing = [name for name in (*NEEDED, *NEEDED_MORE.get(kind, ())) if hf.get(name) is None]
+    if kind in NEEDED_MORE and num_experts(hf) is None:
+        missing.append("num_experts")
+    if missing:
+        raise ValueError(f"config.json: there is no {', '.join(missing)}; want the config of a {kind} model")
+
+
 def whole(hf: HFConfig, role: str = "actor") -> int:
     """Parameters of the model as its authors count them: nothing is cut, padded or held twice."""
     padding = padded_vocab_size(hf["vocab_size"], 1) - hf["vocab_size"]
@@ -34,30 +58,59 @@ def whole(hf: HFConfig, role: str = "actor") -> int:
 
 def of_stage(hf: HFConfig, layout: Layout, stage: int, role: str = "actor") -> Parameters:
     """What each rank of pipeline stage `stage` holds.  role: critic has a value head, actor and reference have not."""
-    layers = [_layer(hf, layout, has_experts(hf, layer)) for layer in layers_of_stage(hf, layout, stage)]
-    ends = _ends(hf, layout, stage, role)
-    return Parameters(sum(layer.dense for layer in layers) + ends, sum(layer.experts for layer in layers))
+    dense, experts = _ends(hf, layout, stage, role), 0
+    for sparse, count in kinds_of_stage(hf, layout, stage).items():
+        layer = of_layer(hf, layout, sparse=sparse)
+        dense, experts = dense + count * layer.dense, experts + count * layer.experts
+    return Parameters(dense, experts)
 
 
 def layers_of_stage(hf: HFConfig, layout: Layout, stage: int) -> list[int]:
     """Indices of its layers.  Interleaved: every stage's first part comes before any stage's second."""
     parts = [layers // layout.vpp for layers in layout.stage_layers(hf["num_hidden_layers"])]
-    firsts = (turn * sum(parts) + sum(parts[:stage]) for turn in range(layout.vpp))
+    turn, before = sum(parts), sum(parts[:stage])
+    firsts = range(before, before + layout.vpp * turn, turn)
     return [layer for first in firsts for layer in range(first, first + parts[stage])]
+
+
+def kinds_of_stage(hf: HFConfig, layout: Layout, stage: int) -> dict[bool, int]:
+    """How many of its layers have experts and how many have none, of those that there are: {True: 15, False: 1}."""
+    sparse = sparse_layers(hf)
+    kinds = [sparse[layer] for layer in layers_of_stage(hf, layout, stage)]
+    return {kind: kinds.count(kind) for kind in (False, True) if kind in kinds}
 
 
 def has_experts(hf: HFConfig, layer: int) -> bool:
     """Whether this layer's feed-forward is a choice of experts."""
-    if num_experts(hf) is None or layer < (hf.get("first_k_dense_replace") or 0):
-        return False
-    step, plain = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or ()
-    return (layer + 1) % step == 0 and layer not in plain
+    return _is_sparse(layer, *_sparse_numbers(hf))
+
+
+def sparse_layers(hf: HFConfig) -> tuple[bool, ...]:
+    """The same of every layer."""
+    return _sparse_layers(hf["num_hidden_layers"], *_sparse_numbers(hf))
+
+
+def _sparse_numbers(hf: HFConfig) -> tuple[int | None, int, int, tuple[int, ...]]:
+    """Experts, dense layers that come first, how many layers have one with experts, and layers that have none."""
+    first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step") or 1
+    return num_experts(hf), first, step, tuple(hf.get("mlp_only_layers") or ())
+
+
+def _is_sparse(layer: int, experts: int | None, first: int, step: int, plain: tuple[int, ...]) -> bool:
+    return experts is not None and layer >= first and (layer + 1) % step == 0 and layer not in plain
+
+
+@cache
+def _sparse_layers(layers: int, experts: int | None, first: int, step: int, plain: tuple[int, ...]) -> tuple[bool, ...]:
+    return tuple(_is_sparse(layer, experts, first, step, plain) for layer in range(layers))
 
 
 def num_experts(hf: HFConfig) -> int | None:
     """Experts that a router chooses from in each of its layers."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((hf[name] for name in names if hf.get(name) is not None), None)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if hf.get(name) is not None:
+            return hf[name]
+    return None
 
 
 def expert_size(hf: HFConfig) -> int:
@@ -70,7 +123,8 @@ def attention_size(hf: HFConfig) -> int:
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
-def _layer(hf: HFConfig, layout: Layout, sparse: bool) -> Parameters:
+def of_layer(hf: HFConfig, layout: Layout, *, sparse: bool) -> Parameters:
+    """What each rank holds of one layer.  sparse: with experts."""
     hidden = hf["hidden_size"]
     attention = _latent_attention(hf, layout.tp) if "kv_lora_rank" in hf else _attention(hf, layout.tp)
     norms = 2 * hidden
@@ -95,7 +149,7 @@ def _attention(hf: HFConfig, tp: int) -> int:
     pairs = hf.get("num_key_value_heads") or heads
     qkv = (heads + 2 * pairs) * size
     bias = qkv if hf["model_type"] == "qwen2" else 0
-    norms = 2 * size if hf["model_type"] in ("qwen3", "qwen3_moe") else 0
+    norms = 2 * size if hf["model_type"] in HEAD_NORMS else 0
     return (hidden * qkv + bias + heads * size * hidden) // tp + norms
 
 

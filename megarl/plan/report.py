@@ -10,13 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config.layouts import used_roles
-from megarl.config.models import model_config
-from megarl.config.resolve import MICRO_BATCH_KEYS, layout_of
-from megarl.config.schema import Config
+from megarl.config import Config, layout_of, used_roles
 from megarl.layout import Layout
 from megarl.plan.count import of_stage, whole
-from megarl.plan.memory import RESERVE_BYTES, Memory, Work, of_stage_bytes
+from megarl.plan.from_config import job_of, numbers_of_model
+from megarl.plan.gpus import GPUS
+from megarl.plan.memory import RESERVE_BYTES, SERVER_BYTES
+from megarl.plan.rooms import Room, rooms_of_trainer
+from megarl.plan.show import memory_table, plain_table
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 
@@ -29,7 +30,6 @@ class Stages:
     last: int
     layers: int
     parameters: int
-    memory: Memory  # of the stage among them that needs most
 
     @property
     def name(self) -> str:
@@ -51,13 +51,15 @@ class Seat:
 def report(config: Config, console: Console | None = None) -> None:
     """Print it for the roles of `megarl train`."""
     console = console or Console(soft_wrap=True)
-    seats = seats_of(config)
+    seats, rooms = seats_of(config), rooms_of(config)
     console.print(_layouts(seats))
-    reserve = f"{RESERVE_BYTES / 1e9:.0f} GB are kept free"
-    console.print(f"\na rank of each kind, and the GB of GPU memory it takes ({reserve})", highlight=False)
+    console.print("\na rank of each kind")
     console.print(_ranks(seats))
+    reserve = f"{RESERVE_BYTES / 1e9:.0f} GB are spare"
+    console.print(f"\nthe GB of GPU memory that it takes at its fullest, where {reserve}", highlight=False)
+    console.print(memory_table(rooms))
     console.print()
-    for line in _lines(config, seats):
+    for line in _lines(config, seats, rooms):
         console.print(line, markup=False, highlight=False)
 
 
@@ -66,57 +68,30 @@ def seats_of(config: Config) -> list[Seat]:
     return [_seat(config, role) for role in used_roles(config, "train")]
 
 
+def rooms_of(config: Config) -> dict[str, Room]:
+    """What a GPU of the trainer holds, which does not depend on what GPU that is."""
+    return rooms_of_trainer(job_of(config, GPUS["h100"]))
+
+
 def _seat(config: Config, role: str) -> Seat:
-    hf = model_config(config, role)
-    if not hf:
-        path = config.model.path if role == "actor" else getattr(config, role).model.path
-        raise ValueError(f"model.path={path}: its config.json is not here; want a folder that has one, or model=PRESET")
-    node = getattr(config, role)
+    hf, node = numbers_of_model(config, role), getattr(config, role)
     layout = layout_of(node.megatron)
-    return Seat(
-        role, layout, node.first_rank, node.num_ranks, whole(hf, role), _stages(hf, layout, _work(config, role), role)
-    )
+    return Seat(role, layout, node.first_rank, node.num_ranks, whole(hf, role), _stages(hf, layout, role))
 
 
-def _work(config: Config, role: str) -> Work:
-    node, keys = getattr(config, role), MICRO_BATCH_KEYS[role]
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    sequences = getattr(node, keys.per_rank)
-    return Work(
-        num_ranks=node.num_ranks,
-        max_tokens=getattr(node, keys.tokens) if sequences is None else sequences * longest,
-        recompute=node.megatron.recompute_method == "uniform",
-        dtype=config.model.dtype,
-        optimizer=None if role == "ref" else node.optim.name,
-        fsdp=node.strategy == "fsdp",
-    )
-
-
-def _stages(hf: Mapping[str, Any], layout: Layout, work: Work, role: str) -> tuple[Stages, ...]:
+def _stages(hf: Mapping[str, Any], layout: Layout, role: str) -> tuple[Stages, ...]:
     layers = layout.stage_layers(hf["num_hidden_layers"])
     counted = [(layers[stage], of_stage(hf, layout, stage, role)) for stage in range(layout.pp)]
     out, first = [], 0
     for (each, parameters), alike in groupby(counted):
         last = first + len(list(alike)) - 1
-        memory = max(
-            (of_stage_bytes(hf, layout, stage, work, role) for stage in range(first, last + 1)), key=lambda m: m.total
-        )
-        out.append(Stages(first, last, each, parameters.total, memory))
+        out.append(Stages(first, last, each, parameters.total))
         first = last + 1
     return tuple(out)
 
 
-def _table(*names: str) -> Table:
-    """Numbers to the right, and all of it within 80 columns."""
-    table = Table(*names, box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for at, column in enumerate(table.columns):
-        column.no_wrap = True
-        column.justify = "right" if at else "left"
-    return table
-
-
 def _layouts(seats: list[Seat]) -> Table:
-    table = _table("role", *SIZES, "ranks", "parameters of the model")
+    table = plain_table("role", *SIZES, "ranks", "parameters of the model")
     for seat in seats:
         layout = seat.layout
         sizes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.expert_tp)
@@ -127,33 +102,31 @@ def _layouts(seats: list[Seat]) -> Table:
 
 
 def _ranks(seats: list[Seat]) -> Table:
-    """Of one rank of each kind; GB are 10^9 bytes, as GPUs are named."""
-    held = ("weights", "gradients", "optimizer", "activations", "GB")
-    table = _table("role", "stage", "layers", "parameters", *held)
+    table = plain_table("role", "stage", "layers", "parameters")
     for seat in seats:
         for at, stages in enumerate(seat.stages):
-            role, memory = seat.role if at == 0 else "", stages.memory
-            sizes = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
-            numbers = (f"{size / 1e9:.1f}" for size in sizes)
-            table.add_row(role, stages.name, str(stages.layers), f"{stages.parameters:,}", *numbers)
+            role = seat.role if at == 0 else ""
+            table.add_row(role, stages.name, str(stages.layers), f"{stages.parameters:,}")
     return table
 
 
-def _lines(config: Config, seats: list[Seat]) -> Iterator[str]:
+def _lines(config: Config, seats: list[Seat], rooms: Mapping[str, Room]) -> Iterator[str]:
     every = [(seat, stages) for seat in seats for stages in seat.stages]
     for word, choose in (("smallest", min), ("largest", max)):
         seat, stages = choose(every, key=lambda pair: pair[1].parameters)
         yield f"{word} rank: {seat.role}, stage {stages.name}, {stages.parameters:,} parameters"
-    memory = max(stages.memory.total for _, stages in every)
-    yield (
-        f"a GPU needs about {memory / 1e9:.0f} GB while one role works (megarl/plan/memory.py has the rule); roles "
-        "without param_offload and optimizer_offload add up"
-    )
+    kind = max(rooms, key=lambda name: rooms[name]["total"])
+    memory = rooms[kind]["total"] / 1e9
+    yield f"a GPU needs about {memory:.0f} GB ({kind}; megarl/plan/memory.py has the rule; `megarl plan` has the time)"
     rollout = config.rollout
     if rollout.urls:
         yield f"servers: {len(rollout.urls)} that run already"
     elif rollout.engine == "sglang":
         where = "the trainer's, in turns" if rollout.placement == "shared" else "of their own"
         yield f"servers: {rollout.num_servers} of {rollout.tensor_model_parallel_size} GPUs each, {where}"
+        if rollout.memory_fraction is not None:
+            beside = SERVER_BYTES + (RESERVE_BYTES if rollout.placement == "shared" else 0)
+            share = f"{rollout.memory_fraction:.0%} of each GPU for weights and cache"
+            yield f"a server takes {share}, and {beside / 1e9:.0f} GB"
     else:
         yield f"servers: {rollout.num_servers}, rollout.engine={rollout.engine}"

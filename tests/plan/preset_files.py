@@ -34,7 +34,7 @@ class Case:
 
     @property
     def recomputes(self) -> bool:
-        return self.content["actor"]["megatron"].get("recompute_granularity") == "full"
+        return self.content.get("actor", {}).get("megatron", {}).get("recompute_granularity") == "full"
 
     @property
     def words(self) -> list[str]:

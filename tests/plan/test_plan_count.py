@@ -8,7 +8,8 @@ from preset_files import MINIS, NAMES, PUBLISHED, hf_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.layout import Layout
-from megarl.plan.count import Parameters, has_experts, layers_of_stage, of_stage, whole
+from megarl.mcore.families import FAMILIES as BUILT
+from megarl.plan.count import FAMILIES, Parameters, check, has_experts, layers_of_stage, of_stage, whole
 
 # As the models' cards and files give them.
 TOTALS = {
@@ -58,6 +59,19 @@ HF = {
 # q 8 -> 16, k and v 8 -> 8, o 16 -> 8, their two norms of 4, the layer's two norms of 8
 ATTENTION = 8 * 16 + 2 * 8 * 8 + 16 * 8
 NORMS = 2 * 4 + 2 * 8
+
+
+def test_what_is_counted_is_what_can_be_built():
+    assert sorted(FAMILIES) == sorted(BUILT)
+    for name in NAMES:
+        check(hf_of(name))
+
+
+def test_a_model_of_another_kind_is_refused_in_one_sentence():
+    with pytest.raises(ValueError, match="^config.json: model_type 'gemma2' is not supported; want one of "):
+        check(HF | {"model_type": "gemma2"})
+    with pytest.raises(ValueError, match="there is no hidden_size, num_experts; want the config of a qwen3_moe model$"):
+        check(HF | {"hidden_size": None, "num_experts": None})
 
 
 def test_every_published_preset_has_a_known_total():

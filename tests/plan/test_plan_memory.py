@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megarl.layout import Layout
+from megarl.plan.constants import CONSTANTS
 from megarl.plan.count import of_stage, whole
-from megarl.plan.memory import RESERVE_BYTES, SERVER_BYTES, Work, of_push_bytes, of_stage_bytes, of_writing_bytes
+from megarl.plan.memory import RESERVE_BYTES, Work, of_push, of_stage_bytes
 
 HF = {
     "model_type": "llama",
@@ -42,6 +43,29 @@ def test_fsdp_divides_everything_that_is_learnt():
     assert of_stage_bytes(HF, Layout(), 0, replace(WORK, fsdp=True))[:3] == tuple(
         each * parameters // 8 for each in (2, 4, 12)
     )
+    assert of_stage_bytes(HF, Layout(), 0, replace(WORK, fsdp=True, dtype="float32"))[:3] == tuple(
+        each * parameters // 8 for each in (4, 4, 12)
+    )
+
+
+def test_fsdp_makes_two_layers_whole_and_what_lies_outside_of_them():
+    layer, outside = 16 * 32 + 16 * 16 + 3 * 16 * 32 + 2 * 16, 2 * 64 * 16 + 16
+    cut = replace(WORK, fsdp=True)
+    assert of_stage_bytes(HF, Layout(), 0, WORK).gathered == 0
+    assert of_stage_bytes(HF, Layout(), 0, cut).gathered == 2 * (2 * layer + outside) + 4 * layer
+    assert of_stage_bytes(HF, Layout(), 0, replace(cut, optimizer=None)).gathered == 2 * (2 * layer + outside)
+    large = HF | {"vocab_size": 256}  # the gradients of one of them stand whole
+    assert of_stage_bytes(large, Layout(), 0, cut).gathered == 2 * (2 * layer + 8208) + 4 * 8208
+    halves = of_stage_bytes(HF, Layout(tp=2), 0, cut).gathered
+    assert halves == pytest.approx(of_stage_bytes(HF, Layout(), 0, cut).gathered / 2, rel=0.02)
+
+
+def test_the_busiest_experts_keep_more_tokens_than_the_mean():
+    hf = HF | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    chosen = 2 * (2 * 16 + 3 * 32)
+    kept = KEPT - 3 * 32 + int(CONSTANTS.expert_imbalance * chosen) + 4
+    assert CONSTANTS.expert_imbalance > 1
+    assert of_stage_bytes(hf, Layout(), 0, WORK).activations == 2 * 100 * 5 * kept
 
 
 def test_experts_are_divided_over_their_own_ranks():
@@ -70,6 +94,21 @@ def test_a_reference_holds_weights_only():
 
 def test_layers_keep_their_tokens():
     assert of_stage_bytes(HF, Layout(), 0, WORK).activations == 2 * 100 * (4 * KEPT + KEPT)
+
+
+def test_a_norm_of_queries_and_keys_keeps_its_inputs():
+    memory = of_stage_bytes(HF | {"model_type": "qwen3", "head_dim": 4}, Layout(), 0, WORK)
+    assert memory.activations == 2 * 100 * 5 * (KEPT + (4 + 2) * 4)
+
+
+def test_layers_without_fused_kernels_keep_more():
+    local, kept = replace(WORK, local=True), 6 * 16 + 3 * 16 + 2 * 8 + 4 * 4 + 5 * 32
+    assert of_stage_bytes(HF, Layout(), 0, local).activations == 2 * 100 * 5 * kept
+    named = of_stage_bytes(HF | {"model_type": "qwen3", "head_dim": 4}, Layout(), 0, local)
+    assert named.activations == 2 * 100 * 5 * (kept + 3 * (16 + 8))
+    hf = HF | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    experts = kept - 5 * 32 + 2 * (16 + 6 * 32) + 12 * 4
+    assert of_stage_bytes(hf, Layout(), 0, local).activations == 2 * 100 * 5 * experts
 
 
 def test_recomputed_layers_keep_their_input():
@@ -103,10 +142,7 @@ def test_a_push_holds_the_weights_of_both_and_the_largest_tensor_three_times():
     layout, embedding = Layout(pp=2), 64 * 16
     ours, theirs = of_stage(HF, layout, 1).total, whole(HF) // 4
     assert whole(HF) % 4 == 0
-    assert of_push_bytes(HF, layout, 1, WORK, 4) == 2 * (ours + theirs + 3 * embedding) + RESERVE_BYTES
+    assert of_push(HF, layout, 1, WORK, 4, 1) == (2 * ours, 2 * theirs, 2 * 3 * embedding, RESERVE_BYTES)
     float32 = replace(WORK, dtype="float32", fsdp=True)
-    assert of_push_bytes(HF, layout, 1, float32, 4) == 4 * (ours + theirs + 3 * embedding) + RESERVE_BYTES
-
-
-def test_a_server_that_writes_takes_its_fraction_and_more():
-    assert of_writing_bytes(80 * 10**9, 0.5) == 40 * 10**9 + SERVER_BYTES + RESERVE_BYTES
+    assert of_push(HF, layout, 1, float32, 4, 1) == (4 * ours, 4 * theirs, 4 * 3 * embedding, RESERVE_BYTES)
+    assert of_push(HF, layout, 1, WORK, 4, 2**33).bucket == 2 * 2 * embedding + 2**33

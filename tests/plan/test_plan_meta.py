@@ -18,15 +18,21 @@ def kinds_of_stages(hf, layout):
     return list(kinds.values())
 
 
-def assert_agree(name):
+def assert_agree(name, layouts=None):
     hf = hf_of(name)
-    for layout in distinct_layouts(name):
+    for layout in layouts or distinct_layouts(name):
         for stage in kinds_of_stages(hf, layout):
             assert built(hf, layout, stage) == of_stage(hf, layout, stage), f"{name} {layout} stage {stage}"
         last = layout.pp - 1
         assert built(hf, layout, last, "critic") == of_stage(hf, layout, last, "critic"), f"{name} {layout} critic"
 
 
+@pytest.mark.parametrize("name", MINIS)
+def test_minis_agree_in_their_largest_layout(name):
+    assert_agree(name, distinct_layouts(name)[-1:])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MINIS)
 def test_minis_agree_in_every_layout(name):
     assert_agree(name)

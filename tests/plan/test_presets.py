@@ -7,7 +7,10 @@ from megarl.config import load_config
 from megarl.layout import misfits, numbers_of, rank_misfits
 from megarl.mcore.families import family_of
 from megarl.plan.count import whole
-from megarl.plan.memory import Work, of_push_bytes, of_stage_bytes, of_writing_bytes
+from megarl.plan.gpus import of_memory
+from megarl.plan.job import Job
+from megarl.plan.memory import Work, of_stage_bytes
+from megarl.plan.rooms import rooms
 
 ISSUED = """
     qwen2_5_0_5b qwen2_5_1_5b qwen2_5_3b qwen2_5_7b qwen2_5_14b qwen2_5_32b qwen2_5_72b
@@ -63,15 +66,14 @@ def test_a_layout_is_named_by_its_gpus_all_of_which_serve(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_push_and_a_server_that_writes_fit_into_their_gpus(name):
-    hf = hf_of(name)
     for case in cases_of(name):
-        memory, rollout = int(case.name.split("x")[1]) * 10**9, case.content["rollout"]
+        gpu, rollout = of_memory(int(case.name.split("x")[1])), case.content["rollout"]
         assert rollout["placement"] == "shared"
-        assert of_writing_bytes(memory, rollout["memory_fraction"]) <= memory
-        work, size = Work(num_ranks=case.num_ranks), rollout.get("tensor_model_parallel_size", 1)
-        for stage in range(case.layout.pp):
-            taken = of_push_bytes(hf, case.layout, stage, work, size)
-            assert taken <= memory, f"{name} {case.name} stage {stage}: {taken / 1e9:.1f} GB in a push"
+        sizes = {"server_gpus": rollout.get("tensor_model_parallel_size", 1), "num_servers": rollout["num_servers"]}
+        fraction = rollout["memory_fraction"]
+        job = Job(hf_of(name), gpu, case.layout, case.num_ranks, memory_fraction=fraction, **sizes)
+        taken = {kind: room["total"] for kind, room in rooms(job).items() if kind in ("push", "server")}
+        assert max(taken.values()) <= gpu.memory_bytes, f"{name} {case.name}: {taken}"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -7,6 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config import config_dir, load_config, recipe_names
+from megarl.plan.constants import CONSTANTS
+from megarl.plan.from_config import job_of
+from megarl.plan.gpus import GPUS
+from megarl.plan.lengths import tail_of
 from megarl.turns import check_shared_gpus, gpu_seats
 from megarl.weights.gpu_handles import Gpus
 from megarl.weights.targets import Targets
@@ -77,6 +81,15 @@ def test_what_is_ones_own_takes_five_words(name):
     config, _ = load_config([f"recipe={name}", *own, "model.path=/models/mine"], command="train")
     assert config.model.path == "/models/mine"
     assert config.model.config["model_type"]
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if not name.endswith("sft")])
+def test_no_completion_is_planned_longer_than_it_may_be(name):
+    model = [] if name in RUNS else ["model=qwen3_mini"]  # the others' are downloaded, or made
+    config, _ = load_config([f"recipe={name}", *model], command="config")
+    job = job_of(config, GPUS["h100"])
+    assert job.most_response == config.data.max_response_length < job.longest - job.prompt_tokens
+    assert tail_of(job, CONSTANTS) * job.response_tokens <= config.data.max_response_length
 
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name not in RUNS])

@@ -1,0 +1,131 @@
+"""What the planner predicts for runs whose numbers others published, beside these numbers.
+
+    python benchmarks/bench_plan.py          the table with the constants of megarl/plan/constants.py, in seconds
+    python benchmarks/bench_plan.py --fit    fit them anew on the fitted half first, and print them for constants.py
+
+Rows, their sources and what had to be assumed are in benchmarks/published.yaml.  Half of the runs of each kind, drawn
+by a seed before the first fit, is what constants are fitted on; the other half only checks them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import page
+from plan_fit import GUESSES, at_bound, fit
+from plan_rows import FITTED, HELD_OUT, KINDS, NEITHER, SEED, Row, halves, load
+
+from megarl.plan.constants import CONSTANTS, Constants
+
+LEGEND = (
+    "Nothing here was run: predictions are of megarl/plan, published numbers are other systems' own, with costs of "
+    "their own. error: predicted / published - 1. half: fitted (the constants saw it), held out (they did "
+    "not), neither (memory, on which nothing is fitted)."
+)
+ALIKE = (
+    "Many rows are of one system, and runs of one model on several sizes lie in both halves: the held-out error says "
+    "how well the planner carries over to another run of these systems, not to an unknown one."
+)
+
+MENDED = (
+    "The rule for the longest completion was mended after the held-out half had been looked at: it now ends at a limit "
+    "of completions, where a run names one (most_response), and the constants were fitted again, which moved none. The "
+    "rule for memory was mended with its rows in view (fsdp, busiest experts): they are no test of it."
+)
+BOUND = (
+    "At the bound that their guesses set, so that the fitted rows would have them larger: {}. They stand for costs "
+    "that the model of time has no name for."
+)
+
+
+def work(options: argparse.Namespace) -> page.Result:
+    rows, unpredicted = load()
+    half = halves(rows)
+    constants = CONSTANTS
+    if options.fit:
+        constants = fit([row for row in rows if half[row.name] == FITTED], told=lambda line: print(line, flush=True))
+        print(to_paste(constants))
+    kinds = [kind for kind in KINDS if any(row.kind == kind for row in rows)]
+    return page.Result(
+        theme="plan",
+        device="cpu",
+        title="The planner against published numbers",
+        configuration={
+            "seed of the halves": SEED,
+            "fitted constants": ", ".join(f"{name}={getattr(constants, name):g}" for name in GUESSES),
+        },
+        rows=[cells(row, half[row.name], constants) for kind in kinds for row in rows if row.kind == kind],
+        ratios=summary(rows, half, constants),
+        notes=[
+            *(LEGEND, ALIKE, MENDED, *bounds(constants)),
+            *(f"not predicted: {each['what']}: {each['reason']}" for each in unpredicted),
+        ],
+    )
+
+
+def bounds(constants: Constants) -> list[str]:
+    found = ", ".join(f"{name}={getattr(constants, name):g}" for name in at_bound(constants))
+    return [BOUND.format(found)] if found else []
+
+
+def cells(row: Row, half: str, constants: Constants) -> dict[str, Any]:
+    """One line of the table."""
+    predicted = row.predicted(constants)
+    lowest, highest = row.spread
+    return {
+        "row": row.name,
+        "kind": row.kind,
+        "half": half,
+        "GPUs": f"{row.job.num_ranks if row.kind in ('training', 'memory') else row.job.num_gpus} {row.job.gpu.name}",
+        "quantity": row.quantity,
+        "published": row.published if lowest == highest else f"{lowest:g}-{highest:g}",
+        "predicted": float(f"{predicted:.4g}"),
+        "error": f"{predicted / row.published - 1:+.0%}",
+        "assumed": "; ".join(row.assumed),
+        "source": row.source,
+    }
+
+
+def summary(rows: Sequence[Row], half: dict[str, str], constants: Constants = CONSTANTS) -> dict[str, float]:
+    """Median of |log(predicted / published)| and share within a factor of 1.5: of both halves, and of each kind."""
+    said = {}
+    for name in (FITTED, HELD_OUT):
+        said |= _figures(_key(name), errors_of([row for row in rows if half[row.name] == name], constants))
+    for kind in KINDS:
+        for name in (FITTED, HELD_OUT, NEITHER):
+            errors = errors_of([row for row in rows if (row.kind, half[row.name]) == (kind, name)], constants)
+            said |= _figures(f"{kind}_{_key(name)}", errors) if errors else {}
+    return {name: round(value, 4) for name, value in said.items()}
+
+
+def _figures(name: str, errors: list[float]) -> dict[str, float]:
+    within = sum(error < math.log(1.5) for error in errors) / len(errors)
+    return {f"{name}_median_log_error": statistics.median(errors), f"{name}_within_1_5": within}
+
+
+def errors_of(rows: Sequence[Row], constants: Constants = CONSTANTS) -> list[float]:
+    return [abs(row.error(constants)) for row in rows]
+
+
+def to_paste(constants: Constants) -> str:
+    """Lines for megarl/plan/constants.py."""
+    return "\n".join(f"    {name}: float = {getattr(constants, name):g}" for name in GUESSES)
+
+
+def _key(half: str) -> str:
+    return half.replace(" ", "_")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = page.arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
+    made.set_defaults(device="cpu")
+    made.add_argument("--fit", action="store_true", help="fit the constants anew, about a minute")
+    return made
+
+
+if __name__ == "__main__":
+    raise SystemExit(page.run(work, parser()))

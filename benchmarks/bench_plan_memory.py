@@ -1,0 +1,139 @@
+"""Memory that the planner predicts for a rank, and what its tensors take on CPUs, part by part.
+
+    python benchmarks/bench_plan_memory.py           all layouts, about five minutes on 2 cores
+    python benchmarks/bench_plan_memory.py --quick   one process, two cases
+
+Tiny models in float32, our own engine, two optimizer steps; every storage is counted (benchmarks/tensor_memory.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import page
+import yaml
+from memory_ranks import PARTS, Case
+
+from megarl.config import config_dir
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 600.0
+NOTE = (
+    "predicted / measured, in kB of one rank; of ranks that hold as much one is shown. static: weights, gradients and "
+    "optimizer. activations: all that a step takes beside these. total: the peak of all tensors."
+)
+
+
+def work(options: argparse.Namespace) -> page.Result:
+    rows = [row for case in cases(quick=options.quick) for row in _rows(case)]
+    return page.Result(
+        theme="plan_memory",
+        device="cpu",
+        title="Predicted and measured memory of training on CPUs",
+        configuration={"dtype": "float32", "optimizer": "adamw"},
+        rows=rows,
+        ratios=ratios(rows),
+        notes=[NOTE],
+    )
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """How far predictions are off at most, and the median of |log(predicted / measured)|."""
+    found = {name: [row[f"{name} predicted / measured"] for row in rows] for name in ("static", "total")}
+    said = {f"{end}_{name}": of(each) for name, each in found.items() for end, of in (("least", min), ("most", max))}
+    errors = {name: statistics.median(abs(math.log(ratio)) for ratio in each) for name, each in found.items()}
+    return said | {f"{name}_median_log_error": error for name, error in errors.items()}
+
+
+def cases(*, quick: bool = False) -> list[Case]:
+    """Each model alone, and in the layouts that cut it."""
+    qwen, sparse, deepseek = (_hf(name) for name in ("qwen3_mini", "qwen3_moe_mini", "deepseek_v3_mini"))
+    tp, pp = {"tp": 2, "sequence_parallel": True}, {"pp": 2}
+    alone = [Case("qwen3", qwen), Case("qwen3 recomputed", qwen, recompute=True)]
+    if quick:
+        return alone
+    return [
+        *alone,
+        Case("qwen3 one long sequence", qwen, sequences=1, length=512),
+        Case("qwen3 recomputed, 16 sequences", qwen, recompute=True, sequences=16),
+        Case("qwen3-moe", sparse),
+        Case("qwen3-moe recomputed", sparse, recompute=True),
+        Case("deepseek-v3", deepseek),
+        Case("deepseek-v3 recomputed", deepseek, recompute=True),
+        Case("qwen3 tp2", qwen, tp, 2),
+        Case("qwen3 tp2 recomputed", qwen, tp, 2, recompute=True),
+        Case("qwen3 pp2 recomputed", qwen, pp, 2, recompute=True, micro_batches=4),
+        Case("qwen3 dp2 sharded optimizer", qwen, {"use_distributed_optimizer": True}, 2, recompute=True),
+        Case("qwen3 dp2 fsdp", qwen, {"use_distributed_optimizer": True}, 2, fsdp=True),
+        Case("qwen3 dp2 fsdp recomputed", qwen, {"use_distributed_optimizer": True}, 2, recompute=True, fsdp=True),
+        Case("qwen3-moe ep2 recomputed", sparse, {"ep": 2}, 2, recompute=True),
+    ]
+
+
+def _rows(case: Case) -> list[dict[str, Any]]:
+    """One line for each kind of rank."""
+    found = _run(case)
+    kinds = found[:: max(1, case.num_ranks // case.layout.get("pp", 1))]
+    return [line(case, index, ranks) for index, ranks in enumerate(kinds)]
+
+
+def line(case: Case, stage: int, found: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """A line of the table."""
+    predicted, measured = found["predicted"], found["measured"]
+    static = PARTS[:3]
+    both = {part: f"{predicted[part] / 1e3:.0f} / {measured[part] / 1e3:.0f}" for part in (*PARTS, "total")}
+    return {
+        "case": case.name,
+        "ranks": case.num_ranks,
+        "stage": stage,
+        "tokens": case.tokens,
+        **both,
+        "static predicted / measured": round(
+            sum(predicted[part] for part in static) / sum(measured[part] for part in static), 4
+        ),
+        "activations predicted / measured": round(predicted["activations"] / measured["activations"], 4),
+        "total predicted / measured": round(predicted["total"] / measured["total"], 4),
+    }
+
+
+def _run(case: Case) -> list[dict[str, dict[str, int]]]:
+    """Every rank's numbers, in a world of its own."""
+    path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.num_ranks}"]
+    try:
+        done = subprocess.run(
+            [*command, "-m", "memory_ranks", json.dumps(asdict(case))],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"case {case.name}: not done after {TIMEOUT_S:g} s; want a machine with less load") from None
+    if done.returncode:
+        said = [line.strip() for line in done.stderr.splitlines() if "Error" in line] or ["no word of why"]
+        raise ValueError(f"case {case.name}: {said[0]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _hf(preset: str) -> dict[str, Any]:
+    return yaml.safe_load((config_dir() / "model" / f"{preset}.yaml").read_text())["model"]["config"]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = page.arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
+    made.set_defaults(device="cpu")
+    return made
+
+
+if __name__ == "__main__":
+    raise SystemExit(page.run(work, parser()))

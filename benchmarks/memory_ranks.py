@@ -1,0 +1,148 @@
+"""What a rank's tensors take while it trains, counted storage by storage, beside what the planner says of that rank.
+
+`measure` runs on every rank of a world.  bench_plan_memory.py starts it by torchrun as `python -m memory_ranks CASE`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from tensor_memory import TensorMemory
+from torch import Tensor
+
+from megarl.algo.loss import ActorLoss
+from megarl.layout import Layout
+from megarl.mcore import cpu
+from megarl.mcore.engine import Engine
+from megarl.mcore.model import Model, build_model
+from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.setup import destroy_groups, make_groups
+from megarl.mcore.step import Outputs, train_step
+from megarl.plan.memory import Work, of_stage_bytes
+from megarl.sample import Batch, MicroBatch
+
+PARTS = ("weights", "gradients", "optimizer", "activations")
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+ADAMW = OptimSettings("adamw", lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some steps of one model."""
+
+    name: str
+    hf: dict[str, Any]
+    layout: dict[str, Any] = field(default_factory=dict)
+    num_ranks: int = 1
+    recompute: bool = False
+    sequences: int = 4  # of a micro-batch
+    length: int = 128
+    micro_batches: int = 1
+    fsdp: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+
+def measure(case: Case) -> dict[str, dict[str, int]]:
+    """Bytes of this rank by part, predicted and measured; activations are all that a step takes beside the others."""
+    layout = Layout(**case.layout)
+    make_groups(layout)
+    predicted = _predicted(case, layout, ps.get_pipeline_model_parallel_rank())
+    with TensorMemory() as memory:
+        engine = Engine("fsdp" if case.fsdp else "megatron", **RECOMPUTED if case.recompute else {})
+        model = wrap_for_training(build_model(case.hf, layout, dtype="float32", engine=engine), layout, engine)
+        optimizer = Optimizer(model, ADAMW)
+        step = _stepper(case, layout, model, optimizer)
+        step()  # makes the optimizer's state
+        stays = memory.now_bytes
+        memory.peak_bytes = stays
+        step()
+    measured = {part: _bytes(tensors) for part, tensors in _held(case, model, optimizer).items()} | {
+        "activations": memory.peak_bytes - stays,
+        "total": memory.peak_bytes,
+    }
+    destroy_groups()
+    return {"predicted": predicted, "measured": measured}
+
+
+def _predicted(case: Case, layout: Layout, stage: int) -> dict[str, int]:
+    work = Work(case.num_ranks, case.tokens, case.recompute, "float32", fsdp=case.fsdp, local=True)
+    memory = of_stage_bytes(case.hf, layout, stage, work)
+    parts = {name: int(getattr(memory, name)) for name in PARTS}
+    parts["activations"] += memory.gathered
+    return parts | {"total": sum(parts.values())}
+
+
+def _stepper(case: Case, layout: Layout, model: Model, optimizer: Optimizer) -> Any:
+    outputs = Outputs(layout, case.hf["vocab_size"])
+    micros = [_micro(case, seed) for seed in range(case.micro_batches)]
+    count, cpu_device = case.tokens * case.micro_batches, torch.device("cpu")
+    loss = ActorLoss("ppo")
+
+    def step() -> None:
+        train_step(model, optimizer, micros, outputs, loss, num_tokens=count, device=cpu_device)
+
+    return step
+
+
+def _micro(case: Case, seed: int) -> MicroBatch:
+    """Equally long sequences, of which all but the first token is trained."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.full((case.sequences,), case.length)
+    mask = torch.ones(case.tokens)
+    mask[:: case.length] = 0.0
+    columns = {name: torch.randn(case.tokens, generator=draw) for name in ("advantages", "old_log_probs")}
+    columns |= {"response_mask": mask, "weight": mask / mask.sum()}
+    tokens = torch.randint(0, case.hf["vocab_size"], (case.tokens,), generator=draw)
+    return MicroBatch(Batch(tokens, lengths, columns))
+
+
+def _held(case: Case, model: Model, optimizer: Optimizer) -> dict[str, list[Tensor]]:
+    """What stays between two steps.  Megatron-FSDP steps a copy of its weights, in float32 too."""
+    if not case.fsdp:
+        parameters = [param for chunk in model for param in chunk.parameters()]
+        gradients = [param.main_grad for param in parameters]
+        return {"weights": parameters, "gradients": gradients, "optimizer": _state(optimizer)}
+    groups = [group for chunk in model for group in chunk.param_and_grad_buffer.parameter_groups]
+    weights, copies, gradients = (
+        [getattr(group, name).data for group in groups]
+        for name in ("model_weight_buffer", "main_weight_buffer", "main_grad_buffer")
+    )
+    return {"weights": weights, "gradients": gradients, "optimizer": [*copies, *_state(optimizer)]}
+
+
+def _state(optimizer: Optimizer) -> list[Tensor]:
+    states = (state for part in optimizer.parts for state in part.optimizer.state.values())
+    kept = (value for state in states for value in state.values() if isinstance(value, Tensor))
+    return [getattr(value, "_local_tensor", value) for value in kept]  # of fsdp's this rank's part
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of their storages, each once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def main(case: Case) -> None:
+    """Every rank's numbers on rank 0's standard output, one line of JSON."""
+    cpu.activate()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, measure(case))
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(found) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Case(**json.loads(sys.argv[1])))

@@ -1,0 +1,232 @@
+"""What every benchmark ends with: a table on the terminal, a page and its numbers in a folder, and one line of JSON.
+
+A script makes a Result of what it measured; hardware, versions, commit, date and load are added here.
+
+    def work(options) -> Result: ...
+    if __name__ == "__main__":
+        raise SystemExit(run(work, parser()))
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import commit, hardware, slug, versions
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+DEVICES = ("cpu", "cuda")
+KEYS = ("theme", "title", "date", "device", "hardware", "versions", "commit", "load", "configuration", "rows", "notes")
+PICTURE = "PICTURE"  # in a page: the name of its picture
+TOOK = "took_s"  # stored results of before do not say it
+FAULTS = (ValueError, RuntimeError, OSError, subprocess.SubprocessError)  # told as one sentence
+
+
+@dataclass
+class Result:
+    """What a script measured.  Rows may differ in their keys; a cell that a row does not have stays empty."""
+
+    theme: str  # the first part of the files' names
+    device: str  # cpu | cuda
+    configuration: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)  # what the benchmark is there to say, printed last
+    notes: list[str] = field(default_factory=list)
+    title: str = ""
+    load_before: float = field(default_factory=lambda: os.getloadavg()[0])
+    took_s: float = 0.0
+    num_machines: int = 1
+    own_page: str = ""  # Markdown in place of ours; who makes it has shown its tables
+    draw: Callable[[Path], None] | None = None  # a picture beside the page
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(key for row in self.rows for key in row))
+
+
+def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The options that all scripts have."""
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=DEVICES, default=found, help=f"what is measured (here by default {found})")
+    parser.add_argument("--json", action="store_true", help="one line of JSON at the end, the ratios last")
+    parser.add_argument("--quick", action="store_true", help="sizes that take seconds")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the page and its numbers")
+    return parser
+
+
+def run(
+    work: Callable[[argparse.Namespace], Result | None], parser: argparse.ArgumentParser, argv: list[str] | None = None
+) -> int:
+    """Parse, measure, finish; a fault is one sentence and exit code 2.  `work` gives None if it printed itself.
+
+    Asked to end, it ends what it started first.
+    """
+    if argv is None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    options = parser.parse_intermixed_args(argv)
+    load_before, begun = os.getloadavg()[0], time.perf_counter()
+    try:
+        check_device(options.device)
+        options.out.mkdir(parents=True, exist_ok=True)  # better refused now than after an hour
+        result = work(options)
+        if result is not None:
+            result.load_before, result.took_s = load_before, time.perf_counter() - begun
+            finish(result, options)
+    except FAULTS as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split()) or type(error).__name__}\n")
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def check_device(device: str) -> None:
+    """ValueError where there is no such device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device; want --device cpu, or a machine with a GPU")
+
+
+def finish(result: Result, options: argparse.Namespace) -> None:
+    """Show it, write it down, and with --json say it in one last line."""
+    if options.quick:
+        result.theme += "_quick"  # no page to compare with
+    console = terminal()
+    show(console, result)
+    files = save(result, options.out)
+    for file in files:
+        console.print(f"written: {file}", highlight=False, soft_wrap=True)
+    if options.json:
+        sys.stdout.write(json.dumps(numbers(result)) + "\n")
+        sys.stdout.flush()
+
+
+def terminal() -> Console:
+    """A log takes the tables whole."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
+
+
+def save(result: Result, out: Path) -> list[Path]:
+    """Write <theme>_<hardware>_<date>.json, .md and, of one that draws, .png; returns their paths.
+
+    What is there stays: a second result of one day has "_2" behind it.
+    """
+    said = numbers(result)
+    out.mkdir(parents=True, exist_ok=True)
+    name = unused(out, f"{slug(result.theme)}_{slug(said['hardware'])}_{said['date']}")
+    files = [out / f"{name}.json", out / f"{name}.md"]
+    files[0].write_text(json.dumps(said, indent=2) + "\n")
+    if result.draw is not None:
+        files.append(out / f"{name}.png")
+        result.draw(files[-1])
+    text = result.own_page or markdown(result, said)
+    files[1].write_text(text.replace(PICTURE, f"{name}.png"))
+    return files
+
+
+def unused(out: Path, name: str) -> str:
+    """The name, or with the first number behind it that no file of `out` has."""
+    names = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+    return next(each for each in names if not any((out / f"{each}{end}").exists() for end in (".json", ".md", ".png")))
+
+
+def numbers(result: Result) -> dict[str, Any]:
+    """All of it under KEYS, and behind them each ratio under its own name."""
+    where = hardware(result.device)
+    said: dict[str, Any] = {
+        "theme": result.theme,
+        "title": result.title or result.theme,
+        "date": date.today().isoformat(),
+        "device": result.device,
+        "hardware": f"{result.num_machines} machines, each {where}" if result.num_machines > 1 else where,
+        "versions": versions(),
+        "commit": commit(),
+        "load": f"{result.load_before:.1f} before, {os.getloadavg()[0]:.1f} after",
+        "configuration": result.configuration,
+        "rows": result.rows,
+        "notes": result.notes,
+        TOOK: round(result.took_s, 1),
+    }
+    assert not set(said) & set(result.ratios), f"a ratio is called as one of {KEYS}"
+    return said | result.ratios
+
+
+def ratios_of(said: dict[str, Any]) -> dict[str, float]:
+    """The ratios in what `numbers` gave, or a file of it has."""
+    return {key: value for key, value in said.items() if key not in (*KEYS, TOOK)}
+
+
+def show(console: Console, result: Result) -> None:
+    """The table, the notes and the ratios on the terminal."""
+    if not result.own_page:
+        table = Table(title=result.title or None, title_justify="left")
+        for name, right in _columns(result):
+            table.add_column(name, justify="right" if right else "left")
+        for cells in _cells(result):
+            table.add_row(*cells)
+        console.print(table)
+    notes = [] if result.own_page else result.notes
+    for line in (*notes, *(f"{name}: {cell(value)}" for name, value in result.ratios.items())):
+        console.print(line, highlight=False, markup=False)
+
+
+def markdown(result: Result, said: dict[str, Any]) -> str:
+    """The page in results/; `said`: what `numbers` gave."""
+    out = [f"# {said['title']}, {said['date']}", ""]
+    out += [f"- {key}: {said[key]}" for key in ("hardware", "versions", "commit")]
+    out += [f"- load average of the machine, which other work may have shared: {said['load']}"]
+    out += [f"- it took {said[TOOK]:.0f} s"]
+    out += [f"- {key}: {cell(value)}" for key, value in result.configuration.items()]
+    columns = _columns(result)
+    if columns:
+        out += ["", _line(name for name, _ in columns), _line("---:" if right else "---" for _, right in columns)]
+        out += [_line(cells) for cells in _cells(result)]
+    if result.notes:
+        out += ["", *(f"- {note}" for note in result.notes)]
+    if result.ratios:
+        out += ["", "| ratio | |", "| --- | ---: |", *(_line((k, cell(v))) for k, v in result.ratios.items())]
+    return "\n".join(out) + "\n"
+
+
+def cell(value: Any) -> str:
+    """A value as a page has it: four digits that matter, thousands apart."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return f"{value}"
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 1e4):
+        return f"{int(value):,}" if abs(value) >= 1e5 else f"{int(value)}"
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def _columns(result: Result) -> list[tuple[str, bool]]:
+    """Names, and whether all that is in the column are numbers."""
+    return [
+        (name, all(isinstance(row.get(name, 0), (int, float)) or row[name] is None for row in result.rows))
+        for name in result.columns
+    ]
+
+
+def _cells(result: Result) -> list[list[str]]:
+    return [[cell(row.get(name)) for name in result.columns] for row in result.rows]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

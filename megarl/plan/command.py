@@ -1,0 +1,70 @@
+"""`megarl plan`: what a run would take, before a GPU is."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+
+from megarl.config import ConfigError, load_config
+from megarl.plan.cluster import Plan, check_size, plan_of
+from megarl.plan.from_config import job_of
+from megarl.plan.job import Job
+from megarl.plan.predict import predict
+from megarl.plan.request import Request
+from megarl.plan.search import Proposal, search
+from megarl.plan.show import as_json, proposal_json, show, show_proposals
+
+
+def main(request: Request, words: list[str]) -> int:
+    """words: key=value.  Returns the exit code: 0 also where the run does not fit, since that is an answer."""
+    plan = plan_of(request, words)
+    job = _job(plan, request)
+    check_size(request, job)
+    for warning in plan.warnings:
+        Console(stderr=True, soft_wrap=True).print(f"warning: {warning}", markup=False, highlight=False)
+    prediction = predict(job)
+    said = [*plan.said, *_lengths(job, request)]
+    proposals = _proposals(plan, request, job) if request.search else []
+    console = Console()
+    if request.json:
+        found = as_json(job, prediction, said)
+        if request.search:
+            found["proposals"] = [proposal_json(one) for one in proposals]
+        print(json.dumps(found))
+        return 0
+    show(console, job, prediction, said)
+    if request.search:
+        show_proposals(console, prediction, proposals)
+    return 0
+
+
+def _job(plan: Plan, request: Request, more: tuple[str, ...] = ()) -> Job:
+    config = load_config([*plan.words, *more], command="config")[0] if more else plan.config
+    return job_of(config, plan.gpu, prompt_tokens=request.prompt_tokens, response_tokens=request.response_tokens)
+
+
+def _proposals(plan: Plan, request: Request, job: Job) -> list[Proposal]:
+    typed = {word.partition("=")[0] for word in plan.words}
+
+    def composed(words: list[str]) -> Job | None:
+        """None where a word was typed already, or the configuration cannot be."""
+        kept = [word for word in words if word.partition("=")[0] not in typed]
+        if len(kept) < len(words):
+            return None
+        try:
+            return _job(plan, request, tuple(words))
+        except ConfigError:
+            return None
+
+    return search(job, composed)
+
+
+def _lengths(job: Job, request: Request) -> list[str]:
+    """What was taken for the means that nobody said."""
+    said = []
+    if request.prompt_tokens is None:
+        said.append(f"--prompt-tokens {job.prompt_tokens:.0f}, a quarter of data.max_prompt_length")
+    if request.response_tokens is None:
+        said.append(f"--response-tokens {job.response_tokens:.0f}, half of data.max_response_length")
+    return said

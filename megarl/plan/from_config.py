@@ -1,0 +1,118 @@
+"""A `Config` and a cluster -> a `Job`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import Config, layout_of, model_config
+from megarl.config.resolve import MICRO_BATCH_KEYS
+from megarl.plan.count import check
+from megarl.plan.gpus import Gpu
+from megarl.plan.job import Job, Role
+
+MEMORY_FRACTION = 0.85  # about what SGLang takes by its own choice
+# Shares of the limits that the means are taken to be, where nobody says how long prompts and completions are.
+PROMPT_SHARE, RESPONSE_SHARE = 0.25, 0.5
+
+
+def job_of(
+    config: Config,
+    gpu: Gpu,
+    *,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+) -> Job:
+    """The run of `megarl train` on such GPUs.  Lengths are means.  ValueError where a model's numbers are not known."""
+    data, rollout, actor = config.data, config.rollout, config.actor
+    own = role_of(config, "actor")
+    return Job(
+        hf=own.hf,
+        gpu=gpu,
+        layout=own.layout,
+        num_ranks=own.num_ranks,
+        first_rank=own.first_rank,
+        gpus_per_node=config.trainer.n_gpus_per_node,
+        prompts=data.train_batch_size,
+        n=rollout.n,
+        prompt_tokens=_mean("prompt", prompt_tokens, data.max_prompt_length, PROMPT_SHARE),
+        response_tokens=_mean("response", response_tokens, data.max_response_length, RESPONSE_SHARE),
+        longest=data.max_prompt_length + data.max_response_length,
+        most_response=data.max_response_length,
+        mini_batch=actor.ppo_mini_batch_size,
+        epochs=actor.ppo_epochs,
+        max_tokens=own.max_tokens,
+        log_prob_tokens=own.log_prob_tokens,
+        recompute=own.recompute,
+        optimizer=actor.optim.name,
+        dtype=own.dtype,
+        fsdp=own.fsdp,
+        overlap_grad_reduce=own.overlap_grad_reduce,
+        param_offload=own.param_offload,
+        optimizer_offload=own.optimizer_offload,
+        lora_rank=own.lora_rank,
+        local=own.local,
+        critic=role_of(config, "critic") if config.uses_critic else None,
+        reference=role_of(config, "ref") if config.uses_reference else None,
+        shared=rollout.placement == "shared",
+        server_gpus=rollout.tensor_model_parallel_size,
+        num_servers=len(rollout.urls) or rollout.num_servers,
+        server_ep=rollout.expert_parallel_size,
+        memory_fraction=rollout.memory_fraction or MEMORY_FRACTION,
+        max_running=rollout.max_running_requests,
+        ahead=rollout.ahead,
+        push="sharded" if rollout.push == "auto" else rollout.push,
+        bucket_bytes=rollout.bucket_bytes,
+    )
+
+
+def role_of(config: Config, name: str) -> Role:
+    """One model and its ranks."""
+    node: Any = getattr(config, name)
+    keys, megatron = MICRO_BATCH_KEYS[name], node.megatron
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    sequences = getattr(node, keys.per_rank)
+    limit = getattr(node, keys.tokens) if sequences is None else sequences * longest
+    recompute = recompute_of(megatron)
+    return Role(
+        name=name,
+        hf=numbers_of_model(config, name),
+        layout=layout_of(megatron),
+        num_ranks=node.num_ranks,
+        first_rank=node.first_rank,
+        max_tokens=limit,
+        log_prob_tokens=limit,
+        recompute=recompute,
+        optimizer=None if name == "ref" else node.optim.name,
+        dtype=config.model.dtype,
+        fsdp=node.strategy == "fsdp",
+        overlap_grad_reduce=megatron.overlap_grad_reduce,
+        param_offload=megatron.param_offload,
+        optimizer_offload=megatron.optimizer_offload,
+        lora_rank=config.actor.lora.rank if name == "actor" else 0,
+        local=config.trainer.device == "cpu" or megatron.transformer_impl == "local",
+    )
+
+
+def numbers_of_model(config: Config, role: str) -> dict[str, Any]:
+    """Its config.json.  ValueError where that is not known yet, or of a model that is not supported."""
+    hf = model_config(config, role)
+    if not hf:
+        path = config.model.path if role == "actor" else getattr(config, role).model.path
+        raise ValueError(f"model.path={path}: its config.json is not here; want a folder that has one, or model=PRESET")
+    check(hf)
+    return hf
+
+
+def recompute_of(megatron: Any) -> str:
+    """none | selective | full, of a role's `megatron` group; of method=block the layers beyond the block are kept."""
+    if megatron.recompute_granularity == "full":
+        return "full" if megatron.recompute_method == "uniform" else "none"
+    return megatron.recompute_granularity or "none"
+
+
+def _mean(name: str, given: float | None, limit: int, share: float) -> float:
+    if given is None:
+        return limit * share
+    if not 0 < given <= limit:
+        raise ValueError(f"--{name}-tokens {given:g}: want more than 0, and at most data.max_{name}_length={limit}")
+    return given

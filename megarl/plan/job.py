@@ -1,0 +1,140 @@
+"""The numbers of a run that a prediction needs, and no `Config`: models, layouts, servers, lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.layout import Layout
+from megarl.plan.count import HFConfig
+from megarl.plan.gpus import Gpu
+
+
+@dataclass(frozen=True)
+class Role:
+    """One model on training ranks.  optimizer None: it learns nothing."""
+
+    name: str  # actor | critic | ref
+    hf: HFConfig
+    layout: Layout
+    num_ranks: int
+    first_rank: int = 0  # of the trainer's
+    max_tokens: int = 16384  # of a micro-batch of its training, over its context-parallel ranks
+    log_prob_tokens: int = 16384  # of a forward pass alone
+    recompute: str = "none"  # none | selective (core attention) | full (layers)
+    optimizer: str | None = "adamw"
+    dtype: str = "bfloat16"
+    fsdp: bool = False
+    overlap_grad_reduce: bool = False
+    param_offload: bool = False  # weights and gradients wait in host memory
+    optimizer_offload: bool = False
+    lora_rank: int = 0  # above 0 only adapters learn
+    local: bool = False  # layers without Transformer-Engine
+
+    @property
+    def copies(self) -> int:
+        """Data-parallel replicas."""
+        return self.num_ranks // self.layout.model_size
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on a cluster.  Example: Job(hf, find("h100"), layout=Layout(tp=4), num_ranks=64, num_servers=16, ...)."""
+
+    hf: HFConfig
+    gpu: Gpu
+    layout: Layout = Layout()  # of the actor
+    num_ranks: int = 1  # of the actor
+    first_rank: int = 0
+    gpus_per_node: int = 8
+
+    # the step
+    prompts: int = 256
+    n: int = 1  # completions of each
+    prompt_tokens: float = 512.0  # mean
+    response_tokens: float = 1024.0  # mean
+    longest: int = 2048  # limit of a prompt with its completion
+    most_response: int | None = None  # limit of a completion; None: what a mean prompt leaves of `longest`
+    mini_batch: int = 256  # prompts of an optimizer step
+    epochs: int = 1
+
+    # the actor's training, as in Role
+    max_tokens: int = 16384
+    log_prob_tokens: int = 16384
+    recompute: str = "none"
+    optimizer: str = "adamw"
+    dtype: str = "bfloat16"
+    precision: str = "bf16"  # bf16 | fp8: of matrix products in training
+    fsdp: bool = False
+    overlap_grad_reduce: bool = True
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    lora_rank: int = 0
+    local: bool = False
+    scores_old: bool = True  # a pass for the log-probs before the step
+    dispatch: str = "each"  # each (a token goes to each chosen expert, as here) | once (to each machine, copied there)
+
+    # other models on the same or further ranks
+    critic: Role | None = None
+    reference: Role | None = None
+
+    # servers
+    shared: bool = True  # on the trainer's GPUs, in turns; else on GPUs of their own
+    server_gpus: int = 1  # of one server
+    num_servers: int = 1
+    server_ep: int = 1
+    server_precision: str = "bf16"  # bf16 | fp8: of its weights and products
+    memory_fraction: float = 0.7  # of a GPU, for weights and KV cache
+    max_running: int = 256  # requests of one server at a time
+    ahead: int = 0  # iterations that completions may run ahead
+
+    # the push
+    push: str = "sharded"  # sharded (shard to shard) | shared (the same, on common GPUs) | gathered (whole tensors)
+    bucket_bytes: int = 2**26
+
+    @property
+    def actor(self) -> Role:
+        return Role(
+            "actor", self.hf, self.layout, self.num_ranks, self.first_rank, self.max_tokens, self.log_prob_tokens,
+            self.recompute, self.optimizer, self.dtype, self.fsdp, self.overlap_grad_reduce, self.param_offload,
+            self.optimizer_offload, self.lora_rank, self.local,
+        )  # fmt: skip
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return tuple(role for role in (self.actor, self.critic, self.reference) if role is not None)
+
+    @property
+    def num_gpus(self) -> int:
+        """All of the run; roles share the trainer's."""
+        trainer = max(role.first_rank + role.num_ranks for role in self.roles)
+        servers = self.num_servers * self.server_gpus
+        return max(trainer, servers) if self.shared else trainer + servers
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether servers write while the trainer learns."""
+        return not self.shared and self.ahead > 0
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.n
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of a sequence."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def tokens(self) -> float:
+        """Of a step, prompts counted for every completion."""
+        return self.sequences * self.mean_tokens
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of one step of the run."""
+        return max(1, round(self.prompts / self.mini_batch)) * self.epochs
+
+    @property
+    def link_domain(self) -> int:
+        """GPUs that fast links join."""
+        return self.gpu.link_domain or self.gpus_per_node

@@ -1,0 +1,153 @@
+"""A `Job` -> how long each stage of a step takes, what each kind of rank holds, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megarl.plan import pushing, serving, turns
+from megarl.plan.constants import CONSTANTS, Constants
+from megarl.plan.job import Job
+from megarl.plan.rooms import Room, fullest, rooms
+from megarl.plan.serving import Rollout, Server
+from megarl.plan.training import Training, scoring, training
+
+STAGES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights", "other")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds, bytes, shares."""
+
+    fits: bool
+    memory: dict[str, Room]  # kind of rank -> part -> bytes
+    stages: dict[str, float]  # of STAGES, those that the run has
+    step_s: float
+    tokens_per_s_per_gpu: float  # all tokens of the step, prompts included
+    mfu: float  # of the actor's training
+    mfu_step: float  # the same operations over the whole step, on all GPUs
+    bubble: float  # idle time of the pipeline over its working time
+    push_s: float
+    micro_batches: int  # of each replica in an optimizer step
+    concurrency: float  # completions of a server at a time
+    why: list[str] = field(default_factory=list)  # what does not fit, what is slow
+
+
+def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
+    """Everything about one step.  Times are of a step in the middle of a run, without evaluation and checkpoint."""
+    memory = rooms(job, constants)
+    trained = training(job, None, constants)
+    written = serving.rollout(job, constants)
+    stages = stage_times(job, trained, written, constants)
+    step_s = _step(job, stages)
+    too_small = list(_misfits(job, memory, constants))
+    share = trained.mfu * trained.seconds * job.num_ranks / (step_s * job.num_gpus)
+    return Prediction(
+        fits=not too_small,
+        memory=memory,
+        stages=stages,
+        step_s=step_s,
+        tokens_per_s_per_gpu=job.tokens / step_s / job.num_gpus,
+        mfu=trained.mfu,
+        mfu_step=share,
+        bubble=trained.bubble,
+        push_s=stages["update_weights"],
+        micro_batches=trained.micro_batches,
+        concurrency=written.concurrency,
+        why=[*too_small, *_slow(job, stages, trained, written)],
+    )
+
+
+def step_time(job: Job, constants: Constants = CONSTANTS) -> float:
+    """Seconds of a whole step, without a look at memory."""
+    stages = stage_times(job, training(job, None, constants), serving.rollout(job, constants), constants)
+    return _step(job, stages)
+
+
+def training_time(job: Job, constants: Constants = CONSTANTS) -> float:
+    """Seconds of update_actor alone."""
+    return training(job, None, constants).seconds
+
+
+def rollout_time(job: Job, constants: Constants = CONSTANTS) -> float:
+    """Seconds of gen alone."""
+    return serving.rollout(job, constants).seconds
+
+
+def push_time(job: Job, constants: Constants = CONSTANTS) -> float:
+    """Seconds of update_weights alone."""
+    return pushing.push(job, constants)
+
+
+def stage_times(job: Job, trained: Training, written: Rollout, constants: Constants) -> dict[str, float]:
+    """Seconds of each stage that the run has."""
+    roles = {role.name: (role, fullest(role)) for role in job.roles}
+
+    def pass_s(name: str) -> float:
+        role, memory = roles[name]
+        return scoring(job, role, constants) + turns.of_call(job, role, memory, constants, learns=False)
+
+    def update_s(name: str, seconds: float) -> float:
+        role, memory = roles[name]
+        return seconds + job.optimizer_steps * turns.of_call(job, role, memory, constants, learns=True)
+
+    found = {"gen": written.seconds}
+    if job.scores_old:
+        found["old_log_prob"] = pass_s("actor")
+    if job.reference:
+        found["ref"] = pass_s("ref")
+    if job.critic:
+        found["values"] = pass_s("critic")
+        found["update_critic"] = update_s("critic", training(job, job.critic, constants).seconds)
+    found["update_actor"] = update_s("actor", trained.seconds)
+    found["update_weights"] = pushing.push(job, constants) + turns.of_push(job, roles["actor"][1], constants)
+    turn = sum(turns.of_turn(job, role, memory, constants) for role, memory in roles.values())
+    found["other"] = constants.step_s + constants.sequence_s * job.sequences + turn + turns.of_servers(job, constants)
+    return found
+
+
+def _step(job: Job, stages: dict[str, float]) -> float:
+    """One after the other; where completions run ahead on GPUs of their own, the slower of writing and learning."""
+    if not job.runs_ahead:
+        return sum(stages.values())
+    pauses = stages["update_weights"]
+    learning = sum(stages.values()) - stages["gen"] - pauses
+    return max(stages["gen"], learning) + pauses
+
+
+def _misfits(job: Job, memory: dict[str, Room], constants: Constants) -> Iterator[str]:
+    room = job.gpu.memory_bytes
+    for kind, parts in memory.items():
+        if parts["total"] > room:
+            largest = max((name for name in parts if name != "total"), key=lambda name: parts[name])
+            yield (
+                f"{kind}: {parts['total'] / 1e9:.0f} GB of the {room / 1e9:.0f} of a GPU, most of it {largest} "
+                f"({parts[largest] / 1e9:.0f} GB)"
+            )
+    if not job.num_servers:
+        return
+    server = Server(job, constants)
+    if server.cache_bytes < job.longest * server.token_bytes:
+        yield (
+            f"server: {server.weight_bytes / 1e9:.0f} GB of weights leave a cache of {server.cache_bytes / 1e9:.1f} GB "
+            f"in memory_fraction={job.memory_fraction:g} of a GPU, too little for one sequence of {job.longest} tokens"
+        )
+
+
+def _slow(job: Job, stages: dict[str, float], trained: Training, written: Rollout) -> Iterator[str]:
+    """What takes the time, the heaviest stage first."""
+    total = sum(stages.values())
+    slowest = max(stages, key=lambda name: stages[name])
+    yield f"{slowest} takes {stages[slowest] / total:.0%} of the stages' time"
+    if trained.bubble > 0.15:
+        count = trained.micro_batches
+        yield f"the pipeline idles {trained.bubble:.0%} of its working time, with {count} micro-batches a replica"
+    if trained.parts["exposed"] > 0.2 * trained.parts["work"]:
+        share = trained.parts["exposed"] / trained.parts["work"]
+        yield f"{share:.0%} of a micro-batch's time is communication that nothing hides"
+    if trained.parts["gradients"] > 0.1 * trained.seconds:
+        yield f"reducing gradients adds {trained.parts['gradients'] / trained.seconds:.0%} to the training"
+    if written.bound == "cache":
+        yield f"completions of a server that its KV cache holds at a time: {written.concurrency:.0f}"
+    if written.tail > 0.4 * written.seconds:
+        yield f"in {written.tail / written.seconds:.0%} of gen no completion waits any more, and servers empty"

@@ -1,0 +1,58 @@
+"""Seconds of a push.
+
+sharded, shared   each GPU of a server gets its own part from ranks that hold it; every replica of the actor sends
+gathered          whole tensors are gathered from the ranks that hold parts, and go to every server
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from megarl.plan.constants import CONSTANTS, Constants
+from megarl.plan.count import num_experts, sparse_layers, whole
+from megarl.plan.job import Job
+
+DENSE_TENSORS, EXPERT_TENSORS = 12, 3  # of a layer, and of an expert, in Hugging Face's form
+
+
+def push(job: Job, constants: Constants = CONSTANTS) -> float:
+    """Until every server has the new weights."""
+    num_bytes = 2 * whole(job.hf)
+    fixed = constants.push_s + tensors(job) * constants.push_tensor_s
+    if job.push == "gathered":
+        return fixed + _gather(job, num_bytes, constants) + num_bytes / (job.gpu.nic_bandwidth * constants.broadcast)
+    received = num_bytes / job.server_gpus
+    sent = num_bytes * job.num_servers / job.num_ranks  # by each rank, where all of them take part
+    near = near_share(job)
+    far_s = max(received, sent) * (1 - near) / (job.gpu.nic_bandwidth * constants.push_nic)
+    near_s = max(received, sent) * near / (job.gpu.link_bandwidth * constants.push_link)
+    return fixed + max(far_s, near_s)
+
+
+def near_share(job: Job) -> float:
+    """Share of a server's weights that ranks of its own machine hold.
+
+    Megatron counts ranks tp, cp, ep, dp, pp: a machine holds as many stages as a stage's ranks leave it room for.
+    """
+    if not job.shared:
+        return 0.0
+    machines = max(1, ceil(job.num_ranks / job.link_domain))
+    return 1 / min(job.layout.pp, machines)
+
+
+def tensors(job: Job) -> int:
+    """Pieces with a fixed cost each: tensors, where experts of a layer go stacked if they go in shards."""
+    sparse = sparse_layers(job.hf)
+    experts = (num_experts(job.hf) or 0) if job.push == "gathered" else 1
+    return len(sparse) * DENSE_TENSORS + sum(sparse) * experts * EXPERT_TENSORS
+
+
+def _gather(job: Job, num_bytes: int, constants: Constants) -> float:
+    """Every rank that sends gets what the others of its replica hold."""
+    layout = job.layout
+    size = job.num_ranks if job.fsdp else max(layout.tp, layout.ep * layout.expert_tp) * layout.pp
+    if size == 1:
+        return 0.0
+    is_near = size <= job.link_domain
+    bandwidth = job.gpu.link_bandwidth if is_near else job.gpu.nic_bandwidth
+    return num_bytes * (size - 1) / size / (bandwidth * constants.gather)

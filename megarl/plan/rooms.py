@@ -1,0 +1,160 @@
+"""What each kind of rank holds at its fullest, part by part: at work, in a save, in a push, and while servers write.
+
+A role without offload stays where it is while others work, and its bytes are in everybody's `others`; where servers
+share the GPUs all of the trainer sleeps while they write (megarl/run.py: trainers_turn).
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from megarl.plan.constants import CONSTANTS, Constants
+from megarl.plan.count import kinds_of_stage, of_stage
+from megarl.plan.job import Job, Role
+from megarl.plan.memory import (
+    RESERVE_BYTES,
+    SERVER_BYTES,
+    Memory,
+    Work,
+    of_push,
+    of_stage_bytes,
+)
+from megarl.plan.serving import Server
+
+CHUNK_NUMBERS = 2**26  # logits that stand in memory at a time (megarl/mcore/fused.py)
+Room = dict[str, int]  # part -> bytes; `total` is the last
+
+
+def rooms(job: Job, constants: Constants = CONSTANTS) -> dict[str, Room]:
+    """Kind of rank -> its parts.  Stages that hold as much share a kind."""
+    found = rooms_of_trainer(job)
+    if job.num_servers:
+        found["server"] = _server(job, constants)
+    return found
+
+
+def rooms_of_trainer(job: Job) -> dict[str, Room]:
+    """The same without servers, of which nothing is known before their GPU is: every role at work, a save, a push."""
+    found: dict[str, Room] = {}
+    for role in job.roles:
+        found |= _stages(job, role)
+    found["save"] = max((_save(job, role) for role in job.roles if role.optimizer), key=lambda room: room["total"])
+    if job.num_servers:
+        found["push"] = _push(job)
+    return found
+
+
+def work_of(role: Role) -> Work:
+    """The role's part of the rule in memory.py."""
+    return Work(
+        num_ranks=role.num_ranks,
+        max_tokens=role.max_tokens if role.optimizer else role.log_prob_tokens,
+        recompute=role.recompute == "full",
+        dtype=role.dtype,
+        optimizer=role.optimizer,
+        fsdp=role.fsdp,
+        local=role.local,
+    )
+
+
+def held(role: Role, stage: int) -> Memory:
+    """By a GPU of a pipeline stage while the role works.  Of LoRA, gradients and optimizer are next to nothing."""
+    memory = of_stage_bytes(role.hf, role.layout, stage, work_of(role), role.name)
+    return memory._replace(gradients=0, optimizer=0) if role.lora_rank else memory
+
+
+def fullest(role: Role) -> Memory:
+    """Of its stages that which needs most."""
+    return max((held(role, stage) for stage in range(role.layout.pp)), key=lambda memory: memory.total)
+
+
+def _stages(job: Job, role: Role) -> dict[str, Room]:
+    layout, found, first = role.layout, {}, 0
+    kinds = [
+        (of_stage(role.hf, layout, stage, role.name), kinds_of_stage(role.hf, layout, stage))
+        for stage in range(layout.pp)
+    ]
+    for _, alike in groupby(kinds):
+        last = first + len(list(alike)) - 1
+        memory = max((held(role, stage) for stage in range(first, last + 1)), key=lambda memory: memory.total)
+        name = f"{role.name}" if layout.pp == 1 else f"{role.name} stage {first}" + (f"-{last}" if last > first else "")
+        found[name] = _room(job, role, memory, is_last=last == layout.pp - 1)
+        first = last + 1
+    return found
+
+
+def _room(job: Job, role: Role, memory: Memory, *, is_last: bool) -> Room:
+    chunk = 0
+    if is_last and role.name != "critic":
+        rows = role.hf["vocab_size"] // role.layout.tp
+        chunk = 2 * min(CHUNK_NUMBERS, rows * role.max_tokens // role.layout.cp)
+    return _summed(
+        weights=memory.weights,
+        gradients=memory.gradients,
+        optimizer=memory.optimizer,
+        activations=memory.activations,
+        gathered=memory.gathered,
+        log_prob_chunk=chunk,
+        others=_resident(job, role),
+        reserve=memory.reserve - chunk,
+    )
+
+
+def _resident(job: Job, working: Role) -> int:
+    """Bytes of other roles that stay on the GPU while this one works."""
+    total = 0
+    for role in job.roles:
+        is_apart = (
+            role.first_rank >= working.first_rank + working.num_ranks
+            or working.first_rank >= role.first_rank + role.num_ranks
+        )
+        if not is_apart and role.name != working.name:
+            total += _staying(role, fullest(role))
+    return total
+
+
+def _staying(role: Role, memory: Memory) -> int:
+    """Bytes that do not go to host memory behind a call."""
+    return (0 if role.param_offload else memory.weights + memory.gradients) + (
+        0 if role.optimizer_offload else memory.optimizer
+    )
+
+
+def _push(job: Job) -> Room:
+    """The actor's weights are awake; where GPUs are shared nothing else of the trainer is, and the server's are new."""
+    role = job.actor
+    stage = max(range(role.layout.pp), key=lambda at: of_stage(role.hf, role.layout, at).total)
+    parts = of_push(role.hf, role.layout, stage, work_of(role), job.server_gpus, job.bucket_bytes)
+    memory = held(role, stage)
+    stays = _resident(job, role) + _staying(role, memory) - (0 if role.param_offload else memory.weights)
+    return _summed(
+        weights=parts.weights,
+        server_weights=parts.server if job.shared else 0,
+        push_bucket=parts.bucket,
+        others=0 if job.shared else stays,
+        reserve=parts.reserve,
+    )
+
+
+def _save(job: Job, role: Role) -> Room:
+    """All of a role is awake, and its largest tensor stands whole beside it, in float32."""
+    memory = fullest(role)
+    largest = role.hf["hidden_size"] * max(role.hf["vocab_size"], role.hf["intermediate_size"])
+    return _summed(
+        weights=memory.weights,
+        gradients=memory.gradients,
+        optimizer=memory.optimizer,
+        save_bucket=4 * largest,
+        others=_resident(job, role),
+        reserve=memory.reserve,
+    )
+
+
+def _server(job: Job, constants: Constants) -> Room:
+    server = Server(job, constants)
+    reserve = SERVER_BYTES + (RESERVE_BYTES if job.shared else 0)
+    return _summed(weights=server.weight_bytes, kv_cache=server.cache_bytes, reserve=reserve)
+
+
+def _summed(**parts: int) -> Room:
+    return {name: size for name, size in parts.items() if size} | {"total": sum(parts.values())}

@@ -1,0 +1,177 @@
+"""The best layouts of a run, by prediction: training and servers are looked for apart, then put together.
+
+What each role needs in memory is asked first, and its time only where it fits.  The best are composed once more as
+`megarl train` would do it, so that what is proposed passes every check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from megarl.layout import KEYS, Layout
+from megarl.plan import candidates, serving
+from megarl.plan.constants import CONSTANTS, Constants
+from megarl.plan.job import Job, Role
+from megarl.plan.predict import Prediction, predict, stage_times, step_time
+from megarl.plan.rooms import fullest, rooms_of_trainer
+from megarl.plan.training import training
+
+NUM_TRAINERS, NUM_SERVERS = 12, 4  # of each the best, which are put together
+NUM_PROPOSED = 3
+WORTH = 1.01  # times faster than what is there, or not proposed
+WORD = 0.002  # of the time a word more must save
+UPDATES, SCORES = {"update_actor", "update_critic"}, {"old_log_prob", "ref", "values"}
+
+Composed = Callable[[list[str]], Job | None]  # words -> the run that they make, None where it cannot be
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Another way to lay the run over the same GPUs."""
+
+    job: Job
+    prediction: Prediction
+    words: list[str]  # to type
+    why: str
+
+
+def search(job: Job, composed: Composed, constants: Constants = CONSTANTS) -> list[Proposal]:
+    """The best that fit, the fastest first, where they are faster than the run as it is, or that does not fit."""
+    own = predict(job, constants)
+    found: dict[tuple[int, ...], Proposal] = {}
+    for other in _ranked(job, constants):
+        layout, words = other.layout, words_of(job, other)
+        kind = (layout.tp, layout.pp, layout.cp, layout.ep, other.server_gpus)
+        if not words or kind in found or not _is_better(predict(other, constants), own):
+            continue
+        real = composed(words)  # slow beside all else here
+        prediction = predict(real, constants) if real else None
+        if real and prediction and _is_better(prediction, own):
+            found[kind] = Proposal(real, prediction, words, reason(job, own, real, prediction, constants))
+        if len(found) == NUM_PROPOSED:
+            break
+    return sorted(found.values(), key=lambda one: one.prediction.step_s)
+
+
+def _is_better(new: Prediction, own: Prediction) -> bool:
+    return new.fits and (not own.fits or new.step_s * WORTH <= own.step_s)
+
+
+def words_of(job: Job, other: Job) -> list[str]:
+    """What to type for another run on the same GPUs."""
+    words = [
+        f"actor.megatron.{key}={_shown(getattr(other.layout, field))}"
+        for field, key in KEYS.items()
+        if getattr(other.layout, field) != getattr(job.layout, field)
+    ]
+    if other.recompute != job.recompute:
+        how = ("full", "uniform", "1") if other.recompute == "full" else ("null", "null", "null")
+        keys = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+        words += [f"actor.megatron.{key}={value}" for key, value in zip(keys, how, strict=True)]
+    for key, new, old in (
+        ("actor.ppo_max_token_len_per_gpu", other.max_tokens, job.max_tokens),
+        ("rollout.tensor_model_parallel_size", other.server_gpus, job.server_gpus),
+        ("rollout.expert_parallel_size", other.server_ep, job.server_ep),
+        ("rollout.num_servers", other.num_servers, job.num_servers),
+    ):
+        if new != old:
+            words.append(f"{key}={new}")
+    return words
+
+
+def reason(job: Job, own: Prediction, other: Job, new: Prediction, constants: Constants = CONSTANTS) -> str:
+    """One sentence: where the time is saved, and by what."""
+    if not own.fits:
+        return f"it fits, and the run as it is does not: {own.why[0]}"
+    saved = {name: seconds - new.stages.get(name, 0.0) for name, seconds in own.stages.items()}
+    most = sorted((name for name in saved if saved[name] > 0.01 * own.step_s), key=lambda name: -saved[name])
+    stages = " and ".join(
+        f"{name} {seconds_text(own.stages[name])} -> {seconds_text(new.stages[name])} s" for name in most[:2]
+    )
+    causes = [cause for stages_of, cause in _causes(job, other, constants) if stages_of & set(most[:2])]
+    return f"{stages or 'the whole step'}: {'; '.join(causes) or 'less of everything that is waited for'}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A decimal where whole seconds would say little."""
+    return f"{seconds:.1f}" if seconds < 9.95 else f"{seconds:.0f}"
+
+
+def _causes(job: Job, other: Job, constants: Constants) -> Iterator[tuple[set[str], str]]:
+    """What may be told of it, with the stages that it makes shorter."""
+    old, new = training(job, None, constants), training(other, None, constants)
+    if job.recompute == "full" and other.recompute != "full":
+        axes = [axis for axis in ("tp", "cp", "pp") if getattr(other.layout, axis) > getattr(job.layout, axis)]
+        ways = " and ".join(f"{axis} {getattr(other.layout, axis)}" for axis in axes)
+        because = f"with {ways} activations fit" if ways else "activations fit"
+        yield UPDATES, f"{because}, and layers are not run again in the backward pass"
+    before, after = (each.parts["exposed"] / each.seconds for each in (old, new))
+    if after < before - 0.02:
+        yield UPDATES | SCORES, f"communication that nothing hides is {after:.0%} of the training, not {before:.0%}"
+    if new.bubble < old.bubble - 0.02:
+        yield UPDATES, f"the pipeline idles {new.bubble:.0%}, not {old.bubble:.0%}"
+    if other.max_tokens > job.max_tokens:
+        yield UPDATES | SCORES, "micro-batches are larger"
+    writes, wrote = serving.rollout(other, constants), serving.rollout(job, constants)
+    if other.server_gpus != job.server_gpus and writes.seconds < wrote.seconds:
+        held = [each.concurrency * run.num_servers for each, run in ((writes, other), (wrote, job))]
+        each = "GPUs" if other.server_gpus > 1 else "GPU"
+        yield (
+            {"gen"},
+            f"servers of {other.server_gpus} {each} write {held[0]:.0f} completions at a time, "
+            f"{writes.step_s * 1e3:.0f} ms a token, not {held[1]:.0f} at {wrote.step_s * 1e3:.0f} ms",
+        )
+
+
+def _ranked(job: Job, constants: Constants) -> list[Job]:
+    """The best pairs of a way to train and servers, the fastest first."""
+    trainers = sorted(_trainers(job, constants), key=lambda pair: pair[0])[:NUM_TRAINERS]
+    timed = [(serving.rollout(run, constants).seconds, index, run) for index, run in enumerate(candidates.servers(job))]
+    pairs = []
+    for (_, trainer), (_, _, run) in product(trainers, sorted(timed)[:NUM_SERVERS]):
+        other = replace(trainer, server_gpus=run.server_gpus, server_ep=run.server_ep, num_servers=run.num_servers)
+        pairs.append(other)
+    return sorted(pairs, key=lambda other: step_time(other, constants) * (1 + WORD * len(words_of(job, other))))
+
+
+def _trainers(job: Job, constants: Constants) -> Iterator[tuple[float, Job]]:
+    """Of each layout the fastest way that fits, with the seconds that the step takes without writing."""
+    for layout in candidates.layouts(job):
+        best = min(_ways(job, layout, constants), key=lambda pair: pair[0], default=None)
+        if best is not None:
+            yield best
+
+
+def _ways(job: Job, layout: Layout, constants: Constants) -> Iterator[tuple[float, Job]]:
+    for way in candidates.ways(replace(job.actor, layout=layout), job.longest):
+        if fullest(way).total > job.gpu.memory_bytes:
+            continue
+        other = _with(job, way)
+        if any(room["total"] > job.gpu.memory_bytes for room in rooms_of_trainer(other).values()):
+            continue
+        stages = stage_times(other, training(other, None, constants), serving.NOTHING, constants)
+        yield sum(stages.values()), other
+        if way.recompute == "none":
+            return
+
+
+def _with(job: Job, actor: Role) -> Job:
+    """The run with another actor; critic and reference follow it where they lie as it did."""
+    follow: dict[str, Any] = {}
+    for name, role in (("critic", job.critic), ("reference", job.reference)):
+        if role is not None and role.layout == job.layout:
+            follow[name] = replace(
+                role, layout=actor.layout, recompute=actor.recompute, max_tokens=actor.max_tokens,
+                log_prob_tokens=actor.log_prob_tokens,
+            )  # fmt: skip
+    return replace(
+        job, layout=actor.layout, recompute=actor.recompute, max_tokens=actor.max_tokens,
+        log_prob_tokens=actor.log_prob_tokens, **follow,
+    )  # fmt: skip
+
+
+def _shown(value: int | bool | None) -> str:
+    return "null" if value is None else str(value).lower()

@@ -1,0 +1,201 @@
+"""What a prediction looks like: tables of 80 columns for a person, one JSON object for a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from megarl.layout import Layout
+from megarl.plan.count import whole
+from megarl.plan.job import Job
+from megarl.plan.predict import Prediction
+from megarl.plan.rooms import Room
+from megarl.plan.search import Proposal, seconds_text
+
+# parts of a rank's memory, and the columns that show them
+COLUMNS = {
+    "weights": ("weights",),
+    "grads": ("gradients",),
+    "optim": ("optimizer",),
+    "activ": ("activations",),
+    "whole": ("gathered",),
+    "chunk": ("log_prob_chunk",),
+    "cache": ("kv_cache",),
+    "push": ("server_weights", "push_bucket", "save_bucket"),
+    "others": ("others",),
+    "spare": ("reserve",),
+    "GB": ("total",),
+}
+WIDTH = 74
+AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
+
+
+def plain_table(*names: str) -> Table:
+    """Numbers to the right, and all of it within 80 columns."""
+    table = Table(*names, box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for at, column in enumerate(table.columns):
+        column.no_wrap = True
+        column.justify = "right" if at else "left"
+    return table
+
+
+def memory_table(rooms: Mapping[str, Room]) -> Table:
+    """GB (10^9 bytes) of one rank of each kind; columns that nobody uses are left out."""
+    present = {part for room in rooms.values() for part in room}
+    used = {name: parts for name, parts in COLUMNS.items() if present & set(parts)}
+    table = plain_table("rank", *used)
+    for kind, room in rooms.items():
+        sizes = (sum(room.get(part, 0) for part in parts) for parts in used.values())
+        table.add_row(kind, *(f"{size / 1e9:.1f}" if size else "" for size in sizes))
+    return table
+
+
+def show(console: Console, job: Job, prediction: Prediction, said: Sequence[str]) -> None:
+    """One run."""
+    _line(console, headline(job))
+    for line in said:
+        _line(console, f"assumed: {line}")
+    room = job.gpu.memory_bytes / 1e9
+    _line(console, f"\npredicted GB of a rank of each kind, at its fullest (a GPU has {room:.0f})")
+    console.print(memory_table(prediction.memory))
+    step = f"{job.sequences} completions, {job.tokens / 1e6:.1f} million tokens"
+    _line(console, f"\npredicted seconds of a step of {step}")
+    console.print(_stages(prediction))
+    _line(console, "")
+    console.print(_numbers(prediction))
+    _line(console, "")
+    _line(console, "it fits" if prediction.fits else "IT DOES NOT FIT")
+    for line in prediction.why:
+        _line(console, f"- {line}")
+
+
+def show_proposals(console: Console, own: Prediction, proposals: Sequence[Proposal]) -> None:
+    """What a search found."""
+    _line(console, "")
+    if not proposals:
+        nothing = "no layout that fits is faster than this one by more than a hundredth"
+        none_fits = "no layout on these GPUs fits either; want more of them, or larger ones"
+        _line(console, f"searched: {nothing if own.fits else none_fits}")
+        return
+    faster = ", and are predicted to be faster" if own.fits else ""
+    _line(console, f"searched: these fit{faster}; type the words behind the command")
+    for at, one in enumerate(proposals, 1):
+        new = one.prediction
+        gain = f", {own.step_s / new.step_s:.2f} times as fast" if own.fits else ""
+        tokens = f"{new.tokens_per_s_per_gpu:.0f} tokens/s/GPU"
+        _line(console, f"\n{at}. {layout_words(one.job.layout)}: {seconds_text(new.step_s)} s a step, {tokens}{gain}")
+        console.print(Padding(Text(one.why), (0, 0, 0, 3)))
+        for line in _pasted(one.words):
+            console.print(f"   {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def headline(job: Job) -> str:
+    """The run on a few lines."""
+    kind = f"{_parameters(whole(job.hf))} on {job.num_gpus} x {job.gpu.name}"
+    links = f"a GPU sends {job.gpu.link_bandwidth / 1e9:g} GB/s inside its machine, {_gbit(job):g} Gbit/s beyond"
+    place = "the trainer's GPUs, in turns" if job.shared else "GPUs of their own"
+    servers = f"{job.num_servers} server{'s' if job.num_servers > 1 else ''} of {job.server_gpus} on {place}"
+    lengths = f"mean lengths {job.prompt_tokens:.0f} + {job.response_tokens:.0f} of at most {job.longest}"
+    return f"{kind}, {job.gpus_per_node} a machine\n{links}\n{layout_words(job.layout)}; {servers}\n{lengths}"
+
+
+def _parameters(count: int) -> str:
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:.1f} {word} parameters"
+    return f"{count:,} parameters"
+
+
+def _gbit(job: Job) -> float:
+    return job.gpu.nic_bandwidth * 8 / 1e9
+
+
+def layout_words(layout: Layout) -> str:
+    """Example: "tp 4, pp 4, vpp 2"; sizes of 1 are left out."""
+    sizes = {axis: getattr(layout, "expert_tp" if axis == "etp" else axis) for axis in AXES}
+    if layout.ep == 1 or sizes["etp"] == layout.tp:
+        del sizes["etp"]
+    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank a replica"
+
+
+def as_json(job: Job, prediction: Prediction, said: Sequence[str]) -> dict[str, Any]:
+    """All of it, in GB and seconds."""
+    rooms = prediction.memory.items()
+    return {
+        "fits": prediction.fits,
+        "memory_gb": {kind: {part: round(size / 1e9, 2) for part, size in room.items()} for kind, room in rooms},
+        "step_s": round(prediction.step_s, 2),
+        "tokens_per_s_per_gpu": round(prediction.tokens_per_s_per_gpu, 2),
+        "mfu": round(prediction.mfu, 4),
+        "mfu_step": round(prediction.mfu_step, 4),
+        "bubble": round(prediction.bubble, 4),
+        "push_s": round(prediction.push_s, 3),
+        "stages": {name: round(seconds, 3) for name, seconds in prediction.stages.items()},
+        "micro_batches": prediction.micro_batches,
+        "concurrency": round(prediction.concurrency, 1),
+        "gpu": job.gpu.name,
+        "num_gpus": job.num_gpus,
+        "gpus_per_node": job.gpus_per_node,
+        "link_gb_s": round(job.gpu.link_bandwidth / 1e9, 3),
+        "nic_gbit_s": round(_gbit(job), 3),
+        "layout": {axis: getattr(job.layout, "expert_tp" if axis == "etp" else axis) for axis in AXES},
+        "recompute": job.recompute,
+        "max_tokens": job.max_tokens,
+        "servers": {"num": job.num_servers, "gpus": job.server_gpus, "ep": job.server_ep, "shared": job.shared},
+        "prompt_tokens": job.prompt_tokens,
+        "response_tokens": job.response_tokens,
+        "parameters": whole(job.hf),
+        "assumed": list(said),
+        "why": prediction.why,
+    }
+
+
+def proposal_json(proposal: Proposal) -> dict[str, Any]:
+    """One of a search."""
+    return {"words": proposal.words, "reason": proposal.why, **as_json(proposal.job, proposal.prediction, ())}
+
+
+def _pasted(words: Sequence[str]) -> list[str]:
+    """The words on as few lines as a narrow terminal holds, fit for a shell."""
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + len(word) > WIDTH:
+            lines.append("")
+        lines[-1] += f"{word} "
+    return [*(f"{line}\\" for line in lines[:-1]), lines[-1].rstrip()]
+
+
+def _stages(prediction: Prediction) -> Table:
+    table = plain_table("stage", "s", "share")
+    total = sum(prediction.stages.values())
+    for name, seconds in prediction.stages.items():
+        table.add_row(name, f"{seconds:.1f}", f"{seconds / total:.0%}")
+    table.add_row("step", f"{prediction.step_s:.1f}", "")
+    return table
+
+
+def _numbers(prediction: Prediction) -> Table:
+    idle = f"idle pipeline, with {prediction.micro_batches} micro-batches a replica"
+    rows = (
+        ("tokens/s/GPU", f"{prediction.tokens_per_s_per_gpu:.0f}", "all tokens of a step, prompts included"),
+        ("MFU", f"{prediction.mfu:.1%}", "of the actor's training"),
+        ("MFU of the step", f"{prediction.mfu_step:.1%}", "the same operations over the whole step, on all GPUs"),
+        ("bubble", f"{prediction.bubble:.1%}", idle),
+        ("push", f"{prediction.push_s:.1f} s", "until every server has the new weights"),
+        ("at a time", f"{prediction.concurrency:.0f}", "completions that a full server writes"),
+    )
+    table = plain_table("", "", "")
+    table.show_header = False
+    table.columns[2].justify = "left"
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False)

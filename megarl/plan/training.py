@@ -1,0 +1,129 @@
+"""Seconds of a role's training in one step of the run, and of its forward passes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from megarl.plan.constants import CONSTANTS, Constants
+from megarl.plan.count import of_stage
+from megarl.plan.flops import forward_flops
+from megarl.plan.job import Job, Role
+from megarl.plan.lengths import context_of
+from megarl.plan.memory import MOMENTS, part_of
+from megarl.plan.passes import Machine, Pass
+
+
+@dataclass(frozen=True)
+class Training:
+    """One step of the run."""
+
+    seconds: float
+    mfu: float  # operations of the model, none of them counted twice, over what the GPUs could do meanwhile
+    bubble: float  # idle time of the pipeline over its working time: (pp - 1) / (micro-batches * vpp)
+    micro_batches: int  # of each replica in an optimizer step
+    parts: dict[str, float]  # seconds: work, bubble, exposed (within work), gradients, optimizer
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a replica's sequences lie in micro-batches."""
+
+    count: int
+    tokens: float  # of one
+
+
+def training(job: Job, role: Role | None = None, constants: Constants = CONSTANTS) -> Training:
+    """role: the actor where None.  All optimizer steps of one step of the run."""
+    role = role or job.actor
+    machine, layout = Machine(job, role, constants), role.layout
+    context = context_of(job, constants)
+    tokens = job.tokens * job.epochs / job.optimizer_steps
+    cut = micro_batches(job, role, tokens, role.max_tokens)
+    passes = stages(machine, cut, context)
+    turn = max(one.both for one in passes)
+    work, idle = cut.count * turn, (layout.pp - 1) / layout.vpp * turn
+    gradients = _gradients(machine, cut, max(passes, key=lambda one: one.both))
+    optimizer = _optimizer(machine)
+    one_step = (work + idle) * constants.replica_imbalance + gradients + optimizer
+    steps = job.optimizer_steps
+    seconds = one_step * steps
+    times = 2 if role.lora_rank else 3  # of weights that learn nothing no gradient is needed
+    flops = times * forward_flops(machine.shape, job.tokens * job.epochs, context)
+    parts = {
+        "work": work * steps,
+        "bubble": idle * steps,
+        "exposed": cut.count * max(one.exposed for one in passes) * steps,
+        "gradients": gradients * steps,
+        "optimizer": optimizer * steps,
+    }
+    mfu = flops / (seconds * role.num_ranks * job.gpu.bf16_flops)
+    return Training(seconds, mfu, idle / work, cut.count, parts)
+
+
+def scoring(job: Job, role: Role | None = None, constants: Constants = CONSTANTS) -> float:
+    """Seconds of one forward pass over the sequences of a step: log-probs, or values."""
+    role = role or job.actor
+    machine, layout = Machine(job, role, constants), role.layout
+    cut = micro_batches(job, role, job.tokens, role.log_prob_tokens)
+    turn = max(one.forward for one in stages(machine, cut, context_of(job, constants)))
+    return (cut.count + (layout.pp - 1) / layout.vpp) * turn * constants.replica_imbalance
+
+
+def stages(machine: Machine, cut: Cut, context: float) -> list[Pass]:
+    """Each pipeline stage's micro-batch, with what it hands on."""
+    role = machine.role
+    layout = role.layout
+    found = [machine.stage(stage, cut.tokens, context) for stage in range(layout.pp)]
+    if layout.pp == 1:
+        return found
+    split = layout.tp if layout.sequence_parallel else 1
+    states = cut.tokens / layout.cp * machine.shape.hidden * machine.width / split
+    hop = machine.links.hop(states, role.num_ranks // layout.pp)
+    hidden = 0.0 if layout.vpp > 1 else 1.0  # interleaved schedules send while they compute
+    return [one + Pass(hop * hidden, hop * hidden, 2 * hop * hidden) for one in found]
+
+
+def micro_batches(job: Job, role: Role, tokens: float, limit: int) -> Cut:
+    """Of a replica, where `tokens` are all replicas' together: the fewest, and even; an interleaved pipeline takes
+    whole turns."""
+    layout = role.layout
+    sequences = max(1.0, tokens / job.mean_tokens / role.copies)
+    fill = max(0.5, 1 - 0.25 * job.mean_tokens / limit)  # sequences are not cut to fill what is left of a row
+    count = max(1, ceil(sequences * job.mean_tokens / (limit * fill) - 1e-9))
+    count = min(count, ceil(sequences))
+    if layout.vpp > 1:
+        count = ceil(count / layout.pp) * layout.pp
+    return Cut(count, sequences * job.mean_tokens / count)
+
+
+def _gradients(machine: Machine, cut: Cut, slowest: Pass) -> float:
+    """Reducing gradients and handing parameters out, beyond what backward passes hide."""
+    role, links, constants = machine.role, machine.links, machine.constants
+    layout = role.layout
+    if role.lora_rank:
+        return 0.0
+    dense, experts = of_stage(role.hf, layout, 0, role.name)
+    groups = (
+        (dense, role.num_ranks // (layout.tp * layout.pp), layout.tp),
+        (experts, role.num_ranks // (layout.ep * layout.expert_tp * layout.pp), layout.ep * layout.expert_tp),
+    )
+    gather = sum(links.ring(machine.width * count, size, stride) for count, size, stride in groups)
+    reduce = sum(links.ring(4 * count, size, stride) for count, size, stride in groups)
+    if role.fsdp:  # parameters are gathered for each pass, gradients scattered for each micro-batch
+        return max(0.0, cut.count * (2 * gather + reduce - slowest.both * constants.grad_hidden))
+    if not layout.use_distributed_optimizer:
+        gather = reduce
+    hidden = slowest.backward * constants.grad_hidden if role.overlap_grad_reduce else 0.0
+    return max(0.0, reduce - hidden) + gather
+
+
+def _optimizer(machine: Machine) -> float:
+    """Memory that a step of it moves: gradients, float32 copies and moments read and written, weights written."""
+    role, job, constants = machine.role, machine.job, machine.constants
+    parameters = of_stage(role.hf, role.layout, 0, role.name)
+    is_shared = role.layout.use_distributed_optimizer or role.fsdp
+    learnt = part_of(parameters, role.layout, role.num_ranks) if is_shared else parameters.total
+    each = 4 + 2 * 4 * (MOMENTS[role.optimizer or "adamw"] + 1) + machine.width
+    moved = 0 if role.lora_rank else learnt * each
+    return moved / (job.gpu.memory_bandwidth * constants.memory)

@@ -1,0 +1,47 @@
+"""Small runs whose numbers can be followed by hand."""
+
+from dataclasses import replace
+
+from megarl.layout import Layout
+from megarl.plan.constants import Constants
+from megarl.plan.gpus import Gpu
+from megarl.plan.job import Job
+
+# Numbers with few digits: 1 TFLOP/s, 1 GB/s of memory and less of everything else.
+GPU = Gpu("toy", 1e12, 10**9, 1e9, 1e8, 1e7, host_bandwidth=1e8)
+
+HF = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+MOE = HF | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+# Nothing costs anything but what a test turns on.
+FREE = replace(
+    Constants(),
+    **dict.fromkeys(
+        ("layer_s", "expert_layer_s", "decode_step_s", "decode_layer_s", "all_reduce_s", "all_reduce_nic_s", "push_s",
+         "push_tensor_s", "sleep_s", "wake_s", "step_s", "sequence_s", "touches", "ring_turn"), 0.0,
+    ),
+    **dict.fromkeys(
+        ("matmul", "experts", "attention", "head", "memory", "link", "nic", "all_to_all", "tp_exposed",
+         "replica_imbalance", "expert_imbalance", "decode_memory", "decode_matmul", "prefill_matmul", "cache_waste",
+         "push_nic", "push_link", "gather", "broadcast", "host"), 1.0,
+    ),
+    tail=1.0,
+)  # fmt: skip
+
+
+def job(**changes) -> Job:
+    """8 prompts of one completion each, 50 + 50 tokens, all in one optimizer step."""
+    plain = Job(
+        hf=HF, gpu=GPU, layout=Layout(), num_ranks=1, prompts=8, prompt_tokens=50.0, response_tokens=50.0, longest=100,
+        mini_batch=8, max_tokens=100, log_prob_tokens=100, memory_fraction=0.5, overlap_grad_reduce=False,
+    )  # fmt: skip
+    return replace(plain, **changes)

@@ -1,0 +1,153 @@
+"""Better layouts: all that are tried can be, and what is proposed fits, is faster, and passes every check."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from preset_files import hf_of
+
+from megarl.config import load_config
+from megarl.layout import KEYS, Layout, misfits, numbers_of, rank_misfits, training_misfits
+from megarl.plan import candidates
+from megarl.plan.from_config import job_of
+from megarl.plan.gpus import find
+from megarl.plan.job import Job
+from megarl.plan.predict import predict
+from megarl.plan.search import reason, search, seconds_text, words_of
+
+
+def run(preset, num_ranks, **changes):
+    plain = Job(
+        hf_of(preset), find("h100"), num_ranks=num_ranks, prompts=512, n=16, mini_batch=128, longest=8192,
+        recompute="full", param_offload=True, optimizer_offload=True, num_servers=num_ranks // 8, server_gpus=8,
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize(("preset", "ranks"), [("qwen2_5_72b", 64), ("qwen3_30b_a3b", 32), ("deepseek_v3_671b", 512)])
+def test_layouts_that_are_tried_can_be(preset, ranks):
+    job = run(preset, ranks)
+    found = list(candidates.layouts(job))
+    assert len(set(found)) == len(found) > 20
+    for layout in found:
+        numbers = numbers_of(job.hf)
+        assert not [*misfits(numbers, layout), *rank_misfits(layout, ranks), *training_misfits(numbers, layout)]
+        assert layout.tp <= job.gpus_per_node
+
+
+def test_stages_are_as_even_as_they_can_be():
+    found = {layout.pp: layout for layout in candidates.layouts(run("deepseek_v3_671b", 512)) if layout.vpp == 1}
+    assert sorted(found[4].stage_layers(61)) == [15, 15, 15, 16]
+    assert max(found[8].stage_layers(61)) == 8
+
+
+def test_short_sequences_are_not_shared():
+    assert {layout.cp for layout in candidates.layouts(run("qwen3_8b", 8, longest=2048))} == {1}
+    assert {layout.pp for layout in candidates.layouts(run("qwen3_8b", 8, fsdp=True))} == {1}
+
+
+def test_servers_that_are_tried_take_as_many_gpus():
+    job = run("qwen3_235b_a22b", 64)
+    found = list(candidates.servers(job))
+    assert len({one.server_gpus for one in found}) == len(found)
+    assert {(one.server_gpus, one.server_ep) for one in found} >= {(4, 1), (8, 1), (16, 1)}
+    dealt = [(one.server_gpus, one.server_ep) for one in candidates.servers(replace(job, server_ep=8))]
+    assert set(dealt) >= {(4, 4), (8, 8), (16, 16)}
+    assert {one.server_gpus * one.num_servers for one in found} == {64}
+    apart = {one.server_gpus for one in candidates.servers(replace(job, shared=False))}
+    assert max(apart) == 8
+
+
+def composed_of(job):
+    """What `load_config` makes of words, for the few that a search types."""
+    fields = {f"actor.megatron.{key}": field for field, key in KEYS.items()}
+    names = {
+        "actor.ppo_max_token_len_per_gpu": "max_tokens", "rollout.tensor_model_parallel_size": "server_gpus",
+        "rollout.expert_parallel_size": "server_ep", "rollout.num_servers": "num_servers",
+    }  # fmt: skip
+
+    def composed(words):
+        layout, own = {}, {}
+        for key, text in (word.split("=") for word in words):
+            value = json.loads(text) if text != "full" and text != "uniform" else text
+            if key in fields:
+                layout[fields[key]] = value
+            elif key in names:
+                own[names[key]] = value
+            elif key == "actor.megatron.recompute_granularity":
+                own["recompute"] = value or "none"
+        own["log_prob_tokens"] = own.get("max_tokens", job.max_tokens)
+        return replace(job, layout=replace(job.layout, **layout), **own)
+
+    return composed
+
+
+def test_words_say_what_differs():
+    job = run("qwen3_8b", 8)
+    layout = replace(job.layout, tp=2, sequence_parallel=True, ep=4)
+    other = replace(job, layout=layout, recompute="none", server_gpus=4, max_tokens=32768, log_prob_tokens=32768)
+    words = words_of(job, other)
+    assert words == [
+        "actor.megatron.tensor_model_parallel_size=2",
+        "actor.megatron.sequence_parallel=true",
+        "actor.megatron.expert_model_parallel_size=4",
+        "actor.megatron.recompute_granularity=null",
+        "actor.megatron.recompute_method=null",
+        "actor.megatron.recompute_num_layers=null",
+        "actor.ppo_max_token_len_per_gpu=32768",
+        "rollout.tensor_model_parallel_size=4",
+    ]
+    assert composed_of(job)(words) == other
+    assert words_of(job, job) == []
+
+
+def test_a_wasteful_run_is_told_a_faster_one():
+    slow = run("qwen3_8b", 8, layout=Layout(tp=8, sequence_parallel=True, use_distributed_optimizer=True))
+    best = search(slow, composed_of(slow))[0]
+    assert predict(slow).fits and best.prediction.fits
+    assert best.prediction.step_s < predict(slow).step_s
+    assert best.job.layout.tp < 8
+    assert "communication that nothing hides" in best.why and " -> " in best.why
+
+
+def test_what_cannot_be_composed_is_not_proposed():
+    assert search(run("qwen3_8b", 8), lambda words: None) == []
+
+
+def test_a_run_that_does_not_fit_is_told_one_that_does():
+    large = run("qwen2_5_32b", 8, gpu=find("h200"))
+    assert not predict(large).fits
+    best = search(large, composed_of(large))[0]
+    assert best.prediction.fits
+    assert best.why.startswith("it fits, and the run as it is does not: actor")
+
+
+def test_a_reason_names_causes_of_the_stages_that_it_lists_only():
+    slow = run("qwen3_8b", 8, layout=Layout(tp=8, sequence_parallel=True, use_distributed_optimizer=True))
+    servers = replace(slow, server_gpus=1, num_servers=8)
+    why = reason(slow, predict(slow), servers, predict(servers))
+    cause = r"servers of 1 GPU write \d+ completions at a time, \d+ ms a token, not \d+ at \d+ ms"
+    assert re.fullmatch(rf"gen \d+ -> \d+ s: {cause}", why)
+    both = replace(servers, layout=replace(slow.layout, tp=4))
+    own, new = (replace(predict(one), stages={"update_actor": seconds}) for one, seconds in ((slow, 99.0), (both, 9.0)))
+    assert "servers of" not in reason(slow, own, both, new)
+    assert reason(slow, own, both, new).startswith("update_actor 99 -> 9.0 s: communication that nothing hides is ")
+
+
+def test_small_times_have_a_decimal():
+    assert [seconds_text(seconds) for seconds in (0.44, 9.9, 9.96, 1234.5)] == ["0.4", "9.9", "10", "1234"]
+
+
+@pytest.mark.slow
+def test_what_is_proposed_for_a_recipe_composes_to_what_was_predicted():
+    recipe, gpu = "grpo_deepseek_v3_671b_64x8h200", find("h200")
+
+    def composed(words):
+        return job_of(load_config([f"recipe={recipe}", *words], command="config")[0], gpu)
+
+    job = composed([])
+    found = search(job, composed)
+    assert found
+    for one in found:
+        assert predict(composed(one.words)).step_s == one.prediction.step_s < predict(job).step_s

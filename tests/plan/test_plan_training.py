@@ -1,0 +1,166 @@
+"""Operations, communication and the pipeline, with numbers that can be followed by hand."""
+
+from dataclasses import replace
+
+import pytest
+from plan_jobs import FREE, GPU, HF, MOE, job
+
+from megarl.layout import Layout
+from megarl.plan.flops import forward_flops, shape_of
+from megarl.plan.links import Links
+from megarl.plan.passes import Machine
+from megarl.plan.training import Cut, micro_batches, scoring, training
+
+LAYER = 16 * (4 + 2 * 2) * 4 + 16 * 16 + 3 * 16 * 32 + 2 * 16  # q, k and v; o; gate, up and down; two norms
+HEAD = 64 * 16
+KEYS = 4 * 4 * 4  # operations for a key: 4 heads of 4 numbers, twice 2
+
+
+def test_a_token_costs_two_operations_a_parameter_and_four_a_key():
+    shape = shape_of(HF)
+    assert shape.active_params == 4 * LAYER + HEAD
+    assert forward_flops(shape, 10, 100) == 10 * (2 * (4 * LAYER + HEAD) + 4 * KEYS * 50)
+
+
+def test_of_experts_a_token_meets_the_chosen_ones():
+    shape, expert = shape_of(MOE), 3 * 16 * 32
+    assert (shape.expert_params, shape.chosen_params) == (4 * expert, 2 * expert)
+    assert shape.active_params == 4 * (LAYER - expert + 16 * 4 + 2 * expert) + HEAD
+
+
+def test_a_critic_has_no_vocabulary():
+    assert shape_of(HF, "critic").active_params == 4 * LAYER
+
+
+def test_one_latent_serves_all_heads():
+    shape = shape_of(
+        {key: value for key, value in HF.items() if key != "num_key_value_heads"}
+        | {"kv_lora_rank": 8, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    )
+    assert (shape.cache_size, shape.cache_parts) == (10, 1)
+    assert shape.key_flops == 2 * 4 * (6 + 4)
+
+
+def test_a_ring_inside_a_machine_and_beyond():
+    links = Links(link=100.0, nic=10.0, domain=8)
+    assert links.ring(800, 1) == 0
+    assert links.ring(800, 8) == pytest.approx(7.0)
+    assert links.ring(1600, 16) == pytest.approx(1500 / 80)  # through the adapters of the 8 that stand on a machine
+    assert links.ring(1600, 16, stride=8) == pytest.approx(1500 / 10)
+
+
+def test_an_exchange_inside_a_machine_and_beyond():
+    links = Links(link=100.0, nic=10.0, domain=8)
+    assert links.exchange(100, 8, 1, 2) == pytest.approx(2 * 100 * 7 / 8 / 100)
+    assert links.exchange(100, 16, 1, 2) == pytest.approx(2 * 100 * 8 / 16 / 10)
+    assert links.exchange(100, 16, 1, 2, once=True) == pytest.approx((1 - 1 / 4) * 100 / 10)
+
+
+def test_a_pass_is_products_keys_and_the_head():
+    passes = Machine(job(), job().actor, replace(FREE, memory=1e9)).stage(0, 100, 100)
+    layers = 100 * 4 * (2 * LAYER + KEYS * 50) / 1e12
+    head = 100 * 2 * HEAD / 1e12
+    assert passes.forward == pytest.approx(layers + head)
+    assert passes.backward == pytest.approx(100 * 4 * (4 * LAYER + 2.5 * KEYS * 50) / 1e12 + 3 * head)
+
+
+def test_a_layer_takes_at_least_its_launches_and_the_reading_of_its_weights():
+    slow = Machine(job(), job().actor, replace(FREE, layer_s=1.0)).layer(False, 100, 100)
+    assert (slow.forward, slow.backward) == (1.0, 2.0)
+    few = Machine(job(), job().actor, FREE).layer(False, 0, 0)
+    assert few.forward == pytest.approx(2 * LAYER / 1e9)
+    assert few.backward == pytest.approx((2 + 8) * LAYER / 1e9)
+
+
+def test_layers_that_are_run_again_take_a_forward_pass_more():
+    own, free = job(recompute="full"), replace(FREE, memory=1e9)
+    kept, again = (Machine(one, one.actor, free).layer(False, 100, 100) for one in (job(), own))
+    assert again.backward == pytest.approx(kept.backward + kept.forward)
+
+
+def test_tensor_parallel_ranks_gather_and_scatter_twice_a_layer():
+    own = job(layout=Layout(tp=2, sequence_parallel=True), num_ranks=2)
+    layer = Machine(own, own.actor, FREE).layer(False, 100, 100)
+    one = 100 * 16 * 2 / 2 / GPU.link_bandwidth
+    assert layer.exposed == pytest.approx((4 + 6) * one)
+
+
+def test_experts_exchange_their_tokens():
+    own = job(hf=MOE, layout=Layout(ep=4), num_ranks=4)
+    layer = Machine(own, own.actor, FREE).layer(True, 100, 100)
+    assert layer.exposed == pytest.approx(4 * 2 * 100 * 16 * 2 * 3 / 4 / GPU.link_bandwidth)
+    across = replace(own, gpus_per_node=2)
+    assert Machine(across, across.actor, FREE).layer(True, 100, 100).exposed == pytest.approx(
+        4 * 2 * 100 * 16 * 2 * 2 / 4 / GPU.nic_bandwidth
+    )
+
+
+def test_micro_batches_are_few_and_even():
+    own = job(max_tokens=250)
+    assert micro_batches(own, own.actor, 800, 250).count == 4  # two sequences of 100 in each
+    split = replace(own, layout=Layout(), num_ranks=4)
+    assert micro_batches(split, split.actor, 800, 250) == Cut(count=1, tokens=200)
+    turns = replace(own, layout=Layout(pp=4, vpp=2), num_ranks=4, max_tokens=100)
+    assert micro_batches(turns, turns.actor, 600, 100).count == 8  # whole turns of 4 stages
+
+
+def test_the_pipeline_idles_for_all_stages_but_one():
+    own = job(layout=Layout(pp=4), num_ranks=4)
+    found = training(own, None, FREE)
+    assert found.micro_batches == 8
+    assert found.bubble == pytest.approx(3 / 8)
+    twice = training(job(layout=Layout(pp=2, vpp=2), num_ranks=2), None, FREE)
+    assert twice.bubble == pytest.approx(1 / 16)
+
+
+def test_mfu_counts_no_operation_twice():
+    own = replace(job(), gpu=replace(GPU, memory_bandwidth=1e30))
+    free = replace(FREE, head=1e9)
+    busy = training(own, None, free).mfu
+    again = training(replace(own, recompute="full"), None, free).mfu
+    assert 0.7 < again < 0.77 < 0.95 < busy <= 1.1  # attention's backward is taken as 2.5 times its forward
+
+
+def test_adapters_want_no_gradients_of_the_weights():
+    own = replace(job(), gpu=replace(GPU, memory_bandwidth=1e30))
+    free = replace(FREE, attention=1e9)  # so that only products count
+    whole, adapters = (training(replace(own, lora_rank=rank), None, free) for rank in (0, 8))
+    assert adapters.seconds < whole.seconds
+    assert adapters.mfu * adapters.seconds == pytest.approx(whole.mfu * whole.seconds * 2 / 3)
+    head = Machine(own, replace(own.actor, lora_rank=8), free)._head(100)
+    assert head.backward == pytest.approx(2 * head.forward)
+
+
+def test_the_optimizer_reads_and_writes_its_numbers():
+    own = job(gpu=replace(GPU, bf16_flops=1e30))
+    params = 4 * LAYER + 2 * HEAD + 16
+    assert training(own, None, FREE).parts["optimizer"] == pytest.approx(params * (4 + 2 * 12 + 2) / 1e9)
+    split = replace(own, layout=Layout(use_distributed_optimizer=True), num_ranks=8)
+    assert training(split, None, FREE).parts["optimizer"] == pytest.approx(params / 8 * 30 / 1e9)
+
+
+def test_gradients_are_reduced_and_parameters_handed_out():
+    own = job(layout=Layout(use_distributed_optimizer=True), num_ranks=8)
+    params = 4 * LAYER + 2 * HEAD + 16
+    assert training(own, None, FREE).parts["gradients"] == pytest.approx(params * 6 * 7 / 8 / GPU.link_bandwidth)
+    hidden = replace(own, overlap_grad_reduce=True)
+    assert training(hidden, None, FREE).parts["gradients"] < training(own, None, FREE).parts["gradients"]
+
+
+def test_every_optimizer_step_costs_its_own():
+    one, four = job(), job(mini_batch=2, epochs=2)
+    assert (one.optimizer_steps, four.optimizer_steps) == (1, 8)
+    assert training(four, None, FREE).parts["optimizer"] == pytest.approx(
+        8 * training(one, None, FREE).parts["optimizer"]
+    )
+
+
+def test_scoring_is_a_forward_pass_of_all_tokens():
+    own = job(gpu=replace(GPU, memory_bandwidth=1e30))
+    assert scoring(own, None, FREE) == pytest.approx(forward_flops(shape_of(HF), 800, 100) / 1e12)
+
+
+def test_more_replicas_take_less_time():
+    free = replace(FREE, memory=1e9, link=1e9)
+    one, two = (training(job(num_ranks=n), None, free).seconds for n in (1, 2))
+    assert two == pytest.approx(one / 2, rel=0.01)
