@@ -4,7 +4,7 @@
     python benchmarks/bench_logprobs.py --quick    sizes that take seconds
 
 Each case makes hidden states and a weight, and takes the columns and all gradients.  Cases that would not fit into this
-machine's memory are left out, and the page says so.  The table goes to the terminal and to benchmarks/results/.
+machine's memory are left out, and the page says so.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import asdict
 from datetime import date
-from pathlib import Path
 from unittest import mock
 
+import page
 import psutil
 import torch
 import torch.distributed as dist
-from logprobs_report import Row, Setting, markdown, show
+from logprobs_report import Row, Setting, markdown, ratios, show
 from logprobs_ways import Way, inputs, missing, ways
-from machine import hardware, slug, versions
+from machine import hardware, versions
 from rich.console import Console
 from tensor_memory import peak_bytes
 from torch import Tensor
@@ -30,7 +31,6 @@ from megarl.layout import Layout
 from megarl.mcore import fused
 from megarl.mcore.setup import make_groups
 
-HERE = Path(__file__).parent
 SIZES = [(tokens, vocab) for vocab in (32_768, 151_936) for tokens in (1024, 4096, 16_384)]
 QUICK = [(64, 1000), (256, 1000)]
 SHARE_OF_MEMORY = 0.8
@@ -113,12 +113,11 @@ class Bench:
         self.console.print(row.sentence(), highlight=False, markup=False)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run it, show it, write it down."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = _options(argv, device)
-    console = Console()
-    console = console if console.is_terminal else Console(width=130)  # a log takes the tables whole
+def measure(options: argparse.Namespace) -> page.Result:
+    """Run it and show it."""
+    device = options.device
+    _complete(options)
+    console = page.terminal()
     load_before = os.getloadavg()[0]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     make_groups(Layout())
@@ -126,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     bench.run()
     dist.destroy_process_group()
     setting = Setting(
-        hardware=hardware(),
+        hardware=hardware(device),
         versions=versions(),
         day=date.today().isoformat(),
         load=f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after",
@@ -138,31 +137,33 @@ def main(argv: list[str] | None = None) -> int:
         missing=missing(device),
     )
     show(console, setting, bench.rows)
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"logprobs_{slug(setting.hardware)}_{setting.day}.md"
-    file.write_text(markdown(setting, bench.rows))
-    console.print(f"written: {file}", highlight=False)
-    return 0
-
-
-def _options(argv: list[str] | None, device: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="two tiny cases, one repeat")
-    parser.add_argument("--hidden", type=int, help="hidden size (default 4096 on a GPU, 256 on a CPU, 32 with --quick)")
-    parser.add_argument("--repeats", type=int, help="timed passes after the first (default 5; 1 with --quick)")
-    parser.add_argument(
-        "--minutes", type=float, default=6.0, help="cases that would end later are left out (default 6)"
+    return page.Result(
+        "logprobs",
+        device,
+        {"hidden": setting.hidden, "dtype": setting.dtype, "repeats": setting.repeats, "threads": setting.threads},
+        [asdict(row) for row in bench.rows],
+        ratios(bench.rows),
+        own_page=markdown(setting, bench.rows),
     )
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the written table")
-    options = parser.parse_args(argv)
+
+
+def _complete(options: argparse.Namespace) -> None:
+    """What is not given.  ValueError for what cannot be."""
     if options.hidden is None:
-        options.hidden = 32 if options.quick else 4096 if device == "cuda" else 256
+        options.hidden = 32 if options.quick else 4096 if options.device == "cuda" else 256
     if options.repeats is None:
         options.repeats = 1 if options.quick else 5
     if min(options.repeats, options.hidden) < 1:
-        parser.error("--repeats, --hidden: want at least 1")
-    return options
+        raise ValueError(f"--repeats {options.repeats}, --hidden {options.hidden}: want at least 1")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = page.arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
+    made.add_argument("--hidden", type=int, help="hidden size (default 4096 on a GPU, 256 on a CPU, 32 with --quick)")
+    made.add_argument("--repeats", type=int, help="timed passes after the first (default 5; 1 with --quick)")
+    made.add_argument("--minutes", type=float, default=6.0, help="cases that would end later are left out (default 6)")
+    return made
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(page.run(measure, parser()))

@@ -4,7 +4,7 @@
     python benchmarks/bench_push.py --quick    one tiny case for each engine
 
 Each case pushes a model from ranks in one layout into servers in another, every way that there is, several times; the
-weights change before each push and every push is verified.  The table goes to the terminal and to benchmarks/results/.
+weights change before each push and every push is verified.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import statistics
 import tempfile
 import time
 from contextlib import ExitStack
@@ -19,11 +20,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import page
 import torch
 from machine import copy_bandwidth, hardware, hash_bandwidth, slug, versions
 from push_matrix import SIZES, WAYS, Case, ServerSet, by_servers, cpu_cases, gpu_cases, quick_cases, useful_bytes
 from push_plan import plan_cost
-from push_report import Row, Setting, markdown, plan_words, rate, show
+from push_report import Row, Setting, markdown, notes, plan_words, rate, show
 from rich.console import Console
 
 from megarl.group import Group, RankError
@@ -42,7 +44,7 @@ class Bench:
 
     def __init__(self, console: Console, work: Path, options: argparse.Namespace) -> None:
         self.console, self.work, self.options = console, work, options
-        self.on_gpu = torch.cuda.is_available()
+        self.on_gpu = options.device == "cuda"
         self.num_ranks = max(1, torch.cuda.device_count() // 2) if self.on_gpu else 2
         self.dtype = "bfloat16" if self.on_gpu else "float32"
         self.deadline = time.monotonic() + 60 * options.minutes
@@ -149,23 +151,23 @@ def _sglang() -> tuple[Path | None, str]:
         return None, f"no environment for SGLang ({error})"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run it, show it, write it down."""
-    options = _options(argv)
-    console = Console()
-    console = console if console.is_terminal else Console(width=150)  # a log takes the tables whole
+def measure(options: argparse.Namespace) -> page.Result:
+    """Run it and show it."""
+    options.repeats = (1 if options.quick else 5) if options.repeats is None else options.repeats
+    if options.repeats < 1:
+        raise ValueError(f"--repeats {options.repeats}: want at least 1")
+    console, device = page.terminal(), options.device
     load_before = os.getloadavg()[0]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     with console.status("measuring plain copies"):
         copy, hashing = copy_bandwidth(device), hash_bandwidth()
-    console.print(f"{hardware()}; a copy: {rate(copy)}; sha256 on one core: {rate(hashing)}", highlight=False)
+    console.print(f"{hardware(device)}; a copy: {rate(copy)}; sha256 on one core: {rate(hashing)}", highlight=False)
     with tempfile.TemporaryDirectory(prefix="bench_push_") as work:
         bench = Bench(console, Path(work), options)
         bench.run()
     with console.status("planning for a trillion parameters"):
         plan = plan_words(plan_cost(1 if options.quick else 2))
     setting = Setting(
-        hardware=hardware(),
+        hardware=hardware(device),
         versions=versions(_sglang()[0] if "sglang" in options.engines else None),
         day=date.today().isoformat(),
         load=f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after",
@@ -177,29 +179,37 @@ def main(argv: list[str] | None = None) -> int:
         hashing=hashing,
         plan=plan,
     )
+    if not any(row.seconds for row in bench.rows):
+        raise ValueError(f"nothing was pushed; {'; '.join(notes(bench.rows))}")
     show(console, setting, bench.rows)
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"push_{slug(setting.hardware)}_{setting.day}.md"
-    file.write_text(markdown(setting, bench.rows))
-    console.print(f"written: {file}", highlight=False)
-    return 0 if any(row.seconds for row in bench.rows) else 1
+    return page.Result(
+        "push",
+        device,
+        {"repeats": options.repeats, "dtype": bench.dtype, "bucket_bytes": BUCKET_BYTES, "copy, GB/s": copy / 1e9},
+        [row.said(copy) for row in bench.rows],
+        ratios(bench.rows, copy),
+        notes(bench.rows),
+        own_page=markdown(setting, bench.rows),
+    )
 
 
-def _options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one tiny case for each engine, one repeat")
-    parser.add_argument("--engines", nargs="+", choices=("cpu", "sglang"), default=["cpu", "sglang"])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--repeats", type=int, help="pushes after the first one (default 5; 1 with --quick)")
-    parser.add_argument("--minutes", type=float, default=6.5, help="no case begins later than this (default 6.5)")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the written table")
-    options = parser.parse_args(argv)
-    if options.repeats is None:
-        options.repeats = 1 if options.quick else 5
-    if options.repeats < 1:
-        parser.error("--repeats: want at least 1")
-    return options
+def ratios(rows: list[Row], copy: float) -> dict[str, float]:
+    """For each engine and way the median, over its cases, of its share of the speed of a copy in memory."""
+    shares: dict[str, list[float]] = {}
+    for row in rows:
+        if row.seconds:
+            shares.setdefault(f"{row.servers.split()[0]}_{row.way}_of_copy", []).append(row.of_copy(copy))
+    return {name: statistics.median(each) for name, each in shares.items()}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = page.arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
+    made.add_argument("--engines", nargs="+", choices=("cpu", "sglang"), default=["cpu", "sglang"])
+    made.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    made.add_argument("--repeats", type=int, help="pushes after the first one (default 5; 1 with --quick)")
+    made.add_argument("--minutes", type=float, default=6.5, help="no case begins later than this (default 6.5)")
+    return made
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(page.run(measure, parser()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,12 +62,8 @@ class Row:
         """A cell for each of NUMBERS; `rows` has the plain one of the same size, if there is one."""
         if self.note:
             return [self.note, *[""] * (len(NUMBERS) - 1)]
-        same = (self.num_tokens, self.vocab_size)
-        plain = next(
-            (r for r in rows if (r.num_tokens, r.vocab_size) == same and r.way == "plain" and not r.note), None
-        )
-        compared = ["", ""]
-        if plain is not None and plain.columns == self.columns:
+        plain, compared = self.plain(rows), ["", ""]
+        if plain is not None:
             compared = [f"{self.seconds / plain.seconds:.2f}", f"{self.peak_bytes / plain.peak_bytes:.3f}"]
         return [
             *(f"{seconds:.3f}" for seconds in (self.forward, self.backward, self.seconds)),
@@ -75,6 +72,12 @@ class Row:
             f"{self.num_tokens * self.vocab_size * 4 / 1e6:.0f}",
             *compared,
         ]
+
+    def plain(self, rows: list[Row]) -> Row | None:
+        """The plain way's row of the same size and columns, if it was measured."""
+        same = (self.num_tokens, self.vocab_size, self.columns)
+        found = (r for r in rows if (r.num_tokens, r.vocab_size, r.columns) == same and r.way == "plain")
+        return next((row for row in found if not row.note), None)
 
     def sentence(self) -> str:
         """What the terminal shows as soon as the row is there."""
@@ -108,6 +111,18 @@ class Setting:
             f"load average of the machine, which other work may have shared: {self.load}",
         ]
         return [*lines, f"other packages: {self.missing}"] if self.missing else lines
+
+
+def ratios(rows: list[Row]) -> dict[str, float]:
+    """The plain way's time and memory over each other way's, medians over the sizes that both have."""
+    pairs = [(row, plain) for row in rows if not row.note and row.way != "plain" and (plain := row.plain(rows))]
+    said = {}
+    for way in dict.fromkeys(row.way for row, _ in pairs):
+        mine = [pair for pair in pairs if pair[0].way == way]
+        name = "_".join(re.findall(r"[a-z0-9]+", way.lower()))
+        said[f"time_plain_over_{name}"] = statistics.median(plain.seconds / row.seconds for row, plain in mine)
+        said[f"memory_plain_over_{name}"] = statistics.median(plain.peak_bytes / row.peak_bytes for row, plain in mine)
+    return said
 
 
 def show(console: Console, setting: Setting, rows: list[Row]) -> None:

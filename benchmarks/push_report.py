@@ -71,9 +71,21 @@ class Row:
             *(f"{seconds:.3f}" for seconds in (self.first, self.first_join, self.median)),
             f"{min(self.seconds):.3f}-{max(self.seconds):.3f}",
             rate(self.useful / self.median),
-            f"{self.useful / self.median / copy:.2%}",
+            f"{self.of_copy(copy):.2%}",
             rate(self.useful / carried) if carried else "",
         ]
+
+    def of_copy(self, copy: float) -> float:
+        return self.useful / self.median / copy
+
+    def said(self, copy: float) -> dict[str, Any]:
+        """The same as numbers."""
+        names = dict(zip(NAMES, self.names, strict=True))
+        if not self.seconds:
+            return {**names, "note": self.note}
+        push = {"push_s": self.median, "fastest": min(self.seconds), "slowest": max(self.seconds)}
+        first = {"useful_bytes": self.useful, "first_s": self.first, "first_join_s": self.first_join}
+        return {**names, **first, **push, "of_copy": self.of_copy(copy), **self.phases, "note": self.note}
 
     def seconds_of_phases(self) -> list[str]:
         """A cell for each of PHASES, and what they leave of a push."""

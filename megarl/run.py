@@ -307,11 +307,16 @@ class Run:
     @contextmanager
     def trainers_turn(self) -> Iterator[None]:
         """The GPUs are the trainer's, where servers share them; afterwards they want a push.  Else nothing happens."""
-        self.fleet.sleep()
-        for role in self._residents:
-            role.wake()
+        if self._site.turns is None:
+            yield
+            return
+        with self.timer("turn"):
+            self.fleet.sleep()
+            for role in self._residents:
+                role.wake()
         yield
-        self._end_turn()
+        with self.timer("turn"):
+            self._end_turn()
 
     def _end_turn(self) -> None:
         for role in self._residents:

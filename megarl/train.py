@@ -53,12 +53,14 @@ def ring(run: Run, began: float) -> dict[str, Any]:
     push(run, run.first_step, totals)
     if run.first_step == 0 and trainer.val_before_train:
         remember(run.dir, measure(run, 0))
+    run.timer.start()  # starting everything is no part of the first step
     for step in range(run.first_step, run.num_steps):
         position = lap(run, step, totals)
         if due(step + 1, trainer.test_freq) and step + 1 < run.num_steps:
             measure(run, step + 1)
         if due(step + 1, trainer.save_freq) or (step + 1 == run.num_steps and trainer.save_freq > 0):
-            run.save(step + 1, position, totals.state_dict())
+            with run.timer("save_checkpoint"):  # in the account of the next step, as all that comes after a lap
+                run.save(step + 1, position, totals.state_dict())
     return finish(run, measure(run, run.num_steps), totals)
 
 
@@ -79,8 +81,9 @@ def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
         metrics |= run.fleet.metrics(report)
     num_tokens = 0 if batch is None else batch.num_tokens
     metrics |= timer.finish(num_tokens=num_tokens, num_devices=run.config.trainer.num_ranks)
-    totals.add(metrics)
-    run.trackers.log(step + 1, metrics)
+    with timer("log"):
+        totals.add(metrics)
+        run.trackers.log(step + 1, metrics)
     return iteration.position
 
 
@@ -90,10 +93,11 @@ def learn(run: Run, groups: Sequence[Sequence[Sample]], step: int) -> tuple[Batc
         return None, {"actor/skipped_steps": Stat("sum", 1.0)}
     method, timer = run.method, run.timer
     seed = run.config.trainer.seed * 1_000_003 + step  # of this step's shuffles: no two seeds share a sequence of them
-    batch = make_batch(groups, reward_parts=method.reward_parts)
-    if run.config.reward.shuffle:
-        batch = shuffle_rewards(batch, seed)
-    batch, stats = method.shape(batch)
+    with timer("batch"):
+        batch = make_batch(groups, reward_parts=method.reward_parts)
+        if run.config.reward.shuffle:
+            batch = shuffle_rewards(batch, seed)
+        batch, stats = method.shape(batch)
     with timer("old_log_prob"):
         columns = run.actor.columns(batch, method.columns, reference=method.reference)
         batch = batch.with_columns(old_log_probs=columns.pop("log_probs"), **columns)

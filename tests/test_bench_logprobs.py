@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import bench_logprobs
 import pytest
 import torch
-from logprobs_report import Row, Setting, markdown
+from logprobs_report import Row, Setting, markdown, ratios
 from logprobs_ways import BOTH, Way, plain
 from rich.console import Console
 from tensor_memory import TensorMemory
@@ -65,11 +66,12 @@ def test_rows_are_compared_with_the_plain_one_of_their_size() -> None:
     assert "| 10 | 20 | torch | log_probs | 1.000 | 1.000 | 2.000 | 2.000-2.000 | 0 | 0 | 0.50 | 0.250 |" in page
     assert "| 99 | 20 | torch | log_probs | 1.000 | 1.000 | 2.000 | 2.000-2.000 | 0 | 0 |  |  |" in page
     assert "| 99 | 20 | plain | log_probs | not run: it is large |" in page
+    assert ratios(rows) == {"time_plain_over_torch": 2.0, "memory_plain_over_torch": 4.0}
 
 
 def test_a_whole_run_writes_its_page(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/bench_logprobs.py", "--quick", "--out", str(tmp_path)],
+        [sys.executable, "benchmarks/bench_logprobs.py", "--quick", "--json", "--out", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -77,8 +79,9 @@ def test_a_whole_run_writes_its_page(tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    (page,) = tmp_path.iterdir()
-    assert page.name.startswith("logprobs_")
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert [name.startswith(("time_plain_over_", "memory_plain_over_")) for name in list(said)[-2:]] == [True, True]
+    (page,) = tmp_path.glob("logprobs_quick_*.md")
     text = page.read_text()
     for tokens in (64, 256):
         for way in ("plain", "t"):

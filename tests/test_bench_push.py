@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -83,6 +84,17 @@ def test_numbers_are_medians_of_the_pushes_after_the_first() -> None:
     assert found.note == ""
 
 
+def test_the_ratios_are_shares_of_a_copys_speed() -> None:
+    rows = [
+        row(told(9.0), told(1.0)),
+        row(told(9.0), told(4.0)),
+        row(note="no"),
+        row(told(9.0, "shared"), told(2.0, "shared"), way="shared"),
+    ]
+    assert bench_push.ratios(rows, copy=10e9) == {"cpu_gathered_of_copy": 0.0625, "cpu_shared_of_copy": 0.05}
+    assert rows[0].said(10e9)["push_s"] == 1.0 and rows[2].said(10e9)["note"] == "no"
+
+
 def test_a_way_that_gave_way_to_another_is_said() -> None:
     found = row(*(told(1.0, fallbacks={URL: ["sharded: it needs a loader"]}) for _ in range(2)), way="sharded")
     assert found.seconds == [1.0]
@@ -116,7 +128,7 @@ def test_servers_are_started_once_for_all_cases_that_they_can_serve() -> None:
 
 
 def test_what_there_was_no_time_for_is_a_row_too(tmp_path: Path) -> None:
-    options = Namespace(minutes=0.0, quick=False, engines=["cpu"], ways=["gathered", "shared"], repeats=1)
+    options = Namespace(device="cpu", minutes=0.0, quick=False, engines=["cpu"], ways=["gathered", "shared"], repeats=1)
     bench = bench_push.Bench(Console(quiet=True), tmp_path, options)
     case = Case(ServerSet("cpu", "1M"), {"tp": 2})
     bench._run_servers(None, case.servers, [case])  # type: ignore[arg-type]  # no rank is asked
@@ -128,7 +140,7 @@ def test_what_there_was_no_time_for_is_a_row_too(tmp_path: Path) -> None:
 
 def test_a_missing_environment_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARL_SGLANG_PYTHON", str(tmp_path / "python"))
-    options = Namespace(minutes=1.0, quick=True, engines=["sglang"], ways=["gathered"], repeats=1)
+    options = Namespace(device="cpu", minutes=1.0, quick=True, engines=["sglang"], ways=["gathered"], repeats=1)
     bench = bench_push.Bench(Console(quiet=True), tmp_path, options)
     for servers, cases in by_servers(bench.cases()):
         bench._run_servers(None, servers, cases)  # type: ignore[arg-type]
@@ -165,7 +177,7 @@ def test_a_rank_plans_a_trillion_parameters_in_little_memory() -> None:
 @pytest.mark.dist
 def test_a_whole_run_writes_its_page(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/bench_push.py", "--quick", "--engines", "cpu", "--out", str(tmp_path)],
+        [sys.executable, "benchmarks/bench_push.py", "--quick", "--engines", "cpu", "--json", "--out", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -173,7 +185,11 @@ def test_a_whole_run_writes_its_page(tmp_path: Path) -> None:
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    (page,) = tmp_path.iterdir()
+    said = json.loads(done.stdout.splitlines()[-1])
+    ways = ("gathered", "shared", "sharded")
+    assert list(said)[-3:] == [f"cpu_{way}_of_copy" for way in ways]
+    assert [row["way"] for row in said["rows"]] == list(ways) and said["rows"][0]["push_s"] > 0
+    page = next(tmp_path.glob("push_quick_*.md"))
     text = page.read_text()
     for way in ("gathered", "shared", "sharded"):
         assert f"| 1M | tp2 pp1 dp1 | cpu tp1 x1 | {way} |" in text

@@ -96,7 +96,7 @@ def test_a_save_is_a_turn_of_the_trainer_behind_which_servers_are_pushed_again(t
         critic=None,
         ref=None,
     )
-    run.dir, run.kl = tmp_path, SimpleNamespace(state_dict=dict)
+    run.dir, run.kl, run.timer = tmp_path, SimpleNamespace(state_dict=dict), Timer()
     run.actor = SimpleNamespace(
         name="actor",
         wake=lambda: story.append("wake"),

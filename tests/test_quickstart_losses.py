@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from quickstart_losses import RUNS, page, picture, words
+from quickstart_losses import QUICK, RUNS, picture, results, words, written
 
 from megarl.config import load_config, to_yaml
 from megarl.method import make_method
@@ -31,6 +31,7 @@ def runs(tmp_path: Path) -> Path:
 def test_each_run_has_a_loss_and_an_estimator_of_its_own() -> None:
     configs = [load_config(words(name)[1:])[0] for name in RUNS]
     assert len(configs) == 5
+    assert all(load_config([*words(name)[1:], *QUICK])[0].trainer.total_training_steps == 6 for name in RUNS)
     assert len({make_method(config).actor.loss.policy_loss for config in configs}) == 5
     assert len({config.algorithm.adv_estimator for config in configs}) == 5
 
@@ -38,7 +39,9 @@ def test_each_run_has_a_loss_and_an_estimator_of_its_own() -> None:
 def test_the_picture_and_the_page_show_every_run(runs: Path) -> None:
     picture(runs, runs / "curves.png")
     assert (runs / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    text = page(runs, "curves.png")
+    rows = results(runs)
+    assert [row["run"] for row in rows] == list(RUNS) and rows[0]["accuracy_after"] == 0.95
+    text = written(rows, "curves.png")
     assert "| cispo | rloo | 0.400 | 0.950 | 0.950 | 61 of 61 |" in text
     assert text.count("61 of 61") == 5
     assert "![accuracy](curves.png)" in text

@@ -122,7 +122,7 @@ def test_every_command_composes_without_a_warning_or_is_refused_as_shown(
     command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr(cli, "_work_of", lambda _: lambda config: seen.append(config) or 0)
+    monkeypatch.setattr(cli, "_work_of", lambda _: lambda *given: seen.append(given[-1]) or 0)
     monkeypatch.setattr(cli, "report", seen.append)
     monkeypatch.setenv("MEGARL_TOKEN", "0" * 64)
     code = cli.main(list(command.words))

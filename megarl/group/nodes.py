@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import resource
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ from megarl.rollout.server_process import HERE, Machine, MachineGone
 SILENCE_S = 60.0  # without a sign for so long, a node counts as lost
 JOIN_S = 1800.0  # a node may be given its machine later than the first
 _ORDER_S = 60.0
+_FILES, _FILES_PER_NODE = 512, 8  # of the driver: an agent, a relay for each group, what asks the servers there
 _RELAY_S = 60.0  # between the start of ranks there and the call of their relay
 
 
@@ -122,6 +124,22 @@ class _Member:
                 answer.put({"error": "it is lost"})
 
 
+def allow_files(num_nodes: int) -> None:
+    """Have the limit of open files of this process, and of those that it starts, suffice for so many machines.
+
+    Raises ValueError where it may not be raised so far.
+    """
+    wanted = _FILES + _FILES_PER_NODE * num_nodes
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != hard < wanted:
+        raise ValueError(
+            f"trainer.nnodes={num_nodes}: node 0 may open {hard} files; want `ulimit -Hn` of {wanted} or more, each "
+            "node is some connections"
+        )
+    if resource.RLIM_INFINITY != soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class Nodes:
     """Example: with Nodes(2, 8, "10.0.0.1", 29500, token) as nodes: nodes.wait(); Group(..., nodes=nodes)"""
 
@@ -136,6 +154,7 @@ class Nodes:
         self._door: Door
 
     def __enter__(self) -> Nodes:
+        allow_files(self.num_nodes)
         try:
             self._host = str(socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)[0][4][0])
             listener = socket.create_server((self._host, self._port))

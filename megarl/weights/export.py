@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.layout import RANDOM_WEIGHTS
 from megarl.mcore.model import Model
 from megarl.weights.buckets import Sizes
 from megarl.weights.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
@@ -103,6 +104,7 @@ def finish_folder(folder: Path, source_folder: Path, role: Role, dtype: torch.dt
 def _config_to_write(source_folder: Path, role: Role, dtype: torch.dtype) -> dict[str, Any]:
     config = json.loads((source_folder / CONFIG).read_text())
     config.pop("torch_dtype", None)  # the older name of "dtype"
+    config.pop(RANDOM_WEIGHTS, None)  # now there are some
     config["dtype"] = str(dtype).removeprefix("torch.")
     if config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0  # the model has none: see tables.ignorable

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megarl.layout import RANDOM_WEIGHTS
 from megarl.mcore.model import Model
 from megarl.weights.folder import HFFolder, open_hf
 from megarl.weights.gather import ModelParallel, local_parameters
@@ -23,6 +25,9 @@ def load_hf(model: Model, hf_folder: str | Path, hf_config: HFConfig, *, role: R
     actor's folder too: output rows are passed over, and without a value head the model keeps its own.
     ValueError lists the tensors that are missing, too many or of another shape.
     """
+    if hf_config.get(RANDOM_WEIGHTS) is True:
+        _keep_random(Path(hf_folder))
+        return
     params, where = local_parameters(model), ModelParallel.current()
     assert not isinstance(params, Merged), "a base is loaded before it is adapted: merged weights are not written to"
     table = table_for(hf_config, role=role)
@@ -31,6 +36,15 @@ def load_hf(model: Model, hf_folder: str | Path, hf_config: HFConfig, *, role: R
         fill(params, table, folder, where.spot)
         if role == "actor":
             check_twins(folder, twins(hf_config), table, where.spot)
+
+
+def _keep_random(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder}: its config.json says {RANDOM_WEIGHTS}, yet there are weights; want one of the two")
+    warnings.warn(
+        f"{folder}: its config.json says {RANDOM_WEIGHTS}; NOTHING IS LOADED, and what is trained is of no use",
+        stacklevel=3,
+    )
 
 
 def check_names(folder: HFFolder, table: Sequence[Op], may_ignore: Container[str]) -> None:

@@ -16,6 +16,7 @@ from test_group import HERE
 
 from megarl.group import Group, NodeLost, Nodes, RankError
 from megarl.group.agent import Agent, DriverLost
+from megarl.group.nodes import allow_files
 from megarl.layout import Layout
 from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.server_process import MachineGone
@@ -177,6 +178,18 @@ def test_a_node_that_does_not_come_is_named() -> None:
     ):
         nodes.wait(limit_s=0.3, on_wait=told.append)
     assert told == [[1, 2]]
+
+
+def test_the_driver_may_open_a_file_for_every_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr("resource.setrlimit", lambda _, limits: asked.append(limits))
+    allow_files(10)
+    assert asked == [], "there are enough"
+    allow_files(300)
+    assert asked == [(2912, 4096)]
+    with pytest.raises(ValueError, match="trainer.nnodes=1000: node 0 may open 4096 files; want `ulimit -Hn` of 8512"):
+        allow_files(1000)
 
 
 def test_the_driver_listens_at_one_address_of_its_own_only() -> None:

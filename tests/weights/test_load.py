@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megarl.layout import RANDOM_WEIGHTS
 from megarl.weights.folder import open_hf
-from megarl.weights.load import check_names, check_twins, fill
+from megarl.weights.load import check_names, check_twins, fill, load_hf
 from megarl.weights.names import Op, Rename, Spot, ValueHead, Vocab
 
 EMBED = Vocab("embedding.word_embeddings.weight", "embed", 5, 2, 2, copies=("output_layer.weight",))
@@ -126,6 +127,20 @@ def test_output_rows_beside_tied_embeddings_must_be_the_same_rows(tmp_path: Path
 def test_an_unknown_parameter_of_the_model_is_named(tmp_path: Path) -> None:
     with open_hf(write(tmp_path, TENSORS)) as folder, pytest.raises(AssertionError, match="no mapping for router"):
         fill({"router": torch.empty(1)}, TABLE, folder, Spot())
+
+
+def test_where_config_json_says_that_weights_are_random_none_are_read(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.clone()
+    with pytest.warns(UserWarning, match=f"{tmp_path}: its config.json says {RANDOM_WEIGHTS}; NOTHING IS LOADED"):
+        load_hf([model], tmp_path, {RANDOM_WEIGHTS: True})
+    assert torch.equal(model.weight, before)
+
+
+def test_a_folder_that_says_that_its_weights_are_random_must_have_none(tmp_path: Path) -> None:
+    write(tmp_path, TENSORS)
+    with pytest.raises(ValueError, match=f"says {RANDOM_WEIGHTS}, yet there are weights; want one of the two"):
+        load_hf([torch.nn.Linear(2, 2)], tmp_path, {RANDOM_WEIGHTS: True})
 
 
 def test_a_folder_without_weights_or_with_a_lost_file_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,318 @@
+"""The quickstart's work here and in TRL, in turns: GRPO on the same tiny model and prompts, tokens per second.
+
+    python benchmarks/bench_peer.py --make-environment    once: an environment of its own for TRL (benchmarks/peer.txt)
+    python benchmarks/bench_peer.py                       three rounds of every way
+    python benchmarks/bench_peer.py --quick               one short run of each
+
+Both in float32 on the same two cores, never at once, the same batches, answers of one length, and as many optimizer
+steps.  Each side may choose how it uses the cores; its faster way counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import matmul_rate
+from page import Result, arguments, run
+from peer_task import Work
+
+from megarl.metrics.jsonl import read_lines
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+PINS = HERE / "peer.txt"
+PYTHON_VARIABLE = "MEGARL_TRL_PYTHON"
+DEFAULT_ENVIRONMENT = Path.home() / ".cache" / "megarl" / "trl"
+CORES = 2
+TIMEOUT_S, END_S = 900.0, 30.0
+STAGES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one side uses the cores.  Example: Way("trl", 2, ()): two processes of one thread."""
+
+    side: str  # megarl | trl
+    processes: int
+    overrides: tuple[str, ...] = ()  # of megarl's configuration
+    words: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.side}, {self.words}"
+
+
+WHOLE = "actor.megatron.tensor_model_parallel_size=1"
+WAYS = (
+    Way("megarl", 2, (WHOLE,), "2 ranks, data parallel"),
+    Way("megarl", 2, (WHOLE, "rollout.num_servers=2"), "2 ranks, data parallel, 2 servers"),
+    Way("megarl", 2, (), "2 ranks, tensor parallel"),
+    Way("megarl", 1, (WHOLE,), "1 rank, 2 threads"),
+    Way("trl", 1, (), "1 process, 2 threads"),
+    Way("trl", 2, (), "2 processes, 1 thread"),
+)
+
+CHOICES = (
+    "TRL as its documentation would have it on a CPU: use_cpu, float32, sdpa attention, transformers' generate with "
+    "its cache (vLLM wants a GPU), no gradient checkpointing, the whole batch in one forward pass, fused AdamW, old "
+    "log-probs once for both optimizer steps, a reference model for the KL term, no logging, no checkpoints. "
+    "megarl as recipe=quickstart_grpo: server, reward worker and trainer are processes of their own, and every push of "
+    "the weights into the server is verified; no evaluation, no checkpoints."
+)
+LEGEND = (
+    "tokens/s: all generated tokens of the iterations after warm-up / the time by the clock from the end of the last "
+    "warm-up step to that of the last step, on both sides. of the rate: the FLOPs that the mathematics of an iteration "
+    "needs, over its time, as a share of the machine's measured matrix rate in float32 on these cores. peer: the best "
+    "way here over TRL's best, the median over the rounds; of each side's ways the one with the best median over these "
+    "same rounds counts, which favours the side with more ways (megarl) by a little."
+)
+
+
+# ---- the two sides
+
+
+def megarl_command(work: Work, way: Way, name: str) -> list[str]:
+    """`megarl train` for the work; its run's folder is work.folder/runs/name."""
+    settings = {
+        "model.path": work.model,
+        "data.train_files": f"[{work.data}]",
+        "data.val_files": "[]",
+        "data.train_batch_size": work.prompts,
+        "data.max_response_length": work.new_tokens,
+        "rollout.n": work.n,
+        "actor.ppo_epochs": work.epochs,
+        "actor.kl_loss_coef": work.kl_coef,
+        "actor.optim.lr": work.lr,
+        "reward.fn": f"{HERE / 'peer_reward.py'}:score",
+        "trainer.n_gpus_per_node": way.processes,
+        "trainer.total_training_steps": work.iterations,
+        "trainer.save_freq": -1,
+        "trainer.logger": "[jsonl]",
+        "trainer.default_local_dir": f"{work.folder}/runs",
+        "trainer.experiment_name": name,
+    }
+    words = [f"{key}={value}" for key, value in settings.items()]
+    return [sys.executable, "-m", "megarl", "train", "recipe=quickstart_grpo", *words, *way.overrides]
+
+
+def trl_command(python: Path, way: Way, task: Path) -> list[str]:
+    """TRL's side; several processes are started as its documentation says, by torch's launcher."""
+    script = [str(HERE / "peer_trl.py"), str(task)]
+    if way.processes == 1:
+        return [str(python), *script]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(way.processes)]
+    return [str(python), *launcher, *script]
+
+
+def read_megarl(work: Work, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens a second and the stages' mean seconds, of metrics.jsonl."""
+    rows = [row for row in rows if "timing_s/step" in row]
+    _check_count("iterations", len(rows), work.iterations)
+    for row in rows:
+        _check_count("tokens of an answer", row["response_length/mean"], work.new_tokens)
+    later = rows[work.warmup :]
+    seconds = later[-1]["time"] - rows[work.warmup - 1]["time"]  # each row is written when its step has ended
+    stages = {name: statistics.mean(row.get(f"timing_s/{name}", 0.0) for row in later) for name in STAGES}
+    return {"tokens/s": work.measured / seconds, "iteration_s": seconds / len(later), **stages}
+
+
+def read_trl(work: Work, said: dict[str, Any]) -> dict[str, Any]:
+    """The same, of what peer_trl.py wrote; and the versions that it found."""
+    check_pins(said["versions"])
+    _check_count("optimizer steps", len(said["ends"]), work.iterations * work.epochs)
+    for tokens in said["tokens"]:
+        _check_count("tokens of an iteration", tokens, work.tokens_per_iteration)
+    seconds = said["ends"][-1] - said["ends"][work.warmup * work.epochs - 1]
+    mean = seconds / (work.iterations - work.warmup)
+    return {"tokens/s": work.measured / seconds, "iteration_s": mean, "versions": said["versions"]}
+
+
+def check_pins(found: dict[str, str]) -> None:
+    """ValueError where TRL's environment is not what peer.txt says; a build's name ("+cpu") is no other version."""
+    for name, wanted in pins().items():
+        if found[name].partition("+")[0] != wanted:
+            raise ValueError(
+                f"TRL's environment has {name} {found[name]}, want {wanted} of {PINS.name}; make it anew "
+                "(--make-environment)"
+            )
+
+
+def _check_count(what: str, found: float, wanted: float) -> None:
+    if found != wanted:
+        raise ValueError(f"{what}: a side did {found:g}, want {wanted:g}; the comparison would not be one")
+
+
+def run_side(work: Work, way: Way, python: Path, name: str) -> dict[str, Any]:
+    """One run of one side, on the same cores as every other."""
+    folder = Path(work.folder)
+    if way.side == "megarl":
+        _execute(megarl_command(work, way, name), folder / f"{name}.log", {"PYTHONPATH": str(ROOT)})
+        return read_megarl(work, list(read_lines(folder / "runs" / name / "metrics.jsonl")))
+    task, out = folder / f"{name}.json", folder / f"{name}_out.json"
+    threads = work.threads // way.processes
+    said = asdict(work) | {"model": work.model, "data": work.data, "out": str(out), "threads": threads}
+    task.write_text(json.dumps(said))
+    _execute(trl_command(python, way, task), folder / f"{name}.log", {"OMP_NUM_THREADS": str(threads)})
+    return read_trl(work, json.loads(out.read_text()))
+
+
+def _execute(command: Sequence[str], log: Path, variables: dict[str, str]) -> None:
+    """In a session of its own, all of which goes with us.  ValueError with the end of its log when it fails."""
+    ours = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VIRTUAL_ENV")
+    kept = {key: value for key, value in os.environ.items() if key not in ours}
+    environment = kept | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    how: dict[str, Any] = {"env": environment | variables, "cwd": log.parent, "start_new_session": True}
+    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, **how) as side:
+        try:
+            code = side.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            _end(side)
+            said = f"not done after {TIMEOUT_S:g} s; its log ends: {_last(log)}"
+            raise ValueError(f"{' '.join(command[:4])} ...: {said}") from None
+        except BaseException:
+            _end(side)
+            raise
+    if code:
+        raise ValueError(f"{' '.join(command[:4])} ...: exit code {code}, want 0; it said: {_last(log)}")
+
+
+def _end(side: subprocess.Popen[bytes]) -> None:
+    """Asked first, so that it ends what it started; then what is left of its session."""
+    side.terminate()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            side.wait(END_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(side.pid, signal.SIGKILL)
+        side.wait()
+
+
+def _last(log: Path) -> str:
+    return " / ".join(log.read_text().strip().splitlines()[-3:])
+
+
+# ---- the comparison
+
+
+def measure(work: Work, ways: Sequence[Way], python: Path, rounds: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rounds in which every way runs once, the order turned round each time; and the versions of TRL's side."""
+    rows: list[dict[str, Any]] = []
+    versions: dict[str, str] = {}
+    for number in range(rounds):
+        for index, way in enumerate(ways if number % 2 == 0 else list(reversed(ways))):
+            found = run_side(work, way, python, f"{way.side}_{number}_{index}")
+            versions |= found.pop("versions", {})
+            rows.append({"round": number + 1, "side": way.side, "way": way.words, **found})
+            sys.stderr.write(f"round {number + 1}: {way.name}: {found['tokens/s']:,.0f} tokens/s\n")
+    return rows, versions
+
+
+def ratios(rows: Sequence[dict[str, Any]], flops: float, rate: float) -> dict[str, float]:
+    """Of each side's way with the best median: tokens a second, share of the matrix rate; last, one by the other."""
+    best = {side: _best(rows, side) for side in ("megarl", "trl")}
+    out = {"matrix_gflops": rate / 1e9}
+    for side, mine in best.items():
+        seconds = statistics.median(row["iteration_s"] for row in mine)
+        out[f"{side}_tokens_per_s"] = statistics.median(row["tokens/s"] for row in mine)
+        out[f"{side}_of_matrix_rate"] = flops / seconds / rate
+    pairs = zip(best["megarl"], best["trl"], strict=True)
+    return out | {"peer": statistics.median(ours["tokens/s"] / theirs["tokens/s"] for ours, theirs in pairs)}
+
+
+def _best(rows: Sequence[dict[str, Any]], side: str) -> list[dict[str, Any]]:
+    ways: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["side"] == side:
+            ways.setdefault(row["way"], []).append(row)
+    return max(ways.values(), key=lambda mine: statistics.median(row["tokens/s"] for row in mine))
+
+
+def work(options: argparse.Namespace) -> Result | None:
+    if options.device != "cpu":
+        raise ValueError(f"--device {options.device}: the quickstart's work is a CPU's; want --device cpu")
+    if options.make_environment:
+        make_environment(DEFAULT_ENVIRONMENT)
+        return None
+    python = trl_python()
+    iterations, warmup, rounds = (4, 1, 1) if options.quick else (options.iterations + 3, 3, options.rounds)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < CORES:
+        raise ValueError(f"{len(cores)} core: want {CORES}, for both sides to share")
+    os.sched_setaffinity(0, cores[:CORES])  # what is started inherits it
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench_peer_") as folder:
+            job = Work(folder, options.new_tokens, iterations, warmup, CORES)
+            job.write()
+            rate = matmul_rate("cpu", torch.float32, threads=CORES)
+            rows, versions = measure(job, WAYS, python, rounds)
+            flops = job.flops()
+    finally:
+        os.sched_setaffinity(0, cores)
+    for row in rows:
+        row["of the rate"] = flops / row["iteration_s"] / rate
+    configuration = {key: value for key, value in asdict(job).items() if key != "folder"}
+    configuration |= {"rounds": rounds, "gflop of an iteration": flops / 1e9}
+    configuration["TRL's side"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return Result("peer", "cpu", configuration, rows, ratios(rows, flops, rate), [CHOICES, LEGEND], title="Beside TRL")
+
+
+# ---- TRL's environment
+
+
+def trl_python() -> Path:
+    """Python of the variable, or of what --make-environment made.  ValueError when there is none."""
+    python = Path(os.environ.get(PYTHON_VARIABLE) or DEFAULT_ENVIRONMENT / "bin" / "python")
+    if not python.is_file():
+        raise ValueError(
+            f"{python}: there is no environment with TRL; want `python benchmarks/bench_peer.py --make-environment`, "
+            f"or {PYTHON_VARIABLE} set to the Python of one"
+        )
+    return python
+
+
+def make_environment(folder: Path) -> None:
+    """A virtual environment with what PINS says; the rest of it as in launch/constraints.txt."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    for words in install_commands(folder / "bin" / "python"):
+        subprocess.run(words, check=True)
+    sys.stdout.write(f"TRL's environment: {folder} (Python {platform.python_version()})\n")
+
+
+def install_commands(python: Path) -> list[list[str]]:
+    """torch first and alone: a later package must not choose another build of it."""
+    install = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "launch" / "constraints.txt")]
+    return [[*install, "torch"], [*install, "--requirement", str(PINS)]]
+
+
+def pins() -> dict[str, str]:
+    """Example: {"trl": "1.16.0", ...}"""
+    lines = [line.split("#")[0].strip() for line in PINS.read_text().splitlines()]
+    return dict(line.split("==") for line in lines if line)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    made.add_argument("--make-environment", action="store_true", help=f"TRL into {DEFAULT_ENVIRONMENT}, and end")
+    made.add_argument("--new-tokens", type=int, default=16, help="of every answer (default 16)")
+    made.add_argument("--iterations", type=int, default=15, help="that the clock counts, of a run (default 15)")
+    made.add_argument("--rounds", type=int, default=3, help="runs of each way (default 3)")
+    return arguments(made)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(work, parser()))

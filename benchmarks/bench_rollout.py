@@ -1,0 +1,264 @@
+"""How fast a run's own client has completions written, beside a bare load generator that asks the same server.
+
+    python benchmarks/bench_rollout.py --json              the engines that this machine has
+    python benchmarks/bench_rollout.py --engines sglang --model /models/Qwen3-8B --tp 2 --new-tokens 1024
+
+Both clients send the same prompts, ask for the same numbers of tokens (no end of sequence ends one), and have the same
+number of requests under way.  They take turns, and the ratio is the median over the turns: what is lost between the
+server and the driver's samples.  `instant` is a server that writes nothing: it shows how many tokens a second a client
+can take at most, and counts for no ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from page import Result, arguments, run
+from rollout_clients import BareClient, Request, RingClient, cpu_seconds, requests
+from rollout_instant import serve
+
+from megarl.data.tiny import tiny_tokenizer, write_tiny_model
+from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.foreign import sglang_python
+from megarl.rollout.launch import EngineLaunch
+from megarl.rollout.supervisor import ServerDied, Servers, free_ports
+
+GOAL = 0.97
+ENGINES = ("cpu", "sglang", "instant")
+MAX_RUNNING = 512
+START_S = 600.0  # of the instant server, on a machine that is busy
+POSITIONS = {"cpu": 2048, "cuda": 32768}
+GPU_MODEL = {"hidden": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 6144}
+QUICK = {"prompts": 4, "n": 2, "new_tokens": 8, "prompt_tokens": 8, "turns": 1}
+SIZES = {"cpu": {"prompts": 64, "n": 8, "new_tokens": 128, "prompt_tokens": 64, "turns": 7}}
+SIZES["cuda"] = {"prompts": 512, "n": 8, "new_tokens": 512, "prompt_tokens": 512, "turns": 5}
+
+
+class Client(Protocol):
+    @property
+    def pid(self) -> int | None: ...
+
+    def ready(self, work: Sequence[Request]) -> None: ...
+
+    def ask(self, work: Sequence[Request]) -> int: ...
+
+
+@dataclass
+class Timed:
+    """One client's turns."""
+
+    tokens: int = 0  # of one turn
+    seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)  # of its process, its children, and the driver
+
+    def row(self, engine: str, name: str) -> dict[str, Any]:
+        rates = [self.tokens / s for s in self.seconds]
+        return {
+            "engine": engine,
+            "client": name,
+            "tokens": self.tokens,
+            "seconds": median(self.seconds),
+            "tokens/s": median(rates),
+            "slowest": min(rates),
+            "fastest": max(rates),
+            "client CPU us/token": 1e6 * median(self.cpu_s) / self.tokens,
+        }
+
+
+def take_turns(
+    ring: Client, bare: Client, work: Sequence[Request], turns: int, before: Any = lambda: None
+) -> tuple[Timed, Timed]:
+    """A first turn of each that does not count, then so many of each; who begins changes from turn to turn."""
+    found = {ring: Timed(), bare: Timed()}
+    bare.ready(work)
+    for turn in range(turns + 1):
+        for client in (ring, bare) if turn % 2 else (bare, ring):
+            before()
+            begun_cpu, begun = cpu_seconds(client.pid) + time.process_time(), time.perf_counter()
+            found[client].tokens = client.ask(work)
+            seconds = time.perf_counter() - begun
+            used = cpu_seconds(client.pid) + time.process_time() - begun_cpu
+            if turn:
+                found[client].seconds.append(seconds)
+                found[client].cpu_s.append(used)
+    return found[ring], found[bare]
+
+
+def ratio(ring: Timed, bare: Timed) -> float:
+    """Our tokens a second by the other's, the median over the turns."""
+    return median(b / r for r, b in zip(ring.seconds, bare.seconds, strict=True))
+
+
+def measure(engine: str, url: str, token: str, model: Path, work: Sequence[Request], options: Any, logs: Path) -> Any:
+    """Both clients against the server at `url`; checks that both were given what they asked for."""
+
+    def flush() -> None:
+        """What the other client had written helps nobody."""
+        _flush(server)
+
+    with (
+        closing(Engine(url, token)) as server,
+        closing(RingClient(url, token, model, options.concurrency, logs / f"collector_{engine}.log")) as ring,
+        closing(BareClient(url, token, options.concurrency)) as bare,
+    ):
+        ours, theirs = take_turns(ring, bare, work, options.turns, flush)
+        asked, written = sum(r.n * r.new_tokens for r in work), (ours.tokens, bare.check())
+    if written != (asked, asked):
+        raise ValueError(f"{engine}: {asked} tokens were asked for, and {written} written; want the same")
+    return ours, theirs
+
+
+@contextmanager
+def serving(engine: str, model: Path, token: str, options: Any, logs: Path) -> Iterator[str]:
+    """The url of a server that runs for so long."""
+    if engine == "instant":
+        vocabulary, port = len(tiny_tokenizer()), free_ports(["127.0.0.1"])[0]
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(port, vocabulary, os.getpid()))
+        process.start()
+        try:
+            with closing(Engine(url := f"http://127.0.0.1:{port}", "")) as server:
+                _flush(server, START_S, process)
+            yield url
+        finally:
+            process.kill()
+            process.join()
+        return
+    launch = EngineLaunch(
+        engine,
+        str(model),
+        dtype="bfloat16" if options.device == "cuda" else "float32",
+        tensor_parallel_size=options.tp,
+        max_running_requests=MAX_RUNNING,
+        device=options.device,
+        random_seed=0,
+    )
+    with Servers([launch], token, logs) as servers:
+        servers.start()
+        yield servers.urls[0]
+
+
+def _flush(server: Engine, limit_s: float = 10.0, process: BaseProcess | None = None) -> None:
+    """A server that has answered may still be putting its last completion away, and one that starts does not listen.
+
+    Raises ServerDied where its process has ended.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return server.flush_cache()
+        except EngineError:
+            if process is not None and process.exitcode is not None:
+                raise ServerDied(f"the server has ended with exit code {process.exitcode}") from None
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def obstacle(engine: str, device: str) -> str:
+    """Why this engine cannot be measured here; "" where it can."""
+    if engine == "cpu" and device == "cuda":
+        return "cpu: not measured, it has no use for a GPU"
+    if engine == "sglang":
+        try:
+            sglang_python(None)
+        except ValueError as error:
+            return f"sglang: not measured, there is no environment for it ({error})"
+    return ""
+
+
+def work(options: argparse.Namespace) -> Result:
+    """Every engine that there is."""
+    sizes = QUICK if options.quick else SIZES[options.device]
+    for name, value in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.model is not None and not (options.model / "config.json").is_file():
+        raise ValueError(f"--model {options.model}: want a folder with a Hugging Face config.json")
+    notes = [reason for engine in options.engines if (reason := obstacle(engine, options.device))]
+    engines = [engine for engine in options.engines if not obstacle(engine, options.device)]
+    if not set(engines) - {"instant"}:
+        raise ValueError(f"--engines {' '.join(options.engines)}: want one that is here; {'; '.join(notes)}")
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, float] = {}
+    result = Result("rollout", options.device, _configuration(options), rows, ratios, notes, TITLE)
+    with tempfile.TemporaryDirectory(prefix="bench_rollout_") as folder:
+        asked = _requests(options)
+        model = options.model or _model(Path(folder) / "model", options)
+        for engine in engines:
+            try:
+                with serving(engine, model, token := secrets.token_hex(16), options, Path(folder)) as url:
+                    ring, bare = measure(engine, url, token, model, asked, options, Path(folder))
+            except ServerDied as error:
+                notes.append(f"{engine}: not measured, {str(error).splitlines()[0]}")
+                continue
+            rows += [ring.row(engine, "ring"), bare.row(engine, "bare")]
+            if engine == "instant":
+                notes.append(f"one collector takes at most {ring.tokens / min(ring.seconds):,.0f} tokens a second here")
+            else:
+                ratios[f"ring_over_bare_{engine}"] = ratio(ring, bare)
+    if not ratios:
+        raise ValueError("; ".join(notes))
+    ratios["ring_over_bare"] = min(ratios.values())
+    notes.append(f"goal: ring_over_bare at least {GOAL}; ring is the collector, its reward process and the driver")
+    return result
+
+
+TITLE = "A run's own client beside a bare load generator"
+
+
+def _configuration(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("prompts", "n", "prompt_tokens", "new_tokens", "spread", "concurrency", "turns", "tp")
+    return {
+        "model": options.model.name if options.model else "random weights",
+        **{k: getattr(options, k) for k in names},
+    }
+
+
+def _model(folder: Path, options: argparse.Namespace) -> Path:
+    """The quickstart's, or on a GPU one of a billion parameters."""
+    sizes = {} if options.device == "cpu" else {"dtype": "bfloat16", **GPU_MODEL}
+    return write_tiny_model(folder, max_positions=POSITIONS[options.device], **sizes)
+
+
+def _requests(options: argparse.Namespace) -> list[Request]:
+    """Prompts of ids that every vocabulary has."""
+    sizes = {name: getattr(options, name) for name in ("prompt_tokens", "new_tokens", "spread")}
+    found = requests(options.prompts, options.n, vocabulary=len(tiny_tokenizer()), **sizes)
+    longest = options.prompt_tokens + max(request.new_tokens for request in found)
+    if options.model is None and longest > (limit := POSITIONS[options.device]):
+        raise ValueError(
+            f"--new-tokens {options.new_tokens}: the longest completion has {longest} tokens with its prompt; want at "
+            f"most {limit}, or a --model that has room for more"
+        )
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    found = arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
+    found.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    found.add_argument("--model", type=Path, help="a Hugging Face folder (default: random weights)")
+    found.add_argument("--tp", type=int, default=1, help="GPUs of the SGLang server")
+    found.add_argument("--prompts", type=int)
+    found.add_argument("--n", type=int, help="completions of a prompt")
+    found.add_argument("--prompt-tokens", type=int)
+    found.add_argument("--new-tokens", type=int, help="of a completion, the mean")
+    found.add_argument("--spread", type=float, default=0.5, help="of their logarithm; 0: all as long (default 0.5)")
+    found.add_argument("--concurrency", type=int, default=512, help="requests under way (default 512, as in a run)")
+    found.add_argument("--turns", type=int, help="of each client")
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(work, parser()))

@@ -1,0 +1,227 @@
+"""Our training step against a bare Megatron-Core loop on the same model and the same tokens.
+
+    python benchmarks/bench_step.py --device cpu          a step of seconds
+    python benchmarks/bench_step.py --device cuda         one GPU, a model of a billion parameters
+
+Both loops stand in one process and step in turns.  The ratio is ours / bare in tokens per second; the goal is 0.97.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import statistics
+import time
+from typing import Any
+
+import page
+import torch
+import torch.distributed as dist
+from machine import matmul_rate
+from step_loops import Bare, Ours, Work, cross_entropy_of, make_work
+
+from megarl.layout import Layout
+from megarl.mcore import cpu
+from megarl.mcore.setup import destroy_groups, make_groups
+
+OURS, BARE = "megarl", "megatron-core"
+GOAL = 0.97  # step_vs_megatron
+SAME = {"float32": 1e-4, "bfloat16": 2e-2}  # by how much of it the first gradient's norm may differ
+LEGEND = (
+    "Medians. Ours: rows made from sequences, megarl.mcore.step.train_step with log-prob and entropy of each token, "
+    "loss layer, statistics, optimizer. Bare: rows that lie ready, GPTModel, its vocabulary head and cross entropy, "
+    "Megatron's schedule, DistributedDataParallel and optimizer. Both have megarl's attention where Transformer-Engine "
+    "is missing, and the patches of megarl/mcore/fixes.py. Their first gradients have the same norm; CPU seconds are "
+    "of all threads."
+)
+# With about the share of arithmetic in the vocabulary head that a model of 8 billion parameters has.
+SIZES: dict[str, dict[str, Any]] = {
+    "quick": {"hidden": 64, "layers": 2, "ffn": 128, "vocab": 512, "tokens": 256, "longest": 64, "row": 128},
+    "cpu": {"hidden": 512, "layers": 4, "ffn": 1536, "vocab": 2048, "tokens": 4096, "longest": 512, "row": 2048},
+    "cuda": {
+        "hidden": 2048,
+        "layers": 16,
+        "ffn": 6144,
+        "vocab": 32768,
+        "tokens": 65536,
+        "longest": 4096,
+        "row": 16384,
+    },
+}
+
+
+def measure(options: argparse.Namespace) -> page.Result:
+    """Warm both up, check that they step alike, and time them in turns."""
+    size = _size(options)
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    dtype = "bfloat16" if options.device == "cuda" else "float32"
+    device = torch.device(options.device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    try:
+        cpu.activate()
+        make_groups(Layout())
+        work = make_work(model_config(size), lengths_of(size), size["row"], dtype, device)
+        ours = Ours(work)
+        loops = {OURS: ours, BARE: Bare(work, ours)}
+        norms = {name: loop.step() for name, loop in loops.items()}
+        check_alike(norms, dtype)
+        times = in_turns(loops, options.repeats or (2 if options.quick else 9), device)
+    finally:
+        destroy_groups()
+        dist.destroy_process_group()
+    return result(options, size, work, norms, times)
+
+
+def check_alike(norms: dict[str, float], dtype: str) -> None:
+    """ValueError where the loops do not do the same."""
+    if not math.isclose(norms[OURS], norms[BARE], rel_tol=SAME[dtype]):
+        raise ValueError(
+            f"the first gradients' norms are {norms[OURS]:.7g} and {norms[BARE]:.7g}; want the same to {SAME[dtype]:g} "
+            f"in {dtype}, else the loops do not do the same"
+        )
+
+
+def in_turns(loops: dict[str, Any], repeats: int, device: torch.device) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of each step, and what all threads computed in them; who begins changes from turn to turn."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    for turn in range(repeats):
+        for name in sorted(loops, reverse=turn % 2 == 1):
+            _wait(device)
+            begun, busy = time.perf_counter(), time.process_time()
+            loops[name].step()
+            _wait(device)
+            times[name].append((time.perf_counter() - begun, time.process_time() - busy))
+    return times
+
+
+def result(
+    options: argparse.Namespace,
+    size: dict[str, Any],
+    work: Work,
+    norms: dict[str, float],
+    times: dict[str, list[tuple[float, float]]],
+) -> page.Result:
+    dtype = torch.bfloat16 if work.dtype == "bfloat16" else torch.float32
+    rate = matmul_rate(options.device, dtype, threads=torch.get_num_threads())
+    flops, num_tokens = step_flops(size, work.batch.lengths.tolist()), work.batch.num_tokens
+    walls = {name: [wall for wall, _ in pairs] for name, pairs in times.items()}
+    busy = {name: statistics.median(cpu for _, cpu in pairs) for name, pairs in times.items()}
+    median = {name: statistics.median(seconds) for name, seconds in walls.items()}
+    rows = [
+        {
+            "loop": name,
+            "seconds": median[name],
+            "fastest": min(seconds),
+            "slowest": max(seconds),
+            "CPU seconds": busy[name],
+            "tokens/s": num_tokens / median[name],
+            "of the matrix rate": flops / median[name] / rate,
+            "first gradient norm": norms[name],
+        }
+        for name, seconds in walls.items()
+    ]
+    configuration = {
+        **size,
+        "dtype": work.dtype,
+        "sequences of each row": str(work.micro_sizes),
+        "threads": torch.get_num_threads(),
+        "cross entropy of the bare loop": cross_entropy_of(work.device)[0],
+        "repeats": len(walls[OURS]),
+        "goal": GOAL,
+        "matrix rate, GFLOP/s": round(rate / 1e9, 1),
+        "share of the head in the arithmetic": round(head_share(size), 3),
+    }
+    turns = [bare / ours for ours, bare in zip(walls[OURS], walls[BARE], strict=True)]
+    ratios = {"step_lowest_of_a_turn": min(turns), "step_highest_of_a_turn": max(turns)}
+    if options.device == "cpu":
+        ratios["step_vs_megatron_cpu_time"] = busy[BARE] / busy[OURS]
+    ratios["step_vs_megatron"] = median[BARE] / median[OURS]
+    return page.Result(
+        "step", options.device, configuration, rows, ratios, [LEGEND], "Our training step and Megatron's"
+    )
+
+
+def model_config(size: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a Qwen3."""
+    return {
+        "model_type": "qwen3",
+        "hidden_size": size["hidden"],
+        "intermediate_size": size["ffn"],
+        "num_hidden_layers": size["layers"],
+        "num_attention_heads": size["hidden"] // 32,
+        "num_key_value_heads": size["hidden"] // 64,
+        "head_dim": 32 if size["hidden"] < 1024 else 64,
+        "hidden_act": "silu",
+        "vocab_size": size["vocab"],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "initializer_range": 0.02,
+        "max_position_embeddings": 2 * size["longest"],
+        "tie_word_embeddings": False,
+    }
+
+
+def lengths_of(size: dict[str, Any]) -> list[int]:
+    """Lengths between a quarter of the longest and the longest, which together are `tokens`."""
+    draw, lengths, left = random.Random(0), [], size["tokens"]
+    while left > 0:
+        length = min(left, draw.randint(size["longest"] // 4, size["longest"]))
+        if left - length == 1:  # a sequence of one token predicts nothing
+            length += 1 if length < size["longest"] else -1
+        lengths.append(length)
+        left -= length
+    return lengths
+
+
+def step_flops(size: dict[str, Any], lengths: list[int]) -> float:
+    """Forwards and backwards, nothing done twice: three times two for each weight and token, and causal attention."""
+    hidden, attention = size["hidden"], sum(length**2 for length in lengths)
+    inner = model_config(size)["num_attention_heads"] * model_config(size)["head_dim"]
+    weights = size["layers"] * _layer_weights(size) + hidden * size["vocab"]
+    return 6.0 * weights * sum(lengths) + 6.0 * size["layers"] * inner * attention
+
+
+def head_share(size: dict[str, Any]) -> float:
+    head = size["hidden"] * size["vocab"]
+    return head / (head + size["layers"] * _layer_weights(size))
+
+
+def _layer_weights(size: dict[str, Any]) -> int:
+    numbers, hidden = model_config(size), size["hidden"]
+    heads = 2 * numbers["num_attention_heads"] + 2 * numbers["num_key_value_heads"]
+    return hidden * heads * numbers["head_dim"] + 3 * hidden * size["ffn"]
+
+
+def _size(options: argparse.Namespace) -> dict[str, Any]:
+    size = dict(SIZES["quick" if options.quick else options.device])
+    size |= {key: getattr(options, key) for key in size if getattr(options, key) is not None}
+    if size["longest"] > size["row"] or size["longest"] > size["tokens"]:
+        raise ValueError(f"--longest {size['longest']}: want at most --row {size['row']} and --tokens {size['tokens']}")
+    if size["hidden"] % 64 or min(size.values()) < 1 or size["longest"] < 8:
+        raise ValueError(
+            f"--hidden {size['hidden']}, --longest {size['longest']}: want a multiple of 64, and at least 8"
+        )
+    return size
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def parser() -> argparse.ArgumentParser:
+    made = page.arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
+    about = {"row": "tokens of a packed row", "tokens": "of a step", "longest": "of a sequence"}
+    for key in SIZES["quick"]:
+        made.add_argument(f"--{key}", type=int, help=about.get(key, "of the model"))
+    made.add_argument("--repeats", type=int, help="timed steps of each loop (9; 2 with --quick)")
+    made.add_argument("--threads", type=int, help="CPU threads (all cores)")
+    return made
+
+
+if __name__ == "__main__":
+    raise SystemExit(page.run(measure, parser()))

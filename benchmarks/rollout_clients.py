@@ -1,0 +1,196 @@
+"""Two clients that have the same completions written by the same server: a run's own, and one that does nothing else.
+
+Both run in a process of their own, and both are timed from the order to the last completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import multiprocessing
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import aiohttp
+import psutil
+
+from megarl.rewards.pool import RewardPool
+from megarl.rollout.lifetime import die_with_parent
+from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body
+from megarl.rollout.stream import Stream
+from megarl.sample import LostRollout, Prompt
+
+NUM_LENGTHS = 8  # of a distribution: so many lengths, each equally often
+LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: Prompt
+    n: int
+    new_tokens: int  # of each of the n completions, no fewer and no more
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_new_tokens=self.new_tokens, ignore_eos=True)
+
+
+def requests(
+    num: int, n: int, *, prompt_tokens: int, new_tokens: int, spread: float, vocabulary: int, seed: int = 0
+) -> list[Request]:
+    """Prompts of random tokens; `new_tokens` is the mean of a lognormal distribution whose logarithm spreads so."""
+    rng = random.Random(seed)
+    sizes = lengths(num, new_tokens, spread)
+    rng.shuffle(sizes)
+    order = list(dict.fromkeys(sizes))  # one order to our client has one length
+    sizes.sort(key=order.index)
+    return [
+        Request(Prompt(str(i), [rng.randrange(6, vocabulary) for _ in range(prompt_tokens)], "", "7"), n, size)
+        for i, size in enumerate(sizes)
+    ]
+
+
+def lengths(num: int, mean: int, spread: float) -> list[int]:
+    """Of so many completions: quantiles of the distribution, as often as each other."""
+    if spread == 0:
+        return [mean] * num
+    several = min(NUM_LENGTHS, num)
+    factors = [math.exp(NormalDist(0, spread).inv_cdf((i + 0.5) / several)) for i in range(several)]
+    scale = mean * several / sum(factors)
+    return [max(1, round(scale * factors[i % several])) for i in range(num)]
+
+
+class RingClient:
+    """What a run uses: the collector behind a Stream, its tokenizer, and a reward process whose reward costs nothing.
+
+    `ask` returns when the driver holds all samples.
+    """
+
+    def __init__(self, url: str, token: str, tokenizer: Path, concurrency: int, log: Path) -> None:
+        self._stream = Stream(
+            urls=[url],
+            token=token,
+            tokenizer_path=str(tokenizer),
+            make_scorer=partial(RewardPool, "exact"),
+            timeout_s=LIMIT_S,
+            log_path=log,
+            max_in_flight=concurrency,
+        )
+
+    @property
+    def pid(self) -> int | None:
+        return self._stream.pid
+
+    def ready(self, work: Sequence[Request]) -> None:
+        """There is nothing to prepare."""
+
+    def ask(self, work: Sequence[Request]) -> int:
+        """Returns how many tokens were written."""
+        tickets = []
+        for _, same in groupby(work, key=lambda request: (request.n, request.new_tokens)):
+            some = list(same)
+            prompts = [request.prompt for request in some]
+            tickets.append(self._stream.submit(prompts, n=some[0].n, params=some[0].params))
+        groups = [group for ticket in tickets for group in self._stream.next(ticket, timeout_s=LIMIT_S)]
+        for group in groups:
+            if isinstance(group, LostRollout):
+                raise RuntimeError(f"our client lost a rollout: {group.reason}")
+        return sum(len(s.completion.token_ids) for g in groups if not isinstance(g, LostRollout) for s in g)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class BareClient:
+    """aiohttp and nothing else: bodies are encoded before, answers read as bytes, and looked into after the clock."""
+
+    def __init__(self, url: str, token: str, concurrency: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_bare, args=(theirs, url, token, concurrency, os.getpid()))
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def ready(self, work: Sequence[Request]) -> None:
+        """Encode the bodies; returns when that is done."""
+        self._pipe.send([(list(r.prompt.token_ids), r.n, r.params, f"bare.{i}") for i, r in enumerate(work)])
+        assert self._pipe.recv() == "ready"
+
+    def ask(self, work: Sequence[Request]) -> int:
+        """Returns how many tokens it knows to be asked for: `check` counts what was written."""
+        self._pipe.send("go")
+        if (said := self._pipe.recv()) != "done":
+            raise RuntimeError(f"the bare client failed: {said}")
+        return sum(request.n * request.new_tokens for request in work)
+
+    def check(self) -> int:
+        """How many tokens the last answers hold."""
+        self._pipe.send("count")
+        return int(self._pipe.recv())
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(5.0)
+        self._process.kill()
+
+
+def cpu_seconds(pid: int | None) -> float:
+    """Of a process and all its children, so far."""
+    mother = psutil.Process(pid)
+    times = [process.cpu_times() for process in (mother, *mother.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
+
+
+def _bare(pipe: Connection, url: str, token: str, concurrency: int, parent: int) -> None:
+    die_with_parent(parent)
+    asyncio.run(_bare_loop(pipe, url + Route.GENERATE, auth_headers(token), concurrency))
+
+
+async def _bare_loop(pipe: Connection, url: str, headers: dict[str, str], concurrency: int) -> None:
+    bodies: list[bytes] = []
+    answers: list[bytes] = []
+    connector, limit = aiohttp.TCPConnector(limit=concurrency), aiohttp.ClientTimeout(total=LIMIT_S)
+    headers = {**headers, "Content-Type": "application/json"}
+    async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=limit) as session:
+
+        async def one(body: bytes) -> bytes:
+            async with session.post(url, data=body) as reply:
+                reply.raise_for_status()
+                return await reply.read()
+
+        while (word := await asyncio.to_thread(_next, pipe)) is not None:
+            if word == "go":
+                try:
+                    answers = await asyncio.gather(*(one(body) for body in bodies))
+                    pipe.send("done")
+                except aiohttp.ClientError as error:
+                    pipe.send(f"{type(error).__name__} {error}")
+            elif word == "count":
+                pipe.send(sum(_num_tokens(json.loads(answer)) for answer in answers))
+            else:
+                bodies = [json.dumps(generate_body(*arguments)).encode() for arguments in word]
+                pipe.send("ready")
+
+
+def _next(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def _num_tokens(reply: Any) -> int:
+    return sum(len(item["output_ids"]) for item in (reply if isinstance(reply, list) else [reply]))

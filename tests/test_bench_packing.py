@@ -1,0 +1,136 @@
+"""The benchmark of packing: the ways it compares, its measures by hand, and a small run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import bench_packing
+import packing_ways
+import page
+import pytest
+from bench_packing import WORK, cost_of, measures, ratios
+from hypothesis import given
+from hypothesis import strategies as st
+from packing_ways import WAYS, Task, largest_differencing
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+
+
+def task(lengths: list[int], num_ranks: int = 2, max_tokens: int = 50) -> Task:
+    return Task(lengths, [n * (12 + n) for n in lengths], num_ranks, max_tokens, hidden_size=1)
+
+
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 4), slack=st.integers(0, 60))
+def test_every_way_packs_every_sequence_within_the_limit(lengths: list[int], num_ranks: int, slack: int) -> None:
+    job = task(lengths, num_ranks, max(lengths) + slack)
+    for name, way in WAYS.items():
+        found = measures(job, way(job), is_padded=name == "padded")  # raises for what is no packing
+        assert found["ranks"] >= 1 - 1e-9
+        assert found["step"] >= found["ranks"] - 1e-9
+
+
+def test_the_textbooks_case_of_largest_differencing() -> None:
+    """8 7 6 5 4: Karmarkar and Karp leave a difference of 2, where 0 would be possible."""
+    costs = [8, 7, 6, 5, 4]
+    halves = largest_differencing(range(5), costs, 2)
+    assert sorted(sum(costs[i] for i in half) for half in halves) == [14, 16]
+    assert largest_differencing([], [], 3) == [[], [], []]
+
+
+@given(costs=LENGTHS, num_parts=st.integers(1, 6))
+def test_largest_differencing_loses_nothing(costs: list[int], num_parts: int) -> None:
+    parts = largest_differencing(range(len(costs)), costs, num_parts)
+    assert len(parts) == num_parts
+    assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+    loads = [sum(costs[i] for i in part) for part in parts]
+    assert max(loads) - min(loads) <= max(costs)
+
+
+@given(lengths=LENGTHS, slack=st.integers(0, 60))
+def test_first_fit_is_the_first_that_fits(lengths: list[int], slack: int) -> None:
+    job = task(lengths, 1, max(lengths) + slack)
+    slow: list[list[int]] = []
+    for i, need in enumerate(lengths):
+        for members in slow:
+            if sum(lengths[j] for j in members) + need <= job.max_tokens:
+                members.append(i)
+                break
+        else:
+            slow.append([i])
+    assert packing_ways.first_fit(job) == [slow]
+
+
+def test_measures_by_hand() -> None:
+    job = Task([4, 2, 2, 4], [4, 2, 2, 4], num_ranks=2, max_tokens=8, hidden_size=1)
+    packed = measures(job, [[[0, 1], []], [[2], [3]]])
+    assert packed == {"micro-batches": 2, "padding": 0.0, "unused": 1 - 12 / 32, "ranks": 1.0, "step": 10 / 6}
+    filled = measures(job, [[[0, 1]], [[2, 3]]], is_padded=True)
+    assert filled == {"micro-batches": 1, "padding": 4 / 16, "unused": 0.0, "ranks": 1.0, "step": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("dealt", "said"),
+    [
+        ([[[0, 1]], [[2, 2]]], "lost or doubled"),
+        ([[[0, 1]], [[2], [3]]], "unequal numbers"),
+        ([[[0, 1, 3]], [[2]]], "beyond its limit"),
+    ],
+)
+def test_what_is_no_packing_is_refused(dealt: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        measures(task([4, 2, 2, 4], max_tokens=8), dealt)
+
+
+def test_lengths_are_the_same_every_time_and_fit_a_micro_batch() -> None:
+    for shape in WORK.values():
+        lengths = shape.draw(500)
+        assert lengths == shape.draw(500)
+        assert all(0 < n <= shape.max_tokens for n in lengths)
+    assert cost_of([2]) == [2 * (12 * 4096 + 2)]
+
+
+def test_a_ratio_is_the_median_over_cases_that_both_have() -> None:
+    def row(work: str, way: str, **fields: float) -> dict[str, Any]:
+        return {
+            "work": work,
+            "sequences": 1,
+            "way": way,
+            "padding": 0.0,
+            "unused": 0.0,
+            "ranks": 1.0,
+            "step": 1.0,
+        } | fields
+
+    rows = [row("a", "megarl", seconds=1.0), row("a", "first_fit", seconds=3.0, unused=0.5)]
+    rows += [row("b", "megarl", seconds=1.0), row("b", "first_fit", seconds=5.0, unused=0.0)]
+    rows += [row("c", "megarl", seconds=1.0)]
+    found = ratios(rows)
+    assert found["seconds_first_fit_over_megarl"] == 4.0
+    assert found["waste_first_fit_over_megarl"] == 1.5
+    assert not any("karmarkar_karp" in name for name in found)
+
+
+def test_a_quick_run_prints_its_ratios_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--quick", "--json", "--device", "cpu", "--out", str(tmp_path)]
+    assert page.run(bench_packing.work, bench_packing.parser(), words) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    figures = ("waste", "ranks", "step", "seconds")
+    assert list(said)[-4:] == [f"{figure}_padded_over_megarl" for figure in figures]
+    assert {row["way"] for row in said["rows"]} == set(WAYS)
+    assert said["step_padded_over_megarl"] > 1
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_would_take_too_long_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_packing, "RANKS", {20: 2, 40: 2})
+    options = bench_packing.parser().parse_args(["--limit-s", "0", "--out", str(tmp_path)])
+    result = bench_packing.work(options)
+    assert {row["sequences"] for row in result.rows} == {20}
+    assert "mathematics, 40 sequences: first_fit would take over 0 s" in result.notes
+
+
+def test_no_case_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert page.run(bench_packing.work, bench_packing.parser(), ["--sequences", "5"]) == page.EXIT_USAGE
+    assert "--sequences 5: want at least 1000" in capsys.readouterr().err

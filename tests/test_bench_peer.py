@@ -1,0 +1,176 @@
+"""The comparison with TRL, without TRL: what both sides are told, how their numbers are read, and our own side."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import bench_peer
+import page
+import psutil
+import pytest
+from bench_peer import WAYS, Way, megarl_command, pins, ratios, read_megarl, read_trl, run_side, trl_command
+from peer_reward import score
+from peer_task import Work, forward_flops
+
+from megarl.config import load_config
+
+WORK = Work("/work", new_tokens=16, iterations=4, warmup=1, threads=2)
+
+
+def step(end: float, length: float = 16.0) -> dict[str, Any]:
+    return {"time": end, "timing_s/step": 0.5, "timing_s/gen": 0.25, "response_length/mean": length}
+
+
+def test_our_command_is_the_recipe_with_the_works_numbers() -> None:
+    for way in (way for way in WAYS if way.side == "megarl"):
+        command = megarl_command(WORK, way, "run")
+        assert command[1:5] == ["-m", "megarl", "train", "recipe=quickstart_grpo"]
+        config, _ = load_config(command[4:], command="train")
+        assert config.actor.ppo_mini_batch_size == config.data.train_batch_size == WORK.prompts
+        assert (config.rollout.n, config.actor.ppo_epochs) == (WORK.n, WORK.epochs)
+        assert (config.model.dtype, config.trainer.device) == ("float32", "cpu")
+        assert config.trainer.num_ranks == way.processes
+        assert config.data.max_response_length == WORK.new_tokens
+        assert config.trainer.total_training_steps == WORK.iterations
+
+
+def test_trl_runs_in_its_own_python_and_several_processes_under_torchs_launcher() -> None:
+    python, task = Path("/trl/bin/python"), Path("/work/task.json")
+    one = trl_command(python, Way("trl", 1), task)
+    assert one == ["/trl/bin/python", str(bench_peer.HERE / "peer_trl.py"), "/work/task.json"]
+    two = trl_command(python, Way("trl", 2), task)
+    assert two[:6] == ["/trl/bin/python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert two[6:] == one[1:]
+
+
+def test_our_numbers_are_those_after_warm_up() -> None:
+    """By the clock between the ends of steps, as TRL's: what a run does between two steps counts."""
+    found = read_megarl(WORK, [{"val/score": 0.5}, step(9.0), step(10.0), step(12.0), step(15.0)])
+    assert found["tokens/s"] == 3 * 64 * 8 * 16 / 6.0
+    assert (found["iteration_s"], found["gen"], found["ref"]) == (2.0, 0.25, 0.0)
+
+
+def test_trls_numbers_are_those_after_warm_up() -> None:
+    tokens = [WORK.tokens_per_iteration] * 4
+    ends = [5.0, 9.0, 9.5, 10.0, 10.5, 11.0, 11.5, 12.0]
+    found = read_trl(WORK, {"ends": ends, "tokens": tokens, "versions": pins()})
+    assert found == {"tokens/s": 3 * 64 * 8 * 16 / 3.0, "iteration_s": 1.0, "versions": pins()}
+
+
+def test_trls_environment_is_that_of_the_pins() -> None:
+    bench_peer.check_pins(pins() | {"torch": f"{pins()['torch']}+cpu"})
+    with pytest.raises(ValueError, match=r"TRL's environment has trl 0.9, want [\d.]+ of peer.txt; make it anew"):
+        bench_peer.check_pins(pins() | {"trl": "0.9"})
+
+
+def test_a_side_that_did_other_work_is_no_comparison() -> None:
+    with pytest.raises(ValueError, match="tokens of an answer: a side did 15.5, want 16"):
+        read_megarl(WORK, [step(1.0, 15.5)] * 4)
+    with pytest.raises(ValueError, match="iterations: a side did 3, want 4"):
+        read_megarl(WORK, [step(1.0)] * 3)
+    with pytest.raises(ValueError, match="tokens of an iteration: a side did 8191, want 8192"):
+        read_trl(WORK, {"ends": [1.0] * 8, "tokens": [8192, 8191], "versions": pins()})
+    with pytest.raises(ValueError, match="optimizer steps: a side did 4, want 8"):
+        read_trl(WORK, {"ends": [1.0] * 4, "tokens": [], "versions": pins()})
+
+
+def test_the_faster_way_of_each_side_counts() -> None:
+    def row(side: str, way: str, rate: float) -> dict[str, Any]:
+        return {"side": side, "way": way, "tokens/s": rate, "iteration_s": 100 / rate}
+
+    rows = [row("megarl", "a", 300.0), row("megarl", "b", 50.0), row("trl", "c", 100.0), row("trl", "d", 200.0)]
+    rows += [row("megarl", "a", 500.0), row("megarl", "b", 900.0), row("trl", "c", 100.0), row("trl", "d", 200.0)]
+    found = ratios(rows, flops=1e9, rate=1e10)
+    assert (found["megarl_tokens_per_s"], found["trl_tokens_per_s"]) == (475.0, 200.0)  # b: the median of 50 and 900
+    assert found["trl_of_matrix_rate"] == 0.2
+    assert found["peer"] == (50 / 200 + 900 / 200) / 2
+    assert list(found)[-1] == "peer"
+
+
+def test_the_arithmetic_of_a_sequence() -> None:
+    config = {"hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
+    config |= {"intermediate_size": 8, "num_hidden_layers": 3, "vocab_size": 10}
+    matrices = 4 * 2 * 2 * 3 + 3 * 4 * 8  # q, o, k, v; gate, up, down
+    attention = 4 * 2 * 2 * (1 + 2 + 3)
+    assert forward_flops(config, 3, 2) == 3 * (2 * matrices * 3 + attention) + 2 * 4 * 10 * 2
+
+
+def test_the_model_cannot_write_its_end(tmp_path: Path) -> None:
+    work = Work(str(tmp_path), new_tokens=4, iterations=2, warmup=1, threads=2)
+    work.write()
+    config = json.loads(Path(work.model, "config.json").read_text())
+    assert config["eos_token_id"] >= config["vocab_size"]
+    prompts = [json.loads(line)["prompt"] for line in Path(work.data).read_text().splitlines()]
+    assert {len(prompt) for prompt in prompts} == {6}
+    once = forward_flops(config, 10, 4)
+    assert work.flops() == pytest.approx(512 * once * 9 - 448 * forward_flops(config, 6, 0))
+
+
+def test_a_reward_is_the_share_of_digits() -> None:
+    assert score("", "1a2b", "3") == 0.5
+    assert score("", "", "3") == 0.0
+
+
+def test_without_trl_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(bench_peer.PYTHON_VARIABLE, "/nowhere/python")
+    assert page.run(bench_peer.work, bench_peer.parser(), ["--device", "cpu"]) == page.EXIT_USAGE
+    assert "/nowhere/python: there is no environment with TRL; want `python" in capsys.readouterr().err
+
+
+def test_a_failing_side_says_how_it_ended(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "raise SystemExit('no such thing')"]
+    with pytest.raises(ValueError, match="exit code 1, want 0; it said: no such thing"):
+        bench_peer._execute(words, tmp_path / "log", {})
+
+
+def test_a_side_that_does_not_end_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The side heeds no SIGTERM and has a child, which says its id first."""
+    monkeypatch.setattr(bench_peer, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bench_peer, "END_S", 0.1)
+    words = ["bash", "-c", "trap '' TERM; sleep 600 & echo $!; wait; sleep 600"]
+    with pytest.raises(ValueError, match=r"not done after 0.5 s; its log ends: \d+$"):
+        bench_peer._execute(words, tmp_path / "log", {})
+    child = int((tmp_path / "log").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_environment_is_what_the_pins_say() -> None:
+    assert {"trl", "torch", "transformers"} <= set(pins())
+    constraints = (bench_peer.ROOT / "launch" / "constraints.txt").read_text().splitlines()
+    assert all(f"{name}=={version}" in constraints for name, version in pins().items() if name != "trl")
+    torch_first, rest = bench_peer.install_commands(Path("/trl/bin/python"))
+    assert torch_first[-1] == "torch"
+    assert rest[-1] == str(bench_peer.PINS)
+
+
+def test_trl_is_told_all_of_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the process: it writes what peer_trl.py would."""
+    work = Work(str(tmp_path), new_tokens=16, iterations=2, warmup=1, threads=2)
+    told: dict[str, Any] = {}
+
+    def stand_in(command: list[str], log: Path, variables: dict[str, str]) -> None:
+        told.update(json.loads(Path(command[-1]).read_text()) | variables)
+        said = {"ends": [1.0, 2.0, 3.0, 4.0], "tokens": [8192, 8192], "versions": pins()}
+        Path(told["out"]).write_text(json.dumps(said))
+
+    monkeypatch.setattr(bench_peer, "_execute", stand_in)
+    assert run_side(work, Way("trl", 2), Path("python"), "it")["tokens/s"] == 8192 / 2
+    assert (told["OMP_NUM_THREADS"], told["threads"]) == ("1", 1)
+    assert told.items() >= {"model": work.model, "data": work.data, "prompts": 64, "epochs": 2, "lr": 3e-4}.items()
+    assert set(asdict(work)) <= set(told)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_our_side_writes_answers_of_one_length(tmp_path: Path) -> None:
+    work = Work(str(tmp_path), new_tokens=4, iterations=3, warmup=1, threads=2, prompts=4, n=2)
+    work.write()
+    found = run_side(work, WAYS[0], Path("unused"), "run")  # raises if an answer had another length
+    assert found["tokens/s"] > 0
+    assert found["gen"] > 0
