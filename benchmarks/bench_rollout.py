@@ -44,6 +44,7 @@ GPU_MODEL = {"hidden": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "head_dim
 QUICK = {"prompts": 4, "n": 2, "new_tokens": 8, "prompt_tokens": 8, "turns": 1}
 SIZES = {"cpu": {"prompts": 64, "n": 8, "new_tokens": 128, "prompt_tokens": 64, "turns": 7}}
 SIZES["cuda"] = {"prompts": 512, "n": 8, "new_tokens": 512, "prompt_tokens": 512, "turns": 5}
+SIZES["sglang on cpu"] = {"prompts": 8, "n": 8, "new_tokens": 32, "prompt_tokens": 64, "turns": 5}  # much slower there
 
 
 class Client(Protocol):
@@ -180,10 +181,6 @@ def obstacle(engine: str, device: str) -> str:
 
 def work(options: argparse.Namespace) -> Result:
     """Every engine that there is."""
-    sizes = QUICK if options.quick else SIZES[options.device]
-    for name, value in sizes.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
     if options.model is not None and not (options.model / "config.json").is_file():
         raise ValueError(f"--model {options.model}: want a folder with a Hugging Face config.json")
     notes = [reason for engine in options.engines if (reason := obstacle(engine, options.device))]
@@ -192,14 +189,15 @@ def work(options: argparse.Namespace) -> Result:
         raise ValueError(f"--engines {' '.join(options.engines)}: want one that is here; {'; '.join(notes)}")
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
-    result = Result("rollout", options.device, _configuration(options), rows, ratios, notes, TITLE)
+    jobs = {engine: sized(options, engine) for engine in engines}
+    asked = {engine: _requests(job) for engine, job in jobs.items()}
+    result = Result("rollout", options.device, _configuration(options, jobs), rows, ratios, notes, TITLE)
     with tempfile.TemporaryDirectory(prefix="bench_rollout_") as folder:
-        asked = _requests(options)
         model = options.model or _model(Path(folder) / "model", options)
-        for engine in engines:
+        for engine, job in jobs.items():
             try:
-                with serving(engine, model, token := secrets.token_hex(16), options, Path(folder)) as url:
-                    ring, bare = measure(engine, url, token, model, asked, options, Path(folder))
+                with serving(engine, model, token := secrets.token_hex(16), job, Path(folder)) as url:
+                    ring, bare = measure(engine, url, token, model, asked[engine], job, Path(folder))
             except ServerDied as error:
                 notes.append(f"{engine}: not measured, {str(error).splitlines()[0]}")
                 continue
@@ -218,12 +216,18 @@ def work(options: argparse.Namespace) -> Result:
 TITLE = "A run's own client beside a bare load generator"
 
 
-def _configuration(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("prompts", "n", "prompt_tokens", "new_tokens", "spread", "concurrency", "turns", "tp")
-    return {
-        "model": options.model.name if options.model else "random weights",
-        **{k: getattr(options, k) for k in names},
-    }
+def sized(options: argparse.Namespace, engine: str) -> argparse.Namespace:
+    """The options, with sizes that this engine can do where none were given."""
+    usual = QUICK if options.quick else SIZES.get(f"{engine} on {options.device}", SIZES[options.device])
+    given = {name: value for name in usual if (value := getattr(options, name)) is not None}
+    return argparse.Namespace(**{**vars(options), **usual, **given})
+
+
+def _configuration(options: argparse.Namespace, jobs: dict[str, argparse.Namespace]) -> dict[str, Any]:
+    model = {"model": options.model.name if options.model else "random weights"}
+    names = ("spread", "concurrency", "tp")
+    sizes = {engine: {name: getattr(job, name) for name in QUICK} for engine, job in jobs.items()}
+    return model | {name: getattr(options, name) for name in names} | sizes
 
 
 def _model(folder: Path, options: argparse.Namespace) -> Path:
