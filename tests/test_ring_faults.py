@@ -82,6 +82,7 @@ def test_a_server_that_dies_comes_back_with_the_trainers_weights(
         assert all(sample["step"] - 1 - ahead <= v <= sample["step"] - 1 for v in versions), "stale weights wrote this"
 
 
+@pytest.mark.slow
 def test_a_server_that_may_not_come_back_stops_the_run_with_its_name_and_log(parts: Path, tmp_path: Path) -> None:
     words = settings(parts, tmp_path, "orphan", *PPO, "trainer.total_training_steps=200", "rollout.max_restarts=0")
     process = train_in_a_process(words, tmp_path / "orphan.log")
@@ -95,6 +96,7 @@ def test_a_server_that_may_not_come_back_stops_the_run_with_its_name_and_log(par
     assert (tmp_path / "orphan" / "logs" / "failure.txt").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_costs_its_sample_or_stops_the_run(
     parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
