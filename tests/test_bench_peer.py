@@ -39,9 +39,9 @@ def test_our_command_is_the_recipe_with_the_works_numbers() -> None:
 
 
 def test_trl_runs_in_its_own_python_and_several_processes_under_torchs_launcher() -> None:
-    python, task = Path("/trl/bin/python"), Path("/work/task.json")
+    python, task = Path("/trl/bin/python"), Path("/trl/task.json")
     one = trl_command(python, Way("trl", 1), task)
-    assert one == ["/trl/bin/python", str(bench_peer.HERE / "peer_trl.py"), "/work/task.json"]
+    assert one == ["/trl/bin/python", str(bench_peer.HERE / "peer_trl.py"), "/trl/task.json"]
     two = trl_command(python, Way("trl", 2), task)
     assert two[:6] == ["/trl/bin/python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert two[6:] == one[1:]

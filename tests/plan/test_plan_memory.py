@@ -3,22 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from plan_jobs import HF
 
 from megarl.layout import Layout
 from megarl.plan.constants import CONSTANTS
 from megarl.plan.count import of_stage, whole
 from megarl.plan.memory import RESERVE_BYTES, Work, of_push, of_stage_bytes
 
-HF = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
 WORK = Work(num_ranks=8, max_tokens=100)
 # of one token: four times the hidden state; queries, keys, values and what attention makes of them; gate, up, product
 KEPT = 4 * 16 + 2 * (4 + 2) * 4 + 3 * 32
