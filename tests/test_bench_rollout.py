@@ -13,7 +13,7 @@ from pathlib import Path
 
 import bench_rollout
 import pytest
-from bench_rollout import Timed, ratio, take_turns
+from bench_rollout import QUICK, SIZES, Timed, parser, ratio, sized, take_turns
 from page import run
 from rollout_clients import NUM_LENGTHS, Request, lengths, requests
 
@@ -27,6 +27,16 @@ def test_lengths_have_the_mean_that_was_asked_for_and_spread_around_it() -> None
     assert len(set(found)) == NUM_LENGTHS and max(found) > 2 * min(found)
     assert sum(lengths(4, 100, 0.5)) == 400, "of few requests, too"
     assert min(lengths(NUM_LENGTHS, 1, 2.0)) == 1, "a completion has a token"
+
+
+def test_an_engine_has_its_usual_sizes_where_none_are_given() -> None:
+    plain = parser().parse_args(["--device", "cpu", "--turns", "2"])
+    assert (sized(plain, "cpu").prompts, sized(plain, "cpu").turns) == (SIZES["cpu"]["prompts"], 2)
+    assert sized(plain, "sglang").prompts == SIZES["sglang on cpu"]["prompts"] < sized(plain, "instant").prompts
+    on_gpu = parser().parse_args(["--device", "cuda"])
+    assert sized(on_gpu, "sglang").new_tokens == SIZES["cuda"]["new_tokens"]
+    quick = sized(parser().parse_args(["--device", "cpu", "--quick", "--n", "3"]), "sglang")
+    assert (quick.n, quick.new_tokens) == (3, QUICK["new_tokens"])
 
 
 def test_requests_are_the_same_each_time_and_their_lengths_stand_together() -> None:

@@ -91,8 +91,9 @@ def _patch_megatron() -> None:
     )
     # Megatron-FSDP asks for meshes of CUDA devices (mcore_fsdp_adapter:229-268), to which it would move its parts.
     fsdp.DeviceMesh = _CpuMesh
-    # Its all-gathers go out coalesced and are awaited later; gloo's then write into memory that is no longer theirs
-    # (torch 2.13: a quarter of the runs of a tiny model ended in malloc's abort).  One by one, they do not.
+    # Its all-gathers go out coalesced and are awaited later; under gloo that corrupts memory, for reasons not found
+    # (torch 2.13: a third of the runs of a tiny model ended in malloc's abort).  One by one, they do not; the
+    # gradients' reductions go the same way.
     fsdp_buffers._coalescing_manager = _one_by_one
     pipeline = fsdp_buffers.AllGatherPipeline
     pipeline.async_bucket_gather = _awaited(pipeline.async_bucket_gather)
