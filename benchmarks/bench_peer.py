@@ -5,7 +5,7 @@
     python benchmarks/bench_peer.py --quick               one short run of each
 
 Both in float32 on the same two cores, never at once, the same batches, answers of one length, and as many optimizer
-steps.  Each side may choose how it uses the cores; its faster way counts.
+steps.  Each side may choose how it uses the cores; its faster way counts.  A way that dies is reported and left out.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ DEFAULT_ENVIRONMENT = Path.home() / ".cache" / "megarl" / "trl"
 CORES = 2
 TIMEOUT_S, END_S = 900.0, 30.0
 STAGES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
+
+
+class WayFailed(RuntimeError):
+    """The processes of a way died, or did not end in time; the message holds the end of their log."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ def run_side(work: Work, way: Way, python: Path, name: str) -> dict[str, Any]:
 
 
 def _execute(command: Sequence[str], log: Path, variables: dict[str, str]) -> None:
-    """In a session of its own, all of which goes with us.  ValueError with the end of its log when it fails."""
+    """In a session of its own, all of which goes with us.  WayFailed with the end of its log when it fails."""
     ours = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VIRTUAL_ENV")
     kept = {key: value for key, value in os.environ.items() if key not in ours}
     environment = kept | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -182,12 +186,13 @@ def _execute(command: Sequence[str], log: Path, variables: dict[str, str]) -> No
         except subprocess.TimeoutExpired:
             _end(side)
             said = f"not done after {TIMEOUT_S:g} s; its log ends: {_last(log)}"
-            raise ValueError(f"{' '.join(command[:4])} ...: {said}") from None
+            raise WayFailed(f"{' '.join(command[:4])} ...: {said}") from None
         except BaseException:
             _end(side)
             raise
     if code:
-        raise ValueError(f"{' '.join(command[:4])} ...: exit code {code}, want 0; it said: {_last(log)}")
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, want 0"
+        raise WayFailed(f"{' '.join(command[:4])} ...: {how}; it said: {_last(log)}")
 
 
 def _end(side: subprocess.Popen[bytes]) -> None:
@@ -210,20 +215,34 @@ def _last(log: Path) -> str:
 
 
 def measure(work: Work, ways: Sequence[Way], python: Path, rounds: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Rounds in which every way runs once, the order turned round each time; and the versions of TRL's side."""
+    """Rounds in which every way runs once, the order turned round each time; and the versions of TRL's side.
+
+    A way that fails has a row that says so, and does not run again.
+    """
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
+    left = list(ways)
     for number in range(rounds):
-        for index, way in enumerate(ways if number % 2 == 0 else list(reversed(ways))):
-            found = run_side(work, way, python, f"{way.side}_{number}_{index}")
+        for index, way in enumerate(left if number % 2 == 0 else left[::-1]):
+            row: dict[str, Any] = {"round": number + 1, "side": way.side, "way": way.words}
+            try:
+                found = run_side(work, way, python, f"{way.side}_{number}_{index}")
+            except WayFailed as error:
+                left = [other for other in left if other != way]
+                rows.append(row | {"failed": str(error)})
+                sys.stderr.write(f"round {number + 1}: {way.name} failed: {error}\n")
+                continue
             versions |= found.pop("versions", {})
-            rows.append({"round": number + 1, "side": way.side, "way": way.words, **found})
+            rows.append(row | found)
             sys.stderr.write(f"round {number + 1}: {way.name}: {found['tokens/s']:,.0f} tokens/s\n")
     return rows, versions
 
 
 def ratios(rows: Sequence[dict[str, Any]], flops: float, rate: float) -> dict[str, float]:
-    """Of each side's way with the best median: tokens a second, share of the matrix rate; last, one by the other."""
+    """Of each side's way with the best median: tokens a second, share of the matrix rate; last, one by the other.
+
+    A way that failed in any round does not count; ValueError when a side has no other.
+    """
     best = {side: _best(rows, side) for side in ("megarl", "trl")}
     out = {"matrix_gflops": rate / 1e9}
     for side, mine in best.items():
@@ -235,10 +254,13 @@ def ratios(rows: Sequence[dict[str, Any]], flops: float, rate: float) -> dict[st
 
 
 def _best(rows: Sequence[dict[str, Any]], side: str) -> list[dict[str, Any]]:
+    failed = {row["way"]: row["failed"] for row in rows if row["side"] == side and "failed" in row}
     ways: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if row["side"] == side:
+        if row["side"] == side and row["way"] not in failed:
             ways.setdefault(row["way"], []).append(row)
+    if not ways:
+        raise ValueError(f"{side}: no way of it ran to its end: {failed}")
     return max(ways.values(), key=lambda mine: statistics.median(row["tokens/s"] for row in mine))
 
 
@@ -263,7 +285,7 @@ def work(options: argparse.Namespace) -> Result | None:
             flops = job.flops()
     finally:
         os.sched_setaffinity(0, cores)
-    for row in rows:
+    for row in (row for row in rows if "failed" not in row):
         row["of the rate"] = flops / row["iteration_s"] / rate
     configuration = {key: value for key, value in asdict(job).items() if key != "folder"}
     configuration |= {"rounds": rounds, "gflop of an iteration": flops / 1e9}

@@ -15,7 +15,10 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import yaml
 from memory_ranks import PARTS, Case
 
 from megarl.config import config_dir
+from megarl.sockets import interface_variables
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 600.0
@@ -108,21 +112,19 @@ def line(case: Case, stage: int, found: dict[str, dict[str, int]]) -> dict[str, 
 def _run(case: Case) -> list[dict[str, dict[str, int]]]:
     """Every rank's numbers, in a world of its own."""
     path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.num_ranks}"]
-    try:
-        done = subprocess.run(
-            [*command, "-m", "memory_ranks", json.dumps(asdict(case))],
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"case {case.name}: not done after {TIMEOUT_S:g} s; want a machine with less load") from None
-    if done.returncode:
-        said = [line.strip() for line in done.stderr.splitlines() if "Error" in line] or ["no word of why"]
+    env = {**interface_variables("127.0.0.1"), **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "memory_ranks", json.dumps(asdict(case))]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(case.num_ranks) as threads:
+        runs = [[*command, str(rank), f"{folder}/store"] for rank in range(case.num_ranks)]
+        run = partial(subprocess.run, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+        try:
+            done = list(threads.map(run, runs))
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"case {case.name}: not done after {TIMEOUT_S:g} s; want less load") from None
+    if failed := [one for one in done if one.returncode]:
+        said = [line.strip() for line in failed[0].stderr.splitlines() if "Error" in line] or ["no word of why"]
         raise ValueError(f"case {case.name}: {said[0]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(done[0].stdout.strip().splitlines()[-1])
 
 
 def _hf(preset: str) -> dict[str, Any]:

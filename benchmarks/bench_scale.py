@@ -3,7 +3,7 @@
     python benchmarks/bench_scale.py --json
     python benchmarks/bench_scale.py --ranks 1 2 4 --hollow-nodes 8 125 1249
 
-Three kinds of rows.  `ranks` are ranks of a run under torchrun, with a model.  `hollow` are machines without ranks that
+Three kinds of rows.  `ranks` are ranks of a run, with a model.  `hollow` are machines without ranks that
 answer for them: the driver and what it does are real, at any number.  `model` is a simulation with the costs of a
 message that were measured here (scale_model.py), which is compared with the other two and then asked about a cluster,
 whose network is assumed (--hop-us, --gbit) and where every process has a core.
@@ -196,9 +196,9 @@ def work(options: argparse.Namespace) -> Result:
 
 def _check(options: argparse.Namespace) -> None:
     """Raises ValueError for what this machine, or the arithmetic, does not allow."""
-    allow_files(max(options.hollow_nodes))
     if options.per_node < 2:
         raise ValueError(f"--per-node {options.per_node}: want at least 2, costs are told apart by it")
+    allow_files(max(options.hollow_nodes), options.per_node)
     if options.device == "cuda" and max(options.ranks) > (gpus := torch.cuda.device_count()):
         raise ValueError(f"--ranks {max(options.ranks)}: want at most {gpus}, one for each GPU")
 

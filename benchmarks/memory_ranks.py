@@ -1,6 +1,7 @@
 """What a rank's tensors take while it trains, counted storage by storage, beside what the planner says of that rank.
 
-`measure` runs on every rank of a world.  bench_plan_memory.py starts it by torchrun as `python -m memory_ranks CASE`.
+`measure` runs on every rank of a world.  bench_plan_memory.py starts `python -m memory_ranks CASE RANK STORE` for each
+rank; STORE is a file by which they meet.
 """
 
 from __future__ import annotations
@@ -132,11 +133,11 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def main(case: Case) -> None:
+def main(case: Case, rank: int, store: str) -> None:
     """Every rank's numbers on rank 0's standard output, one line of JSON."""
     cpu.activate()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=dist.FileStore(store, case.num_ranks), rank=rank, world_size=case.num_ranks)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, measure(case))
     if dist.get_rank() == 0:
@@ -145,4 +146,4 @@ def main(case: Case) -> None:
 
 
 if __name__ == "__main__":
-    main(Case(**json.loads(sys.argv[1])))
+    main(Case(**json.loads(sys.argv[1])), int(sys.argv[2]), sys.argv[3])

@@ -1,6 +1,6 @@
 """A trainer's rank in bench_push.py: builds a model in a layout, changes its weights, pushes them, times it.
 
-Run by torchrun as `python -m push_ranks`, with benchmarks/ on the path.
+Run on each rank as `python -m push_ranks`, with benchmarks/ on the path.
 """
 
 from __future__ import annotations

@@ -73,7 +73,5 @@ def commands(ring: Ring) -> list[str]:
     own = f"on your own data: {ring.launch_command()}"
     if len(typed) == 1:
         return [*typed, own]
-    shared = (
-        "machines see the same files and have MEGARL_TOKEN_FILE (launch/torchrun.sh says how); NODE_0 is an address"
-    )
+    shared = "machines see the same files and have MEGARL_TOKEN_FILE (launch/node.sh says how); NODE_0 is an address"
     return [shared, *typed, f"under Slurm: {ring.slurm_command()}", own]

@@ -121,7 +121,7 @@ class Ring:
         """The user's own run, with the script that starts it on several machines."""
         words = self._shell_words()
         nodes = self.given.trainer.nnodes
-        return f"bash launch/local.sh {words}" if nodes == 1 else f"bash launch/torchrun.sh {nodes} NODE NODE_0 {words}"
+        return f"bash launch/local.sh {words}" if nodes == 1 else f"bash launch/node.sh {nodes} NODE NODE_0 {words}"
 
     def _shell_words(self) -> str:
         return " ".join(

@@ -1,6 +1,6 @@
 """A rank in bench_scale.py: that of a run, which can also be asked to do nothing.
 
-Run by torchrun as `python -m scale_ranks`, with benchmarks/ on the path.
+Run on each rank as `python -m scale_ranks`, with benchmarks/ on the path.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
 install_sglang() {
-    "$1" -m pip install --quiet "sglang==0.5.23"
+    pip_install "$1" "sglang==0.5.23"
 }
 
 if ! command -v nvidia-smi >/dev/null; then
@@ -20,7 +20,8 @@ export MEGARL_SGLANG_PYTHON="$PWD/.venv-sglang/bin/python"
 say "Transformer-Engine"
 if ! python -c 'import transformer_engine.pytorch' 2>/dev/null; then
     # It is compiled for the torch that is here; without it Megatron's layers are ours.
-    python -m pip install --quiet --no-build-isolation ".[gpu]" || echo "it could not be installed; going on without it"
+    pip_install .venv/bin/python --no-build-isolation --constraint launch/constraints.txt --editable ".[gpu]" ||
+        echo "it could not be installed; going on without it"
 fi
 
 say "tests: pytest -m gpu"

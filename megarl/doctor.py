@@ -34,6 +34,7 @@ TESTED = {
     "psutil": "7.2.2",
     "einops": "0.8.2",
     "numpy": "2.4.6",
+    "jinja2": "3.1.6",
     "datasets": "5.2.0",
     "math-verify": "0.9.0",
     "aiohttp": "3.14.5",

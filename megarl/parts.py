@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from megarl.rollout import supervisor
 from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.server_process import HERE, Machines
 from megarl.rollout.stream import Stream
+from megarl.weights.channel import own_address
 
 
 def model_folder(path: str) -> str:
@@ -61,10 +63,26 @@ def make_group(config: Config, role: Any, name: str, *, nodes: Nodes | None = No
         log_dir=trainer.run_dir / "logs" / name,
         nodes=nodes,
         first_rank=role.first_rank,
+        address=ranks_address(config) if nodes is None else "127.0.0.1",
         device=trainer.device,
         seed=trainer.seed,
         call_timeout_s=trainer.call_timeout_s,
     )
+
+
+def ranks_address(config: Config) -> str:
+    """Where the ranks of a run on one machine listen: on loopback, unless servers elsewhere join groups with them.
+
+    Raises ValueError for a server whose name nobody knows.
+    """
+    rollout = config.rollout
+    urls = rollout.urls or [EngineLaunch("", "", host=rollout.host, port=80).url]
+    try:
+        found = [own_address(url) for url in urls]
+    except OSError as error:
+        key = f"rollout.urls={rollout.urls}" if rollout.urls else f"rollout.host={rollout.host}"
+        raise ValueError(f"{key}: {error.strerror}; expected addresses that this machine can reach") from error
+    return next((address for address in found if not ipaddress.ip_address(address).is_loopback), "127.0.0.1")
 
 
 def start_trackers(config: Config, num_steps: int, resume_step: int | None) -> Trackers:

@@ -49,7 +49,8 @@ def settings(parts: Path, runs: Path, name: str, *more: str) -> list[str]:
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """The objects of a file that may still be written to: a last line without its end is left out."""
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def steps(run: Path, metric: str) -> dict[int, float]:

@@ -169,7 +169,7 @@ def test_the_picture_has_the_rows_of_each_line(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (["--per-node", "1", "--hollow-nodes", "9"], "--per-node 1: want at least 2"),
-        (["--hollow-nodes", "1249"], "trainer.nnodes=1249: node 0 may open 4096 files; want `ulimit -Hn` of 10504"),
+        (["--hollow-nodes", "1249"], "trainer.nnodes=1249: node 0 may open 4096 files; want `ulimit -Hn` of 50472"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(
@@ -186,9 +186,9 @@ def test_what_cannot_be_measured_is_one_sentence(
     assert error.startswith(f"error: {sentence}") and error.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.dist
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_a_whole_run_compares_the_model_with_what_was_measured(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "benchmarks/bench_scale.py", "--device", "cpu", "--quick", "--json", "--out", str(tmp_path)],
@@ -196,7 +196,7 @@ def test_a_whole_run_compares_the_model_with_what_was_measured(tmp_path: Path) -
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1400,
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from listeners import Listeners
 from peft import PeftModel
 from ring_cases import PPO, lines, make_parts, settings, steps
 from transformers import AutoModelForCausalLM
@@ -23,13 +24,28 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ppo(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seen() -> Listeners:
+    """Where the processes of the run `ppo` listened, once it has run."""
+    return Listeners()
+
+
+@pytest.fixture(scope="module")
+def ppo(parts: Path, seen: Listeners, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Actor, critic and reference on two tensor-parallel ranks; the KL in the reward too, steered."""
     runs = tmp_path_factory.mktemp("runs")
     more = ["trainer.check_export=true", "trainer.logger=[console,jsonl,tensorboard]", "rollout.check_every=2"]
     words = settings(parts, runs, "ppo", *PPO, *KL, *more)
-    assert main(["train", *words]) == 0
+    with seen:
+        assert main(["train", *words]) == 0
     return runs / "ppo"
+
+
+def test_nothing_of_a_run_listens_but_on_loopback(ppo: Path, seen: Listeners) -> None:
+    """During start, training and pushes; the driver, its ranks with gloo and the store, and the server."""
+    listening = {name for name, _ in seen.addresses}
+    assert any("megarl.roles.worker" in name for name in listening), listening
+    assert any("megarl.rollout.cpu" in name for name in listening), listening
+    assert {address for _, address in seen.addresses} == {"127.0.0.1"}, seen.addresses
 
 
 def test_every_push_is_verified_and_every_sample_knows_its_weights(ppo: Path) -> None:
@@ -96,8 +112,8 @@ def test_a_critic_may_have_ranks_of_its_own(parts: Path, tmp_path: Path) -> None
     more = ["actor.megatron.pipeline_model_parallel_size=2", "critic.megatron.pipeline_model_parallel_size=1"]
     more += ["trainer.n_gpus_per_node=4", "actor.num_ranks=2", "critic.first_rank=2", "critic.num_ranks=1"]
     assert main(["train", *settings(parts, tmp_path, "own", *more)]) == 0
-    assert len(list((tmp_path / "own" / "logs" / "ranks_0").rglob("stderr.log"))) == 2
-    assert len(list((tmp_path / "own" / "logs" / "ranks_1").rglob("stderr.log"))) == 1
+    assert len(list((tmp_path / "own" / "logs" / "ranks_0").glob("rank_*.log"))) == 2
+    assert len(list((tmp_path / "own" / "logs" / "ranks_1").glob("rank_*.log"))) == 1
     assert len(steps(tmp_path / "own", "critic/vf_loss")) == 3
 
 
@@ -114,6 +130,7 @@ def test_a_critic_may_have_a_layout_of_its_own(parts: Path, tmp_path: Path) -> N
     assert 0 < max(lag.values()) <= 1, "one iteration ahead, never more"
 
 
+@pytest.mark.slow
 def test_grpo_on_a_pipeline_needs_no_critic(parts: Path, tmp_path: Path) -> None:
     more = [
         "algorithm.adv_estimator=grpo",

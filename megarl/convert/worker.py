@@ -1,6 +1,6 @@
 """A rank of a conversion: holds its shard of the model, and reads, writes or digests it tensor by tensor.
 
-Run by torchrun as `python -m megarl.convert.worker`.  A job is a generator; the driver has it carried on by as many
+Run on each rank as `python -m megarl.convert.worker`.  A job is a generator; the driver has it carried on by as many
 bytes as it likes at a time, and every rank stops at the same tensor.  So the driver sees how far it is.
 """
 

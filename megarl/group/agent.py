@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megarl import __version__
-from megarl.group.nodes import JOIN_S, SILENCE_S
-from megarl.group.ranks import RanksLaunch, RanksProcess, use_interface_of
+from megarl.group.nodes import JOIN_S, SILENCE_S, allow_all_files
+from megarl.group.ranks import RanksLaunch, RanksProcess
 from megarl.group.relay import Relay
 from megarl.group.wire import HEARTBEAT_S, Wire, WireClosed, WireRefused, connect
 from megarl.rollout.launch import EngineLaunch
@@ -72,6 +72,7 @@ class Agent:
         """
         self._node, self._address, self._token, self._source = node, address, token, source
         self._workers = workers
+        self._own = ""  # the address of this node, once it has called the driver
         self._jobs: dict[int, Handle] = {}
         self._told: set[int] = set()  # jobs whose end the driver knows
         self._done = threading.Event()
@@ -85,8 +86,9 @@ class Agent:
 
         Call it from a thread that lives as long as the process: see rollout.lifetime.
         """
+        allow_all_files()
         wire = self._join(join_s)
-        use_interface_of(str(wire.sock.getsockname()[0]))
+        self._own = str(wire.sock.getsockname()[0])
         wire.sock.settimeout(SILENCE_S)
         threading.Thread(target=self._watch, args=(wire,), daemon=True, name="watch").start()
         try:
@@ -142,8 +144,9 @@ class Agent:
         if launch.worker not in self._workers:
             raise ValueError(f"worker={launch.worker}: want {' or '.join(self._workers)}")
         relay = Relay(self._connect({"relay": order["job"]}), launch.num_ranks)
-        job = self._jobs[order["job"]] = Ranks(RanksProcess(launch, relay.address, relay.token), relay)
-        return {"pid": job.pid}
+        process = RanksProcess(replace(launch, address=self._own or launch.address), relay.address, relay.token)
+        job = self._jobs[order["job"]] = Ranks(process, relay)
+        return {"pid": job.pid, "port": process.port}
 
     def _server(self, order: dict[str, Any]) -> dict[str, Any]:
         launch = EngineLaunch(**order["launch"])

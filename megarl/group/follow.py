@@ -13,19 +13,21 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from megarl.group.ranks import ADDRESS, TOKEN
+from megarl.group.ranks import ADDRESS, PARENT, TOKEN
 from megarl.group.wire import HEARTBEAT_S, Tensors, Wire, WireClosed, connect
+from megarl.rollout.lifetime import die_with_parent
 
 Answer = tuple[dict[str, Any], Tensors]
 Handler = Callable[..., Answer]
 
 
 def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Callable[[], bool]) -> None:
-    """Serve until the driver says close or goes away.
+    """Serve until the driver says close, or whoever started this process goes away.
 
     `share()` is the process group of this rank's replica and `is_first()` tells whether this rank takes its tensors;
     both are asked only after the setup call.
     """
+    die_with_parent(int(os.environ[PARENT]))
     rank = int(os.environ["RANK"])
     wire = connect(os.environ[ADDRESS], os.environ[TOKEN], {"rank": rank}, timeout_s=60.0)
     busy = threading.Event()

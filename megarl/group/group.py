@@ -1,6 +1,6 @@
 """A process world of its own, seen from the driver: call a method on every rank, get an answer from every replica.
 
-The driver writes an ordinary program; `Group` carries its calls to the ranks that torchrun started.  A call is a small
+The driver writes an ordinary program; `Group` carries its calls to the ranks that it started.  A call is a small
 header to every rank.  Tensors go once to the first rank of each data-parallel replica, which shares them inside the
 replica; results come only from each replica's reporter (its last pipeline stage).  Every rank ends every call with a
 status, so an exception anywhere reaches the driver with its rank, and a dead or silent rank is noticed in seconds.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import queue
 import secrets
 import selectors
-import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from megarl.group.nodes import Nodes
 from megarl.group.ranks import RanksLaunch, RanksProcess, Share, shares
 from megarl.group.wire import HEARTBEAT_S, Door, Tensors, Wire, WireClosed
 from megarl.layout import Layout
+from megarl.sockets import listen
 
 SILENCE_S = 60.0  # without a sign for so long, a rank counts as lost
 GRACE_S = 1.0  # after a first error, how long to listen for the others': the root cause is often not the first
@@ -52,7 +52,12 @@ class Reply:
 
 
 class Process(Protocol):
-    """The agent of a machine's ranks: group.ranks.RanksProcess, or one on another machine."""
+    """A machine's ranks: group.ranks.RanksProcess, or those of another machine."""
+
+    @property
+    def port(self) -> int:
+        """Of the store at which the ranks of the group meet, where rank 0 is among these."""
+        ...
 
     def exit_code(self) -> int | None: ...
 
@@ -66,7 +71,7 @@ class Group:
     Entering starts the processes and returns at once, `start` waits for them, leaving ends them.
 
     They take the GPUs (without: processes) from `first_rank` on, counted over the machines of `nodes`; None: of this
-    one.
+    one, where they listen at `address`.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Group:
         log_dir: Path,
         nodes: Nodes | None = None,
         first_rank: int = 0,
+        address: str = "127.0.0.1",
         device: str = "auto",
         seed: int = 0,
         call_timeout_s: float = 600.0,
@@ -87,7 +93,7 @@ class Group:
         self.name, self.num_ranks, self.call_timeout_s = name, num_ranks, call_timeout_s
         self._setup = {"layout": asdict(layout), "device": device, "seed": seed, "timeout_s": call_timeout_s}
         self._start_timeout_s, self._worker, self._log_dir = start_timeout_s, worker, log_dir.absolute()
-        self._nodes, self._device = nodes, device
+        self._nodes, self._address, self._device = nodes, address, device
         self._shares = shares(first_rank, num_ranks, nodes.ranks_per_node if nodes else first_rank + num_ranks)
         self._token = secrets.token_hex(16)
         self._links: list[Link] = []
@@ -112,21 +118,25 @@ class Group:
         self.close()
 
     def launch(self) -> None:
-        """Start the ranks' processes and return at once; `start` waits for them."""
-        listener = socket.create_server(("127.0.0.1", 0))
+        """Start the ranks' processes and return at once; `start` waits for them.  RankError where that fails here."""
+        listener = listen("127.0.0.1")
         self._home = f"127.0.0.1:{listener.getsockname()[1]}"
         self._door = Door(listener, self._token, lambda *arrival: self._arrivals.put(arrival), name=self.name)
         meeting: dict[str, Any] = {}
         if len(self._shares) > 1 and self._nodes is not None:
-            first = self._shares[0].node
-            meeting = {"master_address": self._nodes.address(first), "master_port": self._nodes.free_ports(first, 1)[0]}
-        for number, share in enumerate(self._shares):
+            meeting = {"master_address": self._nodes.address(self._shares[0].node)}
+        for share in self._shares:
             logs = self._log_dir / f"node_{share.node}" if len(self._shares) > 1 else self._log_dir
+            address = self._nodes.address(share.node) if self._nodes is not None else self._address
             launch = RanksLaunch(
-                self._worker, self._device, str(logs), share.num_ranks, share.first_gpu, len(self._shares), number,
-                **meeting,
+                self._worker, self._device, str(logs), share.num_ranks, share.first_gpu, share.first_rank,
+                self.num_ranks, address, **meeting,
             )  # fmt: skip
-            self._start_share(share, launch)
+            try:
+                self._start_share(share, launch)
+            except OSError as error:
+                raise RankError(f"group {self.name}: its ranks could not be started: {error}") from error
+            meeting["master_port"] = self._processes[0].port
 
     def _start_share(self, share: Share, launch: RanksLaunch) -> None:
         if share.node == 0 or self._nodes is None:
@@ -282,7 +292,7 @@ class Group:
         return RankError(f"group {self.name}: rank {rank} died in {method}; see {self._log_dir}")
 
     def close(self) -> None:
-        """End the ranks: ask, then terminate their agents, then kill them."""
+        """End the ranks: ask, then terminate, then kill them."""
         for link in self._links:
             try:
                 link.send({"method": "close"}, {})

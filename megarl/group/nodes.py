@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
-from megarl.group.ranks import RanksLaunch, use_interface_of
+from megarl.group.ranks import RanksLaunch
 from megarl.group.wire import HEARTBEAT_S, Door, Wire, WireClosed
 from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.server_process import HERE, Machine, MachineGone
+from megarl.sockets import listen
 
 SILENCE_S = 60.0  # without a sign for so long, a node counts as lost
 JOIN_S = 1800.0  # a node may be given its machine later than the first
 _ORDER_S = 60.0
 _FILES, _FILES_PER_NODE = 512, 8  # of the driver: an agent, a relay for each group, what asks the servers there
+_FILES_PER_RANK = 4  # of who hosts the store of a group: its connections, of two groups
 _RELAY_S = 60.0  # between the start of ranks there and the call of their relay
 
 
@@ -42,6 +44,7 @@ class RemoteJob:
     member: _Member
     number: int
     pid: int = 0
+    port: int = 0  # of the store that it hosts, if it does
     code: int | None = None
     words: str = ""
 
@@ -96,7 +99,8 @@ class _Member:
 
     def start(self, what: str, number: int, **arguments: Any) -> RemoteJob:
         job = self._jobs[number] = RemoteJob(self, number)
-        job.pid = self.order(what, job=number, **arguments)["pid"]
+        told = self.order(what, job=number, **arguments)
+        job.pid, job.port = told["pid"], told.get("port", 0)
         return job
 
     def beat(self) -> None:
@@ -124,20 +128,26 @@ class _Member:
                 answer.put({"error": "it is lost"})
 
 
-def allow_files(num_nodes: int) -> None:
-    """Have the limit of open files of this process, and of those that it starts, suffice for so many machines.
+def allow_files(num_nodes: int, ranks_per_node: int) -> None:
+    """Have the limit of open files of this process and its children suffice for so many machines and ranks.
 
     Raises ValueError where it may not be raised so far.
     """
-    wanted = _FILES + _FILES_PER_NODE * num_nodes
+    wanted = _FILES + (_FILES_PER_NODE + _FILES_PER_RANK * ranks_per_node) * num_nodes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != hard < wanted:
         raise ValueError(
             f"trainer.nnodes={num_nodes}: node 0 may open {hard} files; want `ulimit -Hn` of {wanted} or more, each "
-            "node is some connections"
+            "node and each rank is some connections"
         )
     if resource.RLIM_INFINITY != soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def allow_all_files() -> None:
+    """Raise the limit of open files of this process as far as it may be: it may host stores of many ranks."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Nodes:
@@ -154,16 +164,15 @@ class Nodes:
         self._door: Door
 
     def __enter__(self) -> Nodes:
-        allow_files(self.num_nodes)
+        allow_files(self.num_nodes, self.ranks_per_node)
         try:
             self._host = str(socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)[0][4][0])
-            listener = socket.create_server((self._host, self._port))
+            listener = listen(self._host, self._port)
         except OSError as error:
             raise ValueError(
                 f"trainer.master_addr={self._host} trainer.master_port={self._port}: {error.strerror}; want an address "
                 "of this machine, node 0, under which the others reach it, and a free port"
             ) from error
-        use_interface_of(self._host)
         self._port = int(listener.getsockname()[1])
         self._door = Door(listener, self._token, self._let_in, name="nodes")
         threading.Thread(target=self._beat, daemon=True, name="nodes beat").start()
@@ -198,12 +207,8 @@ class Nodes:
         """Under which the others reach it."""
         return self._host if node == 0 else self._member(node).address
 
-    def free_ports(self, node: int, count: int) -> list[int]:
-        """Ports of its address that nobody uses now."""
-        return self.machine(node).free_ports([self.address(node)] * count)
-
     def start_ranks(self, node: int, launch: RanksLaunch) -> tuple[RemoteJob, Wire]:
-        """Start ranks of a group there; returns their agent, and the connection to their relay."""
+        """Start ranks of a group there; returns them, and the connection to their relay."""
         number = next(self._jobs)
         wires = self._relays[number] = queue.SimpleQueue()
         try:

@@ -1,22 +1,23 @@
-"""The ranks of a group that run on one machine: the torchrun agent which starts them, and how it is ended."""
+"""The ranks of a group that run on one machine: how they are started, where they meet, and how they are ended."""
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from megarl.secret import without_tokens
+from megarl.sockets import host_store, interface_variables
 
-ADDRESS, TOKEN = "MEGARL_GROUP_ADDRESS", "MEGARL_GROUP_TOKEN"
+ADDRESS, TOKEN, PARENT = "MEGARL_GROUP_ADDRESS", "MEGARL_GROUP_TOKEN", "MEGARL_PARENT_PID"
 FIRST_GPU = "MEGARL_FIRST_GPU"
-_END_S = 10.0  # for each of: asked over the wire, terminated, killed
+_END_S = 10.0  # for each of: asked over the wire, terminated
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class RanksLaunch:
     log_dir: str
     num_ranks: int
     first_gpu: int = 0
-    num_shares: int = 1  # machines of the group
-    share: int = 0  # which of them this is
-    master_address: str = ""  # where the machines of the group meet; one alone needs none
-    master_port: int = 0
+    first_rank: int = 0
+    world_size: int = 0  # ranks of the whole group; 0: these are all
+    address: str = "127.0.0.1"  # of this machine; gloo and NCCL listen at the interface that has it
+    master_address: str = "127.0.0.1"  # where the machine of rank 0 hosts the store of the group
+    master_port: int = 0  # 0 where rank 0 is: a free one is taken
 
 
 def shares(first_rank: int, num_ranks: int, per_node: int) -> list[Share]:
@@ -60,53 +62,85 @@ def shares(first_rank: int, num_ranks: int, per_node: int) -> list[Share]:
 
 
 class RanksProcess:
-    """A torchrun agent and its ranks.  They call home at `address`; they end when that connection does."""
+    """The processes of a share, one a rank.  They call home at `address`, and end when that connection does.
+
+    The store of the group is served here where rank 0 is: a store of torchrun's would listen on all interfaces, and
+    its rendezvous unpickles what anyone puts there. Ranks die with the thread that makes this: see rollout.lifetime.
+    """
 
     def __init__(self, launch: RanksLaunch, address: str, token: str) -> None:
         log_dir = Path(launch.log_dir)
         log_dir.mkdir(parents=True, exist_ok=True)
-        self.log = log_dir / "torchrun.log"
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *_arguments(launch), "-m", launch.worker],
-                env=_environment(launch, address, token),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # a Ctrl-C at the terminal reaches the driver, which ends the ranks in order
-            )
+        self._logs = [log_dir / f"rank_{launch.first_rank + local}.log" for local in range(launch.num_ranks)]
+        self._store = host_store(launch.master_address, launch.master_port) if launch.first_rank == 0 else None
+        self.port = launch.master_port if self._store is None else self._store.port  # of the store
+        shared = {**_environment(launch), ADDRESS: address, TOKEN: token, PARENT: str(os.getpid())}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for local, path in enumerate(self._logs):
+                self._processes.append(_start(launch.worker, path, shared | _world(launch, local, self.port)))
+        except BaseException:
+            self.end()
+            raise
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """Of its first rank."""
+        return self._processes[0].pid
+
+    @property
+    def log(self) -> Path:
+        """Of the rank that failed, or else of the first."""
+        codes = [process.poll() for process in self._processes]
+        return next((log for log, code in zip(self._logs, codes, strict=True) if code), self._logs[0])
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self._process.poll()
+        """None while all run; of a rank that failed as soon as one has, since the others only wait for it."""
+        codes = [process.poll() for process in self._processes]
+        failed = next((code for code in codes if code), None)
+        return failed if failed is not None or None in codes else 0
 
     def end(self) -> None:
-        """It has been asked, over the connections of its ranks: wait for that, then terminate, then kill it."""
-        for insist in (lambda: None, self._process.terminate, self._process.kill):
-            insist()
-            try:
-                self._process.wait(timeout=_END_S)
-                return
-            except subprocess.TimeoutExpired:
-                continue
+        """They have been asked over their connections: wait for that unless one failed, then terminate, then kill.
+
+        Whatever a rank started ends with it.
+        """
+        if self._processes and not self.exit_code():
+            self._wait(_END_S)
+        self._signal(signal.SIGTERM)
+        self._wait(_END_S)
+        for process in self._processes:
+            with suppress(ProcessLookupError, PermissionError):  # its session holds the writers that Megatron forks
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._store = None
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _wait(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while any(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
 
-def _arguments(launch: RanksLaunch) -> list[str]:
-    if launch.num_shares == 1:
-        meeting = ["--nnodes=1", "--master-addr=127.0.0.1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-        meeting += ["--local-addr=127.0.0.1"]
-    else:
-        meeting = [f"--nnodes={launch.num_shares}", f"--node-rank={launch.share}", "--rdzv-backend=static"]
-        meeting += [f"--master-addr={launch.master_address}", f"--master-port={launch.master_port}"]
-    return [*meeting, f"--nproc-per-node={launch.num_ranks}", "--redirects=3", f"--log-dir={launch.log_dir}"]
+def _start(worker: str, log_path: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with open(log_path, "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", worker],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # a Ctrl-C at the terminal reaches the driver, which ends them in order
+        )
 
 
-def _environment(launch: RanksLaunch, address: str, token: str) -> dict[str, str]:
-    env = {**without_tokens(os.environ), ADDRESS: address, TOKEN: token, FIRST_GPU: str(launch.first_gpu)}
+def _environment(launch: RanksLaunch) -> dict[str, str]:
+    """What all ranks of a share have; a user's own choice of the network's interface is kept."""
+    env = {**interface_variables(launch.address), **without_tokens(os.environ), FIRST_GPU: str(launch.first_gpu)}
     if launch.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""  # Megatron takes CUDA wherever torch sees it
     if launch.device != "cuda":
@@ -114,25 +148,15 @@ def _environment(launch: RanksLaunch, address: str, token: str) -> dict[str, str
     return env
 
 
-def use_interface_of(address: str) -> None:
-    """Have gloo and NCCL, here and in children, speak over the interface that has this address, unless they are told.
-
-    Left alone gloo takes what the machine's name resolves to, which on many machines is loopback.
-    """
-    interface = interface_of(address)
-    for library in ("GLOO", "NCCL"):
-        if interface is not None:
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
-
-
-def interface_of(address: str) -> str | None:
-    """Name of the network interface with this address; any loopback address belongs to the loopback interface."""
-    wanted = ipaddress.ip_address(address)
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            has = ipaddress.ip_address(entry.address.partition("%")[0])
-            if has == wanted or (has.is_loopback and wanted.is_loopback):
-                return name
-    return None
+def _world(launch: RanksLaunch, local: int, port: int) -> dict[str, str]:
+    """What tells torch.distributed which rank a process is, and where the store is."""
+    numbers = {
+        "RANK": launch.first_rank + local,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": launch.world_size or launch.num_ranks,
+        "LOCAL_WORLD_SIZE": launch.num_ranks,
+        "MASTER_ADDR": launch.master_address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's word for: somebody else hosts it
+    }
+    return {name: str(value) for name, value in numbers.items()}

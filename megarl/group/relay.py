@@ -7,12 +7,12 @@ passed on as it came.  What a rank says goes up with its number.
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 from contextlib import suppress
 from typing import Any
 
 from megarl.group.wire import Door, Wire, WireClosed
+from megarl.sockets import listen
 
 
 class Relay:
@@ -26,7 +26,7 @@ class Relay:
         self.token = secrets.token_hex(16)
         self._ranks: dict[int, Wire] = {}
         self._closed = threading.Event()
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = listen("127.0.0.1")
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
         self._door = Door(listener, self.token, self._carry_up, name="relay")
         threading.Thread(target=self._carry_down, daemon=True, name="relay down").start()

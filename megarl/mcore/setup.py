@@ -37,7 +37,7 @@ def device_for(name: str) -> torch.device:
 
 
 def initialize(layout: Layout, *, device: str = "auto", seed: int = 0, timeout_s: float = 600.0) -> Place:
-    """Join the world that torchrun describes in the environment, and make Megatron's process groups.
+    """Join the world that the environment describes, and make Megatron's process groups.
 
     A collective that waits longer than `timeout_s` raises (gloo's own default is 30 silent minutes).
     """

@@ -1,6 +1,6 @@
 """A rank of a group: builds the models of its roles and carries out what `handles.py` asks.
 
-Run by torchrun as `python -m megarl.roles.worker`.  It reads no configuration: every call brings its plain numbers.
+Run on each rank as `python -m megarl.roles.worker`.  It reads no configuration: every call brings its plain numbers.
 """
 
 from __future__ import annotations

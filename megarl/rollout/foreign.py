@@ -12,6 +12,7 @@ from pathlib import Path
 
 import megarl
 from megarl.secret import without_tokens
+from megarl.sockets import interface_variables
 
 PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
 DEFAULT_PYTHON = ".venv-sglang/bin/python"
@@ -56,14 +57,18 @@ def foreign_environment(
     temporary.mkdir()
     # SGLang asks its own url, with the token: a proxy must never see that.
     no_proxy = ",".join(filter(None, (kept.get("no_proxy"), kept.get("NO_PROXY"), "127.0.0.1,localhost", host)))
-    return kept | {
-        "PATH": f"{python.parent}:{kept.get('PATH', os.defpath)}",
-        "PYTHONPATH": ":".join(map(str, (_importable(folder, plugins), *path))),
-        "PYTHONSAFEPATH": "1",  # `-m` would put the working directory first
-        "TMPDIR": str(temporary),
-        "no_proxy": no_proxy,
-        "NO_PROXY": no_proxy,
-    }
+    return (
+        interface_variables(host)
+        | kept
+        | {
+            "PATH": f"{python.parent}:{kept.get('PATH', os.defpath)}",
+            "PYTHONPATH": ":".join(map(str, (_importable(folder, plugins), *path))),
+            "PYTHONSAFEPATH": "1",  # `-m` would put the working directory first
+            "TMPDIR": str(temporary),
+            "no_proxy": no_proxy,
+            "NO_PROXY": no_proxy,
+        }
+    )
 
 
 def _importable(folder: Path, plugins: str) -> Path:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.secret import SERVER_VARIABLE, without_tokens
+from megarl.sockets import interface_variables
 
 TOKEN_VARIABLE = SERVER_VARIABLE  # the servers' key travels here: a command line can be read by every user
 
@@ -83,7 +84,8 @@ def cpu_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--weight-version": launch.weight_version,
         "--num-threads": launch.num_threads,
     }
-    environment = {**without_tokens(os.environ), "OMP_NUM_THREADS": str(launch.num_threads)}
+    environment = {**interface_variables(launch.host), **without_tokens(os.environ)}
+    environment["OMP_NUM_THREADS"] = str(launch.num_threads)
     return ServerCommand([*command, *flags(options)], environment)
 
 

@@ -1,12 +1,13 @@
 """The process group over which weights travel from trainer ranks to one server: rank 0 sends, the others receive.
 
 It is a world of its own beside torch's default group (which may exist or not) and meets the others through a store at
-`master_address:master_port`, hosted by rank 0. The order of store prefixes is the wire format, that of SGLang's
-`init_custom_process_group`, so a stock server joins it.
+`master_address:master_port`, hosted by rank 0 at that address alone. The order of store prefixes is the wire format,
+that of SGLang's `init_custom_process_group`, so a stock server joins it.
 """
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,19 +22,23 @@ def join_weight_group(
     group_name: str,
     backend: str = "gloo",
     timeout_s: float = 300.0,
+    listener: socket.socket | None = None,
 ) -> dist.ProcessGroup:
     """Join, and return when all `world_size` members have.
 
-    `timeout_s` limits the meeting and every later collective. Raises RuntimeError (torch's DistError is one) past the
-    limit, ValueError when this process has a group of that name. Use `dist.broadcast(tensor, src=0, group=group)`.
+    `listener`: of rank 0, a socket that listens there, which is used up; without one torch would listen on every
+    interface. `timeout_s` limits the meeting and every later collective. Raises RuntimeError (torch's DistError is one)
+    past the limit, ValueError when this process has a group of that name. Use
+    `dist.broadcast(tensor, src=0, group=group)`.
     """
     if group_name in c10d._world.pg_names.values():
         raise ValueError(f"group_name={group_name!r}: this process has such a group already, want a new name")
     timeout = timedelta(seconds=timeout_s)
-    # What c10d.rendezvous("tcp://...") makes, but for one thing: under torchrun that one takes the agent's store for
-    # granted, and nobody would host ours.
+    if (listener is not None) != (rank == 0):
+        raise ValueError(f"rank={rank}: expected a listener from rank 0, which hosts the store, and from no other")
+    descriptor = None if listener is None else listener.detach()
     store = dist.TCPStore(
-        master_address, master_port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True
+        master_address, master_port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
     )
     group, _ = c10d._new_process_group_helper(
         world_size,

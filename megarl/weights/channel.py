@@ -15,15 +15,18 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from megarl.rollout.client import Engine, EngineError
-from megarl.rollout.supervisor import free_ports
 from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+from megarl.sockets import listen
 
 _numbers = itertools.count()  # a group's name is never used twice: a broken one keeps its name until the process ends
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and as what a group is met; the trainer's ranks come first, then those of the server."""
+    """Where and as what a group is met; the trainer's ranks come first, then those of the server.
+
+    Example: meeting, listener = Meeting.host(url, 2, "gloo", 60.0); meeting.join(0, listener)
+    """
 
     name: str
     address: str
@@ -33,26 +36,33 @@ class Meeting:
     timeout_s: float
 
     @classmethod
-    def at(cls, url: str, world_size: int, backend: str, timeout_s: float) -> Meeting:
-        """A new one, hosted by this process for the server at `url`."""
-        name = f"weights_{os.getpid()}_{next(_numbers)}"
-        return cls(name, own_address(url), free_ports([""])[0], world_size, backend, timeout_s)
+    def host(
+        cls, url: str, world_size: int, backend: str, timeout_s: float, address: str | None = None
+    ) -> tuple[Meeting, socket.socket]:
+        """A new one, hosted by this process for the server at `url`, and the socket with which rank 0 joins.
 
-    def join(self, rank: int) -> dist.ProcessGroup:
+        It listens at one address: `address`, or the one under which the server reaches this machine.
+        """
+        listener = listen(address or own_address(url))
+        host, port = listener.getsockname()[:2]
+        name = f"weights_{os.getpid()}_{next(_numbers)}"
+        return cls(name, host, port, world_size, backend, timeout_s), listener
+
+    def join(self, rank: int, listener: socket.socket | None = None) -> dist.ProcessGroup:
         """Blocks until all have come; RuntimeError past the limit."""
         return join_weight_group(
-            self.address, self.port, rank, self.world_size, self.name, self.backend, self.timeout_s
+            self.address, self.port, rank, self.world_size, self.name, self.backend, self.timeout_s, listener
         )
 
 
-def meet(meeting: Meeting, invite: Callable[[], Any]) -> dist.ProcessGroup:
+def meet(meeting: Meeting, listener: socket.socket, invite: Callable[[], Any]) -> dist.ProcessGroup:
     """Join as rank 0 while `invite` has the server join, and answers when it has.
 
     The first failure of the two is raised at once.  What the other side of it still does ends by its own limit, and a
     group that comes together then is left again.
     """
     threads = ThreadPoolExecutor(2, thread_name_prefix="meet")
-    ours, theirs = threads.submit(meeting.join, 0), threads.submit(invite)
+    ours, theirs = threads.submit(meeting.join, 0, listener), threads.submit(invite)
     threads.shutdown(wait=False)
     done, _ = wait([ours, theirs], return_when=FIRST_EXCEPTION)
     for one in done:

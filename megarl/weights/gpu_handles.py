@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megarl.weights.agreement import gather_json
 from megarl.weights.buckets import Bucket
 from megarl.weights.servers import Server
 from megarl.weights.shared import payload
@@ -51,9 +52,7 @@ def exchange(bucket: Bucket, wanted: Mapping[str, int], trainer: Sequence[str]) 
     """
     mine = trainer[dist.get_rank()] if trainer else _name(torch.cuda.current_device())
     torch.cuda.synchronize()
-    found: list[tuple[str, list[str]] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (mine, [payload(bucket) for _ in range(wanted.get(mine, 0))]))
-    return dict(entry for entry in found if entry is not None)
+    return dict(gather_json((mine, [payload(bucket) for _ in range(wanted.get(mine, 0))])))
 
 
 def take(handles: Mapping[str, list[str]], server: Server) -> Sequence[str]:

@@ -26,6 +26,7 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError
 
 from megarl.mcore.model import Model
+from megarl.weights.agreement import broadcast_json
 from megarl.weights.buckets import Sizes, fill_buckets
 from megarl.weights.canary import Canary, disagreement
 from megarl.weights.channel import is_here
@@ -108,15 +109,15 @@ class Pusher:
         """
         self._sizes = self._sizes or hf_sizes(model, self._hf_config, dtype=self._dtype)
         if dist.get_rank() != 0:
-            while (order := _share(None)) is not None:
+            while (order := broadcast_json(None)) is not None:
                 self._follow(model, order)
             return None
         try:
             lead = self._begin(self._urls if only is None else only, version, pause_mode)
             while (order := self._next_order(lead)) is not None:
-                self._follow(model, _share(order), lead)
+                self._follow(model, broadcast_json(order), lead)
         finally:
-            _share(None)  # whatever happened, the other ranks are not left waiting
+            broadcast_json(None)  # whatever happened, the other ranks are not left waiting
         return self._finish(lead, canary)
 
     def close(self) -> None:
@@ -262,13 +263,6 @@ def _ranks_of_copy() -> int:
     experts = ps.get_expert_tensor_parallel_world_size() * ps.get_expert_model_parallel_world_size()
     of_stage = math.lcm(ps.get_tensor_model_parallel_world_size(), experts)
     return of_stage * ps.get_pipeline_model_parallel_world_size()
-
-
-def _share(order: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Rank 0's order, on every rank."""
-    box = [order]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cuda") if "nccl" in dist.get_backend() else None)
-    return box[0]
 
 
 def _use_device(device: int | None) -> None:

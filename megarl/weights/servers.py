@@ -137,8 +137,9 @@ class Server:
         """Meet the server's ranks in a new group, rank 0 here; nothing where that is done."""
         if self._group is not None:
             return
-        meeting = Meeting.at(self.url, 1 + len(self.nature.spots), backend, self._timeout_s)
-        self._group, self._group_name = meet(meeting, lambda: self.invite(meeting, rank_offset=1)), meeting.name
+        meeting, listener = Meeting.host(self.url, 1 + len(self.nature.spots), backend, self._timeout_s)
+        self._group = meet(meeting, listener, lambda: self.invite(meeting, rank_offset=1))
+        self._group_name = meeting.name
 
     def invite(self, meeting: Meeting, rank_offset: int) -> None:
         self.engine.init_group(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -27,6 +28,7 @@ from megarl.mcore.layers import layers_per_chunk
 from megarl.mcore.model import Model, unwrap
 from megarl.rollout.client import EngineError
 from megarl.rollout.weight_group import leave_weight_group
+from megarl.weights.agreement import gather_json
 from megarl.weights.buckets import Sizes
 from megarl.weights.channel import Meeting, own_address
 from megarl.weights.describe import to_json
@@ -102,6 +104,7 @@ class ShardedSender:
         self._routes: dict[_Layout, _Route] = {}
         self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # url -> name, group
         self._meetings: dict[str, tuple[str, Meeting]] = {}  # on rank 0: url -> start of the server, meeting
+        self._listeners: dict[str, socket.socket] = {}  # on rank 0, of meetings that it has not joined yet
 
     # ---- on rank 0
 
@@ -115,7 +118,12 @@ class ShardedSender:
         with targets.clock("join"):
             ready = targets.attempt(_greet, new)
         for url in ready:
-            meeting = replace(Meeting.at(url, 0, _backend(), self._timeout_s), address=_address(url))
+            self._forget_listener(url)
+            try:
+                meeting, self._listeners[url] = Meeting.host(url, 0, _backend(), self._timeout_s, _address(url))
+            except OSError as error:
+                targets.fall_back(url, one_line(error))
+                continue
             self._meetings[url] = (targets.left[url].nature.started, meeting)
         waiting = targets.waiting()
         return [self._offer(targets.left[url], url) for url in urls if waiting.get(url) == "sharded"]
@@ -147,8 +155,8 @@ class ShardedSender:
                 answers |= lead.targets.start(order, [offer["url"]])
         params = _Recent(local_parameters(model))
         here = [self._threads.submit(self._send_to, offer, params) for offer in offers]
-        outcomes: list[list[_Outcome]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(outcomes, [one.result() for one in here])
+        gathered = gather_json([asdict(one.result()) for one in here])
+        outcomes = [[_Outcome(**one) for one in of_rank] for of_rank in gathered]
         for i, offer in enumerate(offers):
             if any(of_rank[i].error or of_rank[i].wrong for of_rank in outcomes):
                 self._forget(offer["url"])
@@ -181,9 +189,7 @@ class ShardedSender:
             claim = _Claim("", route.fingerprint, bool(route.messages))
         except ValueError as error:
             claim = _Claim(one_line(error), "", False)
-        claims = [claim] * dist.get_world_size()
-        dist.all_gather_object(claims, claim)
-        members = _members(claims)
+        members = _members([_Claim(*one) for one in gather_json(claim)])
         assert route is not None, "a rank without one has said why"
         self._routes[layout] = replace(route, members=members)
 
@@ -228,17 +234,25 @@ class ShardedSender:
         if known is None or known[0] != meeting.name:
             if known is not None:  # of a server that was started again since
                 self._threads.submit(_leave, known[1])
-            known = self._groups[url] = (meeting.name, meeting.join(route.members[dist.get_rank()]))
+            group = meeting.join(route.members[dist.get_rank()], self._listeners.pop(url, None))
+            known = self._groups[url] = (meeting.name, group)
         ranks = {rank: len(route.members) + rank for rank in range(layout.tp)}
         return Link(known[1], ranks, _device(), self._timeout_s)
 
     def _forget(self, url: str) -> Future[None] | None:
         """Leave the group with a server, which may take until the limit if the other side is silent."""
         self._meetings.pop(url, None)
+        self._forget_listener(url)
         known = self._groups.pop(url, None)
         return None if known is None else self._threads.submit(_leave, known[1])
 
+    def _forget_listener(self, url: str) -> None:
+        if (listener := self._listeners.pop(url, None)) is not None:
+            listener.close()
+
     def close(self) -> None:
+        for url in list(self._listeners):
+            self._forget_listener(url)
         wait([left for url in list(self._groups) if (left := self._forget(url))])
 
 

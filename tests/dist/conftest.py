@@ -8,7 +8,9 @@ import pytest
 from spawn import Ranks
 
 
-@pytest.fixture(scope="module")  # no longer: what a model leaves in a process (threads of gloo's, each often awake) adds up
+@pytest.fixture(
+    scope="module"
+)  # no longer: what a model leaves in a process (threads of gloo's, each often awake) adds up
 def two_ranks() -> Iterator[Ranks]:
     with Ranks(2) as ranks:
         yield ranks

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Self
 
-from torch.distributed import TCPStore
+from megarl.sockets import host_store, interface_variables
 
 # What each rank needs: loaded once, in a process that only forks, since importing costs more than most cases.
 PRELOADED = ["torch.distributed", "megarl.roles.worker", "transformers"]
@@ -63,7 +63,7 @@ class Ranks:
         context.set_forkserver_preload(PRELOADED)
         self._results, self._calls = context.Queue(), [context.Queue() for _ in range(self._n)]
         # The meeting point stands before the ranks import torch: a port that was only looked for may be taken by then.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = host_store("127.0.0.1")
         # Not daemons: those may not have children, and Megatron forks the writers of a checkpoint.
         self._processes = [
             context.Process(target=_rank, args=(rank, self._n, self._store.port, calls, self._results))
@@ -102,8 +102,8 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.
 
 def _rank(rank: int, n: int, port: int, calls: Any, results: Any) -> None:
     env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    env["TORCHELASTIC_USE_AGENT_STORE"] = True  # the store is the parent's, as under torchrun
-    os.environ.update({name: str(value) for name, value in env.items()})
+    env["TORCHELASTIC_USE_AGENT_STORE"] = True  # the store is the parent's
+    os.environ.update({**interface_variables("127.0.0.1"), **{name: str(value) for name, value in env.items()}})
     import torch
     import torch.distributed as dist
 

@@ -42,7 +42,7 @@ def test_an_order_that_nobody_knows_is_answered_and_others_are_still_taken() -> 
             found.order(1, "words", job=7)
         with pytest.raises(NodeLost, match=r"^node 1: TypeError"):
             found.order(1, "ranks", job=8, launch={"colour": "red"})
-        assert len(found.free_ports(1, 2)) == 2
+        assert len(found.machine(1).free_ports([found.address(1)] * 2)) == 2
     agent.join(20)
     assert not agent.is_alive()
 

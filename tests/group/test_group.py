@@ -1,4 +1,4 @@
-"""Calls, answers and failures of a Group, with real processes under torchrun."""
+"""Calls, answers and failures of a Group, with real processes."""
 
 from __future__ import annotations
 

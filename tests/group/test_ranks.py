@@ -1,12 +1,26 @@
-"""How the ranks of a group lie over machines, and which network interface they speak over."""
+"""How the ranks of a group lie over machines, how they are started, and how they end."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
-from megarl.group.ranks import FIRST_GPU, RanksLaunch, Share, _arguments, _environment, interface_of, shares
+from megarl.group.ranks import FIRST_GPU, RanksLaunch, RanksProcess, Share, _environment, _world, shares
+from megarl.sockets import interface_of
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def workers_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.mark.parametrize(
@@ -26,34 +40,60 @@ def test_ranks_take_the_gpus_of_one_machine_after_the_other(
     assert shares(first, count, per_node) == wanted
 
 
-def test_machines_of_a_group_meet_at_the_first_of_them() -> None:
-    words = _arguments(
-        RanksLaunch(
-            "worker", "cuda", "logs", 6, first_gpu=0, num_shares=2, share=1, master_address="10.0.0.1", master_port=7
-        )
+def test_each_rank_knows_its_number_and_where_the_machine_of_rank_0_hosts_the_store() -> None:
+    launch = RanksLaunch(
+        "worker", "cuda", "logs", 6, first_rank=2, world_size=8, master_address="10.0.0.1", master_port=7
     )
-    assert {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=7", "--nproc-per-node=6"} <= set(
-        words
-    )
-
-
-def test_a_group_of_one_machine_meets_on_loopback_at_a_port_of_its_own() -> None:
-    words = _arguments(RanksLaunch("worker", "cpu", "logs", 2))
-    assert {"--rdzv-endpoint=127.0.0.1:0", "--nproc-per-node=2"} <= set(words)
+    world = _world(launch, 1, launch.master_port)
+    assert (world["RANK"], world["LOCAL_RANK"], world["WORLD_SIZE"], world["LOCAL_WORLD_SIZE"]) == ("3", "1", "8", "6")
+    assert (world["MASTER_ADDR"], world["MASTER_PORT"]) == ("10.0.0.1", "7")
 
 
 def test_ranks_know_their_first_gpu_and_not_the_runs_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARL_TOKEN", "a secret of the whole run")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    env = _environment(RanksLaunch("worker", "cpu", "logs", 2, first_gpu=6), "127.0.0.1:5", "the group's")
+    env = _environment(RanksLaunch("worker", "cpu", "logs", 2, first_gpu=6))
     assert env[FIRST_GPU] == "6"
     assert env["CUDA_VISIBLE_DEVICES"] == ""
     assert env["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
     assert "a secret of the whole run" not in env.values()
 
 
-def test_the_interface_of_an_address() -> None:
-    loopback = interface_of("127.0.0.1")
-    assert loopback is not None
-    assert interface_of("127.0.0.2") == loopback
-    assert interface_of("203.0.113.9") is None, "an address of nobody's here"
+def test_ranks_of_one_machine_listen_on_loopback_unless_the_user_chose_an_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    env = _environment(RanksLaunch("worker", "cpu", "logs", 2))
+    assert env["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
+    assert env["NCCL_SOCKET_IFNAME"] == "eth7"
+
+
+def test_when_a_rank_fails_the_others_are_ended_and_its_log_is_the_one_to_read(tmp_path: Path) -> None:
+    launch = RanksLaunch("one_that_fails", "cpu", str(tmp_path), 3)
+    ranks = RanksProcess(launch, "127.0.0.1:1", "no token")
+    while ranks.exit_code() is None:
+        time.sleep(0.01)
+    assert ranks.exit_code() == 3, "that of the rank which failed; the others sleep"
+    assert ranks.log == tmp_path / "rank_1.log"
+    assert "the shelf is empty" in ranks.log.read_text()
+    ranks.end()  # the others would sleep for longer than this test may take
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """Killed, it can tell nobody."""
+    script = f"""
+        import sys, time
+        from megarl.group.ranks import RanksLaunch, RanksProcess
+        ranks = RanksProcess(RanksLaunch("one_that_hangs", "cpu", {str(tmp_path)!r}, 1), "127.0.0.1:1", "no token")
+        while not ranks.log.read_text():
+            time.sleep(0.01)
+        print(ranks.pid, flush=True)
+        time.sleep(600)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    rank = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    rank.wait(240)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.group import Group, group
+from megarl.group import Group, group, wire
 from megarl.group.wire import connect
 from megarl.layout import Layout
 
 
 class Threads:
     """Ranks that answer every call: each is a replica of its own.  A stranger came before them, and says nothing."""
+
+    port = 0  # of a store that nobody needs
 
     def __init__(self, launch: Any, address: str, token: str) -> None:
         host, port = address.rsplit(":", 1)
@@ -37,14 +40,15 @@ class Threads:
 
 
 def follow(address: str, token: str, rank: int) -> None:
-    wire = connect(address, token, {"rank": rank}, timeout_s=20)
-    while (call := wire.receive()[0])["method"] != "close":
-        wire.send({"id": call["id"], "ok": True, "result": {"replica": rank, "is_reporter": True}})
-    wire.close()
+    driver = connect(address, token, {"rank": rank}, timeout_s=200)
+    while (call := driver.receive()[0])["method"] != "close":
+        driver.send({"id": call["id"], "ok": True, "result": {"replica": rank, "is_reporter": True}})
+    driver.close()
 
 
 def test_strangers_keep_no_rank_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "RanksProcess", Threads)
-    with Group("two", 2, Layout(), log_dir=tmp_path, start_timeout_s=5) as two:  # less than a stranger is waited for
+    monkeypatch.setattr(wire, "greet", partial(wire.greet, limit_s=600))  # so long is a stranger waited for
+    with Group("two", 2, Layout(), log_dir=tmp_path, start_timeout_s=200) as two:
         two.start()
         assert [reply.result["replica"] for reply in two.call("where")] == [0, 1]

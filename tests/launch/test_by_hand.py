@@ -13,9 +13,9 @@ from ring_cases import PPO, make_parts, settings
 
 from megarl.rollout.server_process import free_ports
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LAUNCH = Path(__file__).parents[2] / "launch"
-LIMIT_S = 400
+LIMIT_S = 800
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +48,16 @@ def test_the_same_words_on_two_machines(parts: Path, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text("the secret of these tests")
-    driver_port, meeting_port = free_ports(["127.0.0.1"] * 2)
+    (driver_port,) = free_ports(["127.0.0.1"])
     more = ["trainer.n_gpus_per_node=1", f"trainer.master_port={driver_port}"]
     words = settings(parts, tmp_path, "two", *PPO, *more)
     runs = [
         start(
-            "torchrun.sh",
+            "node.sh",
             ["2", str(node), "127.0.0.1", *words],
             tmp_path / f"log_{node}",
             MEGARL_TOKEN_FILE=str(token),
             MEGARL_NODE_ADDR=f"127.0.0.{node + 1}",
-            MEETING_PORT=str(meeting_port),
         )
         for node in range(2)
     ]

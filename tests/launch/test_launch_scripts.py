@@ -47,14 +47,14 @@ def test_a_script_ends_only_what_it_started_and_shows_no_secret(script: Path) ->
 
 
 def test_one_that_is_told_too_little_says_what_it_wants() -> None:
-    found = subprocess.run(["bash", LAUNCH / "torchrun.sh", "2", "0"], capture_output=True, text=True)
+    found = subprocess.run(["bash", LAUNCH / "node.sh", "2", "0"], capture_output=True, text=True)
     assert found.returncode == 2
     assert "NODES NODE_RANK ADDRESS_OF_NODE_0" in found.stderr
 
 
 def test_several_machines_without_a_token_are_told_how_to_make_one() -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEGARL_TOKEN")}
-    command = ["bash", LAUNCH / "torchrun.sh", "2", "0", "127.0.0.1", "recipe=quickstart"]
+    command = ["bash", LAUNCH / "node.sh", "2", "0", "127.0.0.1", "recipe=quickstart"]
     found = subprocess.run(command, capture_output=True, text=True, env=env)
     assert found.returncode == 2
     assert "umask 077; openssl rand -hex 32" in found.stderr

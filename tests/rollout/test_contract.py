@@ -6,19 +6,22 @@ what our own server says to it, `test_pool` and `test_protocol` that it is not s
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import aiohttp
 import pytest
 from safetensors import safe_open
 from tiny_server import PARAMS
 
-from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.client import EngineError
 from megarl.rollout.protocol import (
     Route,
     SamplingParams,
+    auth_headers,
     error_message,
     generate_body,
     parse_completions,
@@ -30,6 +33,7 @@ PROMPT = [5, 6, 7, 8]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=3000, ignore_eos=True, sampling_seed=3)
 REFUSED = (400, 422)  # the second by the router
+LIMIT_S = 240  # of what must happen, however busy the machine is
 LONG_GREEDY = SamplingParams(temperature=0, max_new_tokens=1000, ignore_eos=True)
 
 
@@ -40,7 +44,8 @@ def generate(server, n=1, params=GREEDY, prompt=PROMPT, rid=None):
 
 
 def wait_until_running(server, count=1):
-    deadline = time.monotonic() + 60
+    """Servers tell nobody when they begin with a request: they are asked, every 10 ms."""
+    deadline = time.monotonic() + LIMIT_S
     while server.num_running() < count:
         assert time.monotonic() < deadline, "the request never began to run"
         time.sleep(0.01)
@@ -162,7 +167,7 @@ def test_abort_ends_a_request_with_what_it_wrote(server, background):
     wait_until_running(server)
     server.engine.abort("somebody else")
     server.engine.abort("victim")
-    completion = future.result(timeout=20)[0]
+    completion = future.result(timeout=LIMIT_S)[0]
     assert completion.finish_reason == "abort"
     assert len(completion.token_ids) == len(completion.log_probs) < 3000
 
@@ -171,40 +176,52 @@ def test_abort_all_ends_running_and_waiting_requests(server, background):
     bodies = [generate_body(PROMPT, 40, LONG, f"r{i}") for i in range(2)]
     futures = [background.submit(server.ask, Route.GENERATE, body) for body in bodies]
     wait_until_running(server, count=20)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT_S
     while wait(futures, timeout=0.2).not_done and time.monotonic() < deadline:
         server.engine.abort(everything=True)  # once more: a request may still have been on its way
-    for reply in (future.result(timeout=1) for future in futures):
+    for reply in (future.result(timeout=0) for future in futures):
         if reply.status_code != 499:  # which 0.5.17 says of a request that it had not given to a scheduler yet
             assert reply.status_code == 200, reply.text
             assert [completion.finish_reason for completion in parse_completions(reply.json(), 40)] == ["abort"] * 40
 
 
-def test_a_client_that_hangs_up_ends_its_request(server):
-    body = generate_body(PROMPT, 1, LONG, "r")
-    with pytest.raises(EngineError, match="Timeout"):
-        Engine(server.generate_urls[0], server.token, timeout_s=0.3)._call(Route.GENERATE, body)
-    deadline = time.monotonic() + 20
-    while server.num_running():
-        assert time.monotonic() < deadline, "the abandoned request goes on"
-        time.sleep(0.02)
+def test_a_client_that_hangs_up_ends_its_request(server, background):
+    """An equal request that began before it would be done first, if the abandoned one went on."""
+    before = background.submit(generate, server, 1, LONG)
+    wait_until_running(server)
+
+    async def hang_up():
+        body, headers = generate_body(PROMPT, 1, LONG, "abandoned"), auth_headers(server.token)
+        async with aiohttp.ClientSession() as session:
+            asked = asyncio.create_task(session.post(next(server.turns) + Route.GENERATE, json=body, headers=headers))
+            await asyncio.to_thread(wait_until_running, server, 2)
+            asked.cancel()
+
+    asyncio.run(hang_up())
+    while server.num_running() > 1:
+        time.sleep(0.01)
+    assert not before.done(), "the abandoned request went on"
+    server.engine.abort(everything=True)
+    before.result(timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_a_request_that_comes_during_a_pause_waits_for_its_end(server, background, mode):
+    begun = time.monotonic()
+    generate(server)
+    usual_s = time.monotonic() - begun
     server.engine.pause(mode)
     future = background.submit(generate, server)
-    time.sleep(0.15)
-    assert not future.done()
+    assert not wait([future], timeout=max(0.15, 5 * usual_s)).done, "it was answered, as it is without a pause"
     server.engine.resume()
-    assert len(future.result(timeout=20)[0].token_ids) == 6
+    assert len(future.result(timeout=LIMIT_S)[0].token_ids) == 6
 
 
 def test_pause_abort_ends_what_runs(server, background):
     future = background.submit(generate, server, 1, LONG)
     wait_until_running(server)
     server.engine.pause("abort")
-    assert future.result(timeout=20)[0].finish_reason == "abort"
+    assert future.result(timeout=LIMIT_S)[0].finish_reason == "abort"
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -214,7 +231,7 @@ def test_an_update_in_mid_generation_shows_in_the_version_spans(server, backgrou
     server.engine.pause(mode)
     server.engine.update_from_disk(server.other_path, version=12, flush_cache=mode == "retract")
     server.engine.resume()
-    for completion in future.result(timeout=60):
+    for completion in future.result(timeout=LIMIT_S):
         if not server.engine.abilities.version_spans:  # then only the last token's weights are known
             assert completion.versions == (VersionSpan(12, 0, 1000),)
             continue
@@ -231,7 +248,7 @@ def test_retraction_is_counted_and_keeps_the_tokens(server, background):
     wait_until_running(server)
     server.engine.pause("retract")
     server.engine.resume()
-    reply = future.result(timeout=60).json()
+    reply = future.result(timeout=LIMIT_S).json()
     assert reply["meta_info"]["num_retractions"] == 1
     got = parse_completions(reply, 1)[0]
     assert got.token_ids == want.token_ids
@@ -251,7 +268,7 @@ def test_flush_is_refused_while_requests_run(server, background):
     with pytest.raises(EngineError, match="answered 400"):
         server.engine.flush_cache()
     server.engine.abort(everything=True)
-    future.result(timeout=20)
+    future.result(timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize("any_served", [p for p in PARAMS if p.id != "sglang_old"], indirect=True)  # no cache
@@ -266,15 +283,14 @@ def test_an_update_that_would_flush_running_requests_is_refused(server, backgrou
         assert server.engine.checksums() == before
     server.engine.abort(everything=True)
     server.engine.resume()  # what an in_place pause keeps, SGLang aborts only after it
-    future.result(timeout=20)
+    future.result(timeout=LIMIT_S)
 
 
 def test_an_update_without_a_pause_waits_for_the_running_requests(server, background):
     future = background.submit(generate, server, 1, LONG_GREEDY)
     wait_until_running(server)
     server.engine.update_from_disk(server.other_path, version=5)
-    assert future.done() or future.result(timeout=5)
-    assert [span.version for span in future.result()[0].versions] == [0]
+    assert [span.version for span in future.result(timeout=LIMIT_S)[0].versions] == [0]
     assert [span.version for span in generate(server)[0].versions] == [5]
 
 
@@ -376,5 +392,5 @@ def test_requests_of_many_threads_are_all_answered(server):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     assert results == [6] * 40

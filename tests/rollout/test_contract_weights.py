@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from megarl.rollout.client import EngineError
 from megarl.rollout.protocol import DTYPE_NAMES
-from megarl.rollout.supervisor import free_ports
 from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+from megarl.sockets import listen
 from megarl.weights.buckets import Bucket
 from megarl.weights.shared import payload, shared_buffer
 
@@ -55,11 +55,12 @@ def background():
 @contextmanager
 def weight_group(engine, num_ranks, background):
     """A group of this process and the ranks of one server: its name, and itself."""
-    name, (port,) = f"contract{next(numbers)}", free_ports(["127.0.0.1"])
+    name, listener = f"contract{next(numbers)}", listen("127.0.0.1")
+    port = listener.getsockname()[1]
     joined = background.submit(
         engine.init_group, "127.0.0.1", port, rank_offset=1, world_size=1 + num_ranks, group_name=name, backend="gloo"
     )
-    group = join_weight_group("127.0.0.1", port, 0, 1 + num_ranks, name, "gloo", timeout_s=60)
+    group = join_weight_group("127.0.0.1", port, 0, 1 + num_ranks, name, "gloo", timeout_s=60, listener=listener)
     joined.result(60)
     yield name, group
     engine.destroy_group(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -15,6 +14,7 @@ from megarl.rollout.supervisor import free_ports
 from megarl.sample import VersionSpan
 
 PARAMS = SamplingParams(max_new_tokens=2)
+PATIENCE_S = 2.0  # where a limit must pass while others, in this same process, answer within it
 
 
 def reply_to(body, tokens=(4, 1), version="0"):
@@ -36,7 +36,7 @@ async def refusing(request):
 
 
 async def silent(request):
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)  # longer than any test waits
 
 
 async def babbling(request):
@@ -71,22 +71,22 @@ async def serving(*handlers):
 
 
 def run(test):
-    asyncio.run(asyncio.wait_for(test(), 30))
+    asyncio.run(asyncio.wait_for(test(), 240))
 
 
 def test_work_goes_to_the_least_loaded_server():
     async def test():
-        async with serving(good, good) as (urls, seen), EnginePool(urls, "", timeout_s=5) as pool:
+        async with serving(good, good) as (urls, seen), EnginePool(urls, "", timeout_s=60) as pool:
             await asyncio.gather(*(pool.generate([3], 2, PARAMS) for _ in range(40)))
             assert [len(bodies) for bodies in seen] == [20, 20]
 
     run(test)
 
 
-@pytest.mark.parametrize("bad", [broken, silent])
-def test_a_failed_request_is_tried_on_another_server(bad):
+@pytest.mark.parametrize(("bad", "timeout_s"), [(broken, 60), (silent, PATIENCE_S)])
+def test_a_failed_request_is_tried_on_another_server(bad, timeout_s):
     async def test():
-        async with serving(bad, good) as (urls, seen), EnginePool(urls, "", timeout_s=0.5, rest_s=10) as pool:
+        async with serving(bad, good) as (urls, seen), EnginePool(urls, "", timeout_s=timeout_s, rest_s=600) as pool:
             answers = await asyncio.gather(*(pool.generate([3], 1, PARAMS, rid=f"r{i}") for i in range(6)))
             assert [answer[0].token_ids for answer in answers] == [[4, 1]] * 6
             assert len(seen[0]) == 3 and len(seen[1]) == 6
@@ -101,7 +101,7 @@ def test_a_failed_request_is_tried_on_another_server(bad):
 def test_a_dead_server_is_named_with_the_reason_of_every_attempt():
     async def test():
         (port,) = free_ports(["127.0.0.1"])
-        pool = EnginePool([f"http://127.0.0.1:{port}"], "", timeout_s=5, retries=2, rest_s=0.02)
+        pool = EnginePool([f"http://127.0.0.1:{port}"], "", timeout_s=60, retries=2, rest_s=0.02)
         async with pool:
             with pytest.raises(RolloutFailed, match=rf"3 attempts failed.*{port}.*Connect") as caught:
                 await pool.generate([3], 1, PARAMS)
@@ -112,12 +112,10 @@ def test_a_dead_server_is_named_with_the_reason_of_every_attempt():
 
 def test_a_silent_server_costs_at_most_attempts_times_the_limit():
     async def test():
-        async with serving(silent) as (urls, _):
-            start = time.monotonic()
-            async with EnginePool(urls, "", timeout_s=0.2, retries=1, rest_s=0.05) as pool:
-                with pytest.raises(RolloutFailed, match=r"no answer within 0\.2 s"):
-                    await pool.generate([3], 1, PARAMS)
-            assert time.monotonic() - start < 3
+        options = {"timeout_s": 0.2, "retries": 1, "rest_s": 0.05}
+        async with serving(silent) as (urls, _), EnginePool(urls, "", **options) as pool:
+            with pytest.raises(RolloutFailed, match=r"2 attempts failed: .*no answer within 0\.2 s"):
+                await pool.generate([3], 1, PARAMS)
 
     run(test)
 
@@ -125,7 +123,7 @@ def test_a_silent_server_costs_at_most_attempts_times_the_limit():
 @pytest.mark.parametrize(("bad", "words"), [(refusing, "prompt is not wanted"), (babbling, "holds 1 completions")])
 def test_a_refusal_or_a_senseless_reply_is_not_tried_again(bad, words):
     async def test():
-        async with serving(bad) as (urls, seen), EnginePool(urls, "", timeout_s=5) as pool:
+        async with serving(bad) as (urls, seen), EnginePool(urls, "", timeout_s=60) as pool:
             with pytest.raises(RolloutFailed, match=words):
                 await pool.generate([3], 2, PARAMS)
             assert len(seen[0]) == 1
@@ -136,7 +134,7 @@ def test_a_refusal_or_a_senseless_reply_is_not_tried_again(bad, words):
 @pytest.mark.parametrize("prompt", [[], [3, 8], [-1]])
 def test_a_prompt_that_could_kill_a_server_is_never_sent(prompt):
     async def test():
-        async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=5, vocab_size=8) as pool:
+        async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=60, vocab_size=8) as pool:
             with pytest.raises(RolloutFailed):
                 await pool.generate(prompt, 1, PARAMS)
             assert not seen[0]
@@ -151,7 +149,7 @@ def test_a_server_that_comes_back_is_used_again():
         async def handler(request):
             return await next(moody, good)(request)
 
-        async with serving(handler) as (urls, _), EnginePool(urls, "", timeout_s=5, rest_s=0.02) as pool:
+        async with serving(handler) as (urls, _), EnginePool(urls, "", timeout_s=60, rest_s=0.02) as pool:
             assert len(await pool.generate([3], 4, PARAMS)) == 4
 
     run(test)
@@ -159,18 +157,18 @@ def test_a_server_that_comes_back_is_used_again():
 
 def test_no_more_requests_are_on_the_wire_than_allowed():
     async def test():
-        here, most = 0, 0
+        here, most, seven = 0, 0, asyncio.Barrier(7)
 
         async def slow(request):
             nonlocal here, most
             here += 1
             most = max(most, here)
-            await asyncio.sleep(0.01)
+            await seven.wait()  # as many as are allowed, or for ever
             here -= 1
             return await good(request)
 
-        async with serving(slow) as (urls, _), EnginePool(urls, "", timeout_s=5, max_in_flight=7) as pool:
-            await asyncio.gather(*(pool.generate([3], 1, PARAMS) for _ in range(50)))
+        async with serving(slow) as (urls, _), EnginePool(urls, "", timeout_s=60, max_in_flight=7) as pool:
+            await asyncio.gather(*(pool.generate([3], 1, PARAMS) for _ in range(7 * 7)))
         assert most == 7
 
     run(test)
@@ -188,7 +186,7 @@ def test_two_thousand_requests_are_answered_by_a_real_server(server):
 
 def test_a_fenced_server_is_asked_for_nothing_until_it_is_trusted():
     async def test():
-        async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=5, fenced=True) as pool:
+        async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=60, fenced=True) as pool:
             asked = asyncio.create_task(pool.generate([3], 1, PARAMS))
             await asyncio.sleep(0.05)
             assert not seen[0] and not asked.done()
@@ -200,7 +198,7 @@ def test_a_fenced_server_is_asked_for_nothing_until_it_is_trusted():
 
 def test_what_a_fenced_server_was_writing_is_written_by_another():
     async def test():
-        async with serving(silent, good) as (urls, seen), EnginePool(urls, "", timeout_s=20) as pool:
+        async with serving(silent, good) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
             asked = [asyncio.create_task(pool.generate([3], 1, PARAMS)) for _ in range(4)]
             while not len(seen[0]) == len(seen[1]) == 2:
                 await asyncio.sleep(0.01)
@@ -218,7 +216,7 @@ def test_a_completion_waits_until_its_version_is_trusted_on_its_server():
         return web.json_response(reply_to(await request.json(), version="8"))
 
     async def test():
-        async with serving(ahead) as (urls, _), EnginePool(urls, "", timeout_s=5, fenced=True) as pool:
+        async with serving(ahead) as (urls, _), EnginePool(urls, "", timeout_s=60, fenced=True) as pool:
             pool.trust(urls[0], 7)
             asked = asyncio.create_task(pool.generate([3], 1, PARAMS))
             await asyncio.sleep(0.05)
@@ -239,7 +237,7 @@ def test_a_completion_of_an_unverified_version_is_never_handed_out():
         return web.json_response(reply_to(await request.json(), version="7", tokens=(5, 1)))
 
     async def test():
-        options = {"timeout_s": 0.3, "fenced": True, "rest_s": 10}
+        options = {"timeout_s": PATIENCE_S, "fenced": True, "rest_s": 600}
         async with serving(restarted, right) as (urls, _), EnginePool(urls, "", **options) as pool:
             for url in urls:
                 pool.trust(url, 7)
@@ -247,7 +245,7 @@ def test_a_completion_of_an_unverified_version_is_never_handed_out():
             assert [answer[0].token_ids for answer in answers] == [[5, 1]] * 4
 
     async def alone():
-        options = {"timeout_s": 0.2, "fenced": True, "rest_s": 0.01, "retries": 1}
+        options = {"timeout_s": PATIENCE_S, "fenced": True, "rest_s": 0.01, "retries": 1}
         async with serving(restarted) as (urls, _), EnginePool(urls, "", **options) as pool:
             pool.trust(urls[0], 7)
             with pytest.raises(RolloutFailed, match=r"unverified weights \(version 0\)"):
@@ -261,7 +259,7 @@ def test_completions_are_asked_with_the_adapter_and_are_of_its_version():
     """The server stamps the weights below the adapter, which never change."""
 
     async def test():
-        async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=5, fenced=True) as pool:
+        async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=60, fenced=True) as pool:
             pool.trust(urls[0], 7, "actor_7")
             (answer,) = await pool.generate([3], 1, PARAMS)
             pool.trust(urls[0], 8, "actor_8")
@@ -281,7 +279,7 @@ def test_a_fence_and_the_next_trust_in_one_breath_lose_nothing():
         return await good(request)
 
     async def test():
-        options = {"timeout_s": 20, "fenced": True, "retries": 0, "rest_s": 60}
+        options = {"timeout_s": 200, "fenced": True, "retries": 0, "rest_s": 60}
         async with serving(handler) as (urls, seen), EnginePool(urls, "", **options) as pool:
             pool.trust(urls[0], 0)
             asked = [asyncio.create_task(pool.generate([3], 1, PARAMS)) for _ in range(3)]

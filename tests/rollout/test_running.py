@@ -52,7 +52,7 @@ def foreign() -> Iterator[Foreign]:
 def states_until(servers: Servers, state: State) -> list[State]:
     """States of the events until one has this."""
     seen: list[State] = []
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while state not in seen:
         assert time.monotonic() < deadline, seen
         seen += [event.state for event in servers.poll()]

@@ -15,8 +15,8 @@ from safetensors import safe_open
 
 from megarl.rollout.client import EngineError
 from megarl.rollout.protocol import DTYPE_NAMES, Route, tensor_digest
-from megarl.rollout.supervisor import free_ports
 from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+from megarl.sockets import listen
 from megarl.weights.buckets import Bucket
 from megarl.weights.shared import payload, shared_buffer
 
@@ -32,12 +32,13 @@ def read_weights(folder):
 def link(server):
     """A weight group with the server: a function that pushes tensors through it; `link.name` is the group's."""
     name = f"weights{next(numbers)}"
-    (port,) = free_ports(["127.0.0.1"])
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
     with ThreadPoolExecutor(1) as threads:
         joined = threads.submit(
             server.engine.init_group, "127.0.0.1", port, rank_offset=1, world_size=2, group_name=name, backend="gloo"
         )
-        group = join_weight_group("127.0.0.1", port, 0, 2, name, "gloo", timeout_s=30)
+        group = join_weight_group("127.0.0.1", port, 0, 2, name, "gloo", timeout_s=30, listener=listener)
         joined.result(30)
 
         def push(tensors, **options):
@@ -175,10 +176,11 @@ def test_a_group_needs_no_default_group_and_its_name_can_be_used_again():
             leave_weight_group(group)
             del group
     """
-    ports = free_ports(["127.0.0.1"] * 2)
+    listeners = [listen("127.0.0.1") for _ in range(2)]
+    ports = [listener.getsockname()[1] for listener in listeners]
     other = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), *map(str, ports)])
-    for port in ports:
-        group = join_weight_group("127.0.0.1", port, 0, 2, "again", "gloo", timeout_s=60)
+    for port, listener in zip(ports, listeners, strict=True):
+        group = join_weight_group("127.0.0.1", port, 0, 2, "again", "gloo", timeout_s=60, listener=listener)
         assert not dist.is_initialized()
         with pytest.raises(ValueError, match="again"):
             join_weight_group("127.0.0.1", port, 0, 2, "again", "gloo")
@@ -188,6 +190,7 @@ def test_a_group_needs_no_default_group_and_its_name_can_be_used_again():
 
 
 def test_a_meeting_to_which_nobody_comes_ends():
-    (port,) = free_ports(["127.0.0.1"])
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
     with pytest.raises(RuntimeError):
-        join_weight_group("127.0.0.1", port, 0, 2, "lonely", "gloo", timeout_s=0.5)
+        join_weight_group("127.0.0.1", port, 0, 2, "lonely", "gloo", timeout_s=0.5, listener=listener)

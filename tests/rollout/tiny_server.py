@@ -58,7 +58,9 @@ VARIANTS = {
     "sglang_replicas": Variant("sglang", servers=2),
     "sglang_smg": Variant("sglang", servers=2, router=True),
 }
-PARAMS = [pytest.param(name, id=name, marks=() if name == "cpu" else pytest.mark.sglang) for name in VARIANTS]
+MARKS = dict.fromkeys(VARIANTS, [pytest.mark.sglang]) | {"cpu": []}
+MARKS["sglang_replicas"] = [pytest.mark.sglang, pytest.mark.long]  # the same two servers as behind the router
+PARAMS = [pytest.param(name, id=name, marks=MARKS[name]) for name in VARIANTS]
 
 
 class EveryEngine:
@@ -88,7 +90,7 @@ class Served:
     other_path: str
     engine: EveryEngine
     variant: Variant = field(default_factory=Variant)
-    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60, trust_env=False))
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=240, trust_env=False))
     turns: Iterator[str] = field(default=iter(()))
     check: Callable[[], None] = lambda: None  # raises where a server has died
     checksums: dict[str, str] = field(default_factory=dict)  # of the first weights
@@ -178,7 +180,7 @@ def running(variant: Variant, model_path: str, log_dir: Path) -> Iterator[Server
 def served_by(servers: Servers, variant: Variant, model_path: str, other_path: str, log_dir: Path) -> Iterator[Served]:
     """As many of these servers as the variant has, and its router."""
     urls = tuple(servers.urls[: variant.servers])
-    engine = EveryEngine([Engine(url, TOKEN, timeout_s=60) for url in urls])
+    engine = EveryEngine([Engine(url, TOKEN, timeout_s=240) for url in urls])
     with ExitStack() as stack:
         generate_urls = urls
         if variant.router:

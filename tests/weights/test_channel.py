@@ -12,14 +12,12 @@ HERE = "http://127.0.0.1:1"
 
 
 def test_both_sides_meet() -> None:
-    meeting = Meeting.at(HERE, 1, "gloo", 30.0)
-    group = meet(meeting, lambda: None)
+    group = meet(*Meeting.host(HERE, 1, "gloo", 30.0), lambda: None)
     assert (group.size(), group.rank()) == (1, 0)
     leave_weight_group(group)
 
 
 def test_a_refused_invitation_is_an_error_at_once_and_no_group_is_left() -> None:
-    meeting = Meeting.at(HERE, 2, "gloo", 30.0)
     refused = threading.Event()
 
     def refuse() -> None:
@@ -28,7 +26,7 @@ def test_a_refused_invitation_is_an_error_at_once_and_no_group_is_left() -> None
 
     before = dist.distributed_c10d._world.pg_map.copy()
     with pytest.raises(ValueError, match="no"):
-        meet(meeting, refuse)
+        meet(*Meeting.host(HERE, 2, "gloo", 30.0), refuse)
     assert refused.is_set()
     assert dist.distributed_c10d._world.pg_map == before
 
@@ -36,12 +34,15 @@ def test_a_refused_invitation_is_an_error_at_once_and_no_group_is_left() -> None
 def test_a_meeting_to_which_nobody_comes_ends_by_its_limit() -> None:
     never = threading.Event()
     with pytest.raises(RuntimeError):
-        meet(Meeting.at(HERE, 2, "gloo", 0.5), lambda: never.wait(30))
+        meet(*Meeting.host(HERE, 2, "gloo", 0.5), lambda: never.wait(30))
     never.set()
 
 
 def test_no_two_meetings_have_one_name() -> None:
-    assert Meeting.at(HERE, 2, "gloo", 1.0).name != Meeting.at(HERE, 2, "gloo", 1.0).name
+    (one, its), (other, others) = (Meeting.host(HERE, 2, "gloo", 1.0) for _ in range(2))
+    with its, others:
+        assert one.name != other.name
+        assert its.getsockname() == ("127.0.0.1", one.port), "for a server on this machine, on loopback alone"
 
 
 @pytest.mark.parametrize(
