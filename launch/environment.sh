@@ -18,33 +18,45 @@ find_python() {
     return 2
 }
 
-# once_in FOLDER WANTED DURATION INSTALL: makes the virtual environment FOLDER and calls INSTALL with it, unless its mark
-# says that this was done for the same WANTED.
+# once_in FOLDER WANTED DURATION INSTALL: makes the virtual environment FOLDER and calls INSTALL with its Python, unless
+# its mark says that this was done for the same WANTED.
 once_in() {
     local folder=$1 wanted=$2 duration=$3 install=$4 mark=$1/.complete python
     if [ "$(cat "$mark" 2>/dev/null)" = "$wanted" ]; then
         say "environment: $folder is ready"
         return
     fi
-    python=$(find_python)
+    python=$(find_python) || return
     say "environment: installing into $folder with $("$python" --version) ($duration, once)"
-    rm -f "$mark"
-    "$python" -m venv "$folder"
-    "$folder/bin/python" -m pip install --quiet --upgrade pip
-    "$install" "$folder/bin/python"
+    rm -f "$mark" "$folder/install.log"
+    "$python" -m venv "$folder" || return
+    pip_install "$folder/bin/python" --upgrade pip || return
+    "$install" "$folder/bin/python" || return
     echo "$wanted" >"$mark"
+}
+
+# pip_install PYTHON WORDS: what pip and the packages say goes to install.log of PYTHON's environment, with the versions
+# that were chosen; the screen gets the log's end if pip fails.
+pip_install() {
+    local python=$1 log=${1%/bin/python}/install.log
+    shift
+    echo "== pip install $*" >>"$log"
+    "$python" -m pip install --no-input --progress-bar off "$@" >>"$log" 2>&1 && return
+    tail -n 20 "$log" >&2
+    echo "launch: pip install $* failed; all that it said is in $PWD/$log" >&2
+    return 1
 }
 
 install_megarl() {
     # torch first and by its exact version: a later package must not choose another build of it.
-    echo "-- torch"
-    "$1" -m pip install --quiet --constraint launch/constraints.txt torch
-    echo "-- megarl, what it needs, and the tools for its tests"
-    "$1" -m pip install --quiet --constraint launch/constraints.txt --editable ".[dev]"
+    echo "-- torch" &&
+        pip_install "$1" --constraint launch/constraints.txt torch &&
+        echo "-- megarl, what it needs, and the tools for its tests" &&
+        pip_install "$1" --constraint launch/constraints.txt --editable ".[dev]"
 }
 
 make_environment() {
-    once_in .venv "$(cat setup.py launch/constraints.txt | cksum)" "a few minutes" install_megarl
+    once_in .venv "$(cat setup.py launch/constraints.txt | cksum)" "a few minutes" install_megarl || return
     # shellcheck disable=SC1091
     . .venv/bin/activate
     # Megatron-Core warns once per process about each optional GPU package that is not here.

@@ -15,10 +15,10 @@ if [ "$version" = 0.5.23 ]; then folder=.venv-sglang; else folder=.venv-sglang-$
 
 install_sglang() {
     # torch with what its build needs; the rest without, as SGLang declares GPU packages for every machine.
-    echo "-- torch"
-    "$1" -m pip install --quiet --constraint "$pins" torch
-    echo "-- SGLang $version, what it imports here, and smg"
-    "$1" -m pip install --quiet --no-deps --requirement "$pins"
+    echo "-- torch" &&
+        pip_install "$1" --constraint "$pins" torch &&
+        echo "-- SGLang $version, what it imports here, and smg" &&
+        pip_install "$1" --no-deps --requirement "$pins"
 }
 
 once_in "$folder" "$(cksum <"$pins")" "about a minute" install_sglang

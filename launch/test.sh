@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the same environment and runs the tests: all but the slow ones, those for GPUs and those that want SGLang
+# Makes the same environment and runs the tests: all but the slow and long ones, those for GPUs and those that want SGLang
 # (they need `bash launch/sglang_cpu.sh` and `bash launch/sglang_cpu.sh 0.5.17`).
 # Further words go to pytest:  bash launch/test.sh -m slow   bash launch/test.sh -m sglang   bash launch/test.sh tests/algo
 set -euo pipefail
@@ -7,7 +7,7 @@ set -euo pipefail
 
 make_environment
 if [ $# -eq 0 ]; then
-    set -- -m "not slow and not gpu and not sglang"
+    set -- -m "not slow and not long and not gpu and not sglang"
 fi
 mkdir -p runs
 say "tests: pytest $* (report: runs/tests.xml)"
