@@ -21,7 +21,7 @@ from rich.table import Table
 
 from megarl import __version__
 from megarl.cluster import placed
-from megarl.config import Config, load_config, recipe_names, to_yaml
+from megarl.config import Config, load_config, load_sweep, recipe_names, to_yaml
 from megarl.convert.request import parse, print_help
 from megarl.plan import request as plan_request
 from megarl.plan.report import report
@@ -47,6 +47,8 @@ COMMANDS = {
     "config": Command("megarl.cli", "print_config", "print the configuration that a command line comes to"),
 }
 
+SWEEP = Command("megarl.sweep", "main", "`megarl train -m`: a run of each combination of values")
+
 OVER_NODES = ("train", "sft", "evaluate", "node")  # on all but the first machine each of them is the last
 
 GROUPS = {
@@ -65,6 +67,7 @@ GROUPS = {
 EXAMPLES = (
     ("megarl train recipe=quickstart", "a whole run on two CPU cores"),
     ("megarl train recipe=quickstart actor.optim.lr=1e-4", "the same with another learning rate"),
+    ("megarl train -m recipe=quickstart actor.optim.lr=1e-4,3e-4", "a run of each value, and a table at the end"),
     ("megarl train --config my_run.yaml", "your own file; it may say `recipe: NAME` to build on a shipped one"),
     ("megarl config recipe=quickstart", "every key of a run and its value"),
     ("megarl plan recipe=grpo_qwen2_5_72b_8x8h100 --search", "what it would take on its GPUs, and what is faster"),
@@ -83,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = _take_flag(words, "--debug")
     help_wanted = _take_flag(words, "--help", "-h")
+    several = _take_flag(words, "--multirun", "-m")
     if _take_flag(words, "--version"):
         Console().print(f"megarl {__version__}", highlight=False)
         return 0
@@ -94,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         _print_help(Console(stderr=not help_wanted))
         return 0 if help_wanted else EXIT_USAGE
     try:
-        return _run(words[0], words[1:])
+        return _run_several(words[0], words[1:]) if several else _run(words[0], words[1:])
     except KeyboardInterrupt:
         _complain("interrupted")
         return EXIT_INTERRUPTED
@@ -136,6 +140,13 @@ def _run(name: str, words: list[str]) -> int:
         return _stopped(config, error)
 
 
+def _run_several(name: str, words: list[str]) -> int:
+    """All of them are checked before the first one starts."""
+    if name != "train":
+        raise ValueError(f"megarl {name} -m: only `megarl train` makes several runs, want it without -m")
+    return _work_of(SWEEP)(load_sweep(_overrides(words)))
+
+
 def _stopped(config: Config, error: Exception) -> int:
     """One sentence, and all that is known in a file of the run; what the run saved is there for the next try."""
     report = config.trainer.run_dir / "logs" / "failure.txt"
@@ -157,7 +168,7 @@ def _overrides(words: list[str]) -> list[str]:
         option, equals, value = word.partition("=")
         if option != "--config":
             if word.startswith("--"):
-                raise ValueError(f"there is no option {option}; want --config FILE, --debug, --help or key=value")
+                raise ValueError(f"there is no option {option}; want --config FILE, -m, --debug, --help or key=value")
             out.append(word)
             continue
         path = value if equals else next(rest, "")
@@ -188,6 +199,7 @@ def _print_help(console: Console) -> None:
     _print_table(console, "examples", list(EXAMPLES))
     console.print(
         "Keys of verl's documents are understood, with or without actor_rollout_ref. in front.\n"
+        "train -m (--multirun): key=a,b or key=choice(a,b) or key=range(start,stop,step), one run after another.\n"
         "--debug shows the traceback of an error, --version the version.",
         highlight=False,
     )

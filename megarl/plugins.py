@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import CodeType
+
+# Where a file as verl's documentation prints it takes the decorators from, and where they are here.
+DOCUMENTED = {"verl.trainer.ppo.core_algos": "megarl.algo"}
 
 
 def load_plugins(specs: Sequence[str]) -> None:
     """Import each module ("my_package.losses") or file ("my/losses.py"), whose decorators fill the tables.
 
-    The same file twice is loaded once.
-    Raises: ValueError for a file or module that is not there; whatever the plugin itself raises.
+    The same file twice is loaded once.  In a file, `from verl.trainer.ppo.core_algos import register_policy_loss` means
+    `from megarl.algo import register_policy_loss`, whether verl is installed or not.
+    Raises: ValueError for a file or module that is not there, or that imports what is not there; whatever else the
+        plugin itself raises.
     """
     for spec in specs:
-        if spec.endswith(".py"):
-            _load_file(spec)
-        elif importlib.util.find_spec(spec.partition(".")[0]) is None:
-            raise ValueError(f"algorithm.plugins has {spec!r}: no such module; want a module or a path ending in .py")
-        else:
-            importlib.import_module(spec)
+        try:
+            _load(spec)
+        except ImportError as error:
+            raise ValueError(f"algorithm.plugins has {spec!r}, whose imports fail: {error}") from error
+
+
+def _load(spec: str) -> None:
+    if spec.endswith(".py"):
+        _load_file(spec)
+    elif importlib.util.find_spec(spec.partition(".")[0]) is None:
+        raise ValueError(f"algorithm.plugins has {spec!r}: no such module; want a module or a path ending in .py")
+    else:
+        importlib.import_module(spec)
 
 
 def _load_file(spec: str) -> None:
@@ -33,11 +47,20 @@ def _load_file(spec: str) -> None:
     if name in sys.modules:
         return
     found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None, f"{path} ends in .py and exists, so it has a loader"
+    assert found is not None, f"{path} ends in .py, so it has a loader"
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
     try:
-        found.loader.exec_module(module)
+        exec(_code(path), module.__dict__)
     except BaseException:
         del sys.modules[name]  # so that a second try runs it again
         raise
+
+
+def _code(path: Path) -> CodeType:
+    """The file's code, each line where it stands in the file, with the imports of DOCUMENTED led to this package."""
+    tree = ast.parse(path.read_bytes(), str(path))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in DOCUMENTED:
+            node.module = DOCUMENTED[node.module]
+    return compile(tree, str(path), "exec", dont_inherit=True)

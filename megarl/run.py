@@ -134,6 +134,7 @@ class Run:
         config = self.config
         self.dir.mkdir(parents=True, exist_ok=True)
         self._say_what_resumes()
+        (self.dir / "summary.json").unlink(missing_ok=True)  # only a run that came to its end has one
         (self.dir / "config.yaml").write_text(to_yaml(config))
         resume_step = self.first_step if self.resumed_from else None
         drop_after(self.dir / "samples.jsonl", resume_step)

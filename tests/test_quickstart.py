@@ -12,8 +12,17 @@ import pytest
 from megarl.cli import main
 from megarl.rollout.foreign import PYTHON_VARIABLE, sglang_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+# The first steps of the whole job, whose learning rate falls over sixty: at the tenth it is at 0.85.
+SHORT = ["trainer.total_training_steps=12", "actor.optim.lr_decay_steps=60"]
+SHORT_CRITIC = ["critic.optim.lr_decay_steps=60"]
 CRITIC_PIPELINE = [f"critic.megatron.{axis}_model_parallel_size={n}" for axis, n in (("tensor", 1), ("pipeline", 2))]
+
+
+def strategy(name: str, num_ranks: int) -> list[str]:
+    """In the words of the documents; its ranks are data parallel, since those of the recipe share no parameter."""
+    words = [f"actor_rollout_ref.actor.strategy={name}", f"critic.strategy={name}"]
+    return [*words, "actor.megatron.tensor_model_parallel_size=1", f"trainer.n_gpus_per_node={num_ranks}"]
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +44,19 @@ def run(home: Path, name: str, *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "words", "accuracy"),
     [
-        ("quickstart", ["recipe=quickstart"]),
-        ("critic_pp", ["recipe=quickstart", *CRITIC_PIPELINE]),
-        ("quickstart_grpo", ["recipe=quickstart_grpo"]),
+        ("quickstart", ["recipe=quickstart"], 0.9),
+        ("critic_pp", ["recipe=quickstart", *CRITIC_PIPELINE, *SHORT, *SHORT_CRITIC], 0.7),
+        ("quickstart_grpo", ["recipe=quickstart_grpo", *SHORT], 0.7),
+        ("fsdp", ["recipe=quickstart", *strategy("fsdp", num_ranks=2), *SHORT, *SHORT_CRITIC], 0.7),
+        ("none", ["recipe=quickstart", *strategy("none", num_ranks=1), *SHORT, *SHORT_CRITIC], 0.7),
     ],
 )
-def test_the_main_job_learns_to_carry(home: Path, name: str, words: list[str]) -> None:
+def test_the_main_job_learns_to_carry(home: Path, name: str, words: list[str], accuracy: float) -> None:
     summary = run(home, name, *words)
     assert summary["accuracy_before"] < 0.5
-    assert summary["accuracy_after"] >= 0.9
+    assert summary["accuracy_after"] >= accuracy
     assert summary["accuracy_transformers"] == pytest.approx(summary["accuracy_after"], abs=1 / 256), "one close call"
     assert summary["pushes"] == summary["pushes_verified"] == summary["steps"] + 1
     assert summary["log_prob_gap_max"] < 1e-3
@@ -56,8 +67,10 @@ def test_the_main_job_learns_to_carry(home: Path, name: str, words: list[str]) -
 def test_the_main_job_learns_with_completions_of_sglang(home: Path) -> None:
     """Real Megatron-Core and real SGLang: the weights go from one to the other and are verified after every step."""
     python = sglang_python(os.environ.get(PYTHON_VARIABLE))
-    summary = run(home, "sglang", "recipe=quickstart", "rollout.engine=sglang", f"rollout.sglang.python={python}")
-    assert summary["accuracy_after"] >= 0.9
+    words = ["recipe=quickstart", "rollout.engine=sglang", f"rollout.sglang.python={python}"]
+    summary = run(home, "sglang", *words, *SHORT, *SHORT_CRITIC)
+    assert summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] >= 0.7
     assert summary["pushes"] == summary["pushes_verified"] == summary["steps"] + 1
     assert summary["log_prob_gap_max"] < 1e-3
     assert summary["servers_died"] == 0
@@ -65,5 +78,6 @@ def test_the_main_job_learns_with_completions_of_sglang(home: Path) -> None:
 
 def test_wrong_rewards_teach_nothing(home: Path) -> None:
     """The control: the same run with the rewards of other samples."""
-    summary = run(home, "control", "recipe=quickstart", "reward.shuffle=true", "trainer.check_export=false")
-    assert summary["accuracy_after"] < 0.6
+    words = ["recipe=quickstart", "reward.shuffle=true", "trainer.check_export=false"]
+    summary = run(home, "control", *words, *SHORT, *SHORT_CRITIC)
+    assert summary["accuracy_after"] < summary["accuracy_before"] + 0.05

@@ -162,7 +162,8 @@ class DocumentedLoss:
         mask = padded(torch.ones_like(flat["advantages"]))
         columns = {name: padded(column) for name, column in flat.items() if name in self._takes}
         what = f"policy loss {self.name}: on sequences of {' and '.join(map(str, lengths))} tokens it"
-        with in_one_sentence(what, hint=" (config holds algorithm.policy_loss_args, and is None without any)"):
+        hint = " (config holds algorithm.policy_loss_args, and is None without any)"
+        with in_one_sentence(what, self._function, hint):
             scalar, _ = self._evaluate(columns, mode, config, mask)
         if not scalar.requires_grad:
             raise ValueError(f"policy loss {self.name}: its scalar does not depend on log_probs, want one that does")

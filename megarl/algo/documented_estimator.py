@@ -1,6 +1,7 @@
 """An advantage estimator written in verl's documented way, on [batch, sequence] tensors, run through one adapter.
 
-It runs on the whole batch, which nothing splits.
+It runs on the whole batch, which nothing splits.  Its tensors read as 0 one column behind the last: the estimator that
+the documentation prints asks for advantages[:, t + 1] at the last t too, where there is nothing to come.
 """
 
 from __future__ import annotations
@@ -16,6 +17,30 @@ from megarl.algo.documented_form import PROBE_LENGTHS, RefusedError, accepted, a
 from megarl.algo.segments import previous_unmasked
 
 ESTIMATOR_FORM = ("rewards", "values", "dones", "gamma", "gae_lambda", "response_mask")
+
+
+class Columns(Tensor):
+    """[batch, sequence] that may be read one column behind its last, and is 0 there; so is any matrix made from it.
+
+    Example: torch.ones(2, 3).as_subclass(Columns)[:, 3] is [0, 0]; [:, 4] is an IndexError.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """As Tensor does, but for that column."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.__getitem__ and _is_behind(args[1], args[0].shape):
+                return args[0].new_zeros(args[0].shape[0])[args[1][0]]
+            found = func(*args, **(kwargs or {}))
+            return found.as_subclass(cls) if isinstance(found, Tensor) and found.dim() == 2 else found
+
+
+def _is_behind(index: Any, shape: torch.Size) -> bool:
+    """Is this [rows, width] of a matrix of that width?"""
+    is_pair = isinstance(index, tuple) and len(index) == len(shape) == 2
+    return is_pair and isinstance(index[1], int) and index[1] == shape[1]
 
 
 class DocumentedEstimator:
@@ -71,11 +96,13 @@ class DocumentedEstimator:
         inside = place < lengths.unsqueeze(1)
         padded = {n: torch.zeros(inside.shape, dtype=c.dtype).masked_scatter(inside, c) for n, c in columns.items()}
         dtype = columns["rewards"].dtype
-        offered = {
-            "values": None,
-            **padded,
+        padded |= {
             "dones": (place >= lengths.unsqueeze(1) - 1).to(dtype),
             "response_mask": inside.to(dtype),
+        }
+        offered = {
+            "values": None,
+            **{n: c.as_subclass(Columns) for n, c in padded.items()},
             "gamma": gamma,
             "gae_lambda": lam,
         }
@@ -86,7 +113,7 @@ class DocumentedEstimator:
                 f"advantage estimator {self.name}: want it to return (advantages, returns), each a tensor of shape "
                 "[batch, sequence]"
             )
-        return [column[inside] for column in found]
+        return [column.as_subclass(Tensor)[inside] for column in found]
 
     def _rehearse(self) -> None:
         """Raises: ValueError with the reason for a function that fails, or that looks at the padding."""
@@ -94,7 +121,7 @@ class DocumentedEstimator:
         names: list[str] = [name for name in ("rewards", "values") if name in self._takes]
         columns = {name: torch.randn(sum(PROBE_LENGTHS), generator=g) for name in names}
         width = max(PROBE_LENGTHS)
-        with in_one_sentence(f"advantage estimator {self.name}: on 2 sequences of {width} tokens it"):
+        with in_one_sentence(f"advantage estimator {self.name}: on 2 sequences of {width} tokens it", self._function):
             narrow = self._evaluate(columns, lengths, width, 0.9, 0.8)
             wide = self._evaluate(columns, lengths, width + 2, 0.9, 0.8)
         for a, b in zip(narrow, wide, strict=True):

@@ -55,14 +55,16 @@ def adapted_signature(
 
 
 @contextmanager
-def in_one_sentence(what: str, hint: str = "") -> Iterator[None]:
-    """What a user's function raises becomes a ValueError with the line that did; `hint` is for an AttributeError."""
+def in_one_sentence(what: str, function: Callable[..., Any], hint: str = "") -> Iterator[None]:
+    """What a user's function raises becomes a ValueError with its own line; `hint` is for an AttributeError."""
     try:
         yield
     except RefusedError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
+        frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
         more = hint if isinstance(error, AttributeError) else ""
         raise ValueError(
             f"{what} fails with {type(error).__name__}: {error}, at {frame.filename}:{frame.lineno}, "

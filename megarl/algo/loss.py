@@ -26,7 +26,10 @@ from megarl.algo.tally import Tally
 from megarl.algo.value import value_loss
 from megarl.sample import Batch, LossOutput
 
-OWN_STATS = ("pg_loss", "ppo_kl", "entropy", "kl_loss", "ratio_mean", "ratio_std", "ratio_min", "ratio_max")
+OWN_STATS = (
+    *("pg_loss", "pg_loss_level", "drift_good", "drift_bad", "ppo_kl", "entropy", "kl_loss"),
+    *("ratio_mean", "ratio_std", "ratio_min", "ratio_max"),
+)
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,17 @@ class ActorLoss:
         extra = {name: col[name] for name in self._column_keywords}
         token_loss, info = self._policy(log_probs, old_log_probs, col["advantages"], mask, segment_ids, **extra)
         tally.watch(f"token loss of {self.policy_loss}", token_loss)
+        pull = col["advantages"]
         if self.use_rollout_weight:
-            token_loss = col["rollout_weight"] * token_loss
+            token_loss, pull = col["rollout_weight"] * token_loss, col["rollout_weight"] * pull
         tally.mean("actor/pg_loss", token_loss)
+        tally.mean("actor/pg_loss_level", -pull)  # of a loss -A r while r is 1
         for name, column in info.items():
             tally.mean(f"actor/{name}", column)
         ratio = importance_ratio(log_probs, old_log_probs)
+        drift = ((ratio - 1) * pull).detach()
+        tally.mean("actor/drift_good", torch.where(pull > 0, drift, 0.0))
+        tally.mean("actor/drift_bad", torch.where(pull < 0, drift, 0.0))
         if "entropy" in col:
             tally.mean("actor/entropy", col["entropy"])
         if self.entropy_coeff != 0:

@@ -43,8 +43,7 @@ def register_policy_loss(
         def squared(log_probs, old_log_probs, advantages, mask, segment_ids):
             return 0.5 * (log_probs - old_log_probs - advantages) ** 2, {}
 
-    A function of verl's documented form works as it is; its line `from verl.trainer.ppo.core_algos import
-    register_policy_loss` becomes `from megarl.algo import register_policy_loss`.
+    A function of verl's documented form works as it is, its import of this decorator included (megarl/plugins.py).
     """
 
     def add(function: F) -> F:
@@ -70,8 +69,7 @@ def register_policy_loss(
 def register_adv_est(name: str) -> Callable[[F], F]:
     """Add an estimator: f(rewards, mask, segment_ids, *, what it asks for by name) -> (advantages [N], returns [N]).
 
-    A function of verl's documented form, (rewards, values, dones, gamma, gae_lambda, **kwargs), works as it is, with
-    `from megarl.algo import register_adv_est` in place of the import from verl.
+    A function of verl's documented form, (rewards, values, dones, gamma, gae_lambda, **kwargs), works as it is.
     """
 
     def add(function: F) -> F:

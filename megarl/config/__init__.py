@@ -3,7 +3,8 @@
 Knows: the keys (schema/), the names a key may hold (names.py), the spellings of other documents (aliases.py), which
 values are impossible (checks.py), whether roles and servers fit their ranks (layouts.py, servers.py) and which layouts
 would (nearest.py), which keys would do nothing (inert.py), and how presets, recipes, files and command line become one
-`Config` (compose.py).  Does not know: tensors, processes, files of data; those are checked where they are read.
+`Config` (compose.py) or, with several values of a key, one for each run of a sweep (sweep.py).  Does not know: tensors,
+processes, files of data; those are checked where they are read.
 Called by: the commands on the top floor, which hand plain values down; no lower room ever sees a `Config`.
 
     config, warnings = load_config(["recipe=quickstart", "actor.optim.lr=1e-4"])
@@ -24,16 +25,19 @@ from megarl.config.layouts import used_roles
 from megarl.config.models import model_config
 from megarl.config.resolve import layout_of, resolved
 from megarl.config.schema import Config
+from megarl.config.sweep import SweptRun, load_sweep
 
 __all__ = [
     "Config",
     "ConfigError",
+    "SweptRun",
     "config_dir",
     "from_yaml",
     "layout_names",
     "layout_of",
     "layout_word",
     "load_config",
+    "load_sweep",
     "model_config",
     "preset_names",
     "recipe_names",

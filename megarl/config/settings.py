@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -92,13 +92,26 @@ def from_content(where: str, content: dict[Any, Any]) -> Layer:
     return _layer([(f"{where}: {key}={show(value)}", str(key), value) for key, value in _flat(content, "")])
 
 
-def _parse(word: str) -> tuple[str, Any]:
+def parse_override(word: str) -> Override:
+    """A word in Hydra's grammar that sets a key, to one value or to several.
+
+    Raises: ConfigError for anything else.
+    """
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
         raise ConfigError(f"{word}: want key=value, with quotes around a value that has special characters") from None
-    if override.type == OverrideType.DEL or override.is_sweep_override():
-        raise ConfigError(f"{word}: want key=value with one value; a list is written [a,b]")
+    if override.type == OverrideType.DEL:
+        raise ConfigError(f"{word}: want key=value, no key can be taken away")
+    return override
+
+
+def _parse(word: str) -> tuple[str, Any]:
+    override = parse_override(word)
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{word}: want one value; a list is written [a,b], and `megarl train -m` makes a run of each value"
+        )
     return override.key_or_group, override.value()
 
 

@@ -77,6 +77,26 @@ RULES: tuple[Rule, ...] = (
         "are on the scale you meant (critic/score/*; algorithm.advantage_clip bounds their effect)",
     ),
     Rule(
+        "drifts_against_advantages",
+        ("actor/pg_loss", "actor/pg_loss_level", "actor/drift_good", "actor/drift_bad"),
+        10,
+        patterns.drifts_against_advantages,
+        "the policy loss is above its level (actor/pg_loss_level) because each iteration makes the answers that were "
+        "better than expected less likely and the worse ones likelier (actor/drift_good and actor/drift_bad are below "
+        "0): something is stronger than the advantages; lower actor.entropy_coeff, actor.kl_loss_coef or "
+        "actor.optim.lr",
+    ),
+    Rule(
+        "loss_contradicts_ratio",
+        ("actor/pg_loss", "actor/pg_loss_level", "actor/drift_good", "actor/drift_bad"),
+        10,
+        patterns.loss_contradicts_ratio,
+        "the policy loss is below its level (actor/pg_loss_level), as if the policy followed the advantages, but the "
+        "answers that were better than expected become less likely and the worse ones likelier (actor/drift_good and "
+        "actor/drift_bad are below 0); if algorithm.policy_loss_fn is a function of yours, its sign may be wrong, else "
+        "lower actor.entropy_coeff or actor.optim.lr",
+    ),
+    Rule(
         "score_falls",
         SCORE,
         40,

@@ -82,6 +82,23 @@ def policy_loss_rises(loss: Sequence[float], spread: Sequence[float], score: Seq
     return rises(loss, by=0.02 * fmean(spread)) and falls(score)
 
 
+def drifts_against_advantages(
+    loss: Sequence[float], level: Sequence[float], good: Sequence[float], bad: Sequence[float]
+) -> bool:
+    """In every step the ratio fell where A > 0 and rose where A < 0, and the loss says the same: it is above its level.
+
+    -mean(A r) is its level, -mean(A), less both drifts.  The level follows the lengths of answers, nothing else.
+    """
+    return max(*good, *bad) < 0 and fmean(loss) > fmean(level)
+
+
+def loss_contradicts_ratio(
+    loss: Sequence[float], level: Sequence[float], good: Sequence[float], bad: Sequence[float]
+) -> bool:
+    """The same drift, and the loss says that it goes the other way."""
+    return max(*good, *bad) < 0 and fmean(loss) < fmean(level)
+
+
 def score_falls(score: Sequence[float], best: Sequence[float], worst: Sequence[float]) -> bool:
     """By a tenth of the range of the scores."""
     return falls(score, by=0.1 * (max(best) - min(worst)))

@@ -55,6 +55,9 @@ def test_total_by_hand():
     mean = 0.25 + 0.75 * 1.1
     by_hand = {
         "actor/pg_loss": policy,
+        "actor/pg_loss_level": -(0.25 * 1.0 + 0.75 * -1.0),
+        "actor/drift_good": 0.0,  # its ratio is 1
+        "actor/drift_bad": 0.75 * 0.1 * -1.0,
         "actor/pg_clipfrac": 0.0,
         "actor/pg_clipfrac_lower": 0.0,
         "actor/entropy": entropy,
@@ -70,10 +73,24 @@ def test_total_by_hand():
     assert {s.weight for s in out.stats.values() if s.kind == "mean"} == {1.0}
 
 
+def test_what_the_ratio_adds_to_an_unclipped_loss_is_its_drift():
+    """-mean(A r) = level - drift_good - drift_bad; where advantages add up to 0, the level is 0 too."""
+    for weights in (None, "rollout_weight"):
+        batch = weighted(random_packed([5, 9, 4, 7], 1))
+        loss_fn = ActorLoss("ppo", clip_low=0.999, clip_high=1e6, clip_c="off", use_rollout_weight=weights is not None)
+        out = loss_fn(batch, {"log_probs": batch.columns["log_probs"]})
+        found = {name: out.stats[f"actor/{name}"].result() for name in ("pg_loss", "pg_loss_level")}
+        good, bad = (out.stats[f"actor/drift_{name}"].result() for name in ("good", "bad"))
+        assert good != 0 and bad != 0
+        assert found["pg_loss"] == pytest.approx(found["pg_loss_level"] - good - bad)
+
+
 def test_first_step_has_ratio_one_and_no_kl_exactly():
     batch = weighted(random_packed([5, 7], 0, dtype=torch.float32))
     out = ActorLoss()(batch, {"log_probs": batch.columns["old_log_probs"]})
-    assert out.stats["actor/ppo_kl"].result() == 0.0
+    for name in ("ppo_kl", "drift_good", "drift_bad"):
+        assert out.stats[f"actor/{name}"].result() == 0.0
+    assert out.stats["actor/pg_loss"].result() == pytest.approx(out.stats["actor/pg_loss_level"].result())
     assert out.stats["actor/ratio_min"].value == out.stats["actor/ratio_max"].value == 1.0
 
 

@@ -8,13 +8,13 @@ from algo_reference import random_packed
 
 from megarl import algo
 from megarl.algo import estimate, load_plugins, register_adv_est
+from megarl.algo.documented_estimator import Columns
 from megarl.algo.knobs import keyword_names
 from megarl.algo.returns import gae
 from megarl.algo.segments import clean
 from megarl.sample import Batch
 
 PRINTED = Path(__file__).parents[1] / "fixtures" / "source_documents" / "estimator_function.txt"
-BROKEN = "* advantages[:, t + 1]"
 
 
 @pytest.fixture
@@ -26,27 +26,17 @@ def tables():
     algo.ADV_ESTIMATORS.update(before)
 
 
-def load(tmp_path, text):
+@pytest.fixture
+def printed(tables, tmp_path):
+    """The documents' estimator, pasted into a file character by character."""
     path = tmp_path / "my_advantage.py"
-    path.write_text(text.replace("from verl.trainer.ppo.core_algos import", "from megarl.algo import"))
+    path.write_text(PRINTED.read_text())
     load_plugins([str(path)])
 
 
-def test_the_printed_estimator_reads_behind_the_last_token_and_is_refused_for_that(tables, tmp_path):
-    """Its first turn of the loop asks for advantages[:, seq_len]: there is no tensor on which it runs."""
-    with pytest.raises(ValueError) as refused:
-        load(tmp_path, PRINTED.read_text())
-    sentence = str(refused.value)
-    assert "advantage estimator my_advantage: on 2 sequences of 5 tokens it fails with IndexError" in sentence
-    assert "index 5 is out of bounds for dimension 1 with size 5" in sentence
-    assert "my_advantage.py:36, `advantages[:, t] = delta" in sentence
-    assert "my_advantage" not in algo.ADV_ESTIMATORS
-
-
-def test_the_printed_estimator_with_the_missing_zero_is_gae(tables, tmp_path):
-    mended = PRINTED.read_text().replace(BROKEN, "* (advantages[:, t + 1] if t + 1 < seq_len else 0)")
-    load(tmp_path, mended)
-    batch = random_packed([6, 0, 1, 9, 4], 3).batch
+@pytest.mark.parametrize("lengths", [[6, 0, 1, 9, 4], [1], [1, 1], [3]])
+def test_the_printed_estimator_is_gae(printed, lengths):
+    batch = random_packed(lengths, 3).batch
     mask = batch.columns["response_mask"] != 0
     rewards, values = (clean(batch.columns[name], mask) for name in ("advantages", "values"))
     for gamma, lam in ((1.0, 1.0), (0.9, 0.7)):
@@ -54,7 +44,28 @@ def test_the_printed_estimator_with_the_missing_zero_is_gae(tables, tmp_path):
         found = algo.ADV_ESTIMATORS["my_advantage"](rewards, mask, batch.segment_ids, **how)
         wanted = gae(rewards, values, mask, batch.segment_ids, gamma=gamma, lam=lam)
         for ours, theirs in zip(found, wanted, strict=True):
+            assert type(ours) is torch.Tensor
             assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_one_column_behind_the_last_is_0_and_the_next_is_not_there(tables, tmp_path):
+    """The printed estimator asks for advantages[:, seq_len]; who looks further has made a mistake."""
+    columns = torch.ones(2, 3, dtype=torch.float64).as_subclass(Columns)
+    assert columns[:, 3].tolist() == [0.0, 0.0] and columns[0, 3].tolist() == 0.0
+    assert torch.zeros_like(columns)[:, 3].tolist() == (columns + columns)[:, 3].tolist() == [0.0, 0.0]
+    assert columns[:, 2].tolist() == columns[:, -1].tolist() == [1.0, 1.0]
+    assert columns[1:].shape == (1, 3) and columns[columns > 0].shape == (6,) and columns[:, :2].shape == (2, 2)
+    with pytest.raises(IndexError):
+        columns[:, 4]
+    path = tmp_path / "my_advantage.py"
+    path.write_text(PRINTED.read_text().replace("advantages[:, t + 1]", "advantages[:, t + 2]"))
+    with pytest.raises(ValueError) as refused:
+        load_plugins([str(path)])
+    sentence = str(refused.value)
+    assert "advantage estimator my_advantage: on 2 sequences of 5 tokens it fails with IndexError" in sentence
+    assert "index 6 is out of bounds for dimension 1 with size 5" in sentence
+    assert "my_advantage.py:36, `advantages[:, t] = delta" in sentence, "the line of the user's own file"
+    assert "my_advantage" not in algo.ADV_ESTIMATORS
 
 
 def test_a_documented_estimator_gets_the_settings_of_the_configuration(tables):

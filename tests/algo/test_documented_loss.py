@@ -31,12 +31,10 @@ def tables():
 
 @pytest.fixture
 def printed(tables, tmp_path):
-    """The documents' function, character by character but for the line that imports the decorator."""
-    text = PRINTED.read_text().replace("from verl.trainer.ppo.core_algos import", "from megarl.algo import")
+    """The documents' function, pasted into a file character by character."""
     path = tmp_path / "my_loss.py"
-    path.write_text(text)
+    path.write_text(PRINTED.read_text())
     load_plugins([str(path)])
-    return text
 
 
 def printed_function():

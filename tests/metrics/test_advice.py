@@ -3,13 +3,15 @@
 import io
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from advice_curves import Toy, run
+from readme_blocks import ROOT, blocks
 from rich.console import Console
 
 import megarl
-from megarl.algo import Correction
+from megarl.algo import Correction, register_policy_loss
 from megarl.config.keys import groups, leaf_types
 from megarl.metrics import make_trackers
 from megarl.metrics.advice import RULES, Advisor, Rule
@@ -23,6 +25,8 @@ DISTANT = Toy(steps=10, server_noise=1.5)
 REINFORCE = (("policy_loss", "reinforce"),)
 FAULTS: dict[str, Toy] = {
     "policy_loss_rises": Toy(reward_turns=30, loss=REINFORCE),
+    "drifts_against_advantages": AIMLESS,
+    "loss_contradicts_ratio": Toy(steps=12, loss=(("policy_loss", "backwards"),)),
     "score_falls": Toy(reward_turns=30),
     "ratio_explodes": NOISY,
     "clipped_often": NOISY,
@@ -56,6 +60,15 @@ FAULTS: dict[str, Toy] = {
 BY_NAME = {rule.name: rule for rule in RULES}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def backwards():
+    """A user's loss with a wrong sign; the tables are put back behind this file (conftest.py)."""
+
+    @register_policy_loss("backwards")
+    def backwards(log_probs, old_log_probs, advantages, mask, segment_ids):
+        return advantages * (log_probs - old_log_probs).exp(), {}
+
+
 def said(toy: Toy) -> dict[str, int]:
     """Which rules spoke, and in which step first."""
     advisor, first = Advisor(), {}
@@ -74,6 +87,24 @@ def test_a_rule_speaks_on_curves_that_have_its_fault(name):
 def test_a_healthy_run_gets_no_advice_at_all(toy):
     assert said(toy) == {}
     assert run(toy)[-1]["critic/score/mean"] > 3 * run(toy)[0]["critic/score/mean"], "it learns"
+
+
+SIGNS = ("drifts_against_advantages", "loss_contradicts_ratio", "policy_loss_rises")
+
+
+@pytest.mark.parametrize(("end_bias", "sign"), [(-1.0, 1), (1.5, -1)], ids=["wrong ones longer", "right ones longer"])
+def test_the_sign_of_a_group_s_loss_alone_is_no_drift(end_bias, sign):
+    """Advantages add up to 0 over a group's answers, not over their tokens: longer answers count more.
+
+    So the loss stays on one side of 0 in a run that learns; what the ratio adds is far smaller, and says so.
+    """
+    toy = Toy(steps=40, estimator="grpo", end_bias=end_bias)
+    late = run(toy)[20:]
+    drift = fmean(row["actor/drift_good"] + row["actor/drift_bad"] for row in late)
+    assert sign * fmean(row["actor/pg_loss"] for row in late) > 3 * drift
+    assert all(row["actor/drift_good"] > 0 < row["actor/drift_bad"] for row in late)
+    assert not set(said(toy)) & set(SIGNS)
+    assert late[-1]["critic/score/mean"] > 2 * run(toy)[0]["critic/score/mean"], "it learns"
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -110,6 +141,29 @@ def test_every_metric_that_the_page_of_the_losses_explains_is_one_that_a_run_has
     toys = [*HEALTHY, Toy(steps=6, loss=(("policy_loss", "kl_cov"),)), *FAULTS.values()]
     assert explained <= {name for toy in toys for metrics in run(toy) for name in metrics}
     assert {name for rule in RULES for name in rule.looks_at} <= explained
+
+
+DOCUMENTED = {  # what the documents tell a reader to watch -> what a run logs
+    "policy_loss": "actor/pg_loss",
+    "value_loss": "critic/vf_loss",
+    "ratio_mean": "actor/ratio_mean",
+    "ratio_std": "actor/ratio_std",
+    "advantage_mean": "critic/advantages/mean",
+    "advantage_std": "critic/advantages/std",
+    "learning_rate": "actor/lr",
+    "kl_divergence": "actor/kl_loss",
+}
+
+
+def test_a_run_logs_all_that_the_documents_tell_to_watch_and_it_is_as_they_say():
+    page = (ROOT / "tests/fixtures/source_documents/python_blocks.md").read_text()
+    text = next(block.text for block in blocks(page) if block.file == "monitoring")
+    assert re.findall(r'"(\w+)":', text) == list(DOCUMENTED)
+    steps = run(HEALTHY[0])
+    assert all(set(DOCUMENTED.values()) <= row.keys() for row in steps)
+    assert all(abs(row["actor/ratio_mean"] - 1) < 0.01 and row["actor/ratio_std"] < 0.1 for row in steps)
+    assert all(abs(row["critic/advantages/mean"]) < 1e-6 for row in steps)
+    assert all(row["critic/advantages/std"] == pytest.approx(1, abs=0.01) for row in steps)
 
 
 # how it speaks

@@ -1,0 +1,149 @@
+"""Several runs from one command line: `megarl train -m actor.optim.lr=1e-4,3e-4`, in Hydra's grammar."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import FloatRange, Override, Quote, QuotedString, RangeSweep
+from hydra.errors import HydraException
+
+from megarl.config.aliases import canonical
+from megarl.config.compose import load_config
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
+from megarl.config.settings import parse_override, show
+
+PLACE = ("trainer.default_local_dir", "trainer.experiment_name")  # each run's are made of the sweep's and its values
+_LONGEST_NAME = 120  # of a folder; file systems allow 255 bytes, and what is written beside it has longer names
+_PLAIN = re.compile(r"[^\w.+=,-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class SweptRun:
+    """Example: SweptRun({"actor.optim.lr": 1e-4}, ("recipe=quickstart", "actor.optim.lr=0.0001", ...), config)."""
+
+    values: Mapping[str, Any]  # of the swept keys, in the order in which they were typed
+    words: tuple[str, ...]  # the command line behind `megarl train` that is this run alone
+    config: Config
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One of the values that a word stands for.  `key` is our own name; `value` only where there are several."""
+
+    word: str
+    key: str
+    swept: bool = False
+    value: Any = None
+
+
+def load_sweep(overrides: list[str]) -> list[SweptRun]:
+    """Every combination of the values, the last key's turning fastest, checked as `megarl train` checks one.
+
+    overrides: as for load_config; a value may also be a list with commas, choice(...) or range(...).  [a,b] and 'a,b'
+        are one value.
+    The runs stand in default_local_dir/EXPERIMENT_sweep, each in a folder that is named after its values.
+    Raises ConfigError, one sentence, before anything is started.
+    """
+    written: dict[str, list[_Choice]] = {}
+    for word in overrides:
+        choices = _choices(word)
+        written.pop(choices[0].key, None)  # of two words for one key the later one counts
+        written[choices[0].key] = choices
+    swept = [key for key, choices in written.items() if choices[0].swept]
+    if not swept:
+        raise ConfigError("-m: want several values of at least one key, such as actor.optim.lr=1e-4,3e-4")
+    for key in PLACE:
+        if key in swept:
+            raise ConfigError(f"{key}: want one value with -m, the runs' own folders are named after what is swept")
+    runs = [_run(chosen) for chosen in product(*written.values())]
+    _require_one_home(runs)
+    _require_different(runs)
+    return runs
+
+
+def _choices(word: str) -> list[_Choice]:
+    """What a word may become: itself, or key=value for each of its values."""
+    override = parse_override(word)
+    found = canonical(override.key_or_group)
+    place = "" if isinstance(found, str) or found.place is None else f".{found.place}"
+    key = override.key_or_group if isinstance(found, str) else f"{found.key}{place}"
+    if not override.is_sweep_override():
+        return [_Choice(word, key)]
+    texts = _values(word, override)
+    words = [f"{override.get_key_element()}={text}" for text in texts]
+    return [_Choice(each, key, True, parse_override(each).value()) for each in words]
+
+
+def _values(word: str, override: Override) -> list[str]:
+    """Each value as Hydra writes it."""
+    sweep = override.value()
+    try:
+        found = _numbers(sweep) if isinstance(sweep, RangeSweep) else list(override.sweep_string_iterator())
+    except (HydraException, ValueError):  # interval and glob have no end; a range may have no step
+        found = []
+    if not found:
+        raise ConfigError(f"{word}: want values that can be counted: a,b or choice(a,b) or range(start,stop,step)")
+    return found
+
+
+def _numbers(sweep: RangeSweep) -> list[str]:
+    """From start to before stop, in decimals: Hydra's own range(0.1,0.4,0.1) has 0.30000000000000004, and 0.4 too."""
+    ends = (sweep.start, sweep.stop, sweep.step)
+    if all(isinstance(end, int) for end in ends):
+        return [str(number) for number in sweep.range()]
+    return [str(number) for number in FloatRange(*(Decimal(str(end)) for end in ends))]
+
+
+def _run(chosen: tuple[_Choice, ...]) -> SweptRun:
+    """This combination, in a folder of its own inside the sweep's."""
+    words, values = [choice.word for choice in chosen], {choice.key: choice.value for choice in chosen if choice.swept}
+    config, _ = load_config(words)
+    trainer = config.trainer
+    if trainer.nnodes > 1 and not trainer.check_only:
+        raise ConfigError(f"trainer.nnodes={trainer.nnodes}: want 1 with -m, a sweep starts its runs on one machine")
+    home, name = str(Path(trainer.default_local_dir) / f"{trainer.experiment_name}_sweep"), folder_name(values)
+    quoted = [QuotedString(text, Quote.single).with_quotes() for text in (home, name)]
+    words += [f"{key}={text}" for key, text in zip(PLACE, quoted, strict=True)]
+    placed = replace(trainer, default_local_dir=home, experiment_name=name)
+    return SweptRun(values, tuple(words), replace(config, trainer=placed))
+
+
+def folder_name(values: Mapping[str, Any]) -> str:
+    """Example: {"actor.optim.betas": [0.9, 0.99], "rollout.n": 4} -> "actor.optim.betas=0.9_0.99,rollout.n=4".
+
+    What no file name should hold is replaced, and a long name cut; a few letters of a hash then keep names apart.
+    """
+    text = ",".join(f"{key}={show(value).strip('[]').replace(', ', '_')}" for key, value in values.items())
+    plain = _PLAIN.sub("_", text)
+    if plain == text and len(plain) <= _LONGEST_NAME:
+        return plain
+    return f"{plain[:_LONGEST_NAME]}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _require_one_home(runs: list[SweptRun]) -> None:
+    """Raises: ConfigError where what is swept, such as a recipe, brings a folder of its own."""
+    homes = sorted({run.config.trainer.default_local_dir for run in runs})
+    if len(homes) > 1:
+        raise ConfigError(
+            f"trainer.experiment_name: the runs would stand in {', '.join(homes)}; want one name, and one "
+            "trainer.default_local_dir, for all of them"
+        )
+
+
+def _require_different(runs: list[SweptRun]) -> None:
+    """Raises: ConfigError for two runs of the same settings."""
+    seen: dict[str, str] = {}
+    for run in runs:
+        name = run.config.trainer.experiment_name
+        settings = repr(replace(run.config, trainer=replace(run.config.trainer, experiment_name="")))
+        if settings in seen:
+            raise ConfigError(f"-m: {seen[settings]} and {name} are the same settings, want each run once")
+        seen[settings] = name

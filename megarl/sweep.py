@@ -1,0 +1,153 @@
+"""`megarl train -m`: one run after another, each in a process of its own, and a table of what became of them.
+
+A run that fails costs the others nothing.  The same command again goes on: a run that is finished is left alone, any
+other goes on from its last checkpoint, as `megarl train` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config import Config, ConfigError, SweptRun, from_yaml
+from megarl.config.settings import show
+from megarl.plan.report import report
+from megarl.rollout.lifetime import die_with_parent
+
+NOT_STARTED, FINISHED, FAILED, INTERRUPTED = "not started", "finished", "failed", "interrupted"
+FILE = "sweep.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one run; None where it is not known, such as an accuracy without data.val_files."""
+
+    values: dict[str, Any]
+    folder: str
+    state: str = NOT_STARTED
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    last_score: float | None = None  # mean over the samples of the last iteration
+    seconds: float | None = None  # of the run, earlier starts included; of this start where it did not finish
+
+
+def main(runs: Sequence[SweptRun]) -> int:
+    """The exit code: 0 if all are finished, 1 if one failed, 130 after Ctrl-C."""
+    console = Console(soft_wrap=True)
+    if any(run.config.trainer.check_only for run in runs):
+        for run in runs:
+            console.print(f"\n{run.config.trainer.experiment_name}", markup=False, highlight=False)
+            report(run.config)
+        return 0
+    results = sweep(runs, train, lambda line: console.print(line, markup=False, highlight=False))
+    print_table(results)
+    console.print(f"sweep: {_file(runs).resolve()}", markup=False, highlight=False)
+    states = [result.state for result in results]
+    return 130 if INTERRUPTED in states else int(FAILED in states)
+
+
+def sweep(
+    runs: Sequence[SweptRun], start: Callable[[SweptRun], int], say: Callable[[str], object] = lambda line: None
+) -> list[Result]:
+    """Start the runs that are not finished, one after another; returns, and keeps in sweep.json, what became of each.
+
+    start: does a run and returns its exit code, or raises KeyboardInterrupt, which ends the sweep.
+    """
+    results = [Result(dict(run.values), str(run.config.trainer.run_dir)) for run in runs]
+    for i, run in enumerate(runs):
+        what = f"run {i + 1} of {len(runs)}: {run.config.trainer.experiment_name}"
+        if is_finished(run.config):
+            say(f"== {what}: finished before")
+            results[i] = _with_numbers(results[i], run.config.trainer.run_dir)
+        else:
+            say(f"== {what}")
+            results[i] = _started(results[i], run, start)
+        _write(_file(runs), results)
+        if results[i].state == INTERRUPTED:
+            break
+    return results
+
+
+def train(run: SweptRun) -> int:
+    """`megarl train` of one run, which ends when this process is interrupted or killed."""
+    parent = os.getpid()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megarl", "train", *run.words],
+        process_group=0,  # Ctrl-C at the terminal reaches this process alone, which hands it on once
+        preexec_fn=lambda: die_with_parent(parent),
+    )
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()  # it ends its ranks and servers in order
+        process.wait()
+        raise
+    finally:
+        process.kill()  # for who does not want to wait and interrupts again
+
+
+def is_finished(config: Config) -> bool:
+    """Does its folder hold the end of a run with these settings?  A run that shall not be resumed is made again."""
+    now = config.trainer
+    written, summary = now.run_dir / "config.yaml", now.run_dir / "summary.json"
+    if now.resume_mode == "disable" or not (written.exists() and summary.exists()):
+        return False
+    try:
+        found = from_yaml(written.read_text())
+    except ConfigError:  # of another version
+        return False
+    then = replace(found.trainer, resume_mode=now.resume_mode, logger=now.logger)
+    return replace(found, trainer=then) == config
+
+
+def print_table(results: Sequence[Result]) -> None:
+    """A row for each run, on stdout; the folders stand in that of the sweep, which is named below."""
+    table = Table(title="runs of the sweep", title_justify="left")
+    keys = list(results[0].values)
+    for name in (*keys, "state", "before", "after", "last score", "seconds", "folder"):
+        table.add_column(name, overflow="fold", justify="left" if name in (*keys, "state", "folder") else "right")
+    for result in results:
+        scores = (result.accuracy_before, result.accuracy_after, result.last_score)
+        numbers = ["" if score is None else f"{score:.3f}" for score in scores]
+        seconds = "" if result.seconds is None else f"{result.seconds:.0f}"
+        table.add_row(*map(show, result.values.values()), result.state, *numbers, seconds, Path(result.folder).name)
+    Console().print(table, markup=False)
+
+
+def _started(result: Result, run: SweptRun, start: Callable[[SweptRun], int]) -> Result:
+    began = time.monotonic()
+    try:
+        code = start(run)
+    except KeyboardInterrupt:
+        return replace(result, state=INTERRUPTED, seconds=round(time.monotonic() - began, 1))
+    if code != 0:
+        return replace(result, state=FAILED, seconds=round(time.monotonic() - began, 1))
+    return _with_numbers(result, run.config.trainer.run_dir)
+
+
+def _with_numbers(result: Result, folder: Path) -> Result:
+    summary = json.loads((folder / "summary.json").read_text())
+    names = ("accuracy_before", "accuracy_after", "last_score")
+    return replace(result, state=FINISHED, seconds=summary["wall_s"], **{name: summary.get(name) for name in names})
+
+
+def _file(runs: Sequence[SweptRun]) -> Path:
+    return Path(runs[0].config.trainer.default_local_dir) / FILE
+
+
+def _write(file: Path, results: Sequence[Result]) -> None:
+    """There as a whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(json.dumps({"runs": [asdict(result) for result in results]}, indent=2) + "\n")
+    part.replace(file)
