@@ -1,9 +1,16 @@
-"""What all tests share: one thread each, no hidden skips, steady hypothesis examples."""
+"""What all tests share: a folder of its own for each, one thread, no hidden skips, steady hypothesis examples."""
 
+import itertools
 import os
-from collections.abc import Generator, Iterator
+import random
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, chdir
+from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Found from the working folder by default, and that is never the checkout here.
+os.environ.setdefault("MEGARL_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -17,9 +24,47 @@ settings.register_profile("steady", deadline=None, derandomize=True, print_blob=
 settings.load_profile("steady")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", metavar="COUNT:SEED", help="run so many of the chosen tests, drawn by the seed")
+
+
+@pytest.hookimpl(trylast=True)  # of those that -m has left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that start ranks and servers take longest: first, so that no worker ends with one while others idle."""
+    if (sample := config.getoption("--sample")) is not None:
+        count, _, seed = sample.partition(":")
+        drawn = set(random.Random(seed).sample(range(len(items)), min(int(count), len(items))))
+        config.hook.pytest_deselected(items=[item for at, item in enumerate(items) if at not in drawn])
+        items[:] = [item for at, item in enumerate(items) if at in drawn]
     items.sort(key=lambda item: item.get_closest_marker("dist") is None)
+
+
+# A relative path means the same to a test wherever pytest was started and whatever runs left there.  A folder stays
+# until pytest removes the session's: processes that outlive a test, such as shared ranks, work in it.
+@pytest.fixture(autouse=True, scope="session")
+def in_a_new_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Changes into a new, empty folder: that of fixtures of the session, of a file, or of a test."""
+    folders, number = tmp_path_factory.mktemp("cwd"), itertools.count()
+
+    def enter() -> AbstractContextManager[None]:
+        folder = folders / str(next(number))
+        folder.mkdir()
+        return chdir(folder)
+
+    with enter():
+        yield enter
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder_of_the_file(in_a_new_folder: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    with in_a_new_folder():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def folder_of_the_test(in_a_new_folder: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    with in_a_new_folder():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -103,7 +103,7 @@ def test_the_script_ends_with_one_line_of_json(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=280,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])

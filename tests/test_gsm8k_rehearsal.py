@@ -83,6 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "gsm8k_qwen2_5_0_5b_1gpu"
 
 
+@pytest.mark.slow
 def test_questions_are_asked_as_a_user_and_scored_by_the_number_after_the_mark(run: Path) -> None:
     samples = lines(run / "samples.jsonl")
     assert len(samples) == 2 * 4 * 8
@@ -95,6 +96,7 @@ def test_questions_are_asked_as_a_user_and_scored_by_the_number_after_the_mark(r
     assert 0 < sum(sample["reward"] for sample in samples) < len(samples)
 
 
+@pytest.mark.slow
 def test_actor_critic_and_reference_take_part_in_every_step(run: Path) -> None:
     for metric in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "actor/reward_kl_penalty"):
         assert sorted(steps(run, metric)) == [1, 2], metric
@@ -104,6 +106,7 @@ def test_actor_critic_and_reference_take_part_in_every_step(run: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["pushes_verified"] == 3
 
 
+@pytest.mark.slow
 def test_the_run_leaves_behind_what_the_readme_says(run: Path) -> None:
     named = first_cells("What a run leaves behind")
     assert len(named) >= 10

@@ -11,7 +11,7 @@ import pytest
 import torch
 from config_helpers import load, tables_kept
 
-from megarl.config import load_config
+from megarl.config import config_dir, load_config
 from megarl.method import Method, make_method
 from megarl.plugins import load_plugins
 from megarl.rollout.feed import Filter
@@ -281,5 +281,5 @@ def test_what_the_loss_layer_refuses_is_refused_before_anything_starts(words: st
 
 
 def test_every_recipe_has_a_method() -> None:
-    configs: Any = [load_config([f"recipe={path.stem}"])[0] for path in Path("configs/recipe").glob("*[!t].yaml")]
+    configs: Any = [load_config([f"recipe={path.stem}"])[0] for path in (config_dir() / "recipe").glob("*[!t].yaml")]
     assert all(make_method(config).columns == ("log_probs",) for config in configs)

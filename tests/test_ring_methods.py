@@ -75,6 +75,7 @@ def estimated(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     return batches
 
 
+@pytest.mark.slow
 def test_remax_full_kl_correction_and_dynamic_sampling_together(
     parts: Path, tmp_path: Path, estimated: list[Batch]
 ) -> None:
@@ -173,6 +174,24 @@ def test_a_users_loss_estimator_and_reward_are_a_file(parts: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_the_documents_loss_and_estimator_run_as_they_are_printed(parts: Path, tmp_path: Path) -> None:
+    for name in ("policy_loss", "estimator"):
+        printed = Path(__file__).parent / "fixtures/source_documents" / f"{name}_function.txt"
+        (tmp_path / f"my_{name}.py").write_text(printed.read_text())
+    more = [
+        *ALONE,
+        f"algorithm.plugins=[{tmp_path}/my_policy_loss.py,{tmp_path}/my_estimator.py]",
+        "algorithm.policy_loss_fn=my_ppo_variant",
+        "algorithm.adv_estimator=my_advantage",
+        "algorithm.lam=0.95",
+    ]
+    assert main(["train", *settings(parts, tmp_path, "printed", *more)]) == 0
+    run = tmp_path / "printed"
+    assert len(steps(run, "actor/my_ppo_variant/policy_loss")) == len(steps(run, "critic/vf_loss")) == 2
+    assert all(grad > 0 for grad in steps(run, "actor/grad_norm").values())
+
+
+@pytest.mark.long
 def test_an_optimal_token_baseline_and_a_straight_through_full_kl(
     parts: Path, tmp_path: Path, estimated: list[Batch]
 ) -> None:
@@ -218,6 +237,7 @@ def check_token_baselines(batch: Batch) -> None:
                 assert float(advantages[i][t]) == pytest.approx(float(returns[i][t]) - taken, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_number_that_is_not_finite_stops_the_run_with_the_name_of_its_sample(
     parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from ring_cases import lines, make_parts, settings, steps, train_in_a_process, w
 from megarl.cli import main
 from megarl.rollout.foreign import PYTHON_VARIABLE, sglang_python
 
-pytestmark = [pytest.mark.sglang, pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.dist]
 GRPO = ["algorithm.adv_estimator=grpo", "actor.megatron.tensor_model_parallel_size=2"]
 
 

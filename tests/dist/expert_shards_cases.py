@@ -20,18 +20,18 @@ LAYOUTS |= {
 
 
 def trained_elsewhere(folder: str, root: str, first: str, then: str) -> dict[str, Any]:
-    """Weights after a save, and after one more step: of the model that was saved, and of the one that was loaded."""
+    """Weights and moments at a save, and weights after one more step: of the model saved, and of the one loaded."""
     where, found = Path(root) / f"{first} {then}", {}
-    trained = Trained(folder, LAYOUTS[first], "adamw", "float32", "actor")
+    trained = Trained(folder, LAYOUTS[first], "smooth adamw", "float32", "actor")
     trained.step()
     shards.save(where, trained.model, trained.optimizer)
-    found["saved"] = trained.weights()
+    found["saved"], found["saved moments"] = trained.weights(), trained.moments()
     trained.step()
     found["saved, one more"] = trained.weights()
     trained.close()
-    loaded = Trained(folder, LAYOUTS[then], "adamw", "float32", "actor", scale=0.5)
+    loaded = Trained(folder, LAYOUTS[then], "smooth adamw", "float32", "actor", scale=0.5)
     shards.load(where, loaded.model, loaded.optimizer)
-    found["loaded"] = loaded.weights()
+    found["loaded"], found["loaded moments"] = loaded.weights(), loaded.moments()
     loaded.step()
     found["loaded, one more"] = loaded.weights()
     loaded.close()

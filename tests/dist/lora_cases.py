@@ -26,7 +26,8 @@ from megarl.weights.adapter import adapter_parameters, adapter_tensors, load_pef
 from megarl.weights.export import hf_sizes, hf_tensors, save_hf
 from megarl.weights.load import load_hf
 
-OPTIM = OptimSettings("adamw", lr=1e-2, weight_decay=0.1, decay_style="linear", decay_steps=20)
+# With eps=1 the update is smooth in the gradient: the rounding of a small one is not divided by its size.
+OPTIM = OptimSettings("adamw", lr=0.1, eps=1.0, weight_decay=0.1, decay_style="linear", decay_steps=20)
 
 
 def likelihood_loss(batch: Batch, columns: dict[str, Tensor]) -> LossOutput:

@@ -25,6 +25,8 @@ from megarl.weights.load import load_hf
 CPU = torch.device("cpu")
 OPTIMIZERS = {
     "adamw": OptimSettings("adamw", lr=1e-2, weight_decay=0.1, decay_style="linear", decay_steps=10),
+    # With eps=1 the update is smooth in the gradient: the rounding of a small one is not divided by its size.
+    "smooth adamw": OptimSettings("adamw", lr=1.0, eps=1.0, weight_decay=0.0, decay_style="linear", decay_steps=10),
     "sgd": OptimSettings("sgd", lr=1e-2, momentum=0.9, decay_style="linear", decay_steps=10),
 }
 LAYOUTS = {
@@ -68,13 +70,14 @@ class Trained:
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """kind of moment -> HF name -> whole tensor: each moment put where its weight was, and exported as one."""
-        inner = self.optimizer.inner.chained_optimizers[0]
-        kinds = [k for k in ("exp_avg", "exp_avg_sq", "momentum_buffer") if _has(inner.optimizer, k)]
+        whole, *of_experts = self.optimizer.inner.chained_optimizers
+        kinds = [k for k in ("exp_avg", "exp_avg_sq", "momentum_buffer") if _has(whole.optimizer, k)]
         out = {}
         for kind in kinds:
             held = {p: p.data for p in parameters(self.model)}
             for param in held:
-                param.data = _whole_moment(inner, param, kind)
+                is_dealt = bool(of_experts) and not getattr(param, "allreduce", True)
+                param.data = _whole_moment(of_experts[0] if is_dealt else whole, param, kind)
             out[kind] = self.weights()
             for param, data in held.items():
                 param.data = data

@@ -338,6 +338,7 @@ def test_weights_that_do_not_fit_are_listed(
     )
 
 
+@pytest.mark.slow
 def test_with_processes_of_its_own(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "megatron", "tp=2", "--verify")
     assert json.loads((tmp_path / "megatron" / "manifest.json").read_text())["verified"] is True

@@ -132,6 +132,7 @@ def test_alone_every_engine_gives_the_same_bits(alone: Found, case: str, like: s
     assert_same(alone[case][0], alone[like][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "like"),
     [
@@ -160,6 +161,7 @@ def assert_as_alone(got: dict[str, Any], want: dict[str, Any]) -> None:
     assert_close(got["weights"], want["weights"], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fsdp", "fsdp cp2"])
 def test_fully_sharded_it_is_the_same_model(alone: Found, on_two: Found, case: str) -> None:
     assert_as_alone(on_two[case][0], alone["dense"][0])
@@ -180,6 +182,7 @@ def test_fully_sharded_it_is_the_same_model_under_other_parallelisms(
         assert_as_alone(found[name], alone[like][0])
 
 
+@pytest.mark.slow
 def test_fully_sharded_each_rank_holds_a_part(on_two: Found) -> None:
     whole, _ = on_two["dp2"][0]["bytes"]
     first, *later = on_two["fsdp asleep"][0]["moved"]
@@ -228,6 +231,7 @@ def test_only_what_was_asked_for_sleeps(alone: Found) -> None:
 MUON_TOLERANCE = {"": 1e-4, "bf16": 2e-2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "like"),
     [
@@ -244,6 +248,7 @@ def test_muon_does_not_depend_on_the_layout(alone: Found, on_two: Found, case: s
     assert_close(on_two[case][0]["weights"], want["weights"], MUON_TOLERANCE[""])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_muon_goes_on_under_another_layout(alone: Found, on_two: Found) -> None:
     assert_close(on_two["muon tp2 to dp2"][0]["weights"], alone["muon"][0]["weights"], MUON_TOLERANCE[""])
     bf16 = [on_two[name][0]["weights"] for name in ("muon tp2 to dp2 bf16", "muon tp2 bf16")]

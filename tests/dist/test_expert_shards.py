@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from expert_shards_cases import all_cases
+from parity_compare import TOLERANCE, relative
 from spawn import run_ranks
 
 from megarl.data.tiny import write_tiny_model
@@ -26,12 +27,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_experts_and_their_moments_move_to_another_layout(found: dict[str, Any], pair: tuple[str, str]) -> None:
+    """What a layout adds in another order is off by roundings, and so are weights after a step that is smooth in it."""
     case = found[f"{pair[0]} {pair[1]}"]
-    for name, weights in case["saved"].items():
+    before, after = case["saved"], case["saved, one more"]
+    for name, weights in before.items():
         assert torch.equal(case["loaded"][name], weights), name
-        torch.testing.assert_close(case["loaded, one more"][name], case["saved, one more"][name], atol=1e-5, rtol=0)
-    moved = [(case["saved, one more"][n] - w).abs().max() for n, w in case["saved"].items() if ".experts." in n]
-    assert max(moved) > 1e-3
+        assert relative(case["loaded, one more"][name], after[name]) < TOLERANCE, name
+    for name in (name for name in before if ".experts." in name):
+        # Adam's first moment is nearly half of this step, so a lost one would show.
+        assert relative(before[name], after[name]) > 500 * TOLERANCE, f"{name} hardly moved"
+    for kind, moments in case["saved moments"].items():
+        assert all(moment.any() for name, moment in moments.items() if ".experts." in name)
+        for name, moment in moments.items():
+            assert torch.equal(case["loaded moments"][kind][name], moment), f"{kind} of {name}"
 
 
 def test_weights_alone_move_to_any_layout(found: dict[str, Any]) -> None:

@@ -30,7 +30,10 @@ GRADIENT = 2e-5
 # Of a loss, relative to it or to the sum of its weights (a token loss of 1 everywhere), since its terms cancel.
 LOSS = 2e-5
 FAST, SLOW = cover(tuple(SPLITS)), cover(tuple(MORE_SPLITS))
-ANY_SPLIT = [*SPLITS, *(pytest.param(split, marks=pytest.mark.slow) for split in MORE_SPLITS)]
+ANY_SPLIT = [
+    *(pytest.param(split, marks=pytest.mark.slow if " " in split else ()) for split in SPLITS),
+    *(pytest.param(split, marks=pytest.mark.long) for split in MORE_SPLITS),
+]
 
 
 def of(split: str, loss: str | None = None) -> list[Case]:

@@ -26,17 +26,19 @@ FAST: dict[int, dict[str, Layout]] = {
         "cp2": Layout(cp=2),
         "pp2 vpp2": Layout(pp=2, vpp=2),
     },
+}
+SLOW: dict[int, dict[str, Layout]] = {
     4: {
         "tp2 pp2": Layout(tp=2, pp=2),
-        "tp2 dp2": Layout(tp=2),
-        "pp2 dp2": Layout(pp=2),
         "tp2+sp cp2": Layout(**SP, cp=2),
         "pp2 vpp2 dp2": Layout(pp=2, vpp=2),
     },
 }
-SLOW: dict[int, dict[str, Layout]] = {
+LONG: dict[int, dict[str, Layout]] = {
     2: {"pp2 uneven": Layout(pp=2, first_stage_layers=3)},
     4: {
+        "tp2 dp2": Layout(tp=2),
+        "pp2 dp2": Layout(pp=2),
         "pp4": Layout(pp=4),
         "tp2+sp pp2 vpp2": Layout(**SP, pp=2, vpp=2),
         "cp2 pp2 vpp2": Layout(cp=2, pp=2, vpp=2),
@@ -44,15 +46,17 @@ SLOW: dict[int, dict[str, Layout]] = {
     },
 }
 # Of a model with twice the layers.
-DEEP: dict[int, dict[str, Layout]] = {
+DEEP_SLOW: dict[int, dict[str, Layout]] = {
+    4: {"pp4 vpp2": Layout(pp=4, vpp=2)},
+    8: {"tp2+sp pp2 vpp2 dp2": Layout(**SP, pp=2, vpp=2)},
+}
+DEEP_LONG: dict[int, dict[str, Layout]] = {
     2: {"pp2 vpp2 uneven": Layout(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=6)},
     4: {
-        "pp4 vpp2": Layout(pp=4, vpp=2),
         "pp4 uneven": Layout(pp=4, first_stage_layers=1, last_stage_layers=3),
         "pp2 vpp4 dp2": Layout(pp=2, vpp=4),
     },
     8: {
-        "tp2+sp pp2 vpp2 dp2": Layout(**SP, pp=2, vpp=2),
         "tp2 pp2 cp2": Layout(tp=2, pp=2, cp=2),
         "pp4 vpp2 dp2": Layout(pp=4, vpp=2),
     },
@@ -93,15 +97,16 @@ def layouts_of(*worlds: dict[int, dict[str, Layout]]) -> list[str]:
     return [layout for world in worlds for layouts in world.values() for layout in layouts]
 
 
-def slow(*names: Any) -> list[Any]:
-    return [pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=pytest.mark.slow) for name in names]
-
-
+MARKED = {
+    **dict.fromkeys(layouts_of(SLOW, DEEP_SLOW), pytest.mark.slow),
+    **dict.fromkeys(layouts_of(LONG, DEEP_LONG), pytest.mark.long),
+}
+EVERY_LAYOUT = [pytest.param(layout, marks=MARKED.get(layout, ())) for layout in (*layouts_of(FAST), *MARKED)]
 EVERY_RUN = [
-    *((layout, role, cut) for layout in layouts_of(FAST) for role, cut in RUNS),
-    *slow(*((layout, role, cut) for layout in layouts_of(SLOW, DEEP) for role, cut in RUNS)),
+    pytest.param(layout, role, cut, marks=MARKED.get(layout, ()))
+    for layout in (*layouts_of(FAST), *MARKED)
+    for role, cut in RUNS
 ]
-EVERY_LAYOUT = [*layouts_of(FAST), *slow(*layouts_of(SLOW, DEEP))]
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +121,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     }
     alone = cases({"one": Layout()})
     tables = [Table(1, folder, alone | adam[1]), Table(1, deep, {f"deep {name}": case for name, case in alone.items()})]
-    tables += [Table(size, folder, cases(FAST[size]) | adam[size]) for size in FAST]
-    tables += [Table(size, folder, cases(layouts)) for size, layouts in SLOW.items()]
-    tables += [Table(size, deep, cases(layouts)) for size, layouts in DEEP.items()]
+    tables += [Table(size, folder, cases(layouts)) for world in (FAST, SLOW, LONG) for size, layouts in world.items()]
+    tables += [Table(size, folder, adam[size]) for size in SHARDED if size > 1]
+    tables += [Table(size, deep, cases(layouts)) for world in (DEEP_SLOW, DEEP_LONG) for size, layouts in world.items()]
     recomputed = {
         f"{layout}/{engine}": Case("actor", how, RECOMPUTED[engine])
         for layout, how in RECOMPUTED_LAYOUTS.items()
@@ -137,7 +142,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def alone(found: Found, layout: str, role: str) -> list[dict[str, Any]]:
     """The same on one rank: of an actor, in one micro-batch."""
     cut = "whole" if role == "actor" else "cut"
-    return found[f"{'deep ' if layout in layouts_of(DEEP) else ''}one/{role}/{cut}"]
+    return found[f"{'deep ' if layout in layouts_of(DEEP_SLOW, DEEP_LONG) else ''}one/{role}/{cut}"]
 
 
 @pytest.mark.parametrize(("layout", "role", "cut"), EVERY_RUN)
@@ -145,7 +150,7 @@ def test_gradient_does_not_depend_on_the_layout(found: Found, layout: str, role:
     assert_same_gradient(found[f"{layout}/{role}/{cut}"][0]["gradient"], alone(found, layout, role)[0]["gradient"])
 
 
-@pytest.mark.parametrize(("layout", "role", "cut"), [run for run in EVERY_RUN if WITH_REFERENCE not in str(run)])
+@pytest.mark.parametrize(("layout", "role", "cut"), [run for run in EVERY_RUN if WITH_REFERENCE not in run.values])
 def test_loss_and_statistics_do_not_depend_on_the_layout(found: Found, layout: str, role: str, cut: str) -> None:
     assert_same_stats(found[f"{layout}/{role}/{cut}"], alone(found, layout, role))
 
@@ -181,7 +186,8 @@ def test_the_cut_makes_several_micro_batches(found: Found) -> None:
     assert found["tp2/actor/whole"][0]["num_micros"] == 1
 
 
-@pytest.mark.parametrize("layout", [*SHARDED[2], *slow(*SHARDED[4])])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*SHARDED[2], *SHARDED[4]])
 def test_weights_after_three_steps_of_a_sharded_optimizer_do_not_depend_on_the_layout(
     found: Found, layout: str
 ) -> None:

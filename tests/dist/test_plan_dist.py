@@ -72,6 +72,7 @@ def assert_received(receiver: Spread, rank: int, whole: dict[str, torch.Tensor],
         assert torch.equal(held[name], param.to(held[name].dtype)), name
 
 
+@pytest.mark.slow
 def test_receivers_hold_what_is_cut_from_whole_tensors_by_hand(eight_ranks: Ranks) -> None:
     by_rank = eight_ranks.run(exchange_all, {name: as_text(case) for name, case in CASES.items()}, timeout_s=120)
     for name, (sender, receiver, _) in CASES.items():
@@ -82,6 +83,7 @@ def test_receivers_hold_what_is_cut_from_whole_tensors_by_hand(eight_ranks: Rank
             assert_received(receiver, rank, whole, by_rank[sender.num_ranks + rank][name])
 
 
+@pytest.mark.slow
 def test_one_plan_is_carried_out_over_a_group_for_each_server(eight_ranks: Ranks) -> None:
     sender, receiver, message_bytes = CASES["tp and pp to two servers"]
     by_rank = eight_ranks.run(exchange_by_server, to_json(sender), to_json(receiver), message_bytes)

@@ -18,6 +18,7 @@ from megarl.layout import Layout
 pytestmark = pytest.mark.dist
 
 WAYS = ("gathered", "shared", "sharded")
+SLOWER = [*(pytest.param(way, marks=pytest.mark.slow) for way in ("gathered", "shared")), "sharded"]
 PHASES = {
     "gathered": {"join", "pause", "gather", "convert", "send", "load", "verify", "resume"},
     "shared": {"join", "pause", "gather", "convert", "send", "load", "verify", "resume"},
@@ -89,7 +90,7 @@ def test_the_way_that_is_fastest_here_is_chosen(connected, servers) -> None:
     assert set(connected("auto")()["report"].ways.values()) == {"sharded"}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SLOWER)
 def test_what_a_push_left_is_what_the_server_reads_from_the_exported_folder(way, connected, servers) -> None:
     go = connected(way, check_every=2)
     go()
@@ -190,7 +191,7 @@ def test_a_wrong_token_is_a_failure_at_once(connected, servers) -> None:
     assert set(found["report"].failed) == {server.url for server in servers}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SLOWER)
 def test_a_server_that_was_started_again_between_two_pushes_gets_the_next_one(way, connected, servers) -> None:
     go = connected(way)
     go()
@@ -200,7 +201,7 @@ def test_a_server_that_was_started_again_between_two_pushes_gets_the_next_one(wa
     assert servers[1].engine.checksums() == found["want"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SLOWER)
 def test_a_server_that_dies_under_way_is_left_out_and_the_other_gets_its_push(way, connected, servers) -> None:
     go, (good, bad) = connected(way), servers
     go()
@@ -212,7 +213,7 @@ def test_a_server_that_dies_under_way_is_left_out_and_the_other_gets_its_push(wa
     assert go()["report"].ways == {good.url: way, bad.url: way}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SLOWER)
 def test_a_server_that_falls_silent_holds_nobody_up_for_longer_than_the_limit(way, connected, servers) -> None:
     go, (good, bad) = connected(way, timeout_s=5), servers
     go()
@@ -234,7 +235,9 @@ def test_a_push_to_some_leaves_the_others_alone(connected, servers) -> None:
     assert set(go()["report"].ways) == {server.url for server in servers}
 
 
-@pytest.mark.parametrize("fault", ["misroute", "swap-places model.layers.{}.input_layernorm.weight"])
+@pytest.mark.parametrize(
+    "fault", ["misroute", pytest.param("swap-places model.layers.{}.input_layernorm.weight", marks=pytest.mark.slow)]
+)
 def test_slices_that_go_to_a_wrong_place_are_caught_by_whole_tensors(fault, connected, servers) -> None:
     """Sender and receiver believe in what they send and where it goes: only the server's own loading can tell."""
     go = connected("sharded")
@@ -272,6 +275,7 @@ def test_a_rank_that_does_not_take_part_is_noticed_before_the_first_byte(fault, 
         assert server.engine.checksums() == found["want"]
 
 
+@pytest.mark.slow
 def test_servers_whose_digests_nobody_computes_are_compared_with_the_exported_folder(connected, servers) -> None:
     go, urls = connected("gathered"), sorted(server.url for server in servers)
     found = [go("not-plain")["report"] for _ in range(2)]
@@ -280,6 +284,7 @@ def test_servers_whose_digests_nobody_computes_are_compared_with_the_exported_fo
     assert [sorted(report.unverified) for report in found] == [[], urls]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "settings", "words"),
     [
@@ -295,6 +300,7 @@ def test_servers_that_nothing_vouches_for_are_left_out(fault, settings, words, c
         assert server.is_paused
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_no_fault_of_servers_that_digests_vouch_for(connected, servers) -> None:
     report = connected("gathered", check_every=1)("full-disk")["report"]
     assert set(report.ways) == {server.url for server in servers} and report.compared == []

@@ -30,7 +30,10 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == "deepseek_v3" else pytest.mark.slow) for name in CASES],
+)
 def served(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = write_model(tmp_path_factory.mktemp("model"), request.param, tied=False)
     with CpuServer(Path(folder)) as server:

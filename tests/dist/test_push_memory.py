@@ -50,12 +50,13 @@ def forget(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-@pytest.mark.parametrize("num_servers", [1, 2])
+@pytest.mark.parametrize("num_servers", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("way", "sender_buckets"),
     [
-        ("gathered", 1 + 3),  # the bucket; of gathering, twice as much as goes into one and this rank's half of that
-        ("shared", 1 + 3),
+        # The bucket; of gathering, twice as much as goes into one and this rank's half of that.
+        pytest.param("gathered", 1 + 3, marks=pytest.mark.slow),
+        pytest.param("shared", 1 + 3, marks=pytest.mark.slow),
         ("sharded", 1),  # two messages for each server, which are together as large
     ],
 )

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,3 +84,17 @@ def test_nothing_is_touched_where_there_is_cuda() -> None:
         cpu.activate()
     assert (torch.cuda.current_device, torch.cuda.Stream) == before
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_without_cuda_a_rank_starts_without_torchs_compiler() -> None:
+    """Megatron loads it when it is imported: half of the seconds that a rank takes to start."""
+    script = """
+        import sys, torch
+        compiles = torch.compile
+        import megarl.roles.worker
+        assert torch.compile is compiles
+        print(*[name for name in ("torch._inductor.compile_fx", "wandb") if name in sys.modules])
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    assert not subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()

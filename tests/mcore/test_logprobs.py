@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from logprobs_plain import ALL, fused_columns, logits_as, plain_columns, total
+from readme_blocks import ROOT, blocks
 from torch import Tensor
 
 from megarl.mcore import fused, fused_torch
@@ -46,6 +48,15 @@ def test_three_tokens_by_hand() -> None:
     assert found["sum_pi_squared"].tolist() == pytest.approx([1 / 4, 10 / 16, 1 / 4])
     kl = [0.0, 0.75 * math.log(1.5) + 0.25 * math.log(0.5), 0.25 * math.log(0.4) + 0.75 * math.log(2)]
     assert found["full_kl"].tolist() == pytest.approx(kl, abs=1e-6)
+
+
+def test_the_entropy_is_that_of_the_documents() -> None:
+    page = (ROOT / "tests/fixtures/source_documents/python_blocks.md").read_text()
+    space: dict[str, Any] = {"torch": torch}
+    exec(next(block.text for block in blocks(page) if block.file == "entropy_from_logits"), space)
+    logits = 3 * torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
+    found = fused_columns(*logits_as(logits), torch.zeros(7, dtype=torch.int64), 11)["entropy"]
+    torch.testing.assert_close(found, space["entropy_from_logits"](logits))
 
 
 @given(

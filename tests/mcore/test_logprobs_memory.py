@@ -46,6 +46,7 @@ def test_the_peak_is_a_chunk_and_a_few_numbers_for_each_token(names: tuple[str, 
     assert memory.peak_bytes < 4 * CHUNK + 6 * 4 * BLOCK + products + 80 * column_bytes
 
 
+@pytest.mark.slow
 def test_the_peak_does_not_grow_with_the_vocabulary() -> None:
     small, large = (measured(512, vocab_size, ALL)[0].peak_bytes for vocab_size in (1024, 4096))
     assert large <= 1.01 * small

@@ -29,6 +29,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
     return run("1", tmp_path_factory.mktemp("triton"))
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     """The interpreter takes more than the compiler does."""
     sizes = run("0", tmp_path)

@@ -38,10 +38,13 @@ def test_minis_agree_in_every_layout(name):
     assert_agree(name)
 
 
-QUICK = ("qwen2_5_0_5b", "llama3_2_1b", "mistral_7b")  # of the others, experts are modules by the hundred
+QUICK = ("qwen2_5_0_5b", "llama3_2_1b", "mistral_7b")
+SLOW = ("qwen3_8b", "mixtral_8x7b")  # the others are of the same families, and theirs are modules by the hundred
+MARKS = dict.fromkeys(PUBLISHED, [pytest.mark.long])
+MARKS |= dict.fromkeys(SLOW, [pytest.mark.slow]) | dict.fromkeys(QUICK, [])
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PUBLISHED])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in PUBLISHED])
 def test_published_models_agree_in_every_layout(name):
     assert_agree(name)
 
