@@ -25,13 +25,15 @@ set -- python -m megarl train "$@" \
 if [ "$left" -eq 0 ]; then
     exec "$@"
 fi
+trap 'kill -TERM "${!-}" || true; wait; exit 143' TERM INT # who ends this script ends the run
 while true; do
     status=0
     "$@" &
-    trap 'kill -TERM $!; wait $!; exit 143' TERM INT # who ends this script ends the run
     wait $! || status=$?
-    # 2: a mistake in the settings; above 128: ended by a signal, which is somebody's wish.
-    if [ "$status" -eq 0 ] || [ "$status" -eq 2 ] || [ "$status" -gt 128 ] || [ "$left" -eq 0 ]; then
+    case $status in
+    0 | 2 | 129 | 130 | 143) exit "$status" ;; # 2: a mistake in the settings; above 128: a signal by which people end things
+    esac
+    if [ "$left" -eq 0 ]; then
         exit "$status"
     fi
     left=$((left - 1))

@@ -1,4 +1,4 @@
-"""Where this process stands among the machines of a run: what Slurm, Kubernetes or torchrun tell in the environment.
+"""Where this process stands among the machines of a run: what Slurm or Kubernetes tell in the environment.
 
 They are asked only where the settings say that there are several machines, and only for what the settings leave open.
 """
@@ -14,7 +14,7 @@ from megarl.config.schema import Trainer
 
 NODE_ADDRESS = "MEGARL_NODE_ADDR"  # this machine's own address, where it has several and another would be taken
 # variables that hold the number of this machine in the job
-_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "GROUP_RANK")
+_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 
 
@@ -37,15 +37,18 @@ def placed(config: Config, environment: Mapping[str, str]) -> Config:
 
 
 def _check(nnodes: int, environment: Mapping[str, str]) -> None:
-    """One process on each of so many machines is what we want."""
-    for name, what in (("SLURM_STEP_NUM_NODES", "this srun"), ("GROUP_WORLD_SIZE", "torchrun")):
-        given = environment.get(name, "")
-        if given.isdigit() and int(given) != nnodes:
-            raise ValueError(f"trainer.nnodes={nnodes}: {what} has {given} ({name}); want the same number")
-    for name, what in (("SLURM_NTASKS_PER_NODE", "srun --ntasks-per-node"), ("LOCAL_WORLD_SIZE", "--nproc-per-node")):
-        given = environment.get(name, "")
-        if given.isdigit() and int(given) != 1:
-            raise ValueError(f"{what}={given}: want 1, megarl starts the ranks of a machine itself")
+    """One process on each of so many machines is what we want, and none that torchrun started: see SECURITY.md."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        raise ValueError(
+            "torchrun: want `megarl train` itself on each machine, as launch/node.sh starts it, since torchrun listens "
+            "on all interfaces and executes what anyone sends there"
+        )
+    given = environment.get("SLURM_STEP_NUM_NODES", "")
+    if given.isdigit() and int(given) != nnodes:
+        raise ValueError(f"trainer.nnodes={nnodes}: this srun has {given} (SLURM_STEP_NUM_NODES); want the same number")
+    given = environment.get("SLURM_NTASKS_PER_NODE", "")
+    if given.isdigit() and int(given) != 1:
+        raise ValueError(f"srun --ntasks-per-node={given}: want 1, megarl starts the ranks of a machine itself")
 
 
 def _first_machine(environment: Mapping[str, str]) -> str | None:

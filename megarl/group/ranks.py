@@ -76,6 +76,7 @@ class RanksProcess:
         self.port = launch.master_port if self._store is None else self._store.port  # of the store
         shared = {**_environment(launch), ADDRESS: address, TOKEN: token, PARENT: str(os.getpid())}
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._failed: int | None = None  # the first of them that was seen to fail
         try:
             for local, path in enumerate(self._logs):
                 self._processes.append(_start(launch.worker, path, shared | _world(launch, local, self.port)))
@@ -91,14 +92,13 @@ class RanksProcess:
     @property
     def log(self) -> Path:
         """Of the rank that failed, or else of the first."""
-        codes = [process.poll() for process in self._processes]
-        return next((log for log, code in zip(self._logs, codes, strict=True) if code), self._logs[0])
+        return self._logs[self._first_failed() or 0]
 
     def exit_code(self) -> int | None:
         """None while all run; of a rank that failed as soon as one has, since the others only wait for it."""
-        codes = [process.poll() for process in self._processes]
-        failed = next((code for code in codes if code), None)
-        return failed if failed is not None or None in codes else 0
+        if (failed := self._first_failed()) is not None:
+            return self._processes[failed].returncode
+        return None if None in [process.poll() for process in self._processes] else 0
 
     def end(self) -> None:
         """They have been asked over their connections: wait for that unless one failed, then terminate, then kill.
@@ -114,6 +114,11 @@ class RanksProcess:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._store = None
+
+    def _first_failed(self) -> int | None:
+        if self._failed is None:
+            self._failed = next((local for local, process in enumerate(self._processes) if process.poll()), None)
+        return self._failed
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
