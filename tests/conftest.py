@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, chdir
 from pathlib import Path
@@ -18,6 +19,10 @@ from config_helpers import tables_kept  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
+
+# What a shell starts in the background ignores Ctrl-C, and so would the runs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples every time, and no limit on how long one takes: the machine may be busy.
 settings.register_profile("steady", deadline=None, derandomize=True, print_blob=False)
