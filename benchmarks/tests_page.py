@@ -1,6 +1,6 @@
 """The page of a run of the tests: how many each file has, what became of them, and how long they took.
 
-    bash launch/test.sh -m long && python benchmarks/tests_page.py runs/tests.xml --what "tests marked long"
+bash launch/test.sh -m long && python benchmarks/tests_page.py runs/tests.xml --what "tests marked long"
 """
 
 from __future__ import annotations
