@@ -136,6 +136,7 @@ def followers(num: int, *, relayed: bool) -> Iterator[_Below]:
     """Real followers, one by one or behind a real relay."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((HOST, 0)))
+        listener.settimeout(scale_hollow.LIMIT_S)
         address, token = f"{HOST}:{listener.getsockname()[1]}", secrets.token_hex(16)
         links: list[Link] = []
         pids: list[int] = []
@@ -154,8 +155,10 @@ def followers(num: int, *, relayed: bool) -> Iterator[_Below]:
             home, key = ours.recv()
             pids += [begin(scale_hollow.follower, home, key, rank) for rank in range(num)]
             links.append(upward)
-            while num > len({upward.receive().rank for _ in range(num)}):
-                raise RuntimeError("a follower came twice")
+            upward.sock.settimeout(scale_hollow.LIMIT_S)
+            if sorted(upward.receive().rank for _ in range(num)) != list(range(num)):
+                raise RuntimeError("a follower did not come, or came twice")
+            upward.sock.settimeout(None)
             yield _Below(links, relay, pids, num)
             return
         for rank in range(num):

@@ -19,12 +19,12 @@ import torch
 
 from megarl import __version__
 from megarl.group.follow import Answer, follow
-from megarl.group.ranks import ADDRESS, TOKEN
+from megarl.group.ranks import ADDRESS, PARENT, TOKEN
 from megarl.group.relay import Relay
 from megarl.group.wire import HEARTBEAT_S, Tensors, Wire, WireClosed, connect, to_bytes
 from megarl.rollout.lifetime import die_with_parent
 
-_LIMIT_S = 120.0
+LIMIT_S = 120.0
 
 
 def start(target: Any, *arguments: Any) -> Any:
@@ -86,10 +86,10 @@ class Machines:
 
     def _call(self, hello: dict[str, Any]) -> Wire:
         """The driver may not listen yet, or be greeting too many."""
-        deadline = time.monotonic() + _LIMIT_S
+        deadline = time.monotonic() + LIMIT_S
         while True:
             try:
-                return connect(self._address, self._token, hello, timeout_s=_LIMIT_S)
+                return connect(self._address, self._token, hello, timeout_s=LIMIT_S)
             except OSError:
                 if time.monotonic() > deadline:
                     raise
@@ -149,7 +149,7 @@ def relay(address: str, num_ranks: int, told: Any) -> None:
 def follower(address: str, token: str, rank: int) -> None:
     """A rank that follows and has nothing to do."""
     _become_child()
-    os.environ.update({"RANK": str(rank), ADDRESS: address, TOKEN: token})
+    os.environ.update({"RANK": str(rank), ADDRESS: address, TOKEN: token, PARENT: str(os.getppid())})
     follow({"nothing": nothing}, lambda: _Alone(), lambda: True)
 
 
