@@ -26,7 +26,7 @@ def test_a_row_for_each_file_and_a_line_for_each_failure(tmp_path: Path) -> None
         {"file": "tests/test_cli.py", "tests": 1, "failed": 0, "seconds": 0.5, "longest": 0.5},
     ]
     assert said["notes"] == ["failed: tests/dist/test_push.py::test_b"]
-    assert (said["all tests"], said["all failed"], said["seconds by the clock"]) == (3, 1, 12.5)
+    assert (said["all tests"], said["all failed"], said["took_s"]) == (3, 1, 12.5)
 
 
 def test_another_file_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
