@@ -31,6 +31,7 @@ from page import Result, arguments, run
 from peer_task import Work
 
 from megarl.metrics.jsonl import read_lines
+from megarl.rollout.server_process import free_ports
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -114,11 +115,16 @@ def megarl_command(work: Work, way: Way, name: str) -> list[str]:
 
 
 def trl_command(python: Path, way: Way, task: Path) -> list[str]:
-    """TRL's side; several processes are started as its documentation says, by torch's launcher."""
+    """TRL's side; several processes are started as its documentation says, by torch's launcher.
+
+    With a static rendezvous, which unpickles nothing; torch's own store listens on all interfaces while it runs.
+    """
     script = [str(HERE / "peer_trl.py"), str(task)]
     if way.processes == 1:
         return [str(python), *script]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(way.processes)]
+    (port,) = free_ports(["127.0.0.1"])
+    meeting = ["--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    launcher = ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(way.processes)]
     return [str(python), *launcher, *script]
 
 
@@ -182,7 +188,8 @@ def _execute(command: Sequence[str], log: Path, variables: dict[str, str]) -> No
     how: dict[str, Any] = {"env": environment | variables, "cwd": log.parent, "start_new_session": True}
     with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, **how) as side:
         try:
-            code = side.wait(TIMEOUT_S)
+            if code := side.wait(TIMEOUT_S):
+                _end(side)  # what it started may go on
         except subprocess.TimeoutExpired:
             _end(side)
             said = f"not done after {TIMEOUT_S:g} s; its log ends: {_last(log)}"
@@ -223,6 +230,8 @@ def measure(work: Work, ways: Sequence[Way], python: Path, rounds: int) -> tuple
     versions: dict[str, str] = {}
     left = list(ways)
     for number in range(rounds):
+        if {way.side for way in left} != {way.side for way in ways}:
+            break  # nothing is left to compare with
         for index, way in enumerate(left if number % 2 == 0 else left[::-1]):
             row: dict[str, Any] = {"round": number + 1, "side": way.side, "way": way.words}
             try:
@@ -241,9 +250,11 @@ def measure(work: Work, ways: Sequence[Way], python: Path, rounds: int) -> tuple
 def ratios(rows: Sequence[dict[str, Any]], flops: float, rate: float) -> dict[str, float]:
     """Of each side's way with the best median: tokens a second, share of the matrix rate; last, one by the other.
 
-    A way that failed in any round does not count; ValueError when a side has no other.
+    A way that failed in any round does not count; without a way of each side that ran there is no comparison.
     """
     best = {side: _best(rows, side) for side in ("megarl", "trl")}
+    if not all(best.values()):
+        return {}
     out = {"matrix_gflops": rate / 1e9}
     for side, mine in best.items():
         seconds = statistics.median(row["iteration_s"] for row in mine)
@@ -254,14 +265,12 @@ def ratios(rows: Sequence[dict[str, Any]], flops: float, rate: float) -> dict[st
 
 
 def _best(rows: Sequence[dict[str, Any]], side: str) -> list[dict[str, Any]]:
-    failed = {row["way"]: row["failed"] for row in rows if row["side"] == side and "failed" in row}
+    failed = {row["way"] for row in rows if row["side"] == side and "failed" in row}
     ways: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["side"] == side and row["way"] not in failed:
             ways.setdefault(row["way"], []).append(row)
-    if not ways:
-        raise ValueError(f"{side}: no way of it ran to its end: {failed}")
-    return max(ways.values(), key=lambda mine: statistics.median(row["tokens/s"] for row in mine))
+    return max(ways.values(), key=lambda mine: statistics.median(row["tokens/s"] for row in mine), default=[])
 
 
 def work(options: argparse.Namespace) -> Result | None:

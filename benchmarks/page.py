@@ -50,7 +50,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     title: str = ""
     load_before: float = field(default_factory=lambda: os.getloadavg()[0])
-    took_s: float = 0.0  # 0: what `work` takes
+    took_s: float = 0.0
     num_machines: int = 1
     own_page: str = ""  # Markdown in place of ours; who makes it has shown its tables
     draw: Callable[[Path], None] | None = None  # a picture beside the page
@@ -86,8 +86,7 @@ def run(
         options.out.mkdir(parents=True, exist_ok=True)  # better refused now than after an hour
         result = work(options)
         if result is not None:
-            result.load_before = load_before
-            result.took_s = result.took_s or time.perf_counter() - begun
+            result.load_before, result.took_s = load_before, time.perf_counter() - begun
             finish(result, options)
     except FAULTS as error:
         sys.stderr.write(f"error: {' '.join(str(error).split()) or type(error).__name__}\n")

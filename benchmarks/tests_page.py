@@ -1,45 +1,53 @@
-"""The page of a run of the tests: how many each file has, what became of them, and how long they took.
+"""Runs tests and makes the page of it: how many each file has, what became of them, and how long they took.
 
-bash launch/test.sh -m long && python benchmarks/tests_page.py runs/tests.xml --what "tests marked long"
+python benchmarks/tests_page.py -m long        # words for pytest, as launch/test.sh takes them
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import xml.etree.ElementTree as xml
 from collections import defaultdict
 from pathlib import Path
 
 from page import Result, arguments, run
 
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "runs" / "tests.xml"
+TESTS_FAILED = 1  # pytest's exit code
+
 
 def work(options: argparse.Namespace) -> Result:
-    """Reads the report of pytest, in the form of JUnit."""
-    try:
-        suite = next(xml.parse(options.report).getroot().iter("testsuite"))
-    except (xml.ParseError, StopIteration) as error:
-        raise ValueError(f"{options.report}: want a report that pytest --junit-xml wrote") from error
+    """Raises ValueError where pytest does not come to its end."""
+    code = subprocess.run(["bash", str(ROOT / "launch" / "test.sh"), *options.words]).returncode
+    if code not in (0, TESTS_FAILED):
+        raise ValueError(f"launch/test.sh {' '.join(options.words)}: exit code {code}, expected 0 or {TESTS_FAILED}")
+    return result(REPORT, " ".join(options.words))
+
+
+def result(report: Path, words: str) -> Result:
+    """What the report of a run, in the form of JUnit, says."""
+    suite = next(xml.parse(report).getroot().iter("testsuite"))
     files = defaultdict(list)
     for case in suite.iter("testcase"):
         files[case.get("classname", "").replace(".", "/") + ".py"].append(case)
-    result = Result("tests", "cpu", {"tests": options.what}, title=f"A run of the tests: {options.what}")
-    result.took_s = float(suite.get("time", 0))
+    found = Result("tests", "cpu", {"command": f"launch/test.sh {words}".strip()}, title="A run of the tests")
     for name, cases in sorted(files.items()):
         failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
         seconds = [float(case.get("time", 0)) for case in cases]
-        result.rows.append(
+        found.rows.append(
             {"file": name, "tests": len(cases), "failed": len(failed), "seconds": sum(seconds), "longest": max(seconds)}
         )
-        result.notes += [f"failed: {name}::{case.get('name')}" for case in failed]
+        found.notes += [f"failed: {name}::{case.get('name')}" for case in failed]
     for total in ("tests", "failed"):
-        result.ratios[f"all {total}"] = sum(row[total] for row in result.rows)
-    return result
+        found.ratios[f"all {total}"] = sum(row[total] for row in found.rows)
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
     found = arguments(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter))
-    found.add_argument("report", type=Path, help="runs/tests.xml of launch/test.sh")
-    found.add_argument("--what", default="all that launch/test.sh was asked for", help="which tests these were")
+    found.add_argument("-m", "--marker", dest="words", type=lambda word: ["-m", word], default=[], metavar="MARKER")
     return found
 
 

@@ -21,9 +21,10 @@ _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 def placed(config: Config, environment: Mapping[str, str]) -> Config:
     """The same run with trainer.node_rank and trainer.master_addr, where the environment knows them and they are unset.
 
-    Raises ValueError where the environment has another number of machines than the settings.
+    Raises ValueError where the environment has another number of machines than the settings, or is torchrun's.
     """
     trainer, unset = config.trainer, Trainer()
+    _refuse_torchrun(environment)
     if trainer.nnodes == 1:
         return config
     _check(trainer.nnodes, environment)
@@ -37,18 +38,21 @@ def placed(config: Config, environment: Mapping[str, str]) -> Config:
 
 
 def _check(nnodes: int, environment: Mapping[str, str]) -> None:
-    """One process on each of so many machines is what we want, and none that torchrun started: see SECURITY.md."""
-    if "TORCHELASTIC_RUN_ID" in environment:
-        raise ValueError(
-            "torchrun: want `megarl train` itself on each machine, as launch/node.sh starts it, since torchrun listens "
-            "on all interfaces and executes what anyone sends there"
-        )
+    """One process on each of so many machines is what we want."""
     given = environment.get("SLURM_STEP_NUM_NODES", "")
     if given.isdigit() and int(given) != nnodes:
         raise ValueError(f"trainer.nnodes={nnodes}: this srun has {given} (SLURM_STEP_NUM_NODES); want the same number")
     given = environment.get("SLURM_NTASKS_PER_NODE", "")
     if given.isdigit() and int(given) != 1:
         raise ValueError(f"srun --ntasks-per-node={given}: want 1, megarl starts the ranks of a machine itself")
+
+
+def _refuse_torchrun(environment: Mapping[str, str]) -> None:
+    if "TORCHELASTIC_RUN_ID" in environment:
+        raise ValueError(
+            "torchrun: expected `megarl train` itself on each machine, as launch/node.sh starts it, since torchrun "
+            "listens on all interfaces and executes what anyone sends there"
+        )
 
 
 def _first_machine(environment: Mapping[str, str]) -> str | None:

@@ -53,8 +53,10 @@ def make_nodes(config: Config, token: str) -> Nodes:
     return Nodes(trainer.nnodes, trainer.n_gpus_per_node, trainer.master_addr, trainer.master_port, token)
 
 
-def make_group(config: Config, role: Any, name: str, *, nodes: Nodes | None = None) -> Group:
-    """The world of a role's layout, on the role's own ranks."""
+def make_group(
+    config: Config, role: Any, name: str, *, nodes: Nodes | None = None, address: str = "127.0.0.1"
+) -> Group:
+    """The world of a role's layout, on the role's own ranks; on one machine they listen at `address`."""
     trainer = config.trainer
     return Group(
         name,
@@ -63,7 +65,7 @@ def make_group(config: Config, role: Any, name: str, *, nodes: Nodes | None = No
         log_dir=trainer.run_dir / "logs" / name,
         nodes=nodes,
         first_rank=role.first_rank,
-        address=ranks_address(config) if nodes is None else "127.0.0.1",
+        address=address,
         device=trainer.device,
         seed=trainer.seed,
         call_timeout_s=trainer.call_timeout_s,

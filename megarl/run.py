@@ -36,6 +36,7 @@ from megarl.parts import (
     optim_settings,
     optimizer_steps,
     plugins,
+    ranks_address,
     read_prompts,
     start_trackers,
 )
@@ -134,7 +135,6 @@ class Run:
         config = self.config
         self.dir.mkdir(parents=True, exist_ok=True)
         self._say_what_resumes()
-        (self.dir / "summary.json").unlink(missing_ok=True)  # only a run that came to its end has one
         (self.dir / "config.yaml").write_text(to_yaml(config))
         resume_step = self.first_step if self.resumed_from else None
         drop_after(self.dir / "samples.jsonl", resume_step)
@@ -161,6 +161,7 @@ class Run:
             self.prompts.load_state_dict(self.resumed_from.state["prompts"])
             self.kl.load_state_dict(self.resumed_from.state["kl"])
         self._end_turn()
+        (self.dir / "summary.json").unlink(missing_ok=True)  # only a run that came to its end has one
 
     def _make_fleet(self, processes: supervisor.Servers, asked: Trusts, token: str) -> Fleet:
         """Servers that share the trainer's GPUs get the canary once they have room for it, all others with the push."""
@@ -258,7 +259,9 @@ class Run:
         """The ranks of a role's keys, shared with the roles of the same layout on the same ranks."""
         world = layout_of(role.megatron), role.first_rank, role.num_ranks
         if world not in self._groups:
-            group = make_group(self.config, role, f"ranks_{len(self._groups)}", nodes=self._site.nodes)
+            nodes, name = self._site.nodes, f"ranks_{len(self._groups)}"
+            address = "127.0.0.1" if nodes else ranks_address(self.config)
+            group = make_group(self.config, role, name, nodes=nodes, address=address)
             self._groups[world] = self._stack.enter_context(group)
         return self._groups[world]
 

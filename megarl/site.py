@@ -6,6 +6,7 @@ import os
 import secrets
 import traceback
 from contextlib import ExitStack
+from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -55,8 +56,10 @@ class Site:
                 self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)  # other machines are told why
 
     def _wait_for_nodes(self) -> None:
         if (nodes := self.nodes) is not None:

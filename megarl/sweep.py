@@ -64,11 +64,14 @@ def sweep(
     start: does a run and returns its exit code, or raises KeyboardInterrupt, which ends the sweep.
     """
     results = [Result(dict(run.values), str(run.config.trainer.run_dir)) for run in runs]
+    finished = [is_finished(run.config) for run in runs]
+    for i, run in enumerate(runs):
+        if finished[i]:
+            results[i] = _with_numbers(results[i], run.config.trainer.run_dir)
     for i, run in enumerate(runs):
         what = f"run {i + 1} of {len(runs)}: {run.config.trainer.experiment_name}"
-        if is_finished(run.config):
+        if finished[i]:
             say(f"== {what}: finished before")
-            results[i] = _with_numbers(results[i], run.config.trainer.run_dir)
         else:
             say(f"== {what}")
             results[i] = _started(results[i], run, start)
@@ -146,8 +149,11 @@ def _file(runs: Sequence[SweptRun]) -> Path:
 
 
 def _write(file: Path, results: Sequence[Result]) -> None:
-    """There as a whole or not at all."""
+    """There as a whole or not at all; rows of other sweeps in the same folder stay."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(file.read_text())["runs"] if file.exists() else []
+    ours = {result.folder for result in results}
+    rows = [row for row in before if row["folder"] not in ours] + [asdict(result) for result in results]
     part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps({"runs": [asdict(result) for result in results]}, indent=2) + "\n")
+    part.write_text(json.dumps({"runs": rows}, indent=2) + "\n")
     part.replace(file)

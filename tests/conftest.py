@@ -20,6 +20,9 @@ from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
 
+for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # a user's own choice is kept, and tests look at ours
+    os.environ.pop(name, None)
+
 # What a shell starts in the background ignores Ctrl-C, and so would the runs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -62,7 +62,7 @@ def train_in_a_process(words: list[str], log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", "megarl", "train", *words], stdout=out, stderr=out)
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes], limit_s: float = 180.0) -> None:
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes], limit_s: float = 600.0) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         assert process.poll() is None, "the run ended before it could be killed"

@@ -44,8 +44,9 @@ def test_trl_runs_in_its_own_python_and_several_processes_under_torchs_launcher(
     one = trl_command(python, Way("trl", 1), task)
     assert one == ["/trl/bin/python", str(bench_peer.HERE / "peer_trl.py"), "/trl/task.json"]
     two = trl_command(python, Way("trl", 2), task)
-    assert two[:6] == ["/trl/bin/python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert two[6:] == one[1:]
+    assert two[:5] == ["/trl/bin/python", "-m", "torch.distributed.run", "--nnodes", "1"]
+    assert "--standalone" not in two and two[two.index("--nproc-per-node") + 1] == "2"
+    assert two[-2:] == one[1:]
 
 
 def test_our_numbers_are_those_after_warm_up() -> None:
@@ -150,8 +151,7 @@ def test_a_way_that_dies_is_reported_and_the_others_go_on(tmp_path: Path, monkey
     assert "ended by SIGABRT" in failed["failed"]
     assert ratios(rows, flops=1e9, rate=1e10)["peer"] == 1.0
     assert "SIGABRT" in page.markdown(Result("peer", "cpu", {}, rows), page.numbers(Result("peer", "cpu", {}, rows)))
-    with pytest.raises(ValueError, match="trl: no way of it ran to its end: .*SIGABRT"):
-        ratios([row for row in rows if row["way"] != "one" or row["side"] != "trl"], flops=1e9, rate=1e10)
+    assert ratios([row for row in rows if row["way"] != "one" or row["side"] != "trl"], flops=1e9, rate=1e10) == {}
 
 
 def test_a_way_that_fails_late_does_not_count() -> None:

@@ -51,13 +51,18 @@ def test_a_run_on_one_machine_asks_nobody() -> None:
     [
         (SLURM | {"SLURM_STEP_NUM_NODES": "4"}, r"trainer.nnodes=2: this srun has 4 \(SLURM_STEP_NUM_NODES\); want"),
         (SLURM | {"SLURM_NTASKS_PER_NODE": "8"}, r"srun --ntasks-per-node=8: want 1, megarl starts the ranks"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, r"torchrun: want `megarl train` itself on each machine"),
         ({"JOB_COMPLETION_INDEX": "2"}, r"trainer.nnodes=2: this is machine 2, counted from 0; want more"),
     ],
 )
 def test_another_number_of_machines_is_refused(environment: Mapping[str, str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         place(environment)
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_a_run_that_torchrun_started_is_refused(nnodes: int) -> None:
+    with pytest.raises(ValueError, match="torchrun: expected `megarl train` itself on each machine"):
+        place({"TORCHELASTIC_RUN_ID": "none"}, nnodes)
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_the_documents_loss_and_estimator_run_as_they_are_printed(parts: Path, t
     assert all(grad > 0 for grad in steps(run, "actor/grad_norm").values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_optimal_token_baseline_and_a_straight_through_full_kl(
     parts: Path, tmp_path: Path, estimated: list[Batch]
 ) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import subprocess
 from pathlib import Path
 
 import pytest
+import tests_page
 from page import run
-from tests_page import parser, work
+from tests_page import parser, result, work
 
 REPORT = """<testsuites><testsuite time="12.5">
 <testcase classname="tests.dist.test_push" name="test_a[x]" time="3.0"/>
@@ -18,18 +19,30 @@ REPORT = """<testsuites><testsuite time="12.5">
 
 def test_a_row_for_each_file_and_a_line_for_each_failure(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text(REPORT)
-    assert run(work, parser(), [str(tmp_path / "tests.xml"), "--what", "three tests", "--out", str(tmp_path)]) == 0
-    (file,) = tmp_path.glob("tests_*.json")
-    said = json.loads(file.read_text())
-    assert said["rows"] == [
+    found = result(tmp_path / "tests.xml", "-m long")
+    assert found.rows == [
         {"file": "tests/dist/test_push.py", "tests": 2, "failed": 1, "seconds": 8.0, "longest": 5.0},
         {"file": "tests/test_cli.py", "tests": 1, "failed": 0, "seconds": 0.5, "longest": 0.5},
     ]
-    assert said["notes"] == ["failed: tests/dist/test_push.py::test_b"]
-    assert (said["all tests"], said["all failed"], said["took_s"]) == (3, 1, 12.5)
+    assert found.notes == ["failed: tests/dist/test_push.py::test_b"]
+    assert found.ratios == {"all tests": 3, "all failed": 1}
+    assert found.configuration == {"command": "launch/test.sh -m long"}
 
 
-def test_another_file_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "tests.xml").write_text("<html>")
-    assert run(work, parser(), [str(tmp_path / "tests.xml"), "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}/tests.xml: want a report that pytest --junit-xml wrote\n"
+@pytest.mark.parametrize(("code", "pages"), [(0, 1), (1, 1), (5, 0)], ids=["passed", "some failed", "none ran"])
+def test_a_page_is_made_of_tests_that_came_to_their_end(
+    code: int, pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests.xml").write_text(REPORT)
+    asked: list[list[str]] = []
+
+    def stand_in(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        asked.append(command[2:])
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(tests_page, "REPORT", tmp_path / "tests.xml")
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", stand_in)
+        made = work(parser().parse_args(["-m", "long"])) if pages else None
+        assert made is not None or run(work, parser(), ["-m", "long", "--out", str(tmp_path)]) == 2
+    assert asked == [["-m", "long"]]

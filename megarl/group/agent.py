@@ -144,7 +144,11 @@ class Agent:
         if launch.worker not in self._workers:
             raise ValueError(f"worker={launch.worker}: want {' or '.join(self._workers)}")
         relay = Relay(self._connect({"relay": order["job"]}), launch.num_ranks)
-        process = RanksProcess(replace(launch, address=self._own or launch.address), relay.address, relay.token)
+        try:
+            process = RanksProcess(replace(launch, address=self._own or launch.address), relay.address, relay.token)
+        except BaseException:
+            relay.close()
+            raise
         job = self._jobs[order["job"]] = Ranks(process, relay)
         return {"pid": job.pid, "port": process.port}
 

@@ -28,6 +28,7 @@ from megarl.sockets import listen
 SILENCE_S = 60.0  # without a sign for so long, a node counts as lost
 JOIN_S = 1800.0  # a node may be given its machine later than the first
 _ORDER_S = 60.0
+_LONGEST_WHY = 2000  # characters of the reason with which the others are sent away
 _FILES, _FILES_PER_NODE = 512, 8  # of the driver: an agent, a relay for each group, what asks the servers there
 _FILES_PER_RANK = 4  # of who hosts the store of a group: its connections, of two groups
 _RELAY_S = 60.0  # between the start of ranks there and the call of their relay
@@ -107,9 +108,9 @@ class _Member:
         with suppress(WireClosed):
             self._wire.send({"beat": 1})
 
-    def leave(self) -> None:
+    def leave(self, why: str | None = None) -> None:
         with suppress(WireClosed):
-            self._wire.send({"do": "leave"})
+            self._wire.send({"do": "leave"} if why is None else {"do": "leave", "why": why[:_LONGEST_WHY]})
         self.lost = self.lost or f"node {self.node} was sent away"
         self._wire.close()
 
@@ -178,11 +179,14 @@ class Nodes:
         threading.Thread(target=self._beat, daemon=True, name="nodes beat").start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """The others are sent away; after a failure with its reason, so that their own command fails too."""
         self._closed.set()
         self._door.close()
+        failed = kind is not None and issubclass(kind, Exception)
+        why = f"the driver stopped: {' '.join(str(error).split())}" if failed else None
         for member in self._members.values():
-            member.leave()
+            member.leave(why)
 
     @property
     def port(self) -> int:

@@ -77,6 +77,7 @@ class RanksProcess:
         shared = {**_environment(launch), ADDRESS: address, TOKEN: token, PARENT: str(os.getpid())}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failed: int | None = None  # the first of them that was seen to fail
+        self._ended = False
         try:
             for local, path in enumerate(self._logs):
                 self._processes.append(_start(launch.worker, path, shared | _world(launch, local, self.port)))
@@ -103,8 +104,11 @@ class RanksProcess:
     def end(self) -> None:
         """They have been asked over their connections: wait for that unless one failed, then terminate, then kill.
 
-        Whatever a rank started ends with it.
+        Whatever a rank started ends with it. A second call does nothing: the numbers may be other processes' by then.
         """
+        if self._ended:
+            return
+        self._ended = True
         if self._processes and not self.exit_code():
             self._wait(_END_S)
         self._signal(signal.SIGTERM)
@@ -112,7 +116,8 @@ class RanksProcess:
         for process in self._processes:
             with suppress(ProcessLookupError, PermissionError):  # its session holds the writers that Megatron forks
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # one in the kernel's hands, such as a driver's, ends when it can
+                process.wait(_END_S)
         self._store = None
 
     def _first_failed(self) -> int | None:

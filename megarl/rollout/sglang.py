@@ -62,6 +62,7 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         plugins=_PLUGINS + (_CPU_PLUGIN if on_cpu else ""),
     )
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a health question waits for a written token
+    environment["SGLANG_REQUEST_STATE_WAIT_TIMEOUT"] = "1"  # s until it sees that a client has gone; 4 by default
     for dump in ("PYSPY_DUMP", "CUDA_COREDUMP"):  # else a broken server lives on, deaf, for up to a minute
         environment[f"SGLANG_{dump}_BEFORE_CRASH"] = "0"
     if on_cpu:

@@ -30,9 +30,10 @@ GRADIENT = 2e-5
 # Of a loss, relative to it or to the sum of its weights (a token loss of 1 everywhere), since its terms cancel.
 LOSS = 2e-5
 FAST, SLOW = cover(tuple(SPLITS)), cover(tuple(MORE_SPLITS))
+PAIRS = ("dp2 tp2", "cp2 pp2")  # of two kinds of parallelism, which SPLITS does not have
 ANY_SPLIT = [
     *(pytest.param(split, marks=pytest.mark.slow if " " in split else ()) for split in SPLITS),
-    *(pytest.param(split, marks=pytest.mark.long) for split in MORE_SPLITS),
+    *(pytest.param(split, marks=pytest.mark.slow if split in PAIRS else pytest.mark.long) for split in MORE_SPLITS),
 ]
 
 

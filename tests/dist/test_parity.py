@@ -32,6 +32,8 @@ SLOW: dict[int, dict[str, Layout]] = {
         "tp2 pp2": Layout(tp=2, pp=2),
         "tp2+sp cp2": Layout(**SP, cp=2),
         "pp2 vpp2 dp2": Layout(pp=2, vpp=2),
+        "cp2 pp2 vpp2": Layout(cp=2, pp=2, vpp=2),
+        "cp2 dp2": Layout(cp=2),
     },
 }
 LONG: dict[int, dict[str, Layout]] = {
@@ -41,8 +43,6 @@ LONG: dict[int, dict[str, Layout]] = {
         "pp2 dp2": Layout(pp=2),
         "pp4": Layout(pp=4),
         "tp2+sp pp2 vpp2": Layout(**SP, pp=2, vpp=2),
-        "cp2 pp2 vpp2": Layout(cp=2, pp=2, vpp=2),
-        "cp2 dp2": Layout(cp=2),
     },
 }
 # Of a model with twice the layers.

@@ -1,13 +1,19 @@
-"""A rank that hangs, and heeds nobody who asks it to end."""
+"""A rank that hangs in a call, with the interpreter's lock in hand, and heeds nobody who asks it to end."""
 
+import ctypes
 import os
 import signal
-import time
 
-from megarl.group.ranks import PARENT
-from megarl.rollout.lifetime import die_with_parent
+from megarl.group.follow import follow
 
-die_with_parent(int(os.environ[PARENT]))
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("hangs")
-time.sleep(600)  # longer than a test may take
+
+def hang() -> None:
+    """As a collective does whose partner is gone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("hangs", flush=True)
+    ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the lock; longer than a test may take
+
+
+if __name__ == "__main__":
+    assert os.environ["RANK"] == "0"
+    follow({"hang": lambda arguments, tensors: hang()}, lambda: None, lambda: True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
 from megarl import __version__
 from megarl.group import NodeLost, Nodes, nodes
-from megarl.group.agent import Agent
+from megarl.group.agent import Agent, DriverLost
 from megarl.group.ranks import RanksLaunch
 from megarl.group.wire import Wire, connect
 
@@ -45,6 +45,28 @@ def test_an_order_that_nobody_knows_is_answered_and_others_are_still_taken() -> 
         assert len(found.machine(1).free_ports([found.address(1)] * 2)) == 2
     agent.join(20)
     assert not agent.is_alive()
+
+
+def test_an_agent_fails_when_its_driver_failed_and_only_then() -> None:
+    """So that what starts both again after a failure starts both again."""
+    said: list[str] = []
+
+    def serve(port: int) -> None:
+        try:
+            Agent(1, f"127.0.0.1:{port}", TOKEN).serve()
+            said.append("sent away")
+        except DriverLost as error:
+            said.append(str(error))
+
+    for failure in (None, RuntimeError("rank 3 is gone\nsee its log"), KeyboardInterrupt()):
+        with suppress(RuntimeError, KeyboardInterrupt), driver() as found:
+            agent = threading.Thread(target=serve, args=(found.port,))
+            agent.start()
+            found.wait(limit_s=200)
+            if failure is not None:
+                raise failure
+        agent.join(200)
+    assert said == ["sent away", "the driver stopped: rank 3 is gone see its log", "sent away"]
 
 
 def test_ranks_run_our_worker_and_no_other_module() -> None:

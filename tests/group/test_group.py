@@ -28,6 +28,9 @@ def worker_on_path() -> Iterator[None]:
         os.environ["PYTHONPATH"] = before
 
 
+HANG_S = 60  # of the worker's `hang`
+
+
 def make(tmp: Path, name: str, ranks: int, tp: int, **limits: float) -> Group:
     return Group(name, ranks, Layout(tp=tp), log_dir=tmp / name, device="cpu", worker="echo_worker", **limits)
 
@@ -102,9 +105,9 @@ def test_a_call_has_a_limit_and_names_the_late_ranks(tmp_path: Path) -> None:
     with make(tmp_path, "late", 2, 1) as group:
         group.start()
         began = time.monotonic()
-        with pytest.raises(RankError, match=r"hang took over 2 s on ranks \[1\]"):
-            group.call("hang", {"rank": 1}, timeout_s=2.0)
-        assert time.monotonic() - began < 10
+        with pytest.raises(RankError, match=r"hang took over 5 s on ranks \[1\]"):
+            group.call("hang", {"rank": 1}, timeout_s=5.0)
+        assert time.monotonic() - began < HANG_S / 2
 
 
 def test_a_killed_rank_is_noticed_while_the_others_work(tmp_path: Path) -> None:
@@ -113,7 +116,7 @@ def test_a_killed_rank_is_noticed_while_the_others_work(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(RankError, match=r"group killed: rank 1 died in kill; see "):
             group.call("kill", {"rank": 1})
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < HANG_S / 2
 
 
 def test_ranks_that_cannot_start_are_reported_with_their_log(tmp_path: Path) -> None:

@@ -69,7 +69,9 @@ def test_ranks_of_one_machine_listen_on_loopback_unless_the_user_chose_an_interf
     assert env["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
-def test_when_a_rank_fails_the_others_are_ended_and_its_log_is_the_one_to_read(tmp_path: Path) -> None:
+def test_when_a_rank_fails_the_others_are_ended_and_its_log_is_the_one_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch = RanksLaunch("one_that_fails", "cpu", str(tmp_path), 3)
     ranks = RanksProcess(launch, "127.0.0.1:1", "no token")
     while ranks.exit_code() is None:
@@ -78,14 +80,22 @@ def test_when_a_rank_fails_the_others_are_ended_and_its_log_is_the_one_to_read(t
     assert ranks.log == tmp_path / "rank_1.log"
     assert "the shelf is empty" in ranks.log.read_text()
     ranks.end()  # the others would sleep for longer than this test may take
+    monkeypatch.setattr("os.killpg", lambda *_: pytest.fail("these numbers may be other processes' by now"))
+    ranks.end()
 
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """Killed, it can tell nobody."""
+    """Killed, it can tell nobody; and a rank that hangs in a call cannot see that its connection is closed."""
     script = f"""
         import sys, time
         from megarl.group.ranks import RanksLaunch, RanksProcess
-        ranks = RanksProcess(RanksLaunch("one_that_hangs", "cpu", {str(tmp_path)!r}, 1), "127.0.0.1:1", "no token")
+        from megarl.group.wire import greet
+        from megarl.sockets import listen
+        listener = listen("127.0.0.1")
+        home = f"127.0.0.1:{{listener.getsockname()[1]}}"
+        ranks = RanksProcess(RanksLaunch("one_that_hangs", "cpu", {str(tmp_path)!r}, 1), home, "a token")
+        wire, _ = greet(listener.accept()[0], "a token")
+        wire.send({{"id": 0, "method": "hang", "arguments": {{}}, "has_payload": False}})
         while not ranks.log.read_text():
             time.sleep(0.01)
         print(ranks.pid, flush=True)

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_who_ends_the_script_ends_the_run(tmp_path: Path) -> None:
     with start(tmp_path, ["hangs", "0"], restarts=3) as script:
         while not (tmp_path / "pid").exists():
             assert script.poll() is None
+            time.sleep(0.01)
         script.send_signal(signal.SIGTERM)
         script.communicate(timeout=120)
     assert script.returncode == 143
