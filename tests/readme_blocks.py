@@ -1,10 +1,9 @@
-"""The README as data: its fenced blocks, its commands, its tree and its tables."""
+"""The README as data: its fenced blocks, its commands and its tables."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "README.md").read_text()
 
 _FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_PATH = re.compile(r"\b[\w.-]+\.(?:py|yaml|sh|txt)\b|\b\w+/")
 
 
 class Block(NamedTuple):
@@ -57,24 +55,6 @@ def commands() -> list[Command]:
             if words[:1] == ["megarl"]:
                 found.append(Command(words[1:], following if following.startswith("error:") else None))
     return found
-
-
-def tree() -> Iterator[str]:
-    """Every path of the tree: a folder in front of its line holds what the line and the indented ones below it name."""
-    top = room = ""
-    for line in blocks(section("The tree"))[0].text.splitlines():
-        first, *others = _PATH.findall(line)
-        indent = len(line) - len(line.lstrip())
-        if indent == 0:
-            top, room = (first if first.endswith("/") else ""), ""
-            yield first
-        elif indent == 2:
-            room = first if first.endswith("/") else ""
-            yield top + first
-        else:
-            yield top + room + first
-        inner = first if indent > 2 and first.endswith("/") else ""
-        yield from (top + room + inner + other for other in others)
 
 
 def code_spans(text: str) -> list[str]:
