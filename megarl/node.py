@@ -6,10 +6,10 @@ import os
 
 from rich.console import Console
 
+from megarl.auth import needed_token
 from megarl.cluster import NODE_ADDRESS
 from megarl.config import Config
 from megarl.group.agent import Agent
-from megarl.secret import needed_token
 
 
 def main(config: Config) -> int:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import psutil
 from rich.console import Console
 
+from megarl.auth import SERVER_VARIABLE, needed_token, server_token
 from megarl.cluster import NODE_ADDRESS
 from megarl.config import Config
 from megarl.parts import server_launch, supervision
@@ -20,7 +21,6 @@ from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.running import place
 from megarl.rollout.server_process import ServerDied
 from megarl.rollout.supervisor import Servers, State
-from megarl.secret import SERVER_VARIABLE, needed_token, server_token
 
 _LOOK_S = 1.0
 

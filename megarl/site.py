@@ -11,13 +11,13 @@ from typing import Self
 
 from rich.console import Console
 
+from megarl.auth import given_token, needed_token, server_token
 from megarl.config import Config
 from megarl.group import NodeLost, Nodes
 from megarl.parts import check_gpus, make_nodes, make_servers
 from megarl.rollout.router import Router
 from megarl.rollout.server_process import MachineGone
 from megarl.rollout.supervisor import Servers
-from megarl.secret import given_token, needed_token, server_token
 from megarl.turns import Turns
 
 

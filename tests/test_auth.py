@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.secret import derived, given_token, needed_token, server_token, without_tokens
+from megarl.auth import derived, given_token, needed_token, server_token, without_tokens
 
 TOKEN = "0123456789abcdef"
 

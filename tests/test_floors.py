@@ -14,13 +14,13 @@ import megarl
 ROOT = Path(megarl.__file__).parent
 
 FLOORS = {
-    0: "sample layout plugins secret sockets",
+    0: "sample layout plugins auth sockets",
     1: "config algo data rewards metrics",
     2: "rollout mcore",
     3: "weights",
     4: "group roles checkpoint plan",
-    5: "method parts turns site cluster node serve run fleet finish train sweep sft evaluate quickstart convert doctor "
-    "cli __main__",
+    5: "method parts turns site cluster node serve run fleet finish train sweep sft evaluate quickstart convert "
+    "doctor cli __main__",
 }
 FLOOR_OF = {name: floor for floor, rooms in FLOORS.items() for name in rooms.split()}
 # Below this floor, the rooms of one floor do not know each other; on it and above, files work together without circles.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
+from megarl.auth import derived
 from megarl.group.nodes import JOIN_S, SILENCE_S, allow_all_files
 from megarl.group.ranks import RanksLaunch, RanksProcess
 from megarl.group.relay import Relay
@@ -23,7 +24,6 @@ from megarl.group.wire import HEARTBEAT_S, Wire, WireClosed, WireRefused, connec
 from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.lifetime import last_lines
 from megarl.rollout.server_process import Handle, LocalServer, free_ports
-from megarl.secret import derived
 
 WORKERS = ("megarl.roles.worker",)
 _CONNECT_S = 10.0

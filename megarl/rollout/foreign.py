@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megarl
-from megarl.secret import without_tokens
+from megarl.auth import without_tokens
 from megarl.sockets import interface_variables
 
 PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"

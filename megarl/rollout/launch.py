@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.secret import SERVER_VARIABLE, without_tokens
+from megarl.auth import SERVER_VARIABLE, without_tokens
 from megarl.sockets import interface_variables
 
 TOKEN_VARIABLE = SERVER_VARIABLE  # the servers' key travels here: a command line can be read by every user
