@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from megarl.algo.advantages import ADV_ESTIMATORS
+from megarl.algo.advantages.estimate import check_estimator_args
+from megarl.algo.advantages.table import ADV_ESTIMATORS
 from megarl.algo.correction import Correction
-from megarl.algo.estimate import check_estimator_args
+from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.kl import FULL, kl_estimate
-from megarl.algo.knobs import keyword_names
 from megarl.algo.loss import ActorLoss, CriticLoss
-from megarl.algo.policy import WITHOUT_RATIO
-from megarl.algo.shaping import overlong_filter, overlong_penalty
+from megarl.algo.losses.table import WITHOUT_RATIO
+from megarl.algo.reward_shaping import overlong_filter, overlong_penalty
 from megarl.config import Config, names
 from megarl.config.methods import other_layout
 from megarl.config.schema import Algorithm
@@ -46,7 +46,7 @@ class Method:
 
     actor: Update
     critic: Update | None  # None: the estimator wants no values
-    advantages: Mapping[str, Any]  # arguments of algo.estimate, all but the coefficient that a controller steers
+    advantages: Mapping[str, Any]  # arguments of estimate(), all but the coefficient that a controller steers
     correction: Correction
     shaping: tuple[Shaping, ...]
     columns: tuple[str, ...]  # of the actor's pass before the first optimizer step

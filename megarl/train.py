@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from megarl.algo.advantages.estimate import estimate
 from megarl.algo.correction import correct
-from megarl.algo.estimate import estimate
 from megarl.algo.finite import NonFiniteError
 from megarl.config import Config
 from megarl.data.batch import make_batch, sample_names

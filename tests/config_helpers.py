@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl import algo, rewards
-from megarl.algo import policy
+from megarl.algo.losses.table import PER_SEQUENCE, WITHOUT_RATIO
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.keys import leaf_types
 
@@ -28,7 +28,7 @@ TABLES: tuple[dict[str, Any], ...] = (
     algo.KL_ESTIMATORS,
     rewards.REWARDS,
 )
-SETS = (policy.PER_SEQUENCE, policy.WITHOUT_RATIO)
+SETS = (PER_SEQUENCE, WITHOUT_RATIO)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from readme_blocks import ROOT, blocks, code_spans
 
 from megarl import algo, rewards
 from megarl.algo import ActorLoss, estimate, step_columns
-from megarl.algo.estimate import SETTINGS
-from megarl.algo.knobs import CLIP_KEYS, keyword_names, knob_names
+from megarl.algo.advantages.estimate import SETTINGS
+from megarl.algo.hyperparameters import CLIP_KEYS, keyword_names, knob_names
 from megarl.config import Config, load_config
 from megarl.config.keys import groups, leaf_types, mapping_of
 from megarl.config.schema.algorithm import Algorithm, FilterGroups, OverlongBuffer, RolloutCorrection

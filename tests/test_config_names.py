@@ -6,8 +6,10 @@ import torch
 from config_helpers import KEYS
 
 from megarl import algo, rewards, rollout
-from megarl.algo import advantages, correction, policy
-from megarl.algo.knobs import keyword_names
+from megarl.algo import correction
+from megarl.algo.advantages.table import ADV_ESTIMATORS
+from megarl.algo.hyperparameters import keyword_names
+from megarl.algo.losses import table as losses
 from megarl.config import Config, config_dir, names
 from megarl.config.checks import CHOICES, OPEN_CHOICES, RANGES
 from megarl.config.keys import leaf_types
@@ -35,22 +37,22 @@ def test_every_kl_estimator_is_one_the_loss_layer_computes():
 def test_the_numbers_of_a_loss_are_its_keyword_arguments():
     clips = {"clip_low", "clip_high"}
     for name in names.POLICY_LOSSES:
-        asked = keyword_names(policy.POLICY_LOSSES[name])
-        selecting = keyword_names(policy.SELECTIONS[name]) if name in policy.SELECTIONS else {}
+        asked = keyword_names(losses.POLICY_LOSSES[name])
+        selecting = keyword_names(losses.SELECTIONS[name]) if name in losses.SELECTIONS else {}
         own = {**asked, **selecting}
-        columns = {*policy.COLUMN_KEYWORDS, "generator"}
+        columns = {*losses.COLUMN_KEYWORDS, "generator"}
         assert own.keys() - clips - {"clip_c"} - columns == set(names.POLICY_LOSS_ARGS.get(name, ())), name
         assert (name in names.LOSSES_WITHOUT_CLIP) == (not clips & own.keys()), name
         assert (name in names.LOSSES_WITH_DUAL_CLIP) == ("clip_c" in own), name
         needed = {knob for knob, has_default in own.items() if not has_default} - columns
         assert needed == set(names.POLICY_LOSS_ARGS_NEEDED.get(name, ())), name
-    assert set(names.LOSSES_WITHOUT_RATIO) == policy.WITHOUT_RATIO
-    assert set(names.SEQ_MEAN_WANTED) == policy.SEQ_MEAN_WANTED
+    assert set(names.LOSSES_WITHOUT_RATIO) == losses.WITHOUT_RATIO
+    assert set(names.SEQ_MEAN_WANTED) == losses.SEQ_MEAN_WANTED
 
 
 def test_what_an_estimator_reads_is_what_it_asks_for():
     def asking_for(keyword: str) -> set[str]:
-        return {name for name, function in advantages.ADV_ESTIMATORS.items() if keyword in keyword_names(function)}
+        return {name for name, function in ADV_ESTIMATORS.items() if keyword in keyword_names(function)}
 
     assert set(names.ADV_ESTIMATORS) - asking_for("values") == set(names.ESTIMATORS_WITHOUT_CRITIC)
     assert asking_for("group_ids") == set(names.GROUP_ESTIMATORS)

@@ -23,16 +23,16 @@ The tables of choices, each a dict literal in its file that `register_*` extends
 and what is said of a policy loss beside its function: SELECTIONS, WITHOUT_RATIO, PER_SEQUENCE, SEQ_MEAN_WANTED.
 """
 
-from megarl.algo.advantages import ADV_ESTIMATORS
+from megarl.algo.advantages.estimate import check_estimator_args, estimate
+from megarl.algo.advantages.table import ADV_ESTIMATORS
 from megarl.algo.aggregate import AGG_MODES, token_weights
 from megarl.algo.correction import Correction, correct
-from megarl.algo.estimate import check_estimator_args, estimate
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.kl import KL_CONTROLLERS, KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_estimate, make_kl_controller
 from megarl.algo.loss import ActorLoss, CriticLoss
-from megarl.algo.policy import PER_SEQUENCE, POLICY_LOSSES, SELECTIONS, SEQ_MEAN_WANTED, WITHOUT_RATIO
+from megarl.algo.losses.table import PER_SEQUENCE, POLICY_LOSSES, SELECTIONS, SEQ_MEAN_WANTED, WITHOUT_RATIO
 from megarl.algo.registry import register_adv_est, register_kl, register_policy_loss
-from megarl.algo.shaping import is_informative, overlong_filter, overlong_penalty
+from megarl.algo.reward_shaping import is_informative, overlong_filter, overlong_penalty
 from megarl.algo.step_columns import step_columns
 from megarl.plugins import load_plugins
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from megarl.algo.documented import DocumentedLoss
+from megarl.algo.hyperparameters import check_knobs, keyword_names, knobs_of, with_keys
 from megarl.algo.kl import FULL, kl_estimate, with_gradient_of_k2
-from megarl.algo.knobs import check_knobs, keyword_names, knobs_of, with_keys
-from megarl.algo.policy import COLUMN_KEYWORDS, POLICY_LOSSES, SELECTIONS
-from megarl.algo.ratio import KnobError, importance_ratio
+from megarl.algo.losses.ratio import KnobError, importance_ratio
+from megarl.algo.losses.table import COLUMN_KEYWORDS, POLICY_LOSSES, SELECTIONS
+from megarl.algo.losses.value import value_loss
 from megarl.algo.segments import clean
 from megarl.algo.tally import Tally
-from megarl.algo.value import value_loss
+from megarl.algo.verl_compat.losses import DocumentedLoss
 from megarl.sample import Batch, LossOutput
 
 OWN_STATS = (

@@ -3,7 +3,7 @@
     algorithm.plugins=[my_losses.py]   algorithm.policy_loss_fn=my_loss
 
 A function is recognised by its parameters: ours takes packed [T] columns; one written in the documented way of verl, on
-[batch, sequence] tensors, is wrapped (documented.py); any other is refused.  The names count, not their number: columns
+[batch, sequence] tensors, is wrapped (verl_compat/); any other is refused.  The names count, not their number: columns
 are handed over by position, and two in another order would compute something else without a word.
 """
 
@@ -13,12 +13,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from megarl.algo.advantages import ADV_ESTIMATORS
-from megarl.algo.documented import DocumentedLoss
-from megarl.algo.documented_estimator import DocumentedEstimator
-from megarl.algo.documented_form import is_documented_estimator, is_documented_loss
+from megarl.algo.advantages.table import ADV_ESTIMATORS
 from megarl.algo.kl import FULL, KL_ESTIMATORS
-from megarl.algo.policy import PER_SEQUENCE, POLICY_LOSSES, SELECTIONS, WITHOUT_RATIO, Selection
+from megarl.algo.losses.table import PER_SEQUENCE, POLICY_LOSSES, SELECTIONS, WITHOUT_RATIO, Selection
+from megarl.algo.verl_compat.estimators import DocumentedEstimator
+from megarl.algo.verl_compat.losses import DocumentedLoss
+from megarl.algo.verl_compat.signatures import is_documented_estimator, is_documented_loss
 
 F = TypeVar("F", bound=Callable[..., Any])
 

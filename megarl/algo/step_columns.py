@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.algo.aggregate import token_weights
 from megarl.algo.loss import ActorLoss, CriticLoss
-from megarl.algo.policy import PER_SEQUENCE, WITHOUT_RATIO
+from megarl.algo.losses.table import PER_SEQUENCE, WITHOUT_RATIO
 from megarl.algo.segments import clean, count_segments, segment_mean
 from megarl.sample import Batch
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from megarl.algo.shaping import is_informative
+from megarl.algo.reward_shaping import is_informative
 from megarl.rollout.protocol import MAX_SEED, SamplingParams
 from megarl.rollout.stream import Stream
 from megarl.sample import REWARD_ERROR, LostRollout, Prompt, Sample

@@ -18,7 +18,7 @@ from megarl.algo import (
     register_policy_loss,
     step_columns,
 )
-from megarl.algo.knobs import keyword_names
+from megarl.algo.hyperparameters import keyword_names
 from megarl.sample import Batch
 
 PLUGIN = """

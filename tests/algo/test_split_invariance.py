@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algo import AGG_MODES, POLICY_LOSSES, ActorLoss, CriticLoss, step_columns
-from megarl.algo.documented import DocumentedLoss
+from megarl.algo.verl_compat.losses import DocumentedLoss
 from megarl.sample import Batch, Stats, merge_stats
 
 LENGTHS = [5, 0, 1, 9, 3, 7, 2, 4, 6, 1]

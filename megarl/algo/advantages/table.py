@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.algo.group_advantages import gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
-from megarl.algo.returns import gae, returns_to_go, whiten
+from megarl.algo.advantages.gae import gae, returns_to_go, whiten
+from megarl.algo.advantages.group_relative import gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
+from megarl.algo.advantages.token_baseline import optimal_token_baseline
 from megarl.algo.segments import clean
-from megarl.algo.token_baseline import optimal_token_baseline
 
 AdvEstimator = Callable[..., tuple[Tensor, Tensor]]
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algo.ratio import LOG_RATIO_LIMIT, KnobError, importance_ratio, require_distances, require_ratio_clips
+from megarl.algo.losses.ratio import (
+    LOG_RATIO_LIMIT,
+    KnobError,
+    importance_ratio,
+    require_distances,
+    require_ratio_clips,
+)
 from megarl.algo.segments import count_segments, segment_mean
 
 GSPO_LOG_LIMIT = 10.0

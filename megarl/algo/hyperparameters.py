@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.algo.policy import COLUMN_KEYWORDS, POLICY_LOSSES, SELECTIONS
+from megarl.algo.losses.table import COLUMN_KEYWORDS, POLICY_LOSSES, SELECTIONS
 
 CLIP_KEYS = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "clip_c": "clip_ratio_c"}
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algo.documented_form import (
+from megarl.algo.verl_compat.signatures import (
     LONG_PROBE_LENGTHS,
     PROBE_LENGTHS,
     Config,

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megarl.algo.token_baseline import optimal_token_baseline
+from megarl.algo.advantages.token_baseline import optimal_token_baseline
 
 LOG_HALF, LOG_QUARTER = math.log(0.5), math.log(0.25)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algo.ratio import importance_ratio, require_distances, require_positive, require_ratio_clips
+from megarl.algo.losses.ratio import importance_ratio, require_distances, require_positive, require_ratio_clips
 
 
 def reinforce(

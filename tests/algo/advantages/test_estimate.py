@@ -7,8 +7,8 @@ from algo_reference import random_packed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.advantages import ADV_ESTIMATORS
-from megarl.algo.estimate import check_estimator_args, estimate
+from megarl.algo.advantages.estimate import check_estimator_args, estimate
+from megarl.algo.advantages.table import ADV_ESTIMATORS
 from megarl.algo.finite import NonFiniteError
 from megarl.sample import Batch, Stat
 

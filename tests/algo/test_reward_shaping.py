@@ -4,7 +4,7 @@ from algo_reference import Packed, packs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.shaping import is_informative, overlong_filter, overlong_penalty
+from megarl.algo.reward_shaping import is_informative, overlong_filter, overlong_penalty
 from megarl.sample import Batch
 
 

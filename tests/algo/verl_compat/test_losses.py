@@ -13,7 +13,7 @@ from megarl.algo import ActorLoss, load_plugins, register_policy_loss, step_colu
 from megarl.sample import merge_stats
 
 D = torch.float64
-PRINTED = Path(__file__).parents[1] / "fixtures" / "source_documents" / "policy_loss_function.txt"
+PRINTED = Path(__file__).parents[2] / "fixtures" / "source_documents" / "policy_loss_function.txt"
 LENGTHS = [5, 4, 9, 3, 7, 2]
 MODES = ["token_level", "sample_level"]
 

@@ -7,10 +7,10 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from megarl.algo import POLICY_LOSSES
-from megarl.algo.clipped import gmpo, gspo, ppo
-from megarl.algo.covariance import clip_cov, kl_cov
-from megarl.algo.ratio import importance_ratio
-from megarl.algo.weighted import cispo, dppo_kl, dppo_tv, dro, gpg, reinforce, sapo
+from megarl.algo.losses.clipped import gmpo, gspo, ppo
+from megarl.algo.losses.covariance import clip_cov, kl_cov
+from megarl.algo.losses.ratio import importance_ratio
+from megarl.algo.losses.weighted import cispo, dppo_kl, dppo_tv, dro, gpg, reinforce, sapo
 
 D = torch.float64
 LOG = math.log

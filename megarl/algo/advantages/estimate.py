@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algo.advantages import ADV_ESTIMATORS
+from megarl.algo.advantages.groups import Groups
+from megarl.algo.advantages.table import ADV_ESTIMATORS
 from megarl.algo.finite import require_finite
-from megarl.algo.groups import Groups
+from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.kl import kl_estimate
-from megarl.algo.knobs import keyword_names
 from megarl.algo.segments import clean, last_unmasked, segment_count, segment_mean
 from megarl.sample import Batch, Stat, Stats
 

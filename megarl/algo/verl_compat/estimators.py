@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algo.documented_form import PROBE_LENGTHS, RefusedError, accepted, adapted_signature, in_one_sentence
 from megarl.algo.segments import previous_unmasked
+from megarl.algo.verl_compat.signatures import PROBE_LENGTHS, RefusedError, accepted, adapted_signature, in_one_sentence
 
 ESTIMATOR_FORM = ("rewards", "values", "dones", "gamma", "gae_lambda", "response_mask")
 

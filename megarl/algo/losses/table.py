@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megarl.algo.clipped import gmpo, gspo, ppo
-from megarl.algo.covariance import clip_cov, kl_cov, select_clip_cov, select_kl_cov
-from megarl.algo.weighted import cispo, dppo_kl, dppo_tv, dro, gpg, reinforce, sapo
+from megarl.algo.losses.clipped import gmpo, gspo, ppo
+from megarl.algo.losses.covariance import clip_cov, kl_cov, select_clip_cov, select_kl_cov
+from megarl.algo.losses.weighted import cispo, dppo_kl, dppo_tv, dro, gpg, reinforce, sapo
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 Selection = Callable[..., Tensor]

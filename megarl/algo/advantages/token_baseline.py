@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algo.groups import samples_of
-from megarl.algo.returns import returns_to_go
+from megarl.algo.advantages.gae import returns_to_go
+from megarl.algo.advantages.groups import samples_of
 from megarl.algo.segments import segment_sum
 
 

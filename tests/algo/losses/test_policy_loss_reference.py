@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo import POLICY_LOSSES
-from megarl.algo.knobs import keyword_names
+from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.segments import clean
 
 D = torch.float64

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megarl.algo.groups import Groups, on_tokens, samples_of
-from megarl.algo.returns import whiten
+from megarl.algo.advantages.gae import whiten
+from megarl.algo.advantages.groups import Groups, on_tokens, samples_of
 
 Estimate = tuple[Tensor, Tensor]  # advantages [N], returns [N]
 

@@ -13,7 +13,7 @@ from megarl.algo import ActorLoss, CriticLoss, estimate, load_plugins, step_colu
 from megarl.sample import Batch
 
 D = torch.float64
-DOCUMENTS = Path(__file__).parents[1] / "fixtures" / "source_documents"
+DOCUMENTS = Path(__file__).parents[2] / "fixtures" / "source_documents"
 BLOCKS = {block.file: block.text for block in blocks((DOCUMENTS / "python_blocks.md").read_text())}
 PRINTED = (DOCUMENTS / "policy_loss_function.txt").read_text()
 LENGTHS, GROUPS = [4, 3, 5, 2], torch.tensor([0, 0, 1, 1])

@@ -17,8 +17,8 @@ import math
 import torch
 from torch import Generator, Tensor
 
-from megarl.algo.clipped import ppo
-from megarl.algo.ratio import KnobError, importance_ratio, require_positive
+from megarl.algo.losses.clipped import ppo
+from megarl.algo.losses.ratio import KnobError, importance_ratio, require_positive
 from megarl.algo.segments import clean
 
 

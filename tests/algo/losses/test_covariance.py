@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.algo import ActorLoss
-from megarl.algo.covariance import covariance, num_selected, select_clip_cov, select_kl_cov
+from megarl.algo.losses.covariance import covariance, num_selected, select_clip_cov, select_kl_cov
 
 NAN = float("nan")
 OLD = torch.tensor([-1.0, -3.0, NAN, -1.0, -3.0])

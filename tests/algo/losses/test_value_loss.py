@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megarl.algo.value import value_loss
+from megarl.algo.losses.value import value_loss
 
 D = torch.float64
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from megarl.algo.group_advantages import gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
-from megarl.algo.groups import Groups
+from megarl.algo.advantages.group_relative import gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
+from megarl.algo.advantages.groups import Groups
 
 # Six samples with 2, 1, 1, 2, 0 and 1 trainable tokens; group 7 = {0, 1, 3, 4}, of which 4 takes no part; 5 is alone.
 LENGTHS = [3, 1, 2, 2, 1, 1]
