@@ -22,6 +22,7 @@ from rich.table import Table
 from megarl import __version__
 from megarl.cluster import placed
 from megarl.config import Config, load_config, load_sweep, recipe_names, to_yaml
+from megarl.config.describe import Description, description
 from megarl.convert.request import parse, print_help
 from megarl.plan import request as plan_request
 from megarl.plan.report import report
@@ -33,18 +34,71 @@ class Command(NamedTuple):
     module: str
     function: str
     about: str
+    groups: tuple[str, ...] = ()  # of the keys that it reads
+    examples: tuple[tuple[str, str], ...] = ()
 
 
 COMMANDS = {
-    "train": Command("megarl.train", "main", "reinforcement learning: rollouts, rewards, losses, weights, again"),
-    "sft": Command("megarl.sft", "main", "supervised training on prompts and responses, with the same engine"),
-    "evaluate": Command("megarl.evaluate", "main", "answer the evaluation prompts with a model and score the answers"),
-    "node": Command("megarl.node", "main", "a further machine of a run; `train` and `sft` are it where node_rank > 0"),
-    "serve": Command("megarl.serve", "main", "the servers of rollout.urls that belong on this machine"),
+    "train": Command(
+        "megarl.train",
+        "main",
+        "reinforcement learning: rollouts, rewards, losses, weights, again",
+        ("data", "model", "actor", "critic", "ref", "rollout", "algorithm", "reward", "trainer"),
+        (
+            ("megarl train recipe=quickstart", "a whole run on two CPU cores"),
+            ("megarl train recipe=quickstart actor.optim.lr=1e-4", "the same with another learning rate"),
+            ("megarl train -m recipe=quickstart actor.optim.lr=1e-4,3e-4", "a run of each value, a table at the end"),
+            ("megarl train --config my_run.yaml", "your own file; it may say `recipe: NAME` to build on a shipped one"),
+            ("megarl train recipe=grpo_qwen2_5_72b_8x8h100 trainer.check_only=true", "check the layout, start nothing"),
+        ),
+    ),
+    "sft": Command(
+        "megarl.sft",
+        "main",
+        "supervised training on prompts and responses, with the same engine",
+        ("sft", "model", "actor", "trainer"),
+        (("megarl sft model.path=path/to/hf_folder sft.train_files=[my_examples.jsonl]", "a cold start"),),
+    ),
+    "evaluate": Command(
+        "megarl.evaluate",
+        "main",
+        "answer the evaluation prompts with a model and score the answers",
+        ("data", "model", "rollout", "reward", "trainer"),
+        (("megarl evaluate recipe=quickstart model.path=runs/quickstart/hf", "the score of a folder"),),
+    ),
+    "node": Command(
+        "megarl.node",
+        "main",
+        "a further machine of a run; `train` and `sft` are it where node_rank > 0",
+        ("trainer",),
+        (("megarl node trainer.nnodes=2 trainer.node_rank=1 trainer.master_addr=10.0.0.1", "the second machine"),),
+    ),
+    "serve": Command(
+        "megarl.serve",
+        "main",
+        "the servers of rollout.urls that belong on this machine",
+        ("model", "rollout"),
+        (("megarl serve model.path=path/to/hf_folder rollout.urls=[http://127.0.0.1:30000]", "servers alone"),),
+    ),
     "convert": Command("megarl.convert.story", "main", "a model on disk: Hugging Face's form to Megatron's, and back"),
     "plan": Command("megarl.plan.command", "main", "memory and time of a run on a cluster, predicted; better layouts"),
-    "doctor": Command("megarl.doctor", "main", "look whether this machine has what a run needs"),
-    "config": Command("megarl.cli", "print_config", "print the configuration that a command line comes to"),
+    "doctor": Command(
+        "megarl.doctor",
+        "main",
+        "look whether this machine has what a run needs",
+        ("rollout", "trainer"),
+        (("megarl doctor rollout.engine=sglang", "with SGLang's environment too"),),
+    ),
+    "config": Command(
+        "megarl.cli",
+        "print_config",
+        "print the configuration that a command line comes to",
+        ("data", "model", "actor", "critic", "ref", "rollout", "algorithm", "reward", "trainer", "sft"),
+        (
+            ("megarl config recipe=quickstart", "every key of a run and its value"),
+            ("megarl config --help actor.clip_ratio", "what a key means, its default and its range"),
+        ),
+    ),
 }
 
 SWEEP = Command("megarl.sweep", "main", "`megarl train -m`: a run of each combination of values")
@@ -65,13 +119,10 @@ GROUPS = {
 }
 
 EXAMPLES = (
-    ("megarl train recipe=quickstart", "a whole run on two CPU cores"),
-    ("megarl train recipe=quickstart actor.optim.lr=1e-4", "the same with another learning rate"),
-    ("megarl train -m recipe=quickstart actor.optim.lr=1e-4,3e-4", "a run of each value, and a table at the end"),
-    ("megarl train --config my_run.yaml", "your own file; it may say `recipe: NAME` to build on a shipped one"),
-    ("megarl config recipe=quickstart", "every key of a run and its value"),
+    *COMMANDS["train"].examples[:4],
+    *COMMANDS["config"].examples,
     ("megarl plan recipe=grpo_qwen2_5_72b_8x8h100 --search", "what it would take on its GPUs, and what is faster"),
-    ("megarl convert --help", "what it takes: it has keys of its own"),
+    ("megarl train --help", "the page of a command"),
 )
 
 EXIT_FAILED = 1
@@ -90,14 +141,10 @@ def main(argv: list[str] | None = None) -> int:
     if _take_flag(words, "--version"):
         Console().print(f"megarl {__version__}", highlight=False)
         return 0
-    if help_wanted and words[:1] in (["convert"], ["plan"]):
-        page = print_help if words[0] == "convert" else plan_request.print_help
-        page(Console())
-        return 0
-    if help_wanted or not words:
-        _print_help(Console(stderr=not help_wanted))
-        return 0 if help_wanted else EXIT_USAGE
     try:
+        if help_wanted or not words:
+            _help(words, Console(stderr=not help_wanted))
+            return 0 if help_wanted else EXIT_USAGE
         return _run_several(words[0], words[1:]) if several else _run(words[0], words[1:])
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -117,9 +164,7 @@ def print_config(config: Config) -> int:
 
 def _run(name: str, words: list[str]) -> int:
     if name not in COMMANDS:
-        guess = get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {guess[0]}?" if guess else f"want one of {', '.join(COMMANDS)}"
-        raise ValueError(f"there is no command {name}; {hint}")
+        raise ValueError(_no_command(name))
     if name == "convert":
         return _work_of(COMMANDS[name])(parse(words))
     if name == "plan":
@@ -190,6 +235,29 @@ def _complain(sentence: str) -> None:
     Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
 
 
+def _help(words: list[str], console: Console) -> None:
+    """The page of all commands, that of one, or what is known of keys."""
+    if not words:
+        return _print_help(console)
+    name, *keys = words
+    if name not in COMMANDS:
+        raise ValueError(_no_command(name))
+    if name == "convert":
+        return print_help(console)
+    if name == "plan":
+        return plan_request.print_help(console)
+    if name != "config" or not keys:
+        return _print_command(console, name, COMMANDS[name])
+    for found in [description(key) for key in keys]:
+        _print_key(console, found)
+
+
+def _no_command(name: str) -> str:
+    guess = get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {guess[0]}?" if guess else f"want one of {', '.join(COMMANDS)}"
+    return f"there is no command {name}; {hint}"
+
+
 def _print_help(console: Console) -> None:
     console.print("[bold]megarl[/] COMMAND \\[recipe=NAME | --config FILE] \\[key=value ...]", highlight=False)
     console.print("Reinforcement-learning post-training of language models with Megatron-Core and SGLang.\n")
@@ -203,6 +271,20 @@ def _print_help(console: Console) -> None:
         "--debug shows the traceback of an error, --version the version.",
         highlight=False,
     )
+
+
+def _print_command(console: Console, name: str, command: Command) -> None:
+    console.print(f"[bold]megarl {name}[/] \\[recipe=NAME | --config FILE] \\[key=value ...]", highlight=False)
+    console.print(f"{command.about}\n", highlight=False)
+    _print_table(console, "keys that it reads", [(group, GROUPS[group]) for group in command.groups])
+    _print_table(console, "examples", list(command.examples))
+    console.print("megarl config --help KEY explains a key.", highlight=False)
+
+
+def _print_key(console: Console, found: Description) -> None:
+    rows = [("meaning", found.meaning), ("type", found.kind), ("default", found.default), ("unit", found.unit)]
+    rows += [("allowed", found.allowed), ("also accepted", ", ".join(found.spellings))]
+    _print_table(console, found.key, [(name, text) for name, text in rows if text])
 
 
 def _print_table(console: Console, title: str, rows: list[tuple[str, str]]) -> None:

@@ -112,7 +112,22 @@ def test_help_names_every_command_group_and_recipe(capsys):
     groups = list(vars(Config()))
     for word in [*cli.COMMANDS, *groups, "gsm8k_qwen2_5_0_5b_1gpu", "--config"]:
         assert word in shown
-    assert call("train", "-h") == 0
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_has_a_page_of_its_own(name, capsys):
+    assert call(name, "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith(f"megarl {name}") and "commands" not in shown.split()[:40]
+    for group in cli.COMMANDS[name].groups:
+        assert cli.GROUPS[group][:20] in shown
+
+
+def test_help_explains_a_key_or_names_the_nearest(capsys):
+    assert call("config", "--help", "algorithm.lam") == 0
+    assert "gae: 0 trusts the critic" in capsys.readouterr().out
+    assert call("config", "--help", "algorithm.lamb") == 2
+    assert "did you mean algorithm.lam?" in capsys.readouterr().err
 
 
 def test_without_a_command_the_help_is_an_error(capsys):

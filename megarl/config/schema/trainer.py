@@ -13,10 +13,10 @@ class Trainer:
     default_local_dir: str = "runs"  # where runs are written
     total_training_steps: int | None = None  # iterations; null = total_epochs
     total_epochs: int = 1  # passes over the prompts
-    nnodes: int = 1  # machines
+    nnodes: int = 1  # machines of the run
     node_rank: int = 0  # which of them this is
     master_addr: str = "127.0.0.1"  # address of machine 0, where the others find the run
-    master_port: int = 29500  # its port
+    master_port: int = 29500  # port of the driver on machine 0
     n_gpus_per_node: int = 1  # training ranks per machine; processes, where there is no GPU
     device: str = "auto"  # auto | cpu | cuda
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # console jsonl tensorboard wandb

@@ -1,0 +1,38 @@
+"""What is said of a key before it is set."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.config import ConfigError
+from megarl.config.describe import description, descriptions
+from megarl.config.keys import leaf_types
+
+
+def test_every_key_has_a_meaning() -> None:
+    assert list(descriptions()) == list(leaf_types())
+    assert not [key for key, found in descriptions().items() if len(found.meaning) < 10]
+
+
+def test_a_key_with_its_range_and_a_default_of_its_own() -> None:
+    found = description("algorithm.lam")
+    assert (found.kind, found.default, found.allowed) == ("a number", "1.0", "a number from 0 to 1")
+    assert found.spellings == ("algorithm.gae_lambda",)
+
+
+def test_a_key_that_follows_another_keeps_the_meaning_that_it_has_there() -> None:
+    found = description("critic.megatron.tensor_model_parallel_size")
+    assert found.default == "= actor.megatron.tensor_model_parallel_size"
+    assert found.meaning == description("actor.megatron.tensor_model_parallel_size").meaning
+
+
+def test_names_and_units() -> None:
+    assert description("rollout.dtype").allowed == "float32 | bfloat16"
+    assert description("algorithm.adv_estimator").allowed.endswith("| a plug-in's name")
+    units = {key: description(key).unit for key in ("data.train_batch_size", "sft.batch_size", "reward.timeout_s")}
+    assert units == {"data.train_batch_size": "prompts", "sft.batch_size": "sequences", "reward.timeout_s": "seconds"}
+
+
+def test_a_key_that_is_not_there_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"there is no key actor.clip_ration; did you mean actor.clip_ratio\?"):
+        description("actor.clip_ration")
