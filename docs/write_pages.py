@@ -9,6 +9,8 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 
+from megarl.config.describe import Description, descriptions
+
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "megarl"
 
@@ -29,8 +31,38 @@ def files() -> str:
     return "\n".join(page)
 
 
+def configuration() -> str:
+    """Every key of a run, a section for each group of keys."""
+    page = ["# Configuration", "", *_CONFIGURATION]
+    groups: dict[str, list[Description]] = {}
+    for found in descriptions().values():
+        groups.setdefault(found.key.rpartition(".")[0], []).append(found)
+    for group, keys in groups.items():
+        page += [f"## {group}", "", "| key | meaning | default | unit | allowed | also accepted |"]
+        page += ["| --- | --- | --- | --- | --- | --- |"]
+        for key in keys:
+            spellings = ", ".join(f"`{name}`" for name in key.spellings)
+            cells = (f"`{key.key}`", key.meaning, f"`{key.default}`", key.unit, key.allowed or key.kind, spellings)
+            page.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        page += [""]
+    return "\n".join(page)
+
+
 _MADE = "Made from the docstrings by `python docs/write_pages.py`."
-PAGES: dict[str, Callable[[], str]] = {"files.md": files}
+_CONFIGURATION = """\
+Made from the comments of `megarl/config/schema/` by `python docs/write_pages.py`. `megarl config --help KEY` prints a
+row of it; `megarl config recipe=NAME` prints the values that a run gets.
+
+Later layers win: the defaults below, a preset (`model=NAME`, `layout=GPUSxGB`), a recipe (`recipe=NAME`), your own file
+(`--config FILE`), the command line. A default `= other.key` follows that key unless it is set; `null` leaves a key
+open. An unknown key, a value of another type or outside of its range, and a key that would do nothing are refused
+before anything starts.
+
+The groups `actor`, `rollout`, `ref` and `model` are verl's; `actor_rollout_ref.` in front of a key is accepted and
+dropped. [coming_from_verl.md](coming_from_verl.md) has the differences.
+
+""".splitlines()
+PAGES: dict[str, Callable[[], str]] = {"files.md": files, "configuration.md": configuration}
 
 
 def _docstring(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The README as data: its fenced blocks, its commands and its tables."""
+"""The README and the book in docs/ as data: fenced blocks, commands and tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "README.md").read_text()
+FRONT = (ROOT / "README.md").read_text()
+BOOK = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGE = "\n".join((FRONT, *BOOK.values()))
 
 _FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -31,7 +33,7 @@ class Command(NamedTuple):
 def section(heading: str) -> str:
     """The text between `## heading` and the next one."""
     _, found, rest = PAGE.partition(f"\n## {heading}\n")
-    assert found, f"the README has no section {heading}"
+    assert found, f"neither the README nor a page of docs/ has a section {heading}"
     return rest.partition("\n## ")[0]
 
 

@@ -1,4 +1,4 @@
-"""The README is run: its files are saved as a reader would save them, its commands composed, its paths looked up."""
+"""README and book are run: their files are saved as a reader would, their commands composed, their paths looked up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from config_helpers import tables_kept
-from readme_blocks import PAGE, ROOT, Command, blocks, code_spans, commands, files, section
+from readme_blocks import BOOK, FRONT, PAGE, ROOT, Command, blocks, code_spans, commands, files, section
 
 from megarl import cli
 from megarl.algo import ActorLoss, estimate, load_plugins
@@ -72,7 +72,7 @@ def test_the_reward_of_the_page_in_five_lines(desk: Path) -> None:
 
 
 def test_the_built_in_rewards_are_those_of_the_page() -> None:
-    sentence = section("Your own reward").partition("Built in:")[2].partition(". ")[0]
+    sentence = BOOK["data_rewards_plugins.md"].partition("Built in:")[2].partition(". ")[0]
     assert code_spans(sentence) == list(REWARDS)
 
 
@@ -80,7 +80,7 @@ def test_the_built_in_rewards_are_those_of_the_page() -> None:
 def plugin(desk: Path) -> Iterator[None]:
     """The page's plug-in, loaded; gone afterwards."""
     with tables_kept():
-        load_plugins(["my_algorithm.py"])
+        load_plugins(["my_loss.py", "my_estimator.py"])
         yield
 
 
@@ -94,7 +94,7 @@ def one_token_each(old_log_probs: list[float], **rows: torch.Tensor) -> Batch:
 
 
 def test_the_loss_of_the_page_by_hand(plugin: None) -> None:
-    assert len(files()["my_algorithm.py"].splitlines()) <= 20
+    assert len(files()["my_loss.py"].splitlines()) <= 10
     batch = one_token_each([-1.0, -1.0])
     batch = batch.with_columns(weight=batch.columns["response_mask"] / 2, advantages=torch.tensor([0.0, 2.0, 0.0, 1.0]))
     log_probs = torch.tensor([0.0, -0.5, 0.0, -1.5], requires_grad=True)
@@ -129,6 +129,18 @@ def test_every_command_composes_without_a_warning_or_is_refused_as_shown(
     assert len(seen) == (command.error is None)
 
 
+def test_the_front_page_fits_on_a_few_screens() -> None:
+    assert FRONT.count("\n") <= 200
+
+
+def test_every_link_leads_to_a_file() -> None:
+    for place, text in ((ROOT, FRONT), *((ROOT / "docs", text) for text in BOOK.values())):
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert target.startswith("https://") or (place / target).exists(), target
+    named = set(re.findall(r"\(docs/([\w]+\.md)\)", FRONT))
+    assert named == BOOK.keys(), "pages that the index of the book does not have"
+
+
 def test_the_page_has_commands_of_every_kind() -> None:
     assert {command.words[0] for command in commands()} == set(cli.COMMANDS)
 
@@ -148,7 +160,7 @@ def test_every_script_of_the_page_exists() -> None:
 
 
 def test_every_folder_of_the_tree_exists() -> None:
-    named = [span for line in blocks(section("The tree"))[0].text.splitlines() for span in line.split() if "/" in span]
+    named = [span for line in blocks(section("The ring"))[1].text.splitlines() for span in line.split() if "/" in span]
     folders = [name for name in named if name.endswith("/")]
     places = (ROOT, ROOT / "megarl", ROOT / "launch", ROOT / "configs")
     assert not [name for name in folders if not any((place / name).is_dir() for place in places)]
@@ -157,7 +169,7 @@ def test_every_folder_of_the_tree_exists() -> None:
 
 
 def test_every_test_that_keeps_a_promise_exists() -> None:
-    kept = [span for span in code_spans(section("Promises that a test keeps")) if span.startswith("tests/")]
+    kept = [span for span in code_spans(BOOK["guarantees.md"]) if span.startswith("tests/")]
     assert len(kept) >= 10
     assert not [path for path in kept if not (ROOT / path).is_file()]
 

@@ -27,7 +27,7 @@ MEASURED = {
     ("rollout", HELD_OUT): (1.728, 0.0), ("memory", NEITHER): (0.025, 1.0),
 }  # fmt: skip
 MARGIN, SHARE_MARGIN = 0.02, 0.08
-README = Path(page.__file__).parents[1] / "README.md"
+PLANNER = Path(page.__file__).parents[1] / "docs/planner.md"
 
 
 @cache
@@ -93,22 +93,23 @@ def test_every_kind_and_half_is_measured():
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("step", "whole RL steps"), ("training", "training"), ("push", "pushes"), ("rollout", "writing")]
+    ("kind", "said"),
+    [("step", "whole RL steps"), ("training", "training"), ("push", "pushes"), ("rollout", "generation")],
 )
-def test_readme_says_these_numbers(kind, said):
+def test_the_planners_page_says_these_numbers(kind, said):
     measured = summary(rows(), halves(rows()))
     cells = [said]
     for half in ("fitted", "held_out"):
         count = sum(row.kind == kind and halves(rows())[row.name] == half.replace("_", " ") for row in rows())
         error, share = (measured.get(f"{kind}_{half}_{name}", 0.0) for name in ("median_log_error", "within_1_5"))
         cells += [f"{math.exp(error):.2f}", f"{round(share * count)} of {count}"] if count else ["", ""]
-    assert f"| {' | '.join(cells)} |" in README.read_text()
+    assert f"| {' | '.join(cells)} |" in PLANNER.read_text()
 
 
 def test_readme_says_how_near_published_memory_is():
     ratios = [math.exp(row.error()) - 1 for row in of(NEITHER)]
     said = f"{-min(ratios):.0%} too low and {max(ratios):.0%} too high".replace("%", " %")
-    assert said in " ".join(README.read_text().split())
+    assert said in " ".join(PLANNER.read_text().split())
 
 
 def test_constants_at_their_bound_are_named():
