@@ -30,7 +30,7 @@ from ring_job import USUAL, Ring, make_ring
 from ring_report import Peak, between_steps, lost_share, read_steps, shares_of_peak, stage_rows, tokens_per_second
 from ring_suite import suite
 
-from megarl.cluster import placed
+from megarl.commands.this_machine import placed
 from megarl.config import Config
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import GPUS, find

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megarl.doctor import PYTHONS
+from megarl.commands.doctor import PYTHONS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "launch/constraints.txt"

@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megarl import __version__
-from megarl.cluster import placed
+from megarl.commands.this_machine import placed
 from megarl.config import Config, load_config, load_sweep, recipe_names, to_yaml
 from megarl.config.describe import Description, description
 from megarl.convert.request import parse, print_help
@@ -67,14 +67,14 @@ COMMANDS = {
         (("megarl evaluate recipe=quickstart model.path=runs/quickstart/hf", "the score of a folder"),),
     ),
     "node": Command(
-        "megarl.node",
+        "megarl.commands.node",
         "main",
         "a further machine of a run; `train` and `sft` are it where node_rank > 0",
         ("trainer",),
         (("megarl node trainer.nnodes=2 trainer.node_rank=1 trainer.master_addr=10.0.0.1", "the second machine"),),
     ),
     "serve": Command(
-        "megarl.serve",
+        "megarl.commands.serve",
         "main",
         "the servers of rollout.urls that belong on this machine",
         ("model", "rollout"),
@@ -83,7 +83,7 @@ COMMANDS = {
     "convert": Command("megarl.convert.story", "main", "a model on disk: Hugging Face's form to Megatron's, and back"),
     "plan": Command("megarl.plan.command", "main", "memory and time of a run on a cluster, predicted; better layouts"),
     "doctor": Command(
-        "megarl.doctor",
+        "megarl.commands.doctor",
         "main",
         "look whether this machine has what a run needs",
         ("rollout", "trainer"),
@@ -101,7 +101,7 @@ COMMANDS = {
     ),
 }
 
-SWEEP = Command("megarl.sweep", "main", "`megarl train -m`: a run of each combination of values")
+SWEEP = Command("megarl.commands.sweep", "main", "`megarl train -m`: a run of each combination of values")
 
 OVER_NODES = ("train", "sft", "evaluate", "node")  # on all but the first machine each of them is the last
 

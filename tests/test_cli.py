@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl import __version__, cli, doctor
+from megarl import __version__, cli
+from megarl.commands import doctor
 from megarl.config import Config, load_config
 
 ROOT = Path(__file__).parent.parent

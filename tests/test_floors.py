@@ -19,8 +19,7 @@ FLOORS = {
     2: "rollout mcore",
     3: "weights",
     4: "group roles checkpoint plan",
-    5: "method parts turns site cluster node serve run fleet finish train sweep sft evaluate quickstart convert "
-    "doctor cli __main__",
+    5: "method parts turns site run fleet finish train sft evaluate quickstart convert commands cli __main__",
 }
 FLOOR_OF = {name: floor for floor, rooms in FLOORS.items() for name in rooms.split()}
 # Below this floor, the rooms of one floor do not know each other; on it and above, files work together without circles.

@@ -9,7 +9,7 @@ from pathlib import Path
 import check_pins
 import pytest
 
-from megarl import doctor
+from megarl.commands import doctor
 
 ROOT = check_pins.ROOT
 # What decides whether CI is green, besides the tests.

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from megarl.cluster import placed
+from megarl.commands.this_machine import placed
 from megarl.config import load_config
 from megarl.run import Run
 

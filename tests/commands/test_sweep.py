@@ -18,11 +18,11 @@ from config_helpers import BASE
 from ring_cases import make_parts, settings, steps
 
 from megarl import cli
-from megarl import sweep as command
+from megarl.commands import sweep as command
+from megarl.commands.sweep import Result, is_finished, main, print_table, sweep, train
 from megarl.config import SweptRun, load_sweep, to_yaml
-from megarl.sweep import Result, is_finished, main, print_table, sweep, train
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

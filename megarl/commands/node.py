@@ -7,7 +7,7 @@ import os
 from rich.console import Console
 
 from megarl.auth import needed_token
-from megarl.cluster import NODE_ADDRESS
+from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
 from megarl.group.agent import Agent
 

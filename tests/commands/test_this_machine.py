@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from megarl.cluster import first_host, placed
+from megarl.commands.this_machine import first_host, placed
 from megarl.config import Config
 
 SLURM = {"SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[007-008]", "SLURM_STEP_NUM_NODES": "2"}

@@ -14,7 +14,7 @@ import psutil
 from rich.console import Console
 
 from megarl.auth import SERVER_VARIABLE, needed_token, server_token
-from megarl.cluster import NODE_ADDRESS
+from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
 from megarl.parts import server_launch, supervision
 from megarl.rollout.launch import EngineLaunch
