@@ -22,9 +22,9 @@ from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.losses.table import WITHOUT_RATIO
 from megarl.algo.reward_shaping import overlong_filter, overlong_penalty
 from megarl.config import Config, names
-from megarl.config.methods import other_layout
 from megarl.config.schema import Algorithm
 from megarl.config.settings import show
+from megarl.config.validate.algorithms import other_layout
 from megarl.roles.handles import Update
 from megarl.rollout.feed import Filter
 from megarl.sample import Batch, Stats

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megarl.config import Config
-from megarl.config.servers import placements
+from megarl.config.validate.servers import placements
 from megarl.rollout.client import Engine, EngineError
 from megarl.weights.canary import Canary, disagreement
 

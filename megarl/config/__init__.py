@@ -1,9 +1,9 @@
 """Every knob of a run: typed, checked before any process starts, and free of torch.
 
-Knows: the keys (schema/), the names a key may hold (names.py), the spellings of other documents (aliases.py), which
-values are impossible (checks.py), whether roles and servers fit their ranks (layouts.py, servers.py) and which layouts
-would (nearest.py), which keys would do nothing (inert.py), and how presets, recipes, files and command line become one
-`Config` (compose.py) or, with several values of a key, one for each run of a sweep (sweep.py).  Does not know: tensors,
+Knows: the keys (schema/), what each means (describe.py), the names a key may hold (names.py), the spellings of other
+documents (aliases.py), which values are impossible (validate/), which layouts would be possible instead (suggest.py),
+which keys would do nothing (unused_keys.py), and how presets, recipes, files and command line become one `Config`
+(compose.py) or, with several values of a key, one for each run of a sweep (sweep.py).  Does not know: tensors,
 processes, files of data; those are checked where they are read.
 Called by: the commands on the top floor, which hand plain values down; no lower room ever sees a `Config`.
 
@@ -21,11 +21,11 @@ from megarl.config.compose import (
     to_yaml,
 )
 from megarl.config.errors import ConfigError
-from megarl.config.layouts import used_roles
-from megarl.config.models import model_config
 from megarl.config.resolve import layout_of, resolved
 from megarl.config.schema import Config
 from megarl.config.sweep import SweptRun, load_sweep
+from megarl.config.validate.layouts import used_roles
+from megarl.config.validate.models import model_config
 
 __all__ = [
     "Config",

@@ -1,7 +1,7 @@
 """The names a key may hold.
 
-They are written here as strings, so that a configuration is checked without torch; tests/test_config.py compares them
-with the tables of functions they stand for.
+They are written here as strings, so that a configuration is checked without torch; a test compares them with the tables
+of functions they stand for.
 """
 
 _PPO = ("ppo", "vanilla", "grpo")  # three names of one loss

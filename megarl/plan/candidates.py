@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from megarl.config.nearest import divisors
-from megarl.config.servers import server_misfits
+from megarl.config.suggest import divisors
+from megarl.config.validate.servers import server_misfits
 from megarl.layout import Layout, ModelNumbers, misfits, numbers_of, rank_misfits, training_misfits
 from megarl.plan.job import Job, Role
 

@@ -1,6 +1,6 @@
 """Values and combinations that cannot be, found before any process starts.
 
-Roles and ranks are in layouts.py, servers in servers.py, losses in methods.py.  What needs the data is checked where
+Roles and ranks are in layouts.py, servers in servers.py, losses in algorithms.py.  What needs the data is checked where
 that is read.
 """
 
@@ -12,12 +12,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from megarl.config import engines, methods, models, names, servers
+from megarl.config import names
 from megarl.config.errors import ConfigError
-from megarl.config.layouts import ROLES, used_roles
-from megarl.config.nearest import divisors, nearest_numbers
 from megarl.config.schema import Config
 from megarl.config.settings import show
+from megarl.config.suggest import divisors, nearest_numbers
+from megarl.config.validate import algorithms, models, servers, strategies
+from megarl.config.validate.layouts import ROLES, used_roles
 
 Test = Callable[[Any], bool]
 
@@ -234,14 +235,14 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
     if command == "node":  # starts what machine 0 asks it to start
         return
     roles = used_roles(config, command)
-    yield from engines.contradictions(config, command)
+    yield from strategies.contradictions(config, command)
     yield from models.random_weights(config, roles or ("actor",))
     yield from models.vocabularies(config, roles)
     yield from models.lengths(config, ("actor",) if command == "evaluate" else roles, command)
     yield from _batches(config, command)
     yield from _schedules(config)
     if command in ("train", "config"):
-        yield from methods.contradictions(config)
+        yield from algorithms.contradictions(config)
     yield from servers.contradictions(config, command)
     if config.actor.lora.rank and config.actor.lora.push == "adapter" and config.rollout.engine != "sglang":
         yield f"actor.lora.push=adapter: want merged, because rollout.engine={config.rollout.engine} serves no adapters"

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import Config, ConfigError, load_config, resolved
-from megarl.config.layouts import check_layouts, failing_roles
-from megarl.config.nearest import divisors, nearest_numbers
+from megarl.config.suggest import divisors, nearest_numbers
+from megarl.config.validate.layouts import check_layouts, failing_roles
 
 ON_8 = ("trainer.n_gpus_per_node=8", "rollout.n=2")
 ACTOR = "actor.megatron"

@@ -20,8 +20,8 @@ from megarl.config import (
     resolved,
     to_yaml,
 )
-from megarl.config.checks import value_of
 from megarl.config.keys import followed, leaf_types, nearest
+from megarl.config.validate.values import value_of
 
 # ---- the shipped tree, and users' files
 

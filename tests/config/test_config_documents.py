@@ -8,9 +8,9 @@ from config_helpers import BASE, KEYS, load, refusal
 
 from megarl.config import Config, load_config
 from megarl.config.aliases import canonical
-from megarl.config.checks import value_of
+from megarl.config.validate.values import value_of
 
-DOCUMENTS = Path(__file__).parent / "fixtures/source_documents"
+DOCUMENTS = Path(__file__).parents[1] / "fixtures/source_documents"
 
 
 def lines_of(name: str) -> list[str]:

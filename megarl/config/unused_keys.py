@@ -11,13 +11,13 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from megarl.config import names
-from megarl.config.checks import value_of
 from megarl.config.errors import ConfigError
-from megarl.config.layouts import ROLES
-from megarl.config.models import group_of, has_folder
 from megarl.config.resolve import data_parallel_size, layout_of
 from megarl.config.schema import Config, Optim
 from megarl.config.settings import Setting
+from megarl.config.validate.layouts import ROLES
+from megarl.config.validate.models import group_of, has_folder
+from megarl.config.validate.values import value_of
 
 
 class Inert(NamedTuple):

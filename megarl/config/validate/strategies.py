@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.layouts import used_roles
 from megarl.config.resolve import layout_of
 from megarl.config.schema import Config
+from megarl.config.validate.layouts import used_roles
 
 
 def without_shards(config: Config, command: str) -> list[str]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
-from megarl.config import models
 from megarl.config.errors import ConfigError
-from megarl.config.nearest import divisors, nearest_layouts, nearest_numbers
 from megarl.config.resolve import MICRO_BATCH_KEYS, cut_of, layout_of
 from megarl.config.schema import Config
 from megarl.config.settings import show
+from megarl.config.suggest import divisors, nearest_layouts, nearest_numbers
+from megarl.config.validate import models
 from megarl.layout import KEYS, Layout, ModelNumbers, misfits, rank_misfits, training_misfits
 
 ROLES = ("actor", "critic", "ref")
@@ -168,7 +168,7 @@ def _fsdp(seat: Seat) -> Iterator[tuple[str, str]]:
     layout, role = seat.layout, seat.role
     if layout.pp > 1:
         yield f"{role}.megatron.{KEYS['pp']}={layout.pp}: {role}.strategy=fsdp has no pipeline; want 1", ""
-    copies = seat.num_ranks // (layout.tp * layout.pp)  # fewer than two are megatron's anyway: see engines.py
+    copies = seat.num_ranks // (layout.tp * layout.pp)  # fewer than two are megatron's anyway: see strategies.py
     if copies > 1 and seat.numbers.num_experts and seat.num_ranks < 2 * layout.ep * layout.expert_tp * layout.pp:
         key = f"{role}.megatron.{KEYS['ep']}={layout.ep}"
         yield f"{key}: {role}.strategy=fsdp wants two ranks that share each expert", ""

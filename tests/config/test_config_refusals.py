@@ -6,7 +6,7 @@ import pytest
 from config_helpers import BASE, KEYS, load, refusal
 
 from megarl.config import ConfigError, load_config, names
-from megarl.config.inert import TABLE
+from megarl.config.unused_keys import TABLE
 
 # ---- values that cannot be
 

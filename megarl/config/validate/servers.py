@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from math import log2
 from urllib.parse import urlsplit
 
-from megarl.config import models
-from megarl.config.nearest import divisors, nearest_numbers
 from megarl.config.schema import Config
+from megarl.config.suggest import divisors, nearest_numbers
+from megarl.config.validate import models
 from megarl.layout import ModelNumbers
 
 MOST_GPUS = 16  # of one machine, of those that are built; how many this one has is asked where servers start

@@ -11,8 +11,8 @@ from megarl.algo.advantages.table import ADV_ESTIMATORS
 from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.losses import table as losses
 from megarl.config import Config, config_dir, names
-from megarl.config.checks import CHOICES, OPEN_CHOICES, RANGES
 from megarl.config.keys import leaf_types
+from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
 
 
 def test_the_names_are_those_of_the_tables():
