@@ -20,7 +20,7 @@ from machine import hardware, versions
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megarl.metrics.curve import COLOURS, read_series
+from megarl.metrics.plots import COLOURS, read_series
 
 # One step more than those in which ppo's critic learns alone.
 QUICK = ("trainer.default_local_dir=runs/quick", "trainer.total_training_steps=6", "trainer.test_freq=3")

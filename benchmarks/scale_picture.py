@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megarl.metrics.curve import COLOURS
+from megarl.metrics.plots import COLOURS
 
 LINES = (  # kind, what, column, name, how it is drawn
     ("ranks", "empty call", "seconds", "measured: ranks of a run, here", "o"),

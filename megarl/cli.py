@@ -80,7 +80,9 @@ COMMANDS = {
         ("model", "rollout"),
         (("megarl serve model.path=path/to/hf_folder rollout.urls=[http://127.0.0.1:30000]", "servers alone"),),
     ),
-    "convert": Command("megarl.convert.story", "main", "a model on disk: Hugging Face's form to Megatron's, and back"),
+    "convert": Command(
+        "megarl.convert.convert", "main", "a model on disk, from Hugging Face's form to Megatron's or back"
+    ),
     "plan": Command("megarl.plan.command", "main", "memory and time of a run on a cluster, predicted; better layouts"),
     "doctor": Command(
         "megarl.commands.doctor",

@@ -16,7 +16,7 @@ from megarl.algo.loss import ActorLoss
 from megarl.config import Config, to_yaml
 from megarl.data.chat import load_tokenizer
 from megarl.data.sft import SftExamples
-from megarl.metrics.curve import learning_curve
+from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
 from megarl.metrics.timer import Timer

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.data.rows import Row
+from megarl.data.readers import Row
 
 Messages = list[dict[str, str]]
 

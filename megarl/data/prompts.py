@@ -12,7 +12,7 @@ from megarl.data import FILE_KINDS
 from megarl.data.chat import encode_many, has_chat_template
 from megarl.data.fields import Question, question_of
 from megarl.data.order import Visits
-from megarl.data.rows import content_digest, read_rows
+from megarl.data.readers import content_digest, read_rows
 from megarl.sample import Prompt
 
 

@@ -6,11 +6,11 @@ Called by: the driver, once a step; the stories (train, sft, evaluate) at their 
 
     TRACKERS   trainer.logger   console  jsonl  tensorboard  wandb
 
-curve.py draws with matplotlib, which is imported when it draws; wandb and TensorBoard when they are asked for.
+plots.py draws with matplotlib, which is imported when it draws; wandb and TensorBoard when they are asked for.
 """
 
-from megarl.metrics.curve import learning_curve
 from megarl.metrics.jsonl import drop_after
+from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import Answer, samples_table, write_samples, write_summary
 from megarl.metrics.stats import batch_stats, finalise
 from megarl.metrics.timer import Timer

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.metrics import patterns
+from megarl.metrics import signals
 
 History = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value), oldest first
 
@@ -72,7 +72,7 @@ RULES: tuple[Rule, ...] = (
         "policy_loss_rises",
         ("actor/pg_loss", "critic/advantages/std", "critic/score/mean"),
         20,
-        patterns.policy_loss_rises,
+        signals.policy_loss_rises,
         "the policy loss rises while the score falls; try actor.optim.lr 10 times smaller, and see whether the rewards "
         "are on the scale you meant (critic/score/*; algorithm.advantage_clip bounds their effect)",
     ),
@@ -80,7 +80,7 @@ RULES: tuple[Rule, ...] = (
         "drifts_against_advantages",
         ("actor/pg_loss", "actor/pg_loss_level", "actor/drift_good", "actor/drift_bad"),
         10,
-        patterns.drifts_against_advantages,
+        signals.drifts_against_advantages,
         "the policy loss is above its level (actor/pg_loss_level) because each iteration makes the answers that were "
         "better than expected less likely and the worse ones likelier (actor/drift_good and actor/drift_bad are below "
         "0): something is stronger than the advantages; lower actor.entropy_coeff, actor.kl_loss_coef or "
@@ -90,7 +90,7 @@ RULES: tuple[Rule, ...] = (
         "loss_contradicts_ratio",
         ("actor/pg_loss", "actor/pg_loss_level", "actor/drift_good", "actor/drift_bad"),
         10,
-        patterns.loss_contradicts_ratio,
+        signals.loss_contradicts_ratio,
         "the policy loss is below its level (actor/pg_loss_level), as if the policy followed the advantages, but the "
         "answers that were better than expected become less likely and the worse ones likelier (actor/drift_good and "
         "actor/drift_bad are below 0); if algorithm.policy_loss_fn is a function of yours, its sign may be wrong, else "
@@ -100,14 +100,14 @@ RULES: tuple[Rule, ...] = (
         "score_falls",
         SCORE,
         40,
-        patterns.score_falls,
+        signals.score_falls,
         "the score has been falling for 40 steps; try actor.optim.lr 10 times smaller, or actor.use_kl_loss=true",
     ),
     Rule(
         "ratio_explodes",
         ("actor/ratio_mean", "actor/ratio_std"),
         3,
-        patterns.ratio_explodes,
+        signals.ratio_explodes,
         "the ratio of new to old probabilities is far from 1; try actor.optim.lr 10 times smaller, or fewer optimizer "
         "steps an iteration (actor.ppo_epochs, a larger actor.ppo_mini_batch_size)",
     ),
@@ -115,7 +115,7 @@ RULES: tuple[Rule, ...] = (
         "clipped_often",
         ("actor/pg_clipfrac",),
         5,
-        patterns.above(0.3),
+        signals.above(0.3),
         "over 30 % of the tokens are clipped and learn nothing; lower actor.optim.lr or actor.ppo_epochs, or widen "
         "actor.clip_ratio if the ratio is otherwise calm",
     ),
@@ -123,7 +123,7 @@ RULES: tuple[Rule, ...] = (
         "clipped_below",
         ("actor/pg_clipfrac_lower",),
         5,
-        patterns.above(0.01),
+        signals.above(0.01),
         "over 1 % of the tokens are bad ones that became likelier by actor.clip_ratio_c times; lower actor.optim.lr, "
         "and look at rollout_corr/log_prob_gap_mean",
     ),
@@ -131,7 +131,7 @@ RULES: tuple[Rule, ...] = (
         "policy_kl_spikes",
         ("actor/ppo_kl",),
         20,
-        patterns.spikes(10, at_least=0.05),
+        signals.spikes(10, at_least=0.05),
         "the policy jumped within one iteration (actor/ppo_kl); set actor.use_kl_loss=true or raise "
         "actor.kl_loss_coef, or lower actor.optim.lr",
     ),
@@ -139,7 +139,7 @@ RULES: tuple[Rule, ...] = (
         "gradient_spikes",
         ("actor/grad_norm",),
         20,
-        patterns.spikes(10, at_least=1.0, how_often=2),
+        signals.spikes(10, at_least=1.0, how_often=2),
         "the gradient norm is again 10 times its usual size; set actor.max_grad_norm near its usual size, set "
         "actor.use_kl_loss=true, or lower actor.optim.lr",
     ),
@@ -147,7 +147,7 @@ RULES: tuple[Rule, ...] = (
         "entropy_collapses",
         ("actor/entropy", *SCORE),
         50,
-        patterns.entropy_collapses,
+        signals.entropy_collapses,
         "the entropy fell to a fifth within 50 steps and the score rises no longer; raise actor.clip_ratio_high "
         "(0.28), set actor.entropy_coeff (0.001 to 0.01), or take algorithm.policy_loss_fn=clip_cov or kl_cov",
     ),
@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
         "entropy_explodes",
         ("actor/entropy",),
         30,
-        patterns.entropy_explodes,
+        signals.entropy_explodes,
         "the entropy has more than doubled in 30 steps, the policy becomes noise; lower actor.entropy_coeff or "
         "actor.optim.lr",
     ),
@@ -163,14 +163,14 @@ RULES: tuple[Rule, ...] = (
         "reference_kl_runs_away",
         ("actor/kl_loss",),
         20,
-        patterns.runs_away(to=1.0, times=3),
+        signals.runs_away(to=1.0, times=3),
         "the policy leaves the reference by over 1 nat a token; raise actor.kl_loss_coef or lower actor.optim.lr",
     ),
     Rule(
         "reward_kl_runs_away",
         ("actor/reward_kl_penalty",),
         20,
-        patterns.runs_away(to=1.0, times=3),
+        signals.runs_away(to=1.0, times=3),
         "the policy leaves the reference by over 1 nat a token; raise algorithm.kl_ctrl.kl_coef, or let "
         "algorithm.kl_ctrl.type=adaptive steer it to algorithm.kl_ctrl.target_kl",
     ),
@@ -178,7 +178,7 @@ RULES: tuple[Rule, ...] = (
         "nothing_moves",
         ("actor/kl_loss", "critic/score/mean"),
         50,
-        patterns.nothing_moves,
+        signals.nothing_moves,
         "in 50 steps the policy has hardly moved and the score not at all; try actor.optim.lr 10 times larger",
     ),
     # the value function
@@ -186,7 +186,7 @@ RULES: tuple[Rule, ...] = (
         "value_loss_flat",
         ("critic/vf_loss", "critic/vf_explained_var", "critic/returns/std"),
         50,
-        patterns.value_loss_flat,
+        signals.value_loss_flat,
         "the value loss has not fallen for 50 steps and the values explain nothing of the returns; raise "
         "critic.optim.lr, and see whether critic/values/* can reach critic/returns/* within critic.cliprange_value",
     ),
@@ -194,7 +194,7 @@ RULES: tuple[Rule, ...] = (
         "values_mislead",
         ("critic/vf_loss", "critic/vf_explained_var", "critic/returns/std"),
         20,
-        patterns.values_mislead,
+        signals.values_mislead,
         "for 20 steps the values have been worse than a constant (critic/vf_explained_var); lower critic.optim.lr, let "
         "trainer.critic_warmup train the critic first, and see whether the rewards changed their scale",
     ),
@@ -202,7 +202,7 @@ RULES: tuple[Rule, ...] = (
         "values_clipped",
         ("critic/vf_clipfrac",),
         10,
-        patterns.above(0.3),
+        signals.above(0.3),
         "over 30 % of the values want to move further than critic.cliprange_value lets them; raise it to the scale of "
         "the returns, or set it to null",
     ),
@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
         "rewards_all_equal",
         ("critic/score/max", "critic/score/min"),
         5,
-        patterns.all_equal,
+        signals.all_equal,
         "every answer of 5 steps had the same reward, so nothing is learnt; look at samples.jsonl and reward.fn, and "
         "at rollout.temperature if the answers are all the same too; if all are right, take harder prompts",
     ),
@@ -219,7 +219,7 @@ RULES: tuple[Rule, ...] = (
         "groups_all_equal",
         ("algorithm/groups_all_equal",),
         10,
-        patterns.above(0.7),
+        signals.above(0.7),
         "in over 70 % of the prompt groups all rewards are equal, which teaches nothing; set "
         "algorithm.filter_groups.enable=true, raise rollout.n, or choose prompts of another difficulty",
     ),
@@ -227,7 +227,7 @@ RULES: tuple[Rule, ...] = (
         "groups_dropped",
         ("rollout/dropped_share",),
         5,
-        patterns.above(0.8),
+        signals.above(0.8),
         "dynamic sampling throws over 80 % of the groups away; choose prompts of another difficulty (data.train_files) "
         "or raise rollout.n",
     ),
@@ -235,7 +235,7 @@ RULES: tuple[Rule, ...] = (
         "advantages_large",
         ("critic/advantages/std",),
         5,
-        patterns.above(5.0),
+        signals.above(5.0),
         "the advantages spread over more than 5, and the loss with them; scale the rewards (reward.fn), or set "
         "algorithm.advantage_clip",
     ),
@@ -243,7 +243,7 @@ RULES: tuple[Rule, ...] = (
         "answers_cut_off",
         ("response_length/clip_ratio",),
         5,
-        patterns.above(0.3),
+        signals.above(0.3),
         "over 30 % of the answers are cut off at the limit; raise data.max_response_length, or set "
         "algorithm.overlong_filtering=true or algorithm.overlong_buffer.enable=true",
     ),
@@ -251,7 +251,7 @@ RULES: tuple[Rule, ...] = (
         "steps_skipped",
         ("actor/skipped_steps",),
         10,
-        patterns.often(0.3),
+        signals.often(0.3),
         "optimizer steps are skipped because no token is left to learn from; loosen "
         "algorithm.rollout_correction.reject_high, set algorithm.filter_groups.refill=true, or look at "
         "algorithm.overlong_filtering",
@@ -261,7 +261,7 @@ RULES: tuple[Rule, ...] = (
         "rollout_gap",
         ("rollout_corr/log_prob_gap_mean", "off_policy/version_lag/max"),
         3,
-        patterns.gap_without_lag,
+        signals.gap_without_lag,
         "server and trainer disagree about the same weights by over 0.05 nats a token; compare rollout.dtype with "
         "model.dtype, look at rollout.top_p and rollout.top_k, set rollout.check_every=1; "
         "algorithm.rollout_correction.level=token makes up for a part",
@@ -270,7 +270,7 @@ RULES: tuple[Rule, ...] = (
         "few_samples_count",
         ("rollout_corr/ess", "off_policy/version_lag/max"),
         5,
-        patterns.few_count,
+        signals.few_count,
         "less than 70 % of the tokens count (rollout_corr/ess) though the weights are the newest; see rollout.dtype "
         "and set algorithm.rollout_correction.level=token",
     ),
@@ -278,7 +278,7 @@ RULES: tuple[Rule, ...] = (
         "samples_too_old",
         ("rollout_corr/ess", "off_policy/version_lag/mean"),
         5,
-        patterns.too_old,
+        signals.too_old,
         "less than 70 % of the tokens count (rollout_corr/ess), because older weights wrote them; lower rollout.ahead "
         "or set algorithm.rollout_correction.level=token",
     ),
@@ -286,7 +286,7 @@ RULES: tuple[Rule, ...] = (
         "moved_before_training",
         ("actor/first_ppo_kl",),
         3,
-        patterns.away_from_0(0.01),
+        signals.away_from_0(0.01),
         "two passes over the same weights differ (actor/first_ppo_kl is not 0), so the ratio starts wrong; see "
         "model.dtype (with algorithm.rollout_correction.bypass=true it is the gap to the server, and may be)",
     ),
@@ -294,7 +294,7 @@ RULES: tuple[Rule, ...] = (
         "correction_cuts",
         ("rollout_corr/share_cut",),
         5,
-        patterns.above(0.2),
+        signals.above(0.2),
         "rollout correction cuts the weight of over 20 % of the tokens; lower rollout.ahead, or see "
         "algorithm.rollout_correction.truncate and mask_low, mask_high",
     ),
@@ -302,7 +302,7 @@ RULES: tuple[Rule, ...] = (
         "correction_rejects",
         ("rollout_corr/share_rejected",),
         5,
-        patterns.above(0.2),
+        signals.above(0.2),
         "rollout correction takes over 20 % of the tokens out; lower rollout.ahead, or loosen "
         "algorithm.rollout_correction.reject_low and reject_high",
     ),
@@ -310,7 +310,7 @@ RULES: tuple[Rule, ...] = (
         "rollouts_lost",
         ("rollout/lost",),
         5,
-        patterns.above(0),
+        signals.above(0),
         "prompts are lost in every step; raise rollout.request_timeout_s or lower rollout.max_running_requests, and "
         "look at the logs of the servers",
     ),

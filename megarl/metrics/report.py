@@ -1,6 +1,6 @@
 """What is left of a run for people: the summary, samples on disk, a table of answers before and after.
 
-The picture is in curve.py.
+The picture is in plots.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 import pytest
 
 from megarl.data.fields import example_of, gsm8k_answer, question_of
-from megarl.data.rows import Row
+from megarl.data.readers import Row
 
 CHAT = [{"role": "user", "content": "hi"}]
 WITH_ANSWER = [*CHAT, {"role": "assistant", "content": "hello"}]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megarl import cli
 from megarl.config import Config, to_yaml
-from megarl.convert import story
+from megarl.convert import convert as convert_module
 from megarl.convert.ranks import Ranks as ConvertRanks
 from megarl.layout import Layout
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture
 def pool(two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> PoolGroup:
     group = PoolGroup(two_ranks)
-    monkeypatch.setattr(story, "Group", group)
+    monkeypatch.setattr(convert_module, "Group", group)
     return group
 
 
@@ -104,7 +104,7 @@ def test_there_and_back_is_bit_exact(
     ],
 )
 def test_as_many_ranks_as_the_layout_takes(layout: Layout, ranks: int) -> None:
-    assert story.ranks_of(layout) == ranks
+    assert convert_module.ranks_of(layout) == ranks
 
 
 def test_a_megatron_folder_says_what_it_is(megatron: Path, model: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_conversion_that_fails_its_check_leaves_nothing(
 ) -> None:
     digests = ConvertRanks.digests
 
-    def wrong(ranks: ConvertRanks, folder: story.ModelFolder, title: str) -> dict[str, str]:
+    def wrong(ranks: ConvertRanks, folder: convert.ModelFolder, title: str) -> dict[str, str]:
         found = digests(ranks, folder, title)
         return found if folder.format == "hf" else {n: d for n, d in found.items() if n != "model.norm.weight"}
 
@@ -283,7 +283,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 ) -> None:
     write = ConvertRanks.write
 
-    def interrupted(ranks: ConvertRanks, folder: story.ModelFolder, source: story.ModelFolder) -> None:
+    def interrupted(ranks: ConvertRanks, folder: convert.ModelFolder, source: convert.ModelFolder) -> None:
         write(ranks, folder, source)
         assert (folder.path / "metadata.json").exists(), "the shards are all there"
         raise KeyboardInterrupt
@@ -303,7 +303,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 )
 def test_a_layout_that_cannot_be_is_refused(model: Path, words: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        story.check_fits(model, "actor", Layout(**{words[:-2]: int(words[-1])}))
+        convert_module.check_fits(model, "actor", Layout(**{words[:-2]: int(words[-1])}))
 
 
 def test_a_family_without_a_table_is_refused(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from megarl.config.keys import groups, leaf_types
 from megarl.metrics import make_trackers
 from megarl.metrics.advice import RULES, Advisor, Rule
 from megarl.metrics.jsonl import read_lines
-from megarl.metrics.patterns import above, away_from_0, ends, falls, not_falling, often, rise, rises, runs_away, spikes
+from megarl.metrics.signals import above, away_from_0, ends, falls, not_falling, often, rise, rises, runs_away, spikes
 
 HEALTHY = [Toy(steps=100), Toy(steps=80, estimator="grpo"), Toy(kl_in_reward=True)]
 GREEDY, NOISY = Toy(steps=60, lr=2.0), Toy(steps=20, trainer_noise=1.2)

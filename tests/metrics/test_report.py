@@ -5,8 +5,8 @@ import pytest
 from rich.console import Console
 
 from megarl.metrics import Answer, learning_curve, samples_table, write_samples, write_summary
-from megarl.metrics.curve import read_series, smooth
 from megarl.metrics.jsonl import append_lines, drop_after, read_lines
+from megarl.metrics.plots import read_series, smooth
 from megarl.sample import Completion, Prompt, Sample, VersionSpan
 
 

@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from megarl.data import FILE_KINDS
-from megarl.data.rows import content_digest, read_rows
+from megarl.data.readers import content_digest, read_rows
 
 ROWS = [{"prompt": "1+1=", "ground_truth": "2"}, {"prompt": "1+2=", "ground_truth": "3"}]
 
