@@ -127,6 +127,8 @@ EXAMPLES = (
     ("megarl train --help", "the page of a command"),
 )
 
+MULTIRUN = "train -m (--multirun): key=a,b or key=choice(a,b) or key=range(start,stop,step), one run after another."
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -269,7 +271,7 @@ def _print_help(console: Console) -> None:
     _print_table(console, "examples", list(EXAMPLES))
     console.print(
         "Keys of verl's documents are understood, with or without actor_rollout_ref. in front.\n"
-        "train -m (--multirun): key=a,b or key=choice(a,b) or key=range(start,stop,step), one run after another.\n"
+        f"{MULTIRUN}\n"
         "--debug shows the traceback of an error, --version the version.",
         highlight=False,
     )
@@ -280,6 +282,8 @@ def _print_command(console: Console, name: str, command: Command) -> None:
     console.print(f"{command.about}\n", highlight=False)
     _print_table(console, "keys that it reads", [(group, GROUPS[group]) for group in command.groups])
     _print_table(console, "examples", list(command.examples))
+    if name == "train":
+        console.print(MULTIRUN, highlight=False)
     console.print("megarl config --help KEY explains a key.", highlight=False)
 
 
