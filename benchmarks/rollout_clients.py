@@ -23,8 +23,8 @@ from typing import Any
 import aiohttp
 import psutil
 
+from megarl.processes.lifetime import die_with_parent
 from megarl.rewards.pool import RewardPool
-from megarl.rollout.lifetime import die_with_parent
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body
 from megarl.rollout.stream import Stream
 from megarl.sample import LostRollout, Prompt

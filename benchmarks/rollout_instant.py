@@ -11,7 +11,7 @@ import random
 
 from aiohttp import web
 
-from megarl.rollout.lifetime import die_with_parent
+from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.protocol import Route
 
 _SHARED = {"prompt_tokens": 1, "cached_tokens": 0, "weight_version": "0"}

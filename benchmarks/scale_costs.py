@@ -26,9 +26,9 @@ from scale_model import Costs, Leader
 
 from megarl.algo.loss import ActorLoss
 from megarl.group import Group, Nodes
-from megarl.group.links import Direct, Link, Relayed
-from megarl.group.wire import Wire, greet
 from megarl.layout import Layout
+from megarl.processes.connection import Wire, greet
+from megarl.processes.links import Direct, Link, Relayed
 from megarl.rollout.server_process import free_ports
 
 HOST = "127.0.0.1"

@@ -19,10 +19,10 @@ import torch
 
 from megarl import __version__
 from megarl.group.follow import Answer, follow
-from megarl.group.ranks import ADDRESS, PARENT, TOKEN
-from megarl.group.relay import Relay
-from megarl.group.wire import HEARTBEAT_S, Tensors, Wire, WireClosed, connect, to_bytes
-from megarl.rollout.lifetime import die_with_parent
+from megarl.processes.connection import HEARTBEAT_S, Tensors, Wire, WireClosed, connect, to_bytes
+from megarl.processes.lifetime import die_with_parent
+from megarl.processes.ranks import ADDRESS, PARENT, TOKEN
+from megarl.processes.relay import Relay
 
 LIMIT_S = 120.0
 

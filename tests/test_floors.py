@@ -15,7 +15,7 @@ ROOT = Path(megarl.__file__).parent
 
 FLOORS = {
     0: "sample layout plugins auth sockets",
-    1: "config algo data rewards metrics",
+    1: "config algo data rewards metrics processes",
     2: "rollout mcore",
     3: "weights",
     4: "group roles checkpoint plan",

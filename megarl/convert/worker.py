@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.group.follow import Answer, follow
-from megarl.group.wire import Tensors
 from megarl.layout import Layout
 from megarl.mcore import shards
 from megarl.mcore.lora import LoraSettings, apply_lora, merge
 from megarl.mcore.model import Model, build_model, read_hf_config
 from megarl.mcore.setup import Place, initialize, replica_group
+from megarl.processes.connection import Tensors
 from megarl.rollout.protocol import tensor_digest
 from megarl.weights.buckets import Sizes
 from megarl.weights.export import finish_folder, hf_sizes, hf_tensors, start_folder

@@ -18,11 +18,11 @@ from typing import Any
 from megarl import __version__
 from megarl.auth import derived
 from megarl.group.nodes import JOIN_S, SILENCE_S, allow_all_files
-from megarl.group.ranks import RanksLaunch, RanksProcess
-from megarl.group.relay import Relay
-from megarl.group.wire import HEARTBEAT_S, Wire, WireClosed, WireRefused, connect
+from megarl.processes.connection import HEARTBEAT_S, Wire, WireClosed, WireRefused, connect
+from megarl.processes.lifetime import last_lines
+from megarl.processes.ranks import RanksLaunch, RanksProcess
+from megarl.processes.relay import Relay
 from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.lifetime import last_lines
 from megarl.rollout.server_process import Handle, LocalServer, free_ports
 
 WORKERS = ("megarl.roles.worker",)
@@ -84,7 +84,7 @@ class Agent:
     def serve(self, join_s: float = JOIN_S) -> None:
         """Do as told until the driver sends us away; DriverLost where it goes otherwise.  Ends all it has started.
 
-        Call it from a thread that lives as long as the process: see rollout.lifetime.
+        Call it from a thread that lives as long as the process: see processes.lifetime.
         """
         allow_all_files()
         wire = self._join(join_s)

@@ -13,9 +13,9 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from megarl.group.ranks import ADDRESS, PARENT, TOKEN
-from megarl.group.wire import HEARTBEAT_S, Tensors, Wire, WireClosed, connect
-from megarl.rollout.lifetime import die_with_parent
+from megarl.processes.connection import HEARTBEAT_S, Tensors, Wire, WireClosed, connect
+from megarl.processes.lifetime import die_with_parent
+from megarl.processes.ranks import ADDRESS, PARENT, TOKEN
 
 Answer = tuple[dict[str, Any], Tensors]
 Handler = Callable[..., Answer]

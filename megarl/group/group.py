@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.group.links import Direct, Link, Relayed, Said
 from megarl.group.nodes import Nodes
-from megarl.group.ranks import RanksLaunch, RanksProcess, Share, shares
-from megarl.group.wire import HEARTBEAT_S, Door, Tensors, Wire, WireClosed
 from megarl.layout import Layout
+from megarl.processes.connection import HEARTBEAT_S, Door, Tensors, Wire, WireClosed
+from megarl.processes.links import Direct, Link, Relayed, Said
+from megarl.processes.ranks import RanksLaunch, RanksProcess, Share, shares
 from megarl.sockets import listen
 
 SILENCE_S = 60.0  # without a sign for so long, a rank counts as lost
@@ -52,7 +52,7 @@ class Reply:
 
 
 class Process(Protocol):
-    """A machine's ranks: group.ranks.RanksProcess, or those of another machine."""
+    """A machine's ranks: processes.ranks.RanksProcess, or those of another machine."""
 
     @property
     def port(self) -> int:

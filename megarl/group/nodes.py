@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
-from megarl.group.ranks import RanksLaunch
-from megarl.group.wire import HEARTBEAT_S, Door, Wire, WireClosed
+from megarl.processes.connection import HEARTBEAT_S, Door, Wire, WireClosed
+from megarl.processes.ranks import RanksLaunch
 from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.server_process import HERE, Machine, MachineGone
 from megarl.sockets import listen

@@ -18,7 +18,6 @@ from torch import Tensor
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.group.follow import Answer, follow
-from megarl.group.wire import Tensors
 from megarl.layout import Layout
 from megarl.mcore import shards
 from megarl.mcore.engine import Engine
@@ -30,6 +29,7 @@ from megarl.mcore.rows import micro_batches
 from megarl.mcore.setup import Place, device_for, initialize, replica_group
 from megarl.mcore.step import Outputs, forward_only, train_step
 from megarl.plugins import load_plugins
+from megarl.processes.connection import Tensors
 from megarl.sample import Batch
 from megarl.weights.adapter import save_peft
 from megarl.weights.adapter_push import AdapterPusher

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from transformers import AutoTokenizer
 
+from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.collect import Scored, collect_group
-from megarl.rollout.lifetime import die_with_parent
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan

@@ -19,10 +19,10 @@ import signal
 import torch
 from aiohttp import web
 
+from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.cpu_http import CpuServer, logger
 from megarl.rollout.cpu_model import CpuModel
 from megarl.rollout.launch import TOKEN_VARIABLE
-from megarl.rollout.lifetime import die_with_parent
 from megarl.rollout.protocol import DTYPES
 
 

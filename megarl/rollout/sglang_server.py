@@ -13,8 +13,8 @@ import logging
 import os
 import sys
 
+from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.launch import TOKEN_VARIABLE
-from megarl.rollout.lifetime import die_with_parent
 from megarl.rollout.protocol import Abilities
 
 

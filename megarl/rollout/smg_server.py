@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 
+from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.launch import TOKEN_VARIABLE
-from megarl.rollout.lifetime import die_with_parent
 
 
 def main() -> None:

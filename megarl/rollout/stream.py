@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from megarl.processes.lifetime import last_lines
 from megarl.rollout.collector import (
     CollectorSettings,
     Fence,
@@ -25,7 +26,6 @@ from megarl.rollout.collector import (
     run_collector,
     unpack,
 )
-from megarl.rollout.lifetime import last_lines
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import LostRollout, Prompt, Sample
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.group.follow import Answer, follow
-from megarl.group.ranks import FIRST_GPU
-from megarl.group.wire import Tensors
+from megarl.processes.connection import Tensors
+from megarl.processes.ranks import FIRST_GPU
 
 KINDS = {"value": ValueError, "runtime": RuntimeError, "no exception": type("Stop", (BaseException,), {})}
 KINDS["detailed"] = type("EmptyShelf", (RuntimeError,), {"details": {"shelf": 3, "height": float("nan")}})

@@ -13,8 +13,8 @@ import pytest
 from megarl import __version__
 from megarl.group import NodeLost, Nodes, nodes
 from megarl.group.agent import Agent, DriverLost
-from megarl.group.ranks import RanksLaunch
-from megarl.group.wire import Wire, connect
+from megarl.processes.connection import Wire, connect
+from megarl.processes.ranks import RanksLaunch
 
 TOKEN = "the secret of these tests"
 RANKS = RanksLaunch("megarl.roles.worker", "cpu", "/nowhere", 1)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from megarl.group import Group, group, wire
-from megarl.group.wire import connect
+from megarl.group import Group, group
 from megarl.layout import Layout
+from megarl.processes import connection
+from megarl.processes.connection import connect
 
 
 class Threads:
@@ -48,7 +49,7 @@ def follow(address: str, token: str, rank: int) -> None:
 
 def test_strangers_keep_no_rank_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "RanksProcess", Threads)
-    monkeypatch.setattr(wire, "greet", partial(wire.greet, limit_s=600))  # so long is a stranger waited for
+    monkeypatch.setattr(connection, "greet", partial(connection.greet, limit_s=600))  # so long is a stranger waited for
     with Group("two", 2, Layout(), log_dir=tmp_path, start_timeout_s=200) as two:
         two.start()
         assert [reply.result["replica"] for reply in two.call("where")] == [0, 1]

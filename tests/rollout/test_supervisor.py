@@ -314,7 +314,7 @@ def test_one_of_two_servers_is_killed_and_the_work_goes_on(server, model_path, t
 def test_a_child_ends_with_a_parent_that_is_killed(tmp_path):
     child = """
         import sys, time
-        from megarl.rollout.lifetime import die_with_parent
+        from megarl.processes.lifetime import die_with_parent
         die_with_parent(int(sys.argv[1]))
         open(sys.argv[2], "w").write("ready")
         time.sleep(600)

@@ -65,7 +65,7 @@ class RanksProcess:
     """The processes of a share, one a rank.  They call home at `address`, and end when that connection does.
 
     The store of the group is served here where rank 0 is: a store of torchrun's would listen on all interfaces, and
-    its rendezvous unpickles what anyone puts there. Ranks die with the thread that makes this: see rollout.lifetime.
+    its rendezvous unpickles what anyone puts there. Ranks die with the thread that makes this: see processes.lifetime.
     """
 
     def __init__(self, launch: RanksLaunch, address: str, token: str) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megarl.group.links import Relayed
-from megarl.group.relay import Relay
-from megarl.group.wire import Wire, WireClosed, connect
+from megarl.processes.connection import Wire, WireClosed, connect
+from megarl.processes.links import Relayed
+from megarl.processes.relay import Relay
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.group.wire import Door, Wire, WireClosed, WireRefused, connect, greet
+from megarl.processes.connection import Door, Wire, WireClosed, WireRefused, connect, greet
 
 
 def pair() -> tuple[Wire, Wire]:

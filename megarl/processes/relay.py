@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from megarl.group.wire import Door, Wire, WireClosed
+from megarl.processes.connection import Door, Wire, WireClosed
 from megarl.sockets import listen
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.group.ranks import FIRST_GPU, RanksLaunch, RanksProcess, Share, _environment, _world, shares
+from megarl.processes.ranks import FIRST_GPU, RanksLaunch, RanksProcess, Share, _environment, _world, shares
 from megarl.sockets import interface_of
 
 HERE = Path(__file__).parent
@@ -88,8 +88,8 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """Killed, it can tell nobody; and a rank that hangs in a call cannot see that its connection is closed."""
     script = f"""
         import sys, time
-        from megarl.group.ranks import RanksLaunch, RanksProcess
-        from megarl.group.wire import greet
+        from megarl.processes.ranks import RanksLaunch, RanksProcess
+        from megarl.processes.connection import greet
         from megarl.sockets import listen
         listener = listen("127.0.0.1")
         home = f"127.0.0.1:{{listener.getsockname()[1]}}"

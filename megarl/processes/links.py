@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megarl.group.wire import Tensors, Wire, WireClosed, from_bytes, to_bytes
+from megarl.processes.connection import Tensors, Wire, WireClosed, from_bytes, to_bytes
 
 
 class Said(NamedTuple):
