@@ -17,7 +17,7 @@ FLOORS = {
     0: "sample layout plugins auth sockets",
     1: "config algo data rewards metrics processes",
     2: "rollout mcore",
-    3: "weights",
+    3: "weights hf_server",
     4: "group roles checkpoint plan",
     5: "method parts turns site run fleet finish train sft evaluate quickstart convert commands cli __main__",
 }

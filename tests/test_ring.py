@@ -44,7 +44,7 @@ def test_nothing_of_a_run_listens_but_on_loopback(ppo: Path, seen: Listeners) ->
     """During start, training and pushes; the driver, its ranks with gloo and the store, and the server."""
     listening = {name for name, _ in seen.addresses}
     assert any("megarl.roles.worker" in name for name in listening), listening
-    assert any("megarl.rollout.cpu" in name for name in listening), listening
+    assert any("megarl.hf_server.main" in name for name in listening), listening
     assert {address for _, address in seen.addresses} == {"127.0.0.1"}, seen.addresses
 
 

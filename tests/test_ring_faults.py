@@ -54,7 +54,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(parts: Path, tmp_path: 
 
 def kill_a_server(driver: subprocess.Popen[bytes]) -> None:
     children = psutil.Process(driver.pid).children()
-    os.kill(next(c for c in children if "megarl.rollout.cpu" in c.cmdline()).pid, signal.SIGKILL)
+    os.kill(next(c for c in children if "megarl.hf_server.main" in c.cmdline()).pid, signal.SIGKILL)
 
 
 @pytest.mark.slow

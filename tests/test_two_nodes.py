@@ -53,7 +53,7 @@ def test_a_rank_of_the_other_machine_dies_and_the_run_goes_on_while_servers_stay
     # its number comes from where Kubernetes would tell it
     other = start(words, tmp_path / "other.log", JOB_COMPLETION_INDEX="1", MEGARL_NODE_ADDR="127.0.0.2")
     wait_for_step(tmp_path / "two", 3, driver)
-    servers = [descendants(process, "megarl.rollout.cpu") for process in (driver, other)]
+    servers = [descendants(process, "megarl.hf_server.main") for process in (driver, other)]
     assert [len(of_one) for of_one in servers] == [1, 1], "a server on each machine"
     (rank,) = descendants(other, "megarl.roles.worker")
     os.kill(rank.pid, signal.SIGKILL)

@@ -72,7 +72,7 @@ def cpu_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         raise ValueError(
             f"rollout.tensor_model_parallel_size={launch.tensor_parallel_size}: want 1, the cpu engine is one process"
         )
-    command = [sys.executable, "-m", "megarl.rollout.cpu", "--die-with-parent", str(os.getpid())]
+    command = [sys.executable, "-m", "megarl.hf_server.main", "--die-with-parent", str(os.getpid())]
     options = {
         "--model-path": launch.model_path,
         "--host": launch.host,

@@ -29,7 +29,7 @@ class CpuServer:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "megarl.rollout.cpu", "--model-path", str(self._folder)]
+        command = [sys.executable, "-m", "megarl.hf_server.main", "--model-path", str(self._folder)]
         command += ["--port", str(self._port), "--max-running-requests", "4", "--max-total-tokens", "512"]
         command += ["--group-timeout-s", str(self._group_timeout_s)]
         self._process = subprocess.Popen(command, env={**os.environ, TOKEN_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1"})

@@ -1,94 +1,13 @@
-"""Fixtures: folders of tiny models, and one server that all tests of this room share."""
+"""Fixtures of servers, for the tests of this folder."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import ExitStack
-
-import pytest
-from tiny_server import CURRENT, PARAMS, VARIANTS, Served, make_model, running, served_by
-from transformers import Qwen3ForCausalLM
-
-from megarl.rollout.supervisor import Servers
-
-
-@pytest.fixture(scope="session")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="session")
-def other_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The same architecture with other weights."""
-    return make_model(tmp_path_factory.mktemp("other"), seed=1)
-
-
-@pytest.fixture(scope="session")
-def tied_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("tied"), seed=2, tied=True)
-
-
-@pytest.fixture(scope="session")
-def reference(model_path: str) -> Qwen3ForCausalLM:
-    """transformers' own forward pass over the served weights."""
-    return Qwen3ForCausalLM.from_pretrained(model_path).eval()
-
-
-@pytest.fixture(scope="session")
-def cpu_served(model_path: str, other_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    variant, logs = VARIANTS["cpu"], tmp_path_factory.mktemp("logs")
-    with (
-        running(variant, model_path, logs) as servers,
-        served_by(servers, variant, model_path, other_path, logs) as served,
-    ):
-        yield served
-
-
-@pytest.fixture(scope="session")
-def sglang_pair(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Two servers, which several variants use in turn: a start takes long."""
-    with running(VARIANTS["sglang_replicas"], model_path, tmp_path_factory.mktemp("sglang_pair")) as servers:
-        yield servers
-
-
-@pytest.fixture(scope="session", params=PARAMS)
-def any_served(
-    request: pytest.FixtureRequest, model_path: str, other_path: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    """The servers of one variant after the other."""
-    variant, logs = VARIANTS[request.param], tmp_path_factory.mktemp(request.param)
-    with ExitStack() as stack:
-        if variant.engine == "cpu":
-            yield request.getfixturevalue("cpu_served")
-            return
-        if (variant.version, variant.tensor_parallel_size) == (CURRENT, 1):
-            servers = request.getfixturevalue("sglang_pair")
-        else:
-            servers = stack.enter_context(running(variant, model_path, logs))
-        yield stack.enter_context(served_by(servers, variant, model_path, other_path, logs))
-
-
-@pytest.fixture
-def server(cpu_served: Served) -> Iterator[Served]:
-    """Our own server, handed back as it was found."""
-    yield cpu_served
-    restore(cpu_served)
-
-
-@pytest.fixture
-def any_server(any_served: Served) -> Iterator[Served]:
-    """The same of every variant."""
-    yield any_served
-    restore(any_served)
-
-
-def restore(served: Served) -> None:
-    """Running, at version 0 of the first weights, in no session."""
-    served.check()
-    served.engine.abort(everything=True)
-    served.engine.resume()
-    if served.variant.engine == "cpu":  # stock SGLang dies of a resume without a release
-        served.engine.resume_memory()
-    for engine in served.engine.engines:
-        if engine.model_info()["weight_version"] != "0" or engine.checksums() != served.checksums:
-            engine.update_from_disk(served.model_path, version=0)
+from server_fixtures import (  # noqa: F401
+    any_served,
+    any_server,
+    cpu_served,
+    model_path,
+    other_path,
+    reference,
+    server,
+    sglang_pair,
+    tied_path,
+)

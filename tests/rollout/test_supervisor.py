@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from tiny_server import TOKEN
 
-from megarl.rollout import ENGINES, cpu
+from megarl.hf_server import main
+from megarl.rollout import ENGINES
 from megarl.rollout.client import Engine, EngineError
 from megarl.rollout.launch import TOKEN_VARIABLE, EngineLaunch, ServerCommand, cpu_command
 from megarl.rollout.pool import EnginePool
@@ -77,7 +78,7 @@ def events_until(servers, count):
 
 def test_the_token_is_in_the_environment_and_not_on_the_command_line():
     command = cpu_command(EngineLaunch("cpu", "/m", port=5, max_total_tokens=9, random_seed=3), Path("/f")).argv
-    assert command[1:3] == ["-m", "megarl.rollout.cpu"]
+    assert command[1:3] == ["-m", "megarl.hf_server.main"]
     assert "--max-total-tokens 9" in " ".join(command)
     assert not any("token" in part and "tokens" not in part for part in command)
 
@@ -283,7 +284,7 @@ def test_a_server_does_not_bind_to_the_world_without_a_token(monkeypatch, capsys
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "argv", ["cpu", "--model-path", "/m", "--port", "1", "--host", "0.0.0.0"])
     with pytest.raises(SystemExit, match="2"):
-        cpu.main()
+        main.main()
     assert TOKEN_VARIABLE in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from megarl.rollout.cpu_shared import one_payload, read_bucket, read_message
+from megarl.hf_server.shared_memory import one_payload, read_bucket, read_message
 from megarl.weights.buckets import Bucket
 from megarl.weights.shared import _dump, message, payload, shared_buffer
 
@@ -35,7 +35,7 @@ def test_another_process_maps_the_bucket_and_the_file_goes_with_the_sender(tmp_p
     bucket, tensors = make_bucket(shared_buffer(64))
     (tmp_path / "payload").write_text(payload(bucket))
     mine = of_this_process() - before
-    script = "import sys; from megarl.rollout.cpu_shared import read_bucket as r\n"
+    script = "import sys; from megarl.hf_server.shared_memory import read_bucket as r\n"
     script += "print({n: t.tolist() for n, t in r(open(sys.argv[1]).read()).items()})"
     out = subprocess.run([sys.executable, "-c", script, tmp_path / "payload"], capture_output=True, text=True)
     assert out.stdout.strip() == str({name: tensor.tolist() for name, tensor in tensors.items()}), out.stderr

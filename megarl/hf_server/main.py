@@ -1,9 +1,9 @@
 """A small rollout server for machines without a GPU: SGLang's routes and JSON over transformers' modelling code.
 
-    MEGARL_SERVER_TOKEN=... python -m megarl.rollout.cpu --model-path DIR --port 30000
+    MEGARL_SERVER_TOKEN=... python -m megarl.hf_server.main --model-path DIR --port 30000
 
 The process ends when its engine fails: whoever supervises it then knows, and no request waits for an answer that cannot
-come. `cpu_http` has the routes, `cpu_engine` the batching, `cpu_model` the model.
+come. `routes` has the routes, `scheduler` the batching, `model` the model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import signal
 import torch
 from aiohttp import web
 
+from megarl.hf_server.model import CpuModel
+from megarl.hf_server.routes import CpuServer, logger
 from megarl.processes.lifetime import die_with_parent
-from megarl.rollout.cpu_http import CpuServer, logger
-from megarl.rollout.cpu_model import CpuModel
 from megarl.rollout.launch import TOKEN_VARIABLE
 from megarl.rollout.protocol import DTYPES
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m megarl.rollout.cpu", description="A small rollout server.")
+    parser = argparse.ArgumentParser(prog="python -m megarl.hf_server.main", description="A small rollout server.")
     parser.add_argument("--model-path", required=True, help="a Hugging Face model folder with safetensors")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)

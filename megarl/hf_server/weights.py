@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.rollout.cpu_engine import CpuEngine
-from megarl.rollout.cpu_shared import one_payload, read_bucket, read_message
+from megarl.hf_server.scheduler import CpuEngine
+from megarl.hf_server.shared_memory import one_payload, read_bucket, read_message
 from megarl.rollout.protocol import DTYPES, FLATTENED, Route
 from megarl.rollout.weight_group import join_weight_group, leave_weight_group
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.rollout.cpu_sampling import draw, row_key, uniforms
+from megarl.hf_server.sampling import draw, row_key, uniforms
 from megarl.rollout.protocol import SamplingParams
 
 

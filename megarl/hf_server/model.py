@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from megarl.rollout.cpu_cache import Decode, KVSlots, Prefill
-from megarl.rollout.cpu_names import hub_tensors
+from megarl.hf_server.kv_cache import Decode, KVSlots, Prefill
+from megarl.hf_server.names import hub_tensors
 from megarl.rollout.protocol import DTYPE_NAMES, tensor_digest
 
 

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.rollout.cpu_model import CpuModel
-from megarl.rollout.cpu_rows import Call, Row
+from megarl.hf_server.model import CpuModel
+from megarl.hf_server.running_batch import Call, Row
 from megarl.rollout.protocol import SamplingParams
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_server import CONTEXT, EOS, VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from megarl.rollout.cpu_model import CpuModel
+from megarl.hf_server.model import CpuModel
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 

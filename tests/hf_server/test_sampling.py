@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.cpu_sampling import draw, row_key, uniforms
+from megarl.hf_server.sampling import draw, row_key, uniforms
 
 
 def slow_draw(logits, temperature, top_p, top_k, uniform):
@@ -87,7 +87,7 @@ def test_large_vocabularies_are_drawn_in_chunks_with_the_same_result(monkeypatch
     uniform = torch.rand(7, dtype=torch.float64)
     args = (logits, ones, ones.double() * 0.9, torch.full((7,), 10), uniform)
     whole = draw(*args)
-    monkeypatch.setattr("megarl.rollout.cpu_sampling._MAX_ELEMENTS", 25)
+    monkeypatch.setattr("megarl.hf_server.sampling._MAX_ELEMENTS", 25)
     parts = draw(*args)
     assert torch.equal(whole[0], parts[0])
     assert torch.equal(whole[1], parts[1])

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megarl.rollout.cpu_cache import Decode, Prefill
-from megarl.rollout.cpu_model import CpuModel
-from megarl.rollout.cpu_rows import ABORTED, Call, Row, Running
-from megarl.rollout.cpu_sampling import row_key
+from megarl.hf_server.kv_cache import Decode, Prefill
+from megarl.hf_server.model import CpuModel
+from megarl.hf_server.running_batch import ABORTED, Call, Row, Running
+from megarl.hf_server.sampling import row_key
 
 T = TypeVar("T")
 

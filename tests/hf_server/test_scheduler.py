@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_server import VOCAB
 
-from megarl.rollout.cpu_engine import CpuEngine, _prefill_groups
-from megarl.rollout.cpu_model import CpuModel
-from megarl.rollout.cpu_requests import read_call, write_reply
-from megarl.rollout.cpu_rows import Call
-from megarl.rollout.cpu_sampling import draw, row_key, uniforms
+from megarl.hf_server.calls import read_call, write_reply
+from megarl.hf_server.model import CpuModel
+from megarl.hf_server.running_batch import Call
+from megarl.hf_server.sampling import draw, row_key, uniforms
+from megarl.hf_server.scheduler import CpuEngine, _prefill_groups
 from megarl.rollout.protocol import SamplingParams, parse_completions
 
 

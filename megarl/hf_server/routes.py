@@ -18,14 +18,14 @@ from typing import Any
 
 from aiohttp import web
 
-from megarl.rollout.cpu_engine import CpuEngine
-from megarl.rollout.cpu_model import CpuModel
-from megarl.rollout.cpu_requests import read_call, write_reply
-from megarl.rollout.cpu_rows import Call
-from megarl.rollout.cpu_weights import WEIGHT_LOADER, WeightUpdates
+from megarl.hf_server.calls import read_call, write_reply
+from megarl.hf_server.model import CpuModel
+from megarl.hf_server.running_batch import Call
+from megarl.hf_server.scheduler import CpuEngine
+from megarl.hf_server.weights import WEIGHT_LOADER, WeightUpdates
 from megarl.rollout.protocol import PAUSE_MODES, Route
 
-logger = logging.getLogger("megarl.rollout.cpu")
+logger = logging.getLogger("megarl.hf_server.main")
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.data.tiny import FAMILIES, write_tiny_model
-from megarl.rollout.cpu_cache import Decode, Prefill
-from megarl.rollout.cpu_model import CpuModel
+from megarl.hf_server.kv_cache import Decode, Prefill
+from megarl.hf_server.model import CpuModel
 from megarl.rollout.protocol import DTYPE_NAMES, tensor_digest
 
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
