@@ -29,7 +29,7 @@ setup(
     package_data={
         "megarl.configs": ["*.yaml", "*/*.yaml"],
         "megarl.algo": ["README.md"],
-        "megarl.rollout": ["sglang_cpu/*.py"],  # modules of SGLang's environment, not of ours
+        "megarl.servers": ["sglang_cpu/*.py"],  # modules of SGLang's environment, not of ours
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
     install_requires=[

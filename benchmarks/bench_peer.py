@@ -31,7 +31,7 @@ from page import Result, arguments, run
 from peer_task import Work
 
 from megarl.metrics.jsonl import read_lines
-from megarl.rollout.server_process import free_ports
+from megarl.servers.server_process import free_ports
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

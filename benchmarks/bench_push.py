@@ -30,9 +30,9 @@ from rich.console import Console
 
 from megarl.group import Group, RankError
 from megarl.layout import Layout
-from megarl.rollout.foreign import sglang_python
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.supervisor import ServerDied, Servers
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.sglang_environment import sglang_python
+from megarl.servers.supervisor import ServerDied, Servers
 
 HERE = Path(__file__).parent
 BUCKET_BYTES = 64 << 20

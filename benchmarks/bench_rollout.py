@@ -31,9 +31,9 @@ from rollout_instant import serve
 
 from megarl.data.tiny import tiny_tokenizer, write_tiny_model
 from megarl.rollout.client import Engine, EngineError
-from megarl.rollout.foreign import sglang_python
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.supervisor import ServerDied, Servers, free_ports
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.sglang_environment import sglang_python
+from megarl.servers.supervisor import ServerDied, Servers, free_ports
 
 GOAL = 0.97
 ENGINES = ("cpu", "sglang", "instant")

@@ -29,7 +29,7 @@ from megarl.group import Group, Nodes
 from megarl.layout import Layout
 from megarl.processes.connection import Wire, greet
 from megarl.processes.links import Direct, Link, Relayed
-from megarl.rollout.server_process import free_ports
+from megarl.servers.server_process import free_ports
 
 HOST = "127.0.0.1"
 # What an update of the actor is asked with: the header's length is a real one.

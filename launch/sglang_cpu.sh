@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes an environment with stock SGLang and the router smg for a machine without GPU: .venv-sglang, or .venv-sglang-VERSION.
-# Nothing of it is patched; where SGLang imports GPU packages, megarl/rollout/sglang_cpu/ stands in when it is started.
+# Nothing of it is patched; where SGLang imports GPU packages, megarl/servers/sglang_cpu/ stands in when it is started.
 # Safe to run again and to interrupt.  Another version:  bash launch/sglang_cpu.sh 0.5.17
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
@@ -23,7 +23,7 @@ install_sglang() {
 
 once_in "$folder" "$(cksum <"$pins")" "about a minute" install_sglang
 say "import check"
-SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=megarl/rollout/sglang_cpu PYTHONWARNINGS=ignore "$folder/bin/python" -c '
+SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=megarl/servers/sglang_cpu PYTHONWARNINGS=ignore "$folder/bin/python" -c '
 import importlib.metadata, sglang, sglang.srt.entrypoints.http_server, smg
 print("SGLang", sglang.__version__, "with smg", importlib.metadata.version("smg"))'
 say "done; now for example: megarl train recipe=quickstart rollout.engine=sglang"

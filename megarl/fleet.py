@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from megarl.rollout.client import EngineError
-from megarl.rollout.supervisor import ServerDied, ServerEvent, Servers, State
+from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
 from megarl.turns import ALL, CACHE, WEIGHTS, Turns
 from megarl.weights.canary import Canary
 

@@ -19,10 +19,10 @@ from megarl.data.prompts import Prompts
 from megarl.group import Group, Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.rewards.pool import RewardPool
-from megarl.rollout import supervisor
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.server_process import HERE, Machines
 from megarl.rollout.stream import Stream
+from megarl.servers import supervisor
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.server_process import HERE, Machines
 from megarl.weights.channel import own_address
 
 

@@ -43,14 +43,14 @@ from megarl.parts import (
 from megarl.plugins import load_plugins
 from megarl.rewards import REWARDS, load_reward
 from megarl.roles.handles import Actor, Critic, Packing, Reference, Role, Servers
-from megarl.rollout import supervisor
 from megarl.rollout.client import Engine
 from megarl.rollout.feed import Feed
-from megarl.rollout.foreign import sglang_python
 from megarl.rollout.protocol import SamplingParams
-from megarl.rollout.routed import Routed
 from megarl.rollout.stream import Stream
 from megarl.sample import Batch
+from megarl.servers import supervisor
+from megarl.servers.routed import Routed
+from megarl.servers.sglang_environment import sglang_python
 from megarl.site import Site
 from megarl.turns import ALL, CACHE, check_shared_gpus, gpu_seats
 from megarl.weights.canary import Canary

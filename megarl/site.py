@@ -15,9 +15,9 @@ from megarl.auth import given_token, needed_token, server_token
 from megarl.config import Config
 from megarl.group import NodeLost, Nodes
 from megarl.parts import check_gpus, make_nodes, make_servers
-from megarl.rollout.router import Router
-from megarl.rollout.server_process import MachineGone
-from megarl.rollout.supervisor import Servers
+from megarl.servers.router import Router
+from megarl.servers.server_process import MachineGone
+from megarl.servers.supervisor import Servers
 from megarl.turns import Turns
 
 

@@ -22,7 +22,7 @@ from scale_picture import draw, series
 
 from megarl.group import Group, Nodes
 from megarl.layout import Layout
-from megarl.rollout.server_process import free_ports
+from megarl.servers.server_process import free_ports
 
 ROOT = Path(__file__).parent.parent
 FREE = Way(0.0)

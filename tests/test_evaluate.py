@@ -11,7 +11,7 @@ import pytest
 from megarl import evaluate
 from megarl.config import Config
 from megarl.evaluate import look_after
-from megarl.rollout.supervisor import ServerDied, ServerEvent, State
+from megarl.servers.supervisor import ServerDied, ServerEvent, State
 
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 

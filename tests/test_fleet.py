@@ -11,7 +11,7 @@ import pytest
 from megarl import fleet as fleet_module
 from megarl.fleet import Fleet
 from megarl.rollout.client import EngineError
-from megarl.rollout.supervisor import ServerDied, ServerEvent, State
+from megarl.servers.supervisor import ServerDied, ServerEvent, State
 from megarl.train import Totals, push
 from megarl.weights.canary import Canary
 from megarl.weights.report import PushReport

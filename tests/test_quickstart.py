@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
-from megarl.rollout.foreign import PYTHON_VARIABLE, sglang_python
+from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 # The first steps of the whole job, whose learning rate falls over sixty: at the tenth it is at 0.85.

@@ -12,7 +12,7 @@ import pytest
 from ring_cases import lines, make_parts, settings, steps, train_in_a_process, wait_for_step
 
 from megarl.cli import main
-from megarl.rollout.foreign import PYTHON_VARIABLE, sglang_python
+from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
 
 pytestmark = [pytest.mark.sglang, pytest.mark.dist]
 GRPO = ["algorithm.adv_estimator=grpo", "actor.megatron.tensor_model_parallel_size=2"]

@@ -11,8 +11,8 @@ from megarl import site as site_module
 from megarl.config import Config, resolved
 from megarl.group import NodeLost, RankError
 from megarl.parts import check_ids, make_servers, server_places, supervision
-from megarl.rollout.server_process import MachineGone
-from megarl.rollout.supervisor import ServerDied, Servers, Supervision
+from megarl.servers.server_process import MachineGone
+from megarl.servers.supervisor import ServerDied, Servers, Supervision
 from megarl.site import Site
 
 

@@ -15,7 +15,7 @@ import pytest
 from ring_cases import PPO, lines, make_parts, settings, steps, wait_for_step
 
 from megarl.cli import main
-from megarl.rollout.server_process import free_ports
+from megarl.servers.server_process import free_ports
 
 pytestmark = pytest.mark.dist
 TOKEN = {"MEGARL_TOKEN": "the secret of these tests"}

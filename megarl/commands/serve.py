@@ -17,10 +17,10 @@ from megarl.auth import SERVER_VARIABLE, needed_token, server_token
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
 from megarl.parts import server_launch, supervision
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.running import place
-from megarl.rollout.server_process import ServerDied
-from megarl.rollout.supervisor import Servers, State
+from megarl.servers.external import place
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.server_process import ServerDied
+from megarl.servers.supervisor import Servers, State
 
 _LOOK_S = 1.0
 

@@ -22,8 +22,8 @@ from megarl.processes.connection import HEARTBEAT_S, Wire, WireClosed, WireRefus
 from megarl.processes.lifetime import last_lines
 from megarl.processes.ranks import RanksLaunch, RanksProcess
 from megarl.processes.relay import Relay
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.server_process import Handle, LocalServer, free_ports
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.server_process import Handle, LocalServer, free_ports
 
 WORKERS = ("megarl.roles.worker",)
 _CONNECT_S = 10.0

@@ -21,8 +21,8 @@ from typing import Any
 from megarl import __version__
 from megarl.processes.connection import HEARTBEAT_S, Door, Wire, WireClosed
 from megarl.processes.ranks import RanksLaunch
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.server_process import HERE, Machine, MachineGone
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.server_process import HERE, Machine, MachineGone
 from megarl.sockets import listen
 
 SILENCE_S = 60.0  # without a sign for so long, a node counts as lost
@@ -277,7 +277,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class RemoteMachine:
-    """Another node as rollout.supervisor sees it."""
+    """Another node as servers.supervisor sees it."""
 
     nodes: Nodes = field(repr=False)
     node: int

@@ -22,8 +22,8 @@ from aiohttp import web
 from megarl.hf_server.model import CpuModel
 from megarl.hf_server.routes import CpuServer, logger
 from megarl.processes.lifetime import die_with_parent
-from megarl.rollout.launch import TOKEN_VARIABLE
 from megarl.rollout.protocol import DTYPES
+from megarl.servers.launch import TOKEN_VARIABLE
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from megarl.hf_server.scheduler import CpuEngine
 from megarl.hf_server.shared_memory import one_payload, read_bucket, read_message
 from megarl.rollout.protocol import DTYPES, FLATTENED, Route
-from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+from megarl.servers.weight_group import join_weight_group, leave_weight_group
 
 # The custom weight loader: it has the tensors come straight into the model.  Imported when it is asked for, as SGLang
 # does with the same one, because it belongs to whoever sends the weights and not to servers.

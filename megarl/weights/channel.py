@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from megarl.rollout.client import Engine, EngineError
-from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.sockets import listen
 
 _numbers = itertools.count()  # a group's name is never used twice: a broken one keeps its name until the process ends

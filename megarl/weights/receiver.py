@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.weights.describe import from_json
 from megarl.weights.digests import Kind, digest
 from megarl.weights.exchange import Link, agree, answer, check_messages, check_params, receive

@@ -27,7 +27,7 @@ from torch import Tensor
 from megarl.mcore.layers import layers_per_chunk
 from megarl.mcore.model import Model, unwrap
 from megarl.rollout.client import EngineError
-from megarl.rollout.weight_group import leave_weight_group
+from megarl.servers.weight_group import leave_weight_group
 from megarl.weights.agreement import gather_json
 from megarl.weights.buckets import Sizes
 from megarl.weights.channel import Meeting, own_address

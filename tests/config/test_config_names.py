@@ -5,7 +5,7 @@ import re
 import torch
 from config_helpers import KEYS
 
-from megarl import algo, rewards, rollout
+from megarl import algo, rewards
 from megarl.algo import correction
 from megarl.algo.advantages.table import ADV_ESTIMATORS
 from megarl.algo.hyperparameters import keyword_names
@@ -13,6 +13,7 @@ from megarl.algo.losses import table as losses
 from megarl.config import Config, config_dir, names
 from megarl.config.keys import leaf_types
 from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
+from megarl.servers.engines import ENGINES
 
 
 def test_the_names_are_those_of_the_tables():
@@ -23,7 +24,7 @@ def test_the_names_are_those_of_the_tables():
     assert kl == {name.removesuffix("+") for name in algo.KL_ESTIMATORS} | {"full"}, "full is a column of the model"
     assert set(names.KL_CONTROLLERS) == set(algo.KL_CONTROLLERS)
     assert set(names.REWARDS) == set(rewards.REWARDS)
-    assert set(names.ENGINES) == set(rollout.ENGINES)
+    assert set(names.ENGINES) == set(ENGINES)
 
 
 def test_every_kl_estimator_is_one_the_loss_layer_computes():

@@ -14,8 +14,8 @@ from typing import Self
 from push_cases import TOKEN
 
 from megarl.rollout.client import Engine, EngineError
-from megarl.rollout.launch import TOKEN_VARIABLE
-from megarl.rollout.supervisor import free_ports
+from megarl.servers.launch import TOKEN_VARIABLE
+from megarl.servers.supervisor import free_ports
 
 
 class CpuServer:

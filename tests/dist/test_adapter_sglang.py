@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from megarl.data.tiny import write_tiny_model
 from megarl.mcore.lora import TARGETS
 from megarl.rollout.client import Engine
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.supervisor import Servers
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.supervisor import Servers
 
 pytestmark = [pytest.mark.sglang, pytest.mark.dist]
 

@@ -18,8 +18,8 @@ from megarl.data.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.setup import destroy_groups
 from megarl.rollout.client import Engine, EngineError
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.supervisor import Servers
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.supervisor import Servers
 from megarl.weights.buckets import Bucket
 from megarl.weights.shared import payload, shared_buffer
 
@@ -87,7 +87,7 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-# The old version keeps the contract in CI (tests/rollout/test_contract.py); the pushes into it are long.
+# The old version keeps the contract in CI (tests/servers/test_contract.py); the pushes into it are long.
 LONG = ("qwen3-old", "qwen3-old-tp2", "mixtral")
 
 

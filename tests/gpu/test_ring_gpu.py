@@ -12,7 +12,7 @@ import torch
 from ring_cases import make_parts, settings, steps
 
 from megarl.cli import main
-from megarl.rollout.foreign import PYTHON_VARIABLE, sglang_python
+from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 ON_ONE = ["trainer.n_gpus_per_node=1", "rollout.first_gpu=0", "rollout.memory_fraction=0.3"]

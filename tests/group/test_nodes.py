@@ -18,8 +18,8 @@ from megarl.group import Group, NodeLost, Nodes, RankError
 from megarl.group.agent import Agent, DriverLost
 from megarl.group.nodes import allow_files
 from megarl.layout import Layout
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.server_process import MachineGone
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.server_process import MachineGone
 
 pytestmark = pytest.mark.dist
 TOKEN = "the secret of these tests"

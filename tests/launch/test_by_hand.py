@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ring_cases import PPO, make_parts, settings
 
-from megarl.rollout.server_process import free_ports
+from megarl.servers.server_process import free_ports
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LAUNCH = Path(__file__).parents[2] / "launch"

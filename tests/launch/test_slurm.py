@@ -16,7 +16,7 @@ import psutil
 import pytest
 from ring_cases import PPO, make_parts, settings
 
-from megarl.rollout.server_process import free_ports
+from megarl.servers.server_process import free_ports
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from megarl.rollout.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import Route, SamplingParams
-from megarl.rollout.supervisor import free_ports
 from megarl.sample import VersionSpan
+from megarl.servers.supervisor import free_ports
 
 PARAMS = SamplingParams(max_new_tokens=2)
 PATIENCE_S = 2.0  # where a limit must pass while others, in this same process, answer within it

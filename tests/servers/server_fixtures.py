@@ -9,7 +9,7 @@ import pytest
 from tiny_server import CURRENT, PARAMS, VARIANTS, Served, make_model, running, served_by
 from transformers import Qwen3ForCausalLM
 
-from megarl.rollout.supervisor import Servers
+from megarl.servers.supervisor import Servers
 
 
 @pytest.fixture(scope="session")

@@ -21,11 +21,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megarl.rollout.client import Engine
-from megarl.rollout.foreign import PYTHON_VARIABLE
-from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.protocol import Route, auth_headers
-from megarl.rollout.router import Router
-from megarl.rollout.supervisor import Servers
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.router import Router
+from megarl.servers.sglang_environment import PYTHON_VARIABLE
+from megarl.servers.supervisor import Servers
 
 VOCAB = 32
 CONTEXT = 4096

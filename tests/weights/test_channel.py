@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from megarl.rollout.weight_group import leave_weight_group
+from megarl.servers.weight_group import leave_weight_group
 from megarl.weights.channel import Meeting, is_here, meet
 
 HERE = "http://127.0.0.1:1"

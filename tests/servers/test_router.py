@@ -13,12 +13,12 @@ import pytest
 from tiny_server import CURRENT, TOKEN, sglang_of
 
 from megarl.rollout.client import Engine
-from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import Route, SamplingParams, generate_body
-from megarl.rollout.router import Router
-from megarl.rollout.server_process import ServerDied
-from megarl.rollout.supervisor import Servers
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.router import Router
+from megarl.servers.server_process import ServerDied
+from megarl.servers.supervisor import Servers
 
 pytestmark = pytest.mark.sglang
 

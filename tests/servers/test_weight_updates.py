@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from megarl.rollout.client import EngineError
 from megarl.rollout.protocol import DTYPE_NAMES, Route, tensor_digest
-from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.sockets import listen
 from megarl.weights.buckets import Bucket
 from megarl.weights.shared import payload, shared_buffer
@@ -167,7 +167,7 @@ def test_a_wrong_group_is_refused(server, change, words):
 def test_a_group_needs_no_default_group_and_its_name_can_be_used_again():
     script = """
         import sys, torch, torch.distributed as dist
-        from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+        from megarl.servers.weight_group import join_weight_group, leave_weight_group
         for port in sys.argv[1:]:
             group = join_weight_group("127.0.0.1", int(port), 1, 2, "again", "gloo", timeout_s=60)
             x = torch.zeros(3)

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.processes.lifetime import last_lines
-from megarl.rollout import ENGINES
 from megarl.rollout.client import Engine, EngineError
-from megarl.rollout.launch import TOKEN_VARIABLE, EngineLaunch, MakeCommand
+from megarl.servers.engines import ENGINES
+from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch, MakeCommand
 
 PORT_TAKEN = "address already in use"
 _QUIET_PORTS = range(20_000, 32_000)  # Linux hands out 32768 and above, other systems 49152 and above

@@ -1,6 +1,6 @@
 """What runs inside SGLang's environment: SGLang's own server, which learns the token and ends with its parent.
 
-    MEGARL_SERVER_TOKEN=... python -m megarl.rollout.sglang_server PARENT_PID --model-path DIR --port 30000 ...
+    MEGARL_SERVER_TOKEN=... python -m megarl.servers.sglang_server PARENT_PID --model-path DIR --port 30000 ...
 
 SGLang takes its key only from the command line, which every user of the machine can read; here it goes from the
 environment into SGLang's own reading of the command line, within the process. SGLang's worker processes are its
@@ -14,8 +14,8 @@ import os
 import sys
 
 from megarl.processes.lifetime import die_with_parent
-from megarl.rollout.launch import TOKEN_VARIABLE
 from megarl.rollout.protocol import Abilities
+from megarl.servers.launch import TOKEN_VARIABLE
 
 
 def main() -> None:

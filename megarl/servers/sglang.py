@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.rollout.foreign import foreign_environment, sglang_python
-from megarl.rollout.launch import EngineLaunch, ServerCommand, flags
+from megarl.servers.launch import EngineLaunch, ServerCommand, flags
+from megarl.servers.sglang_environment import foreign_environment, sglang_python
 
 WEIGHT_LOADER = "megarl.weights.receiver.load"  # by this name SGLang offers it as a load_format
 
@@ -47,7 +47,7 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--custom-weight-loader": WEIGHT_LOADER,
         "--log-level-http": "warning",  # else a line for every request
     }
-    argv = [str(python), "-m", "megarl.rollout.sglang_server", str(os.getpid()), "--skip-server-warmup"]
+    argv = [str(python), "-m", "megarl.servers.sglang_server", str(os.getpid()), "--skip-server-warmup"]
     argv += (
         flags(options)
         + _machines(launch)

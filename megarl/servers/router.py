@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 
-from megarl.rollout.foreign import foreign_environment, sglang_python
-from megarl.rollout.launch import EngineLaunch, ServerCommand, flags
 from megarl.rollout.protocol import auth_headers, error_message
-from megarl.rollout.server_process import ServerProcess, ThisMachine, free_ports
+from megarl.servers.launch import EngineLaunch, ServerCommand, flags
+from megarl.servers.server_process import ServerProcess, ThisMachine, free_ports
+from megarl.servers.sglang_environment import foreign_environment, sglang_python
 
 _POLL_S = 0.05
 _START_S = 60.0
@@ -36,7 +36,7 @@ def smg_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     python = sglang_python(launch.python)
     options = {"--host": launch.host, "--port": launch.port, "--log-level": "warn", "--policy": "least_load"}
     options |= {"--prometheus-host": launch.host, "--prometheus-port": launch.group_port}  # else on every interface
-    argv = [str(python), "-m", "megarl.rollout.smg_server", str(os.getpid()), *flags(options), *launch.args]
+    argv = [str(python), "-m", "megarl.servers.router_server", str(os.getpid()), *flags(options), *launch.args]
     # Asked to end, it waits for 5 s; it has nothing to save.
     return ServerCommand(argv, foreign_environment(python, folder, launch.host), stop_signal=signal.SIGKILL)
 

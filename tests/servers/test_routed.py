@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.rollout.routed import Routed
+from megarl.servers.routed import Routed
 
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 

@@ -15,9 +15,9 @@ import torch
 from tiny_server import CURRENT, ROOT, TOKEN, sglang_of
 
 from megarl.rollout.client import Engine
-from megarl.rollout.launch import EngineLaunch
 from megarl.rollout.protocol import Route, SamplingParams, generate_body, parse_completions
-from megarl.rollout.supervisor import Servers, State, Supervision
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.supervisor import Servers, State, Supervision
 
 pytestmark = pytest.mark.sglang
 
@@ -98,8 +98,8 @@ def test_a_server_whose_scheduler_dies_is_started_again_with_the_folders_weights
 
 DRIVER = """
 import sys, time
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.supervisor import Servers
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.supervisor import Servers
 
 model, python, folder = sys.argv[1:]
 with Servers([EngineLaunch("sglang", model, python=python, device="cpu")], "a token", folder) as servers:

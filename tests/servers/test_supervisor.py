@@ -17,13 +17,13 @@ import pytest
 from tiny_server import TOKEN
 
 from megarl.hf_server import main
-from megarl.rollout import ENGINES
 from megarl.rollout.client import Engine, EngineError
-from megarl.rollout.launch import TOKEN_VARIABLE, EngineLaunch, ServerCommand, cpu_command
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
-from megarl.rollout.server_process import ServerProcess
-from megarl.rollout.supervisor import ServerDied, Servers, State, Supervision, free_ports
+from megarl.servers.engines import ENGINES
+from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch, ServerCommand, cpu_command
+from megarl.servers.server_process import ServerProcess
+from megarl.servers.supervisor import ServerDied, Servers, State, Supervision, free_ports
 
 PARAMS = SamplingParams(max_new_tokens=200, ignore_eos=True)
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from megarl.rollout import ENGINES
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.running import RunningServer
-from megarl.rollout.server_process import (
+from megarl.servers.engines import ENGINES
+from megarl.servers.external import RunningServer
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.server_process import (
     HERE,
     PORT_TAKEN,
     Machine,

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from megarl.rollout.client import EngineError
 from megarl.rollout.protocol import DTYPE_NAMES
-from megarl.rollout.weight_group import join_weight_group, leave_weight_group
+from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.sockets import listen
 from megarl.weights.buckets import Bucket
 from megarl.weights.shared import payload, shared_buffer

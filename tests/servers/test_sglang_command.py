@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import megarl
-from megarl.rollout.foreign import PYTHON_VARIABLE, foreign_environment, sglang_python
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.router import smg_command
-from megarl.rollout.sglang import sglang_command
-from megarl.rollout.sglang_server import hide_in_logs
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.router import smg_command
+from megarl.servers.sglang import sglang_command
+from megarl.servers.sglang_environment import PYTHON_VARIABLE, foreign_environment, sglang_python
+from megarl.servers.sglang_server import hide_in_logs
 
-STAND_INS = Path(megarl.__file__).parent / "rollout" / "sglang_cpu"
+STAND_INS = Path(megarl.__file__).parent / "servers" / "sglang_cpu"
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def option(command, flag):
 
 def test_a_server_without_gpu_has_its_recipe(make):
     command = make(weight_version=3, random_seed=8, max_running_requests=9)
-    assert command.argv[:4] == [sys.executable, "-m", "megarl.rollout.sglang_server", str(os.getpid())]
+    assert command.argv[:4] == [sys.executable, "-m", "megarl.servers.sglang_server", str(os.getpid())]
     wanted = {"--device": "cpu", "--attention-backend": "torch_native", "--dtype": "float32", "--model-path": "/m"}
     wanted |= {"--port": "5", "--nccl-port": "6", "--weight-version": "3", "--random-seed": "8"}
     wanted |= {"--max-running-requests": "9", "--custom-weight-loader": "megarl.weights.receiver.load"}

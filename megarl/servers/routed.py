@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megarl.rollout.router import Router
+from megarl.servers.router import Router
 
 
 class Asks(Protocol):

@@ -1,6 +1,6 @@
 """What runs inside SGLang's environment as the router: `smg`, which learns the token and ends with its parent.
 
-MEGARL_SERVER_TOKEN=... python -m megarl.rollout.smg_server PARENT_PID --host 127.0.0.1 --port 30000 ...
+MEGARL_SERVER_TOKEN=... python -m megarl.servers.router_server PARENT_PID --host 127.0.0.1 --port 30000 ...
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import sys
 
 from megarl.processes.lifetime import die_with_parent
-from megarl.rollout.launch import TOKEN_VARIABLE
+from megarl.servers.launch import TOKEN_VARIABLE
 
 
 def main() -> None:

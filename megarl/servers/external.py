@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.rollout.client import Engine
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.server_process import Handle, ServerProcess
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.server_process import Handle, ServerProcess
 
 
 class _Elsewhere:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from tiny_server import TOKEN
 
-from megarl.rollout.launch import EngineLaunch
-from megarl.rollout.running import place
-from megarl.rollout.server_process import MachineGone, Machines, ServerProcess
-from megarl.rollout.sglang import _machines
-from megarl.rollout.supervisor import Servers, State, Supervision
+from megarl.servers.external import place
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.server_process import MachineGone, Machines, ServerProcess
+from megarl.servers.sglang import _machines
+from megarl.servers.supervisor import Servers, State, Supervision
 
 
 class Foreign:
