@@ -25,8 +25,8 @@ import psutil
 
 from megarl.processes.lifetime import die_with_parent
 from megarl.rewards.pool import RewardPool
+from megarl.rollout.collector_client import Stream
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body
-from megarl.rollout.stream import Stream
 from megarl.sample import LostRollout, Prompt
 
 NUM_LENGTHS = 8  # of a distribution: so many lengths, each equally often

@@ -17,8 +17,8 @@ from megarl.config import Config
 from megarl.data.chat import load_tokenizer
 from megarl.parts import make_stream, read_prompts
 from megarl.rewards.result import to_result
+from megarl.rollout.collector_client import Stream
 from megarl.rollout.protocol import SamplingParams
-from megarl.rollout.stream import Stream
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State

@@ -29,7 +29,7 @@ _PATIENCE = 2  # failed pushes in a row that a server may have before it is star
 
 
 class Trusts(Protocol):
-    """Who is told which servers may write: a rollout.stream.Stream."""
+    """Who is told which servers may write: a rollout.collector_client.Stream."""
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None: ...
 

@@ -26,7 +26,7 @@ from megarl.config.schema import Algorithm
 from megarl.config.settings import show
 from megarl.config.validate.algorithms import other_layout
 from megarl.roles.handles import Update
-from megarl.rollout.feed import Filter
+from megarl.rollout.prefetch import Filter
 from megarl.sample import Batch, Stats
 
 REFERENCE = "ref"  # the role of the reference

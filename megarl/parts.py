@@ -19,7 +19,7 @@ from megarl.data.prompts import Prompts
 from megarl.group import Group, Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.rewards.pool import RewardPool
-from megarl.rollout.stream import Stream
+from megarl.rollout.collector_client import Stream
 from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machines

@@ -44,9 +44,9 @@ from megarl.plugins import load_plugins
 from megarl.rewards import REWARDS, load_reward
 from megarl.roles.handles import Actor, Critic, Packing, Reference, Role, Servers
 from megarl.rollout.client import Engine
-from megarl.rollout.feed import Feed
+from megarl.rollout.collector_client import Stream
+from megarl.rollout.prefetch import Feed
 from megarl.rollout.protocol import SamplingParams
-from megarl.rollout.stream import Stream
 from megarl.sample import Batch
 from megarl.servers import supervisor
 from megarl.servers.routed import Routed

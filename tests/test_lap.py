@@ -13,7 +13,7 @@ import torch
 from megarl.algo.finite import NonFiniteError
 from megarl.finish import finish
 from megarl.metrics.timer import Timer
-from megarl.rollout.feed import Iteration
+from megarl.rollout.prefetch import Iteration
 from megarl.run import Run
 from megarl.sample import Batch, Completion, Prompt, Sample, VersionSpan
 from megarl.train import Totals, lap, learn, samples_named, shuffle_rewards

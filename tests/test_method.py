@@ -14,7 +14,7 @@ from config_helpers import load, tables_kept
 from megarl.config import config_dir, load_config
 from megarl.method import Method, make_method
 from megarl.plugins import load_plugins
-from megarl.rollout.feed import Filter
+from megarl.rollout.prefetch import Filter
 from megarl.run import check_vocabularies
 from megarl.sample import Batch
 

@@ -8,7 +8,7 @@ from megarl.servers.router import Router
 
 
 class Asks(Protocol):
-    """Who asks for completions, of the router alone: a rollout.stream.Stream."""
+    """Who asks for completions, of the router alone: a rollout.collector_client.Stream."""
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None: ...
 

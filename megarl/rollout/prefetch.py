@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megarl.algo.reward_shaping import is_informative
+from megarl.rollout.collector_client import Stream
 from megarl.rollout.protocol import MAX_SEED, SamplingParams
-from megarl.rollout.stream import Stream
 from megarl.sample import REWARD_ERROR, LostRollout, Prompt, Sample
 
 FEWEST_KEPT = 0.1  # share of groups that is expected to be kept, at the least, when a gap is filled

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.feed import Feed, Filter
+from megarl.rollout.prefetch import Feed, Filter
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 

@@ -17,9 +17,9 @@ from transformers import Qwen3ForCausalLM
 
 from megarl.rollout.collect import collect_group, for_prompt
 from megarl.rollout.collector import pack, unpack
+from megarl.rollout.collector_client import Stream, StreamError
 from megarl.rollout.pool import RolloutFailed
 from megarl.rollout.protocol import SamplingParams
-from megarl.rollout.stream import Stream, StreamError
 from megarl.sample import Completion, LostRollout, Prompt, VersionSpan
 
 PARAMS = SamplingParams(max_new_tokens=6, sampling_seed=4)
