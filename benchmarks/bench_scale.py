@@ -42,8 +42,8 @@ from scale_picture import draw
 from megarl.algo.loss import ActorLoss
 from megarl.data.tiny import write_tiny_model
 from megarl.group import Group
-from megarl.group.nodes import allow_files
 from megarl.layout import Layout
+from megarl.machines.nodes import allow_files
 from megarl.processes.connection import HEARTBEAT_S
 from megarl.roles.handles import Actor, Packing, Update
 from megarl.sample import Batch

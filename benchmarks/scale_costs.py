@@ -25,8 +25,9 @@ import torch
 from scale_model import Costs, Leader
 
 from megarl.algo.loss import ActorLoss
-from megarl.group import Group, Nodes
+from megarl.group import Group
 from megarl.layout import Layout
+from megarl.machines import Nodes
 from megarl.processes.connection import Wire, greet
 from megarl.processes.links import Direct, Link, Relayed
 from megarl.servers.server_process import free_ports

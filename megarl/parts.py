@@ -16,7 +16,8 @@ from megarl.config.validate.models import model_numbers
 from megarl.config.validate.servers import placements
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
-from megarl.group import Group, Nodes
+from megarl.group import Group
+from megarl.machines import Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.rewards.pool import RewardPool
 from megarl.rollout.collector_client import Stream

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megarl.auth import given_token, needed_token, server_token
 from megarl.config import Config
-from megarl.group import NodeLost, Nodes
+from megarl.machines import NodeLost, Nodes
 from megarl.parts import check_gpus, make_nodes, make_servers
 from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone

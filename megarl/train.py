@@ -23,7 +23,8 @@ from megarl.data.batch import make_batch, sample_names
 from megarl.evaluate import Evaluation, evaluate
 from megarl.finish import finish, remember
 from megarl.fleet import is_verified
-from megarl.group import NodeLost, RankError
+from megarl.group import RankError
+from megarl.machines import NodeLost
 from megarl.metrics.report import write_samples
 from megarl.metrics.stats import batch_stats, finalise
 from megarl.run import Run

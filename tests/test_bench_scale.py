@@ -20,8 +20,9 @@ from scale_hollow import Machines, processor_s, reply_of
 from scale_model import Costs, Leader, Tree, Way, call
 from scale_picture import draw, series
 
-from megarl.group import Group, Nodes
+from megarl.group import Group
 from megarl.layout import Layout
+from megarl.machines import Nodes
 from megarl.servers.server_process import free_ports
 
 ROOT = Path(__file__).parent.parent

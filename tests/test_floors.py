@@ -18,7 +18,7 @@ FLOORS = {
     1: "config algo data rewards metrics processes",
     2: "rollout mcore",
     3: "servers",
-    4: "weights hf_server",
+    4: "weights hf_server machines",
     5: "group roles checkpoint plan",
     6: "method parts turns site run fleet finish train sft evaluate quickstart convert commands cli __main__",
 }

@@ -9,7 +9,8 @@ import torch
 
 from megarl import site as site_module
 from megarl.config import Config, resolved
-from megarl.group import NodeLost, RankError
+from megarl.group import RankError
+from megarl.machines import NodeLost
 from megarl.parts import check_ids, make_servers, server_places, supervision
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import ServerDied, Servers, Supervision

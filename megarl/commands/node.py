@@ -9,7 +9,7 @@ from rich.console import Console
 from megarl.auth import needed_token
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
-from megarl.group.agent import Agent
+from megarl.machines.agent import Agent
 
 
 def main(config: Config) -> int:

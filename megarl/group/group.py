@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.group.nodes import Nodes
 from megarl.layout import Layout
+from megarl.machines.nodes import Nodes
 from megarl.processes.connection import HEARTBEAT_S, Door, Tensors, Wire, WireClosed
 from megarl.processes.links import Direct, Link, Relayed, Said
 from megarl.processes.ranks import RanksLaunch, RanksProcess, Share, shares

@@ -17,7 +17,7 @@ from typing import Any
 
 from megarl import __version__
 from megarl.auth import derived
-from megarl.group.nodes import JOIN_S, SILENCE_S, allow_all_files
+from megarl.machines.nodes import JOIN_S, SILENCE_S, allow_all_files
 from megarl.processes.connection import HEARTBEAT_S, Wire, WireClosed, WireRefused, connect
 from megarl.processes.lifetime import last_lines
 from megarl.processes.ranks import RanksLaunch, RanksProcess

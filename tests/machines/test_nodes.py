@@ -12,16 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from test_group import HERE
 
-from megarl.group import Group, NodeLost, Nodes, RankError
-from megarl.group.agent import Agent, DriverLost
-from megarl.group.nodes import allow_files
+from megarl.group import Group, RankError
 from megarl.layout import Layout
+from megarl.machines import NodeLost, Nodes
+from megarl.machines.agent import Agent, DriverLost
+from megarl.machines.nodes import allow_files
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import MachineGone
 
 pytestmark = pytest.mark.dist
+WORKERS = Path(__file__).parents[1] / "group"  # echo_worker
 TOKEN = "the secret of these tests"
 
 
@@ -29,7 +30,7 @@ TOKEN = "the secret of these tests"
 def own_environment() -> Iterator[None]:
     """The worker is found by PYTHONPATH."""
     before = dict(os.environ)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(WORKERS), os.environ.get("PYTHONPATH", "")])
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megarl import __version__
-from megarl.group import NodeLost, Nodes, nodes
-from megarl.group.agent import Agent, DriverLost
+from megarl.machines import NodeLost, Nodes, nodes
+from megarl.machines.agent import Agent, DriverLost
 from megarl.processes.connection import Wire, connect
 from megarl.processes.ranks import RanksLaunch
 
