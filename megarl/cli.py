@@ -53,14 +53,14 @@ COMMANDS = {
         ),
     ),
     "sft": Command(
-        "megarl.sft",
+        "megarl.trainer.sft",
         "main",
         "supervised training on prompts and responses, with the same engine",
         ("sft", "model", "actor", "trainer"),
         (("megarl sft model.path=path/to/hf_folder sft.train_files=[my_examples.jsonl]", "a cold start"),),
     ),
     "evaluate": Command(
-        "megarl.evaluate",
+        "megarl.trainer.evaluate",
         "main",
         "answer the evaluation prompts with a model and score the answers",
         ("data", "model", "rollout", "reward", "trainer"),

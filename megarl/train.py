@@ -20,16 +20,16 @@ from megarl.algo.correction import correct
 from megarl.algo.finite import NonFiniteError
 from megarl.config import Config
 from megarl.data.batch import make_batch, sample_names
-from megarl.evaluate import Evaluation, evaluate
-from megarl.finish import finish, remember
-from megarl.fleet import is_verified
 from megarl.group import RankError
 from megarl.machines import NodeLost
 from megarl.metrics.report import write_samples
 from megarl.metrics.stats import batch_stats, finalise
-from megarl.run import Run
 from megarl.sample import Batch, Sample, Stat, Stats
-from megarl.site import Site
+from megarl.trainer.artifacts import finish, remember
+from megarl.trainer.evaluate import Evaluation, evaluate
+from megarl.trainer.infrastructure import Site
+from megarl.trainer.run import Run
+from megarl.trainer.server_manager import is_verified
 
 
 def train(config: Config) -> dict[str, Any]:

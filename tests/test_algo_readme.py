@@ -19,10 +19,10 @@ from megarl.algo.hyperparameters import CLIP_KEYS, keyword_names, knob_names
 from megarl.config import Config, load_config
 from megarl.config.keys import groups, leaf_types, mapping_of
 from megarl.config.schema.algorithm import Algorithm, FilterGroups, OverlongBuffer, RolloutCorrection
-from megarl.method import make_method
 from megarl.metrics.advice import RULES
 from megarl.plugins import load_plugins
 from megarl.sample import Batch, Completion, Prompt, VersionSpan
+from megarl.trainer.algorithm import make_method
 
 PAGE = (ROOT / "megarl/algo/README.md").read_text()
 FILES = {block.file: block.text for block in blocks(PAGE) if block.file}

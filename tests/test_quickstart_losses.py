@@ -9,7 +9,7 @@ import pytest
 from quickstart_losses import QUICK, RUNS, picture, results, words, written
 
 from megarl.config import load_config, to_yaml
-from megarl.method import make_method
+from megarl.trainer.algorithm import make_method
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from rich.console import Console
 from megarl.auth import SERVER_VARIABLE, needed_token, server_token
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
-from megarl.parts import server_launch, supervision
 from megarl.servers.external import place
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import ServerDied
 from megarl.servers.supervisor import Servers, State
+from megarl.trainer.build import server_launch, supervision
 
 _LOOK_S = 1.0
 

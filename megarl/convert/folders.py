@@ -20,9 +20,9 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megarl.checkpoint import MANIFEST
 from megarl.config import from_yaml
-from megarl.parts import model_folder
+from megarl.trainer.build import model_folder
+from megarl.trainer.checkpoint import MANIFEST
 from megarl.weights.folder import CONFIG, copy_tokenizer, open_hf
 from megarl.weights.names import num_bytes
 from megarl.weights.tables import Role

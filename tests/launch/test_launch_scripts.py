@@ -13,7 +13,7 @@ import yaml
 
 from megarl.commands.this_machine import placed
 from megarl.config import load_config
-from megarl.run import Run
+from megarl.trainer.run import Run
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), *LAUNCH.rglob("*.sbatch")])

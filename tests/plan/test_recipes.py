@@ -11,7 +11,7 @@ from megarl.plan.constants import CONSTANTS
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import GPUS
 from megarl.plan.lengths import tail_of
-from megarl.turns import check_shared_gpus, gpu_seats
+from megarl.trainer.colocation import check_shared_gpus, gpu_seats
 from megarl.weights.gpu_handles import Gpus
 from megarl.weights.targets import Targets
 

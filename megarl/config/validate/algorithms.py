@@ -1,9 +1,10 @@
 """Losses, estimators, KL terms, corrections and samplers that mean nothing together, or hardly what was meant.
 
-Every loss runs with every estimator, KL term and aggregation; here is what is left.  What a plug-in's own function
-takes is not known before it is loaded: the driver (method.py) asks it, before it starts a process, and refuses settings
-of `algorithm` that it does not read, whether typed or from a recipe.  `critic.*` and `trainer.critic_warmup` beside a
-plug-in's estimator that wants no values do nothing, silently: there a recipe's value cannot be told from a typed one.
+Every loss runs with every estimator, KL term and aggregation; here is what is left. What a plug-in's own function
+takes is not known before it is loaded: the driver (trainer/algorithm.py) asks it, before it starts a process, and
+refuses settings of `algorithm` that it does not read, whether typed or from a recipe. `critic.*` and
+`trainer.critic_warmup` beside a plug-in's estimator that wants no values do nothing, silently: there a recipe's
+value cannot be told from a typed one.
 """
 
 from __future__ import annotations

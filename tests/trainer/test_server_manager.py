@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl import fleet as fleet_module
-from megarl.fleet import Fleet
 from megarl.rollout.client import EngineError
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
 from megarl.train import Totals, push
+from megarl.trainer import server_manager as fleet_module
+from megarl.trainer.server_manager import Fleet
 from megarl.weights.canary import Canary
 from megarl.weights.report import PushReport
 

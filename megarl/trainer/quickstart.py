@@ -13,7 +13,7 @@ from rich.console import Console
 from megarl.config import Config, load_config
 from megarl.data.arithmetic import write_task
 from megarl.data.tiny import write_tiny_model
-from megarl.sft import sft
+from megarl.trainer.sft import sft
 
 # Three problems in four carry, and the teacher forgets the carry in three demonstrations of five: its pupil answers
 # well in form and, most often, wrongly.  Each problem is shown twice, so that the habit is learnt and not the row.

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megarl import evaluate
 from megarl.config import Config
-from megarl.evaluate import look_after
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
+from megarl.trainer import evaluate
+from megarl.trainer.evaluate import look_after
 
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 

@@ -12,11 +12,11 @@ import torch
 from config_helpers import load, tables_kept
 
 from megarl.config import config_dir, load_config
-from megarl.method import Method, make_method
 from megarl.plugins import load_plugins
 from megarl.rollout.prefetch import Filter
-from megarl.run import check_vocabularies
 from megarl.sample import Batch
+from megarl.trainer.algorithm import Method, make_method
+from megarl.trainer.run import check_vocabularies
 
 KL_LOSS = "actor.use_kl_loss=true actor.kl_loss_type="
 KL_REWARD = "algorithm.use_kl_in_reward=true algorithm.kl_penalty="

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from megarl import checkpoint
-from megarl.checkpoint import MANIFEST, Checkpoint, Saves, all_checkpoints, find, restore, save
+from megarl.trainer import checkpoint
+from megarl.trainer.checkpoint import MANIFEST, Checkpoint, Saves, all_checkpoints, find, restore, save
 
 
 class Note:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megarl.algo.finite import NonFiniteError
-from megarl.finish import finish
 from megarl.metrics.timer import Timer
 from megarl.rollout.prefetch import Iteration
-from megarl.run import Run
 from megarl.sample import Batch, Completion, Prompt, Sample, VersionSpan
 from megarl.train import Totals, lap, learn, samples_named, shuffle_rewards
+from megarl.trainer.artifacts import finish
+from megarl.trainer.run import Run
 
 
 def test_rewards_that_are_shuffled_stay_together() -> None:

@@ -20,10 +20,10 @@ from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
 from megarl.metrics.timer import Timer
-from megarl.parts import engine_settings, make_group, model_folder, optim_settings, start_trackers
 from megarl.roles.handles import Actor, Packing, Update
 from megarl.sample import Batch
-from megarl.site import Site
+from megarl.trainer.build import engine_settings, make_group, model_folder, optim_settings, start_trackers
+from megarl.trainer.infrastructure import Site
 
 
 def sft(config: Config) -> dict[str, Any]:

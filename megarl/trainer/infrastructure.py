@@ -14,11 +14,11 @@ from rich.console import Console
 from megarl.auth import given_token, needed_token, server_token
 from megarl.config import Config
 from megarl.machines import NodeLost, Nodes
-from megarl.parts import check_gpus, make_nodes, make_servers
 from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
-from megarl.turns import Turns
+from megarl.trainer.build import check_gpus, make_nodes, make_servers
+from megarl.trainer.colocation import Turns
 
 
 class Site:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from config_helpers import load
 
-from megarl import turns as turns_module
 from megarl.rollout.client import EngineError
-from megarl.turns import CACHE, WEIGHTS, Turns, check_shared_gpus, gpu_seats
+from megarl.trainer import colocation as turns_module
+from megarl.trainer.colocation import CACHE, WEIGHTS, Turns, check_shared_gpus, gpu_seats
 from megarl.weights.canary import Canary
 
 URL, OTHER, DEAF = (f"http://127.0.0.1:{port}" for port in (1, 2, 3))

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl import site as site_module
 from megarl.config import Config, resolved
 from megarl.group import RankError
 from megarl.machines import NodeLost
-from megarl.parts import check_ids, make_servers, server_places, supervision
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import ServerDied, Servers, Supervision
-from megarl.site import Site
+from megarl.trainer import infrastructure as site_module
+from megarl.trainer.build import check_ids, make_servers, server_places, supervision
+from megarl.trainer.infrastructure import Site
 
 
 def config_of(tmp_path: Path, **trainer: object) -> Config:

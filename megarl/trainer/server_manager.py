@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from megarl.rollout.client import EngineError
 from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
-from megarl.turns import ALL, CACHE, WEIGHTS, Turns
+from megarl.trainer.colocation import ALL, CACHE, WEIGHTS, Turns
 from megarl.weights.canary import Canary
 
 Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weights.push.PushReport as a dict

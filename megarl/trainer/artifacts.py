@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from megarl.evaluate import Evaluation, transformers_accuracy
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
 from megarl.rewards import load_reward
-from megarl.run import Run
+from megarl.trainer.evaluate import Evaluation, transformers_accuracy
+from megarl.trainer.run import Run
 
 BEFORE = "answers_before.json"
 NUM_ANSWERS = 12

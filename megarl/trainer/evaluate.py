@@ -15,14 +15,14 @@ from transformers.utils import logging
 
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
-from megarl.parts import make_stream, read_prompts
 from megarl.rewards.result import to_result
 from megarl.rollout.collector_client import Stream
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
-from megarl.site import Site
+from megarl.trainer.build import make_stream, read_prompts
+from megarl.trainer.infrastructure import Site
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,27 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from megarl import checkpoint
 from megarl.algo.kl import make_kl_controller
 from megarl.config import Config, from_yaml, layout_of, to_yaml
-from megarl.fleet import Fleet, Push, Trusts
 from megarl.group import Group
 from megarl.layout import Layout
-from megarl.method import REFERENCE, make_method
 from megarl.metrics.jsonl import drop_after
 from megarl.metrics.timer import Timer
 from megarl.metrics.trackers import Trackers
-from megarl.parts import (
+from megarl.plugins import load_plugins
+from megarl.rewards import REWARDS, load_reward
+from megarl.roles.handles import Actor, Critic, Packing, Reference, Role, Servers
+from megarl.rollout.client import Engine
+from megarl.rollout.collector_client import Stream
+from megarl.rollout.prefetch import Feed
+from megarl.rollout.protocol import SamplingParams
+from megarl.sample import Batch
+from megarl.servers import supervisor
+from megarl.servers.routed import Routed
+from megarl.servers.sglang_environment import sglang_python
+from megarl.trainer import checkpoint
+from megarl.trainer.algorithm import REFERENCE, make_method
+from megarl.trainer.build import (
     engine_settings,
     lora_settings,
     make_group,
@@ -40,19 +50,9 @@ from megarl.parts import (
     read_prompts,
     start_trackers,
 )
-from megarl.plugins import load_plugins
-from megarl.rewards import REWARDS, load_reward
-from megarl.roles.handles import Actor, Critic, Packing, Reference, Role, Servers
-from megarl.rollout.client import Engine
-from megarl.rollout.collector_client import Stream
-from megarl.rollout.prefetch import Feed
-from megarl.rollout.protocol import SamplingParams
-from megarl.sample import Batch
-from megarl.servers import supervisor
-from megarl.servers.routed import Routed
-from megarl.servers.sglang_environment import sglang_python
-from megarl.site import Site
-from megarl.turns import ALL, CACHE, check_shared_gpus, gpu_seats
+from megarl.trainer.colocation import ALL, CACHE, check_shared_gpus, gpu_seats
+from megarl.trainer.infrastructure import Site
+from megarl.trainer.server_manager import Fleet, Push, Trusts
 from megarl.weights.canary import Canary
 
 # A server's log-probs of the canary may differ so much: other kernels and another order of sums; what it shall find,
