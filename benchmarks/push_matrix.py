@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 from transformers.utils import logging
 
 from megarl.data.tiny import tiny_tokenizer
-from megarl.weights.boxes import box_size
-from megarl.weights.layouts import ServerSpread
-from megarl.weights.server_tables import server_table
+from megarl.weights.mapping.server_tables import server_table
+from megarl.weights.reshard.layouts import ServerSpread
+from megarl.weights.reshard.regions import box_size
 
 Engine = Literal["cpu", "sglang"]
 WAYS = ("gathered", "shared", "sharded")

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from megarl.weights.boxes import box_size
-from megarl.weights.layouts import MegatronSpread, ServerSpread
-from megarl.weights.plan import Plan
-from megarl.weights.server_tables import server_table
-from megarl.weights.tables import table_for
+from megarl.weights.mapping.server_tables import server_table
+from megarl.weights.mapping.tables import table_for
+from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
+from megarl.weights.reshard.plan import Plan
+from megarl.weights.reshard.regions import box_size
 
 # Qwen3-MoE's shape at the size of the largest open models of 2025.
 TRILLION: dict[str, Any] = {

@@ -17,8 +17,8 @@ from megarl.layout import Layout
 from megarl.mcore.model import DTYPES, Model, build_model, read_hf_config
 from megarl.mcore.setup import Place, destroy_groups, initialize, make_groups, place
 from megarl.processes.connection import Tensors
-from megarl.weights.load import load_hf
-from megarl.weights.push import Pusher, PushError
+from megarl.weights.hf.load import load_hf
+from megarl.weights.push.push import Pusher, PushError
 
 
 class Bench:

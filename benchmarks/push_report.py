@@ -11,7 +11,7 @@ from push_plan import MESSAGE_BYTES, SERVERS, TRAINER, PlanCost
 from rich.console import Console
 from rich.table import Table
 
-from megarl.weights.names import some_names
+from megarl.weights.mapping.names import some_names
 
 PHASES = ("join", "pause", "gather", "convert", "send", "load", "verify", "resume")
 CARRY = ("gather", "convert", "send", "load")  # what moves the bytes; the rest is asking and checking

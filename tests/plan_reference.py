@@ -7,9 +7,9 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from megarl.weights.plan import Plan
-from megarl.weights.spread import Place, Spread
-from megarl.weights.transfers import Transfer
+from megarl.weights.reshard.plan import Plan
+from megarl.weights.reshard.sharding import Place, Spread
+from megarl.weights.reshard.transfers import Transfer
 
 UNTOUCHED = -7.0
 Params = dict[str, Tensor]

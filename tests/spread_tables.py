@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.weights.names import QKV, GateUp, Op, Rename, Vocab
-from megarl.weights.server_ops import StackedExperts, StackedQKV, StackedRows, StackedVocab
+from megarl.weights.mapping.names import QKV, GateUp, Op, Rename, Vocab
+from megarl.weights.mapping.server_ops import StackedExperts, StackedQKV, StackedRows, StackedVocab
 
 Table = tuple[Op, ...]
 

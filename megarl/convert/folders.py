@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megarl.config import from_yaml
 from megarl.trainer.build import model_folder
 from megarl.trainer.checkpoint import MANIFEST
-from megarl.weights.folder import CONFIG, copy_tokenizer, open_hf
-from megarl.weights.names import num_bytes
-from megarl.weights.tables import Role
+from megarl.weights.hf.folder import CONFIG, copy_tokenizer, open_hf
+from megarl.weights.mapping.names import num_bytes
+from megarl.weights.mapping.tables import Role
 
 Format = Literal["hf", "megatron"]
 SHARDS = "metadata.json"  # Megatron writes it when a sharded checkpoint is complete

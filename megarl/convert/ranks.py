@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megarl.convert.folders import ModelFolder, bytes_under
 from megarl.group import Group
-from megarl.weights.names import num_bytes
+from megarl.weights.mapping.names import num_bytes
 
 STEP_BYTES = 256 << 20  # after so much, a rank says how far it is
 

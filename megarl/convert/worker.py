@@ -23,13 +23,13 @@ from megarl.mcore.model import Model, build_model, read_hf_config
 from megarl.mcore.setup import Place, initialize, replica_group
 from megarl.processes.connection import Tensors
 from megarl.rollout.protocol import tensor_digest
-from megarl.weights.buckets import Sizes
-from megarl.weights.export import finish_folder, hf_sizes, hf_tensors, start_folder
-from megarl.weights.folder import HFFolder, open_hf
-from megarl.weights.gather import ModelParallel, local_parameters
-from megarl.weights.load import check_names, check_twins, fill, load_hf
-from megarl.weights.names import num_bytes
-from megarl.weights.tables import Role, ignorable, table_for, twins
+from megarl.weights.hf.export import finish_folder, hf_sizes, hf_tensors, start_folder
+from megarl.weights.hf.folder import HFFolder, open_hf
+from megarl.weights.hf.gather import ModelParallel, local_parameters
+from megarl.weights.hf.load import check_names, check_twins, fill, load_hf
+from megarl.weights.mapping.names import num_bytes
+from megarl.weights.mapping.tables import Role, ignorable, table_for, twins
+from megarl.weights.push.buckets import Sizes
 
 Part = tuple[int, dict[str, str]]  # bytes, and the digest of each tensor where the job makes them
 Job = Iterator[Part]

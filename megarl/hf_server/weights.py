@@ -26,7 +26,7 @@ from megarl.servers.weight_group import join_weight_group, leave_weight_group
 
 # The custom weight loader: it has the tensors come straight into the model.  Imported when it is asked for, as SGLang
 # does with the same one, because it belongs to whoever sends the weights and not to servers.
-WEIGHT_LOADER = "megarl.weights.receiver.load"
+WEIGHT_LOADER = "megarl.weights.push.receiver.load"
 
 _DEFAULT_GROUP = "weight_update_group"
 

@@ -53,7 +53,7 @@ class Servers:
     pause_mode: str = "retract"  # what happens to requests that run during a push: retract | in_place | abort
     way: str = "auto"  # of the weights into a server: shared | sharded | gathered | auto
     check_every: int = 0  # pushes between comparisons with what servers read from an exported folder; 0: none
-    # On which GPUs trainer and servers stand, as the fields of a weights.gpu_handles.Gpus; None: nobody knows.
+    # On which GPUs trainer and servers stand, as the fields of a weights.push.gpu_handles.Gpus; None: nobody knows.
     gpus: dict[str, Any] | None = None
 
 
@@ -226,10 +226,10 @@ class Actor(Trainable):
         only: Sequence[str] | None = None,
         canary: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Give servers these weights and verify what they hold; returns the report (weights.report.PushReport).
+        """Give servers these weights and verify what they hold; returns the report (weights.push.report.PushReport).
 
-        `only`: push to these urls alone.  `canary`: the fields of a weights.canary.Canary.  Servers that failed are
-        named in the report, which may be all of them; it raises only for a failure of the ranks.
+        `only`: push to these urls alone.  `canary`: the fields of a weights.verify.canary.Canary.  Servers that failed
+        are named in the report, which may be all of them; it raises only for a failure of the ranks.
         """
         which = {"only": None if only is None else list(only), "canary": canary}
         arguments = {"role": self.name, "version": version, **which, **asdict(servers)}

@@ -31,13 +31,13 @@ from megarl.mcore.step import Outputs, forward_only, train_step
 from megarl.plugins import load_plugins
 from megarl.processes.connection import Tensors
 from megarl.sample import Batch
-from megarl.weights.adapter import save_peft
-from megarl.weights.adapter_push import AdapterPusher
-from megarl.weights.export import save_hf
-from megarl.weights.gpu_handles import Gpus
-from megarl.weights.load import load_hf
-from megarl.weights.push import Canary, Pusher, PushError
-from megarl.weights.tables import Role as Kind
+from megarl.weights.hf.adapter import save_peft
+from megarl.weights.hf.export import save_hf
+from megarl.weights.hf.load import load_hf
+from megarl.weights.mapping.tables import Role as Kind
+from megarl.weights.push.adapter_push import AdapterPusher
+from megarl.weights.push.gpu_handles import Gpus
+from megarl.weights.push.push import Canary, Pusher, PushError
 
 LOSSES: dict[str, Callable[..., Any]] = {"actor": ActorLoss, "critic": CriticLoss}
 

@@ -1,7 +1,7 @@
 """Stock SGLang as an engine: its command line and its environment, on a machine with GPUs or without.
 
 SGLang lives in a Python environment of its own (`foreign`; launch/sglang_cpu.sh makes one for a machine without GPU)
-and is started through `sglang_server`. It finds `weights.receiver` as a plug-in and as a way to load weights.
+and is started through `sglang_server`. It finds `weights.push.receiver` as a plug-in and as a way to load weights.
 
 Without a GPU SGLang runs on its `torch_native` path. It imports GPU packages all the same: the modules of the folder
 `sglang_cpu` stand where those would be.
@@ -18,9 +18,9 @@ import torch
 from megarl.servers.launch import EngineLaunch, ServerCommand, flags
 from megarl.servers.sglang_environment import foreign_environment, sglang_python
 
-WEIGHT_LOADER = "megarl.weights.receiver.load"  # by this name SGLang offers it as a load_format
+WEIGHT_LOADER = "megarl.weights.push.receiver.load"  # by this name SGLang offers it as a load_format
 
-_PLUGINS = "[sglang.srt.plugins]\nmegarl = megarl.weights.receiver:setup\n"
+_PLUGINS = "[sglang.srt.plugins]\nmegarl = megarl.weights.push.receiver:setup\n"
 _CPU_PLUGIN = "megarl_cpu = megarl_cpu_plugin:setup\n"
 _STAND_INS = Path(__file__).parent / "sglang_cpu"
 _CPU_TOKENS = 65536  # SGLang's own choice is most of the memory of the machine

@@ -24,7 +24,7 @@ from megarl.rollout.collector_client import Stream
 from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machines
-from megarl.weights.channel import own_address
+from megarl.weights.push.channel import own_address
 
 
 def model_folder(path: str) -> str:

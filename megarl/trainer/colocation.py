@@ -15,7 +15,7 @@ import torch
 from megarl.config import Config
 from megarl.config.validate.servers import placements
 from megarl.rollout.client import Engine, EngineError
-from megarl.weights.canary import Canary, disagreement
+from megarl.weights.verify.canary import Canary, disagreement
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 ALL = (WEIGHTS, CACHE)
@@ -85,7 +85,7 @@ class Turns:
 
 
 def gpu_seats(config: Config, urls: Sequence[str]) -> dict[str, Any] | None:
-    """The GPUs of the actor's ranks and of the servers', as weights.gpu_handles.Gpus has them; None: nobody knows."""
+    """The GPUs of the actor's ranks and of the servers', as weights.push.gpu_handles.Gpus has them; None: unknown."""
     if config.rollout.urls:
         return None
     each, actor, servers = config.trainer.n_gpus_per_node, config.actor, {}

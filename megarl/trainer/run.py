@@ -53,7 +53,7 @@ from megarl.trainer.build import (
 from megarl.trainer.colocation import ALL, CACHE, check_shared_gpus, gpu_seats
 from megarl.trainer.infrastructure import Site
 from megarl.trainer.server_manager import Fleet, Push, Trusts
-from megarl.weights.canary import Canary
+from megarl.weights.verify.canary import Canary
 
 # A server's log-probs of the canary may differ so much: other kernels and another order of sums; what it shall find,
 # tensors in the wrong place, is off by whole units.

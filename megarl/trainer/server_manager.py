@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from megarl.rollout.client import EngineError
 from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
 from megarl.trainer.colocation import ALL, CACHE, WEIGHTS, Turns
-from megarl.weights.canary import Canary
+from megarl.weights.verify.canary import Canary
 
-Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weights.push.PushReport as a dict
+Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weights.push.report.PushReport as a dict
 
 _TEND_EVERY_S = 0.5
 _PATIENCE = 2  # failed pushes in a row that a server may have before it is started again

@@ -15,9 +15,9 @@ from megarl.mcore.lora import LoraSettings, adapted
 from megarl.mcore.setup import destroy_groups
 from megarl.mcore.step import forward_only
 from megarl.sample import Batch, MicroBatch
-from megarl.weights.adapter_push import AdapterPusher
-from megarl.weights.canary import Canary
-from megarl.weights.export import save_hf
+from megarl.weights.hf.export import save_hf
+from megarl.weights.push.adapter_push import AdapterPusher
+from megarl.weights.verify.canary import Canary
 
 RANK, ALPHA = 4, 10.0
 

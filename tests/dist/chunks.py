@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megarl.mcore.model import Model
-from megarl.weights.export import hf_tensors
-from megarl.weights.tables import Role
+from megarl.weights.hf.export import hf_tensors
+from megarl.weights.mapping.tables import Role
 
 
 def named_parameters(model: Model) -> list[tuple[str, nn.Parameter]]:

@@ -18,8 +18,8 @@ from megarl.mcore import shards
 from megarl.mcore.lora import LoraSettings, adapted, apply_lora
 from megarl.mcore.model import build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.weights.export import hf_tensors
-from megarl.weights.load import load_hf
+from megarl.weights.hf.export import hf_tensors
+from megarl.weights.hf.load import load_hf
 
 held: dict[str, Worker] = {}  # of this process
 

@@ -25,7 +25,7 @@ from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.rows import micro_batches
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.step import Outputs, forward_only, train_step
-from megarl.weights.load import load_hf
+from megarl.weights.hf.load import load_hf
 
 NEVER = 1e9  # a norm at which nothing is clipped: it is summed in an order that depends on buckets
 OPTIMIZERS = {

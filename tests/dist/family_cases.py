@@ -13,8 +13,8 @@ from megarl.mcore.model import build_model
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.step import Outputs, forward_only
 from megarl.sample import Batch, MicroBatch
-from megarl.weights.export import hf_sizes, hf_tensors, save_hf
-from megarl.weights.load import load_hf
+from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
+from megarl.weights.hf.load import load_hf
 
 Case = tuple[str, str, dict[str, Any]]  # family, name of a layout, the layout
 LENGTHS = [9, 1, 6, 12]

@@ -22,9 +22,9 @@ from megarl.mcore.rows import micro_batches
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.step import Outputs, backward, forward_only, train_step
 from megarl.sample import Batch, LossOutput
-from megarl.weights.adapter import adapter_parameters, adapter_tensors, load_peft, read_peft_settings, save_peft
-from megarl.weights.export import hf_sizes, hf_tensors, save_hf
-from megarl.weights.load import load_hf
+from megarl.weights.hf.adapter import adapter_parameters, adapter_tensors, load_peft, read_peft_settings, save_peft
+from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
+from megarl.weights.hf.load import load_hf
 
 # With eps=1 the update is smooth in the gradient: the rounding of a small one is not divided by its size.
 OPTIM = OptimSettings("adamw", lr=0.1, eps=1.0, weight_decay=0.1, decay_style="linear", decay_steps=20)

@@ -30,7 +30,7 @@ from megarl.mcore.rows import micro_batches
 from megarl.mcore.setup import Place, destroy_groups, make_groups
 from megarl.mcore.step import Columns, Outputs, backward, forward_only
 from megarl.sample import Batch, LossOutput, MicroBatch, Stats
-from megarl.weights.load import load_hf
+from megarl.weights.hf.load import load_hf
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8

@@ -22,7 +22,7 @@ from megarl.mcore.rows import micro_batches
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.step import Outputs, backward, forward_only
 from megarl.sample import Batch, LossOutput
-from megarl.weights.load import load_hf
+from megarl.weights.hf.load import load_hf
 
 CPU = torch.device("cpu")
 

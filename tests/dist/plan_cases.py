@@ -9,11 +9,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from plan_reference import Params, cut_by_hand, whole_tensors
 
-from megarl.weights.describe import from_json
-from megarl.weights.digests import digest
-from megarl.weights.exchange import Link, agree, answer, check_messages, check_params, compare, receive, send
-from megarl.weights.layouts import MegatronSpread, ServerSpread
-from megarl.weights.plan import Plan
+from megarl.weights.reshard.describe import from_json
+from megarl.weights.reshard.exchange import Link, agree, answer, check_messages, check_params, compare, receive, send
+from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
+from megarl.weights.reshard.plan import Plan
+from megarl.weights.verify.digests import digest
 
 CPU = torch.device("cpu")
 PADDING = -7.0

@@ -22,16 +22,17 @@ from megarl.mcore.setup import make_groups
 from megarl.mcore.step import Outputs, forward_only
 from megarl.rollout.protocol import tensor_digest
 from megarl.sample import Batch, MicroBatch
-from megarl.weights import exchange, sharded
-from megarl.weights.buckets import Bucket
-from megarl.weights.export import hf_tensors
-from megarl.weights.gather import local_parameters
-from megarl.weights.load import load_hf
-from megarl.weights.plan import Plan
-from megarl.weights.push import Canary, Pusher
-from megarl.weights.report import PushError
-from megarl.weights.servers import Nature, Server, Spent
-from megarl.weights.shared import payload, shared_buffer
+from megarl.weights.hf.export import hf_tensors
+from megarl.weights.hf.gather import local_parameters
+from megarl.weights.hf.load import load_hf
+from megarl.weights.push import sharded
+from megarl.weights.push.buckets import Bucket
+from megarl.weights.push.push import Canary, Pusher
+from megarl.weights.push.report import PushError
+from megarl.weights.push.servers import Nature, Server, Spent
+from megarl.weights.push.shared import payload, shared_buffer
+from megarl.weights.reshard import exchange
+from megarl.weights.reshard.plan import Plan
 
 TOKEN = "secret"
 K_PROJ, O_PROJ = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.o_proj.weight"
@@ -235,7 +236,7 @@ def _full_disk(argument: str) -> list[Any]:
     """No file of an exported folder can be written; the servers are as said."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     patches = _not_plain("") if argument == "not-plain" else []
-    return [mock.patch("megarl.weights.folder.HFWriter.add", side_effect=full), *patches]
+    return [mock.patch("megarl.weights.hf.folder.HFWriter.add", side_effect=full), *patches]
 
 
 def _signal(number: int) -> Callable[[str], list[Any]]:
@@ -256,7 +257,7 @@ def _signal(number: int) -> Callable[[str], list[Any]]:
         return [
             mock.patch.object(Server, "send", before(Server.send, 2)),
             mock.patch.object(Server, "map", before(Server.map, 2)),
-            mock.patch("megarl.weights.sharded.send", before(exchange.send, 0)),
+            mock.patch("megarl.weights.push.sharded.send", before(exchange.send, 0)),
         ]
 
     return patches

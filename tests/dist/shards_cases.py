@@ -20,7 +20,7 @@ from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.rows import micro_batches
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.step import Outputs, train_step
-from megarl.weights.load import load_hf
+from megarl.weights.hf.load import load_hf
 
 CPU = torch.device("cpu")
 OPTIMIZERS = {

@@ -9,7 +9,7 @@ import pytest
 from spawn import run_ranks
 
 import megarl
-from megarl.weights.agreement import broadcast_json, gather_json
+from megarl.weights.push.agreement import broadcast_json, gather_json
 
 PICKLING = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
 PICKLING |= {"send_object_list", "recv_object_list"}

@@ -13,10 +13,10 @@ from plan_reference import cut_by_hand, whole_tensors
 from spawn import Ranks
 from spread_tables import Model
 
-from megarl.weights.describe import to_json
-from megarl.weights.layouts import MegatronSpread, ServerSpread
-from megarl.weights.names import Rename
-from megarl.weights.spread import Spread
+from megarl.weights.mapping.names import Rename
+from megarl.weights.reshard.describe import to_json
+from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
+from megarl.weights.reshard.sharding import Spread
 
 pytestmark = pytest.mark.dist
 

@@ -20,8 +20,8 @@ from megarl.mcore.setup import destroy_groups
 from megarl.rollout.client import Engine, EngineError
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
-from megarl.weights.buckets import Bucket
-from megarl.weights.shared import payload, shared_buffer
+from megarl.weights.push.buckets import Bucket
+from megarl.weights.push.shared import payload, shared_buffer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.dist]
 

@@ -13,9 +13,9 @@ from megarl.mcore.model import build_model
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.step import Outputs, forward_only
 from megarl.sample import Batch, MicroBatch
-from megarl.weights.export import hf_sizes, hf_tensors, save_hf
-from megarl.weights.gather import local_parameters
-from megarl.weights.load import load_hf
+from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
+from megarl.weights.hf.gather import local_parameters
+from megarl.weights.hf.load import load_hf
 
 MODELS = [(family, tied) for family in ("qwen2", "qwen3") for tied in (False, True)]
 LAYOUTS = {

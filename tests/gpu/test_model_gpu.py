@@ -15,7 +15,7 @@ from megarl.mcore.memory import Bed
 from megarl.mcore.model import build_model
 from megarl.mcore.step import Outputs, forward_only
 from megarl.sample import Batch, MicroBatch
-from megarl.weights.load import load_hf
+from megarl.weights.hf.load import load_hf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 

@@ -12,7 +12,7 @@ from megarl.layout import Layout
 from megarl.mcore.mla import LatentAttention, router_biases
 from megarl.mcore.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.weights.export import hf_sizes, hf_tensors
+from megarl.weights.hf.export import hf_sizes, hf_tensors
 
 # The hub's config.json of DeepSeek-V3, without its quantization_config.
 REAL: dict[str, Any] = {

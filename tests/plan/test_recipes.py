@@ -12,8 +12,8 @@ from megarl.plan.from_config import job_of
 from megarl.plan.gpus import GPUS
 from megarl.plan.lengths import tail_of
 from megarl.trainer.colocation import check_shared_gpus, gpu_seats
-from megarl.weights.gpu_handles import Gpus
-from megarl.weights.targets import Targets
+from megarl.weights.push.gpu_handles import Gpus
+from megarl.weights.push.targets import Targets
 
 HARDWARE = re.compile(r"(?P<method>grpo|ppo)_(?P<model>\w+)_(?P<nodes>\d+)x(?P<gpus>\d+)h(?P<gpu>100|200)")
 RUNS = [name for name in recipe_names() if HARDWARE.fullmatch(name)]

@@ -18,8 +18,8 @@ from megarl.rollout.client import EngineError
 from megarl.rollout.protocol import DTYPE_NAMES
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.sockets import listen
-from megarl.weights.buckets import Bucket
-from megarl.weights.shared import payload, shared_buffer
+from megarl.weights.push.buckets import Bucket
+from megarl.weights.push.shared import payload, shared_buffer
 
 numbers = itertools.count()
 

@@ -43,7 +43,7 @@ def test_a_server_without_gpu_has_its_recipe(make):
     assert command.argv[:4] == [sys.executable, "-m", "megarl.servers.sglang_server", str(os.getpid())]
     wanted = {"--device": "cpu", "--attention-backend": "torch_native", "--dtype": "float32", "--model-path": "/m"}
     wanted |= {"--port": "5", "--nccl-port": "6", "--weight-version": "3", "--random-seed": "8"}
-    wanted |= {"--max-running-requests": "9", "--custom-weight-loader": "megarl.weights.receiver.load"}
+    wanted |= {"--max-running-requests": "9", "--custom-weight-loader": "megarl.weights.push.receiver.load"}
     assert {flag: option(command, flag) for flag in wanted} == wanted
     assert "--skip-server-warmup" in command.argv and "--sleep-on-idle" in command.argv
     assert command.environment["SGLANG_USE_CPU_ENGINE"] == command.environment["OMP_NUM_THREADS"] == "1"
@@ -111,7 +111,7 @@ print(sorted(f"{e.name} {e.value}" for e in entry_points(group="sglang.srt.plugi
     path, plugins = out.stdout.splitlines()
     assert path.startswith(environment["PYTHONPATH"].split(":")[0])
     assert Path(path).resolve() == Path(megarl.__file__).resolve().parent
-    wanted = ["megarl megarl.weights.receiver:setup"]
+    wanted = ["megarl megarl.weights.push.receiver:setup"]
     wanted += ["megarl_cpu megarl_cpu_plugin:setup"] if device == "cpu" else []
     assert plugins == str(wanted)
 

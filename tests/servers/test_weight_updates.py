@@ -17,8 +17,8 @@ from megarl.rollout.client import EngineError
 from megarl.rollout.protocol import DTYPE_NAMES, Route, tensor_digest
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.sockets import listen
-from megarl.weights.buckets import Bucket
-from megarl.weights.shared import payload, shared_buffer
+from megarl.weights.push.buckets import Bucket
+from megarl.weights.push.shared import payload, shared_buffer
 
 numbers = itertools.count()
 
@@ -137,7 +137,7 @@ def test_a_bucket_in_shared_memory_is_loaded_like_one_that_was_sent(server):
         ({"count": 2}, "want one text, for the only rank"),
         ({"text": "AAAA"}, "cannot be read"),
         ({"load_format": "direct"}, "load_format='direct'"),
-        ({"load_format": "megarl.weights.receiver.load"}, "no list of named tensors"),
+        ({"load_format": "megarl.weights.push.receiver.load"}, "no list of named tensors"),
         ({"session": False}, "no weight update is open"),
     ],
 )

@@ -8,7 +8,7 @@ from config_helpers import load
 from megarl.rollout.client import EngineError
 from megarl.trainer import colocation as turns_module
 from megarl.trainer.colocation import CACHE, WEIGHTS, Turns, check_shared_gpus, gpu_seats
-from megarl.weights.canary import Canary
+from megarl.weights.verify.canary import Canary
 
 URL, OTHER, DEAF = (f"http://127.0.0.1:{port}" for port in (1, 2, 3))
 SHARED = ["rollout.engine=sglang", "rollout.placement=shared", "trainer.device=cuda", "trainer.n_gpus_per_node=4"]

@@ -13,8 +13,8 @@ from megarl.servers.supervisor import ServerDied, ServerEvent, State
 from megarl.train import Totals, push
 from megarl.trainer import server_manager as fleet_module
 from megarl.trainer.server_manager import Fleet
-from megarl.weights.canary import Canary
-from megarl.weights.report import PushReport
+from megarl.weights.push.report import PushReport
+from megarl.weights.verify.canary import Canary
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
 

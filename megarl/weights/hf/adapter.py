@@ -1,0 +1,167 @@
+"""The adapters of a LoRA model under PEFT's names: streamed, saved in PEFT's format, and loaded."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.mcore.lora import LoraSettings, adapted, settings_of
+from megarl.mcore.model import Model
+from megarl.weights.hf.export import BUFFER_BYTES
+from megarl.weights.hf.folder import HFFolder, write_whole
+from megarl.weights.hf.gather import ModelParallel, whole_tensors
+from megarl.weights.hf.load import check_names, fill
+from megarl.weights.mapping.names import Op, Rename
+from megarl.weights.mapping.tables import HFConfig, table_for
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # PEFT's wrapper around the model
+
+# Kinds of adapters of PEFT's that are more than B A: (key of its config, the value that means none).
+OTHER_KINDS: dict[str, tuple[Any, ...]] = {
+    "use_rslora": (None, False),
+    "use_dora": (None, False),
+    "lora_bias": (None, False),
+    "fan_in_fan_out": (None, False),
+    "bias": (None, "none"),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "target_parameters": (None, []),
+}
+
+
+def adapter_table(hf_config: HFConfig, settings: LoraSettings) -> list[Op]:
+    """A and B of every adapted projection, in the order of the model: the mappings of their parameters."""
+    table: list[Op] = []
+    for op in table_for(hf_config):
+        for name, shape in op.hf_shapes.items():
+            module, kind = name.rsplit(".", 1)
+            target = module.rsplit(".", 1)[-1]
+            if kind == "weight" and target in settings.targets and op.expert is None:
+                table += _pair(op, module, target, shape, settings.rank)
+    return table
+
+
+def _pair(op: Op, module: str, target: str, shape: tuple[int, ...], rank: int) -> list[Op]:
+    """The weight's rows are those of B, its columns those of A, and both are cut as the weight is."""
+    cut_at = op.pieces(0, 1)[0].dim  # 0: rows
+    param = f"{op.param.removesuffix('.weight')}.lora.{target}"
+    a, b = f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
+    return [
+        Rename(f"{param}.A", a, (rank, shape[1]), 1 if cut_at == 1 else None),
+        Rename(f"{param}.B", b, (shape[0], rank), 0 if cut_at == 0 else None),
+    ]
+
+
+def adapter_parameters(model: Model) -> dict[str, Tensor]:
+    """A and B that this rank holds, by their names in the whole model."""
+    return {
+        f"{path}.lora.{name}": param.detach()
+        for path, linear in adapted(model)
+        for name, param in linear.lora.named_parameters()
+    }
+
+
+def adapter_tensors(model: Model, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
+    """(PEFT's name, whole tensor) on every rank of a replica; all ranks must finish it.
+
+    A tensor may share memory with the model: use it before the next one is asked for, and never write to it.
+    """
+    table = adapter_table(hf_config, settings_in(model))
+    return whole_tensors(table, adapter_parameters(model), _replica(), buffer_bytes=BUFFER_BYTES)
+
+
+def peft_config(settings: LoraSettings, base_model: str) -> dict[str, Any]:
+    """What PEFT and SGLang read in adapter_config.json; `base_model`: folder or hub name of the base."""
+    whole = float(settings.alpha).is_integer()
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": settings.rank,
+        "lora_alpha": int(settings.alpha) if whole else settings.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(settings.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def save_peft(model: Model, hf_config: HFConfig, folder: str | Path, *, base_model: str) -> None:
+    """Write a folder that `peft` loads, from world rank 0; adapter_config.json comes last.
+
+    Every rank of rank 0's replica must call it.  An adapter that is there already is replaced.
+    """
+    stream = adapter_tensors(model, hf_config)
+    try:
+        if dist.get_rank() == 0:
+            folder = Path(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CONFIG).unlink(missing_ok=True)
+            tensors = on_cpu(stream)
+            write_whole(folder / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
+            config = json.dumps(peft_config(settings_in(model), base_model), indent=2) + "\n"
+            write_whole(folder / CONFIG, lambda path: path.write_text(config))
+    finally:
+        deque(stream, maxlen=0)  # a full disk on rank 0 must not leave the other ranks waiting in the stream
+
+
+def read_peft_settings(folder: str | Path) -> LoraSettings:
+    """Rank, alpha and targets of an adapter.  ValueError where there is none, or one that is not plain LoRA."""
+    file = Path(folder) / CONFIG
+    if not file.is_file():
+        raise ValueError(f"{folder}: there is no {CONFIG}; want the folder of a PEFT adapter")
+    config = json.loads(file.read_text())
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{file}: peft_type={config.get('peft_type')!r} is not supported; want LORA")
+    for key, plain in OTHER_KINDS.items():
+        if config.get(key) not in plain:
+            raise ValueError(f"{file}: {key}={config[key]!r} is not supported; want {plain[1]!r}")
+    targets = config.get("target_modules")
+    if not isinstance(targets, list):
+        raise ValueError(f"{file}: target_modules={targets!r} is not supported; want a list of projections")
+    return LoraSettings(config["r"], config["lora_alpha"], tuple(targets))
+
+
+def load_peft(model: Model, hf_config: HFConfig, folder: str | Path) -> None:
+    """Fill the adapters of this rank from a folder of PEFT's; no communication.  Load before the optimizer is made.
+
+    ValueError where rank, alpha or targets are not the model's, and for tensors missing, too many or of another shape.
+    """
+    own, theirs = settings_in(model), read_peft_settings(folder)
+    if (own.rank, own.alpha, set(own.targets)) != (theirs.rank, theirs.alpha, set(theirs.targets)):
+        raise ValueError(f"{folder}: this adapter has {theirs}, the model has {own}; want the same")
+    table = adapter_table(hf_config, own)
+    with safe_open(Path(folder) / WEIGHTS, framework="pt", device="cpu") as file:
+        stored = HFFolder(Path(folder), [file])
+        check_names(stored, table, set())
+        fill(adapter_parameters(model), table, stored, _replica().spot)
+
+
+def on_cpu(stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.cpu().clone().contiguous() for name, tensor in stream}
+
+
+def _replica() -> ModelParallel:
+    """Where this rank stands in its replica: no expert is adapted, so other replicas' experts do not matter."""
+    where = ModelParallel.current()
+    return replace(where, spot=replace(where.spot, ep_rank=0, ep=1, etp_rank=0, etp=1), ep_group=None, etp_group=None)
+
+
+def settings_in(model: Model) -> LoraSettings:
+    settings = settings_of(model)
+    assert settings is not None, "this model has no adapters: apply_lora makes them"
+    return settings

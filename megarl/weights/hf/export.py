@@ -1,0 +1,118 @@
+"""From the model's shards to HF tensors, as a stream or as a folder that `transformers` loads."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.layout import RANDOM_WEIGHTS
+from megarl.mcore.model import Model
+from megarl.weights.hf.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
+from megarl.weights.hf.gather import ModelParallel, local_parameters, owner_dtypes, whole_tensors
+from megarl.weights.mapping.names import num_bytes
+from megarl.weights.mapping.tables import HFConfig, Role, table_for
+from megarl.weights.push.buckets import Sizes
+from megarl.weights.push.report import Clock
+
+BUFFER_BYTES = 64 << 20
+SHARD_BYTES = 4 << 30
+
+
+def hf_tensors(
+    model: Model,
+    hf_config: HFConfig,
+    *,
+    role: Role = "actor",
+    dtype: torch.dtype | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+    clock: Clock | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor) on every rank of a copy of the model, in the order of the table; all must finish it.
+
+    Where experts lie over several data-parallel replicas, these are one copy (see `gather`): let all ranks call it.
+    `dtype` None keeps each parameter's own, as do mappings with `keeps_dtype`.  A tensor may share memory with the
+    model: use it before the next one is asked for, and never write to it.  Peak extra memory: about twice the larger of
+    `buffer_bytes` and the largest parameter.  `clock` is told of the seconds that mapping and casting take, as
+    `convert`.
+    """
+    clock = clock or Clock()
+    table, where = table_for(hf_config, role=role), ModelParallel.current()
+    as_they_are = {name for op in table if op.keeps_dtype for name in op.hf_shapes}
+    for name, tensor in whole_tensors(table, local_parameters(model), where, buffer_bytes=buffer_bytes, clock=clock):
+        with clock("convert"):
+            cast = tensor if dtype is None or name in as_they_are else tensor.to(dtype)
+        yield name, cast
+
+
+def hf_sizes(model: Model, hf_config: HFConfig, *, role: Role = "actor", dtype: torch.dtype | None = None) -> Sizes:
+    """HF name -> shape and type of what `hf_tensors` will bring, in its order; a collective of one small message."""
+    table = table_for(hf_config, role=role)
+    own = owner_dtypes(table, local_parameters(model), ModelParallel.current())
+    types = [d if op.keeps_dtype else dtype or d for op, d in zip(table, own, strict=True)]
+    return {n: (shape, d) for op, d in zip(table, types, strict=True) for n, shape in op.hf_shapes.items()}
+
+
+def save_hf(
+    model: Model,
+    hf_config: HFConfig,
+    folder: str | Path,
+    *,
+    source_folder: str | Path,
+    role: Role = "actor",
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write an HF folder from world rank 0: weights, tokenizer files of `source_folder`, and config.json last.
+
+    Every rank of rank 0's copy of the model must call it, so let all ranks do.  A folder without config.json is an
+    unfinished one.  A critic is written as a sequence classifier with one label, which `transformers` loads too.
+    """
+    sizes = hf_sizes(model, hf_config, role=role, dtype=dtype)
+    stream = hf_tensors(model, hf_config, role=role, dtype=dtype)
+    try:
+        if dist.get_rank() == 0:
+            writer = start_folder(Path(folder), sizes, shard_bytes)
+            for name, tensor in stream:
+                writer.add(name, tensor)
+            writer.finish()
+            finish_folder(Path(folder), Path(source_folder), role, next(d for _, d in sizes.values()))
+    finally:
+        deque(stream, maxlen=0)  # a full disk on rank 0 must not leave the other ranks waiting in the stream
+
+
+def start_folder(folder: Path, sizes: Sizes, shard_bytes: int = SHARD_BYTES) -> HFWriter:
+    """A writer for tensors that come in the order of `sizes`; what lay in `folder` is no model from now on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_weights(folder)
+    return HFWriter(folder, {n: num_bytes(shape, dtype) for n, (shape, dtype) in sizes.items()}, shard_bytes)
+
+
+def finish_folder(folder: Path, source_folder: Path, role: Role, dtype: torch.dtype) -> None:
+    """Put the tokenizer's files beside the weights, and then config.json, which makes it a model."""
+    config = _config_to_write(source_folder, role, dtype)
+    copy_tokenizer(source_folder, folder)
+    write_whole(folder / CONFIG, lambda p: p.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n"))
+
+
+def _config_to_write(source_folder: Path, role: Role, dtype: torch.dtype) -> dict[str, Any]:
+    config = json.loads((source_folder / CONFIG).read_text())
+    config.pop("torch_dtype", None)  # the older name of "dtype"
+    config.pop(RANDOM_WEIGHTS, None)  # now there are some
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # the model has none: see tables.ignorable
+    if role == "critic":
+        decoder = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
+        config |= {
+            "architectures": [f"{decoder}ForSequenceClassification"],
+            "id2label": {"0": "value"},
+            "label2id": {"value": 0},
+        }
+    return config

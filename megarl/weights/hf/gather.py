@@ -1,0 +1,191 @@
+"""From the shards of one copy of the model to whole tensors with HF names, streamed.
+
+A copy of the model is a data-parallel replica, or as many of them as its experts are dealt to.  Its ranks run the same
+table in the same order; shapes come from the table, so no names or shapes travel.  Consecutive parameters of the same
+owners share a buffer: one broadcast over the pipeline, for experts one from the expert-parallel rank that has them, and
+one all-gather over the ranks that each hold a part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megarl.mcore.lora import settings_of
+from megarl.mcore.mla import router_biases
+from megarl.mcore.model import Model, unwrap
+from megarl.mcore.transformer_engine import local_name
+from megarl.weights.hf.merged import Merged, dtype_of
+from megarl.weights.mapping.names import Op, Spot, num_bytes
+from megarl.weights.push.report import Clock
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """Where this rank stands in its copy of the model, and the groups over which that is gathered."""
+
+    spot: Spot = Spot()
+    pp_rank: int = 0
+    pp_size: int = 1
+    tp_group: Any = None
+    pp_group: Any = None
+    ep_group: Any = None
+    etp_group: Any = None
+
+    @classmethod
+    def current(cls) -> ModelParallel:
+        tp, pp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+        ep, etp = parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
+        spot = Spot(tp.rank(), tp.size(), ep.rank(), ep.size(), etp.rank(), etp.size())
+        return cls(spot, pp.rank(), pp.size(), tp, pp, ep, etp)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who has a parameter: every rank of one stage, or of an expert's the ranks at one expert-parallel rank."""
+
+    stage: int
+    ep_rank: int | None  # None: of no one expert
+    axis: str  # the ranks over which it is cut, as in `Op`
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive parameters of one owner that travel in one buffer."""
+
+    ops: tuple[Op, ...]
+    owner: Owner
+
+
+def local_parameters(model: Model) -> Mapping[str, Tensor]:
+    """Parameters of this rank, and its routers' biases, under the names of the whole model.
+
+    These number layers and experts over all ranks, and are those of Megatron's layers without Transformer-Engine, which
+    hold every expert as a module of its own.  Adapted weights have their adapters merged in, when they are looked up.
+    """
+    out: dict[str, Tensor] = {}
+    for gpt in map(unwrap, model):
+        numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
+        experts = [getattr(layer.mlp, "local_expert_indices", []) for layer in gpt.decoder.layers]
+        for name, param in chain(gpt.named_parameters(), router_biases(gpt)):
+            whole_name = _renumber(local_name(name), numbers, experts)
+            assert whole_name not in out, f"two parameters of this rank are named {whole_name}"
+            out[whole_name] = param.detach()
+    return out if settings_of(model) is None else Merged(out, model)
+
+
+def _renumber(name: str, layer_numbers: Sequence[int], expert_numbers: Sequence[Sequence[int]]) -> str:
+    found = re.match(r"decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.)?(\d+)?", name)
+    if not found:
+        return name
+    layer, experts, expert = found.groups()
+    whole = f"decoder.layers.{layer_numbers[int(layer)]}."
+    if experts:
+        whole += f"{experts}{expert_numbers[int(layer)][int(expert)]}"
+    return whole + name[found.end() :]
+
+
+def whole_tensors(
+    table: Sequence[Op],
+    params: Mapping[str, Tensor],
+    where: ModelParallel,
+    *,
+    buffer_bytes: int,
+    clock: Clock | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor) of every parameter on every rank of the copy: a collective that all must finish.
+
+    A tensor is valid until the next one is asked for.  Peak extra memory: about twice the larger of `buffer_bytes` and
+    the largest parameter (of experts: of one expert).  `clock` is told of the seconds that mapping takes, as `convert`.
+    """
+    clock = clock or Clock()
+    for run in _runs(table, _owners(table, params, where), where.spot, buffer_bytes):
+        shards = _exchange(run, params, where)
+        for i, op in enumerate(run.ops):
+            with clock("convert"):
+                tensors = op.to_hf([shard[i] for shard in (shards if op.is_sharded else shards[:1])])
+            yield from tensors.items()
+
+
+def owner_dtypes(table: Sequence[Op], params: Mapping[str, Tensor], where: ModelParallel) -> list[torch.dtype]:
+    """The type of each parameter of the table, the same answer on every rank of the copy; a collective."""
+    return [owner.dtype for owner in _owners(table, params, where)]
+
+
+def _owners(table: Sequence[Op], params: Mapping[str, Tensor], where: ModelParallel) -> list[Owner]:
+    """Of each parameter: small all-reduces, as no stage knows the types of the others, and no rank other experts."""
+    known = {name for op in table for name in (op.param, *op.copies)}
+    assert not (unknown := sorted(set(params) - known)), f"the table has no mapping for {', '.join(unknown)}"
+    codes = [
+        where.pp_rank * len(DTYPES) + DTYPES.index(dtype_of(params, op.param)) if op.param in params else -1
+        for op in table
+    ]
+    device = next(iter(params.values())).device
+    for group, size in ((where.pp_group, where.pp_size), (where.ep_group, where.spot.ep)):
+        if size > 1:
+            found = torch.tensor(codes, device=device)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+            codes = found.tolist()
+    assert not (absent := [op.param for op, c in zip(table, codes, strict=True) if c < 0]), f"nobody holds {absent}"
+    return [
+        Owner(code // len(DTYPES), _ep_rank(op, where.spot), op.axis, DTYPES[code % len(DTYPES)])
+        for op, code in zip(table, codes, strict=True)
+    ]
+
+
+def _ep_rank(op: Op, spot: Spot) -> int | None:
+    if op.expert is None:
+        return None
+    number, count = op.expert
+    return number // (count // spot.ep)  # as `Op.held_by` deals them
+
+
+def _runs(table: Sequence[Op], owners: Sequence[Owner], spot: Spot, buffer_bytes: int) -> Iterator[Run]:
+    ops: list[Op] = []
+    filled, current = 0, owners[0]
+    for op, owner in zip(table, owners, strict=True):
+        size = num_bytes(op.shape_at(spot), owner.dtype) * op.cut(spot)[1]
+        if ops and (owner != current or filled + size > buffer_bytes):
+            yield Run(tuple(ops), current)
+            ops, filled = [], 0
+        ops.append(op)
+        filled, current = filled + size, owner
+    yield Run(tuple(ops), current)
+
+
+def _exchange(run: Run, params: Mapping[str, Tensor], where: ModelParallel) -> list[list[Tensor]]:
+    """Shards of the run's parameters: [rank of the axis][op]; what is not sharded is the same at every rank."""
+    owner, spot = run.owner, where.spot
+    num_parts = run.ops[0].cut(spot)[1]
+    is_expert_rank = owner.ep_rank in (None, spot.ep_rank)
+    mine = [params[op.param] for op in run.ops] if is_expert_rank and where.pp_rank == owner.stage else []
+    from_expert_rank = owner.ep_rank is not None and spot.ep > 1
+    if num_parts == where.pp_size == 1 and not from_expert_rank:
+        return [mine]
+    sizes = [torch.Size(op.shape_at(spot)).numel() for op in run.ops]
+    if mine:
+        buffer = torch.cat([p.reshape(-1) for p in mine]) if len(mine) > 1 else mine[0].reshape(-1)
+    else:
+        buffer = torch.empty(sum(sizes), dtype=owner.dtype, device=next(iter(params.values())).device)
+    raw = buffer.view(torch.uint8)  # bytes: any type over any backend
+    if where.pp_size > 1 and is_expert_rank:
+        dist.broadcast(raw, group=where.pp_group, group_src=owner.stage)
+    if from_expert_rank:
+        dist.broadcast(raw, group=where.ep_group, group_src=owner.ep_rank)
+    gathered = [buffer]
+    if num_parts > 1 and any(op.is_sharded for op in run.ops):
+        parts = [torch.empty_like(raw) for _ in range(num_parts)]
+        dist.all_gather(parts, raw, group=where.tp_group if owner.axis == "tp" else where.etp_group)
+        gathered = [part.view(owner.dtype) for part in parts]
+    return [[x.view(op.shape_at(spot)) for x, op in zip(part.split(sizes), run.ops, strict=True)] for part in gathered]

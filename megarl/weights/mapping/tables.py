@@ -1,0 +1,196 @@
+"""One table of mappings per model family, made from the numbers of an HF `config.json`.
+
+A family is added by one entry of FAMILIES; nothing else in this room knows model names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, Literal
+
+from megarl.weights.mapping import deepseek
+from megarl.weights.mapping.names import QKV, GateUp, Op, Rename, ValueHead, Vocab
+
+VOCAB_MULTIPLE = 8  # as the models are built: mcore.model.padded_vocab_size
+
+HFConfig = Mapping[str, Any]
+Role = Literal["actor", "critic"]
+
+
+def table_for(hf_config: HFConfig, *, role: Role = "actor", vocab_multiple: int = VOCAB_MULTIPLE) -> list[Op]:
+    """Every parameter of the model, in the order of export: embedding, layers, final norm, head.
+
+    `vocab_multiple`: rows of the vocabulary that each tensor-parallel rank's share is a multiple of.
+    A critic has a value head in place of the output rows.
+    """
+    model_type = hf_config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type={model_type!r} has no table of weight names; want one of {', '.join(FAMILIES)}")
+    return FAMILIES[model_type](hf_config, role=role, vocab_multiple=vocab_multiple)
+
+
+def is_tied(hf_config: HFConfig) -> bool:
+    """Whether the output rows are the embedding's own."""
+    return bool(hf_config.get("tie_word_embeddings", False))
+
+
+def twins(hf_config: HFConfig) -> dict[str, str]:
+    """HF names that a folder or a server may hold besides the table's, and the tensor that each is tied to."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if is_tied(hf_config) else {}
+
+
+@dataclass(frozen=True)
+class Ignorable(Container[str]):
+    names: frozenset[str]
+    prefixes: tuple[str, ...]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names or (isinstance(name, str) and name.startswith(self.prefixes))
+
+
+def ignorable(hf_config: HFConfig, role: Role) -> Container[str]:
+    """HF names that a folder may hold and this model does not.
+
+    Output rows of a critic, the twins of tied ones, and layers after the last that predict further tokens.
+    """
+    names = {"lm_head.weight"} if role == "critic" else set(twins(hf_config))
+    return Ignorable(frozenset(names), deepseek.passed_over(hf_config))
+
+
+def _decoder(c: HFConfig, role: Role, vocab_multiple: int, layers: Iterable[Op]) -> list[Op]:
+    """Embedding, layers, final norm, and the head of the role."""
+    hidden = c["hidden_size"]
+    tied_copy = ("output_layer.weight",) if is_tied(c) and role == "actor" else ()  # of a last stage that is not first
+    embedding = Vocab(
+        "embedding.word_embeddings.weight",
+        "model.embed_tokens.weight",
+        c["vocab_size"],
+        hidden,
+        vocab_multiple,
+        copies=tied_copy,
+    )
+    final_norm = Rename("decoder.final_layernorm.weight", "model.norm.weight", (hidden,))
+    head: list[Op] = []
+    if role == "critic":
+        head = [ValueHead("output_layer.weight", "score.weight", (1, hidden))]
+    elif not is_tied(c):
+        head = [Vocab("output_layer.weight", "lm_head.weight", c["vocab_size"], hidden, vocab_multiple)]
+    return [embedding, *layers, final_norm, *head]
+
+
+def _dense(c: HFConfig, *, role: Role, vocab_multiple: int, qkv_bias: bool = False, qk_norm: bool = False) -> list[Op]:
+    """Decoders of Llama's shape: grouped-query attention, a gated feed-forward, RMS norms before both."""
+    layers = (
+        [*_attention(c, i, qkv_bias, qk_norm), *_feed_forward(c, i, f"model.layers.{i}.mlp", c["intermediate_size"])]
+        for i in range(c["num_hidden_layers"])
+    )
+    return _decoder(c, role, vocab_multiple, chain.from_iterable(layers))
+
+
+def _qwen3_moe(c: HFConfig, *, role: Role, vocab_multiple: int) -> list[Op]:
+    """Qwen3 whose feed-forwards are experts, but in the layers that config.json leaves dense."""
+    step, plain = c.get("decoder_sparse_step") or 1, c.get("mlp_only_layers") or ()
+    ops: list[Op] = []
+    for i in range(c["num_hidden_layers"]):
+        mlp = f"model.layers.{i}.mlp"
+        ops += _attention(c, i, qkv_bias=False, qk_norm=True)
+        if (i + 1) % step or i in plain:
+            ops += _feed_forward(c, i, mlp, c["intermediate_size"])
+        else:
+            ops += _experts(c, i, mlp, c["moe_intermediate_size"])
+    return _decoder(c, role, vocab_multiple, ops)
+
+
+def _mixtral(c: HFConfig, *, role: Role, vocab_multiple: int) -> list[Op]:
+    ops: list[Op] = []
+    for i in range(c["num_hidden_layers"]):
+        ops += _attention(c, i, qkv_bias=False, qk_norm=False)
+        ops += _experts(c, i, f"model.layers.{i}.block_sparse_moe", c["intermediate_size"], ("w1", "w3", "w2"))
+    return _decoder(c, role, vocab_multiple, ops)
+
+
+def _deepseek_v3(c: HFConfig, *, role: Role, vocab_multiple: int) -> list[Op]:
+    return _decoder(c, role, vocab_multiple, deepseek.layers(c))
+
+
+def _attention(c: HFConfig, layer: int, qkv_bias: bool, qk_norm: bool) -> list[Op]:
+    """The norm before it included."""
+    if c.get("attention_bias", qkv_bias) not in (qkv_bias, None):
+        raise ValueError(
+            f"attention_bias={c['attention_bias']} is not supported for model_type={c['model_type']!r}; want {qkv_bias}"
+        )
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    groups = c.get("num_key_value_heads") or heads
+    head_dim = c.get("head_dim") or hidden // heads
+    hf, mg = f"model.layers.{layer}", f"decoder.layers.{layer}"
+    attn, mg_attn = f"{hf}.self_attn", f"{mg}.self_attention"
+
+    def qkv(kind: str, width: int | None) -> QKV:
+        q, k, v = (f"{attn}.{x}_proj.{kind}" for x in "qkv")
+        return QKV(f"{mg_attn}.linear_qkv.{kind}", q, k, v, heads, groups, head_dim, width)
+
+    ops: list[Op] = [
+        Rename(f"{mg}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (hidden,)),
+        qkv("weight", hidden),
+    ]
+    if qkv_bias:
+        ops.append(qkv("bias", None))
+    if qk_norm:
+        ops.append(Rename(f"{mg_attn}.q_layernorm.weight", f"{attn}.q_norm.weight", (head_dim,)))
+        ops.append(Rename(f"{mg_attn}.k_layernorm.weight", f"{attn}.k_norm.weight", (head_dim,)))
+    return [*ops, Rename(f"{mg_attn}.linear_proj.weight", f"{attn}.o_proj.weight", (hidden, heads * head_dim), 1)]
+
+
+def _norm_of_mlp(c: HFConfig, layer: int) -> Op:
+    name = f"model.layers.{layer}.post_attention_layernorm.weight"
+    return Rename(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", name, (c["hidden_size"],))
+
+
+def _feed_forward(c: HFConfig, layer: int, mlp: str, ffn: int) -> list[Op]:
+    """The norm before it included.  `mlp`: the module's HF name."""
+    hidden, mg = c["hidden_size"], f"decoder.layers.{layer}.mlp"
+    return [
+        _norm_of_mlp(c, layer),
+        GateUp(f"{mg}.linear_fc1.weight", f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight", ffn, hidden),
+        Rename(f"{mg}.linear_fc2.weight", f"{mlp}.down_proj.weight", (hidden, ffn), 1),
+    ]
+
+
+def num_experts(c: HFConfig) -> int:
+    """The hub's files and those of transformers 5 name it differently."""
+    return c["num_experts"] if c.get("num_experts") is not None else c["num_local_experts"]
+
+
+def _experts(
+    c: HFConfig,
+    layer: int,
+    mlp: str,
+    ffn: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Op]:
+    """The norm, the router, and each expert on its own.  `names`: of an expert's gate, up and down in the HF module."""
+    hidden, mg, count = c["hidden_size"], f"decoder.layers.{layer}.mlp", num_experts(c)
+    ops: list[Op] = [
+        _norm_of_mlp(c, layer),
+        Rename(f"{mg}.router.weight", f"{mlp}.gate.weight", (count, hidden)),
+    ]
+    for i in range(count):
+        gate, up, down = (f"{mlp}.experts.{i}.{name}.weight" for name in names)
+        own, whose = f"{mg}.experts.local_experts.{i}", (i, count)
+        ops.append(GateUp(f"{own}.linear_fc1.weight", gate, up, ffn, hidden, axis="etp", expert=whose))
+        ops.append(Rename(f"{own}.linear_fc2.weight", down, (hidden, ffn), 1, axis="etp", expert=whose))
+    return ops
+
+
+FAMILIES: dict[str, Callable[..., list[Op]]] = {
+    "qwen2": partial(_dense, qkv_bias=True),  # Qwen2, Qwen2.5
+    "qwen3": partial(_dense, qk_norm=True),
+    "qwen3_moe": _qwen3_moe,
+    "llama": _dense,  # Llama 2 and 3
+    "mistral": _dense,
+    "mixtral": _mixtral,
+    "deepseek_v3": _deepseek_v3,
+}

@@ -1,0 +1,1 @@
+"""One push: the transports, what servers are asked, and what came of it."""

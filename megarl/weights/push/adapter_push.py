@@ -1,0 +1,133 @@
+"""Giving servers the adapters of a LoRA model beside the weights of its base, which they keep.
+
+Nothing is paused: each version is an adapter of a new name, completions ask for it by name, and those that run keep the
+one they began with.  The servers compare the sha256 of every tensor, and a canary prompt is asked under the new name,
+which vouches for the base below as well.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import pickle
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megarl.mcore.model import Model
+from megarl.rollout.client import Engine, EngineError
+from megarl.weights.hf.adapter import adapter_tensors, on_cpu, peft_config, settings_in
+from megarl.weights.mapping.tables import HFConfig
+from megarl.weights.push.report import Clock, PushError, PushReport
+from megarl.weights.verify.canary import Canary, disagreement
+
+
+class AdapterPusher:
+    """Lives on every rank; only world rank 0 speaks to the servers.
+
+    `keep`: adapters a server holds at a time; older ones are dropped, when no completion can be using them any more.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        token: str,
+        hf_config: HFConfig,
+        *,
+        base_model: str,
+        keep: int,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self._hf_config, self._base_model, self._keep = hf_config, base_model, keep
+        self._engines = {url: Engine(url, token, timeout_s=timeout_s) for url in urls}
+        self._held: dict[str, deque[str]] = defaultdict(deque)  # url -> names, the oldest first
+        self._num_pushes = 0
+
+    def push(
+        self, model: Model, version: int, *, only: Sequence[str] | None = None, canary: Canary | None = None
+    ) -> tuple[PushReport, str] | None:
+        """Every rank calls it; world rank 0 gets the report, and the name by which completions ask for the adapter.
+
+        `only`: to these urls alone.  Peak extra memory on rank 0: the adapters three times.
+        """
+        self._num_pushes += 1
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
+            return None
+        stream = adapter_tensors(model, self._hf_config)
+        try:
+            if dist.get_rank() != 0:
+                return None
+            clock = Clock()
+            with clock("gather"):
+                tensors = on_cpu(stream)
+        finally:
+            deque(stream, maxlen=0)  # the other ranks wait for us in its collectives
+        name = f"actor-{version}-{self._num_pushes}"  # a server never takes one name twice
+        urls = list(self._engines) if only is None else list(only)
+        config = peft_config(settings_in(model), self._base_model)
+        failed = self._give(urls, name, tensors, config, canary, clock)
+        ways = {url: "adapter" for url in urls if url not in failed}
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        verified = len(tensors) * len(ways)
+        return PushReport(version, len(tensors), num_bytes, verified, ways, failed, {}, [], dict(clock.seconds)), name
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+    def _give(
+        self,
+        urls: Sequence[str],
+        name: str,
+        tensors: dict[str, Tensor],
+        config: Mapping[str, Any],
+        canary: Canary | None,
+        clock: Clock,
+    ) -> dict[str, str]:
+        """url -> why it does not have the adapter."""
+        failed: dict[str, str] = {}
+        heard: dict[str, Sequence[float]] = {}
+
+        def one(url: str) -> None:
+            engine = self._engines[url]
+            try:
+                self._drop_old(url)
+                give_adapter(engine, name, tensors, config)
+                self._held[url].append(name)
+                if canary is not None:
+                    heard[url] = engine.prompt_log_probs(canary.prompt_ids, adapter=name)
+            except (PushError, EngineError) as error:
+                failed[url] = str(error)
+
+        with clock("send"), ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="push_adapter") as threads:
+            list(threads.map(one, urls))
+        return failed | (disagreement(canary, heard) if canary is not None else {})
+
+    def _drop_old(self, url: str) -> None:
+        held = self._held[url]
+        while len(held) >= self._keep:
+            try:
+                self._engines[url].unload_adapter(held.popleft())
+            except EngineError as error:
+                if error.status != 400:  # 400: it was started anew and has no such adapter
+                    raise
+
+
+def give_adapter(engine: Engine, name: str, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+    """One server takes an adapter that is there as a whole; PushError where it does not."""
+    # Pickled here, with the bytes inside: SGLang unpickles tensors and nothing else.
+    payload = base64.b64encode(pickle.dumps(tensors)).decode()
+    digests = {n: hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy().data).hexdigest() for n, t in tensors.items()}
+    try:
+        tp_size = int(engine.server_info().get("tp_size", 1))
+        engine.load_adapter(name, config, payload, digests, tp_size=tp_size)
+    except EngineError as error:
+        if error.status == 404:
+            raise PushError(f"{engine.url} takes no adapters; want actor.lora.push=merged") from error
+        raise PushError(f"{engine.url} did not take the adapter {name}: {error.message}") from error

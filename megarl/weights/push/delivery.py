@@ -1,0 +1,144 @@
+"""One round of buckets, as world rank 0 sends them: the same buckets to servers that map and that receive them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.weights.mapping.names import Spot
+from megarl.weights.mapping.server_tables import EngineKind, server_table
+from megarl.weights.mapping.tables import HFConfig, twins
+from megarl.weights.push.buckets import Bucket, Sizes
+from megarl.weights.push.gpu_handles import take
+from megarl.weights.push.report import one_line
+from megarl.weights.push.servers import Server
+from megarl.weights.push.shared import payload, shared_buffer
+from megarl.weights.push.targets import Lead
+from megarl.weights.verify.digests import Kind, RankDigests
+
+
+class _Layout(NamedTuple):
+    """Servers with the same one hold the same under the same names."""
+
+    engine: EngineKind
+    spots: tuple[Spot, ...]
+    hashes: Kind
+
+
+class BucketRound:
+    """Gives the servers that wait for it bucket after bucket, and computes meanwhile what they must then hold."""
+
+    def __init__(self, lead: Lead, hf_config: HFConfig, sizes: Sizes) -> None:
+        """Joins those that are to receive, and opens an update on all."""
+        self._lead, self._targets, self._hf_config = lead, lead.targets, hf_config
+        self._ways = {url: way for url, way in self._targets.waiting().items() if way != "sharded"}
+        self._sums: dict[_Layout, list[RankDigests]] = {}
+        dtypes = {name: dtype for name, (_, dtype) in sizes.items()}
+        for url in self._ways:
+            layout = _layout(self._targets.left[url])
+            if layout not in self._sums:
+                table = server_table(layout.engine, hf_config)
+                self._sums[layout] = [RankDigests(table, spot, dtypes, layout.hashes) for spot in layout.spots]
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        with self._targets.clock("join"):
+            self._targets.attempt(lambda server: server.join(backend), self._of("gathered"))
+        with self._targets.clock("pause"):
+            self._targets.attempt(Server.open, self.urls)
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers that still take part: the rest have been dropped, or wait for another round."""
+        waiting = self._targets.waiting()
+        return [url for url, way in self._ways.items() if waiting.get(url) == way]
+
+    def new_buffer(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Memory that servers of this machine can map, if any of them wants to."""
+        shared = [url for url in self.urls if self._ways[url] == "shared"]
+        if shared and device.type == "cpu":
+            try:
+                return shared_buffer(num_bytes)
+            except OSError as error:
+                for url in shared:
+                    self._targets.fall_back(url, f"no shared memory of {num_bytes} bytes: {one_line(error)}")
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def send(self, bucket: Bucket, handles: Mapping[str, list[str]] | None) -> None:
+        """`handles`: of the bucket on each GPU; None: it lies in this process' memory alone."""
+        version, flush = (self._lead.version, self._lead.flush_cache) if bucket.is_last else (None, False)
+        targets, start = self._targets, time.perf_counter()
+        orders = targets.start(lambda server: server.send(bucket, version, flush), self._of("gathered"))
+        for url in self._of("shared"):
+            server = targets.left[url]
+            try:
+                texts = [payload(bucket) for _ in server.nature.spots] if handles is None else take(handles, server)
+            except ValueError as error:
+                targets.fall_back(url, one_line(error))
+            else:
+                orders |= targets.start(partial(Server.map, texts=texts, version=version, flush_cache=flush), [url])
+        with targets.clock("verify"):
+            self._add(bucket)
+        hashed = time.perf_counter() - start
+        with targets.clock("send"):
+            spent = list(targets.finish(orders).values())
+        longest, sent = max((s.total for s in spent), default=0.0), max((s.send for s in spent), default=0.0)
+        targets.clock.split("load", of="send", seconds=max(0.0, longest - max(hashed, sent)))
+
+    def _of(self, way: str) -> list[str]:
+        return [url for url in self.urls if self._ways[url] == way]
+
+    def _add(self, bucket: Bucket) -> None:
+        for (name, raw), shape in zip(bucket.parts(), bucket.shapes, strict=True):
+            tensor = raw.view(bucket.dtype).view(shape)
+            for ranks in self._sums.values():
+                for rank in ranks:
+                    rank.add(name, tensor)
+
+    def verify(self) -> None:
+        """After the last bucket: servers that hold what they must are done."""
+        expected = {layout: [rank.result() for rank in ranks] for layout, ranks in self._sums.items()}
+        targets, tied = self._targets, twins(self._hf_config)
+        with targets.clock("verify"):
+            plain = [url for url in self.urls if targets.left[url].nature.is_plain]
+            checked = targets.attempt(lambda s: s.verify(expected[_layout(s)], tied), plain)
+            self._lead.verified |= checked
+            targets.done |= {url: self._ways[url] for url in checked}
+            others = targets.attempt(Server.look, self.urls)
+            faults = disagreements({url: targets.left[url] for url in others}, dict.fromkeys(others, repr(expected)))
+            targets.done |= {url: self._ways[url] for url in others if url not in faults}
+            self._lead.unvouched |= {url for url in others if not targets.left[url].pushed}
+            self._lead.compares |= bool(self._lead.unvouched)
+            for url in others:
+                if url not in faults:
+                    targets.left[url].remember(repr(expected))
+            for url, reason in faults.items():
+                targets.fall_back(url, reason)
+
+
+def _layout(server: Server) -> _Layout:
+    return _Layout(server.nature.engine, server.nature.spots, server.nature.hashes)
+
+
+def disagreements(servers: Mapping[str, Server], weights: Mapping[str, str]) -> dict[str, str]:
+    """url -> reason, for servers whose checksums are not computed here, as those of quantized weights.
+
+    Since the last good push their checksums must have changed when the trainer's `weights` (for each url any text that
+    tells them apart) did, and only then, and must be the same on all servers of one layout.
+    """
+    faults: dict[str, str] = {}
+    same: dict[_Layout, list[str]] = defaultdict(list)
+    for url, server in servers.items():
+        same[_layout(server)].append(url)
+        changed, held_changed = weights[url] != server.pushed, server.held != server.held_then
+        if server.pushed and changed != held_changed:
+            what = "the weights changed" if changed else "the weights are those of the last push"
+            faults[url] = f"{url}: {what}, and its checksums {'did' if held_changed else 'did not'}"
+    for urls in same.values():
+        if any(servers[url].held != servers[urls[0]].held for url in urls):
+            faults |= {url: f"{url} and its replicas answer with different checksums" for url in urls}
+    return faults

@@ -1,0 +1,271 @@
+"""Putting the trainer's weights into the servers, and proving that they arrived.
+
+Three ways lead into a server.  `gathered`: rank 0 gathers every tensor and sends it in buckets over a weight group of
+its own with the server.  `shared`: a server on the same machine maps the buckets.  `sharded`: every rank sends the
+slices that a rank of the server needs straight to it.  A faster way that fails gives way to a slower one.  Each server
+is paused, given the weights, asked for the digests of what it then holds, and writes again only if these are what the
+trainer computed; the first time that its process is sent slices, it must hold the same after whole tensors too.  One
+that fails is left paused and named in the report; it holds up nobody longer than its own limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import SafetensorError
+
+from megarl.mcore.model import Model
+from megarl.weights.hf.export import BUFFER_BYTES, hf_sizes, hf_tensors, save_hf
+from megarl.weights.mapping.tables import HFConfig
+from megarl.weights.push.agreement import broadcast_json
+from megarl.weights.push.buckets import Sizes, fill_buckets
+from megarl.weights.push.channel import is_here
+from megarl.weights.push.delivery import BucketRound
+from megarl.weights.push.gpu_handles import Gpus, exchange, wanted_handles
+from megarl.weights.push.report import Clock, PushError, PushReport, one_line
+from megarl.weights.push.servers import CLEANING_S, Server
+from megarl.weights.push.sharded import ShardedSender
+from megarl.weights.push.targets import WAYS, Lead, Targets
+from megarl.weights.verify.canary import Canary, disagreement
+from megarl.weights.verify.cross_check import compare_with_whole, look_at_slices
+
+__all__ = ["Canary", "PushError", "PushReport", "Pusher"]
+
+logger = logging.getLogger("megarl.push")
+
+_MAX_THREADS = 512  # one for each server that is given an order
+
+
+class Pusher:
+    """Lives on every rank; groups are made when they are first needed, and anew for a server that was started again.
+
+    Peak extra memory: one bucket on each rank that sends; beside it what `hf_tensors` needs where tensors are gathered
+    (behind the first slices too), or what `ShardedSender` says.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        token: str,
+        hf_config: HFConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        way: str = "auto",
+        bucket_bytes: int = BUFFER_BYTES,
+        timeout_s: float = 120.0,
+        check_every: int = 0,
+        source_folder: str | Path | None = None,
+        export_folder: str | Path | None = None,
+        gpus: Gpus | None = None,
+    ) -> None:
+        """`dtype`: what the servers hold (None: what the trainer does); `timeout_s` limits every single wait; `gpus`:
+        on which the trainer and its servers stand, as far as that is known.
+
+        Every `check_every`-th push (0: none) also writes the model into `export_folder` (which all servers must see;
+        None: a temporary one, for those of this machine) with the files of `source_folder`, has servers load that, and
+        compares their checksums with those they had from the push: this trusts no arithmetic of ours on digests.  It is
+        done at once for a server whose digests cannot be computed, as of quantized weights, which is left out else.
+        """
+        if way not in ("auto", *WAYS):
+            raise ValueError(f"way={way!r}: want auto, {', '.join(WAYS)}")
+        if check_every and source_folder is None:
+            raise ValueError(f"check_every={check_every}: want a source_folder too, for the files beside the weights")
+        self._urls, self._token, self._hf_config, self._dtype = tuple(urls), token, hf_config, dtype
+        self._way, self._bucket_bytes, self._timeout_s = way, bucket_bytes, timeout_s
+        self._check_every, self._source_folder, self._export_folder = check_every, source_folder, export_folder
+        self._gpus = gpus or Gpus()
+        self._num_pushes = 0
+        self._sizes: Sizes = {}
+        self._servers: dict[str, Server] = {}
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "push", _use_device, (device,))
+        self._sender = ShardedSender(hf_config, bucket_bytes, len(self._urls), timeout_s, self._threads)
+        self._cleaning: list[Future[None]] = []
+
+    def push(
+        self,
+        model: Model,
+        version: int,
+        *,
+        pause_mode: str = "retract",
+        only: Sequence[str] | None = None,
+        canary: Canary | None = None,
+    ) -> PushReport | None:
+        """Every rank calls it; world rank 0 gets the report, or PushError where no server took the weights.
+
+        `pause_mode`: abort | retract | in_place (running completions go on, with new weights and their old KV cache).
+        `only`: push to these servers alone; what is known of the others is kept.
+        """
+        self._sizes = self._sizes or hf_sizes(model, self._hf_config, dtype=self._dtype)
+        if dist.get_rank() != 0:
+            while (order := broadcast_json(None)) is not None:
+                self._follow(model, order)
+            return None
+        try:
+            lead = self._begin(self._urls if only is None else only, version, pause_mode)
+            while (order := self._next_order(lead)) is not None:
+                self._follow(model, broadcast_json(order), lead)
+        finally:
+            broadcast_json(None)  # whatever happened, the other ranks are not left waiting
+        return self._finish(lead, canary)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for server in self._servers.values():
+            self._cleaning.append(self._threads.submit(server.leave))
+        self._sender.close()
+        wait(self._cleaning)
+        self._servers = {}
+
+    # ---- what every rank does
+
+    def _follow(self, model: Model, order: Any, lead: Lead | None = None) -> None:
+        """Carry out one order of rank 0; with `lead`, as rank 0."""
+        if order["what"] == "export":
+            self._export(model, order["folder"], lead)
+        elif order["what"] == "sharded":
+            self._sender.send(model, order["offers"], self._sizes, lead)
+        elif order["handles"] or in_first_copy():
+            self._stream(model, order["handles"], lead)
+
+    def _stream(self, model: Model, handles: dict[str, int], lead: Lead | None) -> None:
+        """One round of buckets.  `handles`: which GPUs' memory servers map, and by how many of their ranks."""
+        clock = lead.targets.clock if lead else Clock()
+        stream = hf_tensors(model, self._hf_config, dtype=self._dtype, buffer_bytes=self._bucket_bytes, clock=clock)
+        try:
+            if not handles and lead is None:
+                return
+            round_ = BucketRound(lead, self._hf_config, self._sizes) if lead else None
+            new_buffer = round_.new_buffer if round_ else None
+            for bucket in fill_buckets(stream, self._sizes, self._bucket_bytes, new_buffer=new_buffer, clock=clock):
+                texts = exchange(bucket, handles, self._gpus.trainer) if handles else None
+                if round_:
+                    round_.send(bucket, texts)
+                if handles:
+                    dist.barrier()  # by now the servers have let go of the buffers
+            if round_:
+                round_.verify()
+        finally:
+            deque(stream, maxlen=0)  # the other ranks wait for us in its collectives
+
+    def _export(self, model: Model, folder: str, lead: Lead | None) -> None:
+        """Compare with what the servers hold after reading the same weights from a folder."""
+        assert self._source_folder is not None, "nothing is compared without a source folder"
+        try:
+            save_hf(model, self._hf_config, folder, source_folder=self._source_folder, dtype=self._dtype)
+            if lead:
+                with lead.targets.clock("compare"):
+                    order = lambda server: server.compare(folder, lead.version)  # noqa: E731
+                    lead.compared |= set(lead.targets.each(order, self._readers(lead)))
+        except (OSError, SafetensorError) as error:  # on rank 0, which alone writes
+            if lead:
+                _go_without_folder(lead, error)
+        finally:
+            if lead and self._export_folder is None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- what rank 0 does
+
+    def _begin(self, urls: Sequence[str], version: int, pause_mode: str) -> Lead:
+        """Find the servers, choose their ways, and pause them."""
+        wait(self._cleaning, timeout=2 * CLEANING_S)
+        self._cleaning = [task for task in self._cleaning if not task.done()]
+        for url in urls:
+            seats = self._gpus.servers.get(url, ())
+            self._servers.setdefault(url, Server(url, self._token, self._hf_config, self._timeout_s, seats))
+        targets = Targets({url: self._servers[url] for url in urls}, self._threads)
+        with targets.clock("join"):
+            targets.each(Server.probe)
+            on_gpu, is_cut = torch.cuda.is_available(), _ranks_of_copy() > 1
+            targets.choose(self._way, on_gpu=on_gpu, is_cut=is_cut, gpus=self._gpus.trainer)
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            targets.each(lambda s: s.join(backend), [u for u, way in targets.waiting().items() if way == "gathered"])
+        with targets.clock("pause"):
+            targets.each(lambda server: server.pause(pause_mode))
+            targets.each(Server.open)
+        self._num_pushes += 1
+        due = self._check_every and self._num_pushes % self._check_every == 0
+        return Lead(targets, version, flush_cache=pause_mode != "in_place", compares=bool(due))
+
+    def _next_order(self, lead: Lead) -> dict[str, Any] | None:
+        """What all ranks do next; None: the servers that are left have been given the weights."""
+        waiting = lead.targets.waiting()
+        if sharded := [url for url, way in waiting.items() if way == "sharded"]:
+            return {"what": "sharded", "offers": self._sender.offers(lead, sharded)}
+        look_at_slices(lead)
+        if waiting := lead.targets.waiting():
+            sharing = [lead.targets.left[url] for url, way in waiting.items() if way == "shared"]
+            return {"what": "buckets", "handles": wanted_handles(sharing)}
+        compare_with_whole(lead)
+        if lead.compares and self._readers(lead):
+            lead.compares = False
+            try:
+                folder = self._export_folder or tempfile.mkdtemp(prefix="megarl_push_")
+            except OSError as error:
+                _go_without_folder(lead, error)
+            else:
+                return {"what": "export", "folder": str(folder)}
+        lead.drop_unvouched("there is none that it can read, want a source_folder, and an export_folder that it sees")
+        return None
+
+    def _readers(self, lead: Lead) -> list[str]:
+        """Servers that can read an exported folder."""
+        if self._source_folder is None:
+            return []
+        return [url for url in lead.targets.left if self._export_folder is not None or is_here(url)]
+
+    def _finish(self, lead: Lead, canary: Canary | None) -> PushReport:
+        """Let the servers that hold the weights write again; those that failed stay paused, and are tidied up after."""
+        targets = lead.targets
+        with targets.clock("resume"):
+            targets.each(Server.resume)
+        if canary is not None:
+            with targets.clock("canary"):
+                heard = targets.each(lambda server: server.engine.prompt_log_probs(canary.prompt_ids))
+            for url, reason in disagreement(canary, heard).items():
+                targets.drop(url, reason)
+        failed = {url: self._servers.pop(url) for url in targets.failed}
+        wait([self._threads.submit(server.fence) for url, server in failed.items() if url not in targets.silent])
+        self._cleaning += [self._threads.submit(server.abandon) for server in failed.values()]
+        return lead.report(self._sizes)
+
+
+def _go_without_folder(lead: Lead, error: Exception) -> None:
+    """A full disk is no fault of the servers that their digests have vouched for."""
+    logger.warning("the servers were not compared with an exported folder: %s", one_line(error))
+    lead.drop_unvouched(one_line(error))
+
+
+def in_first_copy() -> bool:
+    """Whether this rank belongs to the first copy of the model: rank 0, and who gathers with it.
+
+    Ranks of a pipeline stage are numbered in the order of tensor parallelism, and of experts' tensor and then expert
+    parallelism; so a copy is a run of them.
+    """
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return dist.get_rank() % (dist.get_world_size() // stages) < _ranks_of_copy() // stages
+
+
+def _ranks_of_copy() -> int:
+    """Ranks over which one copy of the model is gathered."""
+    ps = parallel_state
+    experts = ps.get_expert_tensor_parallel_world_size() * ps.get_expert_model_parallel_world_size()
+    of_stage = math.lcm(ps.get_tensor_model_parallel_world_size(), experts)
+    return of_stage * ps.get_pipeline_model_parallel_world_size()
+
+
+def _use_device(device: int | None) -> None:
+    """Threads do not inherit the device of the one that starts them."""
+    if device is not None:
+        torch.cuda.set_device(device)

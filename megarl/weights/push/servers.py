@@ -1,0 +1,267 @@
+"""One rollout server as the sender of weights sees it: what it is, its orders, its weight group, what it must hold."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.protocol import DTYPE_NAMES
+from megarl.weights.mapping.names import Spot, some_names
+from megarl.weights.mapping.server_tables import EngineKind, is_enlarged, spots
+from megarl.weights.mapping.tables import HFConfig
+from megarl.weights.push.buckets import Bucket
+from megarl.weights.push.channel import Meeting, leave, meet
+from megarl.weights.push.report import PushError
+from megarl.weights.verify.digests import Kind
+
+_TRANSFER_S = 24 * 3600.0  # of slices, in all
+CLEANING_S = 5.0  # the limit of each order to a server that has failed already
+RECEIVER = "megarl.weights.push.receiver.load"  # the custom weight loader of servers in sharded transfers
+
+
+@dataclass(frozen=True)
+class Nature:
+    """What a server says of itself."""
+
+    engine: EngineKind
+    spots: tuple[Spot, ...]  # of its ranks
+    hashes: Kind
+    first_gpu: int | None  # None: on a CPU
+    is_plain: (
+        bool  # it holds the tensors as they are, cut over its ranks: neither quantized, padded nor cut into stages
+    )
+    has_receiver: bool
+    started: str  # another one after a restart
+
+    @classmethod
+    def read(cls, info: Mapping[str, Any], hf_config: HFConfig) -> Nature:
+        on_gpu, tp = info.get("device", "cpu") != "cpu", int(info.get("tp_size") or 1)
+        engine: EngineKind = "cpu" if info.get("version") == "megarl-cpu" else "sglang"
+        stages = max(int(info.get(key) or 1) for key in ("pp_size", "dp_size"))
+        return cls(
+            engine=engine,
+            spots=tuple(spots(tp, int(info.get("ep_size") or 1))),
+            hashes="words" if on_gpu else "sha256",
+            first_gpu=int(info.get("base_gpu_id") or 0) if on_gpu else None,
+            is_plain=info.get("quantization") is None
+            and stages == 1
+            and (on_gpu or not is_enlarged(engine, hf_config, tp)),
+            has_receiver=RECEIVER in (info.get("custom_weight_loader") or ()),
+            started=json.dumps(info.get("startup_time"), sort_keys=True),
+        )
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one bucket on one server."""
+
+    send: float  # until the bytes had left
+    total: float  # until the server had loaded them
+
+
+class Server:
+    """Each method raises EngineError, PushError or torch's RuntimeError within `timeout_s`."""
+
+    def __init__(self, url: str, token: str, hf_config: HFConfig, timeout_s: float, gpus: Sequence[str] = ()) -> None:
+        """`gpus`: those of its ranks, by names that hold on all machines; empty: nobody said where it stands."""
+        self.url, self._token, self._hf_config, self._timeout_s = url, token, hf_config, timeout_s
+        self.gpus = tuple(gpus)
+        self.engine = Engine(url, token, timeout_s=timeout_s)
+        self.nature: Nature
+        self.held: list[dict[str, str]] = []  # checksums of its ranks when they were last looked at
+        # Of the last good push, where not all its checksums were computed: these, and what tells its weights apart.
+        self.held_then: list[dict[str, str]] = []
+        self.pushed = ""
+        self.fits_slices: bool | None = None  # whether slices left in this process what whole tensors do; None: unknown
+        self._started = ""
+        self._is_open = False
+        self._group: dist.ProcessGroup | None = None
+        self._group_name = ""
+
+    # ---- orders
+
+    def probe(self) -> None:
+        """Learn what it is; finds a dead server before anyone waits for it, and a restarted one by its start."""
+        self.nature = Nature.read(self.engine.server_info(), self._hf_config)
+        if self._started and self.nature.started != self._started:
+            self.held, self.held_then, self.pushed, self._is_open = [], [], "", False
+            self.fits_slices = None
+            self.leave()
+        self._started = self.nature.started
+
+    def pause(self, mode: str) -> None:
+        self.engine.pause(mode)
+
+    def open(self) -> None:
+        """Begin an update, unless one is open; one that somebody else left open is ended first."""
+        if self._is_open:
+            return
+        try:
+            self.engine.begin_update()
+        except EngineError as error:
+            if "already" not in error.message:
+                raise
+            self.engine.end_update()
+            self.engine.begin_update()
+        self._is_open = True
+
+    def close_update(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.engine.end_update()
+
+    def resume(self) -> None:
+        self.engine.resume()
+
+    def is_there(self) -> bool:
+        """Whether the process of the last probe still answers."""
+        engine = Engine(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
+        try:
+            return Nature.read(engine.server_info(), self._hf_config).started == self._started
+        except EngineError:
+            return False
+        finally:
+            engine.close()
+
+    # ---- weights over a group
+
+    def join(self, backend: str) -> None:
+        """Meet the server's ranks in a new group, rank 0 here; nothing where that is done."""
+        if self._group is not None:
+            return
+        meeting, listener = Meeting.host(self.url, 1 + len(self.nature.spots), backend, self._timeout_s)
+        self._group = meet(meeting, listener, lambda: self.invite(meeting, rank_offset=1))
+        self._group_name = meeting.name
+
+    def invite(self, meeting: Meeting, rank_offset: int) -> None:
+        self.engine.init_group(
+            meeting.address,
+            meeting.port,
+            rank_offset=rank_offset,
+            world_size=meeting.world_size,
+            group_name=meeting.name,
+            backend=meeting.backend,
+        )
+
+    def send(self, bucket: Bucket, version: int | None, flush_cache: bool) -> Spent:
+        """Broadcast a bucket and have it loaded.  A refusal is raised at once, though the broadcast waits on."""
+        start = time.perf_counter()
+        sent: list[float] = []
+        work = self._broadcast(bucket)
+        work.get_future().add_done_callback(lambda _: sent.append(time.perf_counter()))
+        self._receive(bucket, version, flush_cache)
+        work.wait(timedelta(seconds=self._timeout_s))
+        end = time.perf_counter()
+        return Spent((sent[0] if sent else end) - start, end - start)
+
+    def _broadcast(self, bucket: Bucket) -> Any:
+        assert self._group is not None, f"{self.url} has no weight group"
+        return dist.broadcast(bucket.data, src=0, group=self._group, async_op=True)
+
+    def _receive(self, bucket: Bucket, version: int | None, flush_cache: bool) -> None:
+        """Blocks until the server has received the broadcast and loaded the tensors."""
+        self.engine.update_from_distributed(
+            bucket.names,
+            [DTYPE_NAMES[bucket.dtype]] * len(bucket.names),
+            bucket.shapes,
+            group_name=self._group_name,
+            version=version,
+            flattened=True,
+            flush_cache=flush_cache,
+        )
+
+    def map(self, texts: Sequence[str], version: int | None, flush_cache: bool) -> Spent:
+        """Have it load a bucket from memory that it shares with this machine's senders, one text for each rank."""
+        start = time.perf_counter()
+        self.engine.update_from_tensor(texts, version=version, flush_cache=flush_cache)
+        return Spent(0.0, time.perf_counter() - start)
+
+    def take_part(self, texts: Sequence[str], version: int, flush_cache: bool) -> None:
+        """Have its ranks receive slices; answers at the end of the transfer, whose own waits are limited."""
+        engine = Engine(self.url, self._token, timeout_s=_TRANSFER_S)
+        try:
+            engine.update_from_tensor(texts, load_format=RECEIVER, version=version, flush_cache=flush_cache)
+        finally:
+            engine.close()
+
+    def greet(self, texts: Sequence[str]) -> None:
+        """Call its receiver with texts that ask for nothing."""
+        self.engine.update_from_tensor(texts, load_format=RECEIVER, flush_cache=False)
+
+    def leave(self) -> None:
+        """Close the group on both sides, as far as the other can still be told."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            engine = Engine(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
+            leave(engine, self._group_name, group)
+            engine.close()
+
+    def fence(self) -> None:
+        """After a failure: it writes nothing, if it can still be told.  Raises nothing."""
+        engine = Engine(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
+        with suppress(EngineError):
+            engine.pause("retract")
+        engine.close()
+
+    def abandon(self) -> None:
+        """After a failure: no group of ours, and no open update.  Raises nothing; may take `timeout_s`."""
+        engine = Engine(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
+        if self._is_open:
+            with suppress(EngineError):
+                engine.end_update()
+        engine.close()
+        self.engine.close()
+        self.leave()
+
+    # ---- the check
+
+    def look(self) -> list[dict[str, str]]:
+        """Checksums of each of its ranks, when the update is closed: what SGLang makes of weights it makes there."""
+        self.close_update()
+        self.held = self.engine.rank_checksums()
+        return self.held
+
+    def remember(self, weights: str) -> None:
+        """Its present checksums are those of a good push of `weights`."""
+        self.held_then, self.pushed = self.held, weights
+
+    def verify(self, expected: Sequence[Mapping[str, str]], twins: Mapping[str, str]) -> int:
+        """Compare what its ranks hold with what they must hold; the number of equal digests, or PushError."""
+        self.look()
+        if len(self.held) != len(expected):
+            raise PushError(f"{self.url} answered for {len(self.held)} ranks, want {len(expected)}")
+        for rank, (held, want) in enumerate(zip(self.held, expected, strict=True)):
+            check_digests(self.url if len(expected) == 1 else f"rank {rank} of {self.url}", held, want, twins)
+        return sum(len(want) for want in expected)
+
+    def compare(self, folder: str, version: int) -> None:
+        """PushError unless it holds the same before and after reading the model in `folder`."""
+        before = self.held
+        self.engine.update_from_disk(folder, version=version, flush_cache=False)
+        for rank, (held, read) in enumerate(zip(before, self.look(), strict=True)):
+            differ = [name for name in held | read if held.get(name) != read.get(name)]
+            if differ:
+                where = f"rank {rank} of {self.url}"
+                raise PushError(f"{where} holds other weights after reading {folder} than before: {some_names(differ)}")
+
+
+def check_digests(who: str, held: Mapping[str, str], sent: Mapping[str, str], twins: Mapping[str, str]) -> None:
+    """PushError unless the server holds exactly the tensors that were sent.
+
+    `twins`: names that a server may hold besides, when they equal the tensor that they are tied to.
+    """
+    differ = [name for name in sent if name in held and held[name] != sent[name]]
+    missing = [name for name in sent if name not in held]
+    extra = [name for name in held if name not in sent and held[name] != sent.get(twins.get(name, ""))]
+    parts = [("differ", differ), ("missing", missing), ("never sent", extra)]
+    faults = [f"{what}: {some_names(names)}" for what, names in parts if names]
+    if faults:
+        raise PushError(f"{who} does not hold the weights that the trainer sent ({'; '.join(faults)})")

@@ -1,0 +1,179 @@
+"""The servers of one push and what becomes of each: who is left, by which way it is served, why it was given up.
+
+A server that fails is taken out where it fails, and the others go on.  Every order has a limit, so a step lasts as long
+as the slowest server that is left, or as the limit where one is silent; the next step is without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Executor, Future
+from typing import TypeVar
+
+from megarl.rollout.client import EngineError
+from megarl.weights.mapping.names import num_bytes
+from megarl.weights.push.buckets import Sizes
+from megarl.weights.push.channel import is_here
+from megarl.weights.push.report import Clock, PushError, PushReport, one_line
+from megarl.weights.push.servers import Server
+
+T = TypeVar("T")
+logger = logging.getLogger("megarl.push")
+
+WAYS = ("shared", "sharded", "gathered")  # the last is possible for every server, and the slowest
+FAILURES = (EngineError, PushError, RuntimeError, OSError, ValueError)  # of one server or the way to it
+
+
+class Targets:
+    """Example: targets.each(Server.probe); targets.choose("auto", on_gpu=False, is_cut=True); targets.drop(url, "x")"""
+
+    def __init__(self, servers: Mapping[str, Server], threads: Executor) -> None:
+        self.left = dict(servers)  # those that have not failed
+        self.failed: dict[str, str] = {}  # url -> reason
+        self.silent: set[str] = set()  # of those, the ones that do not answer any more
+        self.done: dict[str, str] = {}  # url -> the way by which it got the weights, verified
+        self.fallbacks: dict[str, list[str]] = {}  # url -> sentences, in the order of what was tried
+        self.clock = Clock()
+        self._threads = threads
+        self._ways: dict[str, list[str]] = {}  # url -> ways still to be tried
+
+    def choose(self, wanted: str, *, on_gpu: bool, is_cut: bool, gpus: Collection[str] = ()) -> None:
+        """Which ways are possible for each server, of those that are wanted (auto, or one of WAYS), the fastest first.
+
+        A server for which none is possible is dropped.  On the trainer's GPUs, which are `gpus`, only `shared` is: NCCL
+        joins no two processes of one.
+
+        Mapping a bucket is faster than sending it, but not than sending slices of a model that `is_cut`, which for
+        buckets has to be gathered: measured, a whole model takes 0.17 s by shared and 0.26 s by sharded, and one that
+        two ranks have half of each 0.55 s and 0.25 s (100 MB, two cores).
+        """
+        order = ("sharded", "shared", "gathered") if is_cut else WAYS
+        for url, server in list(self.left.items()):
+            obstacles = {way: _obstacle(server, way, wanted, on_gpu, gpus) for way in order}
+            self._ways[url] = possible = [way for way in order if obstacles[way] is None]
+            if not possible:
+                mapped, sent = obstacles["shared"], obstacles["gathered"]
+                self.drop(url, f"no way leads into {url}: shared needs {mapped}, the others {sent}")
+            elif wanted != "auto":
+                self._ways[url] = [way for way in possible if way in (wanted, possible[-1])]
+                if wanted not in possible:
+                    self.warn(url, wanted, f"it needs {obstacles[wanted]}")
+
+    def send_on(self, url: str) -> str:
+        """Have it given the weights once more, by the next way; returns the one that it leaves behind."""
+        self.done.pop(url, None)
+        way, *self._ways[url] = self._ways[url]
+        return way
+
+    def waiting(self) -> dict[str, str]:
+        """url -> way of the servers that are still to get the weights."""
+        return {url: ways[0] for url, ways in self._ways.items() if url in self.left and url not in self.done}
+
+    def each(self, order: Callable[[Server], T], urls: Iterable[str] | None = None) -> dict[str, T]:
+        """Give servers (None: all that are left) an order at the same time; those that fail are dropped."""
+        return self._settle(self.start(order, list(self.left if urls is None else urls)), self.drop)
+
+    def attempt(self, order: Callable[[Server], T], urls: Iterable[str]) -> dict[str, T]:
+        """As `each`, but those that fail are tried again by a slower way, where there is one."""
+        return self.finish(self.start(order, urls))
+
+    def start(self, order: Callable[[Server], T], urls: Iterable[str]) -> dict[str, Future[T]]:
+        return {url: self._threads.submit(order, self.left[url]) for url in urls}
+
+    def finish(self, started: Mapping[str, Future[T]]) -> dict[str, T]:
+        """What `attempt` returns, of orders that were given before."""
+        return self._settle(started, self.fall_back)
+
+    def _settle(self, started: Mapping[str, Future[T]], on_failure: Callable[[str, str], None]) -> dict[str, T]:
+        results: dict[str, T] = {}
+        for url, future in started.items():
+            try:
+                results[url] = future.result()
+            except FAILURES as error:
+                on_failure(url, one_line(error))
+        return results
+
+    def drop(self, url: str, reason: str) -> None:
+        """It gets nothing more in this push."""
+        logger.warning("%s is left out: %s", url, reason)
+        self.failed[url] = reason
+        self.done.pop(url, None)
+        del self.left[url]
+
+    def fall_back(self, url: str, reason: str) -> None:
+        """Its way failed: a slower one if there is any and the server still answers, else it is dropped."""
+        is_there = self.left[url].is_there()
+        if len(self._ways[url]) == 1 or not is_there:
+            self.drop(url, reason)
+            self.silent |= set() if is_there else {url}
+            return
+        self.warn(url, self.send_on(url), reason)
+
+    def warn(self, url: str, way: str, reason: str) -> None:
+        logger.warning("%s: the way %s failed: %s", url, way, reason)
+        self.fallbacks.setdefault(url, []).append(f"{way}: {reason}")
+
+
+class Lead:
+    """What rank 0 knows of one push."""
+
+    def __init__(self, targets: Targets, version: int, *, flush_cache: bool, compares: bool) -> None:
+        self.targets, self.version, self.flush_cache, self.compares = targets, version, flush_cache, compares
+        self.sent: dict[str, str] = {}  # url -> the digests of the slices that it was sent, until its own are looked at
+        # url -> these, and its checksums: of servers that whole tensors are sent to as well, to see where they put them
+        self.slices: dict[str, tuple[str, list[dict[str, str]]]] = {}
+        self.verified: dict[str, int] = {}  # url -> digests found equal
+        self.unvouched: set[str] = set()  # servers whose checksums cannot be computed and have none to be compared with
+        self.compared: set[str] = set()
+
+    def drop_unvouched(self, reason: str) -> None:
+        """Nothing is known of these but that they answered."""
+        for url in sorted(self.unvouched & set(self.targets.left) - self.compared):
+            self.targets.drop(url, f"{url} has checksums that only an exported folder could vouch for: {reason}")
+
+    def report(self, sizes: Sizes) -> PushReport:
+        """PushError if no server holds the weights."""
+        targets = self.targets
+        report = PushReport(
+            version=self.version,
+            num_tensors=len(sizes),
+            num_bytes=sum(num_bytes(shape, dtype) for shape, dtype in sizes.values()),
+            num_verified=sum(self.verified.get(url, 0) for url in targets.done),
+            ways=dict(targets.done),
+            failed=dict(targets.failed),
+            fallbacks=targets.fallbacks,
+            compared=sorted(self.compared & set(targets.done)),
+            timings=dict(targets.clock.seconds),
+            unverified=[url for url in targets.done if url not in self.verified and url not in self.compared],
+        )
+        if report.ways:
+            return report
+        error = PushError(f"the push of weights version {self.version} failed: {'; '.join(report.failed.values())}")
+        error.report = report
+        raise error
+
+
+def _obstacle(server: Server, way: str, wanted: str, on_gpu: bool, gpus: Collection[str]) -> str | None:
+    """What a way needs and this server lacks; None where it is possible."""
+    nature = server.nature
+    if on_gpu and nature.first_gpu is not None and server.gpus:
+        common = set(server.gpus) & set(gpus)
+        if way == "shared":
+            return None if common == set(server.gpus) else "a rank of the trainer on each of its GPUs"
+        if common:
+            return "a server on GPUs of its own"
+    if way == "sharded":
+        if not nature.has_receiver:
+            return "a server that was started with our custom weight loader"
+        if not nature.is_plain:
+            return "a server without quantization, pipeline stages or data parallelism"
+        return "a server that has slices where it puts whole tensors" if server.fits_slices is False else None
+    if way == "shared":
+        if not is_here(server.url):
+            return "a server on this machine"
+        if (nature.first_gpu is not None) != on_gpu:
+            return "a trainer and a server that both use GPUs, or both none"
+        # Whether they use the same GPUs a server does not tell: whoever configures them must.
+        return "rollout.push=shared, on GPUs" if on_gpu and wanted == "auto" else None
+    return None

@@ -1,0 +1,96 @@
+"""Spreads as text: JSON that a rank of the other side can read, and a fingerprint that all ranks compare.
+
+The JSON carries each parameter as the kind of its mapping and that mapping's numbers and names, not as slices for each
+rank: 10^12 parameters over 1,024 ranks are about 2 MB.  So the reader must know the same kinds of mappings.  That both
+sides also understand them alike is not taken on trust: the fingerprint is made from the slices that come out of the
+mappings, and differs if two versions of this package cut a parameter in different ways.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from megarl.weights.mapping import (
+    tables,  # noqa: F401  (makes every kind of mapping known)
+)
+from megarl.weights.mapping.names import Op
+from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
+from megarl.weights.reshard.sharding import Spread
+
+_LAYOUTS: dict[str, type[Spread]] = {"megatron": MegatronSpread, "server": ServerSpread}
+
+
+def to_json(spread: Spread) -> str:
+    """Text from which `from_json` makes an equal spread.
+
+    Parameters that differ in numbers only, as those of all layers and experts do, share one pattern: the text of the
+    mapping with a `#` for each number.  Each parameter is then its pattern's index and its numbers.
+    """
+    patterns: dict[str, int] = {}
+    rows = []
+    for op in spread.table:
+        text = json.dumps([type(op).__name__, {f.name: getattr(op, f.name) for f in fields(op)}], separators=(",", ":"))
+        assert "#" not in text, f"{op.param}: a name with # cannot be written"
+        number = patterns.setdefault(re.sub(r"\d+", "#", text), len(patterns))
+        rows.append(" ".join([str(number), *re.findall(r"\d+", text)]))
+    layout = next(name for name, kind in _LAYOUTS.items() if kind is type(spread))
+    sizes = {f.name: getattr(spread, f.name) for f in fields(spread) if f.name != "table"}
+    return json.dumps({"layout": layout, **sizes, "patterns": list(patterns), "table": rows}, separators=(",", ":"))
+
+
+def from_json(text: str) -> Spread:
+    """ValueError names a kind of mapping or of layout that this version does not know."""
+    found = json.loads(text)
+    layout, patterns, rows = found.pop("layout"), found.pop("patterns"), found.pop("table")
+    if layout not in _LAYOUTS:
+        raise ValueError(f"layout={layout!r} is not known; want one of {', '.join(_LAYOUTS)}")
+    kinds, split = {kind.__name__: kind for kind in _kinds(Op)}, [pattern.split("#") for pattern in patterns]
+    table = tuple(_op(split[int(row.partition(" ")[0])], row.split(" ")[1:], kinds) for row in rows)
+    return _LAYOUTS[layout](table, **{name: _tuples(value) for name, value in found.items()})
+
+
+def fingerprint(sender: Spread, receiver: Spread, *rules: int) -> str:
+    """64 hex digits of both descriptions, each slice of each kind of rank included, and of further numbers."""
+    digest = hashlib.sha256(repr(rules).encode())
+    for spread in (sender, receiver):
+        for line in _lines(spread):
+            digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def _lines(spread: Spread) -> Iterator[str]:
+    yield repr(
+        [type(spread).__name__, *((f.name, getattr(spread, f.name)) for f in fields(spread) if f.name != "table")]
+    )
+    for op in spread.table:
+        yield repr((op.param, op.copies, op.hf_shapes))
+        for stage in range(spread.num_stages):
+            for param in spread.params_on(op, stage):
+                for spot, ranks in spread.groups(op, stage):
+                    pieces = [
+                        (p.hf_name, p.dim, p.hf_start, p.shard_start, p.length, p.index) for p in op.pieces_at(spot)
+                    ]
+                    yield repr((stage, param, len(ranks), ranks[0], op.shape_at(spot), pieces))
+
+
+def _op(pattern: list[str], numbers: list[str], kinds: dict[str, type[Op]]) -> Op:
+    text = "".join(part + number for part, number in zip(pattern, [*numbers, ""], strict=True))
+    kind, values = json.loads(text)
+    if kind not in kinds:
+        raise ValueError(f"a parameter is described as {kind}, which is not known; want one of {', '.join(kinds)}")
+    return kinds[kind](**{name: _tuples(value) for name, value in values.items()})
+
+
+def _kinds(base: type[Any]) -> Iterator[type[Any]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

@@ -1,0 +1,66 @@
+"""Boxes: the parts of tensors that plans of transfers speak of, as one (start, stop) for each dimension."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise, product
+from math import prod
+
+from megarl.weights.mapping.names import Shape
+
+Box = tuple[tuple[int, int], ...]
+
+
+def box_shape(box: Box) -> Shape:
+    return tuple(stop - start for start, stop in box)
+
+
+def box_size(box: Box) -> int:
+    """Number of elements."""
+    return prod(stop - start for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What both hold; None if that is nothing."""
+    both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    return all(o[0] <= i[0] and i[1] <= o[1] for o, i in zip(outer, inner, strict=True))
+
+
+@lru_cache(1024)  # the tensors of all layers and experts are cut alike
+def refine(boxes: tuple[Box, ...]) -> Mapping[Box, Sequence[Box]]:
+    """Cut every box where an edge of another one runs: the resulting cells are equal or have nothing in common.
+
+    Returns the cells of each box.  Boxes that are equal or have nothing in common to begin with stay whole, unless
+    they are cut along different dimensions.
+    Example in one dimension: (0, 4) and (2, 6) become (0, 2) (2, 4) and (2, 4) (4, 6).
+    """
+    distinct = list(dict.fromkeys(boxes))
+    if len(distinct) == 1:
+        return {distinct[0]: distinct}
+    edges = [sorted({edge for side in sides for edge in side}) for sides in zip(*distinct, strict=True)]
+    return {box: list(product(*map(_cut_at, box, edges))) for box in distinct}
+
+
+def _cut_at(side: tuple[int, int], edges: list[int]) -> Iterator[tuple[int, int]]:
+    """The parts of one side between the edges of all boxes."""
+    return pairwise(edges[bisect_left(edges, side[0]) : bisect_right(edges, side[1])])
+
+
+def cut(box: Box, at_most: int) -> Iterator[Box]:
+    """The parts of a box that have at most `at_most` elements each, in row-major order, as few as whole rows allow."""
+    assert at_most > 0, "a part has at least one element"
+    size = box_size(box)
+    if size <= at_most:
+        yield box
+        return
+    dim = next(d for d, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    step = max(1, at_most // (size // (stop - start)))
+    for first in range(start, stop, step):
+        yield from cut((*box[:dim], (first, min(first + step, stop)), *box[dim + 1 :]), at_most)

@@ -1,0 +1,172 @@
+"""How a model lies over ranks: a table of parameters and the sizes of the layout, from which the rest is arithmetic.
+
+A rank's number says at which spot and on which pipeline stage it stands, and so which box of which HF tensor each of
+its parameters holds.  Data and context parallelism and the sharded optimizer do not cut weights: they only make more
+ranks that hold the same.  Rows that pad a parameter belong to no HF tensor: a plan neither sends nor writes them, and
+they keep the zeros with which a model is made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from megarl.weights.mapping.names import Op, Piece, Shape, Spot
+from megarl.weights.reshard.regions import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a box lies in a rank's own parameters: in `param` (in `param[index]` of a stacked one) from `start` on."""
+
+    param: str
+    index: int | None
+    start: Shape
+
+
+class Holding(NamedTuple):
+    """A box of an HF tensor, and all ranks that have it, each at the same place."""
+
+    box: Box
+    place: Place
+    ranks: tuple[int, ...]
+
+
+class HFTensor(NamedTuple):
+    shape: Shape
+    dtype: str
+    ops: list[Op]  # the parameters that hold parts of it: one, unless output rows are tied and yet held apart
+
+
+Groups = dict[int, list[tuple[Spot, tuple[int, ...]]]]  # expert-parallel rank -> spots that differ, and their ranks
+
+
+@dataclass(frozen=True)
+class Spread(ABC):
+    """`dtypes`: the parameters whose type is not `dtype`, with theirs; names as torch has them ("float32")."""
+
+    table: tuple[Op, ...]
+    dtype: str = field(default="bfloat16", kw_only=True)
+    dtypes: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+
+    @property
+    @abstractmethod
+    def num_ranks(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def num_stages(self) -> int: ...
+
+    @abstractmethod
+    def spot(self, rank: int) -> Spot: ...
+
+    @abstractmethod
+    def stage(self, rank: int) -> int: ...
+
+    @abstractmethod
+    def params_on(self, op: Op, stage: int) -> tuple[str, ...]:
+        """The names under which ranks of a stage have the parameter (those of its experts' group, for an expert's)."""
+
+    @cached_property
+    def tensors(self) -> dict[str, HFTensor]:
+        """Every HF tensor of the model, in the order of the table."""
+        found: dict[str, HFTensor] = {}
+        types = dict(self.dtypes)
+        for op in self.table:
+            dtype = types.get(op.param, self.dtype)
+            for name, shape in op.hf_shapes.items():
+                known = found.setdefault(name, HFTensor(shape, dtype, []))
+                if known[:2] != (shape, dtype):
+                    raise ValueError(
+                        f"{name} is {known.dtype}{list(known.shape)} and, by {op.param}, {dtype}{list(shape)}"
+                    )
+                known.ops.append(op)
+        return found
+
+    def owned(self, rank: int) -> dict[str, list[tuple[Box, Place]]]:
+        """HF name -> the boxes of it that a rank has, and where; in the order of the table."""
+        spot, stage = self.spot(rank), self.stage(rank)
+        found: dict[str, list[tuple[Box, Place]]] = defaultdict(list)
+        for op in self.table:
+            if params := self.params_on(op, stage):
+                shapes = op.hf_shapes if (pieces := op.pieces_at(spot)) else {}
+                for piece in pieces:
+                    box, index, start = _locate(piece, shapes[piece.hf_name])
+                    found[piece.hf_name] += [(box, Place(param, index, start)) for param in params]
+        return found
+
+    def shapes(self, rank: int) -> dict[str, tuple[Shape, str]]:
+        """Shape and type of every parameter of the table that a rank has, padding included."""
+        spot, stage, types = self.spot(rank), self.stage(rank), dict(self.dtypes)
+        return {
+            param: (op.shape_at(spot), types.get(op.param, self.dtype))
+            for op in self.table
+            for param in self.params_on(op, stage)
+            if op.held_by(spot)
+        }
+
+    def holdings(self, names: Collection[str]) -> dict[str, list[Holding]]:
+        """Who has which boxes of these HF tensors."""
+        found: dict[str, list[Holding]] = {name: [] for name in names}
+        for op in {op.param: op for name in names for op in self.tensors[name].ops}.values():
+            shapes = op.hf_shapes
+            for stage in range(self.num_stages):
+                for param in self.params_on(op, stage):
+                    for spot, ranks in self.groups(op, stage):
+                        for piece in op.pieces_at(spot):
+                            if piece.hf_name in found:
+                                box, index, start = _locate(piece, shapes[piece.hf_name])
+                                found[piece.hf_name].append(Holding(box, Place(param, index, start), ranks))
+        return found
+
+    def groups(self, op: Op, stage: int) -> list[tuple[Spot, tuple[int, ...]]]:
+        """The ranks of a stage that have the parameter, those together that have the same of it; a spot for each."""
+        by_expert = op.expert is not None or op.axis == "etp"
+        key = (stage, op.axis, op.is_sharded, by_expert)
+        if key not in self._groups:
+            self._groups[key] = self._group(op, stage, by_expert)
+        groups = self._groups[key]
+        if op.expert is None:
+            return [group for of_experts in groups.values() for group in of_experts]
+        number, count = op.expert
+        found = groups[number * len(groups) // count]
+        assert op.held_by(found[0][0]), f"{op.param} is not where runs of experts dealt in order put it"
+        return found
+
+    def _group(self, op: Op, stage: int, by_expert: bool) -> Groups:
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for rank in range(self.num_ranks):
+            if self.stage(rank) == stage:
+                spot = self.spot(rank)
+                found[spot.ep_rank if by_expert else 0, op.cut(spot)[0] if op.is_sharded else 0].append(rank)
+        groups: Groups = defaultdict(list)
+        for (ep_rank, _), ranks in sorted(found.items()):
+            groups[ep_rank].append((self.spot(ranks[0]), tuple(ranks)))
+        return dict(groups)
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, str, bool, bool], Groups]:
+        return {}
+
+
+def _locate(piece: Piece, shape: Shape) -> tuple[Box, int | None, Shape]:
+    """The piece as a box of its HF tensor, and where that starts in the parameter: (index, start)."""
+    return (
+        _box(shape, piece.dim, piece.hf_start, piece.length),
+        piece.index,
+        _start(shape, piece.dim, piece.shard_start),
+    )
+
+
+@lru_cache(4096)  # the parameters of all layers and experts are cut alike
+def _box(shape: Shape, dim: int, start: int, length: int) -> Box:
+    return tuple((start, start + length) if d == dim else (0, n) for d, n in enumerate(shape))
+
+
+@lru_cache(4096)
+def _start(shape: Shape, dim: int, start: int) -> Shape:
+    return tuple(start if d == dim else 0 for d in range(len(shape)))

@@ -1,0 +1,96 @@
+"""The slices that two ranks exchange, and how they travel: packed into messages that both ends derive alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from megarl.weights.mapping.names import Shape
+from megarl.weights.reshard.regions import Box, box_shape, box_size, cut
+from megarl.weights.reshard.sharding import Place
+
+ALIGNMENT = 16  # bytes; where parts start in a message, so that they can be viewed as tensors of any type
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A box of an HF tensor that goes to, or comes from, one rank of the other side.
+
+    Example: Transfer(3, "model.norm.weight", ((0, 64),), (Place("decoder.final_layernorm.weight", None, (0,)),),
+    "bfloat16").  A sender reads the one place, a receiver fills all of them.
+    """
+
+    peer: int
+    hf_name: str
+    box: Box
+    places: tuple[Place, ...]
+    dtype: str  # in which it travels: the receiver's
+
+    @property
+    def shape(self) -> Shape:
+        return box_shape(self.box)
+
+    @property
+    def num_bytes(self) -> int:
+        return box_size(self.box) * itemsize(self.dtype)
+
+    def part(self, box: Box) -> Transfer:
+        """The transfer of a box inside this one."""
+        return replace(self, box=box, places=tuple(inside(place, self.box, box) for place in self.places))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Transfers of one pair of ranks that travel together, and the byte at which each starts."""
+
+    peer: int
+    parts: tuple[Transfer, ...]
+    starts: tuple[int, ...]
+    num_bytes: int
+
+
+def inside(place: Place, outer: Box, inner: Box) -> Place:
+    """Where `inner` lies, if `outer` lies at `place`."""
+    start = (at + i[0] - o[0] for at, o, i in zip(place.start, outer, inner, strict=True))
+    return replace(place, start=tuple(start))
+
+
+def in_turn(transfers: Iterable[Transfer], message_bytes: int, turn_of: Mapping[int, int]) -> list[Message]:
+    """All first messages of the pairs by their turn, then all second ones, and so on."""
+    by_peer: dict[int, list[Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        by_peer[transfer.peer].append(transfer)
+    numbered = [
+        (i, turn_of[peer], message)
+        for peer, theirs in by_peer.items()
+        for i, message in enumerate(pack(theirs, message_bytes))
+    ]
+    return [message for _, _, message in sorted(numbered, key=lambda entry: entry[:2])]
+
+
+def pack(transfers: Iterable[Transfer], message_bytes: int) -> Iterator[Message]:
+    """The transfers of one pair in messages of at most `message_bytes`; one that is larger than that is cut."""
+    if message_bytes < ALIGNMENT:
+        raise ValueError(f"message_bytes={message_bytes}: want at least {ALIGNMENT}")
+    parts: list[Transfer] = []
+    starts: list[int] = []
+    end = 0
+    for transfer in transfers:
+        for box in cut(transfer.box, message_bytes // itemsize(transfer.dtype)):
+            part = transfer.part(box)
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            if parts and start + part.num_bytes > message_bytes:
+                yield Message(transfer.peer, tuple(parts), tuple(starts), end)
+                parts, starts, start = [], [], 0
+            parts.append(part)
+            starts.append(start)
+            end = start + part.num_bytes
+    if parts:
+        yield Message(parts[0].peer, tuple(parts), tuple(starts), end)
+
+
+def itemsize(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)

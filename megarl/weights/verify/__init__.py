@@ -1,0 +1,1 @@
+"""Digests of tensors, comparisons with an exported folder, and the canary prompt."""

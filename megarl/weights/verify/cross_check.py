@@ -1,0 +1,50 @@
+"""What servers hold after slices were sent, judged by what is independent of how they were sent.
+
+A receiver writes slices to the places that a table names and digests what lies there, so a table that is wrong about a
+server agrees with itself.  Two things do not: the server's own loading of whole tensors, which the first slices that a
+server process is sent are compared with, and its checksums over all that it holds, which must change with the weights.
+"""
+
+from __future__ import annotations
+
+from megarl.weights.mapping.names import some_names
+from megarl.weights.push.delivery import disagreements
+from megarl.weights.push.servers import Server
+from megarl.weights.push.targets import Lead
+
+
+def look_at_slices(lead: Lead) -> None:
+    """After slices were sent: servers whose checksums are no answer to them get another way.
+
+    So do those that have not shown yet where they put whole tensors; `compare_with_whole` then compares.
+    """
+    targets, (sent, lead.sent) = lead.targets, (lead.sent, {})
+    with targets.clock("verify"):
+        looked = targets.attempt(Server.look, sent)
+    faults = disagreements({url: targets.left[url] for url in looked}, sent)
+    for url, held in looked.items():
+        if url in faults:
+            targets.fall_back(url, faults[url])
+        elif targets.left[url].fits_slices:
+            targets.left[url].remember(sent[url])
+        else:
+            lead.slices[url] = (sent[url], held)
+            targets.send_on(url)
+
+
+def compare_with_whole(lead: Lead) -> None:
+    """After whole tensors were sent behind slices: which servers were left the same by both."""
+    targets, (slices, lead.slices) = lead.targets, (lead.slices, {})
+    for url in [url for url in slices if url in targets.done]:
+        server, (text, by_slices) = targets.left[url], slices[url]
+        differ = [
+            name for a, b in zip(by_slices, server.held, strict=True) for name in a | b if a.get(name) != b.get(name)
+        ]
+        server.fits_slices = not differ
+        if differ:
+            how = f"{url} held other weights after slices than after whole tensors: {some_names(differ)}"
+            targets.warn(url, "sharded", how)
+        else:
+            targets.done[url] = "sharded"
+            server.remember(text)
+            lead.compared.add(url)

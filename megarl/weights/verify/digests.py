@@ -1,0 +1,213 @@
+"""What a server will answer when asked for its checksums, computed by the trainer while the weights stream past.
+
+SGLang hashes each parameter of each of its ranks: on a CPU with SHA-256, on CUDA with a sum over 32-bit words.  Both
+are reproduced here over a parameter that never exists in the trainer: its tensors come one by one, in any order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.weights.mapping.names import Op, Piece, Spot, num_bytes
+
+Kind = Literal["sha256", "words"]  # as SGLang hashes on a CPU | on CUDA
+
+_LOW = 0xFFFFFFFF
+_TILE = 8192  # words that are summed before a tile is mixed
+_CHUNK = 32 * _TILE  # words hashed at a time, which bounds the memory
+_SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & _LOW)
+_PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of a word's number, one pair a seed
+
+
+class Hash(Protocol):
+    """Over bytes that come in order."""
+
+    def update(self, raw: Tensor) -> None:
+        """`raw`: [bytes] uint8 on any device."""
+
+    def hexdigest(self) -> str:
+        """16 hex digits."""
+
+
+class Sha256:
+    """The first 64 bits of SHA-256."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def update(self, raw: Tensor) -> None:
+        self._hash.update(raw.cpu().numpy().data)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()[:16]
+
+
+class Words:
+    """SGLang's hash of a CUDA tensor: each 32-bit word mixed with its number, sums of 8,192 mixed again, and summed.
+
+    Works on the device of the bytes that it is given, a few megabytes at a time.
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)  # bytes of an unfinished word
+        self._num_words = 0
+        self._sums: list[tuple[Tensor, Tensor]] = []  # of the tiles of each chunk; a tile may go on in the next one
+
+    def update(self, raw: Tensor) -> None:
+        if self._rest.numel():
+            raw = torch.cat([self._rest.to(raw.device), raw])
+        whole = raw.numel() // 4 * 4
+        self._rest = raw[whole:].clone()
+        words = raw[:whole].clone() if raw.storage_offset() % 4 else raw[:whole]
+        for chunk in words.view(torch.int32).split(_CHUNK):
+            self._add(chunk)
+
+    def _add(self, words: Tensor) -> None:
+        numbers = torch.arange(self._num_words, self._num_words + len(words), device=words.device)
+        value, first = words.long() & _LOW, self._num_words // _TILE
+        tiles, count = numbers // _TILE - first, (self._num_words + len(words) - 1) // _TILE - first + 1
+        sums = []
+        for (factor, turn), seed in zip(_PLACES, _SEEDS, strict=True):
+            place = ((numbers * factor + seed) & _LOW) ^ (
+                ((numbers << turn) | ((numbers & _LOW) >> (32 - turn))) & _LOW
+            )
+            mixed = _mix(value ^ place)
+            sums.append(torch.zeros(count, dtype=torch.int64, device=words.device).index_add_(0, tiles, mixed))
+        if self._sums and self._num_words % _TILE:  # the last tile so far goes on
+            for sum_, before in zip(sums, self._sums[-1], strict=True):
+                before[-1] += sum_[0]
+            sums = [sum_[1:] for sum_ in sums]
+        if len(sums[0]):
+            self._sums.append((sums[0], sums[1]))
+        self._num_words += len(words)
+
+    def hexdigest(self) -> str:
+        if self._rest.numel():
+            self.update(self._rest.new_zeros(4 - self._rest.numel()))
+        total, length = 0, (self._num_words * 4) & _LOW
+        for sums in self._sums:
+            high, low = (_mix((sum_ & _LOW) ^ length).tolist() for sum_ in sums)
+            total += sum((h << 32) | w for h, w in zip(high, low, strict=True))
+        return f"{_mix64(total & (2**64 - 1)):016x}" if self._num_words else f"{0:016x}"
+
+
+def _mix(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finalizer on values below 2**32, held in int64 (whose products keep the low bits)."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & _LOW
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & _LOW
+    return x ^ (x >> 16)
+
+
+def _mix64(x: int) -> int:
+    """The finalizer of splitmix64."""
+    x ^= x >> 30
+    x = x * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+    x ^= x >> 27
+    x = x * 0x94D049BB133111EB & (2**64 - 1)
+    return x ^ (x >> 31)
+
+
+HASHES: Mapping[Kind, type[Sha256] | type[Words]] = {"sha256": Sha256, "words": Words}
+
+
+def digest(tensor: Tensor, kind: Kind = "sha256") -> str:
+    """16 hex digits of a whole tensor's bytes in row-major order."""
+    out = HASHES[kind]()
+    out.update(as_bytes(tensor))
+    return out.hexdigest()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """[bytes] uint8 in row-major order, sharing memory where that order is the tensor's own."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class ParameterDigest:
+    """The digest of one parameter of one rank, of which the trainer sees only the tensors it is made of.
+
+    Rows that belong to no piece are zero.  Bytes that come before their turn are copied and kept until then.
+    """
+
+    def __init__(self, op: Op, spot: Spot, dtype: torch.dtype, kind: Kind) -> None:
+        shape, self._hash = op.shape_at(spot), HASHES[kind]()
+        self._num_bytes, self._at = num_bytes(shape, dtype), 0
+        self._waiting: dict[int, Tensor] = {}  # first byte -> bytes
+        self._pieces: dict[str, list[tuple[Piece, int]]] = {}
+        for piece in op.pieces_at(spot):
+            self._pieces.setdefault(piece.hf_name, []).append((piece, _first_byte(piece, shape, dtype)))
+        self._starts = sorted(start for pieces in self._pieces.values() for _, start in pieces)
+
+    @property
+    def hf_names(self) -> Iterable[str]:
+        return self._pieces.keys()
+
+    def add(self, hf_name: str, tensor: Tensor) -> None:
+        """`tensor`: the whole HF tensor, in the type that the server holds."""
+        for piece, start in self._pieces[hf_name]:
+            assert start in self._starts, f"{hf_name} came twice"
+            if start == self._starts[0]:
+                self._take(start, as_bytes(piece.of_hf(tensor)))
+            else:
+                self._waiting[start] = as_bytes(piece.of_hf(tensor)).clone()
+            while self._starts and self._starts[0] in self._waiting:
+                self._take(self._starts[0], self._waiting.pop(self._starts[0]))
+
+    def _take(self, start: int, raw: Tensor) -> None:
+        assert start >= self._at, "two pieces of a parameter overlap"
+        self._zeros(start - self._at)
+        self._hash.update(raw)
+        self._at += raw.numel()
+        self._starts.pop(0)
+
+    def _zeros(self, count: int) -> None:
+        while count:
+            some = min(count, 4 * _CHUNK)
+            self._hash.update(torch.zeros(some, dtype=torch.uint8))
+            count, self._at = count - some, self._at + some
+
+    def hexdigest(self) -> str:
+        """When every tensor has come."""
+        assert not self._starts, "tensors of a parameter are missing"
+        self._zeros(self._num_bytes - self._at)
+        return self._hash.hexdigest()
+
+
+def _first_byte(piece: Piece, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Where in a parameter's bytes a piece begins; it must be one run of them."""
+    rows_of_one = shape if piece.index is None else shape[1:]
+    one = torch.Size(rows_of_one).numel()
+    first = 0 if piece.index is None else piece.index * one
+    if piece.dim:
+        assert piece.length == rows_of_one[piece.dim], f"{piece.hf_name} is no run of bytes of its parameter"
+        return first * dtype.itemsize
+    return (first + piece.shard_start * (one // rows_of_one[0])) * dtype.itemsize
+
+
+class RankDigests:
+    """The digests of every parameter that one rank of a server holds."""
+
+    def __init__(self, table: Sequence[Op], spot: Spot, dtypes: Mapping[str, torch.dtype], kind: Kind) -> None:
+        """`dtypes`: HF name -> the type that the server holds it in."""
+        self._of_param: dict[str, ParameterDigest] = {}
+        self._users: dict[str, list[ParameterDigest]] = {}  # HF name -> the parameters it is part of
+        for op in table:
+            if op.held_by(spot):
+                one = ParameterDigest(op, spot, dtypes[next(iter(op.hf_shapes))], kind)
+                self._of_param[op.param] = one
+                for name in one.hf_names:
+                    self._users.setdefault(name, []).append(one)
+
+    def add(self, hf_name: str, tensor: Tensor) -> None:
+        for user in self._users.get(hf_name, ()):
+            user.add(hf_name, tensor)
+
+    def result(self) -> dict[str, str]:
+        """Parameter -> 16 hex digits, when every tensor has come."""
+        return {param: one.hexdigest() for param, one in self._of_param.items()}

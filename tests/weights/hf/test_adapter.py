@@ -1,0 +1,135 @@
+"""Adapters under PEFT's names: the mappings, its settings file, and what a server is told."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.mcore.lora import LoraSettings
+from megarl.rollout.client import Engine, EngineError
+from megarl.weights.hf.adapter import adapter_table, peft_config, read_peft_settings
+from megarl.weights.mapping.names import Spot
+from megarl.weights.push.adapter_push import give_adapter
+from megarl.weights.push.report import PushError
+
+HF: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "vocab_size": 45,
+}
+SECOND = Spot(tp_rank=1, tp=2)
+
+
+def test_a_and_b_are_cut_as_the_weight_is() -> None:
+    table = {op.param: op for op in adapter_table(HF, LoraSettings(4, 8.0, ("k_proj", "down_proj")))}
+    assert len(table) == 2 * 2 * 2
+    k = "decoder.layers.1.self_attention.linear_qkv.lora.k_proj"
+    down = "decoder.layers.1.mlp.linear_fc2.lora.down_proj"
+    shapes = {name: table[name].shape_at(SECOND) for name in (f"{k}.A", f"{k}.B", f"{down}.A", f"{down}.B")}
+    assert shapes == {f"{k}.A": (4, 32), f"{k}.B": (16, 4), f"{down}.A": (4, 24), f"{down}.B": (32, 4)}
+    prefix = "base_model.model.model.layers.1"
+    assert table[f"{k}.B"].hf_shapes == {f"{prefix}.self_attn.k_proj.lora_B.weight": (32, 4)}
+    assert table[f"{down}.A"].hf_shapes == {f"{prefix}.mlp.down_proj.lora_A.weight": (4, 48)}
+    (rows,), (columns,) = table[f"{k}.B"].pieces_at(SECOND), table[f"{down}.A"].pieces_at(SECOND)
+    assert (rows.dim, rows.hf_start, rows.length) == (0, 16, 16)
+    assert (columns.dim, columns.hf_start, columns.length) == (1, 24, 24)
+    assert not table[f"{k}.A"].is_sharded
+    assert not table[f"{down}.B"].is_sharded
+
+
+def test_every_projection_of_the_model_can_be_adapted() -> None:
+    names = [name for op in adapter_table(HF, LoraSettings(4, 8.0)) for name in op.hf_shapes]
+    assert len(names) == len(set(names)) == 2 * 7 * 2
+    assert not [name for name in names if "norm" in name or "embed" in name]
+
+
+@pytest.mark.parametrize(("alpha", "written"), [(8.0, 8), (2.5, 2.5)])
+def test_settings_survive_pefts_file(tmp_path: Path, alpha: float, written: float) -> None:
+    settings = LoraSettings(4, alpha, ("q_proj", "up_proj"))
+    config = peft_config(settings, "/models/base")
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, written, "/models/base")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert read_peft_settings(tmp_path) == settings
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; want LORA"),
+        ({"use_rslora": True}, "use_rslora=True is not supported; want False"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2} is not supported; want {}"),
+        ({"bias": "all"}, "bias='all' is not supported; want 'none'"),
+        ({"target_modules": "all-linear"}, "target_modules='all-linear' is not supported; want a list of projections"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+    config = peft_config(LoraSettings(4, 8.0), "base") | change
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError) as caught:
+        read_peft_settings(tmp_path)
+    assert str(caught.value) == f"{tmp_path / 'adapter_config.json'}: {sentence}"
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no adapter_config\.json; want the folder of a PEFT adapter$"):
+        read_peft_settings(tmp_path)
+
+
+class TwoRanks(Engine):
+    """A server that answers with what it was told, or with an error."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.url, self.status, self.body = "http://here", status, dict[str, Any]()
+
+    def server_info(self) -> dict[str, Any]:
+        return {"tp_size": 2}
+
+    def _accepted(self, route: Any, body: dict[str, Any]) -> dict[str, Any]:
+        if self.status != 200:
+            raise EngineError(self.url, route, self.status, "no such adapter, or so")
+        self.body = body
+        return {"success": True}
+
+
+def test_a_server_gets_the_whole_adapter_for_every_rank_and_its_checksums() -> None:
+    engine, tensors = TwoRanks(), {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    config = peft_config(LoraSettings(4, 8.0), "base")
+    give_adapter(engine, "actor-7", tensors, config)
+    body = engine.body
+    assert (body["lora_name"], body["config_dict"]) == ("actor-7", config)
+    assert len(body["serialized_named_tensors"]) == 2
+    for text in body["serialized_named_tensors"]:
+        got = pickle.loads(base64.b64decode(text))
+        assert sorted(got) == ["a", "b"]
+        assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+    assert body["expected_checksums"] == {
+        "a": hashlib.sha256(tensors["a"].numpy().tobytes()).hexdigest(),
+        "b": hashlib.sha256(b"\x80\x3f\x80\x3f").hexdigest(),
+    }
+    json.dumps(body)
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        (404, "http://here takes no adapters; want actor.lora.push=merged"),
+        (400, "http://here did not take the adapter actor-7: no such adapter, or so"),
+    ],
+)
+def test_a_server_that_refuses_is_named(status: int, sentence: str) -> None:
+    with pytest.raises(PushError) as caught:
+        give_adapter(TwoRanks(status), "actor-7", {"a": torch.ones(2)}, {})
+    assert str(caught.value) == sentence

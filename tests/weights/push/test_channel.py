@@ -1,0 +1,53 @@
+"""Meeting a server in a group when the server does not come, and whether a server is on this machine."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from megarl.servers.weight_group import leave_weight_group
+from megarl.weights.push.channel import Meeting, is_here, meet
+
+HERE = "http://127.0.0.1:1"
+
+
+def test_both_sides_meet() -> None:
+    group = meet(*Meeting.host(HERE, 1, "gloo", 30.0), lambda: None)
+    assert (group.size(), group.rank()) == (1, 0)
+    leave_weight_group(group)
+
+
+def test_a_refused_invitation_is_an_error_at_once_and_no_group_is_left() -> None:
+    refused = threading.Event()
+
+    def refuse() -> None:
+        refused.set()
+        raise ValueError("no")
+
+    before = dist.distributed_c10d._world.pg_map.copy()
+    with pytest.raises(ValueError, match="no"):
+        meet(*Meeting.host(HERE, 2, "gloo", 30.0), refuse)
+    assert refused.is_set()
+    assert dist.distributed_c10d._world.pg_map == before
+
+
+def test_a_meeting_to_which_nobody_comes_ends_by_its_limit() -> None:
+    never = threading.Event()
+    with pytest.raises(RuntimeError):
+        meet(*Meeting.host(HERE, 2, "gloo", 0.5), lambda: never.wait(30))
+    never.set()
+
+
+def test_no_two_meetings_have_one_name() -> None:
+    (one, its), (other, others) = (Meeting.host(HERE, 2, "gloo", 1.0) for _ in range(2))
+    with its, others:
+        assert one.name != other.name
+        assert its.getsockname() == ("127.0.0.1", one.port), "for a server on this machine, on loopback alone"
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [(HERE, True), ("http://localhost:1", True), ("http://[::1]:1", True), ("http://192.0.2.1:1", False)],
+)
+def test_a_server_is_here_when_it_is_reached_from_its_own_address(url: str, here: bool) -> None:
+    assert is_here(url) is here

@@ -1,0 +1,46 @@
+import pytest
+
+from megarl.weights.mapping.names import Spot
+from megarl.weights.push.report import PushError
+from megarl.weights.push.servers import RECEIVER, Nature, check_digests
+
+SENT = {"embed": "1", "norm": "2"}
+
+
+def test_equal_digests_pass() -> None:
+    check_digests("http://a", dict(SENT), SENT, {})
+
+
+def test_tensors_that_differ_are_missing_or_were_never_sent_are_named_with_their_server() -> None:
+    with pytest.raises(PushError, match=r"^http://a does not hold the weights that the trainer sent \(differ: norm\)$"):
+        check_digests("http://a", {"embed": "1", "norm": "3"}, SENT, {})
+    with pytest.raises(PushError, match=r"missing: embed; never sent: bias"):
+        check_digests("http://a", {"norm": "2", "bias": "4"}, SENT, {})
+
+
+def test_a_tied_tensor_may_be_listed_twice_when_it_is_the_same() -> None:
+    twins = {"head": "embed"}
+    check_digests("http://a", SENT | {"head": "1"}, SENT, twins)
+    with pytest.raises(PushError, match="never sent: head"):
+        check_digests("http://a", SENT | {"head": "2"}, SENT, twins)
+
+
+CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+ON_GPU = {"version": "0.5.23", "tp_size": 2, "device": "cuda", "base_gpu_id": 4, "startup_time": {"s": 1.5}}
+
+
+def test_what_a_server_says_of_itself() -> None:
+    nature = Nature.read(ON_GPU | {"custom_weight_loader": [RECEIVER]}, CONFIG)
+    assert (nature.engine, len(nature.spots), nature.hashes, nature.first_gpu) == ("sglang", 2, "words", 4)
+    assert nature.is_plain and nature.has_receiver and nature.started == '{"s": 1.5}'
+    ours = Nature.read({"version": "megarl-cpu", "device": "cpu"}, CONFIG)
+    assert (ours.engine, ours.spots, ours.hashes, ours.first_gpu) == ("cpu", (Spot(),), "sha256", None)
+    assert ours.is_plain and not ours.has_receiver
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"quantization": "fp8"}, {"pp_size": 2}, {"dp_size": 2}, {"device": "cpu", "tp_size": 4}],
+)
+def test_servers_that_hold_tensors_in_a_way_of_their_own_are_told_apart(change: dict[str, object]) -> None:
+    assert not Nature.read(ON_GPU | change, CONFIG).is_plain

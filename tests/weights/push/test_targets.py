@@ -1,0 +1,178 @@
+"""The bookkeeping of a push, with servers that are nothing but a name and a nature."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.rollout.client import EngineError
+from megarl.weights.mapping.names import Spot
+from megarl.weights.push.delivery import disagreements
+from megarl.weights.push.report import Clock, PushError
+from megarl.weights.push.targets import Lead, Targets
+
+HERE, THERE = "http://127.0.0.1:1", "http://192.0.2.1:1"
+
+
+def server(url: str, *, there: bool = True, gpus: tuple[str, ...] = (), **nature: Any) -> Any:
+    defaults = {"engine": "sglang", "spots": (Spot(),), "hashes": "sha256"}
+    defaults |= {"has_receiver": True, "is_plain": True, "first_gpu": None}
+    return SimpleNamespace(
+        url=url, nature=SimpleNamespace(**defaults | nature), is_there=lambda: there, fits_slices=None, gpus=gpus
+    )
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    with ThreadPoolExecutor(4) as threads:
+        yield lambda *servers: Targets({s.url: s for s in servers}, threads)
+
+
+def refuse(_: Any) -> None:
+    raise EngineError("http://a", "/x", 400, "no")
+
+
+def test_the_fastest_possible_way_is_tried_first_and_the_slowest_is_always_possible(make) -> None:
+    for of, want in [
+        (server(HERE), "shared"),
+        (server(THERE), "sharded"),
+        (server(THERE, has_receiver=False), "gathered"),
+        (server(THERE, is_plain=False), "gathered"),
+        (server(HERE, first_gpu=0), "sharded"),  # the trainer has no GPU to share
+    ]:
+        targets = make(of)
+        targets.choose("auto", on_gpu=False, is_cut=False)
+        assert targets.waiting() == {of.url: want}
+        assert targets.fallbacks == {}
+
+
+def test_a_model_that_is_cut_goes_from_rank_to_rank_before_it_is_gathered(make) -> None:
+    targets = make(server(HERE))
+    targets.choose("auto", on_gpu=False, is_cut=True)
+    ways = []
+    while targets.waiting():
+        ways.append(targets.waiting()[HERE])
+        targets.attempt(refuse, [HERE])
+    assert ways == ["sharded", "shared", "gathered"]
+
+
+def test_on_gpus_memory_is_shared_only_when_asked_for(make) -> None:
+    targets = make(server(HERE, first_gpu=0))
+    targets.choose("auto", on_gpu=True, is_cut=False)
+    assert targets.waiting() == {HERE: "sharded"}
+    targets.choose("shared", on_gpu=True, is_cut=False)
+    assert targets.waiting() == {HERE: "shared"}
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("wanted", ["auto", "shared", "sharded", "gathered"])
+def test_into_a_server_on_the_trainers_gpus_leads_one_way(make, wanted, is_cut) -> None:
+    """NCCL joins no two processes of one GPU; and it may stand on another machine than rank 0."""
+    targets = make(server(THERE, first_gpu=0, gpus=("1/0", "1/1")))
+    targets.choose(wanted, on_gpu=True, is_cut=is_cut, gpus=["0/0", "0/1", "1/0", "1/1"])
+    assert targets.waiting() == {THERE: "shared"}
+    assert (THERE in targets.fallbacks) == (wanted in ("sharded", "gathered"))
+    targets.attempt(refuse, [THERE])
+    assert list(targets.failed) == [THERE], "nothing slower is possible"
+
+
+def test_a_server_that_the_trainer_shares_some_gpus_with_cannot_be_pushed_to(make) -> None:
+    targets = make(server(HERE, first_gpu=0, gpus=("0/0", "0/1")), server(THERE, first_gpu=0, gpus=("1/0", "1/1")))
+    targets.choose("auto", on_gpu=True, is_cut=False, gpus=["0/1", "0/2"])
+    assert targets.failed == {
+        HERE: f"no way leads into {HERE}: shared needs a rank of the trainer on each of its GPUs, "
+        "the others a server on GPUs of its own"
+    }
+    assert targets.waiting() == {THERE: "sharded"}, "that has GPUs of its own"
+
+
+def test_a_wanted_way_that_is_impossible_is_noted(make) -> None:
+    targets = make(server(THERE))
+    targets.choose("shared", on_gpu=False, is_cut=False)
+    assert targets.waiting() == {THERE: "gathered"}
+    assert targets.fallbacks == {THERE: ["shared: it needs a server on this machine"]}
+
+
+def test_a_failing_server_falls_back_way_by_way_and_is_dropped_at_last(make) -> None:
+    targets = make(server(HERE))
+    targets.choose("auto", on_gpu=False, is_cut=False)
+    ways = []
+    while targets.waiting():
+        ways.append(targets.waiting()[HERE])
+        assert targets.attempt(refuse, [HERE]) == {}
+    assert ways == ["shared", "sharded", "gathered"]
+    assert targets.failed == {HERE: "http://a/x answered 400: no"}
+    assert targets.fallbacks[HERE] == [f"{way}: http://a/x answered 400: no" for way in ("shared", "sharded")]
+
+
+def test_a_server_that_is_gone_is_not_tried_by_another_way(make) -> None:
+    targets = make(server(HERE, there=False), server(THERE))
+    targets.choose("auto", on_gpu=False, is_cut=False)
+    targets.attempt(refuse, [HERE])
+    assert list(targets.failed) == [HERE] and targets.waiting() == {THERE: "sharded"}
+
+
+def test_orders_reach_the_others_when_one_fails(make) -> None:
+    targets = make(server(HERE), server(THERE))
+    order = lambda s: refuse(s) if s.url == HERE else "done"  # noqa: E731
+    assert targets.each(order) == {THERE: "done"}
+    assert list(targets.failed) == [HERE]
+
+
+def test_a_bug_is_no_failure_of_a_server(make) -> None:
+    with pytest.raises(KeyError):
+        make(server(HERE)).each(lambda s: {}["x"])
+
+
+def test_a_push_that_no_server_took_is_an_error_that_carries_the_report(make) -> None:
+    targets = make(server(HERE))
+    targets.drop(HERE, "it is gone")
+    with pytest.raises(PushError, match="weights version 3 failed: it is gone") as error:
+        Lead(targets, 3, flush_cache=True, compares=False).report({})
+    assert error.value.report is not None and error.value.report.failed == {HERE: "it is gone"}
+
+
+def looked(url: str, before: str, now: str, pushed: str, **nature: Any) -> Any:
+    of = server(url, is_plain=False, **nature)
+    of.held_then, of.held, of.pushed = [{"w": before}], [{"w": now}], pushed
+    return of
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "pushed", "words"),
+    [
+        ("1", "2", "old", None),
+        ("1", "1", "new", None),
+        ("1", "1", "old", "the weights changed, and its checksums did not"),
+        ("1", "2", "new", "the weights are those of the last push, and its checksums did"),
+        ("1", "2", "", None),  # never pushed to: nothing to compare with
+    ],
+)
+def test_checksums_that_cannot_be_computed_change_when_the_weights_do(before, now, pushed, words) -> None:
+    of = looked("a", before, now, pushed)
+    found = disagreements({"a": of}, {"a": "new"})
+    assert found == ({} if words is None else {"a": f"a: {words}"})
+    assert of.pushed == pushed, "a push becomes the one to compare with when all is well, and not before"
+
+
+def test_replicas_that_differ_are_all_named_but_not_servers_of_another_layout() -> None:
+    other = (Spot(0, 2), Spot(1, 2))
+    servers = {
+        "a": looked("a", "1", "2", ""),
+        "b": looked("b", "1", "3", ""),
+        "c": looked("c", "1", "4", "", spots=other),
+    }
+    assert set(disagreements(servers, dict.fromkeys(servers, "new"))) == {"a", "b"}
+
+
+def test_a_clock_gives_each_second_to_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 3.0, 6.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    clock = Clock()
+    with clock("outer"), clock("inner"):
+        pass
+    assert clock.seconds == {"outer": 1.0 + 3.0, "inner": 2.0}
+    clock.split("load", of="outer", seconds=0.5)
+    assert clock.seconds == {"outer": 3.5, "inner": 2.0, "load": 0.5}

@@ -1,0 +1,32 @@
+import math
+
+import pytest
+
+from megarl.weights.verify.canary import Canary, disagreement
+
+IDS = (1, 2, 3)
+
+
+def test_answers_like_the_trainers_are_believed() -> None:
+    canary = Canary(IDS, (-1.0, -2.0), tolerance=0.1)
+    assert disagreement(canary, {"a": [-1.05, -2.0], "b": [-1.0, -1.95]}) == {}
+
+
+@pytest.mark.parametrize("answer", [[-1.0, -2.2], [-1.0], [], [-1.0, math.nan], [-1.0, -math.inf]])
+def test_an_answer_unlike_the_trainers_is_named(answer: list[float]) -> None:
+    found = disagreement(Canary(IDS, (-1.0, -2.0), tolerance=0.1), {"a": [-1.0, -2.0], "b": answer})
+    assert list(found) == ["b"] and found["b"].startswith("b answers the canary prompt with ")
+
+
+def test_without_a_trainer_one_of_three_stands_out_and_of_two_neither_is_believed() -> None:
+    canary = Canary(IDS, tolerance=0.1)
+    same, other = [-1.0, -2.0], [-1.0, -2.2]
+    assert disagreement(canary, {"a": same, "b": same}) == {}
+    assert set(disagreement(canary, {"a": same, "b": same, "c": other})) == {"c"}
+    assert set(disagreement(canary, {"a": same, "b": other})) == {"a", "b"}
+    assert disagreement(canary, {}) == {}
+
+
+def test_a_canary_from_plain_numbers() -> None:
+    assert Canary.from_json({"prompt_ids": [1, 2], "log_probs": [-1], "tolerance": 0.5}) == Canary((1, 2), (-1.0,), 0.5)
+    assert Canary.from_json({"prompt_ids": [1, 2], "log_probs": None}) == Canary((1, 2))
