@@ -28,7 +28,7 @@ from tensor_memory import peak_bytes
 from torch import Tensor
 
 from megarl.layout import Layout
-from megarl.mcore import fused
+from megarl.mcore.logprobs import fused
 from megarl.mcore.setup import make_groups
 
 SIZES = [(tokens, vocab) for vocab in (32_768, 151_936) for tokens in (1024, 4096, 16_384)]

@@ -30,8 +30,8 @@ OURS, BARE = "megarl", "megatron-core"
 GOAL = 0.97  # step_vs_megatron
 SAME = {"float32": 1e-4, "bfloat16": 2e-2}  # by how much of it the first gradient's norm may differ
 LEGEND = (
-    "Medians. Ours: rows made from sequences, megarl.mcore.step.train_step with log-prob and entropy of each token, "
-    "loss layer, statistics, optimizer. Bare: rows that lie ready, GPTModel, its vocabulary head and cross entropy, "
+    "Medians. Ours: rows made from sequences, megarl.mcore.training.step.train_step with log-prob and entropy of each "
+    "token, loss layer, statistics, optimizer. Bare: rows that lie ready, GPTModel, vocabulary head, cross entropy, "
     "Megatron's schedule, DistributedDataParallel and optimizer. Both have megarl's attention where Transformer-Engine "
     "is missing, and the patches of megarl/mcore/fixes.py. Their first gradients have the same norm; CPU seconds are "
     "of all threads."

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.mcore import fused, fused_torch
+from megarl.mcore.logprobs import fused, fused_torch
 
 BOTH, ONE = ("log_probs", "entropy"), ("log_probs",)
 

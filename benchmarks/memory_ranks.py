@@ -21,11 +21,11 @@ from torch import Tensor
 from megarl.algo.loss import ActorLoss
 from megarl.layout import Layout
 from megarl.mcore import cpu
-from megarl.mcore.engine import Engine
-from megarl.mcore.model import Model, build_model
-from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.mcore.step import Outputs, train_step
+from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.training.step import Outputs, train_step
 from megarl.plan.memory import Work, of_stage_bytes
 from megarl.sample import Batch, MicroBatch
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
-from megarl.mcore.model import DTYPES, Model, build_model, read_hf_config
+from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
 from megarl.mcore.setup import Place, destroy_groups, initialize, make_groups, place
 from megarl.processes.connection import Tensors
 from megarl.weights.hf.load import load_hf

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
-from megarl.mcore import shards
-from megarl.mcore.lora import LoraSettings, apply_lora, merge
-from megarl.mcore.model import Model, build_model, read_hf_config
+from megarl.mcore import checkpoint
+from megarl.mcore.models.lora import LoraSettings, apply_lora, merge
+from megarl.mcore.models.model import Model, build_model, read_hf_config
 from megarl.mcore.setup import Place, initialize, replica_group
 from megarl.processes.connection import Tensors
 from megarl.rollout.protocol import tensor_digest
@@ -121,7 +121,7 @@ class Worker:
 
         Adapters are laid over the weights of `base`, an HF folder, and merged.
         """
-        adapters = shards.adapters_in(Path(folder))
+        adapters = checkpoint.adapters_in(Path(folder))
         if adapters is None:
             for tensor in local_parameters(self.model).values():
                 tensor.zero_()
@@ -129,7 +129,7 @@ class Worker:
             load_hf(self.model, base, self.hf, role=self.role)
             apply_lora(self.model, LoraSettings(adapters["rank"], adapters["alpha"], tuple(adapters["targets"])))
         try:
-            shards.load(Path(folder), self.model, None)
+            checkpoint.load(Path(folder), self.model, None)
         except CheckpointException as error:  # no Exception, and a page long
             first = next(iter(error.failures.values()))[0]
             raise RuntimeError(f"{folder}: its shards cannot be read ({_one_line(first)})") from error
@@ -139,7 +139,7 @@ class Worker:
 
     def write_megatron(self, folder: str) -> Job:
         """One step, as Megatron writes: every rank its own files."""
-        shards.save(Path(folder), self.model, None)
+        checkpoint.save(Path(folder), self.model, None)
         yield self._total_bytes, {}
 
     def digest(self) -> Job:

@@ -2,7 +2,7 @@
 
 It knows process groups, models, packed rows, pipeline schedules, optimizers and sharded checkpoints. It does not know
 losses (they are passed in as functions of packed columns), tensor names of other libraries, servers or prompts.
-`roles.py` calls it on every rank.
+`roles/` calls it on every rank.
 """
 
 from megarl.mcore.cpu import import_megatron

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.mcore.rope import turned
+from megarl.mcore.models.rope import turned
 
 
 def moe_needs_te_gemm() -> bool:

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.layout import Layout
 from megarl.mcore import cpu
-from megarl.mcore.hf import HFConfig
-from megarl.mcore.model import make_chunks
+from megarl.mcore.models.hf import HFConfig
+from megarl.mcore.models.model import make_chunks
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.plan.count import Parameters
 

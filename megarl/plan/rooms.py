@@ -21,7 +21,7 @@ from megarl.plan.memory import (
 )
 from megarl.plan.serving import Server
 
-CHUNK_NUMBERS = 2**26  # logits that stand in memory at a time (megarl/mcore/fused.py)
+CHUNK_NUMBERS = 2**26  # logits that stand in memory at a time (megarl/mcore/logprobs/fused.py)
 Room = dict[str, int]  # part -> bytes; `total` is the last
 
 

@@ -19,15 +19,15 @@ from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
-from megarl.mcore import shards
-from megarl.mcore.engine import Engine
-from megarl.mcore.lora import LoraSettings, apply_lora
-from megarl.mcore.memory import Bed, settled
-from megarl.mcore.model import DTYPES, Model, build_model, read_hf_config
-from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
-from megarl.mcore.rows import micro_batches
+from megarl.mcore import checkpoint
+from megarl.mcore.models.lora import LoraSettings, apply_lora
+from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
 from megarl.mcore.setup import Place, device_for, initialize, replica_group
-from megarl.mcore.step import Outputs, forward_only, train_step
+from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.offload import Bed, settled
+from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.training.packed_rows import micro_batches
+from megarl.mcore.training.step import Outputs, forward_only, train_step
 from megarl.plugins import load_plugins
 from megarl.processes.connection import Tensors
 from megarl.sample import Batch
@@ -237,12 +237,12 @@ class Worker:
 
     def save(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         with self.readable(arguments["role"], learns=True) as role:
-            shards.save(Path(arguments["folder"]), role.model, role.optimizer)
+            checkpoint.save(Path(arguments["folder"]), role.model, role.optimizer)
         return {}, {}
 
     def restore(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         with self.readable(arguments["role"], learns=True) as role:
-            shards.load(Path(arguments["folder"]), role.model, role.optimizer)
+            checkpoint.load(Path(arguments["folder"]), role.model, role.optimizer)
         return {}, {}
 
     def export(self, arguments: dict[str, Any], _: Tensors) -> Answer:

@@ -41,7 +41,7 @@ def model_folder(path: str) -> str:
 
 
 def engine_settings(role: Any) -> dict[str, Any]:
-    """How a role's layout is computed, as mcore.engine.Engine names it."""
+    """How a role's layout is computed, as mcore.training.execution.Engine names it."""
     names = ["transformer_impl", "recompute_granularity", "recompute_method", "recompute_num_layers"]
     names += ["overlap_grad_reduce", "overlap_param_gather", "param_offload", "optimizer_offload"]
     chosen = {name: getattr(role.megatron, name) for name in names if hasattr(role.megatron, name)}
@@ -103,7 +103,7 @@ def optimizer_steps(config: Config, role: Any, num_iterations: int) -> int:
 
 
 def optim_settings(role: Any, total_steps: int) -> dict[str, Any]:
-    """The `optim` group of a role as mcore.optimizer.OptimSettings names it."""
+    """The `optim` group of a role as mcore.training.optimizer.OptimSettings names it."""
     optim = role.optim
     return {
         "name": optim.name,

@@ -11,9 +11,9 @@ from lora_cases import Lora
 from parity_cases import CPU
 
 from megarl.layout import Layout
-from megarl.mcore.lora import LoraSettings, adapted
+from megarl.mcore.models.lora import LoraSettings, adapted
 from megarl.mcore.setup import destroy_groups
-from megarl.mcore.step import forward_only
+from megarl.mcore.training.step import forward_only
 from megarl.sample import Batch, MicroBatch
 from megarl.weights.hf.export import save_hf
 from megarl.weights.push.adapter_push import AdapterPusher

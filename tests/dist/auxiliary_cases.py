@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megarl.algo import ActorLoss, step_columns
 from megarl.layout import Layout
-from megarl.mcore.model import unwrap
-from megarl.mcore.rows import micro_batches
+from megarl.mcore.models.model import unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.mcore.step import backward
+from megarl.mcore.training.packed_rows import micro_batches
+from megarl.mcore.training.step import backward
 from megarl.sample import Batch
 
 # Micro-batches of equal cost, by the lengths of their sequences: of 4, so that two context ranks pad nothing.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megarl.mcore.model import Model
+from megarl.mcore.models.model import Model
 from megarl.weights.hf.export import hf_tensors
 from megarl.weights.mapping.tables import Role
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from megarl.convert.worker import Worker
 from megarl.group import RankError, Reply
 from megarl.layout import Layout
-from megarl.mcore import shards
-from megarl.mcore.lora import LoraSettings, adapted, apply_lora
-from megarl.mcore.model import build_model, read_hf_config
+from megarl.mcore import checkpoint
+from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
+from megarl.mcore.models.model import build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.weights.hf.export import hf_tensors
 from megarl.weights.hf.load import load_hf
@@ -77,7 +77,7 @@ def save_checkpoint(hf_folder: str, folder: str, layout: Layout, role: str) -> d
     """As a run saves a role after a step: weights, and the optimizer's part.  Rank 0 returns the weights."""
     trained = Trained(hf_folder, layout, "adamw", "float32", role)
     trained.step()
-    shards.save(Path(folder), trained.model, trained.optimizer)
+    checkpoint.save(Path(folder), trained.model, trained.optimizer)
     weights = trained.weights()
     trained.close()
     return weights if dist.get_rank() == 0 else {}
@@ -94,7 +94,7 @@ def save_adapters(hf_folder: str, folder: str, layout: Layout) -> dict[str, Tens
         for _, linear in adapted(model):
             for part in linear.lora.projections.values():
                 part.B.add_(torch.linspace(-0.1, 0.1, part.B.shape[1]))
-    shards.save(Path(folder), model, None)
+    checkpoint.save(Path(folder), model, None)
     merged = {name: tensor.clone() for name, tensor in hf_tensors(model, hf)}
     destroy_groups()
     return merged if dist.get_rank() == 0 else {}

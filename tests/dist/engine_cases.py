@@ -15,16 +15,16 @@ from parity_cases import LOSSES, make_step
 
 from megarl.data.packing import plan
 from megarl.layout import Layout
-from megarl.mcore import optimizer as optimizer_module
-from megarl.mcore import shards
-from megarl.mcore.engine import Engine
-from megarl.mcore.lora import LoraSettings, apply_lora
-from megarl.mcore.memory import Bed, settled
-from megarl.mcore.model import build_model, read_hf_config
-from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
-from megarl.mcore.rows import micro_batches
+from megarl.mcore import checkpoint
+from megarl.mcore.models.lora import LoraSettings, apply_lora
+from megarl.mcore.models.model import build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
-from megarl.mcore.step import Outputs, forward_only, train_step
+from megarl.mcore.training import optimizer as optimizer_module
+from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.offload import Bed, settled
+from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.training.packed_rows import micro_batches
+from megarl.mcore.training.step import Outputs, forward_only, train_step
 from megarl.weights.hf.load import load_hf
 
 NEVER = 1e9  # a norm at which nothing is clipped: it is summed in an order that depends on buckets
@@ -99,11 +99,11 @@ def run(case: Case, root: str) -> dict[str, Any]:
     if case.saved_under:
         where = Path(root) / f"{case.engine.strategy} {case.optim} {case.dtype}"
         with settled(trained.model):
-            shards.save(where, trained.model, trained.optimizer)
+            checkpoint.save(where, trained.model, trained.optimizer)
         destroy_groups()
         trained = Trained(case, case.layout)
         with settled(trained.model):
-            shards.load(where, trained.model, trained.optimizer)
+            checkpoint.load(where, trained.model, trained.optimizer)
         steps += [trained.step() for _ in range(case.num_steps - 2)]
     whole = trained.weights()
     found = {

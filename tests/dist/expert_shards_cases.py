@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shards_cases import LAYOUTS, Trained
 
 from megarl.layout import Layout
-from megarl.mcore import shards
+from megarl.mcore import checkpoint
 
 LAYOUTS |= {
     "ep2": Layout(ep=2),
@@ -24,13 +24,13 @@ def trained_elsewhere(folder: str, root: str, first: str, then: str) -> dict[str
     where, found = Path(root) / f"{first} {then}", {}
     trained = Trained(folder, LAYOUTS[first], "smooth adamw", "float32", "actor")
     trained.step()
-    shards.save(where, trained.model, trained.optimizer)
+    checkpoint.save(where, trained.model, trained.optimizer)
     found["saved"], found["saved moments"] = trained.weights(), trained.moments()
     trained.step()
     found["saved, one more"] = trained.weights()
     trained.close()
     loaded = Trained(folder, LAYOUTS[then], "smooth adamw", "float32", "actor", scale=0.5)
-    shards.load(where, loaded.model, loaded.optimizer)
+    checkpoint.load(where, loaded.model, loaded.optimizer)
     found["loaded"], found["loaded moments"] = loaded.weights(), loaded.moments()
     loaded.step()
     found["loaded, one more"] = loaded.weights()
@@ -44,9 +44,9 @@ def weights_elsewhere(folder: str, root: str) -> dict[str, Any]:
     for name in ("ep2", "pp2", "ep2 etp1"):
         model = Trained(folder, LAYOUTS[name], "adamw", "float32", "actor", scale=1.0 if name == "ep2" else 0.5)
         if name == "ep2":
-            shards.save(where, model.model, None)
+            checkpoint.save(where, model.model, None)
         else:
-            shards.load(where, model.model, None)
+            checkpoint.load(where, model.model, None)
         found[name] = model.weights()
         model.close()
     return found
@@ -59,11 +59,11 @@ def refusals(folder: str, root: str) -> list[str]:
         where = Path(root) / f"refused {first}"
         trained = Trained(folder, LAYOUTS[first], "adamw", "float32", "actor")
         trained.step()
-        shards.save(where, trained.model, trained.optimizer)
+        checkpoint.save(where, trained.model, trained.optimizer)
         trained.close()
         other = Trained(folder, LAYOUTS[then], "adamw", "float32", "actor")
         try:
-            shards.load(where, other.model, other.optimizer)
+            checkpoint.load(where, other.model, other.optimizer)
         except ValueError as error:
             found.append(str(error))
         other.close()

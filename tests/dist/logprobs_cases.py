@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megarl.layout import Layout
-from megarl.mcore import fused
-from megarl.mcore.fused import Job, columns_of_chunks
+from megarl.mcore.logprobs import fused
+from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 from megarl.mcore.setup import destroy_groups, make_groups
 
 NAMES = ("log_probs", "entropy", "sum_pi_squared", "full_kl")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.mcore.fused import Job, columns_of_chunks
+from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 
 ALL = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megarl.data.packing import plan
 from megarl.layout import Layout
-from megarl.mcore import shards
-from megarl.mcore.lora import LoraSettings, adapted, apply_lora, identity
-from megarl.mcore.model import build_model, read_hf_config, unwrap
-from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
-from megarl.mcore.rows import micro_batches
+from megarl.mcore import checkpoint
+from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora, identity
+from megarl.mcore.models.model import build_model, read_hf_config, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.mcore.step import Outputs, backward, forward_only, train_step
+from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.training.packed_rows import micro_batches
+from megarl.mcore.training.step import Outputs, backward, forward_only, train_step
 from megarl.sample import Batch, LossOutput
 from megarl.weights.hf.adapter import adapter_parameters, adapter_tensors, load_peft, read_peft_settings, save_peft
 from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
@@ -139,7 +139,7 @@ def resumed(folder: str, root: str, first: Layout, then: Layout, dtype: str) -> 
     lora = Lora(folder, settings, first, dtype=dtype)
     lora.trainable()
     lora.step(), lora.step()
-    shards.save(where, lora.wrapped, lora.optimizer)
+    checkpoint.save(where, lora.wrapped, lora.optimizer)
     found: dict[str, Any] = {"saved": lora.adapters()}
     lora.step()
     found["saved after"] = lora.adapters()
@@ -148,7 +148,7 @@ def resumed(folder: str, root: str, first: Layout, then: Layout, dtype: str) -> 
     again = Lora(folder, settings, then, dtype=dtype, seed=1)
     found["other seed"] = again.adapters()
     again.trainable()
-    shards.load(where, again.wrapped, again.optimizer)
+    checkpoint.load(where, again.wrapped, again.optimizer)
     found |= {"loaded": again.adapters(), "step_index": again.optimizer.step_index}
     again.step()
     found["loaded after"] = again.adapters()
@@ -172,7 +172,7 @@ def refusals(folder: str, other: str, root: str) -> dict[str, str]:
         if settings is not None:
             apply_lora(model, settings)
         try:
-            shards.load(Path(root), model, None)
+            checkpoint.load(Path(root), model, None)
         except ValueError as error:
             found[what] = str(error)
         destroy_groups()

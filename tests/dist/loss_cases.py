@@ -24,11 +24,11 @@ from megarl.algo import (
 )
 from megarl.data.packing import RankPlan, plan
 from megarl.layout import Layout
-from megarl.mcore.model import Model, build_model, read_hf_config
-from megarl.mcore.optimizer import wrap_for_training
-from megarl.mcore.rows import micro_batches
+from megarl.mcore.models.model import Model, build_model, read_hf_config
 from megarl.mcore.setup import Place, destroy_groups, make_groups
-from megarl.mcore.step import Columns, Outputs, backward, forward_only
+from megarl.mcore.training.optimizer import wrap_for_training
+from megarl.mcore.training.packed_rows import micro_batches
+from megarl.mcore.training.step import Columns, Outputs, backward, forward_only
 from megarl.sample import Batch, LossOutput, MicroBatch, Stats
 from megarl.weights.hf.load import load_hf
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss
 from megarl.layout import Layout
-from megarl.mcore.logprobs import NAMES
-from megarl.mcore.lora import LoraSettings, apply_lora
-from megarl.mcore.model import Model, build_model, output_weight, unwrap
-from megarl.mcore.optimizer import wrap_for_training
-from megarl.mcore.rows import make_row
+from megarl.mcore.logprobs.logprobs import NAMES
+from megarl.mcore.models.lora import LoraSettings, apply_lora
+from megarl.mcore.models.model import Model, build_model, output_weight, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.mcore.step import Outputs, backward, forward_only
+from megarl.mcore.training.optimizer import wrap_for_training
+from megarl.mcore.training.packed_rows import make_row
+from megarl.mcore.training.step import Outputs, backward, forward_only
 from megarl.sample import Batch, LossOutput, MicroBatch
 
 CPU, LAYOUT = torch.device("cpu"), Layout()

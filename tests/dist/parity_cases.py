@@ -14,13 +14,13 @@ from spawn import run_ranks
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.data.packing import plan
 from megarl.layout import Layout
-from megarl.mcore import logprobs
-from megarl.mcore.engine import Engine
-from megarl.mcore.model import Model, build_model, read_hf_config
-from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
-from megarl.mcore.rows import micro_batches
+from megarl.mcore.logprobs import logprobs
+from megarl.mcore.models.model import Model, build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.mcore.step import Outputs, backward, forward_only
+from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.training.packed_rows import micro_batches
+from megarl.mcore.training.step import Outputs, backward, forward_only
 from megarl.sample import Batch, LossOutput
 from megarl.weights.hf.load import load_hf
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.layout import Layout
-from megarl.mcore.model import build_model
+from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import make_groups
-from megarl.mcore.step import Outputs, forward_only
+from megarl.mcore.training.step import Outputs, forward_only
 from megarl.rollout.protocol import tensor_digest
 from megarl.sample import Batch, MicroBatch
 from megarl.weights.hf.export import hf_tensors

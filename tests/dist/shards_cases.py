@@ -14,12 +14,12 @@ from torch import nn
 
 from megarl.data.packing import plan
 from megarl.layout import Layout
-from megarl.mcore import shards
-from megarl.mcore.model import build_model, read_hf_config
-from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
-from megarl.mcore.rows import micro_batches
+from megarl.mcore import checkpoint
+from megarl.mcore.models.model import build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.mcore.step import Outputs, train_step
+from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.training.packed_rows import micro_batches
+from megarl.mcore.training.step import Outputs, train_step
 from megarl.weights.hf.load import load_hf
 
 CPU = torch.device("cpu")
@@ -118,12 +118,12 @@ def saved_and_loaded(
     trained = Trained(folder, LAYOUTS[first], optim, dtype, role)
     for _ in range(num_steps):
         trained.step()
-    shards.save(where, trained.model, trained.optimizer)
+    checkpoint.save(where, trained.model, trained.optimizer)
     found = {"saved": _look(trained)}
     trained.close()
     for name in then:
         loaded = Trained(folder, LAYOUTS[name], optim, dtype, role, scale=0.5)
-        shards.load(where, loaded.model, loaded.optimizer)
+        checkpoint.load(where, loaded.model, loaded.optimizer)
         found[name] = _look(loaded)
         loaded.close()
     return found
@@ -145,9 +145,9 @@ def weights_only(folder: str, root: str) -> dict[str, torch.Tensor]:
     make_groups(layout)
     model = build_model(hf, layout)
     load_hf(model, folder, hf)
-    shards.save(where, model, None)
+    checkpoint.save(where, model, None)
     other = build_model(hf, layout)
-    shards.load(where, other, None)
+    checkpoint.load(where, other, None)
     found = weights(other, hf, "actor")
     destroy_groups()
     return found
@@ -159,7 +159,7 @@ def refusals(folder: str, root: str) -> dict[str, str]:
     found, by_adamw = {}, saved_folder(root, "adamw", "float32", "actor", "tp2", 2)
     for name, where in {"empty": Path(root), "other": by_adamw}.items():
         try:
-            shards.load(where, trained.model, trained.optimizer)
+            checkpoint.load(where, trained.model, trained.optimizer)
         except ValueError as error:
             found[name] = str(error)
     trained.close()

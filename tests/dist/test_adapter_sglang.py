@@ -13,7 +13,7 @@ from spawn import run_ranks
 from transformers import AutoModelForCausalLM
 
 from megarl.data.tiny import write_tiny_model
-from megarl.mcore.lora import TARGETS
+from megarl.mcore.models.lora import TARGETS
 from megarl.rollout.client import Engine
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers

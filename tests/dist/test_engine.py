@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from megarl.data.tiny import write_tiny_model
 from megarl.layout import Layout
-from megarl.mcore.engine import Engine
+from megarl.mcore.training.execution import Engine
 
 pytestmark = pytest.mark.dist
 SHAPE = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}

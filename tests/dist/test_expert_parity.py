@@ -10,7 +10,7 @@ from parity_compare import assert_same_after, assert_same_gradient, assert_same_
 
 from megarl.data.tiny import write_tiny_model
 from megarl.layout import Layout
-from megarl.mcore.engine import Engine
+from megarl.mcore.training.execution import Engine
 
 pytestmark = pytest.mark.dist
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.data.tiny import write_tiny_model
 from megarl.layout import Layout
-from megarl.mcore.lora import TARGETS
+from megarl.mcore.models.lora import TARGETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 

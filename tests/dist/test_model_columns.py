@@ -10,7 +10,7 @@ import torch
 from model_columns_cases import Pairs, run
 from spawn import Ranks
 
-from megarl.mcore.logprobs import NAMES
+from megarl.mcore.logprobs.logprobs import NAMES
 
 pytestmark = pytest.mark.dist
 

@@ -10,8 +10,8 @@ from parity_compare import TOLERANCE, assert_same_after, assert_same_gradient, a
 
 from megarl.data.tiny import write_tiny_model
 from megarl.layout import Layout
-from megarl.mcore.engine import Engine
-from megarl.mcore.logprobs import NAMES
+from megarl.mcore.logprobs.logprobs import NAMES
+from megarl.mcore.training.execution import Engine
 
 pytestmark = pytest.mark.dist
 

@@ -11,8 +11,8 @@ from spawn import Ranks
 from worker_cases import follow_the_kl
 
 from megarl.data.tiny import write_tiny_model
-from megarl.mcore.engine import Engine
-from megarl.mcore.logprobs import NAMES
+from megarl.mcore.logprobs.logprobs import NAMES
+from megarl.mcore.training.execution import Engine
 
 pytestmark = pytest.mark.dist
 

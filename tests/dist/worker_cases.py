@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megarl.algo.loss import ActorLoss
-from megarl.mcore.engine import Engine
-from megarl.mcore.logprobs import NAMES
-from megarl.mcore.optimizer import OptimSettings
+from megarl.mcore.logprobs.logprobs import NAMES
 from megarl.mcore.setup import destroy_groups
-from megarl.mcore.step import train_step
+from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.optimizer import OptimSettings
+from megarl.mcore.training.step import train_step
 from megarl.roles.worker import Worker
 
 LAYOUT = {"tp": 1, "pp": 2}

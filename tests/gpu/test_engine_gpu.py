@@ -12,7 +12,7 @@ import torch.distributed as dist
 from engine_cases import Case, run
 
 from megarl.data.tiny import write_tiny_model
-from megarl.mcore.engine import Engine
+from megarl.mcore.training.execution import Engine
 
 pytestmark = pytest.mark.gpu
 ENGINES = {

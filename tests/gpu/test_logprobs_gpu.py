@@ -15,8 +15,12 @@ from logprobs_plain import ALL, fused_columns, plain_columns, total  # noqa: E40
 from tensor_memory import peak_bytes  # noqa: E402
 from triton_cases import all_cases, compare  # noqa: E402
 
-from megarl.mcore import fused, fused_torch, fused_triton  # noqa: E402
-from megarl.mcore.logprobs import keep_hidden  # noqa: E402
+from megarl.mcore.logprobs import (
+    fused,
+    fused_torch,
+    fused_triton,  # noqa: E402
+)
+from megarl.mcore.logprobs.logprobs import keep_hidden  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ from tiny_models import read_config, write_model
 from transformers import AutoModelForCausalLM
 
 from megarl.layout import Layout
-from megarl.mcore.engine import Engine, has_transformer_engine
-from megarl.mcore.memory import Bed
-from megarl.mcore.model import build_model
-from megarl.mcore.step import Outputs, forward_only
+from megarl.mcore.models.model import build_model
+from megarl.mcore.training.execution import Engine, has_transformer_engine
+from megarl.mcore.training.offload import Bed
+from megarl.mcore.training.step import Outputs, forward_only
 from megarl.sample import Batch, MicroBatch
 from megarl.weights.hf.load import load_hf
 

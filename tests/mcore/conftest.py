@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parents[1] / "dist"))  # for `spawn`
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.layout import Layout
-from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.setup import make_groups
+from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 
 
 class Three(MegatronModule):

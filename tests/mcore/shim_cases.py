@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from megarl.layout import Layout
 from megarl.mcore import cpu, fixes
-from megarl.mcore.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 
 
 def current_device() -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megarl.mcore import fused_torch, fused_triton
-from megarl.mcore import token_statistics as ts
+from megarl.mcore.logprobs import fused_torch, fused_triton
+from megarl.mcore.logprobs import token_statistics as ts
 
 NAMES = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
 

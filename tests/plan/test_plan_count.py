@@ -8,7 +8,7 @@ from preset_files import MINIS, NAMES, PUBLISHED, hf_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.layout import Layout
-from megarl.mcore.families import FAMILIES as BUILT
+from megarl.mcore.models.families import FAMILIES as BUILT
 from megarl.plan.count import FAMILIES, Parameters, check, has_experts, layers_of_stage, of_stage, whole
 
 # As the models' cards and files give them.

@@ -5,7 +5,7 @@ from preset_files import MINIS, NAMES, PUBLISHED, cases_of, content_of, hf_of
 
 from megarl.config import load_config
 from megarl.layout import misfits, numbers_of, rank_misfits
-from megarl.mcore.families import family_of
+from megarl.mcore.models.families import family_of
 from megarl.plan.count import whole
 from megarl.plan.gpus import of_memory
 from megarl.plan.job import Job

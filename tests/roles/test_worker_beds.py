@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.mcore.memory import Moved
+from megarl.mcore.training.offload import Moved
 from megarl.roles import worker as worker_module
 from megarl.roles.worker import Role, Worker
 

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.mcore.lora import LoraSettings, adapted, settings_of
-from megarl.mcore.model import Model
+from megarl.mcore.models.lora import LoraSettings, adapted, settings_of
+from megarl.mcore.models.model import Model
 from megarl.weights.hf.export import BUFFER_BYTES
 from megarl.weights.hf.folder import HFFolder, write_whole
 from megarl.weights.hf.gather import ModelParallel, whole_tensors

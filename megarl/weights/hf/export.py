@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.layout import RANDOM_WEIGHTS
-from megarl.mcore.model import Model
+from megarl.mcore.models.model import Model
 from megarl.weights.hf.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
 from megarl.weights.hf.gather import ModelParallel, local_parameters, owner_dtypes, whole_tensors
 from megarl.weights.mapping.names import num_bytes

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megarl.mcore.lora import settings_of
-from megarl.mcore.mla import router_biases
-from megarl.mcore.model import Model, unwrap
-from megarl.mcore.transformer_engine import local_name
+from megarl.mcore.models.lora import settings_of
+from megarl.mcore.models.mla import router_biases
+from megarl.mcore.models.model import Model, unwrap
+from megarl.mcore.models.transformer_engine import local_name
 from megarl.weights.hf.merged import Merged, dtype_of
 from megarl.weights.mapping.names import Op, Spot, num_bytes
 from megarl.weights.push.report import Clock

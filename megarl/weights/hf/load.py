@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.layout import RANDOM_WEIGHTS
-from megarl.mcore.model import Model
+from megarl.mcore.models.model import Model
 from megarl.weights.hf.folder import HFFolder, open_hf
 from megarl.weights.hf.gather import ModelParallel, local_parameters
 from megarl.weights.hf.merged import Merged

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.mcore.lora import adapted, merged_weight
-from megarl.mcore.model import Model
+from megarl.mcore.models.lora import adapted, merged_weight
+from megarl.mcore.models.model import Model
 
 
 class Merged(Mapping[str, Tensor]):

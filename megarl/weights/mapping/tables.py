@@ -14,7 +14,7 @@ from typing import Any, Literal
 from megarl.weights.mapping import deepseek
 from megarl.weights.mapping.names import QKV, GateUp, Op, Rename, ValueHead, Vocab
 
-VOCAB_MULTIPLE = 8  # as the models are built: mcore.model.padded_vocab_size
+VOCAB_MULTIPLE = 8  # as the models are built: mcore.models.model.padded_vocab_size
 
 HFConfig = Mapping[str, Any]
 Role = Literal["actor", "critic"]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megarl.mcore.model import Model
+from megarl.mcore.models.model import Model
 from megarl.rollout.client import Engine, EngineError
 from megarl.weights.hf.adapter import adapter_tensors, on_cpu, peft_config, settings_in
 from megarl.weights.mapping.tables import HFConfig

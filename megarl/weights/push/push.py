@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import SafetensorError
 
-from megarl.mcore.model import Model
+from megarl.mcore.models.model import Model
 from megarl.weights.hf.export import BUFFER_BYTES, hf_sizes, hf_tensors, save_hf
 from megarl.weights.mapping.tables import HFConfig
 from megarl.weights.push.agreement import broadcast_json

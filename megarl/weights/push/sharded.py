@@ -24,8 +24,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megarl.mcore.layers import layers_per_chunk
-from megarl.mcore.model import Model, unwrap
+from megarl.mcore.models.layers import layers_per_chunk
+from megarl.mcore.models.model import Model, unwrap
 from megarl.rollout.client import EngineError
 from megarl.servers.weight_group import leave_weight_group
 from megarl.weights.hf.gather import local_parameters

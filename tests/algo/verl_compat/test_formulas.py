@@ -139,6 +139,9 @@ def test_the_printed_loss_with_a_printed_modification(name, mode, tmp_path):
 
 
 def test_every_block_is_executed_by_a_test():
-    elsewhere = {"entropy_from_logits", "monitoring"}  # tests/mcore/test_logprobs.py, tests/metrics/test_advice.py
+    elsewhere = {
+        "entropy_from_logits",
+        "monitoring",
+    }  # tests/mcore/logprobs/test_logprobs.py, tests/metrics/test_advice.py
     here = {"ppo", "reinforce", "grpo", "surrogate", "entropy_loss", "kl_loss", "value_loss", *MODIFIED}
     assert set(BLOCKS) == here | elsewhere

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.mcore.lora import LoraSettings
+from megarl.mcore.models.lora import LoraSettings
 from megarl.rollout.client import Engine, EngineError
 from megarl.weights.hf.adapter import adapter_table, peft_config, read_peft_settings
 from megarl.weights.mapping.names import Spot

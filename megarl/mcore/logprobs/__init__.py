@@ -1,0 +1,1 @@
+"""Columns of the model without logits: log-probs, entropy, exact KL and sums of squares from hidden states and head."""

@@ -1,0 +1,204 @@
+"""Linear, softmax and what is wanted of it, a chunk at a time, over a vocabulary that lies on several ranks.
+
+Kept from the forward pass: the hidden states, the weight, and a few numbers for each token.  Beyond that either pass
+needs one buffer of CHUNK_ELEMENTS logits in the model's type (shared between the two models where a reference's logits
+are wanted too) and, backwards, the products of that chunk.  The gradient is written over the logits.
+
+A chunk is some tokens times some rows of the vocabulary.  Many tokens, since each lot of them costs a pass over the
+weight and its main_grad; but not all, since each lot of rows costs a pass over the tokens' gradients.  How chunks add
+up is in `token_statistics.py`; what is computed of one is in `fused_triton.py` (NVIDIA GPUs) and `fused_torch.py`
+(everything else), which have the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from torch import Tensor
+
+from megarl.mcore.logprobs import fused_torch
+from megarl.mcore.logprobs.main_grad import WeightGradient, add_product_
+from megarl.mcore.logprobs.token_statistics import all_reduce_, columns_of, empty_statistics, factors_of, merged
+
+gpu_kernels: Any = fused_torch
+if torch.cuda.is_available() and find_spec("triton"):
+    from megarl.mcore.logprobs import fused_triton
+
+    gpu_kernels = fused_triton
+
+CHUNK_ELEMENTS = 2**26 if torch.cuda.is_available() else 2**23  # 128 MiB of bf16; a CPU gains nothing beyond 32 MiB
+CHUNK_TOKENS = 2**13
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is wanted of every token."""
+
+    names: tuple[str, ...]
+    vocab_size: int
+    temperature: float = 1.0
+    sequence_parallel: bool = False
+    fused_accumulation: bool = False
+
+    @property
+    def group(self) -> Any:
+        return ps.get_tensor_model_parallel_group()
+
+    def num_real(self, rows: int) -> int:
+        """How many of this rank's `rows` of the padded vocabulary are of the true one: they come first."""
+        return min(rows, max(0, self.vocab_size - self.group.rank() * rows))
+
+
+def columns_of_chunks(
+    job: Job,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ref_hidden: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """hidden [T, H] (its part of T under sequence parallelism), weight [V/tp, H], labels [T] -> {name: [T]}.
+
+    The gradient of the weight goes to its `main_grad` where Megatron gave it one.
+    """
+    columns = _Columns.apply(job, hidden, weight, labels, ref_hidden, ref_weight)
+    return dict(zip(job.names, columns, strict=True))
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        job: Job,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        ref_hidden: Tensor | None,
+        ref_weight: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        chunks = _Chunks(job, weight, ref_weight)
+        index = labels - job.group.rank() * len(weight)  # of the label in this rank's rows, if it is there
+        found = empty_statistics(len(labels), hidden)
+        for at, sides in chunks.lots(_everyone(hidden, job, weight), _everyone(ref_hidden, job, weight)):
+            for chunk in chunks.of(sides, index[at]):
+                how = (chunk.index, chunk.num_real, job.temperature, job.names)
+                found[:, at] = merged(found[:, at], chunk.kernels.statistics(chunk.logits, chunk.ref_logits, *how))
+        all_reduce_(found, job.group)
+        ctx.job = job
+        ctx.save_for_backward(hidden, weight, index, found, ref_hidden, ref_weight)
+        ctx.set_materialize_grads(False)
+        columns = columns_of(found)
+        return tuple(columns[name] for name in job.names)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, index, found, ref_hidden, ref_weight = ctx.saved_tensors
+        job: Job = ctx.job
+        wanted = {name: grad for name, grad in zip(job.names, grads, strict=True) if grad is not None}
+        if not wanted:
+            return (None,) * 6
+        if "full_kl" not in wanted:
+            ref_hidden = ref_weight = None
+        chunks = _Chunks(job, weight, ref_weight)
+        whole, factors = _everyone(hidden, job, weight), factors_of(found, wanted)
+        grad_hidden = torch.zeros_like(whole)
+        of_weight = (
+            WeightGradient(weight, fused_accumulation=job.fused_accumulation) if ctx.needs_input_grad[2] else None
+        )
+        for at, sides in chunks.lots(whole, _everyone(ref_hidden, job, weight), _reached(wanted)):
+            of_lot = torch.zeros_like(sides[0], dtype=found.dtype)
+            for chunk in chunks.of(sides, index[at]):
+                how = (chunk.index, factors[:, at], chunk.num_real, job.temperature)
+                chunk.kernels.gradient_(chunk.logits, chunk.ref_logits, *how)
+                add_product_(of_lot, chunk.logits, weight[chunk.rows])
+                if of_weight is not None:
+                    of_weight.add(chunk.rows, chunk.logits, sides[0])
+            grad_hidden[at] = of_lot.to(grad_hidden.dtype)
+        own = _sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
+        return None, own, of_weight.finish() if of_weight is not None else None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    rows: slice  # of this rank's part of the vocabulary
+    logits: Tensor  # [C, W]
+    ref_logits: Tensor | None
+    index: Tensor  # [C] column of the label, -1 where it is not here
+    num_real: int  # the first columns, which are of the true vocabulary
+
+    @property
+    def kernels(self) -> Any:
+        """float64 is for checks of gradients only."""
+        is_plain = not self.logits.is_cuda or self.logits.dtype is torch.float64
+        return fused_torch if is_plain else gpu_kernels
+
+
+class _Chunks:
+    """Lots of tokens, and for each the chunks of its logits, which all stand in the same memory."""
+
+    def __init__(self, job: Job, weight: Tensor, ref_weight: Tensor | None) -> None:
+        self.weights = [weight] if ref_weight is None else [weight, ref_weight]
+        self.num_real = job.num_real(len(weight))
+        # Rows of eight keep matrix products aligned; the vocabulary is padded to a multiple of that.
+        self.width = min(len(weight), -(-self.num_real // 8) * 8)
+        self.elements = CHUNK_ELEMENTS // len(self.weights)
+
+    def lots(
+        self, hidden: Tensor, ref_hidden: Tensor | None, tokens: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """(indices of tokens, their hidden states, with the reference's behind); all tokens if none are named."""
+        if tokens is None:
+            tokens = torch.arange(len(hidden), device=hidden.device)
+        for at in tokens.split(max(1, min(CHUNK_TOKENS, self.elements // 8))):
+            if self.width and len(at):
+                yield at, [hidden[at]] if ref_hidden is None else [hidden[at], ref_hidden[at]]
+
+    def of(self, sides: list[Tensor], index: Tensor) -> Iterator[_Chunk]:
+        """The logits of these tokens; index [C] of their labels in this rank's part of the vocabulary."""
+        num_tokens = len(index)
+        most = min(self.width, max(8, self.elements // num_tokens // 8 * 8))
+        buffers = [side.new_empty(num_tokens * most) for side in sides]
+        for first in range(0, self.width, most):
+            rows = slice(first, min(first + most, self.width))
+            size, num_real = rows.stop - first, min(rows.stop, self.num_real) - first
+            logits = [
+                torch.mm(side, weight[rows].T, out=buffer[: num_tokens * size].view(num_tokens, size))
+                for side, weight, buffer in zip(sides, self.weights, buffers, strict=True)
+            ]
+            here = torch.where((index >= first) & (index < first + num_real), index - first, -1)
+            yield _Chunk(rows, logits[0], logits[1] if len(logits) > 1 else None, here, num_real)
+
+
+def _reached(grads: dict[str, Tensor]) -> Tensor:
+    """Indices of the tokens that a gradient reaches: prompts and padding are not computed again."""
+    return torch.stack([grad != 0 for grad in grads.values()]).any(0).nonzero().squeeze(1)
+
+
+def _everyone(hidden: Any, job: Job, weight: Tensor) -> Any:
+    """All tokens' hidden states, beside the weight; under sequence parallelism each tensor rank has a part of them."""
+    if hidden is None:
+        return None
+    hidden = hidden.to(weight.device, non_blocking=True)  # a reference's may come from host memory
+    if not job.sequence_parallel or job.group.size() == 1:
+        return hidden
+    whole = hidden.new_empty(job.group.size() * len(hidden), hidden.size(1))
+    dist.all_gather_into_tensor(whole, hidden.contiguous(), group=job.group)
+    return whole
+
+
+def _sum_over_ranks(grad: Tensor, job: Job) -> Tensor:
+    """What all parts of the vocabulary say; under sequence parallelism of this rank's tokens only."""
+    if job.group.size() == 1:
+        return grad
+    if not job.sequence_parallel:
+        dist.all_reduce(grad, group=job.group)
+        return grad
+    own = grad.new_empty(len(grad) // job.group.size(), grad.size(1))
+    dist.reduce_scatter_tensor(own, grad, group=job.group)
+    return own

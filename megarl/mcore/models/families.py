@@ -1,0 +1,126 @@
+"""Model families: what Megatron is told about a model, read from its config.json.
+
+A family is added by one entry of FAMILIES; `model.py` knows none of them by name.  Settings that a family's modelling
+code has and this room does not are refused here, in one sentence: nothing is trained on other mathematics than served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megarl.mcore.models.hf import HFConfig, Settings, base, head_dim, need, refuse
+from megarl.mcore.models.layers import LayerSpec, local_layer
+from megarl.mcore.models.mla import deepseek_v3, latent_layer
+from megarl.mcore.models.rope import make_rope
+
+
+@dataclass(frozen=True)
+class Family:
+    """How models of one `model_type` are built."""
+
+    settings: Callable[[HFConfig], Settings]  # fields of `config`; ValueError of one sentence for what is not supported
+    config: type[TransformerConfig] = TransformerConfig
+    layer: LayerSpec = local_layer
+
+
+def family_of(hf: HFConfig) -> Family:
+    """Raises ValueError for a model_type that is none of FAMILIES."""
+    model_type = hf.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported; want one of {sorted(FAMILIES)}")
+    return FAMILIES[model_type]
+
+
+def dense(hf: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Settings:
+    """Decoders of Llama's shape: grouped-query attention, a gated feed-forward, RMS norms before both."""
+    refuse(hf, attention_bias=qkv_bias, mlp_bias=False)
+    dim = head_dim(hf)
+    # Scaling q and k by a factor scales their products by its square.
+    factor = make_rope(hf, dim).factor
+    return base(hf) | {
+        "num_query_groups": hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        "kv_channels": dim,
+        "add_qkv_bias": qkv_bias,
+        "qk_layernorm": qk_norm,
+        "softmax_scale": None if factor == 1.0 else dim**-0.5 * factor**2,
+    }
+
+
+def full_attention(hf: HFConfig) -> Settings:
+    """Qwen's windows, where only some layers have them, are refused."""
+    refuse(hf, use_sliding_window=False)
+    if other := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
+        raise ValueError(f"config.json: layer_types holds {', '.join(other)}; want full_attention only")
+    return {}
+
+
+def windowed(hf: HFConfig) -> Settings:
+    """Mistral's window, the same in every layer: a token sees itself and the `sliding_window` - 1 before it."""
+    size = hf.get("sliding_window")
+    return {} if size is None else {"window_size": (size - 1, 0)}
+
+
+def experts(hf: HFConfig, *, ffn: int, renormalised: bool, layers: int | list[int] = 1) -> Settings:
+    """A softmax router over experts, without the losses that balance them: RL is told its loss by the user.
+
+    `renormalised`: the weights of the chosen experts sum to 1, else they are what the softmax over all experts gives.
+    Where router logits tie, Megatron chooses by logits and transformers by probabilities: the same unless float32's
+    softmax makes equal what was not.
+    """
+    chosen = need(hf, "num_experts_per_tok")
+    if renormalised and chosen == 1:
+        raise ValueError("config.json: num_experts_per_tok=1 leaves a renormalised router no gradient; want at least 2")
+    return {
+        "num_moe_experts": need(hf, "num_experts", "num_local_experts"),
+        "moe_ffn_hidden_size": ffn,
+        "moe_layer_freq": layers,
+        "moe_router_topk": chosen,
+        "moe_router_pre_softmax": not renormalised,
+        "moe_router_load_balancing_type": "none",
+    }
+
+
+def _qwen(hf: HFConfig, *, qkv_bias: bool, qk_norm: bool) -> Settings:
+    return dense(hf, qkv_bias=qkv_bias, qk_norm=qk_norm) | full_attention(hf)
+
+
+def _mistral(hf: HFConfig) -> Settings:
+    return dense(hf) | windowed(hf)
+
+
+def sparse_layers(hf: HFConfig) -> list[int]:
+    """Qwen3-MoE: 1 for every decoder_sparse_step-th layer that mlp_only_layers does not name, else 0."""
+    step, plain = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or ()
+    return [int((i + 1) % step == 0 and i not in plain) for i in range(hf["num_hidden_layers"])]
+
+
+def _qwen3_moe(hf: HFConfig) -> Settings:
+    layers = sparse_layers(hf)
+    if not any(layers):
+        raise ValueError("config.json: decoder_sparse_step and mlp_only_layers leave no layer experts; want qwen3")
+    return _qwen(hf, qkv_bias=False, qk_norm=True) | experts(
+        hf,
+        ffn=need(hf, "moe_intermediate_size"),
+        renormalised=bool(hf.get("norm_topk_prob", False)),
+        layers=1 if all(layers) else layers,
+    )
+
+
+def _mixtral(hf: HFConfig) -> Settings:
+    settings = _mistral(hf)
+    return settings | experts(hf, ffn=settings["ffn_hidden_size"], renormalised=True)
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(partial(_qwen, qkv_bias=True, qk_norm=False)),  # Qwen2, Qwen2.5
+    "qwen3": Family(partial(_qwen, qkv_bias=False, qk_norm=True)),
+    "qwen3_moe": Family(_qwen3_moe),
+    "llama": Family(dense),  # Llama 2 and 3
+    "mistral": Family(_mistral),
+    "mixtral": Family(_mixtral),
+    "deepseek_v3": Family(deepseek_v3, MLATransformerConfig, latent_layer),
+}

@@ -1,0 +1,97 @@
+"""Megatron's own layers, of the modules of this room or of Transformer-Engine's: one structure, one set of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from unittest import mock
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megarl.mcore.models.attention import Norm, SDPAttention
+from megarl.mcore.models.transformer_engine import TransformerEngineProvider
+from megarl.mcore.training.execution import Engine
+
+LayerSpec = Callable[[TransformerConfig, bool], ModuleSpec]  # (config, whether this layer has experts)
+
+
+class LocalProvider(LocalSpecProvider):
+    """Norms and attention that take packed rows and every parallelism."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:  # noqa: ARG002
+        return Norm
+
+    def core_attention(self) -> type:
+        return SDPAttention
+
+
+def local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    """One layer: attention with q, k, v in one product, and a gated feed-forward or experts; for `block_spec`."""
+    return gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
+
+
+def layers_with_experts(config: TransformerConfig) -> list[bool]:
+    """For each layer of the whole model."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    every = config.moe_layer_freq
+    return [bool(x) for x in every] if isinstance(every, list) else [i % every == 0 for i in range(config.num_layers)]
+
+
+def layers_per_chunk(config: TransformerConfig) -> tuple[int, ...]:
+    """Of the whole model, in the order of its layers: chunk i is on pipeline rank i % pp."""
+    ranks, chunks = range(config.pipeline_model_parallel_size), config.virtual_pipeline_model_parallel_size
+    stages = (None,) if chunks is None else range(chunks)
+    return tuple(get_num_layers_to_build(config, stage, rank) for stage in stages for rank in ranks)
+
+
+def _split(layers: list[bool], sizes: Iterable[int]) -> Iterator[list[bool]]:
+    left = iter(layers)
+    return (list(islice(left, size)) for size in sizes)
+
+
+def check_trainable(config: TransformerConfig) -> None:
+    """Raise a ValueError for a layout of experts that Megatron can run, but not train and save."""
+    tp, pp, ep = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.expert_model_parallel_size,
+    )
+    if config.num_moe_experts is not None and tp > 1 and not config.sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel=false: want true to train experts with tensor_model_parallel_size={tp}"
+        )  # moe_layer:379
+    chunks = list(_split(layers_with_experts(config), layers_per_chunk(config)))
+    have = [any(any(chunk) for chunk in chunks[stage::pp]) for stage in range(pp)]
+    if ep > 1 and not all(have):  # experts have an optimizer of their own, and every rank saves as many as rank 0
+        raise ValueError(
+            f"pipeline_model_parallel_size={pp}: stage {have.index(False)} would hold no experts, which "
+            f"expert_model_parallel_size={ep} does not train; want fewer stages, or 1"
+        )
+
+
+def block_spec(
+    config: TransformerConfig,
+    layer: LayerSpec = local_layer,
+    engine: Engine = Engine(),
+    vp_stage: int | None = None,
+) -> TransformerBlockSubmodules:
+    """The layers of a chunk, and the final norm.  `vp_stage`: which chunk of this rank, None where it has one only."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    here = layers_with_experts(config)[first : first + get_num_layers_to_build(config, vp_stage)]
+    provider = TransformerEngineProvider if engine.uses_transformer_engine else LocalProvider
+    # Megatron's function names its provider itself; we lend it ours for the call.
+    with mock.patch.object(gpt_layer_specs, "LocalSpecProvider", provider):
+        specs = [layer(config, experts) for experts in here]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider().layer_norm())

@@ -1,0 +1,160 @@
+"""DeepSeek-V3: multi-latent attention, shared experts, and a router whose choice is biased (arXiv:2412.19437).
+
+Queries, keys and values are expanded from small latent vectors; the dimensions that carry positions stand apart, and
+those of the keys are shared by all heads.  Experts are chosen by their sigmoid score plus a bias that no gradient
+reaches.  Pretraining moves this bias to balance the load; here it stays what the folder holds, so that trainer and
+servers choose the same experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megarl.mcore.models.hf import HFConfig, Settings, base, need, refuse
+from megarl.mcore.models.layers import local_layer
+from megarl.mcore.models.rope import rope_settings
+
+LATENT_NORM_EPS = 1e-6  # of the norms of the latents, whatever rms_norm_eps the other norms have
+
+
+def deepseek_v3(hf: HFConfig) -> Settings:
+    """Fields of MLATransformerConfig."""
+    refuse(hf, attention_bias=False, rope_interleave=True, num_key_value_heads=need(hf, "num_attention_heads"))
+    refuse(hf, head_dim=need(hf, "qk_rope_head_dim"))
+    if hf.get("quantization_config"):
+        method = hf["quantization_config"].get("quant_method")
+        raise ValueError(f"config.json: quantization_config says quant_method={method!r}; want unquantized weights")
+    latents = {
+        "q_lora_rank": hf.get("q_lora_rank"),  # None: queries straight from the hidden state
+        "kv_lora_rank": need(hf, "kv_lora_rank"),
+        "qk_head_dim": need(hf, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": need(hf, "qk_rope_head_dim"),
+        "v_head_dim": need(hf, "v_head_dim"),
+        "qk_layernorm": True,
+    }
+    return base(hf) | latents | _rope(hf) | _experts(hf)
+
+
+def _experts(hf: HFConfig) -> Settings:
+    refuse(hf, scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True, moe_layer_freq=1)
+    layers, dense = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
+    ffn, shared, chosen = (
+        need(hf, "moe_intermediate_size"),
+        need(hf, "n_shared_experts"),
+        need(hf, "num_experts_per_tok"),
+    )
+    for key, value, want in (("n_shared_experts", shared, 1), ("num_experts_per_tok", chosen, 2)):
+        if value < want:
+            raise ValueError(f"config.json: {key}={value} is not supported; want at least {want}")
+    if dense >= layers:
+        raise ValueError(
+            f"config.json: first_k_dense_replace={dense} leaves none of {layers} layers experts; want less"
+        )
+    return _groups(hf, chosen) | {
+        "num_moe_experts": need(hf, "n_routed_experts", "num_local_experts"),
+        "moe_ffn_hidden_size": ffn,
+        "moe_shared_expert_intermediate_size": ffn * shared,
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense),
+        "moe_router_topk": chosen,
+        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor") or 1.0),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_load_balancing_type": "none",
+    }
+
+
+def _groups(hf: HFConfig, chosen: int) -> Settings:
+    """Experts stand in groups, and only those of the best `topk_group` groups are chosen from."""
+    groups, best = hf.get("n_group") or 1, hf.get("topk_group") or 1
+    if best >= groups:
+        return {}
+    if chosen // best != 2:  # what Megatron ranks a group by; the model's own code says two
+        raise ValueError(
+            f"config.json: num_experts_per_tok={chosen} with topk_group={best} is not supported; want twice "
+            "topk_group, as a group is ranked by its two best experts"
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
+
+
+def _rope(hf: HFConfig) -> Settings:
+    """Megatron's multi-latent attention makes its own rope: plain, or YaRN, whose factor scales also the softmax."""
+    settings = rope_settings(hf)
+    kind, theta = settings["rope_type"], float(settings["rope_theta"])
+    if kind == "default":
+        return {"rope_type": "rope", "rotary_base": theta}
+    if kind != "yarn":
+        raise ValueError(f"config.json: rope type {kind!r} is not supported by deepseek_v3; want default or yarn")
+    over, under = settings.get("mscale"), settings.get("mscale_all_dim")
+    if bool(over) != bool(under) or settings.get("attention_factor") is not None or not settings.get("truncate", True):
+        raise ValueError(
+            "config.json: rope type 'yarn' wants both of mscale and mscale_all_dim or neither, no attention_factor, "
+            f"and truncate=true; has mscale={over}, mscale_all_dim={under}, "
+            f"attention_factor={settings.get('attention_factor')}, truncate={settings.get('truncate', True)}"
+        )
+    return {
+        "rope_type": "yarn",
+        "rotary_base": theta,
+        "rotary_scaling_factor": float(need(settings, "factor")),
+        "original_max_position_embeddings": need(settings, "original_max_position_embeddings"),
+        "beta_fast": float(settings.get("beta_fast") or 32),
+        "beta_slow": float(settings.get("beta_slow") or 1),
+        "mscale": float(over or 1.0),
+        "mscale_all_dim": float(under or 0.0),
+    }
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's, with the norms of the model's own code, and the whole gradient of the keys' positional part.
+
+    Every tensor-parallel rank rotates the shared part of the keys for its own heads, so its gradient is the sum over
+    ranks.  Megatron 0.16.1 gathers the columns of the projection that makes it and never takes this sum
+    (multi_latent_attention:602-612).  Where the sequence is split it does so only for a projection that is whole on
+    every rank, so that is what it is shown; models with experts are trained over tensor parallelism in no other way.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv_layernorm.eps = LATENT_NORM_EPS
+        if self.config.q_lora_rank is not None:
+            self.q_layernorm.eps = LATENT_NORM_EPS
+        if self.config.sequence_parallel and self.tp_group.size() > 1:
+            self.linear_kv_down_proj.register_forward_hook(_all_columns)
+
+
+def _all_columns(linear: nn.Module, inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:  # noqa: ARG001
+    """A rank's columns for all tokens -> all columns for its tokens."""
+    return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(output[0])), None
+
+
+def latent_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    """One layer, dense or with experts."""
+    spec = local_layer(config, has_experts)
+    spec.submodules.self_attention.module = LatentAttention
+    return spec
+
+
+def router_biases(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that are part of the weights: what is added to scores where experts are chosen, always in float32."""
+    for name, module in model.named_modules():
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            yield f"{name}.expert_bias", module.expert_bias
+
+
+def keep_router_biases(model: nn.Module) -> None:
+    """Undo what a cast of the whole model did to them; Megatron does so only in the first forward pass."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()

@@ -1,0 +1,198 @@
+"""A Megatron GPTModel from a Hugging Face config.json: an actor with a vocabulary head, a critic with a value head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megarl.layout import Layout, misfits, numbers_of, padded_vocab_size
+from megarl.mcore.logprobs.main_grad import has_fused_accumulation
+from megarl.mcore.models.families import family_of
+from megarl.mcore.models.hf import HFConfig
+from megarl.mcore.models.layers import block_spec
+from megarl.mcore.models.mla import keep_router_biases
+from megarl.mcore.models.rope import make_rope
+from megarl.mcore.training.execution import Engine
+
+Model = list[nn.Module]  # this rank's chunks, in the order of the layers: one, or one for each interleaved stage
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """The config.json of an HF folder.  Raises a ValueError where there is none."""
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder}: there is no config.json; want the folder of a Hugging Face model")
+    return json.loads(file.read_text())
+
+
+def check_layout(hf: HFConfig, layout: Layout) -> None:
+    """Raise a ValueError of one sentence where the model cannot be built, or not be laid out so."""
+    family_of(hf).settings(hf)
+    for misfit in misfits(numbers_of(hf), layout):
+        raise ValueError(misfit.sentence)
+
+
+def transformer_config(
+    hf: HFConfig, layout: Layout, dtype: torch.dtype, engine: Engine = Engine()
+) -> TransformerConfig:
+    """Megatron's own config of this model: its family's settings, its layout, and what packed RL training needs."""
+    check_layout(hf, layout)
+    family = family_of(hf)
+    return family.config(
+        **family.settings(hf),
+        **_pipeline(layout),
+        **engine.transformer_settings(),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
+        sequence_parallel=layout.sequence_parallel,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        calculate_per_token_loss=True,  # the loss is a weighted sum over tokens: see step.py
+        variable_seq_lengths=True,  # packed rows differ in length from one micro-batch to the next
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths refuses the default, for dense models too
+        use_cpu_initialization=not torch.cuda.is_available(),
+        masked_softmax_fusion=False,  # needs Apex
+        gradient_accumulation_fusion=has_fused_accumulation(),
+    )
+
+
+def _pipeline(layout: Layout) -> dict[str, Any]:
+    """The stages, and how they talk.
+
+    Batched sends and receives match by their order, which is another at the two ends where a rank's next one is also
+    its previous one: with two pipeline ranks, interleaved stages would silently be given each other's tensors.
+    """
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    return {
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": first,
+        # Of two stages one says it all; Megatron would divide by the number of stages between them.
+        "num_layers_in_last_pipeline_stage": None if layout.pp == 2 and first is not None else last,
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+    }
+
+
+class ValueHead(nn.Linear):
+    """[s, b, h] -> [s, b, 1] in float32; the same on every tensor-parallel rank, gathered over sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+        self.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        nn.init.zeros_(self.weight)  # the first values are 0, whatever the backbone
+
+    def forward(  # type: ignore[override]  # GPTModel calls it as it calls its output layer
+        self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None
+    ) -> tuple[Tensor, None]:
+        values = F.linear(input_.float(), self.weight.float())
+        if self.sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+class VocabularyHead(ColumnParallelLinear):
+    """Megatron's output layer, which hands the hidden states on as they are: `fused.py` multiplies by its weight.
+
+    Under sequence parallelism they are this rank's part.  It stays a module that is called, with its parameter's name,
+    because hooks, checkpoints and exports go by these.
+    """
+
+    def forward(
+        self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return input_, None
+
+
+class ActorModel(GPTModel):
+    """GPTModel whose output is the last hidden state of each token, [1, T, H]."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self.post_process:
+            # Not a new layer: a second [V, H] would be allocated.  The subclass only adds a forward.
+            self.output_layer.__class__ = VocabularyHead
+
+
+class CriticModel(GPTModel):
+    """GPTModel whose output is one value a token."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self.post_process:
+            self.output_layer = ValueHead(self.config)
+
+
+def build_model(
+    hf: HFConfig, layout: Layout, *, role: str = "actor", dtype: str = "float32", engine: Engine = Engine()
+) -> Model:
+    """This rank's part of the model, on its device.  role is "actor" (also for a reference) or "critic"."""
+    return [_on_device(gpt) for gpt in make_chunks(hf, layout, role=role, dtype=dtype, engine=engine)]
+
+
+def make_chunks(
+    hf: HFConfig, layout: Layout, *, role: str = "actor", dtype: str = "float32", engine: Engine = Engine()
+) -> list[GPTModel]:
+    """The same where torch makes tensors, in float32 where not told by Megatron; they have one config together."""
+    config = transformer_config(hf, layout, DTYPES[dtype], engine)
+    kind = CriticModel if role == "critic" else ActorModel
+    chunks: list[GPTModel] = []
+    for stage in range(layout.vpp) if layout.vpp > 1 else (None,):
+        gpt = kind(
+            config=config,
+            transformer_layer_spec=block_spec(config, family_of(hf).layer, engine, stage),
+            vocab_size=padded_vocab_size(hf["vocab_size"], layout.tp),
+            max_sequence_length=hf.get("max_position_embeddings", 4096),
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=role != "critic" and bool(hf.get("tie_word_embeddings")),
+            position_embedding_type="rope",
+            vp_stage=stage,
+        )
+        if not config.multi_latent_attention:  # whose attention layers each have a rope of their own
+            gpt.rotary_pos_emb.inv_freq = make_rope(hf, config.kv_channels).frequencies
+        chunks.append(gpt)
+    return chunks
+
+
+def _on_device(gpt: GPTModel) -> nn.Module:
+    chunk: nn.Module = gpt.cuda() if torch.cuda.is_available() else gpt
+    chunk = Float16Module(gpt.config, chunk) if gpt.config.bf16 else chunk
+    keep_router_biases(chunk)
+    return chunk
+
+
+def unwrap(chunk: nn.Module) -> GPTModel:
+    """The GPTModel inside DistributedDataParallel and Float16Module."""
+    inner: Any = chunk
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner
+
+
+def output_weight(chunk: nn.Module) -> Tensor:
+    """[V/tp, H]: what an actor's last chunk makes logits with, its own or the embedding's."""
+    gpt: Any = unwrap(chunk)
+    is_tied = gpt.share_embeddings_and_output_weights
+    weight: Tensor = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight
+    return weight

@@ -1,0 +1,1 @@
+"""Packed rows, the training step, optimizers, wrappers, and the offload of roles."""

@@ -1,0 +1,146 @@
+"""A role's tensors in host memory while it rests: what another role or a server needs its GPU for.
+
+What moves is memory, not tensors: a storage gives its bytes away and later gets as many again, so parameters, views
+into Megatron's contiguous buffers and the optimizer's references all stay the objects they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
+from torch import Tensor, nn
+
+from megarl.mcore.models.model import Model
+from megarl.mcore.training import fsdp
+from megarl.mcore.training.optimizer import Optimizer
+
+SMALL = 8  # bytes: step counters and the like stay
+
+
+class Moved(NamedTuple):
+    """Bytes that left the device."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+class Bed:
+    """Where one role sleeps.  Its host memory, pinned where there is a GPU, is kept from night to night."""
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer | None,
+        *,
+        parameters: bool = False,
+        gradients: bool = False,
+        moments: bool = False,
+    ) -> None:
+        """What of the role sleeps here.  `gradients`: the buffers, whose numbers nobody needs again.  `moments`: the
+        optimizer's state, its float32 copies of parameters included."""
+        self.model, self.optimizer = model, optimizer
+        self._parts, self.is_asleep = (parameters, gradients, moments), False
+        self._host: dict[int, Tensor] = {}  # by the address of the storage object
+        self._kept: list[torch.UntypedStorage] = []
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
+
+    def sleep(self) -> Moved:
+        """Give the memory away.  Asleep, does nothing."""
+        if self.is_asleep:
+            return Moved(0, 0, 0)
+        self.is_asleep = True  # also where there is nothing yet: moments come with the first step
+        found = zip(self._storages(), self._parts, strict=True)
+        weights, gradients, state = (part if sleeps else [] for part, sleeps in found)
+        moved = Moved(*(sum(x.nbytes() for x in part) for part in (weights, gradients, state)))
+        self._kept, self._emptied = [*weights, *state], [(x, x.nbytes()) for x in gradients]
+        self._host = {x._cdata: self._copy(x) for x in self._kept}
+        _wait()
+        for storage in (*self._kept, *gradients):
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return moved
+
+    def wake(self) -> None:
+        """Take as much memory again and fill it.  Awake, does nothing."""
+        for storage in self._kept:
+            host = self._host[storage._cdata]
+            storage.resize_(host.numel())
+            _bytes(storage).copy_(host, non_blocking=True)
+        for storage, size in self._emptied:
+            storage.resize_(size)
+            _bytes(storage).zero_()
+        self._kept, self._emptied, self.is_asleep = [], [], False
+        _wait()
+
+    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
+        """Its bytes in host memory, that of the last night where it fits; to be waited for."""
+        host = self._host.get(storage._cdata)
+        if host is None or host.numel() != storage.nbytes():
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return host.copy_(_bytes(storage), non_blocking=True)
+
+    def _storages(self) -> tuple[list[torch.UntypedStorage], ...]:
+        """Of weights, gradients and the optimizer, each once: what is a weight's is nothing else's."""
+        seen: set[int] = set()
+        weights: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for chunk in self.model:
+            if isinstance(chunk, FullyShardedDataParallel):
+                held, summed = fsdp.shards(chunk)
+                weights += held
+                gradients += summed
+            weights += [*chunk.parameters(), *nn.Module.buffers(chunk)]  # DDP calls its own lists "buffers"
+            gradients += [
+                g for p in chunk.parameters() for g in (getattr(p, "main_grad", None), p.grad) if g is not None
+            ]
+        state = () if self.optimizer is None else _state_of(self.optimizer)
+        return tuple([*_distinct(tensors, seen)] for tensors in (weights, gradients, state))
+
+
+@contextmanager
+def settled(model: Model) -> Iterator[None]:
+    """Within it, whoever is not a forward pass can read parameters: a collective where they are gathered late."""
+    for chunk in model:
+        if isinstance(chunk, FullyShardedDataParallel):
+            fsdp.gather(chunk)
+        elif isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)  # what the last step left to the next forward pass
+    yield
+    for chunk in model:
+        if isinstance(chunk, FullyShardedDataParallel):
+            fsdp.rest(chunk)
+
+
+def _state_of(optimizer: Optimizer) -> Iterator[Any]:
+    """What the optimizer steps, and what it remembers of each."""
+    for part in optimizer.parts:
+        if part.is_stub_optimizer:
+            continue
+        for group in part.optimizer.param_groups:
+            for param in group["params"]:
+                yield param
+                yield from (x for x in part.optimizer.state[param].values() if isinstance(x, Tensor))
+
+
+def _distinct(tensors: Iterable[Any], seen: set[int]) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()  # of a DTensor this rank's part
+        if storage._cdata not in seen and storage.nbytes() > SMALL:
+            seen.add(storage._cdata)
+            yield storage
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """The storage as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

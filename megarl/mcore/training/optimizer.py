@@ -1,0 +1,223 @@
+"""Gradient buffers, Megatron's optimizer, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.layout import Layout
+from megarl.mcore.models.layers import check_trainable
+from megarl.mcore.models.model import Model, unwrap
+from megarl.mcore.training import fsdp
+from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.muon import Muon, muon_matrices
+from megarl.mcore.training.one_process import OneProcess
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    """One optimizer and its schedule; steps are optimizer steps."""
+
+    name: str = "adamw"  # adamw | sgd | muon
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    momentum: float = 0.0  # of sgd and muon
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    decay_style: str = "constant"  # constant | linear | cosine
+    decay_steps: int = 1  # the step at which min_lr is reached
+    min_lr: float = 0.0
+
+
+def learning_rate(settings: OptimSettings, step: int) -> float:
+    """The rate of optimizer step `step` (the first is 0): linear warm-up, then the decay of the settings.
+
+    Example, warmup_steps=2, linear to 0 at 4, lr=1: 0.5, 1, 1, 0.5, 0, 0, ...
+    """
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    if settings.decay_style == "constant":
+        return settings.lr
+    done = min(1.0, (step - settings.warmup_steps) / max(1, settings.decay_steps - settings.warmup_steps))
+    left = 1.0 - done if settings.decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return settings.min_lr + (settings.lr - settings.min_lr) * left
+
+
+def wrap_for_training(model: Model, layout: Layout, engine: Engine = Engine()) -> Model:
+    """Gradient buffers in float32 and their reduction over data and context parallelism, as the strategy has them.
+
+    Raises a ValueError for a layout of experts that cannot be trained, or a strategy that does not go with the layout.
+    """
+    config: Any = model[0].config
+    check_trainable(config)
+    _check(model, layout, engine)
+    config.finalize_model_grads_func = finalize_model_grads
+    if engine.recompute_granularity == "full" and _has_adapters(model):
+        _let_gradients_in(model)
+    if engine.strategy == "none":
+        return [OneProcess(chunk) for chunk in model]
+    if engine.strategy == "fsdp":
+        return [fsdp.wrap(chunk) for chunk in model]
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        check_for_nan_in_grad=True,
+        average_in_collective=False,
+        overlap_grad_reduce=engine.overlap_grad_reduce,
+        overlap_param_gather=engine.overlap_param_gather,
+    )
+    # The chunks after the first are reduced while others compute: cutting theirs into buckets would gain nothing.
+    wrapped = [DistributedDataParallel(config, settings, x, disable_bucketing=i > 0) for i, x in enumerate(model)]
+    if engine.overlap_grad_reduce:  # only the last micro-batch's gradients are reduced
+        config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    return list(wrapped)
+
+
+def _has_adapters(model: Model) -> bool:
+    return any(not p.requires_grad for chunk in model for p in chunk.parameters())
+
+
+def _let_gradients_in(model: Model) -> None:
+    """A group of layers that is recomputed has a gradient only where its input has one; a frozen embedding has none."""
+    for gpt in map(unwrap, model):
+        if gpt.pre_process:
+            gpt.embedding.register_forward_hook(lambda module, _, out: out.requires_grad_(module.training))
+
+
+def _check(model: Model, layout: Layout, engine: Engine) -> None:
+    has_adapters = _has_adapters(model)
+    if engine.overlap_param_gather and not layout.use_distributed_optimizer:
+        raise ValueError("overlap_param_gather=true: want use_distributed_optimizer=true, else nothing is gathered")
+    if engine.overlap_param_gather and has_adapters:
+        raise ValueError("overlap_param_gather=true: adapters are read past Megatron's hooks; want false with lora")
+    if engine.strategy == "fsdp":
+        config: Any = model[0].config
+        _check_fsdp(layout, has_experts=config.num_moe_experts is not None, has_adapters=has_adapters)
+    if engine.strategy == "none" and (dist.get_world_size() > 1 or layout.use_distributed_optimizer):
+        raise ValueError(
+            f"strategy=none: want one process and use_distributed_optimizer=false, has {dist.get_world_size()} "
+            f"and {str(layout.use_distributed_optimizer).lower()}"
+        )
+
+
+def _check_fsdp(layout: Layout, *, has_experts: bool, has_adapters: bool) -> None:
+    if layout.pp > 1 or has_adapters:
+        raise ValueError(
+            f"strategy=fsdp: want pipeline_model_parallel_size=1 and no adapters, has {layout.pp} and "
+            f"{'some' if has_adapters else 'none'}"
+        )
+    # Megatron-FSDP doubles a gradient that nobody shares, once for every micro-batch (param_and_grad_buffer:3253).
+    ranks, of_expert = dist.get_world_size(), layout.ep * layout.expert_tp
+    if ranks == layout.tp or (has_experts and ranks == of_expert):
+        raise ValueError(
+            f"strategy=fsdp: want at least two ranks that share each parameter, and each expert; of {ranks} ranks, "
+            f"tensor_model_parallel_size={layout.tp} and expert_model_parallel_size*expert_tensor_parallel_size="
+            f"{of_expert} leave one"
+        )
+
+
+def _check_optimizer(name: str, wrapper: DistributedDataParallelConfig, *, has_adapters: bool) -> None:
+    if wrapper.use_megatron_fsdp and name != "adamw":
+        raise ValueError(f"optim.name={name}: want adamw with strategy=fsdp")
+    if name == "muon" and (wrapper.use_distributed_optimizer or has_adapters):  # which would cut its matrices
+        raise ValueError("optim.name=muon: want use_distributed_optimizer=false and no lora")
+
+
+class Optimizer:
+    """Megatron's optimizer, which also knows the step it is at."""
+
+    def __init__(self, model: Model, settings: OptimSettings) -> None:
+        self.model, self.settings, self.step_index = model, settings, 0
+        chunks: list[Any] = list(model)
+        config, wrapper = chunks[0].config, chunks[0].ddp_config
+        _check_optimizer(settings.name, wrapper, has_adapters=_has_adapters(model))
+        self._has_expert_ranks = config.expert_model_parallel_size > 1
+        self.inner: Any = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam" if settings.name == "adamw" else "sgd",  # of muon only the groups are used
+                lr=settings.lr,
+                min_lr=settings.min_lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.betas[0],
+                adam_beta2=settings.betas[1],
+                adam_eps=settings.eps,
+                sgd_momentum=settings.momentum,
+                clip_grad=settings.max_grad_norm,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=wrapper.use_distributed_optimizer,
+                overlap_param_gather=wrapper.overlap_param_gather,
+            ),
+            chunks,
+        )
+        if settings.name == "sgd":  # for which Megatron has no such function (optimizer/__init__:408)
+            for part in self.parts:
+                part.init_state_fn = _momentum_buffers
+        elif settings.name == "muon":
+            _replace_by_muon(self, config)
+        if wrapper.use_megatron_fsdp:
+            self.inner.__class__ = fsdp.FsdpOptimizer  # which only saves and loads in another way
+        config.grad_scale_func = self.inner.scale_loss
+
+    @property
+    def parts(self) -> list[Any]:
+        """Megatron's optimizers: one for the dense parameters and, with experts dealt to ranks, one for these."""
+        return getattr(self.inner, "chained_optimizers", [self.inner])
+
+    @property
+    def kind(self) -> str:
+        """What a checkpoint must have been written by to be loaded into it."""
+        config = self.inner.config
+        sharded = str(config.use_distributed_optimizer).lower()
+        dtype = "bfloat16" if config.bf16 else "float32"
+        # Megatron gives experts that are dealt to ranks an optimizer of their own, with a state of another form.
+        experts = " expert_model_parallel_size>1" if self._has_expert_ranks else ""
+        parts = f" strategy=fsdp ranks={dist.get_world_size()}" if isinstance(self.inner, fsdp.FsdpOptimizer) else ""
+        return (
+            f"optim.name={self.settings.name} use_distributed_optimizer={sharded} model.dtype={dtype}{experts}{parts}"
+        )
+
+    @property
+    def lr(self) -> float:
+        """The rate of the next step."""
+        return learning_rate(self.settings, self.step_index)
+
+    def step(self) -> float:
+        """Clip, update, advance the schedule; returns the global norm of the gradient before clipping."""
+        for group in self.inner.param_groups:
+            group["lr"] = self.lr * group["lr_mult"]
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]  # 0 for norms and biases
+        updated, grad_norm, _ = self.inner.step()
+        assert updated, "only fp16 loss scaling skips steps, and fp16 is not offered"
+        self.step_index += 1
+        return float(grad_norm)
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+
+def _momentum_buffers(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
+    """What a checkpoint is loaded into; a buffer of zeros makes the same first step as none."""
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["momentum"] else []:
+            optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+
+
+def _replace_by_muon(optimizer: Optimizer, config: TransformerConfig) -> None:
+    """Put our Muon where Megatron made a plain SGD: the groups, float32 copies and clipping around it stay its own."""
+    settings = optimizer.settings
+    how: Any = {"momentum": settings.momentum, "betas": settings.betas, "eps": settings.eps}
+    named = [pair for chunk in optimizer.model for pair in unwrap(chunk).named_parameters()]
+    matrices = muon_matrices(named, config)
+    for part in optimizer.parts:
+        part.optimizer = Muon(part.optimizer.param_groups, matrices, lr=settings.lr, **how)
+        part.init_state_fn = lambda muon, _=None: muon.make_state()

@@ -1,0 +1,165 @@
+"""Sequences -> one packed row of this rank, and columns back.  The alignment lives here and nowhere else.
+
+Column t describes token t, which the model predicts at position t-1: labels shift left before the context-parallel
+slice, and outputs shift right after the gather.  A sequence's first token has no prediction; its column is 0.
+
+Padding exists only where a layout wants it: sequences to a multiple of 2 cp, the row to one of tp cp.  It is outside
+every count, and no column ever holds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from torch import Tensor
+
+from megarl.layout import Layout
+from megarl.mcore.models.attention import PackedRow, pad_plan, zigzag
+from megarl.sample import Batch, MicroBatch
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one forward pass takes on this rank, and where its outputs belong."""
+
+    tokens: Tensor  # [1, T/cp] int64
+    positions: Tensor  # [1, T/cp] int64, within each sequence
+    labels: Tensor  # [T/cp] int64, the token that follows each
+    packed: PackedRow
+    predicts: Tensor  # [N'] padded position that predicts token t; N' = tokens that are predicted at all
+    predicted: Tensor  # [N'] which tokens of the batch these are
+    num_tokens: int  # of the batch
+    num_own_tokens: int  # in this context-parallel rank's slice, padding and dummies not counted
+
+    def column(self, output: Tensor) -> Tensor:
+        """This rank's outputs [T/cp] -> the batch's column [N], whole on every context-parallel rank."""
+        whole = gather_context(output)
+        return whole.new_zeros(self.num_tokens).index_copy(0, self.predicted, whole.index_select(0, self.predicts))
+
+
+def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> Row:
+    """Pack a micro-batch, and take this rank's context-parallel slice of it."""
+    batch, lengths = micro.batch, micro.batch.lengths
+    padded = padded_lengths(lengths.tolist(), layout)
+    sizes = torch.tensor(padded)
+    ends = sizes.cumsum(0)
+    starts = ends - sizes
+    inside = torch.arange(batch.num_tokens) - batch.starts[batch.segment_ids]
+    at = starts[batch.segment_ids] + inside  # [N] where each token stands in the padded row
+
+    total = int(ends[-1])
+    tokens, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
+    tokens[at] = batch.tokens
+    predicted = torch.nonzero(inside > 0).squeeze(1)
+    predicts = at[predicted] - 1
+    labels[predicts] = batch.tokens[predicted]
+    positions = torch.arange(total) - torch.repeat_interleave(starts, sizes)
+
+    own = own_positions(starts.tolist(), padded, layout.cp)
+    real = torch.zeros(total, dtype=torch.bool)
+    real[at] = True
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device)
+    longest = max(padded)
+    packed = PackedRow(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        pad=pad_plan(padded, device=device) if layout.cp == 1 else None,
+    )
+    return Row(
+        tokens=tokens[own][None].to(device),
+        positions=positions[own][None].to(device),
+        labels=labels[own].to(device),
+        packed=packed,
+        predicts=where_gathered(own, predicts, layout.cp, starts.tolist(), padded).to(device),
+        predicted=predicted.to(device),
+        num_tokens=batch.num_tokens,
+        num_own_tokens=0 if micro.is_dummy else int(real[own].sum()),
+    )
+
+
+def padded_lengths(lengths: list[int], layout: Layout) -> list[int]:
+    """Each sequence to a multiple of 2 cp; the last one takes what the row lacks to a multiple of tp cp (under
+    sequence parallelism, where the row is split over tp).
+
+    Example, cp=2, tp=1: [3, 5] -> [4, 8].
+    """
+    if layout.cp == 1 and not layout.sequence_parallel:
+        return lengths
+    unit = 2 * layout.cp if layout.cp > 1 else 1
+    padded = [-(-length // unit) * unit for length in lengths]
+    row_unit = math.lcm(unit, layout.tp * layout.cp if layout.sequence_parallel else 1)
+    padded[-1] += -sum(padded) % row_unit
+    return padded
+
+
+def own_positions(starts: list[int], lengths: list[int], cp: int, rank: int | None = None) -> Tensor:
+    """Positions of the padded row that a context rank holds (this one's by default), in the order in which it does."""
+    if cp == 1:
+        return torch.arange(sum(lengths))
+    rank = ps.get_context_parallel_rank() if rank is None else rank
+    return torch.cat([zigzag(a, size, cp, rank) for a, size in zip(starts, lengths, strict=True)])
+
+
+def where_gathered(own: Tensor, predicts: Tensor, cp: int, starts: list[int], lengths: list[int]) -> Tensor:
+    """Positions of the padded row -> indices into the context ranks' slices laid end to end."""
+    if cp == 1:
+        return predicts
+    order = torch.cat([own_positions(starts, lengths, cp, rank) for rank in range(cp)])
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return inverse[predicts]
+
+
+class _GatherContext(torch.autograd.Function):
+    """All-gather over context parallelism.  Every rank evaluates the whole loss: the backward takes the own slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        group = ps.get_context_parallel_group()
+        ctx.rank, ctx.size = group.rank(), len(x)
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad[ctx.rank * ctx.size : (ctx.rank + 1) * ctx.size]
+
+
+def gather_context(x: Tensor) -> Tensor:
+    """[T/cp] -> [T], the context ranks' slices end to end."""
+    return x if ps.get_context_parallel_world_size() == 1 else _GatherContext.apply(x)
+
+
+def micro_batches(batch: Batch, micro_sizes: Sequence[int]) -> list[MicroBatch]:
+    """The first micro_sizes[0] sequences, then the next, ...; a size of 0 is a dummy."""
+    assert sum(micro_sizes) == batch.num_sequences, f"{sum(micro_sizes)} of {batch.num_sequences} sequences are packed"
+    out, first = [], 0
+    for size in micro_sizes:
+        out.append(MicroBatch(batch.select(range(first, first + size))) if size else dummy(batch))
+        first += size
+    return out
+
+
+def dummy(like: Batch) -> MicroBatch:
+    """Two tokens whose every column, the weights among them, is 0."""
+    columns = {name: column.new_zeros(2) for name, column in like.columns.items()}
+    return MicroBatch(Batch(torch.zeros(2, dtype=torch.int64), torch.tensor([2]), columns), is_dummy=True)
+
+
+def in_whole_turns(micros: list[MicroBatch], layout: Layout) -> list[MicroBatch]:
+    """Interleaved stages run as many micro-batches in turn as there are pipeline ranks: dummies fill the last turn.
+
+    Megatron also takes longer turns, which need no dummies, but hold the activations of as many rows more.
+    """
+    lacking = -len(micros) % layout.pp if layout.vpp > 1 else 0
+    return [*micros, *(dummy(micros[0].batch) for _ in range(lacking))]

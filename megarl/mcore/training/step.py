@@ -1,0 +1,166 @@
+"""One forward pass, or one gradient, over the micro-batches of this rank: the only place of Megatron's loss scaling.
+
+A loss is `sum_t weight_t * token_loss_t` with weights made once for the whole optimizer step.  Megatron, told
+`calculate_per_token_loss`, sums gradients over micro-batches and data and context ranks and divides them by the global
+number of tokens; so we hand it true token counts (its MoE terms want them) and multiply the loss by their global sum:
+the division cancels, and the gradient is that of the loss, however the step was split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from megarl.algo.finite import NonFiniteError
+from megarl.layout import Layout
+from megarl.mcore.logprobs.logprobs import ReferenceStates, keep_hidden, token_columns
+from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
+from megarl.mcore.training.optimizer import Optimizer
+from megarl.mcore.training.packed_rows import Row, in_whole_turns, make_row
+from megarl.sample import Batch, LossOutput, MicroBatch, Stats, merge_stats
+
+Columns = dict[str, Tensor]
+LossFn = Callable[[Batch, Columns], LossOutput]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Turns what a model's last chunk gives for a row into the micro-batch's packed columns [N] called `names`."""
+
+    layout: Layout
+    vocab_size: int
+    temperature: float = 1.0
+    names: tuple[str, ...] = ("log_probs",)  # of an actor: see logprobs.NAMES; of a critic: ("values",)
+
+    def __call__(self, chunk: nn.Module, row: Row, output: Tensor, reference: ReferenceStates | None = None) -> Columns:
+        if isinstance(unwrap(chunk), CriticModel):
+            if self.names != ("values",):
+                raise ValueError(f"names={list(self.names)}: a critic gives values only")
+            return {"values": row.column(output[0, :, 0])}
+        columns = token_columns(
+            chunk,
+            output[0],
+            row.labels,
+            self.names,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            reference=reference,
+        )
+        return {name: row.column(column) for name, column in columns.items()}
+
+
+@torch.no_grad()
+def _references(model: Model | None, rows: list[Row], outputs: Outputs) -> list[ReferenceStates | None]:
+    """For each row what the frozen model says of it, where the outputs need it (last stage; elsewhere nothing)."""
+    if model is None or "full_kl" not in outputs.names:
+        return [None] * len(rows)
+    for chunk in model:
+        chunk.eval()
+    hidden = _run(model, rows, lambda i, out: keep_hidden(out[0]), forward_only=True)
+    return [ReferenceStates(own, output_weight(model[-1])) for own in hidden]
+
+
+def _run(model: Model, rows: list[Row], finish: Callable[[int, Tensor], Any], *, forward_only: bool) -> list[Any]:
+    """Megatron's pipeline schedule over these rows; `finish(i, output)` runs after the last chunk of the last stage."""
+    # Float16Module would make a float32 copy of the hidden states.
+    how = {"fp32_output": False} if unwrap(model[0]).config.bf16 else {}
+
+    def forward_step(indices: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        i = next(indices)
+        row = rows[i]
+        output = chunk(row.tokens, row.positions, None, packed_seq_params=row.packed, **how)
+        return output, lambda out, non_loss_data=False: finish(i, out)  # noqa: ARG005
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(range(len(rows))) for _ in model],
+        model=model,
+        num_microbatches=len(rows),
+        seq_length=max(row.tokens.size(1) for row in rows),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+@torch.no_grad()
+def forward_only(
+    model: Model,
+    micros: list[MicroBatch],
+    outputs: Outputs,
+    device: torch.device,
+    reference: Model | None = None,
+) -> list[Columns]:
+    """Columns of each micro-batch (dummies left out) on the last pipeline stage; elsewhere an empty list.
+
+    `reference` is the frozen model of full_kl, in the same layout.
+    """
+    micros = in_whole_turns(micros, outputs.layout)
+    rows = [make_row(micro, outputs.layout, device) for micro in micros]
+    references = _references(reference, rows, outputs)
+    for chunk in model:
+        chunk.eval()
+    found = _run(model, rows, lambda i, out: outputs(model[-1], rows[i], out, references[i]), forward_only=True)
+    return [columns for columns, micro in zip(found, micros, strict=False) if not micro.is_dummy]
+
+
+def backward(
+    model: Model,
+    micros: list[MicroBatch],
+    outputs: Outputs,
+    loss_fn: LossFn,
+    *,
+    num_tokens: int,
+    device: torch.device,
+    reference: Model | None = None,
+) -> Stats:
+    """Put the gradient of the optimizer step's loss into Megatron's buffers, reduced over all ranks.
+
+    `num_tokens` is the number of tokens of the whole optimizer step, prompts included, over all data-parallel ranks.
+    `reference` is the frozen model of full_kl.  Returns the statistics of this replica's micro-batches, on the last
+    pipeline stage.
+    """
+    micros = in_whole_turns(micros, outputs.layout)
+    rows = [make_row(micro, outputs.layout, device) for micro in micros]
+    references = _references(reference, rows, outputs)
+    trained: list[Any] = model  # each in Megatron's DDP
+    for chunk in trained:
+        chunk.train()
+        chunk.zero_grad_buffer()
+
+    def finish(i: int, output: Tensor) -> tuple[Tensor, Tensor, Stats]:
+        batch = micros[i].batch
+        columns = {name: column.to(device) for name, column in batch.columns.items()}
+        try:
+            result = loss_fn(replace(batch, columns=columns), outputs(model[-1], rows[i], output, references[i]))
+        except NonFiniteError as error:
+            before = [micro.batch.num_sequences for micro in micros[:i] if not micro.is_dummy]
+            raise error.moved(sum(before)) from error
+        own = torch.tensor(rows[i].num_own_tokens, dtype=torch.int, device=device)
+        return result.loss * num_tokens, own, {} if micros[i].is_dummy else result.stats
+
+    return merge_stats(_run(model, rows, finish, forward_only=False))
+
+
+def train_step(
+    model: Model,
+    optimizer: Optimizer,
+    micros: list[MicroBatch],
+    outputs: Outputs,
+    loss_fn: LossFn,
+    *,
+    num_tokens: int,
+    device: torch.device,
+    reference: Model | None = None,
+) -> tuple[Stats, float, float]:
+    """One optimizer step: (statistics of this replica, gradient norm before clipping, learning rate)."""
+    lr = optimizer.lr
+    optimizer.zero_grad()
+    stats = backward(model, micros, outputs, loss_fn, num_tokens=num_tokens, device=device, reference=reference)
+    grad_norm = optimizer.step()
+    return stats, grad_norm, lr

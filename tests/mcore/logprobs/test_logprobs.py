@@ -1,0 +1,222 @@
+"""Columns of chunks of logits, against whole logits and log_softmax in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from logprobs_plain import ALL, fused_columns, logits_as, plain_columns, total
+from readme_blocks import ROOT, blocks
+from torch import Tensor
+
+from megarl.mcore.logprobs import fused, fused_torch
+from megarl.mcore.logprobs import token_statistics as ts
+from megarl.mcore.logprobs.fused import Job, columns_of_chunks
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@contextmanager
+def chunks_of(elements: int, tokens: int, block: int = 2**18) -> Iterator[None]:
+    with (
+        mock.patch.object(fused, "CHUNK_ELEMENTS", elements),
+        mock.patch.object(fused, "CHUNK_TOKENS", tokens),
+        mock.patch.dict(fused_torch.BLOCK_ELEMENTS, cpu=block),
+    ):
+        yield
+
+
+def gradients(columns: dict[str, Tensor], factors: Tensor, *to: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(total(columns, factors), to)
+
+
+def test_three_tokens_by_hand() -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3), 0.0, -1e4, -1e4], [0.0, 0.0, 0.0, 0.0]])
+    ref_logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, -1e4, -1e4], [math.log(5), 0.0, 0.0, 0.0]])
+    labels = torch.tensor([2, 1, 0])
+    found = fused_columns(*logits_as(logits), labels, 4, reference=logits_as(ref_logits))
+    # Four equal chances; three quarters and one quarter; four equal ones, of which the reference makes 5/8 and 1/8s.
+    assert found["log_probs"].tolist() == pytest.approx([-math.log(4), -math.log(4), -math.log(4)])
+    assert found["entropy"].tolist() == pytest.approx([math.log(4), math.log(4) - 0.75 * math.log(3), math.log(4)])
+    assert found["sum_pi_squared"].tolist() == pytest.approx([1 / 4, 10 / 16, 1 / 4])
+    kl = [0.0, 0.75 * math.log(1.5) + 0.25 * math.log(0.5), 0.25 * math.log(0.4) + 0.75 * math.log(2)]
+    assert found["full_kl"].tolist() == pytest.approx(kl, abs=1e-6)
+
+
+def test_the_entropy_is_that_of_the_documents() -> None:
+    page = (ROOT / "tests/fixtures/source_documents/python_blocks.md").read_text()
+    space: dict[str, Any] = {"torch": torch}
+    exec(next(block.text for block in blocks(page) if block.file == "entropy_from_logits"), space)
+    logits = 3 * torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
+    found = fused_columns(*logits_as(logits), torch.zeros(7, dtype=torch.int64), 11)["entropy"]
+    torch.testing.assert_close(found, space["entropy_from_logits"](logits))
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(2, 40),
+    st.integers(0, 9),
+    st.sampled_from([1.0, 0.7, 2.0]),
+    st.sampled_from([(64, 3, 40), (17, 100, 1), (2**20, 2, 2**18)]),
+    st.sampled_from([torch.float64, torch.float32]),
+    st.integers(0, 999),
+)
+def test_values_and_gradients_are_those_of_log_softmax(
+    num_tokens: int,
+    vocab_size: int,
+    padding: int,
+    temperature: float,
+    chunk: tuple[int, int, int],
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(n, 5, generator=g).to(dtype) for n in (num_tokens, vocab_size + padding))
+    sides = [(2 * hidden).requires_grad_(), weight.requires_grad_()]
+    reference = [3 * torch.randn(n, 4, generator=g).to(dtype) for n in (num_tokens, vocab_size + padding)]
+    labels = torch.randint(0, vocab_size, (num_tokens,), generator=g)
+    factors = torch.randn(4, num_tokens, generator=g).to(dtype)
+    want = plain_columns(*sides, labels, vocab_size, temperature, reference)
+    with chunks_of(*chunk):
+        got = fused_columns(*sides, labels, vocab_size, temperature, reference)
+        found = gradients(got, factors, *sides)
+    close = 1e-9 if dtype is torch.float64 else 2e-5
+    for name in ALL:
+        assert got[name].dtype is dtype
+        torch.testing.assert_close(got[name].double(), want[name], atol=close, rtol=close)
+    for ours, theirs in zip(found, gradients(want, factors, *sides), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=close * max(1.0, theirs.abs().max().item()), rtol=close)
+
+
+def test_gradients_are_finite_differences() -> None:
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 3, generator=g, dtype=torch.float64, requires_grad=True) for n in (5, 11))
+    reference = [torch.randn(n, 2, generator=g, dtype=torch.float64) for n in (5, 11)]
+    labels = torch.tensor([0, 8, 3, 3, 7])
+
+    def columns(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        found = fused_columns(hidden, weight, labels, 9, 0.7, reference)
+        return tuple(found[name] for name in ALL)
+
+    with chunks_of(16, 2):
+        assert torch.autograd.gradcheck(columns, (hidden, weight))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_column_alone_is_that_of_all_together(name: str) -> None:
+    g = torch.Generator().manual_seed(4)
+    sides = [torch.randn(n, 3, generator=g, requires_grad=True) for n in (6, 16)]
+    reference = [torch.randn(n, 3, generator=g) for n in (6, 16)]
+    labels = torch.arange(6)
+    alone = columns_of_chunks(Job((name,), 13, 0.9), *sides, labels, *reference)
+    assert list(alone) == [name]
+    every = fused_columns(*sides, labels, 13, 0.9, reference)
+    assert torch.equal(alone[name], every[name])
+    for one, other in zip(
+        torch.autograd.grad(alone[name].sum(), sides), torch.autograd.grad(every[name].sum(), sides), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-6)
+
+
+def test_sums_that_nobody_asked_for_are_not_made() -> None:
+    logits, index = torch.randn(2, 8), torch.tensor([1, 2])
+    found = fused_torch.statistics(logits, None, index, 8, 1.0, ("log_probs",))
+    assert not found[[ts.X_SUM, ts.SQUARES, ts.REF_SUM, ts.DIFF]].any()
+
+
+def test_rows_that_pad_the_vocabulary_have_no_probability_and_no_gradient() -> None:
+    hidden, weight = logits_as(torch.tensor([[1.0, 2.0, 50.0, 60.0]]))
+    weight.requires_grad_()
+    found = fused_columns(hidden, weight, torch.tensor([1]), 2)
+    assert found["log_probs"].item() == pytest.approx(-math.log(1 + math.exp(-1)))
+    (gradient,) = gradients(found, torch.ones(3, 1), weight)
+    assert gradient[2:].tolist() == [[0], [0]]
+    assert gradient[:2].abs().min() > 0
+
+
+def test_a_label_in_the_last_row_of_the_vocabulary() -> None:
+    hidden, weight = logits_as(torch.tensor([[0.0, 0.0, 1.0, 9.0]]))
+    weight.requires_grad_()
+    log_probs = fused_columns(hidden, weight, torch.tensor([2]), 3)["log_probs"]
+    z = 2 + math.e
+    assert log_probs.item() == pytest.approx(1 - math.log(z))
+    (gradient,) = torch.autograd.grad(log_probs.sum(), weight)
+    assert gradient[:, 0].tolist() == pytest.approx([-1 / z, -1 / z, 1 - math.e / z, 0.0])
+
+
+@pytest.mark.parametrize("elements", [8, 2**26])  # 8: a chunk holds the largest logit, or none near it
+def test_large_logits_stay_finite_and_entropy_near_zero_is_not_negative(elements: int) -> None:
+    logits = torch.full((3, 24), -3e4)
+    logits[0, :2], logits[2, 20] = torch.tensor([1e4, -1e4]), 3e4
+    sides = [side.requires_grad_() for side in logits_as(logits)]
+    with chunks_of(elements, 100):
+        found = fused_columns(*sides, torch.tensor([0, 1, 20]), 24, reference=logits_as(logits.flip(0)))
+        slopes = gradients(found, torch.ones(4, 3), *sides)
+    assert found["log_probs"].tolist() == pytest.approx([0.0, -math.log(24), 0.0], abs=1e-6)
+    assert found["entropy"].tolist() == pytest.approx([0.0, math.log(24), 0.0], abs=1e-6)
+    assert found["entropy"].min() >= 0
+    assert found["sum_pi_squared"].tolist() == pytest.approx([1.0, 1 / 24, 1.0])
+    assert found["full_kl"].tolist() == pytest.approx([6e4, 0.0, 4e4], abs=1e-2)
+    assert all(slope.isfinite().all() for slope in slopes)
+
+
+def test_a_policy_that_is_its_reference_is_at_distance_zero() -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(7, 16, generator=g), 3 * torch.randn(200, 16, generator=g)
+    with chunks_of(256, 4):
+        found = fused_columns(hidden, weight, torch.zeros(7, dtype=torch.int64), 200, reference=(hidden, weight))
+    assert found["full_kl"].abs().max() < 1e-6
+
+
+def test_bf16_gives_float32_columns_and_bf16_gradients() -> None:
+    g = torch.Generator().manual_seed(0)
+    sides = [torch.randn(n, 8, generator=g).bfloat16().requires_grad_() for n in (5, 12)]
+    labels, factors = torch.tensor([0, 3, 11, 5, 7]), torch.ones(3, 5)
+    got = fused_columns(*sides, labels, 12, 0.7)
+    logits = [(sides[0] @ sides[1].T).detach().float()]  # the matrix product is rounded to bf16, nothing after it is
+    rounded = plain_columns(*logits_as(logits[0]), labels, 12, 0.7)
+    want = plain_columns(*sides, labels, 12, 0.7)
+    for name in ALL[:3]:
+        assert got[name].dtype is torch.float32
+        torch.testing.assert_close(got[name].double(), rounded[name], atol=3e-6, rtol=0)
+    for ours, theirs in zip(gradients(got, factors, *sides), gradients(want, factors, *sides), strict=True):
+        assert ours.dtype is torch.bfloat16
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+
+
+def test_a_token_that_no_gradient_reaches_is_not_computed_again() -> None:
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(6, 4, generator=g), torch.randn(16, 4, generator=g)
+    hidden[2] = math.nan  # at a place that the loss masks
+    sides = [hidden.requires_grad_(), weight.requires_grad_()]
+    log_probs = fused_columns(*sides, torch.zeros(6, dtype=torch.int64), 16)["log_probs"]
+    of_hidden, of_weight = torch.autograd.grad(log_probs[[0, 5]].sum(), sides)
+    assert of_hidden.isfinite().all()
+    assert of_weight.isfinite().all()
+    assert of_hidden.any(1).tolist() == [True, False, False, False, False, True]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("elements", [16, 2**26])
+def test_a_logit_that_is_not_finite_shows_in_its_token_alone(bad: float, elements: int) -> None:
+    with chunks_of(elements, 2):
+        found = fused_columns(torch.tensor([[0.0], [bad], [0.0]]), torch.ones(24, 1), torch.tensor([0, 5, 7]), 24)
+    for name in ("log_probs", "entropy"):
+        assert found[name].isfinite().tolist() == [True, False, True]
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(8, 3)
+    weight.main_grad = torch.full((8, 3), math.nan)  # type: ignore[attr-defined]
+    fused_columns(hidden, weight, torch.zeros(4, dtype=torch.int64), 8)["log_probs"].sum().backward()
+    assert weight.grad is None
+    assert weight.main_grad.isnan().all()  # type: ignore[attr-defined]
+    assert hidden.grad is not None
+    assert hidden.grad.any()

@@ -1,0 +1,165 @@
+"""Packed attention against one sequence at a time, and the pad plan that makes it fast."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.mcore.models.attention import Norm, PackedRow, SDPAttention, pad_plan
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+HEADS, DIM = 4, 8
+
+
+@pytest.fixture(scope="module")
+def attention(one_rank: None) -> SDPAttention:
+    config = TransformerConfig(num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, attention_dropout=0.0)
+    return SDPAttention(config, 1, AttnMaskType.causal, "self")
+
+
+@pytest.fixture(scope="module", params=[1, 3, 16])
+def windowed(one_rank: None, request: pytest.FixtureRequest) -> SDPAttention:
+    """A token sees itself and the window - 1 before it."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        window_size=(request.param - 1, 0),
+    )
+    return SDPAttention(config, 1, AttnMaskType.causal, "self")
+
+
+def slow_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int = 10**6) -> Tensor:
+    """The definition, one sequence, head and token after the other, in float64: [t, n, d] -> [t, n * d]."""
+    repeat = q.size(1) // k.size(1)
+    k, v = (x.double().repeat_interleave(repeat, 1) for x in (k, v))
+    out, start = torch.zeros(q.shape, dtype=torch.float64), 0
+    for length in lengths:
+        for head in range(q.size(1)):
+            for t in range(start, start + length):
+                seen = slice(max(start, t + 1 - window), t + 1)
+                scores = k[seen, head] @ q[t, head].double() / math.sqrt(q.size(2))
+                out[t, head] = scores.softmax(0) @ v[seen, head]
+        start += length
+    return out.flatten(1)
+
+
+def random_qkv(num_tokens: int, kv_heads: int, seed: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(num_tokens, n, DIM, generator=g).requires_grad_() for n in (HEADS, kv_heads, kv_heads)]
+
+
+def packed_row(lengths: list[int], *, with_plan: bool = True) -> PackedRow:
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    longest, pad = max(lengths), pad_plan(lengths) if with_plan else None
+    return PackedRow("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest, pad=pad)
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 17, 1, 4, 16], [2, 40, 3]])
+def test_a_window_hides_what_lies_further_back(windowed: SDPAttention, lengths: list[int]) -> None:
+    assert windowed.window is not None
+    qkv = random_qkv(sum(lengths), 2, seed=7)
+    want = slow_attention(*qkv, lengths, windowed.window)
+    torch.testing.assert_close(windowed(*qkv, packed_seq_params=packed_row(lengths)).double(), want, atol=1e-5, rtol=0)
+    if len(lengths) == 1:
+        batched = windowed(*(x[:, None] for x in qkv))[:, 0]
+        torch.testing.assert_close(batched.double(), want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("with_plan", [True, False])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("lengths", [[5], [1, 1], [3, 17, 1, 4, 16], [2, 40, 3]])
+def test_packed_sequences_do_not_see_each_other(
+    attention: SDPAttention, lengths: list[int], kv_heads: int, with_plan: bool
+) -> None:
+    qkv = random_qkv(sum(lengths), kv_heads, seed=len(lengths))
+    got = attention(*qkv, packed_seq_params=packed_row(lengths, with_plan=with_plan))
+    want = slow_attention(*qkv, lengths)
+    assert got.shape == (sum(lengths), HEADS * DIM)
+    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=0)
+    factor = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
+    fast, slow = torch.autograd.grad((got * factor).sum(), qkv), torch.autograd.grad((want * factor).sum(), qkv)
+    for ours, theirs in zip(fast, slow, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+def test_dense_batches_are_causal_too(attention: SDPAttention, kv_heads: int) -> None:
+    """sbhd: [s, b, n, d] -> [s, b, n * d]; two sequences of 6."""
+    flat = random_qkv(12, kv_heads, seed=7)
+    dense = [x.unflatten(0, (2, 6)).transpose(0, 1) for x in flat]
+    got = attention(*dense)
+    assert got.shape == (6, 2, HEADS * DIM)
+    want = slow_attention(*flat, [6, 6])
+    torch.testing.assert_close(got.transpose(0, 1).flatten(0, 1).double(), want, atol=2e-6, rtol=0)
+
+
+def test_what_it_cannot_do_is_an_error(attention: SDPAttention) -> None:
+    q, k, v = random_qkv(3, HEADS, 0)
+    with pytest.raises(AssertionError, match="attention bias"):
+        attention(q, k, v, attention_bias=torch.zeros(1), packed_seq_params=packed_row([3]))
+    with pytest.raises(AssertionError, match="decoders only"):
+        SDPAttention(attention.config, 1, AttnMaskType.padding, "self")
+    with pytest.raises(AssertionError, match="dropout is 0"):
+        SDPAttention(attention.config, 1, AttnMaskType.causal, "self", attention_dropout=0.1)
+
+
+def test_the_example_of_the_pad_plan() -> None:
+    plan = pad_plan([2, 40, 3])
+    assert plan.buckets == ((2, 3), (1, 40))
+    assert plan.slots.tolist() == [0, 1, *range(6, 46), 3, 4, 5]
+    assert plan.num_slots == 46
+
+
+def test_sequences_of_like_length_share_one_call() -> None:
+    assert pad_plan([10] * 7).buckets == ((7, 10),)
+    assert [pad_plan(lengths).in_place for lengths in ([10] * 7, [2, 2, 40], [2, 40, 3], [9, 10])] == [1, 1, 0, 0]
+    assert pad_plan([100, 138, 139]).buckets == ((2, 138), (1, 139)), "138 = 1.3 * 100 + 8"
+    assert pad_plan([100, 138, 139], waste=2.0).buckets == ((3, 139),)
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.sampled_from([1.0, 1.3, 2.0]))
+def test_a_pad_plan_gives_each_token_a_slot_and_wastes_little(lengths: list[int], waste: float) -> None:
+    plan = pad_plan(lengths, waste)
+    slots = plan.slots.tolist()
+    assert len(slots) == sum(lengths)
+    assert len(set(slots)) == len(slots)
+    assert max(slots) < plan.num_slots
+    assert plan.num_slots <= sum(waste * length + 8 for length in lengths)
+    assert sorted(lengths)[-1] == max(length for _, length in plan.buckets)
+    rows = [(first, length) for first, length in _rows_of(plan.buckets)]
+    used = set()
+    for part in torch.tensor(slots).split(lengths):
+        first, room = max(row for row in rows if row[0] <= int(part[0]))
+        assert int(part[0]) == first, "a sequence begins where a row of its bucket does"
+        assert part.tolist() == list(range(first, first + len(part)))
+        assert len(part) <= room
+        used.add(first)
+    assert len(used) == len(lengths), "no two sequences share a row"
+
+
+def _rows_of(buckets: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    """(first slot, length) of each row of each bucket."""
+    out, offset = [], 0
+    for count, length in buckets:
+        out += [(offset + n * length, length) for n in range(count)]
+        offset += count * length
+    return out
+
+
+def test_norms_are_torchs_and_marked_for_sequence_parallelism() -> None:
+    for sequence_parallel in (True, False):
+        norm = Norm(SimpleNamespace(normalization="RMSNorm", sequence_parallel=sequence_parallel), 16, eps=1e-6)
+        assert isinstance(norm, torch.nn.RMSNorm)
+        assert norm.eps == 1e-6
+        assert norm.weight.sequence_parallel is sequence_parallel
+    assert isinstance(Norm(SimpleNamespace(normalization="LayerNorm", sequence_parallel=False), 16), torch.nn.LayerNorm)

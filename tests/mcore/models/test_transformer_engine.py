@@ -1,0 +1,105 @@
+"""Transformer-Engine's modules stand where ours do, under the same names; seen on a host that does not have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.extensions import transformer_engine_spec_provider as te_provider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.mcore.models.attention import Norm, SDPAttention
+from megarl.mcore.models.layers import block_spec
+from megarl.mcore.models.transformer_engine import local_name, without_extra_state
+from megarl.mcore.training import execution as engine_module
+from megarl.mcore.training.execution import Engine
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def layers(engine: Engine) -> tuple[Any, Any, Any]:
+    """A dense layer, one with experts, and the final norm."""
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        num_moe_experts=4,
+        moe_layer_freq=[0, 1],
+        moe_grouped_gemm=engine.transformer_settings()["moe_grouped_gemm"],
+        add_bias_linear=False,
+    )
+    block = block_spec(config, engine=engine)
+    dense, sparse = (spec.submodules for spec in block.layer_specs)
+    return dense, sparse, block.layer_norm
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: True)
+    for name in ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"):
+        monkeypatch.setattr(te_provider, name, type(name, (), {}))
+
+
+def test_our_modules_without_it() -> None:
+    dense, sparse, final = layers(Engine(transformer_impl="local"))
+    attention = dense.self_attention.submodules
+    assert (attention.linear_qkv, attention.linear_proj) == (ColumnParallelLinear, RowParallelLinear)
+    assert attention.core_attention is SDPAttention
+    assert {dense.input_layernorm, dense.pre_mlp_layernorm, attention.q_layernorm, final} == {Norm}
+    assert sparse.mlp.submodules.experts.module is SequentialMLP
+
+
+@pytest.mark.usefixtures("installed")
+def test_its_modules_in_the_same_places() -> None:
+    dense, sparse, final = layers(Engine())
+    attention, mlp = dense.self_attention.submodules, dense.mlp.submodules
+    assert attention.linear_qkv is te.TEColumnParallelLinear
+    assert mlp.linear_fc1 is te.TEColumnParallelLinear
+    assert attention.linear_proj is te.TERowParallelLinear
+    assert mlp.linear_fc2 is te.TERowParallelLinear
+    assert attention.core_attention is te.TEDotProductAttention
+    norms = (dense.input_layernorm, dense.pre_mlp_layernorm, attention.q_layernorm, attention.k_layernorm, final)
+    assert all(norm is te.TENorm for norm in norms)
+    experts = sparse.mlp.submodules.experts
+    assert experts.module is TEGroupedMLP
+    assert experts.submodules.linear_fc1 is te_provider.TEColumnParallelGroupedLinear
+    assert experts.submodules.linear_fc2 is te_provider.TERowParallelGroupedLinear
+
+
+@pytest.mark.usefixtures("installed")
+def test_no_norm_hides_in_a_linear() -> None:
+    """Where Megatron's own spec has nothing, ours has the norm: `input_layernorm.weight` keeps its name."""
+    dense, sparse, _ = layers(Engine())
+    assert IdentityOp not in (dense.input_layernorm, dense.pre_mlp_layernorm, sparse.pre_mlp_layernorm)
+    assert dense.sharded_state_dict_keys_map["input_layernorm."] == "self_attention.linear_qkv.layer_norm_"
+
+
+def test_names_of_grouped_experts_by_hand() -> None:
+    layer = "decoder.layers.7.mlp"
+    assert local_name(f"{layer}.experts.linear_fc1.weight12") == f"{layer}.experts.local_experts.12.linear_fc1.weight"
+    assert local_name(f"{layer}.experts.linear_fc2.bias0") == f"{layer}.experts.local_experts.0.linear_fc2.bias"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "embedding.word_embeddings.weight",
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.mlp.shared_experts.linear_fc1.weight",
+        "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
+        "decoder.layers.0.mlp.router.weight",
+    ],
+)
+def test_other_names_stay(name: str) -> None:
+    assert local_name(name) == name
+
+
+def test_a_state_of_weights_only() -> None:
+    state = {"a.weight": 1, "a._extra_state": 2, "experts.linear_fc1._extra_state3": 3, "b.bias": 4}
+    assert without_extra_state(state) == {"a.weight": 1, "b.bias": 4}

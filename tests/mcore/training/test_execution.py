@@ -1,0 +1,59 @@
+"""Engines that contradict themselves are refused, and the others say what Megatron is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.mcore.training import execution as engine_module
+from megarl.mcore.training.execution import Engine
+
+LAYERS = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"strategy": "ddp"}, "strategy=ddp: want one of megatron, fsdp, none"),
+        ({"transformer_impl": "te"}, "transformer_impl=te: want one of auto, local, transformer_engine"),
+        ({"recompute_granularity": "all"}, "recompute_granularity=all: want one of null, selective, full"),
+        ({"recompute_method": "first"}, "recompute_method=first: want one of null, uniform, block"),
+        ({"recompute_granularity": "full"}, "recompute_granularity=full: want recompute_method uniform or block and"),
+        ({**LAYERS, "recompute_num_layers": 0}, "at least 1, has block and 0"),
+        ({"recompute_method": "block"}, "recompute_granularity=None: recompute_method=block and recompute_num_layers="),
+        ({**LAYERS, "recompute_granularity": "selective"}, "belong to full; want null for both"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match="want") as error:
+        Engine(**settings)
+    assert sentence in str(error.value)
+
+
+def test_layers_of_this_room_are_the_choice_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: False)
+    assert Engine().transformer_settings() == {
+        "transformer_impl": "local",
+        "moe_grouped_gemm": False,
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+    }
+    with pytest.raises(ValueError, match="transformer_impl=transformer_engine: it cannot be imported"):
+        Engine(transformer_impl="transformer_engine").transformer_settings()
+
+
+def test_transformer_engine_is_the_choice_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: True)
+    for engine in (Engine(**LAYERS), Engine(transformer_impl="transformer_engine", **LAYERS)):
+        found = engine.transformer_settings()
+        assert found == {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, **LAYERS}
+    assert not Engine(transformer_impl="local").uses_transformer_engine
+
+
+def test_adapters_get_the_layers_that_they_are_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: True)
+    assert Engine(**LAYERS).for_adapters() == Engine(transformer_impl="local", **LAYERS)
+    with pytest.raises(ValueError, match="adapters want transformer_impl auto or local"):
+        Engine(transformer_impl="transformer_engine").for_adapters()

@@ -1,0 +1,184 @@
+"""The alignment of packed rows: labels shift left, outputs shift right, padding counts for nothing."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.layout import Layout
+from megarl.mcore.training import packed_rows
+from megarl.mcore.training.packed_rows import (
+    Row,
+    dummy,
+    in_whole_turns,
+    make_row,
+    micro_batches,
+    own_positions,
+    padded_lengths,
+    where_gathered,
+)
+from megarl.sample import Batch, MicroBatch
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+CPU = torch.device("cpu")
+lengths_of_rows = st.lists(st.integers(1, 30), min_size=1, max_size=6)
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    """Token i of the batch is 100 + i."""
+    return Batch(100 + torch.arange(sum(lengths)), torch.tensor(lengths))
+
+
+def rows_of_all_ranks(batch: Batch, layout: Layout, *, is_dummy: bool = False) -> list[Row]:
+    out = []
+    for rank in range(layout.cp):
+        with mock.patch.object(packed_rows.ps, "get_context_parallel_rank", return_value=rank):
+            out.append(make_row(MicroBatch(batch, is_dummy=is_dummy), layout, CPU))
+    return out
+
+
+def column_over_ranks(all_rows: list[Row], outputs: list[Tensor]) -> Tensor:
+    """What `column` gives once the outputs of all context ranks are gathered."""
+    with mock.patch.object(packed_rows, "gather_context", return_value=torch.cat(outputs)):
+        columns = [row.column(out) for row, out in zip(all_rows, outputs, strict=True)]
+    assert all(torch.equal(columns[0], column) for column in columns), "every context rank gets the same column"
+    return columns[0]
+
+
+def test_two_sequences_by_hand() -> None:
+    """Sequences a b c and d e: the model predicts b, c and e, at the positions of a, b and d."""
+    batch = Batch(torch.tensor([10, 11, 12, 20, 21]), torch.tensor([3, 2]))
+    row = make_row(MicroBatch(batch), Layout(), CPU)
+    assert row.tokens.tolist() == [[10, 11, 12, 20, 21]]
+    assert row.positions.tolist() == [[0, 1, 2, 0, 1]]
+    assert row.labels.tolist() == [11, 12, 0, 21, 0], "what follows a last token is asked of nobody"
+    assert row.packed.cu_seqlens_q.tolist() == [0, 3, 5]
+    assert row.packed.max_seqlen_q == 3
+    assert row.num_own_tokens == 5
+    # Output t is about token t+1; the first token of a sequence has no prediction, the last output no token.
+    assert row.column(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).tolist() == [0, 1, 2, 0, 4]
+
+
+def test_the_gradient_of_a_column_goes_to_the_output_that_made_it() -> None:
+    row = make_row(MicroBatch(batch_of([3, 2])), Layout(), CPU)
+    output = torch.zeros(5, requires_grad=True)
+    row.column(output).backward(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert output.grad is not None
+    assert output.grad.tolist() == [2, 3, 0, 5, 0]
+
+
+def test_nothing_is_padded_unless_a_layout_wants_it() -> None:
+    for layout in (Layout(), Layout(tp=4), Layout(pp=2)):
+        assert padded_lengths([3, 5, 1], layout) == [3, 5, 1]
+
+
+def test_context_parallel_pads_each_sequence_to_twice_its_size() -> None:
+    assert padded_lengths([3, 5], Layout(cp=2)) == [4, 8]
+    assert padded_lengths([4, 8], Layout(cp=2)) == [4, 8]
+    assert padded_lengths([1, 7], Layout(cp=4)) == [8, 8]
+
+
+def test_sequence_parallel_pads_the_row_at_its_end() -> None:
+    assert padded_lengths([3, 5], Layout(tp=2, sequence_parallel=True)) == [3, 5]
+    assert padded_lengths([3, 4], Layout(tp=2, sequence_parallel=True)) == [3, 5]
+    assert padded_lengths([3, 5], Layout(tp=3, cp=2, sequence_parallel=True)) == [4, 8]
+    assert padded_lengths([4, 4], Layout(tp=3, cp=2, sequence_parallel=True)) == [4, 8]
+
+
+@given(lengths_of_rows, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_padded_rows_divide_as_the_layout_needs(lengths: list[int], tp: int, cp: int, sequence_parallel: bool) -> None:
+    padded = padded_lengths(list(lengths), Layout(tp=tp, cp=cp, sequence_parallel=sequence_parallel))
+    assert all(have >= want for have, want in zip(padded, lengths, strict=True))
+    if cp > 1:
+        assert all(length % (2 * cp) == 0 for length in padded)
+    if sequence_parallel:
+        assert sum(padded) % (tp * cp) == 0
+
+
+def test_zigzag_gives_a_rank_an_early_and_a_late_chunk() -> None:
+    assert own_positions([0], [8], 2, 0).tolist() == [0, 1, 6, 7]
+    assert own_positions([0], [8], 2, 1).tolist() == [2, 3, 4, 5]
+    assert own_positions([0, 4], [4, 8], 2, 1).tolist() == [1, 2, 6, 7, 8, 9]
+
+
+@given(lengths_of_rows, st.sampled_from([1, 2, 3, 4]))
+def test_context_ranks_share_a_row_without_gap_or_overlap(lengths: list[int], cp: int) -> None:
+    padded = [2 * cp * length for length in lengths]
+    starts = [sum(padded[:i]) for i in range(len(padded))]
+    parts = [own_positions(starts, padded, cp, rank) for rank in range(cp)]
+    assert len({len(part) for part in parts}) == 1, "every rank holds as much"
+    held = torch.cat(parts)
+    assert held.sort().values.tolist() == list(range(sum(padded)))
+    everywhere = torch.arange(sum(padded))
+    assert torch.equal(held[where_gathered(parts[0], everywhere, cp, starts, padded)], everywhere)
+
+
+@given(lengths_of_rows, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.booleans())
+def test_a_perfect_model_predicts_every_token_but_the_first(
+    lengths: list[int], cp: int, tp: int, sequence_parallel: bool
+) -> None:
+    """A model that outputs its label: the column is the batch's own tokens, with 0 at each first one."""
+    batch = batch_of(lengths)
+    all_rows = rows_of_all_ranks(batch, Layout(tp=tp, cp=cp, sequence_parallel=sequence_parallel))
+    want = batch.tokens.clone()
+    want[batch.starts] = 0
+    assert torch.equal(column_over_ranks(all_rows, [row.labels for row in all_rows]), want)
+    # The same with the tokens that the model sees: output t is about token t+1, so it saw token t.
+    want = torch.where(want == 0, 0, want - 1)
+    assert torch.equal(column_over_ranks(all_rows, [row.tokens[0] for row in all_rows]), want)
+    assert sum(row.num_own_tokens for row in all_rows) == batch.num_tokens, "padding is counted nowhere"
+
+
+def test_positions_count_from_each_sequences_start_on_every_rank() -> None:
+    first, second = rows_of_all_ranks(batch_of([3, 7]), Layout(cp=2))
+    assert first.positions.tolist() == [[0, 3, 0, 1, 6, 7]]
+    assert second.positions.tolist() == [[1, 2, 2, 3, 4, 5]]
+    assert first.tokens.tolist() == [[100, 0, 103, 104, 109, 0]], "0 where a sequence is padded"
+    assert first.packed.cu_seqlens_q.tolist() == [0, 4, 12], "of the whole row, not of the slice"
+    assert (first.num_own_tokens, second.num_own_tokens) == (4, 6)
+
+
+def test_a_dummy_has_columns_of_zeros_and_counts_no_tokens() -> None:
+    like = batch_of([3, 4]).with_columns(weight=torch.ones(7), advantages=torch.ones(7))
+    made = dummy(like)
+    assert made.is_dummy
+    assert made.batch.columns.keys() == like.columns.keys()
+    assert all(not column.any() for column in made.batch.columns.values())
+    for row in rows_of_all_ranks(made.batch, Layout(cp=2), is_dummy=True):
+        assert row.num_own_tokens == 0
+        assert row.tokens.shape == (1, 2)
+
+
+def test_micro_batches_take_sequences_in_order() -> None:
+    batch = batch_of([2, 1, 3]).with_columns(weight=torch.arange(6.0))
+    first, second, third = micro_batches(batch, [2, 0, 1])
+    assert first.batch.tokens.tolist() == [100, 101, 102]
+    assert first.batch.columns["weight"].tolist() == [0, 1, 2]
+    assert (first.is_dummy, second.is_dummy, third.is_dummy) == (False, True, False)
+    assert third.batch.lengths.tolist() == [3]
+    assert third.batch.columns["weight"].tolist() == [3, 4, 5]
+
+
+def test_a_rank_without_sequences_runs_dummies_only() -> None:
+    none = batch_of([2, 1]).with_columns(weight=torch.ones(3)).select([])
+    made = micro_batches(none, [0, 0])
+    assert [micro.is_dummy for micro in made] == [True, True]
+    assert list(made[0].batch.columns) == ["weight"]
+
+
+def test_micro_batches_must_hold_every_sequence() -> None:
+    with pytest.raises(AssertionError, match="1 of 2 sequences are packed"):
+        micro_batches(batch_of([2, 1]), [1])
+
+
+def test_interleaved_stages_run_turns_of_as_many_rows_as_there_are_pipeline_ranks() -> None:
+    micros = [MicroBatch(batch_of([3, 2]))]
+    assert in_whole_turns(micros * 5, Layout(pp=4)) == micros * 5
+    found = in_whole_turns(micros * 5, Layout(pp=4, vpp=2))
+    assert [micro.is_dummy for micro in found] == [False] * 5 + [True] * 3
+    assert in_whole_turns(found, Layout(pp=4, vpp=2)) == found
