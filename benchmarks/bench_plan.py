@@ -1,6 +1,6 @@
 """What the planner predicts for runs whose numbers others published, beside these numbers.
 
-    python benchmarks/bench_plan.py          the table with the constants of megarl/plan/constants.py, in seconds
+    python benchmarks/bench_plan.py          the table with the constants of megarl/plan/time/constants.py, in seconds
     python benchmarks/bench_plan.py --fit    fit them anew on the fitted half first, and print them for constants.py
 
 Rows, their sources and what had to be assumed are in benchmarks/published.yaml.  Half of the runs of each kind, drawn
@@ -19,7 +19,7 @@ import page
 from plan_fit import GUESSES, at_bound, fit
 from plan_rows import FITTED, HELD_OUT, KINDS, NEITHER, SEED, Row, halves, load
 
-from megarl.plan.constants import CONSTANTS, Constants
+from megarl.plan.time.constants import CONSTANTS, Constants
 
 LEGEND = (
     "Nothing here was run: predictions are of megarl/plan, published numbers are other systems' own, with costs of "
@@ -112,7 +112,7 @@ def errors_of(rows: Sequence[Row], constants: Constants = CONSTANTS) -> list[flo
 
 
 def to_paste(constants: Constants) -> str:
-    """Lines for megarl/plan/constants.py."""
+    """Lines for megarl/plan/time/constants.py."""
     return "\n".join(f"    {name}: float = {getattr(constants, name):g}" for name in GUESSES)
 
 

@@ -26,7 +26,7 @@ from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.execution import Engine
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.step import Outputs, train_step
-from megarl.plan.memory import Work, of_stage_bytes
+from megarl.plan.memory.memory import Work, of_stage_bytes
 from megarl.sample import Batch, MicroBatch
 
 PARTS = ("weights", "gradients", "optimizer", "activations")

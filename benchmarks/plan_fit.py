@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from plan_rows import Row
 
-from megarl.plan.constants import CONSTANTS, Constants
+from megarl.plan.time.constants import CONSTANTS, Constants
 
 ROUNDING = 0.1  # log error below which a row pulls less and less
 WEIGHT = 0.15  # of the distance from the guesses
@@ -34,7 +34,7 @@ class Guess:
         return (math.log(value / self.value) / math.log(self.factor)) ** 2
 
 
-# The fitted constants.  All others stay as megarl/plan/constants.py has them.
+# The fitted constants.  All others stay as megarl/plan/time/constants.py has them.
 GUESSES = {
     "matmul": Guess(0.70, 1.1, 0.85),
     "experts": Guess(0.45, 1.3, 0.8),

@@ -14,12 +14,12 @@ import yaml
 
 from megarl.config import config_dir
 from megarl.layout import Layout
-from megarl.plan.constants import CONSTANTS, Constants
 from megarl.plan.gpus import find
 from megarl.plan.job import Job
+from megarl.plan.memory.gpu_budget import held
 from megarl.plan.predict import push_time, rollout_time, step_time, training_time
-from megarl.plan.rooms import held
-from megarl.plan.training import scoring, training
+from megarl.plan.time.constants import CONSTANTS, Constants
+from megarl.plan.time.training import scoring, training
 
 FILE = Path(__file__).with_name("published.yaml")
 SEED = 6  # chosen before the first fit; which rows it takes is a test

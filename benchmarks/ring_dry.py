@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 from ring_job import Ring, gpu_of
 
-from megarl.plan.count import of_stage
+from megarl.plan.command.show import as_json, show
 from megarl.plan.from_config import job_of
 from megarl.plan.job import Role
-from megarl.plan.meta import built
+from megarl.plan.memory.count import of_stage
+from megarl.plan.memory.meta import built
 from megarl.plan.predict import predict
-from megarl.plan.show import as_json, show
 
 LAST = ("step_s", "tokens_per_s_per_gpu", "mfu", "bubble", "push_s")  # of the line of JSON
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.utils import logging
 
 from megarl.layout import RANDOM_WEIGHTS
-from megarl.plan.count import whole
+from megarl.plan.memory.count import whole
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",

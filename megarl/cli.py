@@ -24,8 +24,8 @@ from megarl.commands.this_machine import placed
 from megarl.config import Config, load_config, load_sweep, recipe_names, to_yaml
 from megarl.config.describe import Description, description
 from megarl.convert.request import parse, print_help
-from megarl.plan import request as plan_request
-from megarl.plan.report import report
+from megarl.plan.command import request as plan_request
+from megarl.plan.command.report import report
 
 
 class Command(NamedTuple):
@@ -83,7 +83,7 @@ COMMANDS = {
     "convert": Command(
         "megarl.convert.convert", "main", "a model on disk, from Hugging Face's form to Megatron's or back"
     ),
-    "plan": Command("megarl.plan.command", "main", "memory and time of a run on a cluster, predicted; better layouts"),
+    "plan": Command("megarl.plan.command.command", "main", "memory and time of a run, predicted; better layouts"),
     "doctor": Command(
         "megarl.commands.doctor",
         "main",

@@ -20,7 +20,7 @@ from ring_suite import suite
 
 from megarl.config import load_config, model_config
 from megarl.layout import RANDOM_WEIGHTS
-from megarl.plan.flops import forward_flops, shape_of
+from megarl.plan.time.flops import forward_flops, shape_of
 from megarl.weights.hf.load import load_hf
 
 ROOT = Path(__file__).parent.parent

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from megarl.config import Config, ConfigError, SweptRun, from_yaml
 from megarl.config.settings import show
-from megarl.plan.report import report
+from megarl.plan.command.report import report
 from megarl.processes.lifetime import die_with_parent
 
 NOT_STARTED, FINISHED, FAILED, INTERRUPTED = "not started", "finished", "failed", "interrupted"

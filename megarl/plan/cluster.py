@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from megarl.config import Config, layout_names, layout_word, load_config
 from megarl.plan import gpus
+from megarl.plan.command.request import Request
 from megarl.plan.gpus import Gpu
 from megarl.plan.job import Job
-from megarl.plan.request import Request
 
 _LAYOUT = re.compile(r"(\d+)x(\d+)")  # GPUs, and the memory of each in GB
 

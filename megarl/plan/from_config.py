@@ -6,9 +6,9 @@ from typing import Any
 
 from megarl.config import Config, layout_of, model_config
 from megarl.config.resolve import MICRO_BATCH_KEYS
-from megarl.plan.count import check
 from megarl.plan.gpus import Gpu
 from megarl.plan.job import Job, Role
+from megarl.plan.memory.count import check
 
 MEMORY_FRACTION = 0.85  # about what SGLang takes by its own choice
 # Shares of the limits that the means are taken to be, where nobody says how long prompts and completions are.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.layout import Layout
-from megarl.plan.count import HFConfig
 from megarl.plan.gpus import Gpu
+from megarl.plan.memory.count import HFConfig
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megarl.plan import pushing, serving, turns
-from megarl.plan.constants import CONSTANTS, Constants
 from megarl.plan.job import Job
-from megarl.plan.rooms import Room, fullest, rooms
-from megarl.plan.serving import Rollout, Server
-from megarl.plan.training import Training, scoring, training
+from megarl.plan.memory.gpu_budget import Room, fullest, rooms
+from megarl.plan.time import offload, pushing, serving
+from megarl.plan.time.constants import CONSTANTS, Constants
+from megarl.plan.time.serving import Rollout, Server
+from megarl.plan.time.training import Training, scoring, training
 
 STAGES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights", "other")
 
@@ -85,11 +85,11 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
 
     def pass_s(name: str) -> float:
         role, memory = roles[name]
-        return scoring(job, role, constants) + turns.of_call(job, role, memory, constants, learns=False)
+        return scoring(job, role, constants) + offload.of_call(job, role, memory, constants, learns=False)
 
     def update_s(name: str, seconds: float) -> float:
         role, memory = roles[name]
-        return seconds + job.optimizer_steps * turns.of_call(job, role, memory, constants, learns=True)
+        return seconds + job.optimizer_steps * offload.of_call(job, role, memory, constants, learns=True)
 
     found = {"gen": written.seconds}
     if job.scores_old:
@@ -100,9 +100,9 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
         found["values"] = pass_s("critic")
         found["update_critic"] = update_s("critic", training(job, job.critic, constants).seconds)
     found["update_actor"] = update_s("actor", trained.seconds)
-    found["update_weights"] = pushing.push(job, constants) + turns.of_push(job, roles["actor"][1], constants)
-    turn = sum(turns.of_turn(job, role, memory, constants) for role, memory in roles.values())
-    found["other"] = constants.step_s + constants.sequence_s * job.sequences + turn + turns.of_servers(job, constants)
+    found["update_weights"] = pushing.push(job, constants) + offload.of_push(job, roles["actor"][1], constants)
+    turn = sum(offload.of_turn(job, role, memory, constants) for role, memory in roles.values())
+    found["other"] = constants.step_s + constants.sequence_s * job.sequences + turn + offload.of_servers(job, constants)
     return found
 
 

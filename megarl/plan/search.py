@@ -12,12 +12,13 @@ from itertools import product
 from typing import Any
 
 from megarl.layout import KEYS, Layout
-from megarl.plan import candidates, serving
-from megarl.plan.constants import CONSTANTS, Constants
+from megarl.plan import candidates
 from megarl.plan.job import Job, Role
+from megarl.plan.memory.gpu_budget import fullest, rooms_of_trainer
 from megarl.plan.predict import Prediction, predict, stage_times, step_time
-from megarl.plan.rooms import fullest, rooms_of_trainer
-from megarl.plan.training import training
+from megarl.plan.time import serving
+from megarl.plan.time.constants import CONSTANTS, Constants
+from megarl.plan.time.training import training
 
 NUM_TRAINERS, NUM_SERVERS = 12, 4  # of each the best, which are put together
 NUM_PROPOSED = 3

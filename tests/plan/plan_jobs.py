@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from megarl.layout import Layout
-from megarl.plan.constants import Constants
 from megarl.plan.gpus import Gpu
 from megarl.plan.job import Job
+from megarl.plan.time.constants import Constants
 
 # Numbers with few digits: 1 TFLOP/s, 1 GB/s of memory and less of everything else.
 GPU = Gpu("toy", 1e12, 10**9, 1e9, 1e8, 1e7, host_bandwidth=1e8)

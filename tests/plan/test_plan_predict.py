@@ -7,9 +7,9 @@ from plan_jobs import FREE, GPU, HF, job
 
 from megarl.layout import Layout
 from megarl.plan.job import Role
-from megarl.plan.memory import RESERVE_BYTES, SERVER_BYTES, of_push
+from megarl.plan.memory.gpu_budget import rooms, work_of
+from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES, of_push
 from megarl.plan.predict import STAGES, predict, push_time, rollout_time, step_time, training_time
-from megarl.plan.rooms import rooms, work_of
 
 LARGE = replace(GPU, memory_bytes=10**11)
 

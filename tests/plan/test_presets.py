@@ -6,11 +6,11 @@ from preset_files import MINIS, NAMES, PUBLISHED, cases_of, content_of, hf_of
 from megarl.config import load_config
 from megarl.layout import misfits, numbers_of, rank_misfits
 from megarl.mcore.models.families import family_of
-from megarl.plan.count import whole
 from megarl.plan.gpus import of_memory
 from megarl.plan.job import Job
-from megarl.plan.memory import Work, of_stage_bytes
-from megarl.plan.rooms import rooms
+from megarl.plan.memory.count import whole
+from megarl.plan.memory.gpu_budget import rooms
+from megarl.plan.memory.memory import Work, of_stage_bytes
 
 ISSUED = """
     qwen2_5_0_5b qwen2_5_1_5b qwen2_5_3b qwen2_5_7b qwen2_5_14b qwen2_5_32b qwen2_5_72b

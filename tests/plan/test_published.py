@@ -16,7 +16,7 @@ from bench_plan import bounds, cells, errors_of, summary, to_paste
 from plan_fit import GUESSES, Guess, at_bound, cost, fit, guessed, pull
 from plan_rows import FITTED, HELD_OUT, KINDS, NEITHER, QUANTITIES, Row, halves, load
 
-from megarl.plan.constants import CONSTANTS
+from megarl.plan.time.constants import CONSTANTS
 
 # Median of |log(predicted / published)|, and the share of rows within a factor of 1.5, as they were measured when the
 # constants were fitted; and margins.

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config import config_dir, load_config, recipe_names
-from megarl.plan.constants import CONSTANTS
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import GPUS
-from megarl.plan.lengths import tail_of
+from megarl.plan.time.constants import CONSTANTS
+from megarl.plan.time.lengths import tail_of
 from megarl.trainer.colocation import check_shared_gpus, gpu_seats
 from megarl.weights.push.gpu_handles import Gpus
 from megarl.weights.push.targets import Targets

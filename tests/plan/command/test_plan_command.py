@@ -11,11 +11,11 @@ from rich.console import Console
 
 from megarl import cli
 from megarl.plan.cluster import check_size, plan_of
+from megarl.plan.command.request import Request, parse
+from megarl.plan.command.show import headline, layout_words, show, show_proposals
 from megarl.plan.from_config import job_of
 from megarl.plan.predict import predict
-from megarl.plan.request import Request, parse
 from megarl.plan.search import Proposal
-from megarl.plan.show import headline, layout_words, show, show_proposals
 
 RECIPE = "recipe=grpo_qwen2_5_72b_8x8h100"
 

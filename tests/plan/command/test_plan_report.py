@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from megarl.config import load_config
-from megarl.plan.report import report, seats_of
+from megarl.plan.command.report import report, seats_of
 
 
 def config_of(*words):

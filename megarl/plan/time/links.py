@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.plan.constants import Constants
 from megarl.plan.gpus import Gpu
+from megarl.plan.time.constants import Constants
 
 
 @dataclass(frozen=True)

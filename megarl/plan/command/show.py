@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.layout import Layout
-from megarl.plan.count import whole
 from megarl.plan.job import Job
+from megarl.plan.memory.count import whole
+from megarl.plan.memory.gpu_budget import Room
 from megarl.plan.predict import Prediction
-from megarl.plan.rooms import Room
 from megarl.plan.search import Proposal, seconds_text
 
 # parts of a rank's memory, and the columns that show them

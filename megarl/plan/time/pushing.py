@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from math import ceil
 
-from megarl.plan.constants import CONSTANTS, Constants
-from megarl.plan.count import num_experts, sparse_layers, whole
 from megarl.plan.job import Job
+from megarl.plan.memory.count import num_experts, sparse_layers, whole
+from megarl.plan.time.constants import CONSTANTS, Constants
 
 DENSE_TENSORS, EXPERT_TENSORS = 12, 3  # of a layer, and of an expert, in Hugging Face's form
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.plan.constants import CONSTANTS, Constants
-from megarl.plan.count import whole
-from megarl.plan.flops import Shape, shape_of
 from megarl.plan.job import Job
-from megarl.plan.lengths import context_of_writing, running, tail_of
-from megarl.plan.links import Links
+from megarl.plan.memory.count import whole
+from megarl.plan.time.constants import CONSTANTS, Constants
+from megarl.plan.time.flops import Shape, shape_of
+from megarl.plan.time.lengths import context_of_writing, running, tail_of
+from megarl.plan.time.links import Links
 
 POINTS = 12  # of the tail, where the speed is looked at
 

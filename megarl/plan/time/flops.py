@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.layout import Layout, padded_vocab_size
-from megarl.plan.count import HFConfig, attention_size, expert_size, num_experts, of_layer, sparse_layers
+from megarl.plan.memory.count import HFConfig, attention_size, expert_size, num_experts, of_layer, sparse_layers
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from rich.console import Console
 
 from megarl.config import ConfigError, load_config
 from megarl.plan.cluster import Plan, check_size, plan_of
+from megarl.plan.command.request import Request
+from megarl.plan.command.show import as_json, proposal_json, show, show_proposals
 from megarl.plan.from_config import job_of
 from megarl.plan.job import Job
 from megarl.plan.predict import predict
-from megarl.plan.request import Request
 from megarl.plan.search import Proposal, search
-from megarl.plan.show import as_json, proposal_json, show, show_proposals
 
 
 def main(request: Request, words: list[str]) -> int:

@@ -6,10 +6,10 @@ import pytest
 from plan_jobs import FREE, GPU, HF, MOE, job
 
 from megarl.layout import Layout
-from megarl.plan.flops import forward_flops, shape_of
-from megarl.plan.links import Links
-from megarl.plan.passes import Machine
-from megarl.plan.training import Cut, micro_batches, scoring, training
+from megarl.plan.time.flops import forward_flops, shape_of
+from megarl.plan.time.links import Links
+from megarl.plan.time.passes import Machine
+from megarl.plan.time.training import Cut, micro_batches, scoring, training
 
 LAYER = 16 * (4 + 2 * 2) * 4 + 16 * 16 + 3 * 16 * 32 + 2 * 16  # q, k and v; o; gate, up and down; two norms
 HEAD = 64 * 16

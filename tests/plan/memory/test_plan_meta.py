@@ -5,8 +5,8 @@ import torch.distributed as dist
 from preset_files import MINIS, PUBLISHED, distinct_layouts, hf_of
 
 from megarl.layout import Layout
-from megarl.plan.count import has_experts, layers_of_stage, of_stage
-from megarl.plan.meta import built
+from megarl.plan.memory.count import has_experts, layers_of_stage, of_stage
+from megarl.plan.memory.meta import built
 
 
 def kinds_of_stages(hf, layout):

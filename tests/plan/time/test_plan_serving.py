@@ -6,12 +6,12 @@ import pytest
 from plan_jobs import FREE, GPU, HF, MOE, job
 
 from megarl.layout import Layout
-from megarl.plan import pushing, turns
-from megarl.plan.count import whole
-from megarl.plan.flops import shape_of
-from megarl.plan.lengths import context_of, running, tail_of
-from megarl.plan.rooms import fullest
-from megarl.plan.serving import Server, rollout
+from megarl.plan.memory.count import whole
+from megarl.plan.memory.gpu_budget import fullest
+from megarl.plan.time import offload, pushing
+from megarl.plan.time.flops import shape_of
+from megarl.plan.time.lengths import context_of, running, tail_of
+from megarl.plan.time.serving import Server, rollout
 
 TOKEN = 2 * 2 * 2 * 4 * 4  # bytes of a token in the cache: 2 bytes, keys and values, 2 heads of 4, 4 layers
 WEIGHTS = 2 * whole(HF)
@@ -119,22 +119,22 @@ def test_experts_go_stacked_unless_they_are_gathered():
 def test_an_offloaded_role_comes_and_goes_for_each_call():
     own = job(param_offload=True, optimizer_offload=True)
     held = fullest(own.actor)
-    assert turns.of_call(own, own.actor, held, FREE, learns=False) == pytest.approx(2 * held.weights / 1e8)
+    assert offload.of_call(own, own.actor, held, FREE, learns=False) == pytest.approx(2 * held.weights / 1e8)
     both = held.weights + held.optimizer
-    assert turns.of_call(own, own.actor, held, FREE, learns=True) == pytest.approx(2 * both / 1e8)
-    assert turns.of_turn(own, own.actor, held, FREE) == 0
+    assert offload.of_call(own, own.actor, held, FREE, learns=True) == pytest.approx(2 * both / 1e8)
+    assert offload.of_turn(own, own.actor, held, FREE) == 0
 
 
 def test_another_stays_for_the_whole_turn():
     own = job()
     held = fullest(own.actor)
-    assert turns.of_call(own, own.actor, held, FREE, learns=True) == 0
-    assert turns.of_turn(own, own.actor, held, FREE) == pytest.approx(2 * (held.weights + held.optimizer) / 1e8)
-    assert turns.of_turn(replace(own, shared=False), own.actor, held, FREE) == 0
-    assert turns.of_push(replace(own, shared=False), held, FREE) == 0 < turns.of_push(own, held, FREE)
+    assert offload.of_call(own, own.actor, held, FREE, learns=True) == 0
+    assert offload.of_turn(own, own.actor, held, FREE) == pytest.approx(2 * (held.weights + held.optimizer) / 1e8)
+    assert offload.of_turn(replace(own, shared=False), own.actor, held, FREE) == 0
+    assert offload.of_push(replace(own, shared=False), held, FREE) == 0 < offload.of_push(own, held, FREE)
 
 
 def test_servers_that_share_sleep_and_wake():
     constants = replace(FREE, sleep_s=2.0, wake_s=3.0)
-    assert turns.of_servers(job(), constants) == 5.0
-    assert turns.of_servers(job(shared=False), constants) == 0.0
+    assert offload.of_servers(job(), constants) == 5.0
+    assert offload.of_servers(job(shared=False), constants) == 0.0

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from megarl.plan.constants import CONSTANTS, Constants
-from megarl.plan.count import kinds_of_stage, of_stage
 from megarl.plan.job import Job, Role
-from megarl.plan.memory import (
+from megarl.plan.memory.count import kinds_of_stage, of_stage
+from megarl.plan.memory.memory import (
     RESERVE_BYTES,
     SERVER_BYTES,
     Memory,
@@ -19,7 +18,8 @@ from megarl.plan.memory import (
     of_push,
     of_stage_bytes,
 )
-from megarl.plan.serving import Server
+from megarl.plan.time.constants import CONSTANTS, Constants
+from megarl.plan.time.serving import Server
 
 CHUNK_NUMBERS = 2**26  # logits that stand in memory at a time (megarl/mcore/logprobs/fused.py)
 Room = dict[str, int]  # part -> bytes; `total` is the last

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from megarl.plan.constants import CONSTANTS, Constants
-from megarl.plan.count import of_stage
-from megarl.plan.flops import forward_flops
 from megarl.plan.job import Job, Role
-from megarl.plan.lengths import context_of
-from megarl.plan.memory import MOMENTS, part_of
-from megarl.plan.passes import Machine, Pass
+from megarl.plan.memory.count import of_stage
+from megarl.plan.memory.memory import MOMENTS, part_of
+from megarl.plan.time.constants import CONSTANTS, Constants
+from megarl.plan.time.flops import forward_flops
+from megarl.plan.time.lengths import context_of
+from megarl.plan.time.passes import Machine, Pass
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.layout import Layout
 from megarl.mcore.models.families import FAMILIES as BUILT
-from megarl.plan.count import FAMILIES, Parameters, check, has_experts, layers_of_stage, of_stage, whole
+from megarl.plan.memory.count import FAMILIES, Parameters, check, has_experts, layers_of_stage, of_stage, whole
 
 # As the models' cards and files give them.
 TOTALS = {

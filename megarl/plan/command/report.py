@@ -12,12 +12,12 @@ from rich.table import Table
 
 from megarl.config import Config, layout_of, used_roles
 from megarl.layout import Layout
-from megarl.plan.count import of_stage, whole
+from megarl.plan.command.show import memory_table, plain_table
 from megarl.plan.from_config import job_of, numbers_of_model
 from megarl.plan.gpus import GPUS
-from megarl.plan.memory import RESERVE_BYTES, SERVER_BYTES
-from megarl.plan.rooms import Room, rooms_of_trainer
-from megarl.plan.show import memory_table, plain_table
+from megarl.plan.memory.count import of_stage, whole
+from megarl.plan.memory.gpu_budget import Room, rooms_of_trainer
+from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 
@@ -117,7 +117,7 @@ def _lines(config: Config, seats: list[Seat], rooms: Mapping[str, Room]) -> Iter
         yield f"{word} rank: {seat.role}, stage {stages.name}, {stages.parameters:,} parameters"
     kind = max(rooms, key=lambda name: rooms[name]["total"])
     memory = rooms[kind]["total"] / 1e9
-    yield f"a GPU needs about {memory:.0f} GB ({kind}; megarl/plan/memory.py has the rule; `megarl plan` has the time)"
+    yield f"a GPU needs about {memory:.0f} GB ({kind}; see megarl/plan/memory/memory.py; `megarl plan` has the time)"
     rollout = config.rollout
     if rollout.urls:
         yield f"servers: {len(rollout.urls)} that run already"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.plan.constants import Constants
-from megarl.plan.count import kinds_of_stage
-from megarl.plan.flops import Shape, shape_of
 from megarl.plan.job import Job, Role
-from megarl.plan.links import Links
-from megarl.plan.memory import kept_numbers
+from megarl.plan.memory.count import kinds_of_stage
+from megarl.plan.memory.memory import kept_numbers
+from megarl.plan.time.constants import Constants
+from megarl.plan.time.flops import Shape, shape_of
+from megarl.plan.time.links import Links
 
 
 @dataclass(frozen=True)

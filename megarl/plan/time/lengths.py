@@ -6,8 +6,8 @@ c * (1 - x)^p still run when a share x of the longest is written.  p = 0 is one 
 
 from __future__ import annotations
 
-from megarl.plan.constants import Constants
 from megarl.plan.job import Job
+from megarl.plan.time.constants import Constants
 
 
 def tail_of(job: Job, constants: Constants) -> float:

@@ -28,8 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.layout import Layout
-from megarl.plan.constants import CONSTANTS
-from megarl.plan.count import (
+from megarl.plan.memory.count import (
     HEAD_NORMS,
     HFConfig,
     Parameters,
@@ -41,6 +40,7 @@ from megarl.plan.count import (
     of_stage,
     whole,
 )
+from megarl.plan.time.constants import CONSTANTS
 
 RESERVE_BYTES = 8 * 10**9
 SERVER_BYTES = 12 * 10**9  # what SGLang takes beside its memory_fraction: of a prefill, and for CUDA graphs
@@ -165,7 +165,7 @@ def kept_numbers(hf: HFConfig, layout: Layout, sparse: bool, imbalance: float = 
 
 
 def locally_kept(hf: HFConfig, layout: Layout, sparse: bool) -> int:
-    """The same without fused kernels, counted tensor by tensor in measured runs (tests/plan/test_measured_memory.py).
+    """The same without fused kernels, counted tensor by tensor in measured runs (test_measured_memory.py).
 
     Of latent attention and of shared experts, which were not measured, a plain layer's share more.
     """

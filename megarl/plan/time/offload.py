@@ -7,9 +7,9 @@ never moves.
 
 from __future__ import annotations
 
-from megarl.plan.constants import Constants
 from megarl.plan.job import Job, Role
-from megarl.plan.memory import Memory
+from megarl.plan.memory.memory import Memory
+from megarl.plan.time.constants import Constants
 
 
 def of_call(job: Job, role: Role, held: Memory, constants: Constants, *, learns: bool) -> float:

@@ -6,9 +6,9 @@ import pytest
 from plan_jobs import HF
 
 from megarl.layout import Layout
-from megarl.plan.constants import CONSTANTS
-from megarl.plan.count import of_stage, whole
-from megarl.plan.memory import RESERVE_BYTES, Work, of_push, of_stage_bytes
+from megarl.plan.memory.count import of_stage, whole
+from megarl.plan.memory.memory import RESERVE_BYTES, Work, of_push, of_stage_bytes
+from megarl.plan.time.constants import CONSTANTS
 
 WORK = Work(num_ranks=8, max_tokens=100)
 # of one token: four times the hidden state; queries, keys, values and what attention makes of them; gate, up, product

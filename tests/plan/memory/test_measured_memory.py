@@ -14,7 +14,7 @@ from spawn import Ranks, run_ranks
 from tensor_memory import TensorMemory
 
 from megarl.layout import Layout
-from megarl.plan.memory import Work, of_stage_bytes
+from megarl.plan.memory.memory import Work, of_stage_bytes
 
 pytestmark = pytest.mark.dist
 

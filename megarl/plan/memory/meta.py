@@ -24,7 +24,7 @@ from megarl.mcore import cpu
 from megarl.mcore.models.hf import HFConfig
 from megarl.mcore.models.model import make_chunks
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.plan.count import Parameters
+from megarl.plan.memory.count import Parameters
 
 
 class _NoDevice(TorchFunctionMode):
