@@ -20,7 +20,7 @@ from push_report import Row, Setting, markdown, notes, plan_words
 from rich.console import Console
 from safetensors import safe_open
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 URL = "http://127.0.0.1:1"
 SETTING = Setting("A CPU", "Python 3", "2026-01-02", "0.1 before, 0.2 after", 2, "float32", 2, 64, 10e9, 1e9, "a plan")
 

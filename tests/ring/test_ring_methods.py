@@ -176,7 +176,7 @@ def test_a_users_loss_estimator_and_reward_are_a_file(parts: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_the_documents_loss_and_estimator_run_as_they_are_printed(parts: Path, tmp_path: Path) -> None:
     for name in ("policy_loss", "estimator"):
-        printed = Path(__file__).parent / "fixtures/source_documents" / f"{name}_function.txt"
+        printed = Path(__file__).parents[1] / "fixtures/source_documents" / f"{name}_function.txt"
         (tmp_path / f"my_{name}.py").write_text(printed.read_text())
     more = [
         *ALONE,

@@ -25,7 +25,7 @@ from megarl.layout import Layout
 from megarl.machines import Nodes
 from megarl.servers.server_process import free_ports
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FREE = Way(0.0)
 
 

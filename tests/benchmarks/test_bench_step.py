@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bench_step import SIZES, check_alike, head_share, lengths_of, model_config, step_flops
 from step_loops import make_work
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def options(**given: Any) -> Namespace:

@@ -17,7 +17,7 @@ from logprobs_ways import BOTH, Way, plain
 from rich.console import Console
 from tensor_memory import TensorMemory
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SETTING = Setting("A CPU", "Python 3", "2026-01-02", "0.1 before, 0.2 after", 32, "float32", 2, 1, 64, "none")
 PLAIN = Way("plain", BOTH, plain)
 

@@ -17,7 +17,7 @@ from bench_rollout import QUICK, SIZES, Timed, parser, ratio, sized, take_turns
 from page import run
 from rollout_clients import NUM_LENGTHS, Request, lengths, requests
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_lengths_have_the_mean_that_was_asked_for_and_spread_around_it() -> None:

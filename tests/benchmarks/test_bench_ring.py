@@ -23,7 +23,7 @@ from megarl.layout import RANDOM_WEIGHTS
 from megarl.plan.time.flops import forward_flops, shape_of
 from megarl.weights.hf.load import load_hf
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def options(folder: Path, **given: Any) -> Namespace:
