@@ -46,8 +46,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, list[set[str]]]:
 
     role.pusher = role.adapter_pusher = FakePusher()  # type: ignore[assignment]
     monkeypatch.setattr(worker_module, "save_hf", look)
-    monkeypatch.setattr(worker_module.shards, "save", look)
-    monkeypatch.setattr(worker_module.shards, "load", look)
+    monkeypatch.setattr(worker_module.checkpoint, "save", look)
+    monkeypatch.setattr(worker_module.checkpoint, "load", look)
     return worker, seen
 
 
