@@ -64,7 +64,7 @@ def code_spans(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))
 
 
-def first_cells(heading: str) -> list[str]:
-    """The code spans in the first column of a section's table."""
-    rows = [line.split("|")[1] for line in section(heading).splitlines() if line.startswith("| ")]
+def first_cells(text: str) -> list[str]:
+    """The code spans in the first column of a text's tables."""
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
     return [span for row in rows for span in code_spans(row)]

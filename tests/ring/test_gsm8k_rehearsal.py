@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from readme_blocks import first_cells
+from readme_blocks import BOOK, first_cells
 from ring_cases import lines, steps
 
 from megarl.cli import main
@@ -107,7 +107,7 @@ def test_actor_critic_and_reference_take_part_in_every_step(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_run_leaves_behind_what_the_readme_says(run: Path) -> None:
-    named = first_cells("What a run leaves behind")
+def test_the_run_leaves_behind_what_the_book_says(run: Path) -> None:
+    named = first_cells(BOOK["outputs.md"])
     assert len(named) >= 10
     assert {name for name in named if not (run / name).exists()} <= {"advice.jsonl"}, "a run that went well left none"

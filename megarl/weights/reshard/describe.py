@@ -15,9 +15,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from megarl.weights.mapping import (
-    tables,  # noqa: F401  (makes every kind of mapping known)
-)
+from megarl.weights.mapping import server_ops, tables  # noqa: F401  (makes every kind of mapping known)
 from megarl.weights.mapping.names import Op
 from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
 from megarl.weights.reshard.sharding import Spread

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -87,3 +89,13 @@ def test_mappings_that_cut_in_other_ways_are_told_apart_by_their_slices(monkeypa
     pieces = GateUp.pieces
     monkeypatch.setattr(GateUp, "pieces", lambda self, rank, size: pieces(self, size - 1 - rank, size))
     assert fingerprint(TRAINER, SERVER) != before
+
+
+def test_a_process_that_only_receives_knows_every_kind_of_mapping():
+    """Inside a server nothing imports the tables for it."""
+    script = "import megarl.weights.push.receiver, sys; from megarl.weights.reshard.describe import from_json; "
+    script += "from_json(sys.stdin.read())"
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    for spread in (TRAINER, SERVER):
+        done = subprocess.run(command, input=to_json(spread), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
