@@ -55,8 +55,8 @@ row of it; `megarl config recipe=NAME` prints the values that a run gets.
 
 Later layers win: the defaults below, a preset (`model=NAME`, `layout=GPUSxGB`), a recipe (`recipe=NAME`), your own file
 (`--config FILE`), the command line. A default `= other.key` follows that key unless it is set; `null` leaves a key
-open. An unknown key, a value of another type or outside of its range, and a key that would do nothing are refused
-before anything starts.
+open. An unknown key and a value of another type or outside of its range are refused before anything starts, and so is a
+typed key that would do nothing.
 
 The groups `actor`, `rollout`, `ref` and `model` are verl's; `actor_rollout_ref.` in front of a key is accepted and
 dropped. [coming_from_verl.md](coming_from_verl.md) has the differences.

@@ -19,6 +19,8 @@ from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
 
 # The unit of a number by the end of its key's name; the first that fits counts.
 _UNITS = (
+    ("lr_warmup_steps", "optimizer steps"),
+    ("lr_decay_steps", "optimizer steps"),
     ("_s", "seconds"),
     ("_bytes", "bytes"),
     ("micro_batch_size", "sequences"),
