@@ -154,7 +154,7 @@ def _complete(options: argparse.Namespace) -> None:
     if options.repeats is None:
         options.repeats = 1 if options.quick else 5
     if min(options.repeats, options.hidden) < 1:
-        raise ValueError(f"--repeats {options.repeats}, --hidden {options.hidden}: want at least 1")
+        raise ValueError(f"--repeats {options.repeats}, --hidden {options.hidden}: expected at least 1")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -91,7 +91,7 @@ def measure(task: Task, name: str, repeats: int) -> dict[str, Any]:
 def work(options: argparse.Namespace) -> Result:
     ranks = QUICK_RANKS if options.quick else {n: r for n, r in RANKS.items() if n <= options.sequences}
     if not ranks:
-        raise ValueError(f"--sequences {options.sequences}: want at least {min(RANKS)}")
+        raise ValueError(f"--sequences {options.sequences}: expected at least {min(RANKS)}")
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for kind, shape in WORK.items():

@@ -73,7 +73,7 @@ WAYS = (
 
 CHOICES = (
     "TRL as its documentation would have it on a CPU: use_cpu, float32, sdpa attention, transformers' generate with "
-    "its cache (vLLM wants a GPU), no gradient checkpointing, the whole batch in one forward pass, fused AdamW, old "
+    "its cache (vLLM needs a GPU), no gradient checkpointing, the whole batch in one forward pass, fused AdamW, old "
     "log-probs once for both optimizer steps, a reference model for the KL term, no logging, no checkpoints. "
     "megarl as recipe=quickstart_grpo: server, reward worker and trainer are processes of their own, and every push of "
     "the weights into the server is verified; no evaluation, no checkpoints."
@@ -156,14 +156,14 @@ def check_pins(found: dict[str, str]) -> None:
     for name, wanted in pins().items():
         if found[name].partition("+")[0] != wanted:
             raise ValueError(
-                f"TRL's environment has {name} {found[name]}, want {wanted} of {PINS.name}; make it anew "
+                f"TRL's environment has {name} {found[name]}, expected {wanted} of {PINS.name}; make it anew "
                 "(--make-environment)"
             )
 
 
 def _check_count(what: str, found: float, wanted: float) -> None:
     if found != wanted:
-        raise ValueError(f"{what}: a side did {found:g}, want {wanted:g}; the comparison would not be one")
+        raise ValueError(f"{what}: a side did {found:g}, expected {wanted:g}; the comparison would not be one")
 
 
 def run_side(work: Work, way: Way, python: Path, name: str) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _execute(command: Sequence[str], log: Path, variables: dict[str, str]) -> No
             _end(side)
             raise
     if code:
-        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, want 0"
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, expected 0"
         raise WayFailed(f"{' '.join(command[:4])} ...: {how}; it said: {_last(log)}")
 
 
@@ -275,7 +275,7 @@ def _best(rows: Sequence[dict[str, Any]], side: str) -> list[dict[str, Any]]:
 
 def work(options: argparse.Namespace) -> Result | None:
     if options.device != "cpu":
-        raise ValueError(f"--device {options.device}: the quickstart's work is a CPU's; want --device cpu")
+        raise ValueError(f"--device {options.device}: the quickstart's work is a CPU's; expected --device cpu")
     if options.make_environment:
         make_environment(DEFAULT_ENVIRONMENT)
         return None
@@ -283,7 +283,7 @@ def work(options: argparse.Namespace) -> Result | None:
     iterations, warmup, rounds = (4, 1, 1) if options.quick else (options.iterations + 3, 3, options.rounds)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < CORES:
-        raise ValueError(f"{len(cores)} core: want {CORES}, for both sides to share")
+        raise ValueError(f"{len(cores)} core: expected {CORES}, for both sides to share")
     os.sched_setaffinity(0, cores[:CORES])  # what is started inherits it
     try:
         with tempfile.TemporaryDirectory(prefix="bench_peer_") as folder:
@@ -310,7 +310,8 @@ def trl_python() -> Path:
     python = Path(os.environ.get(PYTHON_VARIABLE) or DEFAULT_ENVIRONMENT / "bin" / "python")
     if not python.is_file():
         raise ValueError(
-            f"{python}: there is no environment with TRL; want `python benchmarks/bench_peer.py --make-environment`, "
+            f"{python}: there is no environment with TRL; expected `python benchmarks/bench_peer.py "
+            "--make-environment`, "
             f"or {PYTHON_VARIABLE} set to the Python of one"
         )
     return python

@@ -120,7 +120,7 @@ def _run(case: Case) -> list[dict[str, dict[str, int]]]:
         try:
             done = list(threads.map(run, runs))
         except subprocess.TimeoutExpired:
-            raise ValueError(f"case {case.name}: not done after {TIMEOUT_S:g} s; want less load") from None
+            raise ValueError(f"case {case.name}: not done after {TIMEOUT_S:g} s; expected less load") from None
     if failed := [one for one in done if one.returncode]:
         said = [line.strip() for line in failed[0].stderr.splitlines() if "Error" in line] or ["no word of why"]
         raise ValueError(f"case {case.name}: {said[0]}")

@@ -3,8 +3,8 @@
     python benchmarks/bench_push.py            all cases for this machine, at most 8 minutes
     python benchmarks/bench_push.py --quick    one tiny case for each engine
 
-Each case pushes a model from ranks in one layout into servers in another, every way that there is, several times; the
-weights change before each push and every push is verified.
+Each case pushes a model from ranks in one layout into servers in another, every transport that there is, several times;
+the weights change before each push and every push is verified.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import page
 import torch
 from machine import copy_bandwidth, hardware, hash_bandwidth, slug, versions
-from push_matrix import SIZES, WAYS, Case, ServerSet, by_servers, cpu_cases, gpu_cases, quick_cases, useful_bytes
+from push_matrix import SIZES, TRANSPORTS, Case, ServerSet, by_servers, cpu_cases, gpu_cases, quick_cases, useful_bytes
 from push_plan import plan_cost
 from push_report import Row, Setting, markdown, notes, plan_words, rate, show
 from rich.console import Console
@@ -83,32 +83,42 @@ class Bench:
                     processes.start()
                 version = 1
                 for case in cases:
-                    for way in self.options.ways:
-                        self._measure(group, case, way, folder, list(processes.urls), token, version)
+                    for transport in self.options.transports:
+                        self._measure(group, case, transport, folder, list(processes.urls), token, version)
                         version += 1 + self.options.repeats
         except (ServerDied, RankError, ValueError) as error:
             self._give_up(cases, str(error).splitlines()[0])
 
     def _measure(
-        self, group: Group, case: Case, way: str, folder: Path, urls: list[str], token: str, version: int
+        self, group: Group, case: Case, transport: str, folder: Path, urls: list[str], token: str, version: int
     ) -> None:
         if time.monotonic() > self.deadline:
-            self._add(self._row(case, way, note="not run: the time was up"))
+            self._add(self._row(case, transport, note="not run: the time was up"))
             return
-        with self.console.status(f"{case.servers}, {case.servers.size}, {case.trainer_words(self.num_ranks)}, {way}"):
+        with self.console.status(
+            f"{case.servers}, {case.servers.size}, {case.trainer_words(self.num_ranks)}, {transport}"
+        ):
             group.call("build", {"folder": str(folder), "layout": case.trainer, "dtype": self.dtype})
-            order = {"urls": urls, "token": token, "way": way, "dtype": self.dtype, "first_version": version}
+            order = {
+                "urls": urls,
+                "token": token,
+                "transport": transport,
+                "dtype": self.dtype,
+                "first_version": version,
+            }
             limits = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S, "pushes": 1 + self.options.repeats}
             pushes: list[dict[str, Any]] = group.call_leader("push", {**order, **limits}).result["pushes"]
-        self._add(self._row(case, way, useful_bytes(folder, case.servers, self.dtype), pushes))
+        self._add(self._row(case, transport, useful_bytes(folder, case.servers, self.dtype), pushes))
 
-    def _row(self, case: Case, way: str, useful: int = 0, pushes: Any = (), note: str = "") -> Row:
+    def _row(self, case: Case, transport: str, useful: int = 0, pushes: Any = (), note: str = "") -> Row:
         servers = case.servers
-        return Row.of(servers.size, case.trainer_words(self.num_ranks), str(servers), way, useful, list(pushes), note)
+        return Row.of(
+            servers.size, case.trainer_words(self.num_ranks), str(servers), transport, useful, list(pushes), note
+        )
 
     def _give_up(self, cases: list[Case], reason: str) -> None:
         known = [row.names for row in self.rows]
-        for row in (self._row(case, way, note=reason) for case in cases for way in self.options.ways):
+        for row in (self._row(case, transport, note=reason) for case in cases for transport in self.options.transports):
             if row.names not in known:
                 self._add(row)
 
@@ -155,7 +165,7 @@ def measure(options: argparse.Namespace) -> page.Result:
     """Run it and show it."""
     options.repeats = (1 if options.quick else 5) if options.repeats is None else options.repeats
     if options.repeats < 1:
-        raise ValueError(f"--repeats {options.repeats}: want at least 1")
+        raise ValueError(f"--repeats {options.repeats}: expected at least 1")
     console, device = page.terminal(), options.device
     load_before = os.getloadavg()[0]
     with console.status("measuring plain copies"):
@@ -194,18 +204,18 @@ def measure(options: argparse.Namespace) -> page.Result:
 
 
 def ratios(rows: list[Row], copy: float) -> dict[str, float]:
-    """For each engine and way the median, over its cases, of its share of the speed of a copy in memory."""
+    """For each engine and transport the median, over its cases, of its share of the speed of a copy in memory."""
     shares: dict[str, list[float]] = {}
     for row in rows:
         if row.seconds:
-            shares.setdefault(f"{row.servers.split()[0]}_{row.way}_of_copy", []).append(row.of_copy(copy))
+            shares.setdefault(f"{row.servers.split()[0]}_{row.transport}_of_copy", []).append(row.of_copy(copy))
     return {name: statistics.median(each) for name, each in shares.items()}
 
 
 def parser() -> argparse.ArgumentParser:
     made = page.arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
     made.add_argument("--engines", nargs="+", choices=("cpu", "sglang"), default=["cpu", "sglang"])
-    made.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    made.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     made.add_argument("--repeats", type=int, help="pushes after the first one (default 5; 1 with --quick)")
     made.add_argument("--minutes", type=float, default=6.5, help="no case begins later than this (default 6.5)")
     return made

@@ -58,7 +58,7 @@ def _one(ring: Ring, options: argparse.Namespace, anchors: list[str]) -> page.Re
         dry_run(ring, options, anchors)
         return None
     if options.device == "cpu" and ring.given.rollout.engine == "sglang" and ring.given.trainer.device != "cpu":
-        raise ValueError(f"{ring.name}: it is a run on GPUs, and torch sees none here; want --dry-run")
+        raise ValueError(f"{ring.name}: it is a run on GPUs, and torch sees none here; expected --dry-run")
     here = placed(ring.given, os.environ).trainer
     if here.node_rank:  # the driver on the first machine tells this one what to do
         ring.write_settings()
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
 def _checked(options: argparse.Namespace) -> page.Result | None:
     options.steps = options.steps or (2 if options.quick else USUAL["steps"])
     if options.steps < 1 or options.warmup < 0:
-        raise ValueError(f"--steps {options.steps}, --warmup {options.warmup}: want at least 1, and at least 0")
+        raise ValueError(f"--steps {options.steps}, --warmup {options.warmup}: expected at least 1, and at least 0")
     return measure(options)
 
 

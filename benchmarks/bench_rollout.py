@@ -30,7 +30,7 @@ from rollout_clients import BareClient, Request, RingClient, cpu_seconds, reques
 from rollout_instant import serve
 
 from megarl.data.tiny import tiny_tokenizer, write_tiny_model
-from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.sglang_environment import sglang_python
 from megarl.servers.supervisor import ServerDied, Servers, free_ports
@@ -110,14 +110,14 @@ def measure(engine: str, url: str, token: str, model: Path, work: Sequence[Reque
         _flush(server)
 
     with (
-        closing(Engine(url, token)) as server,
+        closing(ServerClient(url, token)) as server,
         closing(RingClient(url, token, model, options.concurrency, logs / f"collector_{engine}.log")) as ring,
         closing(BareClient(url, token, options.concurrency)) as bare,
     ):
         ours, theirs = take_turns(ring, bare, work, options.turns, flush)
         asked, written = sum(r.n * r.new_tokens for r in work), (ours.tokens, bare.check())
     if written != (asked, asked):
-        raise ValueError(f"{engine}: {asked} tokens were asked for, and {written} written; want the same")
+        raise ValueError(f"{engine}: {asked} tokens were asked for, and {written} written; expected the same")
     return ours, theirs
 
 
@@ -129,7 +129,7 @@ def serving(engine: str, model: Path, token: str, options: Any, logs: Path) -> I
         process = multiprocessing.get_context("spawn").Process(target=serve, args=(port, vocabulary, os.getpid()))
         process.start()
         try:
-            with closing(Engine(url := f"http://127.0.0.1:{port}", "")) as server:
+            with closing(ServerClient(url := f"http://127.0.0.1:{port}", "")) as server:
                 _flush(server, START_S, process)
             yield url
         finally:
@@ -150,7 +150,7 @@ def serving(engine: str, model: Path, token: str, options: Any, logs: Path) -> I
         yield servers.urls[0]
 
 
-def _flush(server: Engine, limit_s: float = 10.0, process: BaseProcess | None = None) -> None:
+def _flush(server: ServerClient, limit_s: float = 10.0, process: BaseProcess | None = None) -> None:
     """A server that has answered may still be putting its last completion away, and one that starts does not listen.
 
     Raises ServerDied where its process has ended.
@@ -159,7 +159,7 @@ def _flush(server: Engine, limit_s: float = 10.0, process: BaseProcess | None = 
     while True:
         try:
             return server.flush_cache()
-        except EngineError:
+        except ServerError:
             if process is not None and process.exitcode is not None:
                 raise ServerDied(f"the server has ended with exit code {process.exitcode}") from None
             if time.monotonic() > deadline:
@@ -182,11 +182,11 @@ def obstacle(engine: str, device: str) -> str:
 def work(options: argparse.Namespace) -> Result:
     """Every engine that there is."""
     if options.model is not None and not (options.model / "config.json").is_file():
-        raise ValueError(f"--model {options.model}: want a folder with a Hugging Face config.json")
+        raise ValueError(f"--model {options.model}: expected a folder with a Hugging Face config.json")
     notes = [reason for engine in options.engines if (reason := obstacle(engine, options.device))]
     engines = [engine for engine in options.engines if not obstacle(engine, options.device)]
     if not set(engines) - {"instant"}:
-        raise ValueError(f"--engines {' '.join(options.engines)}: want one that is here; {'; '.join(notes)}")
+        raise ValueError(f"--engines {' '.join(options.engines)}: expected one that is here; {'; '.join(notes)}")
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     jobs = {engine: sized(options, engine) for engine in engines}
@@ -243,7 +243,8 @@ def _requests(options: argparse.Namespace) -> list[Request]:
     longest = options.prompt_tokens + max(request.new_tokens for request in found)
     if options.model is None and longest > (limit := POSITIONS[options.device]):
         raise ValueError(
-            f"--new-tokens {options.new_tokens}: the longest completion has {longest} tokens with its prompt; want at "
+            f"--new-tokens {options.new_tokens}: the longest completion has {longest} tokens with its prompt; "
+            "expected at "
             f"most {limit}, or a --model that has room for more"
         )
     return found

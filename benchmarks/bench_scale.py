@@ -197,10 +197,10 @@ def work(options: argparse.Namespace) -> Result:
 def _check(options: argparse.Namespace) -> None:
     """Raises ValueError for what this machine, or the arithmetic, does not allow."""
     if options.per_node < 2:
-        raise ValueError(f"--per-node {options.per_node}: want at least 2, costs are told apart by it")
+        raise ValueError(f"--per-node {options.per_node}: expected at least 2, costs are told apart by it")
     allow_files(max(options.hollow_nodes), options.per_node)
     if options.device == "cuda" and max(options.ranks) > (gpus := torch.cuda.device_count()):
-        raise ValueError(f"--ranks {max(options.ranks)}: want at most {gpus}, one for each GPU")
+        raise ValueError(f"--ranks {max(options.ranks)}: expected at most {gpus}, one for each GPU")
 
 
 def _beside(row: dict[str, Any], costs: Costs, hop: float) -> dict[str, Any]:

@@ -80,7 +80,8 @@ def check_alike(norms: dict[str, float], dtype: str) -> None:
     """ValueError where the loops do not do the same."""
     if not math.isclose(norms[OURS], norms[BARE], rel_tol=SAME[dtype]):
         raise ValueError(
-            f"the first gradients' norms are {norms[OURS]:.7g} and {norms[BARE]:.7g}; want the same to {SAME[dtype]:g} "
+            f"the first gradients' norms are {norms[OURS]:.7g} and {norms[BARE]:.7g}; expected the same to "
+            f"{SAME[dtype]:g} "
             f"in {dtype}, else the loops do not do the same"
         )
 
@@ -200,10 +201,12 @@ def _size(options: argparse.Namespace) -> dict[str, Any]:
     size = dict(SIZES["quick" if options.quick else options.device])
     size |= {key: getattr(options, key) for key in size if getattr(options, key) is not None}
     if size["longest"] > size["row"] or size["longest"] > size["tokens"]:
-        raise ValueError(f"--longest {size['longest']}: want at most --row {size['row']} and --tokens {size['tokens']}")
+        raise ValueError(
+            f"--longest {size['longest']}: expected at most --row {size['row']} and --tokens {size['tokens']}"
+        )
     if size["hidden"] % 64 or min(size.values()) < 1 or size["longest"] < 8:
         raise ValueError(
-            f"--hidden {size['hidden']}, --longest {size['longest']}: want a multiple of 64, and at least 8"
+            f"--hidden {size['hidden']}, --longest {size['longest']}: expected a multiple of 64, and at least 8"
         )
     return size
 

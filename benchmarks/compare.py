@@ -52,11 +52,15 @@ def compare(new: dict[str, Any], stored: dict[str, Any]) -> list[Change]:
     """The ratios that both have.  ValueError for results of two kinds, of other hardware, or without a common ratio."""
     for key in ("theme", "hardware", "device"):
         if new[key] != stored[key]:
-            raise ValueError(f"{key}: the new result has {new[key]!r} and the stored {stored[key]!r}; want the same")
+            raise ValueError(
+                f"{key}: the new result has {new[key]!r} and the stored {stored[key]!r}; expected the same"
+            )
     then, now = page.ratios_of(stored), page.ratios_of(new)
     names = [name for name in now if name in then and not SPREAD.search(name)]
     if not names:
-        raise ValueError(f"the stored result has none of {', '.join(now) or 'no ratios'}; want one of the same script")
+        raise ValueError(
+            f"the stored result has none of {', '.join(now) or 'no ratios'}; expected one of the same script"
+        )
     return [_change(name, then[name], now[name]) for name in names]
 
 
@@ -86,7 +90,7 @@ def newest_like(new: dict[str, Any], file: Path, folder: Path) -> Path:
             found.append((said["date"], len(other.name), other))  # _10 comes behind _2
     if not found:
         raise ValueError(
-            f"{folder}: no result of {new['theme']} on {new['hardware']}; want a stored one to compare with"
+            f"{folder}: no result of {new['theme']} on {new['hardware']}; expected a stored one to compare with"
         )
     return max(found)[-1]
 
@@ -133,7 +137,7 @@ def read(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: cannot be read as a result ({error})") from None
     if not isinstance(said, dict) or (missing := [key for key in page.KEYS if key not in said]):
         lacks = ", ".join(missing) if isinstance(said, dict) else "everything"
-        raise ValueError(f"{file}: it lacks {lacks}; want the JSON file of a benchmark")
+        raise ValueError(f"{file}: it lacks {lacks}; expected the JSON file of a benchmark")
     return said
 
 

@@ -23,7 +23,7 @@ from megarl.layout import Layout
 from megarl.mcore import cpu
 from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.step import Outputs, train_step
 from megarl.plan.memory.memory import Work, of_stage_bytes
@@ -59,7 +59,7 @@ def measure(case: Case) -> dict[str, dict[str, int]]:
     make_groups(layout)
     predicted = _predicted(case, layout, ps.get_pipeline_model_parallel_rank())
     with TensorMemory() as memory:
-        engine = Engine("fsdp" if case.fsdp else "megatron", **RECOMPUTED if case.recompute else {})
+        engine = ExecutionOptions("fsdp" if case.fsdp else "megatron", **RECOMPUTED if case.recompute else {})
         model = wrap_for_training(build_model(case.hf, layout, dtype="float32", engine=engine), layout, engine)
         optimizer = Optimizer(model, ADAMW)
         step = _stepper(case, layout, model, optimizer)

@@ -100,7 +100,7 @@ def run(
 def check_device(device: str) -> None:
     """ValueError where there is no such device."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device; want --device cpu, or a machine with a GPU")
+        raise ValueError("--device cuda: torch sees no CUDA device; expected --device cpu, or a machine with a GPU")
 
 
 def finish(result: Result, options: argparse.Namespace) -> None:

@@ -14,11 +14,11 @@ from transformers.utils import logging
 
 from megarl.data.tiny import tiny_tokenizer
 from megarl.weights.mapping.server_tables import server_table
-from megarl.weights.reshard.layouts import ServerSpread
+from megarl.weights.reshard.layouts import ServerSharding
 from megarl.weights.reshard.regions import box_size
 
 Engine = Literal["cpu", "sglang"]
-WAYS = ("gathered", "shared", "sharded")
+TRANSPORTS = ("gathered", "shared", "sharded")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ServerSet:
 
 @dataclass(frozen=True)
 class Case:
-    """One row for each way."""
+    """One row for each transport."""
 
     servers: ServerSet
     trainer: dict[str, int] = field(default_factory=dict)  # tp, pp; the rest of the ranks is dp
@@ -129,12 +129,12 @@ def by_servers(cases: list[Case]) -> Iterator[tuple[ServerSet, list[Case]]]:
 def useful_bytes(folder: Path, servers: ServerSet, dtype: str) -> int:
     """What must reach the servers: the bytes of each rank's own shard, summed; padding is not sent."""
     table = tuple(server_table(servers.engine, json.loads((folder / "config.json").read_text())))
-    spread = ServerSpread(table, dtype=dtype, tp=servers.tp, num_replicas=servers.replicas)
-    elements = sum(box_size(box) for rank in range(spread.num_ranks) for box in _boxes(spread, rank))
+    sharding = ServerSharding(table, dtype=dtype, tp=servers.tp, num_replicas=servers.replicas)
+    elements = sum(box_size(box) for rank in range(sharding.num_ranks) for box in _boxes(sharding, rank))
     return elements * int(getattr(torch, dtype).itemsize)
 
 
-def _boxes(spread: ServerSpread, rank: int) -> Iterator[Any]:
-    for owned in spread.owned(rank).values():
+def _boxes(sharding: ServerSharding, rank: int) -> Iterator[Any]:
+    for owned in sharding.owned(rank).values():
         for box, _ in owned:
             yield box

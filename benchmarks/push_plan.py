@@ -11,7 +11,7 @@ import psutil
 
 from megarl.weights.mapping.server_tables import server_table
 from megarl.weights.mapping.tables import table_for
-from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
+from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
 from megarl.weights.reshard.regions import box_size
 
@@ -61,8 +61,8 @@ def plan_of(is_sender: bool, rank: int) -> tuple[float, int, int]:
     """CPU seconds, bytes by which this process grew, messages of a rank."""
     before, begun = psutil.Process().memory_info().rss, time.process_time()
     plan = Plan(
-        MegatronSpread(tuple(table_for(TRILLION)), **TRAINER),
-        ServerSpread(tuple(server_table("sglang", TRILLION)), **SERVERS),
+        MegatronSharding(tuple(table_for(TRILLION)), **TRAINER),
+        ServerSharding(tuple(server_table("sglang", TRILLION)), **SERVERS),
     )
     messages = plan.messages_out(rank, MESSAGE_BYTES) if is_sender else plan.messages_in(rank, MESSAGE_BYTES)
     seconds = time.process_time() - begun

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
 from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
-from megarl.mcore.setup import Place, destroy_groups, initialize, make_groups, place
+from megarl.mcore.setup import RankInfo, destroy_groups, initialize, make_groups, rank_info
 from megarl.processes.connection import Tensors
 from megarl.weights.hf.load import load_hf
 from megarl.weights.push.push import Pusher, PushError
@@ -25,20 +25,20 @@ class Bench:
     """The methods that the driver calls."""
 
     def __init__(self) -> None:
-        self.place: Place
+        self.rank_info: RankInfo
         self.model: Model
         self.hf: dict[str, Any]
 
     def setup(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        self.place = initialize(Layout(**arguments.pop("layout")), **arguments)
-        return {"replica": self.place.replica, "is_reporter": self.place.is_reporter}, {}
+        self.rank_info = initialize(Layout(**arguments.pop("layout")), **arguments)
+        return {"replica": self.rank_info.replica, "is_reporter": self.rank_info.is_reporter}, {}
 
     def build(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """A model in a layout of its own, in place of the one before."""
         destroy_groups()
         layout = Layout(**arguments["layout"])
         make_groups(layout)
-        self.place, self.hf = place(), read_hf_config(arguments["folder"])
+        self.rank_info, self.hf = rank_info(), read_hf_config(arguments["folder"])
         self.model = build_model(self.hf, layout, dtype=arguments["dtype"])
         load_hf(self.model, arguments["folder"], self.hf)
         return {}, {}
@@ -50,7 +50,7 @@ class Bench:
             arguments["token"],
             self.hf,
             dtype=DTYPES[arguments["dtype"]],
-            way=arguments["way"],
+            transport=arguments["transport"],
             bucket_bytes=arguments["bucket_bytes"],
             timeout_s=arguments["timeout_s"],
         )
@@ -75,7 +75,7 @@ class Bench:
 def main() -> None:
     bench = Bench()
     handlers = {method.__name__: method for method in (bench.setup, bench.build, bench.push)}
-    follow(handlers, lambda: None, lambda: bench.place.is_first)
+    follow(handlers, lambda: None, lambda: bench.rank_info.is_first)
     if dist.is_initialized():
         dist.destroy_process_group()
 

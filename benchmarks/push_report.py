@@ -15,18 +15,18 @@ from megarl.weights.mapping.names import some_names
 
 PHASES = ("join", "pause", "gather", "convert", "send", "load", "verify", "resume")
 CARRY = ("gather", "convert", "send", "load")  # what moves the bytes; the rest is asking and checking
-NAMES = ("model", "trainer", "servers", "way")
+NAMES = ("model", "trainer", "servers", "transport")
 RATES = ("useful", "first", "first join", "push", "spread", "useful/s", "of copy", "moved/s")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case and way.  Seconds are medians over the pushes after the first, which also joins groups and plans."""
+    """One case and transport.  Seconds are medians over all pushes but the first, which also joins groups and plans."""
 
     size: str
     trainer: str
     servers: str
-    way: str
+    transport: str
     useful: int  # bytes that must reach the servers
     first: float = 0.0  # seconds of the first push
     first_join: float = 0.0  # of them, until all groups stood
@@ -36,22 +36,22 @@ class Row:
 
     @classmethod
     def of(
-        cls, size: str, trainer: str, servers: str, way: str, useful: int, pushes: list[dict[str, Any]], note: str
+        cls, size: str, trainer: str, servers: str, transport: str, useful: int, pushes: list[dict[str, Any]], note: str
     ) -> Row:
         """`pushes`: what push_ranks told of each: seconds, error, and the fields of a PushReport."""
         taken = [p for p in pushes if not p["error"] and not p["failed"]]
         note = note or next((p["error"] or "; ".join(p["failed"].values()) for p in pushes if p not in taken), "")
         if note or not taken:
-            return cls(size, trainer, servers, way, useful, note=note or "nothing was pushed")
-        used = sorted({used for p in taken for used in p["ways"].values()})
+            return cls(size, trainer, servers, transport, useful, note=note or "nothing was pushed")
+        used = sorted({used for p in taken for used in p["transports"].values()})
         reasons = sorted({reason for p in taken for told in p["fallbacks"].values() for reason in told})
-        if used != [way]:
+        if used != [transport]:
             note = f"went {' and '.join(used)}" + (f" ({'; '.join(reasons)})" if reasons else "")
         first, later = taken[0], taken[1:]
         phases = {name: statistics.median(p["timings"].get(name, 0.0) for p in later) for name in PHASES}
         seconds = [p["seconds"] for p in later]
         return cls(
-            size, trainer, servers, way, useful, first["seconds"], first["timings"]["join"], phases, seconds, note
+            size, trainer, servers, transport, useful, first["seconds"], first["timings"]["join"], phases, seconds, note
         )
 
     @property
@@ -61,7 +61,7 @@ class Row:
     @property
     def names(self) -> list[str]:
         """A cell for each of NAMES."""
-        return [self.size, self.trainer, self.servers, self.way]
+        return [self.size, self.trainer, self.servers, self.transport]
 
     def rates(self, copy: float) -> list[str]:
         """A cell for each of RATES; `copy`: bytes a second of a copy in memory."""
@@ -94,7 +94,7 @@ class Row:
 
     def sentence(self) -> str:
         """What the terminal shows as soon as the row is there."""
-        what = f"{self.size}, {self.trainer} -> {self.servers}, {self.way}: "
+        what = f"{self.size}, {self.trainer} -> {self.servers}, {self.transport}: "
         if not self.seconds:
             return what + self.note
         return (

@@ -96,7 +96,7 @@ def written(found: list[dict[str, Any]], image: str) -> str:
 def work(options: argparse.Namespace) -> page.Result:
     """Run all five."""
     if options.device != "cpu":
-        raise ValueError(f"--device {options.device}: the quickstart is a CPU's; want --device cpu")
+        raise ValueError(f"--device {options.device}: the quickstart is a CPU's; expected --device cpu")
     for name in RUNS:
         subprocess.run([sys.executable, "-m", "megarl", *words(name), *(QUICK if options.quick else ())], check=True)
     runs = Path("runs/quick" if options.quick else "runs")

@@ -95,7 +95,7 @@ class Ring:
     def prompt_tokens(self) -> float:
         longest, given = self.given.data.max_prompt_length, self.options.prompt_tokens
         if given is not None and not 1 <= given <= longest:
-            raise ValueError(f"--prompt-tokens {given}: want 1 to data.max_prompt_length={longest}")
+            raise ValueError(f"--prompt-tokens {given}: expected 1 to data.max_prompt_length={longest}")
         return given or min(longest, max(6.0, longest / 4))  # the quickstart's sums have 6
 
     def node_commands(self) -> list[str]:
@@ -203,4 +203,4 @@ def gpu_of(name: str | None, ring: Ring) -> Gpu:
     words = [*([f"recipe={ring.recipe}"] if ring.recipe else []), *ring.typed]
     if found := re.fullmatch(r"\d+x(\d+)", layout_word(words) or ""):
         return of_memory(int(found[1]))
-    raise ValueError(f"--gpu is missing, and no layout says it; want one of {', '.join(GPUS)}")
+    raise ValueError(f"--gpu is missing, and no layout says it; expected one of {', '.join(GPUS)}")

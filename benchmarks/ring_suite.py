@@ -26,7 +26,7 @@ def suite(names: str) -> list[Standard]:
     known = {run["name"]: run for run in runs}
     chosen = list(known) if names == "all" else names.split(",")
     if unknown := [name for name in chosen if name not in known]:
-        raise ValueError(f"--suite {unknown[0]}: want all, or some of {', '.join(known)}")
+        raise ValueError(f"--suite {unknown[0]}: expected all, or some of {', '.join(known)}")
     published = yaml.safe_load((HERE / "published.yaml").read_text())
     return [_standard(known[name], published) for name in chosen]
 

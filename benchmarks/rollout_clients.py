@@ -25,7 +25,7 @@ import psutil
 
 from megarl.processes.lifetime import die_with_parent
 from megarl.rewards.pool import RewardPool
-from megarl.rollout.collector_client import Stream
+from megarl.rollout.collector_client import CollectorClient
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body
 from megarl.sample import LostRollout, Prompt
 
@@ -70,13 +70,13 @@ def lengths(num: int, mean: int, spread: float) -> list[int]:
 
 
 class RingClient:
-    """What a run uses: the collector behind a Stream, its tokenizer, and a reward process whose reward costs nothing.
+    """What a run uses: the collector, its tokenizer, and a reward process whose reward costs nothing.
 
     `ask` returns when the driver holds all samples.
     """
 
     def __init__(self, url: str, token: str, tokenizer: Path, concurrency: int, log: Path) -> None:
-        self._stream = Stream(
+        self._collector = CollectorClient(
             urls=[url],
             token=token,
             tokenizer_path=str(tokenizer),
@@ -88,7 +88,7 @@ class RingClient:
 
     @property
     def pid(self) -> int | None:
-        return self._stream.pid
+        return self._collector.pid
 
     def ready(self, work: Sequence[Request]) -> None:
         """There is nothing to prepare."""
@@ -99,15 +99,15 @@ class RingClient:
         for _, same in groupby(work, key=lambda request: (request.n, request.new_tokens)):
             some = list(same)
             prompts = [request.prompt for request in some]
-            tickets.append(self._stream.submit(prompts, n=some[0].n, params=some[0].params))
-        groups = [group for ticket in tickets for group in self._stream.next(ticket, timeout_s=LIMIT_S)]
+            tickets.append(self._collector.submit(prompts, n=some[0].n, params=some[0].params))
+        groups = [group for ticket in tickets for group in self._collector.next(ticket, timeout_s=LIMIT_S)]
         for group in groups:
             if isinstance(group, LostRollout):
                 raise RuntimeError(f"our client lost a rollout: {group.reason}")
         return sum(len(s.completion.token_ids) for g in groups if not isinstance(g, LostRollout) for s in g)
 
     def close(self) -> None:
-        self._stream.close()
+        self._collector.close()
 
 
 class BareClient:

@@ -28,7 +28,7 @@ from megarl.algo.loss import ActorLoss
 from megarl.group import Group
 from megarl.layout import Layout
 from megarl.machines import Nodes
-from megarl.processes.connection import Wire, greet
+from megarl.processes.connection import Connection, greet
 from megarl.processes.links import Direct, Link, Relayed
 from megarl.servers.server_process import free_ports
 
@@ -152,7 +152,7 @@ def followers(num: int, *, relayed: bool) -> Iterator[_Below]:
             ours, theirs = multiprocessing.Pipe()
             stack.callback(ours.close)
             relay = begin(scale_hollow.relay, address, num, theirs)
-            upward = Relayed(Wire(listener.accept()[0]), tuple(range(num)))
+            upward = Relayed(Connection(listener.accept()[0]), tuple(range(num)))
             home, key = ours.recv()
             pids += [begin(scale_hollow.follower, home, key, rank) for rank in range(num)]
             links.append(upward)

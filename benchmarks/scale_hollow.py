@@ -19,7 +19,7 @@ import torch
 
 from megarl import __version__
 from megarl.group.follow import Answer, follow
-from megarl.processes.connection import HEARTBEAT_S, Tensors, Wire, WireClosed, connect, to_bytes
+from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors, connect, to_bytes
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.ranks import ADDRESS, PARENT, TOKEN
 from megarl.processes.relay import Relay
@@ -61,30 +61,30 @@ class Machines:
         self._address, self._token = address, token
         self._per_node, self._replica = per_node, replica
         self._ready = selectors.DefaultSelector()
-        self._agents: list[Wire] = []
+        self._agents: list[Connection] = []
         self._relays = 0
         for node in range(1, num + 1):
-            wire = self._call({"node": node, "version": __version__})
-            self._agents.append(wire)
-            self._ready.register(wire.sock, selectors.EVENT_READ, (wire, node, True))
+            connection = self._call({"node": node, "version": __version__})
+            self._agents.append(connection)
+            self._ready.register(connection.sock, selectors.EVENT_READ, (connection, node, True))
 
     def serve(self) -> None:
         """Until the driver sends them away."""
         next_beat = 0.0
         while self._agents:
             for key, _ in self._ready.select(timeout=0.2):
-                wire, node, is_agent = key.data
+                connection, node, is_agent = key.data
                 try:
-                    (self._obey if is_agent else self._answer)(wire, node)
-                except WireClosed:
-                    self._forget(wire)
+                    (self._obey if is_agent else self._answer)(connection, node)
+                except ConnectionLost:
+                    self._forget(connection)
             if time.monotonic() > next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
-                for wire in self._agents:
-                    with suppress(WireClosed):
-                        wire.send({"beat": 1})
+                for connection in self._agents:
+                    with suppress(ConnectionLost):
+                        connection.send({"beat": 1})
 
-    def _call(self, hello: dict[str, Any]) -> Wire:
+    def _call(self, hello: dict[str, Any]) -> Connection:
         """The driver may not listen yet, or be greeting too many."""
         deadline = time.monotonic() + LIMIT_S
         while True:
@@ -95,16 +95,16 @@ class Machines:
                     raise
                 time.sleep(0.1)
 
-    def _forget(self, wire: Wire) -> None:
-        self._ready.unregister(wire.sock)
-        wire.close()
-        if wire in self._agents:
-            self._agents.remove(wire)
+    def _forget(self, connection: Connection) -> None:
+        self._ready.unregister(connection.sock)
+        connection.close()
+        if connection in self._agents:
+            self._agents.remove(connection)
 
-    def _obey(self, wire: Wire, node: int) -> None:
-        order, _ = wire.receive()
+    def _obey(self, connection: Connection, node: int) -> None:
+        order, _ = connection.receive()
         if order.get("do") == "leave":
-            raise WireClosed("sent away")
+            raise ConnectionLost("sent away")
         if "do" not in order:
             return
         answer: dict[str, Any] = {"id": order["id"], "pid": 0, "words": ""}
@@ -115,12 +115,12 @@ class Machines:
             self._ready.register(relay.sock, selectors.EVENT_READ, (relay, node, False))
             for rank in self._ranks(node):
                 relay.send({"rank": rank, "here": True})
-        wire.send(answer)
+        connection.send(answer)
 
     def _ranks(self, node: int) -> range:
         return range((node - 1) * self._per_node, node * self._per_node)
 
-    def _answer(self, relay: Wire, node: int) -> None:
+    def _answer(self, relay: Connection, node: int) -> None:
         header, _ = relay.receive_bytes()
         if header["call"]["method"] == "close":
             return
@@ -139,7 +139,7 @@ def relay(address: str, num_ranks: int, told: Any) -> None:
     """A machine's relay, as an agent has it; says where its ranks call."""
     _become_child()
     host, port = address.rsplit(":", 1)
-    upward = Wire(socket.create_connection((host, int(port))))
+    upward = Connection(socket.create_connection((host, int(port))))
     made = Relay(upward, num_ranks)
     told.send((made.address, made.token))
     told.poll(None)  # until the other end is closed

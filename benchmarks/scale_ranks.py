@@ -15,7 +15,7 @@ from megarl.roles.worker import Worker
 def main() -> None:
     worker = Worker()
     handlers = {**worker.handlers(), "nothing": nothing}
-    follow(handlers, lambda: worker.share, lambda: worker.place.is_first)
+    follow(handlers, lambda: worker.share, lambda: worker.rank_info.is_first)
     if dist.is_initialized():
         dist.destroy_process_group()
 

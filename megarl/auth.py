@@ -26,7 +26,7 @@ def given_token(environment: Mapping[str, str]) -> str | None:
     if token is None and (name := environment.get(FILE_VARIABLE)):
         token, source = _read(Path(name)), f"{FILE_VARIABLE}={name}"
     if token is not None and len(token) < _ENOUGH:
-        raise ValueError(f"{source}: want at least {_ENOUGH} characters, for example from `openssl rand -hex 32`")
+        raise ValueError(f"{source}: expected at least {_ENOUGH} characters, for example from `openssl rand -hex 32`")
     return token
 
 
@@ -35,7 +35,7 @@ def needed_token(environment: Mapping[str, str], why: str) -> str:
     token = given_token(environment)
     if token is None:
         raise ValueError(
-            f"{why}: want the run's token in {VARIABLE}, or in a file that only you can read, in {FILE_VARIABLE}; "
+            f"{why}: expected the run's token in {VARIABLE}, or in a file that only you can read, in {FILE_VARIABLE}; "
             "the same on every machine"
         )
     return token
@@ -60,7 +60,7 @@ def _read(file: Path) -> str:
     try:
         mode, token = file.stat().st_mode, file.read_text().strip()
     except OSError as error:
-        raise ValueError(f"{FILE_VARIABLE}={file}: {error.strerror}; want a file with the run's token") from error
+        raise ValueError(f"{FILE_VARIABLE}={file}: {error.strerror}; expected a file with the run's token") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ValueError(f"{FILE_VARIABLE}={file}: others can read it; want `chmod 600 {file}`")
+        raise ValueError(f"{FILE_VARIABLE}={file}: others can read it; expected `chmod 600 {file}`")
     return token

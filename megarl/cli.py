@@ -192,7 +192,7 @@ def _run(name: str, words: list[str]) -> int:
 def _run_several(name: str, words: list[str]) -> int:
     """All of them are checked before the first one starts."""
     if name != "train":
-        raise ValueError(f"megarl {name} -m: only `megarl train` makes several runs, want it without -m")
+        raise ValueError(f"megarl {name} -m: only `megarl train` makes several runs, expected it without -m")
     return _work_of(SWEEP)(load_sweep(_overrides(words)))
 
 
@@ -217,12 +217,14 @@ def _overrides(words: list[str]) -> list[str]:
         option, equals, value = word.partition("=")
         if option != "--config":
             if word.startswith("--"):
-                raise ValueError(f"there is no option {option}; want --config FILE, -m, --debug, --help or key=value")
+                raise ValueError(
+                    f"there is no option {option}; expected --config FILE, -m, --debug, --help or key=value"
+                )
             out.append(word)
             continue
         path = value if equals else next(rest, "")
         if not path.endswith((".yaml", ".yml")):
-            raise ValueError(f"--config {path}: want the path of a YAML file")
+            raise ValueError(f"--config {path}: expected the path of a YAML file")
         quoted = path.replace("'", "\\'")
         out.append(f"recipe='{quoted}'")
     return out
@@ -258,7 +260,7 @@ def _help(words: list[str], console: Console) -> None:
 
 def _no_command(name: str) -> str:
     guess = get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {guess[0]}?" if guess else f"want one of {', '.join(COMMANDS)}"
+    hint = f"did you mean {guess[0]}?" if guess else f"expected one of {', '.join(COMMANDS)}"
     return f"there is no command {name}; {hint}"
 
 

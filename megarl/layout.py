@@ -197,14 +197,16 @@ def training_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
         first += count
     if not all(have):
         held = f"stage {have.index(False)} would hold no experts, which {KEYS['ep']}={layout.ep} does not train"
-        yield Misfit("pp", f"{KEYS['pp']}={layout.pp}: {held}; want fewer stages, or 1")
+        yield Misfit("pp", f"{KEYS['pp']}={layout.pp}: {held}; expected fewer stages, or 1")
 
 
 def _without_experts(layout: Layout) -> Iterator[Misfit]:
     if layout.ep > 1:
-        yield Misfit("ep", f"{KEYS['ep']}={layout.ep}: the model has no experts; want 1")
+        yield Misfit("ep", f"{KEYS['ep']}={layout.ep}: the model has no experts; expected 1")
     if layout.etp is not None and layout.etp != layout.tp:
-        yield Misfit("etp", f"{KEYS['etp']}={layout.etp}: the model has no experts; want {layout.tp}, as {KEYS['tp']}")
+        yield Misfit(
+            "etp", f"{KEYS['etp']}={layout.etp}: the model has no experts; expected {layout.tp}, as {KEYS['tp']}"
+        )
 
 
 def _own_misfits(layout: Layout) -> Iterator[Misfit]:
@@ -212,14 +214,14 @@ def _own_misfits(layout: Layout) -> Iterator[Misfit]:
     for field in KEYS:
         size = getattr(layout, field)
         if size is not None and not isinstance(size, bool) and size < 1:
-            yield Misfit(field, f"{KEYS[field]}={size}: want at least 1")
+            yield Misfit(field, f"{KEYS[field]}={size}: expected at least 1")
     if layout.pp == 1:
         for field, neutral in (("vpp", 1), ("first_stage_layers", None), ("last_stage_layers", None)):
             if (size := getattr(layout, field)) != neutral:
-                wanted = f"want {KEYS['pp']} above 1, or {'null or 1' if neutral else 'null'}"
+                wanted = f"expected {KEYS['pp']} above 1, or {'null or 1' if neutral else 'null'}"
                 yield Misfit(field, f"{KEYS[field]}={size}: there is one pipeline rank; {wanted}")
     if layout.sequence_parallel and layout.tp == 1:
-        yield Misfit("sequence_parallel", f"sequence_parallel=true: want {KEYS['tp']} above 1, or false")
+        yield Misfit("sequence_parallel", f"sequence_parallel=true: expected {KEYS['tp']} above 1, or false")
 
 
 def _layer_misfits(layout: Layout, num_layers: int) -> Iterator[Misfit]:
@@ -236,11 +238,11 @@ def _layer_misfits(layout: Layout, num_layers: int) -> Iterator[Misfit]:
     said = " and ".join(f"{KEYS[field]}={getattr(layout, field)}" for field in uneven)
     left = num_layers - taken
     if stages == 0 and left:
-        yield Misfit(uneven[0], f"{said} are {taken} layers on both pipeline ranks; want {layers}")
+        yield Misfit(uneven[0], f"{said} are {taken} layers on both pipeline ranks; expected {layers}")
     elif stages and (left < stages or left % stages):
         others = f"the other {stages} pipeline ranks" if stages > 1 else "the other pipeline rank"
         wanted = "a multiple of their number" if stages > 1 else "at least 1"
-        yield Misfit(uneven[0], f"{said}: {left} of {layers} are left for {others}; want {wanted}")
+        yield Misfit(uneven[0], f"{said}: {left} of {layers} are left for {others}; expected {wanted}")
     else:
         for size in sorted(set(layout.stage_layers(num_layers))):
             if size % layout.vpp:

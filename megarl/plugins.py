@@ -34,7 +34,7 @@ def _load(spec: str) -> None:
     if spec.endswith(".py"):
         _load_file(spec)
     elif importlib.util.find_spec(spec.partition(".")[0]) is None:
-        raise ValueError(f"algorithm.plugins has {spec!r}: no such module; want a module or a path ending in .py")
+        raise ValueError(f"algorithm.plugins has {spec!r}: no such module; expected a module or a path ending in .py")
     else:
         importlib.import_module(spec)
 

@@ -76,21 +76,21 @@ class Batch:
     Example, two sequences "ab|c" and "a|bc" (prompt|response):
         tokens   a b c a b c      lengths 3 3
         columns["response_mask"]   0 0 1 0 1 1        [N], one number a token
-        rows["group"]              0 1                [B], one number a sequence
+        per_sequence["group"]      0 1                [B], one number a sequence
     """
 
     tokens: Tensor  # [N] int64
     lengths: Tensor  # [B] int64, prompt and response
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [N], float32
-    rows: Mapping[str, Tensor] = field(default_factory=dict)  # each [B]
+    per_sequence: Mapping[str, Tensor] = field(default_factory=dict)  # each [B]
 
     def __post_init__(self) -> None:
         n, b = len(self.tokens), len(self.lengths)
         assert int(self.lengths.sum()) == n, f"lengths sum to {int(self.lengths.sum())}, tokens are {n}"
         for name, column in self.columns.items():
-            assert column.shape == (n,), f"column {name} has shape {tuple(column.shape)}, want ({n},)"
-        for name, row in self.rows.items():
-            assert row.shape[:1] == (b,), f"row {name} has shape {tuple(row.shape)}, want ({b},)"
+            assert column.shape == (n,), f"column {name} has shape {tuple(column.shape)}, expected ({n},)"
+        for name, row in self.per_sequence.items():
+            assert row.shape[:1] == (b,), f"per_sequence {name} has shape {tuple(row.shape)}, expected ({b},)"
 
     @property
     def num_sequences(self) -> int:
@@ -113,12 +113,12 @@ class Batch:
     def with_columns(self, **columns: Tensor) -> Batch:
         return replace(self, columns={**self.columns, **columns})
 
-    def with_rows(self, **rows: Tensor) -> Batch:
-        return replace(self, rows={**self.rows, **rows})
+    def with_per_sequence(self, **numbers: Tensor) -> Batch:
+        return replace(self, per_sequence={**self.per_sequence, **numbers})
 
     def keep_columns(self, *names: str) -> Batch:
-        """The same sequences with only these columns and no rows: what travels to a rank."""
-        return replace(self, columns={n: self.columns[n] for n in names}, rows={})
+        """The same sequences with only these columns and no numbers a sequence: what travels to a rank."""
+        return replace(self, columns={n: self.columns[n] for n in names}, per_sequence={})
 
     def select(self, indices: Sequence[int]) -> Batch:
         """These sequences, in this order."""
@@ -128,7 +128,7 @@ class Batch:
             tokens=self.tokens[where],
             lengths=self.lengths[pick],
             columns={n: c[where] for n, c in self.columns.items()},
-            rows={n: r[pick] for n, r in self.rows.items()},
+            per_sequence={n: r[pick] for n, r in self.per_sequence.items()},
         )
 
     def split(self, column: Tensor) -> list[Tensor]:

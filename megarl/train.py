@@ -27,7 +27,7 @@ from megarl.metrics.stats import batch_stats, finalise
 from megarl.sample import Batch, Sample, Stat, Stats
 from megarl.trainer.artifacts import finish, remember
 from megarl.trainer.evaluate import Evaluation, evaluate
-from megarl.trainer.infrastructure import Site
+from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.run import Run
 from megarl.trainer.server_manager import is_verified
 
@@ -36,19 +36,19 @@ def train(config: Config) -> dict[str, Any]:
     """Run to the end; returns the summary that it also writes.  Ranks that fail may start again, beside the servers."""
     began = time.monotonic()
     prepare(config)
-    with Site(config) as site:
-        run = Run(config, site)
+    with Infrastructure(config) as infrastructure:
+        run = Run(config, infrastructure)
         while True:
             try:
                 with run:
-                    return ring(run, began)
+                    return train_loop(run, began)
             except (RankError, NodeLost) as error:
-                site.forgive(error)
-                run = Run(config, site, resume=run.last_save)
+                infrastructure.forgive(error)
+                run = Run(config, infrastructure, resume=run.last_save)
 
 
-def ring(run: Run, began: float) -> dict[str, Any]:
-    """Lap after lap, with an evaluation and a checkpoint every so many."""
+def train_loop(run: Run, began: float) -> dict[str, Any]:
+    """Step after step, with an evaluation and a checkpoint every so many."""
     trainer = run.config.trainer
     totals = Totals(began, run.resumed_from.state["totals"] if run.resumed_from else {})
     push(run, run.first_step, totals)
@@ -56,20 +56,22 @@ def ring(run: Run, began: float) -> dict[str, Any]:
         remember(run.dir, measure(run, 0))
     run.timer.start()  # starting everything is no part of the first step
     for step in range(run.first_step, run.num_steps):
-        position = lap(run, step, totals)
+        position = train_step(run, step, totals)
         if due(step + 1, trainer.test_freq) and step + 1 < run.num_steps:
             measure(run, step + 1)
         if due(step + 1, trainer.save_freq) or (step + 1 == run.num_steps and trainer.save_freq > 0):
-            with run.timer("save_checkpoint"):  # in the account of the next step, as all that comes after a lap
+            with run.timer("save_checkpoint"):  # counted with the next step, as all that comes after a step
                 run.save(step + 1, position, totals.state_dict())
     return finish(run, measure(run, run.num_steps), totals)
 
 
-def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
+def train_step(run: Run, step: int, totals: Totals) -> dict[str, Any]:
     """One iteration, from prompts to pushed weights; returns the position of the prompts behind it."""
     timer = run.timer
     with timer("gen"):
-        iteration = run.feed.next(lambda done, total: run.trackers.stage("gen", done, total), watch=run.fleet.tend)
+        iteration = run.prefetcher.next(
+            lambda done, total: run.trackers.stage("gen", done, total), watch=run.server_manager.check_servers
+        )
     with samples_named(iteration.groups), run.trainers_turn():
         batch, stats = learn(run, iteration.groups, step)
     with timer("update_weights"):
@@ -79,7 +81,7 @@ def lap(run: Run, step: int, totals: Totals) -> dict[str, Any]:
         write_samples(run.dir / "samples.jsonl", step + 1, iteration.groups)
         metrics = finalise(stats) | (batch_stats(batch, version=step) if batch is not None else {}) | iteration.metrics
         metrics |= {f"timing_s/push/{phase}": seconds for phase, seconds in report["timings"].items()}
-        metrics |= run.fleet.metrics(report)
+        metrics |= run.server_manager.metrics(report)
     num_tokens = 0 if batch is None else batch.num_tokens
     metrics |= timer.finish(num_tokens=num_tokens, num_devices=run.config.trainer.num_ranks)
     with timer("log"):
@@ -92,25 +94,25 @@ def learn(run: Run, groups: Sequence[Sequence[Sample]], step: int) -> tuple[Batc
     """Scored groups -> columns -> advantages -> gradients; dynamic sampling may have left no group to learn from."""
     if not groups:
         return None, {"actor/skipped_steps": Stat("sum", 1.0)}
-    method, timer = run.method, run.timer
+    algorithm, timer = run.algorithm, run.timer
     seed = run.config.trainer.seed * 1_000_003 + step  # of this step's shuffles: no two seeds share a sequence of them
     with timer("batch"):
-        batch = make_batch(groups, reward_parts=method.reward_parts)
+        batch = make_batch(groups, reward_parts=algorithm.reward_parts)
         if run.config.reward.shuffle:
             batch = shuffle_rewards(batch, seed)
-        batch, stats = method.shape(batch)
+        batch, stats = algorithm.shape(batch)
     with timer("old_log_prob"):
-        columns = run.actor.columns(batch, method.columns, reference=method.reference)
+        columns = run.actor.columns(batch, algorithm.columns, reference=algorithm.reference)
         batch = batch.with_columns(old_log_probs=columns.pop("log_probs"), **columns)
-    if run.reference and method.reads_reference:
+    if run.reference and algorithm.reads_reference:
         with timer("ref"):
             batch = batch.with_columns(ref_log_probs=run.reference.log_probs(batch))
     if run.critic:
         with timer("values"):
             batch = batch.with_columns(values=run.critic.values(batch))
     with timer("adv"):
-        batch, of_advantages = estimate(batch, kl_coef=run.kl.value, **method.advantages)
-        batch, of_rollout = correct(batch, method.correction)
+        batch, of_advantages = estimate(batch, kl_coef=run.kl.value, **algorithm.advantages)
+        batch, of_rollout = correct(batch, algorithm.correction)
         stats |= of_advantages | of_rollout
     if run.critic:
         with timer("update_critic"):
@@ -133,7 +135,7 @@ def samples_named(groups: Sequence[Sequence[Sample]]) -> Iterator[None]:
 def push(run: Run, version: int, totals: Totals) -> dict[str, Any]:
     """The actor's weights into every server that lives; who does not hold them, verified, writes nothing."""
     totals.pushes += 1
-    report = run.fleet.push(version)
+    report = run.server_manager.push(version)
     totals.pushes_verified += is_verified(report)
     return report
 
@@ -142,7 +144,7 @@ def measure(run: Run, step: int) -> Evaluation:
     """The score on the held-out prompts."""
     val = run.config.rollout.val_kwargs
     found = evaluate(
-        run.stream,
+        run.collector,
         run.val_prompts,
         n=val.n,
         temperature=val.temperature,
@@ -150,7 +152,7 @@ def measure(run: Run, step: int) -> Evaluation:
         max_new_tokens=run.config.data.max_response_length,
         seed=run.config.rollout.seed,
         on_progress=lambda done, total: run.trackers.stage("evaluate", done, total),
-        watch=run.fleet.tend,
+        watch=run.server_manager.check_servers,
     )
     if run.val_prompts:
         run.trackers.log(step, found.metrics())
@@ -168,8 +170,8 @@ def steer_kl(run: Run, stats: Stats) -> None:
 def shuffle_rewards(batch: Batch, seed: int) -> Batch:
     """The control experiment: the same rewards, given to the wrong samples."""
     order = torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(seed))
-    return batch.with_rows(
-        **{name: batch.rows[name][order] for name in ("score", "reward_parts") if name in batch.rows}
+    return batch.with_per_sequence(
+        **{name: batch.per_sequence[name][order] for name in ("score", "reward_parts") if name in batch.per_sequence}
     )
 
 

@@ -8,37 +8,37 @@ import torch
 from torch import Tensor
 
 from megarl.weights.reshard.plan import Plan
-from megarl.weights.reshard.sharding import Place, Spread
+from megarl.weights.reshard.sharding import ParameterSlice, Sharding
 from megarl.weights.reshard.transfers import Transfer
 
 UNTOUCHED = -7.0
 Params = dict[str, Tensor]
 
 
-def whole_tensors(spread: Spread) -> Params:
+def whole_tensors(sharding: Sharding) -> Params:
     """HF tensors of random whole numbers, that all types hold exactly."""
     generator = torch.Generator().manual_seed(5)
     return {
         name: torch.randint(0, 100, tensor.shape, generator=generator).to(torch.float32)
-        for name, tensor in spread.tensors.items()
+        for name, tensor in sharding.tensors.items()
     }
 
 
-def cut_by_hand(spread: Spread, rank: int, whole: Params, padding: float = 0.0) -> Params:
+def cut_by_hand(sharding: Sharding, rank: int, whole: Params, padding: float = 0.0) -> Params:
     """A rank's parameters, each piece of each mapping copied out of the whole tensors."""
-    spot, stage, params = spread.spot(rank), spread.stage(rank), {}
-    for op in spread.table:
-        if op.held_by(spot):
-            for name in spread.params_on(op, stage):
-                params[name] = torch.full(op.shape_at(spot), padding)
-                for piece in op.pieces_at(spot):
+    coordinate, stage, params = sharding.coordinate(rank), sharding.stage(rank), {}
+    for op in sharding.table:
+        if op.held_by(coordinate):
+            for name in sharding.params_on(op, stage):
+                params[name] = torch.full(op.shape_at(coordinate), padding)
+                for piece in op.pieces_at(coordinate):
                     piece.of_shard(params[name]).copy_(piece.of_hf(whole[piece.hf_name]))
     return params
 
 
-def at(params: Params, place: Place, transfer: Transfer) -> Tensor:
-    part = params[place.param] if place.index is None else params[place.param][place.index]
-    return part[tuple(slice(s, s + n) for s, n in zip(place.start, transfer.shape, strict=True))]
+def at(params: Params, param_slice: ParameterSlice, transfer: Transfer) -> Tensor:
+    part = params[param_slice.param] if param_slice.index is None else params[param_slice.param][param_slice.index]
+    return part[tuple(slice(s, s + n) for s, n in zip(param_slice.start, transfer.shape, strict=True))]
 
 
 def carry_out(plan: Plan, whole: Params) -> list[Params]:
@@ -59,9 +59,9 @@ def carry_out(plan: Plan, whole: Params) -> list[Params]:
             for theirs, ours in zip(outgoing[sender][rank], transfers, strict=True):
                 assert (theirs.hf_name, theirs.box, theirs.dtype) == (ours.hf_name, ours.box, ours.dtype)
                 came[ours.hf_name][tuple(slice(*side) for side in ours.box)] += 1
-                for place in ours.places:
-                    at(params, place, ours).copy_(at(senders[sender], theirs.places[0], theirs))
-                    at(written, place, ours).add_(1)
+                for param_slice in ours.param_slices:
+                    at(params, param_slice, ours).copy_(at(senders[sender], theirs.param_slices[0], theirs))
+                    at(written, param_slice, ours).add_(1)
         assert max(int(count.max()) for count in (*came.values(), *written.values())) == 1
         received.append(params)
     return received

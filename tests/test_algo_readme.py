@@ -15,14 +15,14 @@ from readme_blocks import ROOT, blocks, code_spans
 from megarl import algo, rewards
 from megarl.algo import ActorLoss, estimate, step_columns
 from megarl.algo.advantages.estimate import SETTINGS
-from megarl.algo.hyperparameters import CLIP_KEYS, keyword_names, knob_names
+from megarl.algo.hyperparameters import CLIP_KEYS, hyperparameter_names, keyword_names
 from megarl.config import Config, load_config
 from megarl.config.keys import groups, leaf_types, mapping_of
 from megarl.config.schema.algorithm import Algorithm, FilterGroups, OverlongBuffer, RolloutCorrection
 from megarl.metrics.advice import RULES
 from megarl.plugins import load_plugins
 from megarl.sample import Batch, Completion, Prompt, VersionSpan
-from megarl.trainer.algorithm import make_method
+from megarl.trainer.algorithm import make_algorithm
 
 PAGE = (ROOT / "megarl/algo/README.md").read_text()
 FILES = {block.file: block.text for block in blocks(PAGE) if block.file}
@@ -92,7 +92,7 @@ def signature_defaults(name: str) -> dict[str, object]:
     found = {}
     for function in (algo.POLICY_LOSSES[name], algo.SELECTIONS.get(name)):
         for parameter in inspect.signature(function).parameters.values() if function else ():
-            if parameter.name in knob_names(name):
+            if parameter.name in hyperparameter_names(name):
                 clip = CLIP_KEYS.get(parameter.name)
                 key = f"actor.{clip}" if clip else f"algorithm.policy_loss_args.{parameter.name}"
                 found[key] = None if parameter.default is parameter.empty else parameter.default
@@ -209,7 +209,7 @@ def test_the_commands_of_the_page_are_a_method(desk, words):
     config, warnings = load_config([*BASE, *overrides])
     assert not warnings
     load_plugins(config.algorithm.plugins)
-    method = make_method(config)
+    method = make_algorithm(config)
     assert method.actor.loss.policy_loss == config.algorithm.policy_loss_fn
     assert config.reward.fn in rewards.REWARDS
 

@@ -25,20 +25,20 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> No
     file = tmp_path / "token"
     file.write_text(TOKEN)
     file.chmod(mode)
-    with pytest.raises(ValueError, match=r"others can read it; want `chmod 600 "):
+    with pytest.raises(ValueError, match=r"others can read it; expected `chmod 600 "):
         given_token({"MEGARL_TOKEN_FILE": str(file)})
 
 
 def test_a_missing_file_and_a_token_that_could_be_guessed_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"MEGARL_TOKEN_FILE=.*/none: No such file or directory; want a file"):
+    with pytest.raises(ValueError, match=r"MEGARL_TOKEN_FILE=.*/none: No such file or directory; expected a file"):
         given_token({"MEGARL_TOKEN_FILE": str(tmp_path / "none")})
-    with pytest.raises(ValueError, match="MEGARL_TOKEN: want at least 16 characters"):
+    with pytest.raises(ValueError, match="MEGARL_TOKEN: expected at least 16 characters"):
         given_token({"MEGARL_TOKEN": "short"})
 
 
 def test_who_needs_it_says_why() -> None:
     assert needed_token({"MEGARL_TOKEN": TOKEN}, "trainer.nnodes=2") == TOKEN
-    with pytest.raises(ValueError, match=r"^trainer.nnodes=2: want the run's token in MEGARL_TOKEN, or in a file"):
+    with pytest.raises(ValueError, match=r"^trainer.nnodes=2: expected the run's token in MEGARL_TOKEN, or in a file"):
         needed_token({}, "trainer.nnodes=2")
 
 

@@ -66,14 +66,14 @@ def test_check_only_prints_the_layout_and_starts_nothing(train, capsys):
 
 
 def test_a_users_mistake_found_later_is_told_in_the_same_way(train, capsys):
-    train.result = ValueError("data/a.jsonl:3: want a prompt")
+    train.result = ValueError("data/a.jsonl:3: expected a prompt")
     assert call("train", "recipe=quickstart") == 2
-    assert capsys.readouterr().err == "error: data/a.jsonl:3: want a prompt\n"
+    assert capsys.readouterr().err == "error: data/a.jsonl:3: expected a prompt\n"
 
 
 def test_debug_shows_the_traceback(train):
-    train.result = ValueError("data/a.jsonl:3: want a prompt")
-    with pytest.raises(ValueError, match="want a prompt"):
+    train.result = ValueError("data/a.jsonl:3: expected a prompt")
+    with pytest.raises(ValueError, match="expected a prompt"):
         call("train", "--debug", "recipe=quickstart")
 
 
@@ -154,7 +154,7 @@ def test_the_printed_configuration_is_a_file_that_gives_the_same_run(tmp_path, c
 
 def test_config_wants_a_yaml_file(capsys):
     assert call("train", "--config") == 2
-    assert "want the path of a YAML file" in capsys.readouterr().err
+    assert "expected the path of a YAML file" in capsys.readouterr().err
 
 
 def test_every_command_is_a_function_that_exists():

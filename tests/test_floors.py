@@ -49,7 +49,7 @@ def imports_of(name: str) -> Iterator[tuple[str, int]]:
                     yield alias.name, node.lineno
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
-            assert node.level == 0, f"{name}:{node.lineno}: want an absolute import"
+            assert node.level == 0, f"{name}:{node.lineno}: expected an absolute import"
             if base.split(".")[0] == "megarl":
                 for alias in node.names:
                     submodule = f"{base}.{alias.name}"

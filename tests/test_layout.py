@@ -50,7 +50,7 @@ def test_every_stage_of_a_trained_model_with_dealt_experts_has_some() -> None:
     half = SPARSE | {"mlp_only_layers": [0, 1, 2, 3, 4, 5]}
     assert untrainable(half, Layout(pp=2, ep=2)) == [
         "pipeline_model_parallel_size=2: stage 0 would hold no experts, which expert_model_parallel_size=2 does not "
-        "train; want fewer stages, or 1"
+        "train; expected fewer stages, or 1"
     ]
     assert not untrainable(half, Layout(pp=2)), "not dealt: each rank has all of them"
     assert not untrainable(SPARSE, Layout(pp=2, ep=2))
@@ -118,17 +118,17 @@ def test_layers_lie_over_the_stages_in_turns(layout: Layout, num_layers: int, ch
         (
             Layout(pp=3, first_stage_layers=3),
             "num_layers_in_first_pipeline_stage=3: 9 of the model's num_hidden_layers=12 are left for the other 2 "
-            "pipeline ranks; want a multiple of their number",
+            "pipeline ranks; expected a multiple of their number",
         ),
         (
             Layout(pp=2, last_stage_layers=12),
             "num_layers_in_last_pipeline_stage=12: 0 of the model's num_hidden_layers=12 are left for the other "
-            "pipeline rank; want at least 1",
+            "pipeline rank; expected at least 1",
         ),
         (
             Layout(pp=2, first_stage_layers=5, last_stage_layers=5),
             "num_layers_in_first_pipeline_stage=5 and num_layers_in_last_pipeline_stage=5 are 10 layers on both "
-            "pipeline ranks; want the model's num_hidden_layers=12",
+            "pipeline ranks; expected the model's num_hidden_layers=12",
         ),
         (
             Layout(pp=2, vpp=2, first_stage_layers=7),
@@ -136,21 +136,24 @@ def test_layers_lie_over_the_stages_in_turns(layout: Layout, num_layers: int, ch
         ),
         (
             Layout(vpp=2),
-            "virtual_pipeline_model_parallel_size=2: there is one pipeline rank; want pipeline_model_parallel_size "
+            "virtual_pipeline_model_parallel_size=2: there is one pipeline rank; expected pipeline_model_parallel_size "
             "above 1, or null or 1",
         ),
         (
             Layout(last_stage_layers=2),
-            "num_layers_in_last_pipeline_stage=2: there is one pipeline rank; want pipeline_model_parallel_size "
+            "num_layers_in_last_pipeline_stage=2: there is one pipeline rank; expected pipeline_model_parallel_size "
             "above 1, or null",
         ),
-        (Layout(tp=0), "tensor_model_parallel_size=0: want at least 1"),
-        (Layout(sequence_parallel=True), "sequence_parallel=true: want tensor_model_parallel_size above 1, or false"),
+        (Layout(tp=0), "tensor_model_parallel_size=0: expected at least 1"),
+        (
+            Layout(sequence_parallel=True),
+            "sequence_parallel=true: expected tensor_model_parallel_size above 1, or false",
+        ),
         (Layout(tp=8), "tensor_model_parallel_size=8 does not divide the model's num_key_value_heads=4"),
-        (Layout(ep=2), "expert_model_parallel_size=2: the model has no experts; want 1"),
+        (Layout(ep=2), "expert_model_parallel_size=2: the model has no experts; expected 1"),
         (
             Layout(tp=2, etp=1),
-            "expert_tensor_parallel_size=1: the model has no experts; want 2, as tensor_model_parallel_size",
+            "expert_tensor_parallel_size=1: the model has no experts; expected 2, as tensor_model_parallel_size",
         ),
     ],
 )

@@ -34,7 +34,7 @@ class StepCounts:
     def require_scale(self) -> float:
         """S.  Raises: ValueError where it was not given."""
         if self.scale is None or not self.scale > 0:
-            raise ValueError(f"loss_scale_factor={self.scale}: a loss_agg_mode ending in -norm wants a number above 0")
+            raise ValueError(f"loss_scale_factor={self.scale}: a loss_agg_mode ending in -norm needs a number above 0")
         return self.scale
 
 
@@ -71,7 +71,7 @@ def token_sum_norm(step: StepCounts) -> Tensor:
 def prompt_mean_token_mean(step: StepCounts) -> Tensor:
     """1 / (P sum of n_b over the prompt group): DAPO as published; P counts groups with a trainable token."""
     if step.group_ids is None:
-        raise ValueError("loss_agg_mode='prompt-mean-token-mean' wants the prompt group of every sequence")
+        raise ValueError("loss_agg_mode='prompt-mean-token-mean' needs the prompt group of every sequence")
     groups, group_B = step.group_ids.unique(return_inverse=True)
     tokens_P = segment_sum(step.num_tokens, group_B, len(groups))
     return 1 / ((tokens_P > 0).sum() * tokens_P[group_B])
@@ -106,7 +106,7 @@ def token_weights(
     Raises: ValueError for an unknown mode or one that lacks what it wants.
     """
     if mode not in AGG_MODES:
-        raise ValueError(f"loss_agg_mode={mode!r}: want one of {', '.join(AGG_MODES)}")
+        raise ValueError(f"loss_agg_mode={mode!r}: expected one of {', '.join(AGG_MODES)}")
     live = mask != 0
     num_sequences = count_segments(segment_ids) if group_ids is None else len(group_ids)
     counts = segment_count(live, segment_ids, num_sequences).double()

@@ -45,10 +45,10 @@ class Correction:
     def __post_init__(self) -> None:
         """Raises: ValueError for settings that mean nothing together."""
         if self.level is not None:
-            self._require("level", self.level in LEVELS, f"want null or one of {', '.join(LEVELS)}")
+            self._require("level", self.level in LEVELS, f"expected null or one of {', '.join(LEVELS)}")
         if self.reject_by is not None:
-            self._require("reject_by", self.reject_by in REJECT_BY, f"want null or one of {', '.join(REJECT_BY)}")
-        self._require("reject_level", self.reject_level in REJECT_LEVELS, f"want one of {', '.join(REJECT_LEVELS)}")
+            self._require("reject_by", self.reject_by in REJECT_BY, f"expected null or one of {', '.join(REJECT_BY)}")
+        self._require("reject_level", self.reject_level in REJECT_LEVELS, f"expected one of {', '.join(REJECT_LEVELS)}")
         self._check_weight()
         self._check_rejection()
 
@@ -57,15 +57,15 @@ class Correction:
             idle = self.level is None and getattr(self, name) not in (None, False)
             self._require(name, not idle, f"has no effect without a level, one of {', '.join(LEVELS)}")
         if self.truncate is not None:
-            self._require("truncate", self.truncate >= 1, "want null or a number of at least 1")
+            self._require("truncate", self.truncate >= 1, "expected null or a number of at least 1")
         low, high = self.mask_low, self.mask_high
         if low is None and high is None:
             return
-        self._require("mask_low", low is not None, "mask_high is set and wants its other bound (0 for none)")
-        self._require("mask_high", high is not None, "mask_low is set and wants its other bound (.inf for none)")
+        self._require("mask_low", low is not None, "mask_high is set and needs its other bound (0 for none)")
+        self._require("mask_high", high is not None, "mask_low is set and needs its other bound (.inf for none)")
         assert low is not None and high is not None, "just required"
-        self._require("mask_low", 0 <= low <= 1, "want a number from 0 to 1, the ratio where both policies agree")
-        self._require("mask_high", high >= 1, "want a number of at least 1, the ratio where both policies agree")
+        self._require("mask_low", 0 <= low <= 1, "expected a number from 0 to 1, the ratio where both policies agree")
+        self._require("mask_high", high >= 1, "expected a number of at least 1, the ratio where both policies agree")
         masked = f"a weight is cut by mask_low={low}, mask_high={high} or truncated, set one of them to null"
         self._require("truncate", self.truncate is None, masked)
 
@@ -77,15 +77,15 @@ class Correction:
                 self._require(name, not idle, f"has no effect without reject_by, one of {', '.join(REJECT_BY)}")
             self._require("reject_level", self.reject_level == "token", "has no effect without reject_by")
             return
-        self._require("reject_by", low is not None or high is not None, "wants reject_low, reject_high or both")
+        self._require("reject_by", low is not None or high is not None, "needs reject_low, reject_high or both")
         agree = 1 if self.reject_by == "ratio" else 0
         why = f"the {self.reject_by} where both policies agree"
         if high is not None:
-            self._require("reject_high", high >= agree, f"want a number of at least {agree}, {why}")
+            self._require("reject_high", high >= agree, f"expected a number of at least {agree}, {why}")
         if low is not None:
             signed = self.reject_by in ("ratio", "k1")
             self._require("reject_low", signed, f"{self.reject_by} has only an upper bound, set it to null")
-            self._require("reject_low", low <= agree, f"want a number of at most {agree}, {why}")
+            self._require("reject_low", low <= agree, f"expected a number of at most {agree}, {why}")
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:

@@ -21,7 +21,8 @@ class NonFiniteError(FloatingPointError):
     def __init__(self, column: str, sequence: int, token: int, value: float, sample: str | None = None) -> None:
         place = sample or f"sequence {sequence} (counted in this batch or micro-batch)"
         super().__init__(
-            f"{column} is {value} at token {token} of {place}, where the policy chose the token: want a finite number"
+            f"{column} is {value} at token {token} of {place}, where the policy chose the token: expected a finite "
+            "number"
         )
         self.column, self.sequence, self.token, self.value = column, sequence, token, value
         # What travels from a rank to the driver; a rank adds which replica it is in.

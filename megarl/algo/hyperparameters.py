@@ -24,42 +24,46 @@ def takes_any_keyword(function: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
-def knob_names(policy_loss: str) -> dict[str, bool]:
-    """The knobs of a policy loss and of its selection: name -> has it a default?"""
+def hyperparameter_names(policy_loss: str) -> dict[str, bool]:
+    """The hyperparameters of a policy loss and of its selection: name -> has it a default?"""
     names = keyword_names(POLICY_LOSSES[policy_loss])
     if policy_loss in SELECTIONS:
         names |= keyword_names(SELECTIONS[policy_loss])
     return {name: default for name, default in names.items() if name not in (*COLUMN_KEYWORDS, "generator")}
 
 
-def knobs_of(function: Callable[..., Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the knobs that this function takes; the others are its selection's, or its loss's."""
+def hyperparameters_of(function: Callable[..., Any], hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the hyperparameters that this function takes; the others are its selection's, or its loss's."""
     if takes_any_keyword(function):
-        return dict(knobs)
+        return dict(hyperparameters)
     known = keyword_names(function)
-    return {name: value for name, value in knobs.items() if name in known}
+    return {name: value for name, value in hyperparameters.items() if name in known}
 
 
-def key_of(knob: str) -> str:
-    """The key of the configuration that sets a knob."""
-    return f"actor.{CLIP_KEYS[knob]}" if knob in CLIP_KEYS else f"algorithm.policy_loss_args.{knob}"
+def key_of(hyperparameter: str) -> str:
+    """The key of the configuration that sets a hyperparameter."""
+    return (
+        f"actor.{CLIP_KEYS[hyperparameter]}"
+        if hyperparameter in CLIP_KEYS
+        else f"algorithm.policy_loss_args.{hyperparameter}"
+    )
 
 
 def with_keys(policy_loss: str, sentence: str) -> str:
-    """A sentence of a loss about its knobs, in the words of the configuration."""
-    for knob in knob_names(policy_loss):
-        sentence = re.sub(rf"\b{knob}\b", key_of(knob), sentence)
+    """A sentence of a loss about its hyperparameters, in the words of the configuration."""
+    for hyperparameter in hyperparameter_names(policy_loss):
+        sentence = re.sub(rf"\b{hyperparameter}\b", key_of(hyperparameter), sentence)
     return f"{sentence} (algorithm.policy_loss_fn={policy_loss})"
 
 
-def check_knobs(policy_loss: str, clips: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+def check_hyperparameters(policy_loss: str, clips: Mapping[str, Any], args: Mapping[str, Any]) -> None:
     """Raises: ValueError for an unknown loss, a clip or an argument that it does not know, a missing or wrong number.
 
     Args: clips: clip_low, clip_high, clip_c, those that are set; args: algorithm.policy_loss_args.
     """
     if policy_loss not in POLICY_LOSSES:
-        raise ValueError(f"algorithm.policy_loss_fn={policy_loss!r}: want one of {', '.join(POLICY_LOSSES)}")
-    known, any_name = knob_names(policy_loss), takes_any_keyword(POLICY_LOSSES[policy_loss])
+        raise ValueError(f"algorithm.policy_loss_fn={policy_loss!r}: expected one of {', '.join(POLICY_LOSSES)}")
+    known, any_name = hyperparameter_names(policy_loss), takes_any_keyword(POLICY_LOSSES[policy_loss])
     for name, value in clips.items():
         if name not in known:
             raise ValueError(f"{key_of(name)}={value}: the policy loss {policy_loss} has no such clip, leave it unset")
@@ -68,16 +72,16 @@ def check_knobs(policy_loss: str, clips: Mapping[str, Any], args: Mapping[str, A
     for name, has_default in known.items():
         if not has_default and name not in clips and name not in args:
             raise ValueError(
-                f"algorithm.policy_loss_fn={policy_loss}: want a number in {key_of(name)}, it has no default"
+                f"algorithm.policy_loss_fn={policy_loss}: expected a number in {key_of(name)}, it has no default"
             )
 
 
 def _check_argument(policy_loss: str, name: str, value: Any, known: Mapping[str, bool], any_name: bool) -> None:
     key = f"algorithm.policy_loss_args.{name}={value}"
     if name in CLIP_KEYS:
-        raise ValueError(f"{key}: want actor.{CLIP_KEYS[name]} for a clip")
+        raise ValueError(f"{key}: expected actor.{CLIP_KEYS[name]} for a clip")
     if name not in known and not any_name:
         names = ", ".join(n for n in known if n not in CLIP_KEYS) or "none"
         raise ValueError(f"{key}: the policy loss {policy_loss} does not know it; its arguments: {names}")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{key}: want a finite number")
+        raise ValueError(f"{key}: expected a finite number")

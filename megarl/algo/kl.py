@@ -71,11 +71,11 @@ def kl_estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     base = name.removesuffix("+")
     if base not in KL_ESTIMATORS:
         names = ", ".join([*KL_ESTIMATORS, FULL])
-        raise ValueError(f'KL estimator {name!r}: want one of {names}, or one of these with "+"')
+        raise ValueError(f'KL estimator {name!r}: expected one of {names}, or one of these with "+"')
     value = KL_ESTIMATORS[base](log_probs, ref_log_probs)
     if value.shape != log_probs.shape:
         raise ValueError(
-            f"KL estimator {base}: it returns shape {tuple(value.shape)}, want one number a token, "
+            f"KL estimator {base}: it returns shape {tuple(value.shape)}, expected one number a token, "
             f"{tuple(log_probs.shape)}"
         )
     return value if base == name else with_gradient_of_k2(value, log_probs, ref_log_probs)
@@ -120,7 +120,7 @@ class AdaptiveKL:
     def __post_init__(self) -> None:
         if not (self.target_kl > 0 and self.horizon > 0):
             raise ValueError(
-                f"algorithm.kl_ctrl.target_kl={self.target_kl}, horizon={self.horizon}: want numbers above 0"
+                f"algorithm.kl_ctrl.target_kl={self.target_kl}, horizon={self.horizon}: expected numbers above 0"
             )
 
     def update(self, kl: float, num_sequences: int) -> None:
@@ -148,4 +148,4 @@ def make_kl_controller(
         return FixedKL(kl_coef)
     if kind == "adaptive":
         return AdaptiveKL(kl_coef, target_kl, horizon)
-    raise ValueError(f"algorithm.kl_ctrl.type={kind!r}: want one of {', '.join(KL_CONTROLLERS)}")
+    raise ValueError(f"algorithm.kl_ctrl.type={kind!r}: expected one of {', '.join(KL_CONTROLLERS)}")

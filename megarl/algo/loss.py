@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from megarl.algo.hyperparameters import check_knobs, keyword_names, knobs_of, with_keys
+from megarl.algo.hyperparameters import check_hyperparameters, hyperparameters_of, keyword_names, with_keys
 from megarl.algo.kl import FULL, kl_estimate, with_gradient_of_k2
-from megarl.algo.losses.ratio import KnobError, importance_ratio
+from megarl.algo.losses.ratio import HyperparameterError, importance_ratio
 from megarl.algo.losses.table import COLUMN_KEYWORDS, POLICY_LOSSES, SELECTIONS
 from megarl.algo.losses.value import value_loss
 from megarl.algo.segments import clean
@@ -43,7 +43,7 @@ class ActorLoss:
     clip_low: float | None = None  # None: the loss's own default, here and in the next two
     clip_high: float | None = None
     clip_c: float | str | None = None  # "off" switches the dual clip off
-    args: Mapping[str, float] = field(default_factory=dict)  # its other knobs: {"tau_pos": 1.0}
+    args: Mapping[str, float] = field(default_factory=dict)  # its other hyperparameters: {"tau_pos": 1.0}
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
@@ -53,17 +53,17 @@ class ActorLoss:
 
     def __post_init__(self) -> None:
         """Raises: ValueError for settings that do not fit together, before any model is there."""
-        check_knobs(self.policy_loss, self._clips(), self.args)
+        check_hyperparameters(self.policy_loss, self._clips(), self.args)
         if self.kl_importance and not self.use_kl_loss:
             raise ValueError("actor.kl_importance=true: has no effect without actor.use_kl_loss=true")
         if self.kl_importance and self._kl_is_full:
             raise ValueError(
                 f"actor.kl_importance=true: actor.kl_loss_type={self.kl_loss_type} is exact, it sums over the "
-                "vocabulary and samples nothing that a ratio could correct; want it false"
+                "vocabulary and samples nothing that a ratio could correct; expected it false"
             )
         try:
             self._rehearse()
-        except KnobError as error:
+        except HyperparameterError as error:
             raise ValueError(with_keys(self.policy_loss, str(error))) from None
 
     @property
@@ -83,7 +83,7 @@ class ActorLoss:
         return (*base, "full_kl") if self.use_kl_loss and self._kl_is_full else base
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, Any]:
         """Every number that was set, under the name that the policy loss and its selection have for it."""
         return {name: None if value == "off" else value for name, value in self._clips().items()} | dict(self.args)
 
@@ -93,11 +93,13 @@ class ActorLoss:
         Raises: ValueError for a selection that returns anything but one truth value a token.
         """
         function = SELECTIONS[self.policy_loss]
-        chosen = function(old_log_probs, advantages, mask, generator=generator, **knobs_of(function, self.knobs))
+        chosen = function(
+            old_log_probs, advantages, mask, generator=generator, **hyperparameters_of(function, self.hyperparameters)
+        )
         if chosen.shape != mask.shape or chosen.dtype != torch.bool:
             raise ValueError(
                 f"policy loss {self.policy_loss}: its selection has shape {tuple(chosen.shape)} and type "
-                f"{chosen.dtype}, want one bool a token, {tuple(mask.shape)}"
+                f"{chosen.dtype}, expected one bool a token, {tuple(mask.shape)}"
             )
         return chosen & mask
 
@@ -108,7 +110,7 @@ class ActorLoss:
         if modes is not None and agg_mode not in modes:
             raise ValueError(
                 f"actor.loss_agg_mode={agg_mode}: the policy loss {self.policy_loss} does not look at its "
-                f"loss_agg_mode and always computes {modes[0]}, want that"
+                f"loss_agg_mode and always computes {modes[0]}, expected that"
             )
 
     def __call__(self, batch: Batch, outputs: dict[str, Tensor]) -> LossOutput:
@@ -184,20 +186,22 @@ class ActorLoss:
 
     def _policy(self, *columns: Tensor, **extra: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         function = POLICY_LOSSES[self.policy_loss]
-        found = function(*columns, **extra, **knobs_of(function, self.knobs))
+        found = function(*columns, **extra, **hyperparameters_of(function, self.hyperparameters))
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-            raise ValueError(f"policy loss {self.policy_loss}: want it to return (token loss, {{statistic: column}})")
+            raise ValueError(
+                f"policy loss {self.policy_loss}: expected it to return (token loss, {{statistic: column}})"
+            )
         token_loss, info = found
         for name, column in {"its token loss": token_loss, **info}.items():
             if column.shape != columns[0].shape:
                 raise ValueError(
                     f"policy loss {self.policy_loss}: {name} has shape {tuple(column.shape)}, "
-                    f"want one number a token, {tuple(columns[0].shape)}"
+                    f"expected one number a token, {tuple(columns[0].shape)}"
                 )
         return token_loss, info
 
     def _rehearse(self) -> None:
-        """Two tokens through the functions, so that a wrong knob, name or shape is refused before a run starts."""
+        """Run the functions on two tokens: a wrong hyperparameter, name or shape is refused before a run starts."""
         x, mask, segment_ids = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
         function = POLICY_LOSSES[self.policy_loss]
         if isinstance(function, DocumentedLoss):
@@ -207,12 +211,13 @@ class ActorLoss:
         for name in info:
             if name in OWN_STATS:
                 raise ValueError(
-                    f"policy loss {self.policy_loss}: every loss reports {name}, want another name for its statistic"
+                    f"policy loss {self.policy_loss}: every loss reports {name}, use another name for its statistic"
                 )
         if "selected" in extra:
             if self.policy_loss not in SELECTIONS:
                 raise ValueError(
-                    f"policy loss {self.policy_loss}: it takes `selected`, want register_policy_loss(..., select=...)"
+                    f"policy loss {self.policy_loss}: it takes `selected`, expected register_policy_loss(..., "
+                    "select=...)"
                 )
             self.select(x, x, mask, torch.Generator())
         if not self._kl_is_full:
@@ -228,7 +233,7 @@ class CriticLoss:
     def __post_init__(self) -> None:
         """Raises: ValueError for a range that is not above 0."""
         if self.cliprange_value is not None and not self.cliprange_value > 0:
-            raise ValueError(f"critic.cliprange_value={self.cliprange_value}: want a number above 0, or null")
+            raise ValueError(f"critic.cliprange_value={self.cliprange_value}: expected a number above 0, or null")
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -31,12 +31,14 @@ KL_FORM = ("log_probs", "ref_log_probs")
 def register_policy_loss(
     name: str, *, select: Selection | None = None, per_sequence: bool = False, uses_ratio: bool = True
 ) -> Callable[[F], F]:
-    """Add a policy loss: f(log_probs, old_log_probs, advantages, mask, segment_ids, *, knobs) -> loss [T], {name: [T]}.
+    """Add a policy loss.
 
-    `select`: f(old_log_probs, advantages, mask, *, generator, knobs) -> [N] bool, made from a whole optimizer step;
-    the loss gets it as the keyword `selected`.  `per_sequence`: a weight of rollout correction has to be one number a
-    sequence.  `uses_ratio`: its gradient holds r, so that a weight beside it would count the same thing twice where
-    old_log_probs are the server's.
+    f(log_probs, old_log_probs, advantages, mask, segment_ids, *, hyperparameters) -> loss [T], {name: [T]}.
+
+    `select`: f(old_log_probs, advantages, mask, *, generator, hyperparameters) -> [N] bool, made from a whole optimizer
+    step; the loss gets it as the keyword `selected`.  `per_sequence`: a weight of rollout correction has to be one
+    number a sequence.  `uses_ratio`: its gradient holds r, so that a weight beside it would count the same thing twice
+    where old_log_probs are the server's.
 
     Example:
         @register_policy_loss("squared")
@@ -51,9 +53,11 @@ def register_policy_loss(
         documented = is_documented_loss(function)
         entry = DocumentedLoss(name, function) if documented else function
         if not documented:
-            _require_form("policy loss", name, function, LOSS_FORM, "knobs after *")
+            _require_form("policy loss", name, function, LOSS_FORM, "hyperparameters after *")
         if select is not None:
-            _require_form("selection of policy loss", name, select, SELECTION_FORM, "generator and knobs after *")
+            _require_form(
+                "selection of policy loss", name, select, SELECTION_FORM, "generator and hyperparameters after *"
+            )
         _add(POLICY_LOSSES, "policy loss", name, entry)
         if select is not None:
             SELECTIONS[name] = select
@@ -88,9 +92,9 @@ def register_adv_est(name: str) -> Callable[[F], F]:
 def register_kl(name: str) -> Callable[[F], F]:
     """Add a KL estimator: f(log_probs [T], ref_log_probs [T]) -> [T]."""
     if name.endswith("+"):
-        raise ValueError(f'KL estimator {name!r}: want a name without "+", which every name may carry')
+        raise ValueError(f'KL estimator {name!r}: expected a name without "+", which every name may carry')
     if name == FULL:
-        raise ValueError(f"KL estimator {name!r} exists already: want another name")
+        raise ValueError(f"KL estimator {name!r} exists already: use another name")
 
     def add(function: F) -> F:
         """The decorator: leaves the function as it is."""
@@ -103,7 +107,7 @@ def register_kl(name: str) -> Callable[[F], F]:
 
 def _add(table: dict[str, Any], kind: str, name: str, function: Callable[..., Any]) -> None:
     if name in table:
-        raise ValueError(f"{kind} {name!r} exists already: want another name")
+        raise ValueError(f"{kind} {name!r} exists already: use another name")
     table[name] = function
 
 
@@ -115,4 +119,4 @@ def _require_form(kind: str, name: str, function: Callable[..., Any], form: tupl
     if columns != list(form):
         taken = inspect.Signature(bare)
         wanted = ", ".join((f"these columns, by name and in this order: ({', '.join(form)})", *filter(None, [rest])))
-        raise ValueError(f"{kind} {name!r}: it takes {taken}; want {wanted}")
+        raise ValueError(f"{kind} {name!r}: it takes {taken}; expected {wanted}")

@@ -26,23 +26,23 @@ def overlong_penalty(
     """
     if not 0 < buffer_length <= max_response_length:
         raise ValueError(
-            f"algorithm.overlong_buffer.len={buffer_length}: want a number from 1 to "
+            f"algorithm.overlong_buffer.len={buffer_length}: expected a number from 1 to "
             f"data.max_response_length={max_response_length}"
         )
     if not factor >= 0:
-        raise ValueError(f"algorithm.overlong_buffer.penalty_factor={factor}: want a number of at least 0")
+        raise ValueError(f"algorithm.overlong_buffer.penalty_factor={factor}: expected a number of at least 0")
     mask = batch.columns["response_mask"] != 0
     end_B = batch.starts + batch.lengths
     length_B = (end_B - first_unmasked(mask, batch.segment_ids, end_B)).double()
     excess_B = length_B - (max_response_length - buffer_length)
     penalty_B = (-excess_B / buffer_length * factor).clamp(max=0)
-    score = batch.rows["score"]
+    score = batch.per_sequence["score"]
     num = float(batch.num_sequences)
     stats = {
         "reward/overlong_penalty": Stat("mean", float(penalty_B.sum()), num),
         "reward/overlong_share": Stat("mean", float((excess_B > 0).sum()), num),
     }
-    return batch.with_rows(score=(score.double() + penalty_B).to(score.dtype), raw_score=score), stats
+    return batch.with_per_sequence(score=(score.double() + penalty_B).to(score.dtype), raw_score=score), stats
 
 
 def overlong_filter(batch: Batch) -> tuple[Batch, Stats]:
@@ -53,7 +53,7 @@ def overlong_filter(batch: Batch) -> tuple[Batch, Stats]:
     Args: batch: row truncated.
     Returns: the batch with the column keep; statistics.
     """
-    truncated = batch.rows["truncated"] != 0
+    truncated = batch.per_sequence["truncated"] != 0
     keep = batch.columns.get("keep", torch.ones(batch.num_tokens))
     filtered = Stat("mean", float(truncated.sum()), float(batch.num_sequences))
     keep = torch.where(truncated[batch.segment_ids], 0.0, keep)

@@ -35,14 +35,14 @@ def step_columns(
     selected        1 where the loss's selection says so
 
     Args: batch: the whole step: response_mask, and as asked for keep, rollout_weight, rollout_log_probs, old_log_probs,
-        advantages [N]; rows: group [B] for prompt-mean-token-mean.  loss_scale_factor: S of the -norm modes.
+        advantages [N]; per sequence: group [B] for prompt-mean-token-mean.  loss_scale_factor: S of the -norm modes.
         seed: this step's own; normalize, bypass: those of algorithm.rollout_correction.
     Raises: ValueError for a mode that lacks what it wants, or a batch that lacks a column.
     """
     mask = batch.columns["response_mask"]
     if "keep" in batch.columns:
         mask = mask * (batch.columns["keep"] != 0)
-    group_ids = batch.rows.get("group")
+    group_ids = batch.per_sequence.get("group")
     weight = token_weights(agg_mode, mask, batch.segment_ids, group_ids=group_ids, loss_scale_factor=loss_scale_factor)
     batch = batch.with_columns(response_mask=mask, weight=weight)
     if isinstance(loss, CriticLoss):
@@ -54,7 +54,7 @@ def step_columns(
         if bypass and loss.policy_loss not in WITHOUT_RATIO:
             raise ValueError(
                 f"algorithm.rollout_correction.bypass=true: the ratio of {loss.policy_loss} to the server's policy is "
-                "the correction, want no rollout weight beside it"
+                "the correction, expected no rollout weight beside it"
             )
         ratio_weight = _column(batch, "rollout_weight", "level")
         collapsed = rollout_weights(

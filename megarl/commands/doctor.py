@@ -109,7 +109,7 @@ def _package(name: str, tested: str) -> Finding:
 
 
 def _accelerator(device: str) -> Finding:
-    wanted, otherwise = ("trainer.device=cuda wants one", FAIL) if device == "cuda" else ("optional", OK)
+    wanted, otherwise = ("trainer.device=cuda needs one", FAIL) if device == "cuda" else ("optional", OK)
     try:
         import torch
     except ImportError as error:

@@ -17,7 +17,8 @@ def main(config: Config) -> int:
     trainer = config.trainer
     if not 0 < trainer.node_rank < trainer.nnodes:
         raise ValueError(
-            f"trainer.node_rank={trainer.node_rank}: want 1 to {trainer.nnodes - 1}, the machine 0 runs `megarl train`"
+            f"trainer.node_rank={trainer.node_rank}: expected 1 to {trainer.nnodes - 1}, the machine 0 runs `megarl "
+            "train`"
         )
     token = needed_token(os.environ, f"trainer.node_rank={trainer.node_rank}")
     address = f"{trainer.master_addr}:{trainer.master_port}"

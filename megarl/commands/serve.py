@@ -54,7 +54,7 @@ def launches_here(config: Config) -> list[EngineLaunch]:
     if not found:
         raise ValueError(
             f"rollout.urls={list(rollout.urls)}: no host of these is this machine ({socket.gethostname()}); "
-            "want http://HOST:PORT of the servers to start here"
+            "expected http://HOST:PORT of the servers to start here"
         )
     return found
 

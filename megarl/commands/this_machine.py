@@ -32,7 +32,7 @@ def placed(config: Config, environment: Mapping[str, str]) -> Config:
     node = trainer.node_rank if trainer.node_rank != unset.node_rank else node
     address = trainer.master_addr if trainer.master_addr != unset.master_addr else _first_machine(environment)
     if node >= trainer.nnodes:
-        raise ValueError(f"trainer.nnodes={trainer.nnodes}: this is machine {node}, counted from 0; want more")
+        raise ValueError(f"trainer.nnodes={trainer.nnodes}: this is machine {node}, counted from 0; expected more")
     found = replace(trainer, node_rank=node, master_addr=address or trainer.master_addr)
     return replace(config, trainer=found)
 
@@ -41,10 +41,12 @@ def _check(nnodes: int, environment: Mapping[str, str]) -> None:
     """One process on each of so many machines is what we want."""
     given = environment.get("SLURM_STEP_NUM_NODES", "")
     if given.isdigit() and int(given) != nnodes:
-        raise ValueError(f"trainer.nnodes={nnodes}: this srun has {given} (SLURM_STEP_NUM_NODES); want the same number")
+        raise ValueError(
+            f"trainer.nnodes={nnodes}: this srun has {given} (SLURM_STEP_NUM_NODES); expected the same number"
+        )
     given = environment.get("SLURM_NTASKS_PER_NODE", "")
     if given.isdigit() and int(given) != 1:
-        raise ValueError(f"srun --ntasks-per-node={given}: want 1, megarl starts the ranks of a machine itself")
+        raise ValueError(f"srun --ntasks-per-node={given}: expected 1, megarl starts the ranks of a machine itself")
 
 
 def _refuse_torchrun(environment: Mapping[str, str]) -> None:

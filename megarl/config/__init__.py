@@ -1,4 +1,4 @@
-"""Every knob of a run: typed, checked before any process starts, and free of torch.
+"""Every hyperparameter of a run: typed, checked before any process starts, and free of torch.
 
 Knows: the keys (schema/), what each means (describe.py), the names a key may hold (names.py), the spellings of other
 documents (aliases.py), which values are impossible (validate/), which layouts would be possible instead (suggest.py),

@@ -39,7 +39,7 @@ def load_config(overrides: list[str], *, command: str = "train") -> tuple[Config
     command: what it is for: which keys must be given, and which would have no effect, depends on it.
     Raises ConfigError, one sentence, for a key, a type, a value or a combination that cannot be.
     """
-    assert command in COMMANDS, f"command {command}: want one of {COMMANDS}"
+    assert command in COMMANDS, f"command {command}: expected one of {COMMANDS}"
     typed = from_command_line(overrides)
     layers = _layers(typed)
     config = _laid(layers)
@@ -111,7 +111,7 @@ def _layers(typed: Layer) -> list[Layer]:
     if model is not None:
         return [*read_preset(model, _preset_file(model), layout), *files, typed]
     if layout is not None:
-        raise ConfigError(f"layout={layout}: want model=NAME as well, the preset that holds it")
+        raise ConfigError(f"layout={layout}: expected model=NAME as well, the preset that holds it")
     return [*files, typed]
 
 
@@ -127,7 +127,7 @@ def _recipes(recipe: str | None) -> list[Layer]:
     while recipe is not None:
         path = find("recipe", recipe, _shipped("recipe"), "the path of a YAML file")
         if path.resolve() in seen:
-            raise ConfigError(f"{path}: want a recipe that does not lead back to this file")
+            raise ConfigError(f"{path}: expected a recipe that does not lead back to this file")
         seen.add(path.resolve())
         layer = from_file(path)
         files.insert(0, layer)

@@ -26,7 +26,7 @@ def read_preset(name: str, file: Path, layout: str | None) -> list[Layer]:
     for layer in layers:
         for word, value in layer.words.items():
             raise ConfigError(
-                f"{file}: {word}={value}: want no {word} in the preset of a model, which is laid under it"
+                f"{file}: {word}={value}: expected no {word} in the preset of a model, which is laid under it"
             )
     told = str(file.resolve()) if is_path(name) else name
     return [*layers, Layer((Setting(PRESET, told, f"model={name}"),), {}, ())]
@@ -44,7 +44,7 @@ def find(kind: str, name: str, files: dict[str, Path], what: str) -> Path:
     if name not in files:
         guess = nearest(name, list(files))
         meant = f"did you mean {guess}? " if guess else ""
-        raise ConfigError(f"{kind}={name}: {meant}want one of {', '.join(files)}, or {what}")
+        raise ConfigError(f"{kind}={name}: {meant}expected one of {', '.join(files)}, or {what}")
     return files[name]
 
 
@@ -55,5 +55,5 @@ def is_path(name: str) -> bool:
 def _layout(name: str, file: Path, layouts: dict[str, dict], layout: str) -> Layer:
     known = {str(key): value for key, value in layouts.items()}
     if layout not in known:
-        raise ConfigError(f"layout={layout}: model={name} has no such layout; want one of {', '.join(known)}")
+        raise ConfigError(f"layout={layout}: model={name} has no such layout; expected one of {', '.join(known)}")
     return from_content(f"{file}: layout={layout}", known[layout] or {})

@@ -67,7 +67,7 @@ def to_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         lines = str(error).splitlines()
         key = next((line.split()[-1] for line in lines if "full_key" in line), "the configuration")
-        raise ConfigError(f"{key}: {lines[0]}; want ${{another.key}} that exists and fits") from None
+        raise ConfigError(f"{key}: {lines[0]}; expected ${{another.key}} that exists and fits") from None
     assert isinstance(config, Config), "the schema makes it a Config"
     return config
 
@@ -150,10 +150,10 @@ def cut_of(config: Config, role: str) -> Cut:
     cut = Cut(*(getattr(getattr(config, role), key) for key in keys))
     given = [f"{role}.{key}={value}" for key, value in zip(keys, cut, strict=True) if value is not None]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)}: want only one of them, the others null")
+        raise ConfigError(f"{' and '.join(given)}: expected only one of them, the others null")
     for text, value in zip(given, (value for value in cut if value is not None), strict=True):
         if value < 1:
-            raise ConfigError(f"{text}: want at least 1")
+            raise ConfigError(f"{text}: expected at least 1")
     return cut
 
 
@@ -164,5 +164,5 @@ def _per_rank(config: Config, role: str, cut: Cut) -> Cut:
     copies = data_parallel_size(config, role)
     if cut.total % copies:
         key = f"{role}.{MICRO_BATCH_KEYS[role].total}"
-        raise ConfigError(f"{key}={cut.total}: want a multiple of the {copies} data-parallel ranks")
+        raise ConfigError(f"{key}={cut.total}: expected a multiple of the {copies} data-parallel ranks")
     return Cut(None, cut.total // copies, None)

@@ -79,11 +79,11 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())})") from None
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path}: want groups of keys such as `actor:` at the top of the file, not a list")
+        raise ConfigError(f"{path}: expected groups of keys such as `actor:` at the top of the file, not a list")
     content = OmegaConf.to_container(loaded, resolve=False)
     assert isinstance(content, dict), "a DictConfig becomes a dict"
     if "defaults" in content:
-        raise ConfigError(f"{path}: want `recipe: NAME` rather than a `defaults` list, to build on another file")
+        raise ConfigError(f"{path}: expected `recipe: NAME` rather than a `defaults` list, to build on another file")
     return content
 
 
@@ -100,9 +100,11 @@ def parse_override(word: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
-        raise ConfigError(f"{word}: want key=value, with quotes around a value that has special characters") from None
+        raise ConfigError(
+            f"{word}: expected key=value, with quotes around a value that has special characters"
+        ) from None
     if override.type == OverrideType.DEL:
-        raise ConfigError(f"{word}: want key=value, no key can be taken away")
+        raise ConfigError(f"{word}: expected key=value, no key can be taken away")
     return override
 
 
@@ -110,7 +112,7 @@ def _parse(word: str) -> tuple[str, Any]:
     override = parse_override(word)
     if override.is_sweep_override():
         raise ConfigError(
-            f"{word}: want one value; a list is written [a,b], and `megarl train -m` makes a run of each value"
+            f"{word}: expected one value; a list is written [a,b], and `megarl train -m` makes a run of each value"
         )
     return override.key_or_group, override.value()
 
@@ -145,9 +147,9 @@ def _add_word(words: dict[str, str], text: str, key: str, value: object) -> None
         if value == "":  # as every written configuration without a preset says
             return
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{text}: want {WORDS[key]}")
+        raise ConfigError(f"{text}: expected {WORDS[key]}")
     if key in words:
-        raise ConfigError(f"{key}={value}: want one {key}, and {key}={words[key]} is already given")
+        raise ConfigError(f"{key}={value}: expected one {key}, and {key}={words[key]} is already given")
     words[key] = value
 
 
@@ -162,7 +164,7 @@ def _checked(setting: Setting) -> Setting:
     if setting.place is not None:
         kind = get_args(wanted)[-1]  # of a list's elements, of a mapping's values
         if key not in FREE and not fits(value, kind):
-            raise ConfigError(f"{setting.text}: want {type_name(kind)}")
+            raise ConfigError(f"{setting.text}: expected {type_name(kind)}")
         return setting
     if value is None and key in followed():
         value = followed()[key]
@@ -171,7 +173,7 @@ def _checked(setting: Setting) -> Setting:
     elif key == "actor.clip_ratio_c" and value is False:
         value = "off"  # YAML reads a bare off as false
     if not fits(value, wanted):
-        raise ConfigError(f"{setting.text}: want {type_name(wanted)}")
+        raise ConfigError(f"{setting.text}: expected {type_name(wanted)}")
     if isinstance(value, int) and float in get_args(wanted):
         value = float(value)  # OmegaConf does not turn 3 into 3.0 where text is allowed too
     return Setting(key, value, setting.text)
@@ -179,7 +181,7 @@ def _checked(setting: Setting) -> Setting:
 
 def _unknown(key: str) -> str:
     if key in groups():
-        return f"{key} is a group of keys; want {key}.NAME=VALUE"
+        return f"{key} is a group of keys; expected {key}.NAME=VALUE"
     guess = nearest(key)
     hint = f"; did you mean {guess}?" if guess else "; `megarl config` prints them all"
     return f"there is no key {key}{hint}"

@@ -59,10 +59,10 @@ def load_sweep(overrides: list[str]) -> list[SweptRun]:
         written[choices[0].key] = choices
     swept = [key for key, choices in written.items() if choices[0].swept]
     if not swept:
-        raise ConfigError("-m: want several values of at least one key, such as actor.optim.lr=1e-4,3e-4")
+        raise ConfigError("-m: expected several values of at least one key, such as actor.optim.lr=1e-4,3e-4")
     for key in PLACE:
         if key in swept:
-            raise ConfigError(f"{key}: want one value with -m, the runs' own folders are named after what is swept")
+            raise ConfigError(f"{key}: expected one value with -m, the runs' own folders are named after what is swept")
     runs = [_run(chosen) for chosen in product(*written.values())]
     _require_one_home(runs)
     _require_different(runs)
@@ -90,7 +90,7 @@ def _values(word: str, override: Override) -> list[str]:
     except (HydraException, ValueError):  # interval and glob have no end; a range may have no step
         found = []
     if not found:
-        raise ConfigError(f"{word}: want values that can be counted: a,b or choice(a,b) or range(start,stop,step)")
+        raise ConfigError(f"{word}: expected values that can be counted: a,b or choice(a,b) or range(start,stop,step)")
     return found
 
 
@@ -108,7 +108,9 @@ def _run(chosen: tuple[_Choice, ...]) -> SweptRun:
     config, _ = load_config(words)
     trainer = config.trainer
     if trainer.nnodes > 1 and not trainer.check_only:
-        raise ConfigError(f"trainer.nnodes={trainer.nnodes}: want 1 with -m, a sweep starts its runs on one machine")
+        raise ConfigError(
+            f"trainer.nnodes={trainer.nnodes}: expected 1 with -m, a sweep starts its runs on one machine"
+        )
     home, name = str(Path(trainer.default_local_dir) / f"{trainer.experiment_name}_sweep"), folder_name(values)
     quoted = [QuotedString(text, Quote.single).with_quotes() for text in (home, name)]
     words += [f"{key}={text}" for key, text in zip(PLACE, quoted, strict=True)]
@@ -133,7 +135,7 @@ def _require_one_home(runs: list[SweptRun]) -> None:
     homes = sorted({run.config.trainer.default_local_dir for run in runs})
     if len(homes) > 1:
         raise ConfigError(
-            f"trainer.experiment_name: the runs would stand in {', '.join(homes)}; want one name, and one "
+            f"trainer.experiment_name: the runs would stand in {', '.join(homes)}; expected one name, and one "
             "trainer.default_local_dir, for all of them"
         )
 
@@ -145,5 +147,5 @@ def _require_different(runs: list[SweptRun]) -> None:
         name = run.config.trainer.experiment_name
         settings = repr(replace(run.config, trainer=replace(run.config.trainer, experiment_name="")))
         if settings in seen:
-            raise ConfigError(f"-m: {seen[settings]} and {name} are the same settings, want each run once")
+            raise ConfigError(f"-m: {seen[settings]} and {name} are the same settings, expected each run once")
         seen[settings] = name

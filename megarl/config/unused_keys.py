@@ -20,7 +20,7 @@ from megarl.config.validate.models import group_of, has_folder
 from megarl.config.validate.values import value_of
 
 
-class Inert(NamedTuple):
+class UnusedKeys(NamedTuple):
     """Keys that match `keys` (patterns, separated by spaces) do nothing where `when` holds."""
 
     keys: str
@@ -28,12 +28,12 @@ class Inert(NamedTuple):
     when: Callable[[Config], bool]
 
 
-def _optim_rows(role: str, optim: Callable[[Config], Optim]) -> tuple[Inert, ...]:
+def _optim_rows(role: str, optim: Callable[[Config], Optim]) -> tuple[UnusedKeys, ...]:
     name = f"{role}.optim.name={{c.{role}.optim.name}}"
     return (
-        Inert(f"{role}.optim.momentum", f"{name} has no momentum", lambda c: optim(c).name == "adamw"),
-        Inert(f"{role}.optim.betas {role}.optim.eps", f"{name} has no moments", lambda c: optim(c).name == "sgd"),
-        Inert(
+        UnusedKeys(f"{role}.optim.momentum", f"{name} has no momentum", lambda c: optim(c).name == "adamw"),
+        UnusedKeys(f"{role}.optim.betas {role}.optim.eps", f"{name} has no moments", lambda c: optim(c).name == "sgd"),
+        UnusedKeys(
             f"{role}.optim.lr_decay_steps {role}.optim.min_lr",
             f"{role}.optim.lr_decay_style=constant never decays",
             lambda c: optim(c).lr_decay_style == "constant",
@@ -52,20 +52,20 @@ def _has_one_copy(config: Config, role: str) -> bool:
     return replicas * layout.cp == 1 and copies_of_experts == 1
 
 
-def _role_rows(role: str) -> tuple[Inert, ...]:
+def _role_rows(role: str) -> tuple[UnusedKeys, ...]:
     group = f"{role}.megatron"
     return (
-        Inert(
+        UnusedKeys(
             f"{group}.overlap_grad_reduce {group}.overlap_param_gather",
             f"there is one copy of the {role}, so nothing is reduced or gathered",
             lambda c: _has_one_copy(c, role),
         ),
-        Inert(
+        UnusedKeys(
             f"{group}.use_distributed_optimizer {group}.overlap_*",
             f"{role}.strategy=fsdp shards everything, and overlaps always",
             lambda c: value_of(c, role).strategy == "fsdp",
         ),
-        Inert(
+        UnusedKeys(
             f"{group_of(role)}.config",
             f"the config.json in {group_of(role)}.path={{c.{group_of(role)}.path}} counts",
             lambda c: has_folder(c, role),
@@ -83,49 +83,49 @@ _ESTIMATOR = "algorithm.adv_estimator={c.algorithm.adv_estimator}"
 _CORRECTION = "algorithm.rollout_correction"
 
 TABLE = (
-    Inert(
+    UnusedKeys(
         "critic.* trainer.critic_warmup",
         "algorithm.adv_estimator={c.algorithm.adv_estimator} needs no critic",
         lambda c: not c.uses_critic,
     ),
-    Inert("algorithm.lam", f"{_ESTIMATOR} has no lambda", lambda c: _is_none_of(c, ("gae",))),
-    Inert(
+    UnusedKeys("algorithm.lam", f"{_ESTIMATOR} has no lambda", lambda c: _is_none_of(c, ("gae",))),
+    UnusedKeys(
         "algorithm.gamma",
         f"{_ESTIMATOR} scores whole completions",
         lambda c: _is_none_of(c, names.ESTIMATORS_WITH_GAMMA),
     ),
-    Inert(
+    UnusedKeys(
         "algorithm.norm_adv_by_std_in_grpo",
         f"{_ESTIMATOR} divides by no deviation of a group that could be left out",
         lambda c: _is_none_of(c, names.ESTIMATORS_WITH_STD),
     ),
-    Inert("algorithm.reward_weights", f"{_ESTIMATOR} is not gdpo", lambda c: _is_none_of(c, ("gdpo",))),
-    Inert(
+    UnusedKeys("algorithm.reward_weights", f"{_ESTIMATOR} is not gdpo", lambda c: _is_none_of(c, ("gdpo",))),
+    UnusedKeys(
         "ref.*",
         "actor.use_kl_loss and algorithm.use_kl_in_reward are both false, so there is no reference",
         lambda c: not c.uses_reference,
     ),
-    Inert(
+    UnusedKeys(
         "actor.kl_loss_coef actor.kl_loss_type actor.kl_importance",
         "actor.use_kl_loss=false",
         lambda c: not c.actor.use_kl_loss,
     ),
-    Inert(
+    UnusedKeys(
         "algorithm.kl_penalty algorithm.kl_ctrl.*",
         "algorithm.use_kl_in_reward=false",
         lambda c: not c.algorithm.use_kl_in_reward,
     ),
-    Inert(
+    UnusedKeys(
         "algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl",
         "algorithm.kl_ctrl.type=fixed",
         lambda c: c.algorithm.kl_ctrl.type == "fixed",
     ),
-    Inert(
+    UnusedKeys(
         "actor.clip_ratio actor.clip_ratio_*",
         f"{_LOSS} has no clip",
         lambda c: c.algorithm.policy_loss_fn in names.LOSSES_WITHOUT_CLIP,
     ),
-    Inert(
+    UnusedKeys(
         "actor.clip_ratio_c",
         f"{_LOSS} has no dual clip",
         lambda c: (
@@ -133,71 +133,71 @@ TABLE = (
             and c.algorithm.policy_loss_fn not in names.LOSSES_WITH_DUAL_CLIP
         ),
     ),
-    Inert(
+    UnusedKeys(
         "actor.clip_ratio",
         "actor.clip_ratio_low and actor.clip_ratio_high are both set",
         lambda c: c.actor.clip_ratio_low is not None and c.actor.clip_ratio_high is not None,
     ),
-    Inert(
+    UnusedKeys(
         "actor.loss_scale_factor",
         "actor.loss_agg_mode={c.actor.loss_agg_mode} has no constant",
         lambda c: not {c.actor.loss_agg_mode, c.critic.loss_agg_mode} & set(names.AGG_MODES_WITH_SCALE),
     ),
-    Inert(
+    UnusedKeys(
         "critic.loss_scale_factor",
         "critic.loss_agg_mode={c.critic.loss_agg_mode} has no constant",
         lambda c: c.critic.loss_agg_mode not in names.AGG_MODES_WITH_SCALE,
     ),
-    Inert(
+    UnusedKeys(
         f"{_CORRECTION}.truncate {_CORRECTION}.mask_* {_CORRECTION}.normalize",
         f"{_CORRECTION}.level=null, so there is no weight",
         lambda c: c.algorithm.rollout_correction.level is None,
     ),
-    Inert(
+    UnusedKeys(
         f"{_CORRECTION}.reject_level {_CORRECTION}.reject_low {_CORRECTION}.reject_high",
         f"{_CORRECTION}.reject_by=null, so nothing is taken out",
         lambda c: c.algorithm.rollout_correction.reject_by is None,
     ),
-    Inert(
+    UnusedKeys(
         "algorithm.filter_groups.metric algorithm.filter_groups.refill algorithm.filter_groups.max_num_gen_batches",
         "algorithm.filter_groups.enable=false",
         lambda c: not c.algorithm.filter_groups.enable,
     ),
-    Inert(
+    UnusedKeys(
         "algorithm.filter_groups.max_num_gen_batches",
         "algorithm.filter_groups.refill=false asks once",
         lambda c: not c.algorithm.filter_groups.refill,
     ),
-    Inert(
+    UnusedKeys(
         "algorithm.overlong_buffer.len algorithm.overlong_buffer.penalty_factor",
         "algorithm.overlong_buffer.enable=false",
         lambda c: not c.algorithm.overlong_buffer.enable,
     ),
-    Inert(
+    UnusedKeys(
         "actor.lora.alpha actor.lora.targets actor.lora.push",
         "actor.lora.rank=0 trains all weights",
         lambda c: c.actor.lora.rank == 0,
     ),
-    Inert(
+    UnusedKeys(
         "rollout.sglang.*", "rollout.engine={c.rollout.engine} is not sglang", lambda c: c.rollout.engine != "sglang"
     ),
-    Inert(
+    UnusedKeys(
         "rollout.num_servers rollout.host",
         "rollout.urls names servers that run already",
         lambda c: bool(c.rollout.urls),
     ),
-    Inert(
+    UnusedKeys(
         "rollout.host",
         "with trainer.nnodes={c.trainer.nnodes} servers listen at the addresses of their machines",
         lambda c: c.trainer.nnodes > 1,
     ),
-    Inert(
+    UnusedKeys(
         "rollout.memory_fraction rollout.first_gpu",
         "rollout.engine=cpu uses no GPU",
         lambda c: c.rollout.engine == "cpu",
     ),
-    Inert("rollout.first_gpu", "trainer.device=cpu uses no GPU", lambda c: c.trainer.device == "cpu"),
-    Inert(
+    UnusedKeys("rollout.first_gpu", "trainer.device=cpu uses no GPU", lambda c: c.trainer.device == "cpu"),
+    UnusedKeys(
         "ref.megatron.use_distributed_optimizer ref.megatron.overlap_* ref.megatron.recompute_* "
         "ref.megatron.optimizer_offload",
         "a reference is not trained",
@@ -206,25 +206,25 @@ TABLE = (
     *(row for role in ROLES for row in _role_rows(role)),
     *_optim_rows("actor", lambda c: c.actor.optim),
     *_optim_rows("critic", lambda c: c.critic.optim),
-    Inert(
+    UnusedKeys(
         "rollout.val_kwargs.top_p",
         "rollout.val_kwargs.temperature=0 is greedy",
         lambda c: c.rollout.val_kwargs.temperature == 0,
     ),
-    Inert(
+    UnusedKeys(
         "data.val_max_samples trainer.test_freq trainer.val_before_train rollout.val_kwargs.*",
         "data.val_files is empty, so nothing is evaluated",
         lambda c: not c.data.val_files,
     ),
-    Inert("data.seed", "data.shuffle=false", lambda c: not c.data.shuffle),
-    Inert(
+    UnusedKeys("data.seed", "data.shuffle=false", lambda c: not c.data.shuffle),
+    UnusedKeys(
         "trainer.total_epochs",
         "trainer.total_training_steps={c.trainer.total_training_steps} decides (null leaves it to the epochs)",
         lambda c: c.trainer.total_training_steps is not None,
     ),
-    Inert("trainer.check_export", "data.val_files=[]", lambda c: not c.data.val_files),
-    Inert("trainer.max_checkpoints_to_keep", "trainer.save_freq=-1", lambda c: c.trainer.save_freq < 1),
-    Inert(
+    UnusedKeys("trainer.check_export", "data.val_files=[]", lambda c: not c.data.val_files),
+    UnusedKeys("trainer.max_checkpoints_to_keep", "trainer.save_freq=-1", lambda c: c.trainer.save_freq < 1),
+    UnusedKeys(
         "trainer.node_rank trainer.master_addr trainer.master_port",
         "trainer.nnodes=1",
         lambda c: c.trainer.nnodes == 1,

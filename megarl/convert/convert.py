@@ -49,7 +49,7 @@ def main(request: Request) -> int:
     source = describe(request.source, request.model)
     target = describe(request.target) if request.verify_only else _planned(request, source)
     if target.dtype not in DTYPES:
-        raise ValueError(f"{source.path}: its tensors are {target.dtype}; want dtype={' or dtype='.join(DTYPES)}")
+        raise ValueError(f"{source.path}: its tensors are {target.dtype}; expected dtype={' or dtype='.join(DTYPES)}")
     sizes: dict[str, Any] = dict(request.layout)
     layout = Layout(**sizes)
     check_fits(source.hf_folder, source.role, layout)
@@ -102,11 +102,11 @@ def ranks_of(layout: Layout) -> int:
 
 def verify(ranks: Ranks, source: ModelFolder, target: ModelFolder) -> None:
     """Read both folders and compare every tensor; Mismatch names those that differ."""
-    want, got = ranks.digests(source, "verify from"), ranks.digests(target, "verify to")
+    expected, got = ranks.digests(source, "verify from"), ranks.digests(target, "verify to")
     parts = [
-        ("differ", [n for n in want if n in got and got[n] != want[n]]),
-        ("are missing", [n for n in want if n not in got]),
-        ("are too many", [n for n in got if n not in want]),
+        ("differ", [n for n in expected if n in got and got[n] != expected[n]]),
+        ("are missing", [n for n in expected if n not in got]),
+        ("are too many", [n for n in got if n not in expected]),
     ]
     faults = [f"{len(names)} tensors {what}: {some_names(names)}" for what, names in parts if names]
     if faults:
@@ -169,7 +169,8 @@ def _planned(request: Request, source: ModelFolder) -> ModelFolder:
     check_target(request.target, request.source)
     if source.has_adapters and request.dtype not in (None, source.dtype):
         raise ValueError(
-            f"dtype={request.dtype}: the adapters in {source.path} were trained on {source.dtype}; want that first, "
+            f"dtype={request.dtype}: the adapters in {source.path} were trained on {source.dtype}; expected that "
+            "first, "
             "and then another type of what came out"
         )
     form = cast(Format, request.format or ("megatron" if source.format == "hf" else "hf"))

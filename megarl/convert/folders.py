@@ -55,12 +55,12 @@ def describe(path: Path, model: Path | None = None) -> ModelFolder:
     if (path / SHARDS).is_file():
         return _of_shards(path, model)
     if model is not None:
-        raise ValueError(f"model={model}: {path} is not a checkpoint of a run; want no model=")
+        raise ValueError(f"model={model}: {path} is not a checkpoint of a run; expected no model=")
     if (path / CONFIG).is_file():
         return ModelFolder(path, "hf", _hf_role(path), path, _hf_dtype(path))
     if (path / MANIFEST).is_file():
         roles = [child.parent.name for child in sorted(path.glob(f"*/{SHARDS}"))]
-        raise ValueError(f"{path}: a checkpoint with {', '.join(roles)}; want {path / (roles or ['actor'])[0]}")
+        raise ValueError(f"{path}: a checkpoint with {', '.join(roles)}; expected {path / (roles or ['actor'])[0]}")
     raise ValueError(
         f"{path}: neither a Hugging Face folder (no {CONFIG}) nor a finished Megatron checkpoint (no {SHARDS})"
     )
@@ -70,15 +70,19 @@ def _of_shards(path: Path, model: Path | None) -> ModelFolder:
     """A folder made here, or a role's folder in the checkpoint of a run."""
     if (path / MANIFEST).is_file():
         if model is not None:
-            raise ValueError(f"model={model}: {path} has a {CONFIG} of its own; want no model=")
+            raise ValueError(f"model={model}: {path} has a {CONFIG} of its own; expected no model=")
         manifest = json.loads((path / MANIFEST).read_text())
         return ModelFolder(path, "megatron", manifest["role"], path / HF_PART, _shards_dtype(path))
     if not (path.parent / MANIFEST).is_file():
-        raise ValueError(f"{path}: an unfinished checkpoint (no {MANIFEST} in it or beside it); want a finished one")
+        raise ValueError(
+            f"{path}: an unfinished checkpoint (no {MANIFEST} in it or beside it); expected a finished one"
+        )
     role: Role = "critic" if path.name == "critic" else "actor"
     model, base_dtype = (model, None) if model else _base_of_run(path, role)
     if not (model / CONFIG).is_file():
-        raise ValueError(f"model={model}: there is no {CONFIG}; want the Hugging Face folder that the run began with")
+        raise ValueError(
+            f"model={model}: there is no {CONFIG}; expected the Hugging Face folder that the run began with"
+        )
     if _is_of_adapters(path):
         return ModelFolder(path, "megatron", role, model, base_dtype or _hf_dtype(model), has_adapters=True)
     return ModelFolder(path, "megatron", role, model, _shards_dtype(path))
@@ -88,7 +92,7 @@ def _base_of_run(path: Path, role: Role) -> tuple[Path, str]:
     """The HF folder that a run's role began with, and the type in which it was trained, as its config.yaml says."""
     settings = path.absolute().parents[2] / "config.yaml"
     if not settings.is_file():
-        raise ValueError(f"{path}: there is no {settings} to say whose weights these are; want model=FOLDER")
+        raise ValueError(f"{path}: there is no {settings} to say whose weights these are; expected model=FOLDER")
     config = from_yaml(settings.read_text())
     return Path(model_folder(config.critic.model.path if role == "critic" else config.model.path)), config.model.dtype
 
@@ -133,9 +137,9 @@ def _most(sizes: list[tuple[torch.dtype, int]]) -> str:
 def check_target(target: Path, source: Path) -> None:
     """Nothing is ever written over: ValueError unless `target` is a new name, or an empty folder."""
     if target.resolve() == source.resolve():
-        raise ValueError(f"to={target}: the same folder as from={source}; want a new one")
+        raise ValueError(f"to={target}: the same folder as from={source}; expected a new one")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"to={target}: there is something already, and nothing is overwritten; want a new folder")
+        raise ValueError(f"to={target}: there is something already, and nothing is overwritten; expected a new folder")
 
 
 @contextmanager

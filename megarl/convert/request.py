@@ -64,11 +64,11 @@ def parse(words: list[str]) -> Request:
     """Raises a ValueError of one sentence for a word that is unknown, given twice, impossible, or missing."""
     flags = {word for word in words if word.startswith("-")}
     if unknown := sorted(flags - FLAGS.keys()):
-        raise ValueError(f"there is no option {unknown[0]}; want {', '.join(FLAGS)}, --debug, --help or key=value")
+        raise ValueError(f"there is no option {unknown[0]}; expected {', '.join(FLAGS)}, --debug, --help or key=value")
     given = _settings([word for word in words if word not in flags])
     for key in ("from", "to"):
         if not given.get(key):
-            raise ValueError(f"megarl convert: {key}= is missing; want from=FOLDER to=FOLDER")
+            raise ValueError(f"megarl convert: {key}= is missing; expected from=FOLDER to=FOLDER")
     return Request(
         source=Path(given["from"]),
         target=Path(given["to"]),
@@ -100,24 +100,24 @@ def _settings(words: list[str]) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ValueError(f"{word}: want key=value, with a key of {', '.join(known)}")
+            raise ValueError(f"{word}: expected key=value, with a key of {', '.join(known)}")
         if key not in known:
             guess = get_close_matches(key, known, n=1)
-            meant = f"did you mean {guess[0]}?" if guess else f"want one of {', '.join(known)}"
+            meant = f"did you mean {guess[0]}?" if guess else f"expected one of {', '.join(known)}"
             raise ValueError(f"{word}: there is no key {key}; {meant}")
         if key in given:
-            raise ValueError(f"{word}: {key} was given before, as {key}={given[key]}; want it once")
+            raise ValueError(f"{word}: {key} was given before, as {key}={given[key]}; expected it once")
         given[key] = value
     return given
 
 
 def _one_of(key: str, value: str | None, known: tuple[str, ...]) -> str | None:
     if value is not None and value not in known:
-        raise ValueError(f"{key}={value}: want one of {', '.join(known)}")
+        raise ValueError(f"{key}={value}: expected one of {', '.join(known)}")
     return value
 
 
 def _size(axis: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"{axis}={value}: want a whole number of at least 1")
+        raise ValueError(f"{axis}={value}: expected a whole number of at least 1")
     return int(value)

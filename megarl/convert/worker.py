@@ -20,15 +20,15 @@ from megarl.layout import Layout
 from megarl.mcore import checkpoint
 from megarl.mcore.models.lora import LoraSettings, apply_lora, merge
 from megarl.mcore.models.model import Model, build_model, read_hf_config
-from megarl.mcore.setup import Place, initialize, replica_group
+from megarl.mcore.setup import RankInfo, initialize, replica_group
 from megarl.processes.connection import Tensors
 from megarl.rollout.protocol import tensor_digest
 from megarl.weights.hf.export import finish_folder, hf_sizes, hf_tensors, start_folder
 from megarl.weights.hf.folder import HFFolder, open_hf
 from megarl.weights.hf.gather import ModelParallel, local_parameters
-from megarl.weights.hf.load import check_names, check_twins, fill, load_hf
+from megarl.weights.hf.load import check_names, check_tied, fill, load_hf
 from megarl.weights.mapping.names import num_bytes
-from megarl.weights.mapping.tables import Role, ignorable, table_for, twins
+from megarl.weights.mapping.tables import Role, ignorable, table_for, tied
 from megarl.weights.push.buckets import Sizes
 
 Part = tuple[int, dict[str, str]]  # bytes, and the digest of each tensor where the job makes them
@@ -39,7 +39,7 @@ class Worker:
     """The methods that the driver calls."""
 
     def __init__(self) -> None:
-        self.place: Place
+        self.rank_info: RankInfo
         self.share: Any
         self.layout: Layout
         self.model: Model
@@ -64,9 +64,9 @@ class Worker:
 
     def setup(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         self.layout = Layout(**arguments.pop("layout"))
-        self.place = initialize(self.layout, **arguments)
+        self.rank_info = initialize(self.layout, **arguments)
         self.share = replica_group(timeout_s=arguments["timeout_s"])
-        return {"replica": self.place.replica, "is_reporter": self.place.is_reporter}, {}
+        return {"replica": self.rank_info.replica, "is_reporter": self.rank_info.is_reporter}, {}
 
     def build(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """The model of an HF config.json, still without its weights; returns the HF tensors it will have."""
@@ -91,7 +91,7 @@ class Worker:
 
     def read_hf(self, folder: str) -> Job:
         """Only this rank's slices are read; each parameter counts as whole on every rank."""
-        table, spot = table_for(self.hf, role=self.role), ModelParallel.current().spot
+        table, coordinate = table_for(self.hf, role=self.role), ModelParallel.current().coordinate
         params = local_parameters(self.model)
         left = set(params)
         with open_hf(folder) as source:
@@ -99,15 +99,15 @@ class Worker:
             for op in table:
                 own = {name: params[name] for name in (op.param, *op.copies) if name in params}
                 left -= own.keys()
-                fill(own, [op], source, spot)
+                fill(own, [op], source, coordinate)
                 yield sum(num_bytes(*self.sizes[name]) for name in op.hf_shapes), {}
             if self.role == "actor":
-                check_twins(source, twins(self.hf), table, spot)
+                check_tied(source, tied(self.hf), table, coordinate)
         assert not left, f"the table has no mapping for {', '.join(sorted(left))}"
 
     def write_hf(self, folder: str, source_folder: str) -> Job:
         """Rank 0 writes; its errors reach the driver, which ends the others."""
-        writer = start_folder(Path(folder), self.sizes) if self.place.rank == 0 else None
+        writer = start_folder(Path(folder), self.sizes) if self.rank_info.rank == 0 else None
         for name, tensor in hf_tensors(self.model, self.hf, role=self.role):
             if writer:
                 writer.add(name, tensor)
@@ -145,7 +145,7 @@ class Worker:
     def digest(self) -> Job:
         """Rank 0's digests of the HF tensors that the ranks hold together."""
         for name, tensor in hf_tensors(self.model, self.hf, role=self.role):
-            yield num_bytes(*self.sizes[name]), {name: _digest(tensor)} if self.place.rank == 0 else {}
+            yield num_bytes(*self.sizes[name]), {name: _digest(tensor)} if self.rank_info.rank == 0 else {}
 
     def digest_hf(self, folder: str) -> Job:
         """The same of a folder, tensor by tensor, in the types that the model has; what it has too many counts too."""
@@ -157,7 +157,7 @@ class Worker:
     def _digest_stored(self, source: HFFolder, name: str) -> Part:
         """Bytes count as the model has them, so that all ranks stop together and only rank 0 reads."""
         shape, dtype = self.sizes.get(name, (source.shapes[name], torch.float32))
-        if self.place.rank > 0:
+        if self.rank_info.rank > 0:
             return num_bytes(shape, dtype), {}
         return num_bytes(shape, dtype), {name: _digest(source.read(name, 0, 0, source.shapes[name][0]).to(dtype))}
 
@@ -176,7 +176,7 @@ def _one_line(error: BaseException) -> str:
 
 def main() -> None:
     worker = Worker()
-    follow(worker.handlers(), lambda: worker.share, lambda: worker.place.is_first)
+    follow(worker.handlers(), lambda: worker.share, lambda: worker.rank_info.is_first)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -46,7 +46,7 @@ def write_task(
     problems = _problems(low, high, carrying, rng)
     if min(num_sft, num_test) < 0 or num_sft + num_test >= len(problems):
         raise ValueError(
-            f"num_sft={num_sft} and num_test={num_test}: want a sum below the {len(problems)} pairs there are"
+            f"num_sft={num_sft} and num_test={num_test}: expected a sum below the {len(problems)} pairs there are"
         )
     test, sft, train = problems[:num_test], problems[num_test : num_test + num_sft], problems[num_test + num_sft :]
     shown = [(a, b, rng.random() < careless) for _ in range(demonstrations) for a, b in sft]
@@ -86,7 +86,7 @@ def _problems(low: int, high: int, carrying: float | None, rng: random.Random) -
     if carrying is None:
         return pairs
     if not 0 < carrying <= 1:
-        raise ValueError(f"carrying={carrying}: want a share above 0 and at most 1, or None")
+        raise ValueError(f"carrying={carrying}: expected a share above 0 and at most 1, or None")
     with_carry = [pair for pair in pairs if has_carry(*pair)]
     num_others = round(len(with_carry) * (1 - carrying) / carrying)
     kept = with_carry + [pair for pair in pairs if not has_carry(*pair)][:num_others]

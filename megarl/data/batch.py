@@ -45,7 +45,7 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
         tokens=torch.from_numpy(tokens),
         lengths=torch.from_numpy(lengths),
         columns={"response_mask": torch.from_numpy(mask), "rollout_log_probs": torch.from_numpy(log_probs)},
-        rows={
+        per_sequence={
             "score": torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
             "group": torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g) for g in groups])),
             "version_min": torch.tensor([min(span.version for span in c.versions) for c in completions]),
@@ -55,11 +55,11 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
     )
     greedy = [sample.greedy_reward for sample in samples if sample.greedy_reward is not None]
     if len(greedy) == len(samples):
-        batch = batch.with_rows(greedy_score=torch.tensor(greedy, dtype=torch.float32))
+        batch = batch.with_per_sequence(greedy_score=torch.tensor(greedy, dtype=torch.float32))
     if reward_parts:
         names = sample_names(groups)
         values = [[_part(s, key, name) for key in reward_parts] for s, name in zip(samples, names, strict=True)]
-        batch = batch.with_rows(reward_parts=torch.tensor(values, dtype=torch.float32))
+        batch = batch.with_per_sequence(reward_parts=torch.tensor(values, dtype=torch.float32))
     return batch
 
 
@@ -76,7 +76,7 @@ def mini_batches(batch: Batch, prompts_per_step: int, *, seed: int | None) -> li
     `seed` shuffles the groups (None: as they came); rows["group"] keeps its numbers.
     """
     assert prompts_per_step > 0, "a step needs at least one prompt"
-    group = batch.rows["group"]
+    group = batch.per_sequence["group"]
     members: dict[int, list[int]] = {}
     for sequence, index in enumerate(group.tolist()):
         members.setdefault(index, []).append(sequence)
@@ -97,7 +97,8 @@ def _part(sample: Sample, key: str, name: str) -> float:
     if key not in sample.reward_extra:
         has = ", ".join(["reward", *sample.reward_extra])
         raise ValueError(
-            f"algorithm.reward_weights.{key}: the reward of sample {name} has no number of that name; want one that "
+            f"algorithm.reward_weights.{key}: the reward of sample {name} has no number of that name; expected one "
+            "that "
             f"reward.fn returns for every sample (here: {has})"
         )
     return sample.reward_extra[key]

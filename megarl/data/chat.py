@@ -48,7 +48,9 @@ def encode_many(
 def encode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[str]) -> list[list[int]]:
     """Answers as a model would have written them: no special tokens but the end-of-sequence token at the end."""
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model.tokenizer_path={tokenizer.name_or_path}: want a tokenizer with an end-of-text token")
+        raise ValueError(
+            f"model.tokenizer_path={tokenizer.name_or_path}: expected a tokenizer with an end-of-text token"
+        )
     encoded = _encode_strings(tokenizer, list(responses), add_special_tokens=False)
     return [token_ids + [tokenizer.eos_token_id] for token_ids in encoded]
 
@@ -68,7 +70,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) 
     if not has_chat_template(tokenizer):
         raise ValueError(
             f"model.tokenizer_path={tokenizer.name_or_path}: the tokenizer has no chat template, which chat messages "
-            "and data.system_prompt need; want string prompts, or a tokenizer with one"
+            "and data.system_prompt need; expected string prompts, or a tokenizer with one"
         )
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 

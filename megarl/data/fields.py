@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.data.readers import Row
+from megarl.data.readers import Record
 
 Messages = list[dict[str, str]]
 
@@ -37,7 +37,7 @@ class Example:
     response: str
 
 
-def question_of(row: Row, *, prompt_key: str, ground_truth_key: str, has_chat_template: bool) -> Question:
+def question_of(row: Record, *, prompt_key: str, ground_truth_key: str, has_chat_template: bool) -> Question:
     """A row for reinforcement learning.  Raises ValueError that starts with file:line."""
     fields = dict(row.fields)
     if fields.get(prompt_key) is not None:
@@ -49,13 +49,15 @@ def question_of(row: Row, *, prompt_key: str, ground_truth_key: str, has_chat_te
     else:
         raise ValueError(_no_prompt(row, prompt_key))
     if isinstance(text, list) and text[-1]["role"] == "assistant":
-        raise ValueError(f"{row.where}: the last message is the assistant's; want a prompt that ends with a question")
+        raise ValueError(
+            f"{row.where}: the last message is the assistant's; expected a prompt that ends with a question"
+        )
     ground_truth = _ground_truth(row.where, fields, ground_truth_key, "question" in row.fields)
     data_source = fields.pop("data_source", None)
     return Question(row.where, text, ground_truth, "" if data_source is None else str(data_source), fields)
 
 
-def example_of(row: Row, *, prompt_key: str, response_key: str, has_chat_template: bool) -> Example:
+def example_of(row: Record, *, prompt_key: str, response_key: str, has_chat_template: bool) -> Example:
     """A row for supervised training: prompt and response, messages that end with an answer, or GSM8K's own."""
     fields = row.fields
     if fields.get(response_key) is not None and fields.get(prompt_key) is not None:
@@ -63,12 +65,12 @@ def example_of(row: Row, *, prompt_key: str, response_key: str, has_chat_templat
     if fields.get("messages") is not None:
         messages = _text(row.where, "messages", fields["messages"])
         if isinstance(messages, str) or len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise ValueError(f"{row.where}: want messages of at least two turns, the last by the assistant")
+            raise ValueError(f"{row.where}: expected messages of at least two turns, the last by the assistant")
         return Example(row.where, messages[:-1], messages[-1]["content"])
     if isinstance(fields.get("question"), str) and fields.get("answer") is not None:
         return Example(row.where, _as_user(fields["question"], has_chat_template), _response(row, "answer"))
     raise ValueError(
-        f"{row.where}: want the keys {prompt_key!r} and {response_key!r}, 'messages', or 'question' and 'answer'; "
+        f"{row.where}: expected the keys {prompt_key!r} and {response_key!r}, 'messages', or 'question' and 'answer'; "
         f"the row has {_keys(fields)}"
     )
 
@@ -88,7 +90,7 @@ def _text(where: str, key: str, value: Any) -> str | Messages:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: {key} is a {type(value).__name__}; want a string or a list of chat messages")
+        raise ValueError(f"{where}: {key} is a {type(value).__name__}; expected a string or a list of chat messages")
     messages: Messages = []
     for number, message in enumerate(value):
         fields = message if isinstance(message, dict) else {}
@@ -106,18 +108,18 @@ def _ground_truth(where: str, fields: dict[str, Any], key: str, is_question: boo
     if value is None and is_question and isinstance(fields.get("answer"), str):
         value = gsm8k_answer(fields["answer"])
         if value is None:
-            raise ValueError(f"{where}: the answer has no '####' before its number; want that, or the key {key!r}")
+            raise ValueError(f"{where}: the answer has no '####' before its number; expected that, or the key {key!r}")
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
-    raise ValueError(f"{where}: {key} is a {type(value).__name__}; want a string or a number")
+    raise ValueError(f"{where}: {key} is a {type(value).__name__}; expected a string or a number")
 
 
-def _response(row: Row, key: str) -> str:
+def _response(row: Record, key: str) -> str:
     value = row.fields[key]
     if not isinstance(value, str):
-        raise ValueError(f"{row.where}: {key} is a {type(value).__name__}; want a string")
+        raise ValueError(f"{row.where}: {key} is a {type(value).__name__}; expected a string")
     return value
 
 
@@ -125,8 +127,8 @@ def _as_user(question: str, has_chat_template: bool) -> str | Messages:
     return [{"role": "user", "content": question}] if has_chat_template else question
 
 
-def _no_prompt(row: Row, prompt_key: str) -> str:
-    return f"{row.where}: no prompt; want the key {prompt_key!r}, 'messages' or 'question', the row has " + _keys(
+def _no_prompt(row: Record, prompt_key: str) -> str:
+    return f"{row.where}: no prompt; expected the key {prompt_key!r}, 'messages' or 'question', the row has " + _keys(
         row.fields
     )
 

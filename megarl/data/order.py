@@ -45,7 +45,7 @@ class Visits:
         if state["fingerprint"] != self.fingerprint:
             raise ValueError(
                 f"the saved data position belongs to other data (rows and content {state['fingerprint']}, "
-                f"here {self.fingerprint}); want the same files and length limits, or a run without resuming"
+                f"here {self.fingerprint}); expected the same files and length limits, or a run without resuming"
             )
         self._go_to(int(state["epoch"]), int(state["position"]))
 

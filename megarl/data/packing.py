@@ -55,14 +55,14 @@ def plan(
     if max_tokens is not None and len(size) and size.max() > max_tokens:
         raise ValueError(
             f"ppo_max_token_len_per_gpu={max_tokens}: sequence {int(size.argmax())} has {int(size.max())} tokens; "
-            "want a limit of at least data.max_prompt_length + data.max_response_length"
+            "expected a limit of at least data.max_prompt_length + data.max_response_length"
         )
     cost = size * (12 * hidden_size + size)
     longest_first = np.argsort(-size, kind="stable")
     if max_tokens is not None:
         bins = _bins_by_tokens(longest_first, size, cost, num_ranks, max_tokens)
     else:
-        assert max_sequences is not None and max_sequences > 0, f"max_sequences is {max_sequences}, want 1 or more"
+        assert max_sequences is not None and max_sequences > 0, f"max_sequences is {max_sequences}, expected 1 or more"
         num_bins = _round_up(-(-len(size) // max_sequences), num_ranks)
         even = _even_bins(longest_first, np.ones_like(size), cost, num_bins, max_sequences)
         assert even is not None, "sequences of weight 1 always fit"

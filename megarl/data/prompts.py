@@ -91,12 +91,12 @@ class Prompts:
 
 def _fits(where: str, num_tokens: int, limit: int, overlong: str) -> bool:
     """Whether a prompt is kept.  Raises ValueError for an empty one, and for a long one unless those are filtered."""
-    assert overlong in ("error", "filter"), f"overlong is {overlong!r}, want error or filter"
+    assert overlong in ("error", "filter"), f"overlong is {overlong!r}, expected error or filter"
     if num_tokens == 0:
-        raise ValueError(f"{where}: the prompt is empty; want at least one token")
+        raise ValueError(f"{where}: the prompt is empty; expected at least one token")
     if num_tokens > limit and overlong == "error":
         raise ValueError(
             f"{where}: the prompt has {num_tokens} tokens, data.max_prompt_length is {limit}; "
-            "want a shorter prompt, a higher limit, or data.overlong_prompts=filter"
+            "use a shorter prompt, a higher limit, or data.overlong_prompts=filter"
         )
     return num_tokens <= limit

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Row(NamedTuple):
+class Record(NamedTuple):
     """One row of a file.  Example: Row("train.jsonl:3", {"prompt": "12+34=", "ground_truth": "46"})."""
 
     where: str  # file:line of a JSONL file, file:row (from 1) of the other kinds
     fields: dict[str, Any]
 
 
-def read_jsonl(path: Path) -> Iterator[Row]:
+def read_jsonl(path: Path) -> Iterator[Record]:
     """One JSON object a line; empty lines are skipped."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -26,13 +26,13 @@ def read_jsonl(path: Path) -> Iterator[Row]:
             try:
                 fields = json.loads(line)
             except ValueError as error:  # bad JSON and bad UTF-8 alike
-                raise ValueError(f"{where}: not JSON ({error}); want one JSON object a line") from None
+                raise ValueError(f"{where}: not JSON ({error}); expected one JSON object a line") from None
             if not isinstance(fields, dict):
-                raise ValueError(f"{where}: a JSON {type(fields).__name__}; want one JSON object a line")
-            yield Row(where, fields)
+                raise ValueError(f"{where}: a JSON {type(fields).__name__}; expected one JSON object a line")
+            yield Record(where, fields)
 
 
-def read_parquet(path: Path) -> Iterator[Row]:
+def read_parquet(path: Path) -> Iterator[Record]:
     """The rows of a parquet file, read in batches."""
     from pyarrow import ArrowInvalid, parquet  # heavy: only who has such a file waits for it
 
@@ -41,12 +41,12 @@ def read_parquet(path: Path) -> Iterator[Row]:
         for batch in parquet.ParquetFile(path).iter_batches():
             for fields in batch.to_pylist():
                 number += 1
-                yield Row(f"{path}:{number}", fields)
+                yield Record(f"{path}:{number}", fields)
     except ArrowInvalid as error:
         raise ValueError(f"{path}: not a parquet file ({error})") from None
 
 
-def read_dataset_folder(path: Path) -> Iterator[Row]:
+def read_dataset_folder(path: Path) -> Iterator[Record]:
     """The rows of a folder that `datasets.Dataset.save_to_disk` wrote."""
     if (path / "dataset_dict.json").exists():
         splits = ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir()))
@@ -56,21 +56,23 @@ def read_dataset_folder(path: Path) -> Iterator[Row]:
     from datasets import load_from_disk  # heavy: only who has such a folder waits for it
 
     for number, fields in enumerate(load_from_disk(str(path)), start=1):
-        yield Row(f"{path}:{number}", dict(fields))
+        yield Record(f"{path}:{number}", dict(fields))
 
 
-def read_rows(files: str | Sequence[str], kinds: Mapping[str, Any]) -> list[Row]:
+def read_rows(files: str | Sequence[str], kinds: Mapping[str, Any]) -> list[Record]:
     """All rows of these files in order.  `kinds` is the room's table of readers by the end of a file's name.
 
     Raises ValueError, naming the file, for one that is missing, of an unknown kind, or without any row.
     """
-    rows: list[Row] = []
+    rows: list[Record] = []
     for path in paths_of(files):
         if not path.exists():
-            raise ValueError(f"{path}: no such file or folder; want a .jsonl or .parquet file, or a `datasets` folder")
+            raise ValueError(
+                f"{path}: no such file or folder; expected a .jsonl or .parquet file, or a `datasets` folder"
+            )
         suffix = "" if path.is_dir() else path.suffix.lower()
         if suffix not in kinds or (suffix == "" and path.is_file()):
-            raise ValueError(f"{path}: unknown kind of file; want .jsonl, .json (JSON lines), .parquet or a folder")
+            raise ValueError(f"{path}: unknown kind of file; expected .jsonl, .json (JSON lines), .parquet or a folder")
         before = len(rows)
         rows.extend(kinds[suffix](path))
         if len(rows) == before:

@@ -38,7 +38,7 @@ class SftExamples:
         overlong: str = "error",
         system_prompt: str | None = None,
     ) -> None:
-        assert overlong in ("error", "filter"), f"overlong is {overlong!r}, want error or filter"
+        assert overlong in ("error", "filter"), f"overlong is {overlong!r}, expected error or filter"
         templated = has_chat_template(tokenizer)
         examples = [
             example_of(row, prompt_key=prompt_key, response_key=response_key, has_chat_template=templated)
@@ -84,10 +84,10 @@ class SftExamples:
 def _fits(where: str, num_prompt: int, num_response: int, limit: int, overlong: str) -> bool:
     """Whether an example is kept.  An empty prompt is refused: nothing would predict the response's first token."""
     if num_prompt == 0:
-        raise ValueError(f"{where}: the prompt is empty; want at least one token")
+        raise ValueError(f"{where}: the prompt is empty; expected at least one token")
     if num_prompt + num_response > limit and overlong == "error":
         raise ValueError(
             f"{where}: prompt and response have {num_prompt + num_response} tokens, sft.max_length is {limit}; "
-            "want a shorter example or a higher limit"
+            "use a shorter example or a higher limit"
         )
     return num_prompt + num_response <= limit

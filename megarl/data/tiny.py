@@ -126,7 +126,7 @@ def write_tiny_model(
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder}: the folder is not empty; want a new one")
+        raise ValueError(f"{folder}: the folder is not empty; expected a new one")
     tokenizer = tiny_tokenizer()
     sizes = {
         "hidden_size": hidden,
@@ -177,12 +177,12 @@ def _quiet() -> Iterator[None]:
 def _check_sizes(family: str, sizes: dict[str, int]) -> None:
     """Raises ValueError when the sizes cannot make a model of this family."""
     if family not in FAMILIES:
-        raise ValueError(f"family={family!r}: want one of {', '.join(FAMILIES)}")
+        raise ValueError(f"family={family!r}: expected one of {', '.join(FAMILIES)}")
     hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if heads % kv_heads:
-        raise ValueError(f"heads={heads}, kv_heads={kv_heads}: want heads to be a multiple of kv_heads")
+        raise ValueError(f"heads={heads}, kv_heads={kv_heads}: expected heads to be a multiple of kv_heads")
     if family == "qwen2" and sizes["head_dim"] * heads != hidden:
         raise ValueError(
-            f"head_dim={sizes['head_dim']}: want hidden / heads for qwen2, whose config has no such field; "
+            f"head_dim={sizes['head_dim']}: expected hidden / heads for qwen2, whose config has no such field; "
             f"hidden={hidden}, heads={heads}"
         )

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from megarl.processes.connection import HEARTBEAT_S, Tensors, Wire, WireClosed, connect
+from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors, connect
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.ranks import ADDRESS, PARENT, TOKEN
 
@@ -29,14 +29,14 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
     """
     die_with_parent(int(os.environ[PARENT]))
     rank = int(os.environ["RANK"])
-    wire = connect(os.environ[ADDRESS], os.environ[TOKEN], {"rank": rank}, timeout_s=60.0)
+    connection = connect(os.environ[ADDRESS], os.environ[TOKEN], {"rank": rank}, timeout_s=60.0)
     busy = threading.Event()
-    threading.Thread(target=_beat, args=(wire, busy), daemon=True).start()
+    threading.Thread(target=_beat, args=(connection, busy), daemon=True).start()
     while True:
         busy.clear()
         try:
-            header, tensors = wire.receive()
-        except WireClosed:
+            header, tensors = connection.receive()
+        except ConnectionLost:
             os._exit(1)  # the driver is gone: nothing that this rank still holds is wanted
         if header["method"] == "close":
             return
@@ -45,7 +45,7 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
             if header["has_payload"]:
                 tensors = share_payload(tensors, share(), is_first())
             result, out = handlers[header["method"]](header["arguments"], tensors)
-            wire.send({"id": header["id"], "ok": True, "result": result}, out)
+            connection.send({"id": header["id"], "ok": True, "result": result}, out)
         except (
             BaseException
         ) as error:  # every one is the driver's to judge; torch's CheckpointException is no Exception
@@ -56,18 +56,18 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
             }
             details = getattr(error, "details", None)
             report["details"] = details if isinstance(details, dict) else {}
-            wire.send({"id": header["id"], "ok": False, **report})
+            connection.send({"id": header["id"], "ok": False, **report})
 
 
-def _beat(wire: Wire, busy: threading.Event) -> None:
+def _beat(connection: Connection, busy: threading.Event) -> None:
     """Say that this rank lives while it works; without a driver end the process: it may hang in a collective."""
     while True:
         busy.wait()
         time.sleep(HEARTBEAT_S)
         try:
             if busy.is_set():
-                wire.send({"beat": 1})
-        except WireClosed:
+                connection.send({"beat": 1})
+        except ConnectionLost:
             os._exit(1)
 
 

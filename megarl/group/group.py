@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from megarl.layout import Layout
 from megarl.machines.nodes import Nodes
-from megarl.processes.connection import HEARTBEAT_S, Door, Tensors, Wire, WireClosed
-from megarl.processes.links import Direct, Link, Relayed, Said
+from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Listener, Tensors
+from megarl.processes.links import Direct, Link, RankMessage, Relayed
 from megarl.processes.ranks import RanksLaunch, RanksProcess, Share, shares
 from megarl.sockets import listen
 
@@ -99,8 +99,8 @@ class Group:
         self._links: list[Link] = []
         self._processes: list[Process] = []
         self._home = ""  # where the ranks of this machine call
-        self._door: Door | None = None
-        self._arrivals: queue.SimpleQueue[tuple[Wire, dict[str, Any]]] = queue.SimpleQueue()
+        self._listener: Listener | None = None
+        self._arrivals: queue.SimpleQueue[tuple[Connection, dict[str, Any]]] = queue.SimpleQueue()
         self._call_id = 0
         self.num_replicas = 0
         self._first_of_replica: dict[int, int] = {}  # replica -> the rank that takes its tensors
@@ -121,7 +121,7 @@ class Group:
         """Start the ranks' processes and return at once; `start` waits for them.  RankError where that fails here."""
         listener = listen("127.0.0.1")
         self._home = f"127.0.0.1:{listener.getsockname()[1]}"
-        self._door = Door(listener, self._token, lambda *arrival: self._arrivals.put(arrival), name=self.name)
+        self._listener = Listener(listener, self._token, lambda *arrival: self._arrivals.put(arrival), name=self.name)
         meeting: dict[str, Any] = {}
         if len(self._shares) > 1 and self._nodes is not None:
             meeting = {"master_address": self._nodes.address(self._shares[0].node)}
@@ -142,17 +142,17 @@ class Group:
         if share.node == 0 or self._nodes is None:
             self._processes.append(RanksProcess(launch, self._home, self._token))
             return
-        process, wire = self._nodes.start_ranks(share.node, launch)
+        process, connection = self._nodes.start_ranks(share.node, launch)
         self._processes.append(process)
-        wire.sock.settimeout(SILENCE_S)
+        connection.sock.settimeout(SILENCE_S)
         ranks = range(share.first_rank, share.first_rank + share.num_ranks)
-        self._links.append(Relayed(wire, tuple(ranks)))
+        self._links.append(Relayed(connection, tuple(ranks)))
 
     def start(self) -> None:
         """Wait until each rank has called home, and make their process groups."""
-        assert self._door is not None, "launch() comes first"
+        assert self._listener is not None, "launch() comes first"
         self._welcome()
-        self._door.close()
+        self._listener.close()
         places = self._call_all("setup", self._setup, {})
         for rank, place in sorted(places.items()):
             where = place.result
@@ -184,17 +184,19 @@ class Group:
         ranks: set[int] = set()
         with suppress(queue.Empty):
             while True:
-                wire, hello = self._arrivals.get_nowait()
-                wire.sock.settimeout(SILENCE_S)  # a machine that is lost in mid-message closes no connection
-                self._links.append(Direct(wire, int(hello["rank"])))
+                connection, hello = self._arrivals.get_nowait()
+                connection.sock.settimeout(SILENCE_S)  # a machine that is lost in mid-message closes no connection
+                self._links.append(Direct(connection, int(hello["rank"])))
                 ranks.add(int(hello["rank"]))
         return ranks
 
-    def _arrived(self, said: Said) -> set[int]:
+    def _arrived(self, message: RankMessage) -> set[int]:
         """The rank of another machine that knocked there."""
-        if said.header is None:
-            raise RankError(f"group {self.name}: rank {said.rank} ended before it could be used; see {self._log_dir}")
-        return {said.rank}
+        if message.header is None:
+            raise RankError(
+                f"group {self.name}: rank {message.rank} ended before it could be used; see {self._log_dir}"
+            )
+        return {message.rank}
 
     def _check_processes(self) -> None:
         for share, process in zip(self._shares, self._processes, strict=True):
@@ -236,7 +238,7 @@ class Group:
         for link in self._links:
             try:
                 link.send(header, payloads)
-            except WireClosed as error:
+            except ConnectionLost as error:
                 raise self._died(link.ranks[0], method) from error
         return self._collect(method, timeout_s or self.call_timeout_s)
 
@@ -251,9 +253,9 @@ class Group:
                 ready.register(link.sock, selectors.EVENT_READ, link)
             while len(answers) + len(errors) < self.num_ranks:
                 for key, _ in ready.select(timeout=0.5):
-                    said = key.data.receive()
-                    last_sign[said.rank] = time.monotonic()
-                    self._take(said, answers, errors, method)
+                    message = key.data.receive()
+                    last_sign[message.rank] = time.monotonic()
+                    self._take(message, answers, errors, method)
                 now = time.monotonic()
                 if errors:
                     deadline = min(deadline, now + GRACE_S)
@@ -273,8 +275,10 @@ class Group:
             raise RankError(f"group {self.name}: {method} took over {timeout_s:.0f} s on ranks {late}")
         return answers
 
-    def _take(self, said: Said, answers: dict[int, Reply], errors: dict[int, dict[str, Any]], method: str) -> None:
-        rank, header = said.rank, said.header
+    def _take(
+        self, message: RankMessage, answers: dict[int, Reply], errors: dict[int, dict[str, Any]], method: str
+    ) -> None:
+        rank, header = message.rank, message.header
         if header is None:
             if errors:  # others already told why
                 errors.setdefault(rank, {"type": "RankError", "message": "ended", "traceback": ""})
@@ -284,7 +288,7 @@ class Group:
             return
         assert header["id"] == self._call_id, f"rank {rank} answered call {header['id']}, not {self._call_id}"
         if header["ok"]:
-            answers[rank] = Reply(header["result"], said.tensors)
+            answers[rank] = Reply(header["result"], message.tensors)
         else:
             errors[rank] = header
 
@@ -296,15 +300,15 @@ class Group:
         for link in self._links:
             try:
                 link.send({"method": "close"}, {})
-            except WireClosed:
+            except ConnectionLost:
                 continue  # gone already, which is what we want
         if self._processes:
             with ThreadPoolExecutor(len(self._processes)) as threads:
                 list(threads.map(lambda process: process.end(), self._processes))
         for link in self._links:
             link.close()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         self._links.clear()
         self._processes.clear()
 

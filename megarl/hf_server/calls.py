@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.hf_server.model import CpuModel
-from megarl.hf_server.running_batch import Call, Row
+from megarl.hf_server.running_batch import Call, Request
 from megarl.rollout.protocol import SamplingParams
 
 
@@ -20,7 +20,7 @@ def read_call(body: Any, model: CpuModel, max_total_tokens: int) -> Call:
     rids = _rids(body.get("rid"), len(prompts))
     start = body.get("logprob_start_len", -1)
     if not isinstance(start, int) or isinstance(start, bool) or start < -1:
-        raise ValueError(f"logprob_start_len={start!r}: want -1 (none) or a position of the prompt")
+        raise ValueError(f"logprob_start_len={start!r}: expected -1 (none) or a position of the prompt")
     scored_from = start if body.get("return_logprob") and start >= 0 else None
     stops = () if params.ignore_eos else (*model.eos_ids, *params.stop_token_ids)
     call = Call()
@@ -35,7 +35,7 @@ def _prompts(input_ids: Any) -> list[list[int]]:
     prompts = input_ids if nested else [input_ids]
     for prompt in prompts:
         if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
-            raise ValueError("input_ids: want a list of token ids, or a list of such lists, none of them empty")
+            raise ValueError("input_ids: expected a list of token ids, or a list of such lists, none of them empty")
     return prompts
 
 
@@ -44,14 +44,14 @@ def _rids(rid: Any, num_prompts: int) -> list[str]:
         return [uuid.uuid4().hex for _ in range(num_prompts)]
     rids = rid if isinstance(rid, list) else [rid] if num_prompts == 1 else [f"{rid}_{i}" for i in range(num_prompts)]
     if len(rids) != num_prompts or not all(isinstance(r, str) for r in rids):
-        raise ValueError(f"rid={rid!r}: want a string, or one string for each of the {num_prompts} prompts")
+        raise ValueError(f"rid={rid!r}: expected a string, or one string for each of the {num_prompts} prompts")
     return rids
 
 
 def _check_prompt(prompt: list[int], max_new_tokens: int, model: CpuModel, max_total_tokens: int) -> None:
     if min(prompt) < 0 or max(prompt) >= model.vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < model.vocab_size)
-        raise ValueError(f"input_ids holds {wrong}: want token ids from 0 to {model.vocab_size - 1}")
+        raise ValueError(f"input_ids holds {wrong}: expected token ids from 0 to {model.vocab_size - 1}")
     length = len(prompt) + max_new_tokens
     limits = ((model.context_length, "the model's context"), (max_total_tokens, "the server's max_total_tokens"))
     limit, name = min(limits)
@@ -67,7 +67,7 @@ def write_reply(call: Call, body: Mapping[str, Any]) -> Any:
     return items if len(items) > 1 or isinstance(body["input_ids"][0], list) else items[0]
 
 
-def _item(row: Row, with_log_probs: bool, several: bool) -> dict[str, Any]:
+def _item(row: Request, with_log_probs: bool, several: bool) -> dict[str, Any]:
     spans = _spans(row)
     meta: dict[str, Any] = {
         "id": f"{row.rid}-{row.index}" if several else row.rid,
@@ -88,7 +88,7 @@ def _item(row: Row, with_log_probs: bool, several: bool) -> dict[str, Any]:
     return {"text": "", "output_ids": row.token_ids, "meta_info": meta}
 
 
-def _spans(row: Row) -> list[dict[str, Any]]:
+def _spans(row: Request) -> list[dict[str, Any]]:
     if not row.versions:  # aborted before its turn
         return []
     ends = [*(start for _, start in row.versions[1:]), len(row.token_ids)]
@@ -99,7 +99,7 @@ def _spans(row: Row) -> list[dict[str, Any]]:
     ]
 
 
-def _prompt_log_probs(row: Row) -> list[list[Any]]:
+def _prompt_log_probs(row: Request) -> list[list[Any]]:
     """[log-prob, token, text] from the asked position on; the first of them has no log-prob, as in SGLang."""
     start = row.prompt_log_probs_from
     if start is None or row.prompt_log_probs is None:

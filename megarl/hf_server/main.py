@@ -52,7 +52,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process does")
     args = parser.parse_args()
     if not _is_loopback(args.host) and not os.environ.get(TOKEN_VARIABLE):
-        parser.error(f"--host {args.host} can be reached from other machines: want a token in {TOKEN_VARIABLE}")
+        parser.error(f"--host {args.host} can be reached from other machines: expected a token in {TOKEN_VARIABLE}")
     return args
 
 

@@ -89,9 +89,9 @@ class CpuModel:
             if held is None:
                 wrong.append(f"{name}: unknown")
             elif list(held.shape) != list(shape):
-                wrong.append(f"{name}: shape {list(shape)}, want {list(held.shape)}")
+                wrong.append(f"{name}: shape {list(shape)}, expected {list(held.shape)}")
             elif DTYPE_NAMES[held.dtype] != dtype:
-                wrong.append(f"{name}: dtype {dtype}, want {DTYPE_NAMES[held.dtype]}")
+                wrong.append(f"{name}: dtype {dtype}, expected {DTYPE_NAMES[held.dtype]}")
         if wrong:
             raise ValueError("nothing was loaded, because of " + "; ".join(wrong))
 
@@ -131,7 +131,8 @@ class CpuModel:
         nameless = sorted(name for name, tensor in held.items() if tensor.data_ptr() not in covered)
         if nameless:
             raise ValueError(
-                f"{self.folder}: the cpu engine finds no tensor named {nameless[0]}, want a folder that holds every "
+                f"{self.folder}: the cpu engine finds no tensor named {nameless[0]}, expected a folder that holds "
+                "every "
                 "parameter of the model under the hub's names"
             )
         return weights
@@ -143,7 +144,7 @@ class CpuModel:
             raise ValueError(f"{self.folder}: the cpu engine serves full_attention layers only, found {sorted(kinds)}")
         rope = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope"):  # their angles depend on the longest row of the batch
-            raise ValueError(f"{self.folder}: rope_type={rope!r}: want one of default, linear, llama3, yarn")
+            raise ValueError(f"{self.folder}: rope_type={rope!r}: expected one of default, linear, llama3, yarn")
         tokens = torch.arange(3)[None] % self.vocab_size
         cache = self.new_cache(max_tokens=3)
         cache.reserve(1, 3, used=(0, 0))
@@ -153,13 +154,15 @@ class CpuModel:
         # far above rounding even in bfloat16, far below any scaling or capping of the logits
         if not torch.allclose(ours.float(), theirs.float(), rtol=0.05, atol=0.05):
             kind = type(self._model).__name__
-            raise ValueError(f"{self.folder}: the cpu engine cannot serve {kind}, want a relative of Llama or Mixtral")
+            raise ValueError(
+                f"{self.folder}: the cpu engine cannot serve {kind}, expected a relative of Llama or Mixtral"
+            )
 
 
 def _safetensors_files(folder: str) -> list[Path]:
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder}: found no *.safetensors, want a Hugging Face model folder")
+        raise ValueError(f"{folder}: found no *.safetensors, expected a Hugging Face model folder")
     return files
 
 

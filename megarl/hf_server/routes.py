@@ -167,7 +167,7 @@ class CpuServer:
     async def pause(self, request: web.Request) -> web.Response:
         mode = (await _json_body(request)).get("mode", "abort")
         if mode not in PAUSE_MODES:
-            raise ValueError(f"mode={mode!r}: want one of {', '.join(PAUSE_MODES)}")
+            raise ValueError(f"mode={mode!r}: expected one of {', '.join(PAUSE_MODES)}")
         await asyncio.wrap_future(self.engine.run_now(lambda: self.engine.pause(mode)))
         return web.json_response({"status": "ok", "message": f"paused ({mode})"})
 
@@ -203,7 +203,7 @@ class CpuServer:
     async def weights_checker(self, request: web.Request) -> web.Response:
         action = (await _json_body(request)).get("action", "checksum")
         if action != "checksum":
-            raise ValueError(f"action={action!r}: want 'checksum'")
+            raise ValueError(f"action={action!r}: expected 'checksum'")
         checksums = await asyncio.wrap_future(self.engine.run_now(self._model.checksums))
         whole = _digest_of(checksums)
         ranks = [{"checksums": checksums, "per_gpu_checksum": whole, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}]
@@ -238,7 +238,7 @@ def _has_kv_cache(body: Mapping[str, Any]) -> bool:
     tags = body.get("tags") or ["weights", "kv_cache", "cuda_graph"]
     wrong = [tag for tag in tags if tag not in ("weights", "kv_cache", "cuda_graph")]
     if wrong:
-        raise ValueError(f"tags holds {wrong[0]!r}: want weights, kv_cache or cuda_graph")
+        raise ValueError(f"tags holds {wrong[0]!r}: expected weights, kv_cache or cuda_graph")
     return "kv_cache" in tags
 
 

@@ -14,7 +14,7 @@ from megarl.rollout.protocol import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class Request:
     """A completion. Rows of one prompt share the `prompt` list itself, and by it are known to share a prefill."""
 
     call: Call
@@ -58,12 +58,12 @@ class Row:
 class Call:
     """One /generate request: complete when none of its rows is pending."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Request] = field(default_factory=list)
     pending: int = 0
 
     def add(self, n: int, *shared: Any, **options: Any) -> None:
         """Ask for n rows that share everything but their index; `shared` are the fields of Row from `rid` on."""
-        self.rows += [Row(self, index, *shared, **options) for index in range(n)]
+        self.rows += [Request(self, index, *shared, **options) for index in range(n)]
         self.pending += n
 
     def set_keys(self, default_seed: int) -> None:
@@ -95,7 +95,7 @@ class Running:
 
     def __init__(self, capacity: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.rows: list[Row] = []
+        self.rows: list[Request] = []
         self.max_length = 0  # the longest that any row since the last idle moment may grow
         self._columns = {name: torch.zeros(capacity, dtype=dtype) for name, dtype in _COLUMNS.items()}
         self._columns |= {name: torch.full((capacity, 1), -1, dtype=dtype) for name, dtype in _TABLES.items()}
@@ -108,7 +108,7 @@ class Running:
         """A view of the running rows' entries."""
         return self._columns[name][: self.count]
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[Request]) -> None:
         """Append rows whose sequence so far was just prefilled."""
         part = slice(self.count, self.count + len(rows))
         params = [row.params for row in rows]
@@ -147,7 +147,7 @@ class Running:
         part["stopped"].copy_((tokens[:, None] == part["stops"]).any(1))
         return (part["stopped"] | (part["num_new"] >= part["max_new"])).nonzero()[:, 0] + first
 
-    def collect(self, places: Tensor) -> list[Row]:
+    def collect(self, places: Tensor) -> list[Request]:
         """The rows at `places`, with what they wrote so far copied into them; a complete one is marked as finished."""
         columns = [self._columns[name][places].tolist() for name in ("num_new", "tokens", "log_probs", "stopped")]
         out = []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.hf_server.kv_cache import Decode, Prefill
 from megarl.hf_server.model import CpuModel
-from megarl.hf_server.running_batch import ABORTED, Call, Row, Running
+from megarl.hf_server.running_batch import ABORTED, Call, Request, Running
 from megarl.hf_server.sampling import row_key
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class CpuEngine:
         self.max_total_tokens = max_total_tokens or _default_tokens(model)
         self._cache = model.new_cache(self.max_total_tokens)
         self._running = Running(max_running, model.vocab_size)
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[Request] = deque()
         self._seed, self._num_calls = random_seed, 0
         self._on_done, self._on_death = on_done, on_death
         self._changed = threading.Condition()
@@ -117,7 +117,7 @@ class CpuEngine:
     def resume(self) -> None:
         self.paused = False
 
-    def abort(self, wanted: Callable[[Row], bool]) -> None:
+    def abort(self, wanted: Callable[[Request], bool]) -> None:
         """End the running and waiting rows that are wanted; they keep what they have written."""
         running = self._take([place for place, row in enumerate(self._running.rows) if wanted(row)])
         waiting = [row for row in self._waiting if wanted(row)]
@@ -200,7 +200,7 @@ class CpuEngine:
             time.sleep(_GATHER_S)
 
     def _admit(self) -> None:
-        rows: list[Row] = []
+        rows: list[Request] = []
         longest = self._running.max_length
         while self._waiting:
             num_rows = self._running.count + len(rows) + 1
@@ -215,7 +215,7 @@ class CpuEngine:
             for sequences in _prefill_groups(rows):
                 self._prefill(sequences)
 
-    def _prefill(self, sequences: Sequence[list[Row]]) -> None:
+    def _prefill(self, sequences: Sequence[list[Request]]) -> None:
         """One pass over distinct sequences; each may serve several rows."""
         tokens, lengths = _right_padded([rows[0].sequence for rows in sequences])
         source = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor([len(rows) for rows in sequences]))
@@ -231,7 +231,7 @@ class CpuEngine:
         self._running.add(rows)
         self._retire(self._running.draw_next(logits[source], first))
 
-    def _score_prompt(self, rows: Sequence[Row], hidden: Tensor) -> None:
+    def _score_prompt(self, rows: Sequence[Request], hidden: Tensor) -> None:
         prompt = torch.tensor(rows[0].prompt)
         log_probs = torch.log_softmax(self.model.logits(hidden[: len(prompt) - 1]).float(), dim=-1)
         scores = log_probs.gather(1, prompt[1:, None])[:, 0].tolist()
@@ -255,7 +255,7 @@ class CpuEngine:
         if len(places):
             self._report(self._take(places.tolist()))
 
-    def _take(self, places: Sequence[int]) -> list[Row]:
+    def _take(self, places: Sequence[int]) -> list[Request]:
         """Out of the running rows, with what they have written."""
         if not places:
             return []
@@ -270,7 +270,7 @@ class CpuEngine:
             row.num_retractions += 1
         self._waiting.extendleft(reversed(rows))
 
-    def _report(self, rows: Iterable[Row]) -> None:
+    def _report(self, rows: Iterable[Request]) -> None:
         calls = {id(row.call): row.call for row in rows if row.call.pending == 0}
         if calls:
             self._on_done(list(calls.values()))
@@ -290,12 +290,12 @@ def _default_tokens(model: CpuModel) -> int:
     return max(model.context_length, _DEFAULT_CACHE_BYTES // one.data.nbytes)
 
 
-def _prefill_groups(rows: Sequence[Row]) -> list[list[list[Row]]]:
+def _prefill_groups(rows: Sequence[Request]) -> list[list[list[Request]]]:
     """Rows of one prompt together, prompts of similar length in one pass: passes -> sequences -> rows."""
-    shared: dict[int, list[Row]] = {}
+    shared: dict[int, list[Request]] = {}
     for row in rows:
         shared.setdefault(id(row) if row.token_ids else id(row.prompt), []).append(row)
-    groups: list[list[list[Row]]] = []
+    groups: list[list[list[Request]]] = []
     real = 0
     for same in sorted(shared.values(), key=lambda same: len(same[0].sequence)):
         length = len(same[0].sequence)

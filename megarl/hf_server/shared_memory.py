@@ -32,10 +32,10 @@ def read_bucket(text: str) -> dict[str, Tensor]:
     """Named tensors over memory that another process shares; ValueError for anything else."""
     value = _load(text)
     if not isinstance(value, Mapping) or set(value) != {"flattened_tensor", "metadata"}:
-        raise ValueError("the payload is no flattened bucket: want flattened_tensor and metadata")
+        raise ValueError("the payload is no flattened bucket: expected flattened_tensor and metadata")
     flat, metadata = value["flattened_tensor"], value["metadata"]
     if not isinstance(flat, Tensor) or flat.dtype != torch.uint8 or flat.dim() != 1 or not isinstance(metadata, list):
-        raise ValueError("flattened_tensor and metadata of the payload: want a row of uint8 and a list")
+        raise ValueError("flattened_tensor and metadata of the payload: expected a row of uint8 and a list")
     return dict(_part(flat, entry) for entry in metadata)
 
 
@@ -70,9 +70,9 @@ def _open_storage(cls: type, manager: Any, handle: Any, size: int) -> Any:
     path = os.fsdecode(manager)
     found = os.lstat(path)
     if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
-        raise ValueError(f"the payload's shared memory is managed at {path}: want a socket of this user")
+        raise ValueError(f"the payload's shared memory is managed at {path}: expected a socket of this user")
     if not _HANDLE.fullmatch(os.fsdecode(handle)):
-        raise ValueError(f"the payload's shared memory is named {handle!r}: want a name as torch gives them")
+        raise ValueError(f"the payload's shared memory is named {handle!r}: expected a name as torch gives them")
     for _ in range(_PATIENCE):
         try:
             return reductions.rebuild_storage_filename(torch.UntypedStorage, manager, handle, int(size))
@@ -103,5 +103,5 @@ class _Unpickler(pickle.Unpickler):
 def one_payload(payloads: Sequence[Any]) -> str:
     """The payload of this server's only rank."""
     if len(payloads) != 1 or not isinstance(payloads[0], str):
-        raise ValueError(f"serialized_named_tensors has {len(payloads)} entries: want one text, for the only rank")
+        raise ValueError(f"serialized_named_tensors has {len(payloads)} entries: expected one text, for the only rank")
     return payloads[0]

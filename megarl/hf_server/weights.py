@@ -45,11 +45,11 @@ class WeightUpdates:
         rank, world_size = _field(body, "rank_offset", int), _field(body, "world_size", int)
         address, port = _field(body, "master_address", str), _field(body, "master_port", int)
         if not 0 < rank < world_size:
-            raise ValueError(f"rank_offset={rank}: want 1 .. world_size-1 ({world_size - 1}); rank 0 sends")
+            raise ValueError(f"rank_offset={rank}: expected 1 .. world_size-1 ({world_size - 1}); rank 0 sends")
         if backend != "gloo":
             raise ValueError(f"backend={backend!r}: the cpu engine speaks gloo")
         if name in self._groups:
-            raise ValueError(f"group_name={name!r}: this server is already in that group, want a new name")
+            raise ValueError(f"group_name={name!r}: this server is already in that group, expected a new name")
         try:  # outside the lock: a meeting to which nobody comes must not stop other groups
             group = join_weight_group(address, port, rank, world_size, name, backend, self._timeout_s)
         except RuntimeError as error:  # torch's word for a meeting that failed or took too long
@@ -68,7 +68,7 @@ class WeightUpdates:
     def begin(self, body: Mapping[str, Any]) -> str:
         with self._lock:
             if self._session_open:
-                raise ValueError(f"a weight update is open already: want {Route.END_UPDATE} first")
+                raise ValueError(f"a weight update is open already: expected {Route.END_UPDATE} first")
             self._session_open = True
         return "weight update begun"
 
@@ -85,11 +85,13 @@ class WeightUpdates:
             group = self._group(body.get("group_name", _DEFAULT_GROUP))
             names, dtypes, shapes = (_field(body, key, list) for key in ("names", "dtypes", "shapes"))
             if not len(names) == len(dtypes) == len(shapes):
-                raise ValueError(f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes: want equally many")
+                raise ValueError(
+                    f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes: expected equally many"
+                )
             self._engine.model.check_weights(names, dtypes, shapes)
             load_format = body.get("load_format")
             if load_format not in (None, FLATTENED):
-                raise ValueError(f"load_format={load_format!r}: want null or {FLATTENED!r}")
+                raise ValueError(f"load_format={load_format!r}: expected null or {FLATTENED!r}")
             self._check_flush(body)
             receive = _receive_flattened if load_format == FLATTENED else _receive_each
             try:
@@ -109,7 +111,7 @@ class WeightUpdates:
                 self._apply_loader(text, body)
                 return f"ran {WEIGHT_LOADER}"
             if load_format != FLATTENED:
-                raise ValueError(f"load_format={load_format!r}: want {FLATTENED!r} or {WEIGHT_LOADER!r}")
+                raise ValueError(f"load_format={load_format!r}: expected {FLATTENED!r} or {WEIGHT_LOADER!r}")
             tensors = read_bucket(text)
             dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
             self._engine.model.check_weights(list(tensors), dtypes, [t.shape for t in tensors.values()])
@@ -130,7 +132,7 @@ class WeightUpdates:
 
     def _check_open(self) -> None:
         if not self._session_open:
-            raise ValueError(f"no weight update is open: want {Route.BEGIN_UPDATE} first")
+            raise ValueError(f"no weight update is open: expected {Route.BEGIN_UPDATE} first")
 
     def _check_flush(self, body: Mapping[str, Any]) -> None:
         if self._engine.paused and body.get("flush_cache", True):
@@ -199,7 +201,7 @@ def _receive_flattened(
 def _field(body: Mapping[str, Any], key: str, kind: type) -> Any:
     value = body.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{key}={value!r}: want a {kind.__name__}")
+        raise ValueError(f"{key}={value!r}: expected a {kind.__name__}")
     return value
 
 

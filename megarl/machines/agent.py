@@ -18,7 +18,7 @@ from typing import Any
 from megarl import __version__
 from megarl.auth import derived
 from megarl.machines.nodes import JOIN_S, SILENCE_S, allow_all_files
-from megarl.processes.connection import HEARTBEAT_S, Wire, WireClosed, WireRefused, connect
+from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, WireRefused, connect
 from megarl.processes.lifetime import last_lines
 from megarl.processes.ranks import RanksLaunch, RanksProcess
 from megarl.processes.relay import Relay
@@ -48,7 +48,7 @@ class Ranks:
     def exit_code(self) -> int | None:
         return self.process.exit_code()
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         return last_lines(self.process.log)
 
     def ask_to_end(self) -> None:
@@ -87,24 +87,24 @@ class Agent:
         Call it from a thread that lives as long as the process: see processes.lifetime.
         """
         allow_all_files()
-        wire = self._join(join_s)
-        self._own = str(wire.sock.getsockname()[0])
-        wire.sock.settimeout(SILENCE_S)
-        threading.Thread(target=self._watch, args=(wire,), daemon=True, name="watch").start()
+        connection = self._join(join_s)
+        self._own = str(connection.sock.getsockname()[0])
+        connection.sock.settimeout(SILENCE_S)
+        threading.Thread(target=self._watch, args=(connection,), daemon=True, name="watch").start()
         try:
-            while (order := wire.receive()[0]).get("do") != "leave":
+            while (order := connection.receive()[0]).get("do") != "leave":
                 if "beat" not in order:
-                    self._take(order, wire)
+                    self._take(order, connection)
             if "why" in order:
                 raise DriverLost(str(order["why"]))
-        except WireClosed as error:
+        except ConnectionLost as error:
             raise DriverLost(f"the driver at {self._address} is lost: {error}") from error
         finally:
             self._done.set()
             self._end_all()
-            wire.close()
+            connection.close()
 
-    def _join(self, limit_s: float) -> Wire:
+    def _join(self, limit_s: float) -> Connection:
         deadline = time.monotonic() + limit_s
         while True:
             try:
@@ -116,25 +116,25 @@ class Agent:
                     raise DriverLost(f"nobody listens at {self._address}: {error}") from error
                 time.sleep(1.0)
 
-    def _connect(self, hello: dict[str, Any]) -> Wire:
+    def _connect(self, hello: dict[str, Any]) -> Connection:
         whole = {"node": self._node, **hello}
         return connect(self._address, self._token, whole, timeout_s=_CONNECT_S, source=self._source)
 
-    def _take(self, order: dict[str, Any], wire: Wire) -> None:
+    def _take(self, order: dict[str, Any], connection: Connection) -> None:
         if order.get("do") == "end":  # which may take a while, and others need not wait for it
-            threading.Thread(target=self._answer, args=(order, wire), daemon=True).start()
+            threading.Thread(target=self._answer, args=(order, connection), daemon=True).start()
         else:
-            self._answer(order, wire)
+            self._answer(order, connection)
 
-    def _answer(self, order: dict[str, Any], wire: Wire) -> None:
+    def _answer(self, order: dict[str, Any], connection: Connection) -> None:
         try:
             if (carry_out := self._orders.get(str(order.get("do")))) is None:
-                raise ValueError(f"{order.get('do')} is no order; want one of {', '.join(self._orders)}")
+                raise ValueError(f"{order.get('do')} is no order; expected one of {', '.join(self._orders)}")
             answer = carry_out(order)
         except Exception as error:  # whatever is wrong with one order, the others are carried out
             answer = {"error": f"{type(error).__name__} {error}"}
-        with suppress(WireClosed):  # `serve` sees to it
-            wire.send({"id": order.get("id"), **answer})
+        with suppress(ConnectionLost):  # `serve` sees to it
+            connection.send({"id": order.get("id"), **answer})
 
     def _ports(self, order: dict[str, Any]) -> dict[str, Any]:
         return {"ports": free_ports(order["hosts"])}
@@ -142,7 +142,7 @@ class Agent:
     def _ranks(self, order: dict[str, Any]) -> dict[str, Any]:
         launch = RanksLaunch(**order["launch"])
         if launch.worker not in self._workers:
-            raise ValueError(f"worker={launch.worker}: want {' or '.join(self._workers)}")
+            raise ValueError(f"worker={launch.worker}: expected {' or '.join(self._workers)}")
         relay = Relay(self._connect({"relay": order["job"]}), launch.num_ranks)
         try:
             process = RanksProcess(replace(launch, address=self._own or launch.address), relay.address, relay.token)
@@ -158,7 +158,7 @@ class Agent:
         return {"pid": job.pid}
 
     def _words(self, order: dict[str, Any]) -> dict[str, Any]:
-        return {"words": self._jobs[order["job"]].last_words()}
+        return {"words": self._jobs[order["job"]].log_tail()}
 
     def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
         self._jobs[order["job"]].ask_to_end()
@@ -168,19 +168,19 @@ class Agent:
         self._jobs[order["job"]].end(order["grace_s"])
         return {}
 
-    def _watch(self, wire: Wire) -> None:
+    def _watch(self, connection: Connection) -> None:
         """Say that we live, and which jobs do not any more."""
-        with suppress(WireClosed):
+        with suppress(ConnectionLost):
             for turn in itertools.count():
                 if self._done.wait(_LOOK_S):
                     return
                 if turn % round(HEARTBEAT_S / _LOOK_S) == 0:
-                    wire.send({"beat": 1})
+                    connection.send({"beat": 1})
                 for number, job in list(self._jobs.items()):
                     code = job.exit_code()
                     if code is not None and number not in self._told:
                         self._told.add(number)
-                        wire.send({"ended": number, "code": code, "words": job.last_words()})
+                        connection.send({"ended": number, "code": code, "words": job.log_tail()})
 
     def _end_all(self) -> None:
         for job in self._jobs.values():

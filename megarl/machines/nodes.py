@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
-from megarl.processes.connection import HEARTBEAT_S, Door, Wire, WireClosed
+from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Listener
 from megarl.processes.ranks import RanksLaunch
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machine, MachineGone
@@ -53,7 +53,7 @@ class RemoteJob:
         """None while it runs; -1 where nobody knows, as its node is lost."""
         return -1 if self.code is None and self.member.lost else self.code
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         if self.code is None and not self.member.lost:
             with suppress(NodeLost):
                 return str(self.member.order("words", job=self.number)["words"])
@@ -71,14 +71,14 @@ class RemoteJob:
 class _Member:
     """The connection to one agent."""
 
-    def __init__(self, node: int, wire: Wire, address: str) -> None:
+    def __init__(self, node: int, connection: Connection, address: str) -> None:
         self.node, self.address = node, address
         self.lost = ""  # why, once it is
-        self._wire = wire
+        self._connection = connection
         self._numbers = itertools.count()
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._jobs: dict[int, RemoteJob] = {}
-        wire.sock.settimeout(SILENCE_S)
+        connection.sock.settimeout(SILENCE_S)
         threading.Thread(target=self._listen, daemon=True, name=f"node {node}").start()
 
     def order(self, what: str, *, limit_s: float = _ORDER_S, **arguments: Any) -> dict[str, Any]:
@@ -88,9 +88,9 @@ class _Member:
         try:
             if self.lost:
                 raise NodeLost(self.lost)
-            self._wire.send({"id": number, "do": what, **arguments})
+            self._connection.send({"id": number, "do": what, **arguments})
             found = answer.get(timeout=limit_s)
-        except (WireClosed, queue.Empty) as error:
+        except (ConnectionLost, queue.Empty) as error:
             raise NodeLost(self.lost or f"node {self.node} did not answer within {limit_s:.0f} s") from error
         finally:
             del self._answers[number]
@@ -105,25 +105,25 @@ class _Member:
         return job
 
     def beat(self) -> None:
-        with suppress(WireClosed):
-            self._wire.send({"beat": 1})
+        with suppress(ConnectionLost):
+            self._connection.send({"beat": 1})
 
     def leave(self, why: str | None = None) -> None:
-        with suppress(WireClosed):
-            self._wire.send({"do": "leave"} if why is None else {"do": "leave", "why": why[:_LONGEST_WHY]})
+        with suppress(ConnectionLost):
+            self._connection.send({"do": "leave"} if why is None else {"do": "leave", "why": why[:_LONGEST_WHY]})
         self.lost = self.lost or f"node {self.node} was sent away"
-        self._wire.close()
+        self._connection.close()
 
     def _listen(self) -> None:
         try:
             while True:
-                said, _ = self._wire.receive()
+                said, _ = self._connection.receive()
                 if "ended" in said:
                     job = self._jobs[said["ended"]]
                     job.words, job.code = said["words"], said["code"]
                 elif "id" in said and said["id"] in self._answers:
                     self._answers[said["id"]].put(said)
-        except WireClosed as error:
+        except ConnectionLost as error:
             self.lost = self.lost or f"node {self.node} ({self.address}) is lost: {error}"
             for answer in list(self._answers.values()):
                 answer.put({"error": "it is lost"})
@@ -138,7 +138,8 @@ def allow_files(num_nodes: int, ranks_per_node: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != hard < wanted:
         raise ValueError(
-            f"trainer.nnodes={num_nodes}: node 0 may open {hard} files; want `ulimit -Hn` of {wanted} or more, each "
+            f"trainer.nnodes={num_nodes}: node 0 may open {hard} files; expected `ulimit -Hn` of {wanted} or more, "
+            "each "
             "node and each rank is some connections"
         )
     if resource.RLIM_INFINITY != soft < wanted:
@@ -158,11 +159,11 @@ class Nodes:
         self.num_nodes, self.ranks_per_node = num_nodes, ranks_per_node
         self._host, self._port, self._token = host, port, token
         self._members: dict[int, _Member] = {}
-        self._relays: dict[int, queue.SimpleQueue[Wire]] = {}
+        self._relays: dict[int, queue.SimpleQueue[Connection]] = {}
         self._jobs = itertools.count()
         self._closed = threading.Event()
         self._lock = threading.Lock()  # of the members
-        self._door: Door
+        self._listener: Listener
 
     def __enter__(self) -> Nodes:
         allow_files(self.num_nodes, self.ranks_per_node)
@@ -171,18 +172,19 @@ class Nodes:
             listener = listen(self._host, self._port)
         except OSError as error:
             raise ValueError(
-                f"trainer.master_addr={self._host} trainer.master_port={self._port}: {error.strerror}; want an address "
+                f"trainer.master_addr={self._host} trainer.master_port={self._port}: {error.strerror}; expected an "
+                "address "
                 "of this machine, node 0, under which the others reach it, and a free port"
             ) from error
         self._port = int(listener.getsockname()[1])
-        self._door = Door(listener, self._token, self._let_in, name="nodes")
+        self._listener = Listener(listener, self._token, self._let_in, name="nodes")
         threading.Thread(target=self._beat, daemon=True, name="nodes beat").start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """The others are sent away; after a failure with its reason, so that their own command fails too."""
         self._closed.set()
-        self._door.close()
+        self._listener.close()
         failed = kind is not None and issubclass(kind, Exception)
         why = f"the driver stopped: {' '.join(str(error).split())}" if failed else None
         for member in self._members.values():
@@ -211,14 +213,14 @@ class Nodes:
         """Under which the others reach it."""
         return self._host if node == 0 else self._member(node).address
 
-    def start_ranks(self, node: int, launch: RanksLaunch) -> tuple[RemoteJob, Wire]:
+    def start_ranks(self, node: int, launch: RanksLaunch) -> tuple[RemoteJob, Connection]:
         """Start ranks of a group there; returns them, and the connection to their relay."""
         number = next(self._jobs)
-        wires = self._relays[number] = queue.SimpleQueue()
+        connections = self._relays[number] = queue.SimpleQueue()
         try:
             job = self._member(node).start("ranks", number, launch=asdict(launch))
             try:
-                return job, wires.get(timeout=_RELAY_S)
+                return job, connections.get(timeout=_RELAY_S)
             except queue.Empty:
                 job.end()
                 raise
@@ -243,17 +245,17 @@ class Nodes:
             raise NodeLost(member.lost if member else f"node {node} has not come")
         return member
 
-    def _let_in(self, wire: Wire, hello: dict[str, Any]) -> None:
+    def _let_in(self, connection: Connection, hello: dict[str, Any]) -> None:
         if "relay" in hello:
             if (waiting := self._relays.get(int(hello["relay"]))) is not None:
-                waiting.put(wire)
+                waiting.put(connection)
             else:
-                wire.close()  # nobody waits for it any more
+                connection.close()  # nobody waits for it any more
             return
         with self._lock:
-            self._let_member_in(int(hello["node"]), wire, str(hello.get("version", "")))
+            self._let_member_in(int(hello["node"]), connection, str(hello.get("version", "")))
 
-    def _let_member_in(self, node: int, wire: Wire, version: str) -> None:
+    def _let_member_in(self, node: int, connection: Connection, version: str) -> None:
         known = self._members.get(node)
         reason = ""
         if not 0 < node < self.num_nodes:
@@ -261,13 +263,13 @@ class Nodes:
         elif known is not None and not known.lost:
             reason = f"trainer.node_rank={node}: that node is here already"
         elif version != __version__:
-            reason = f"node {node} has megarl {version}, node 0 has {__version__}; want the same"
+            reason = f"node {node} has megarl {version}, node 0 has {__version__}; expected the same"
         if reason:
-            with suppress(WireClosed):
-                wire.send({"do": "leave", "why": reason})
-            wire.close()
+            with suppress(ConnectionLost):
+                connection.send({"do": "leave", "why": reason})
+            connection.close()
         else:
-            self._members[node] = _Member(node, wire, str(wire.sock.getpeername()[0]))
+            self._members[node] = _Member(node, connection, str(connection.sock.getpeername()[0]))
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):

@@ -41,7 +41,7 @@ def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
     are not the model's or stood on another base.
     """
     if not (folder / "metadata.json").exists():
-        raise ValueError(f"{folder}: there is no checkpoint here; want a folder that a save has finished")
+        raise ValueError(f"{folder}: there is no checkpoint here; expected a folder that a save has finished")
     common = dist_checkpointing.load_common_state_dict(str(folder))
     _check_adapters(folder, common["adapters"], lora.identity(model))
     if optimizer is not None:
@@ -65,7 +65,9 @@ def adapters_in(folder: Path) -> dict[str, Any] | None:
 
 def _saved_step(folder: Path, common: dict[str, Any], kind: str) -> int:
     if common["step_index"] and common["kind"] != kind:
-        raise ValueError(f"{folder}: its optimizer had {common['kind']}, this one has {kind}; want the same settings")
+        raise ValueError(
+            f"{folder}: its optimizer had {common['kind']}, this one has {kind}; expected the same settings"
+        )
     return common["step_index"]
 
 
@@ -76,7 +78,7 @@ def _check_adapters(folder: Path, saved: dict[str, Any] | None, own: dict[str, A
         theirs, ours = (None if of is None else of[key] for of in (saved, own))
         if theirs != ours:
             what = "a base model with digest" if key == "base" else f"lora.{key}"
-            raise ValueError(f"{folder}: it was saved with {what} {theirs}, this model has {ours}; want the same")
+            raise ValueError(f"{folder}: it was saved with {what} {theirs}, this model has {ours}; expected the same")
 
 
 def _weights(chunk: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megarl.mcore import cpu, fixes
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where this rank stands.  A replica's reporter is the rank whose answer is the answer of the replica."""
 
     rank: int
@@ -29,14 +29,14 @@ class Place:
 def device_for(name: str) -> torch.device:
     """auto | cpu | cuda -> the device of this rank; the ranks of a group take GPUs of a machine from a first one on."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("trainer.device=cuda: torch sees no CUDA device; want trainer.device=cpu or a CUDA build")
+        raise ValueError("trainer.device=cuda: torch sees no CUDA device; expected trainer.device=cpu or a CUDA build")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     first, own = (int(os.environ.get(key, "0")) for key in ("MEGARL_FIRST_GPU", "LOCAL_RANK"))
     return torch.device("cuda", first + own)
 
 
-def initialize(layout: Layout, *, device: str = "auto", seed: int = 0, timeout_s: float = 600.0) -> Place:
+def initialize(layout: Layout, *, device: str = "auto", seed: int = 0, timeout_s: float = 600.0) -> RankInfo:
     """Join the world that the environment describes, and make Megatron's process groups.
 
     A collective that waits longer than `timeout_s` raises (gloo's own default is 30 silent minutes).
@@ -52,7 +52,7 @@ def initialize(layout: Layout, *, device: str = "auto", seed: int = 0, timeout_s
     return make_groups(layout, seed=seed, timeout_s=timeout_s)
 
 
-def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0, gloo: bool = True) -> Place:
+def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0, gloo: bool = True) -> RankInfo:
     """Megatron's groups of one layout in an initialised world; can be called again after `destroy_groups`.
 
     `gloo` False leaves out those for tensors in host memory, which wait for all ranks of the world to be there.
@@ -75,14 +75,14 @@ def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0, gloo
     # Dropout is 0 in RL, so no CUDA generator is needed: the tracker's forks become no-ops.
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
     torch.manual_seed(seed)
-    return place()
+    return rank_info()
 
 
-def place() -> Place:
+def rank_info() -> RankInfo:
     from megatron.core import parallel_state as ps
 
     first = ps.get_tensor_model_parallel_rank() == 0 and ps.get_context_parallel_rank() == 0
-    return Place(
+    return RankInfo(
         rank=dist.get_rank(),
         replica=ps.get_data_parallel_rank(),
         num_replicas=ps.get_data_parallel_world_size(),
@@ -96,7 +96,7 @@ def replica_group(*, timeout_s: float = 600.0) -> Any:
 
     Collective over all ranks.  Never one gloo group over everyone: it opens a socket for every pair of ranks.
     """
-    where, world = place(), dist.get_world_size()
+    where, world = rank_info(), dist.get_world_size()
     device = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend() else "cpu"
     replicas = torch.empty(world, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(replicas, torch.tensor([where.replica], device=device))

@@ -26,7 +26,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: want one JSON object a line, {error}") from error
+                raise ValueError(f"{path}:{number}: expected one JSON object a line, {error}") from error
             yield row
 
 

@@ -24,15 +24,15 @@ def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]
         off_policy/version_lag/*.
     """
     mask = batch.columns["response_mask"] != 0
-    out = _spread("critic/score", batch.rows["score"]) if "score" in batch.rows else {}
+    out = _spread("critic/score", batch.per_sequence["score"]) if "score" in batch.per_sequence else {}
     if "token_level_rewards" in batch.columns:
         out |= _spread("critic/rewards", _sum_per_sequence(batch, batch.columns["token_level_rewards"], mask))
     for name in ("advantages", "returns", "values"):
         if name in batch.columns:
             out |= _spread(f"critic/{name}", batch.columns[name][mask], std=True)
     out |= _lengths(batch, mask)
-    if version is not None and "version_min" in batch.rows:
-        lag = _spread("off_policy/version_lag", version - batch.rows["version_min"])
+    if version is not None and "version_min" in batch.per_sequence:
+        lag = _spread("off_policy/version_lag", version - batch.per_sequence["version_min"])
         out |= {name: value for name, value in lag.items() if not name.endswith("/min")}
     return out
 
@@ -54,7 +54,7 @@ def finalise(stats: Stats) -> dict[str, float]:
     for base, found in parts.items():
         if frozenset(found) not in DERIVED:
             known = "; ".join(", ".join(sorted(names)) for names in DERIVED)
-            raise ValueError(f"statistic {base} came in the parts {', '.join(sorted(found))}: want one of {known}")
+            raise ValueError(f"statistic {base} came in the parts {', '.join(sorted(found))}: expected one of {known}")
         out[base] = DERIVED[frozenset(found)](found)
     return out
 
@@ -98,8 +98,8 @@ def _lengths(batch: Batch, mask: Tensor) -> dict[str, float]:
     end = batch.starts + batch.lengths
     first = end.scatter_reduce(0, batch.segment_ids, torch.where(mask, places, batch.num_tokens), "amin")
     out = _spread("prompt_length", first - batch.starts) | _spread("response_length", end - first)
-    if "truncated" in batch.rows:
-        out["response_length/clip_ratio"] = batch.rows["truncated"].double().mean().item()
+    if "truncated" in batch.per_sequence:
+        out["response_length/clip_ratio"] = batch.per_sequence["truncated"].double().mean().item()
     return out
 
 

@@ -179,7 +179,7 @@ def make_trackers(
     for name in names:
         if name not in TRACKERS:
             Trackers(started).close()
-            raise ValueError(f"trainer.logger has {name!r}: want some of {', '.join(TRACKERS)}")
+            raise ValueError(f"trainer.logger has {name!r}: expected some of {', '.join(TRACKERS)}")
         try:
             started[name] = TRACKERS[name](run)
         except Exception as error:  # any library's own kind of "cannot start"

@@ -35,7 +35,7 @@ def plan_of(request: Request, words: list[str]) -> Plan:
         gpu = gpus.of_memory(int(named[2]))
         said.append(f"--gpu {gpu.name}, because the layout is called {named[0]}")
     else:
-        raise ValueError(f"--gpu is missing, and no layout says it; want one of {', '.join(gpus.GPUS)}")
+        raise ValueError(f"--gpu is missing, and no layout says it; expected one of {', '.join(gpus.GPUS)}")
     if request.nic:
         gpu = replace(gpu, nic_bandwidth=request.nic * 1e9 / 8)
     if request.link:
@@ -54,7 +54,7 @@ def check_size(request: Request, job: Job) -> None:
     if request.gpus and job.num_gpus != request.gpus:
         servers = f"{job.num_servers} x {job.server_gpus} of servers, {'shared' if job.shared else 'of their own'}"
         found = f"the configuration comes to {job.num_gpus} GPUs ({servers})"
-        raise ValueError(f"--gpus {request.gpus}: {found}; want as many, or neither machines nor servers beside it")
+        raise ValueError(f"--gpus {request.gpus}: {found}; expected as many, or neither machines nor servers beside it")
 
 
 def _resized(config: Config, request: Request, words: list[str], gpu: Gpu) -> tuple[list[str], str]:
@@ -67,11 +67,11 @@ def _resized(config: Config, request: Request, words: list[str], gpu: Gpu) -> tu
     if name := _preset_layout(config, request, words, gpu):
         return [f"layout={name}"], f"layout={name}, which the preset has for so many GPUs"
     if wanted < 1:
-        raise ValueError(f"--gpus {request.gpus}: servers of their own take {servers}; want more than that")
+        raise ValueError(f"--gpus {request.gpus}: servers of their own take {servers}; expected more than that")
     if wanted % each:
         size = f"--gpus {request.gpus}" if request.gpus else f"--gpus-per-node {each}"
         left = f"the trainer's are {wanted}, " if servers or not request.gpus else ""
-        raise ValueError(f"{size}: {left}want a multiple of the {each} GPUs of a machine (--gpus-per-node)")
+        raise ValueError(f"{size}: {left}expected a multiple of the {each} GPUs of a machine (--gpus-per-node)")
     words = [f"trainer.nnodes={wanted // each}", f"trainer.n_gpus_per_node={each}"]
     if rollout.placement == "shared":
         words.append(f"rollout.num_servers={max(1, wanted // rollout.tensor_model_parallel_size)}")

@@ -98,7 +98,9 @@ def numbers_of_model(config: Config, role: str) -> dict[str, Any]:
     hf = model_config(config, role)
     if not hf:
         path = config.model.path if role == "actor" else getattr(config, role).model.path
-        raise ValueError(f"model.path={path}: its config.json is not here; want a folder that has one, or model=PRESET")
+        raise ValueError(
+            f"model.path={path}: its config.json is not here; expected a folder that has one, or model=PRESET"
+        )
     check(hf)
     return hf
 
@@ -114,5 +116,5 @@ def _mean(name: str, given: float | None, limit: int, share: float) -> float:
     if given is None:
         return limit * share
     if not 0 < given <= limit:
-        raise ValueError(f"--{name}-tokens {given:g}: want more than 0, and at most data.max_{name}_length={limit}")
+        raise ValueError(f"--{name}-tokens {given:g}: expected more than 0, and at most data.max_{name}_length={limit}")
     return given

@@ -50,7 +50,7 @@ def find(name: str) -> Gpu:
     for word in words:
         if word in GPUS and not _OTHERS & set(words):
             return GPUS[word]
-    raise ValueError(f"gpu={name}: what it can do is not known here (megarl/plan/gpus.py); want {', '.join(GPUS)}")
+    raise ValueError(f"gpu={name}: what it can do is not known here (megarl/plan/gpus.py); expected {', '.join(GPUS)}")
 
 
 def of_memory(gigabytes: int) -> Gpu:
@@ -58,4 +58,4 @@ def of_memory(gigabytes: int) -> Gpu:
     for name in ("h100", "h200", "h20", "b200", "gb200"):
         if GPUS[name].memory_bytes == gigabytes * 10**9:
             return GPUS[name]
-    raise ValueError(f"layout=...x{gigabytes}: no GPU of {gigabytes} GB is known; want --gpu {', '.join(GPUS)}")
+    raise ValueError(f"layout=...x{gigabytes}: no GPU of {gigabytes} GB is known; expected --gpu {', '.join(GPUS)}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megarl.plan.job import Job
-from megarl.plan.memory.gpu_budget import Room, fullest, rooms
+from megarl.plan.memory.gpu_budget import GpuBudget, fullest, gpu_budgets
 from megarl.plan.time import offload, pushing, serving
 from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.serving import Rollout, Server
@@ -20,7 +20,7 @@ class Prediction:
     """Seconds, bytes, shares."""
 
     fits: bool
-    memory: dict[str, Room]  # kind of rank -> part -> bytes
+    memory: dict[str, GpuBudget]  # kind of rank -> part -> bytes
     stages: dict[str, float]  # of STAGES, those that the run has
     step_s: float
     tokens_per_s_per_gpu: float  # all tokens of the step, prompts included
@@ -35,7 +35,7 @@ class Prediction:
 
 def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
     """Everything about one step.  Times are of a step in the middle of a run, without evaluation and checkpoint."""
-    memory = rooms(job, constants)
+    memory = gpu_budgets(job, constants)
     trained = training(job, None, constants)
     written = serving.rollout(job, constants)
     stages = stage_times(job, trained, written, constants)
@@ -115,13 +115,13 @@ def _step(job: Job, stages: dict[str, float]) -> float:
     return max(stages["gen"], learning) + pauses
 
 
-def _misfits(job: Job, memory: dict[str, Room], constants: Constants) -> Iterator[str]:
-    room = job.gpu.memory_bytes
+def _misfits(job: Job, memory: dict[str, GpuBudget], constants: Constants) -> Iterator[str]:
+    budget = job.gpu.memory_bytes
     for kind, parts in memory.items():
-        if parts["total"] > room:
+        if parts["total"] > budget:
             largest = max((name for name in parts if name != "total"), key=lambda name: parts[name])
             yield (
-                f"{kind}: {parts['total'] / 1e9:.0f} GB of the {room / 1e9:.0f} of a GPU, most of it {largest} "
+                f"{kind}: {parts['total'] / 1e9:.0f} GB of the {budget / 1e9:.0f} of a GPU, most of it {largest} "
                 f"({parts[largest] / 1e9:.0f} GB)"
             )
     if not job.num_servers:

@@ -14,7 +14,7 @@ from typing import Any
 from megarl.layout import KEYS, Layout
 from megarl.plan import candidates
 from megarl.plan.job import Job, Role
-from megarl.plan.memory.gpu_budget import fullest, rooms_of_trainer
+from megarl.plan.memory.gpu_budget import fullest, gpu_budgets_of_trainer
 from megarl.plan.predict import Prediction, predict, stage_times, step_time
 from megarl.plan.time import serving
 from megarl.plan.time.constants import CONSTANTS, Constants
@@ -151,7 +151,7 @@ def _ways(job: Job, layout: Layout, constants: Constants) -> Iterator[tuple[floa
         if fullest(way).total > job.gpu.memory_bytes:
             continue
         other = _with(job, way)
-        if any(room["total"] > job.gpu.memory_bytes for room in rooms_of_trainer(other).values()):
+        if any(budget["total"] > job.gpu.memory_bytes for budget in gpu_budgets_of_trainer(other).values()):
             continue
         stages = stage_times(other, training(other, None, constants), serving.NOTHING, constants)
         yield sum(stages.values()), other

@@ -33,15 +33,15 @@ Tensors = dict[str, Tensor]
 Bytes = bytes | bytearray | memoryview
 
 
-class WireClosed(ConnectionError):
+class ConnectionLost(ConnectionError):
     """The other side is gone."""
 
 
-class WireRefused(WireClosed):
+class WireRefused(ConnectionLost):
     """The other side does not know our token, or we do not know its."""
 
 
-class Wire:
+class Connection:
     """One connection; `send` may be called from several threads."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -64,10 +64,10 @@ class Wire:
                 for part in parts:
                     self.sock.sendall(part)
         except OSError as error:
-            raise WireClosed(str(error)) from error
+            raise ConnectionLost(str(error)) from error
 
     def receive(self) -> tuple[dict[str, Any], Tensors]:
-        """The next message; waits for it.  Raises WireClosed when the other side has gone."""
+        """The next message; waits for it.  Raises ConnectionLost when the other side has gone."""
         header, body = self.receive_bytes()
         return header, from_bytes(body)
 
@@ -81,7 +81,7 @@ class Wire:
         """A word of one who is not known yet: small, whole before `deadline` (of time.monotonic), without a payload."""
         head_size, body_size = _HEAD.unpack(self._read(_HEAD.size, deadline))
         if head_size > _MAX_GREETING or body_size:
-            raise WireRefused(f"a greeting of {head_size} + {body_size} bytes; want {_MAX_GREETING} and none")
+            raise WireRefused(f"a greeting of {head_size} + {body_size} bytes; expected {_MAX_GREETING} and none")
         word = json.loads(self._read(head_size, deadline))
         if not isinstance(word, dict):
             raise WireRefused("a greeting that is no object")
@@ -96,9 +96,9 @@ class Wire:
                     self.sock.settimeout(max(1e-3, deadline - time.monotonic()))
                 count = self.sock.recv_into(view[have:])
             except OSError as error:
-                raise WireClosed(str(error)) from error
+                raise ConnectionLost(str(error)) from error
             if not count:
-                raise WireClosed("the connection was closed")
+                raise ConnectionLost("the connection was closed")
             have += count
         return data
 
@@ -117,7 +117,9 @@ def from_bytes(body: Bytes) -> Tensors:
     return safetensors.torch.load(bytes(body)) if len(body) else {}
 
 
-def connect(address: str, token: str, hello: dict[str, Any], *, timeout_s: float, source: str | None = None) -> Wire:
+def connect(
+    address: str, token: str, hello: dict[str, Any], *, timeout_s: float, source: str | None = None
+) -> Connection:
     """Open a connection to `host:port` and introduce oneself; `source`: from this address of ours.
 
     Raises OSError where nobody listens, WireRefused where the other side has another token.
@@ -125,49 +127,53 @@ def connect(address: str, token: str, hello: dict[str, Any], *, timeout_s: float
     host, port = address.rsplit(":", 1)
     own = None if source is None else (source, 0)
     sock = socket.create_connection((host, int(port)), timeout=timeout_s, source_address=own)
-    wire, deadline = Wire(sock), time.monotonic() + timeout_s
+    connection, deadline = Connection(sock), time.monotonic() + timeout_s
     try:
-        theirs = str(wire.receive_greeting(deadline).get("question", ""))
+        theirs = str(connection.receive_greeting(deadline).get("question", ""))
         ours = secrets.token_hex(16)
-        wire.send({"question": ours, "proof": _proof(token, "caller", theirs, ours), **hello})
-        answer = wire.receive_greeting(deadline)
+        connection.send({"question": ours, "proof": _proof(token, "caller", theirs, ours), **hello})
+        answer = connection.receive_greeting(deadline)
         if not _same(str(answer.get("proof", "")), _proof(token, "host", theirs, ours)):
             raise WireRefused(f"{address} has another token")
     except BaseException:
-        wire.close()
+        connection.close()
         raise
     sock.settimeout(None)
-    return wire
+    return connection
 
 
-def greet(sock: socket.socket, token: str, limit_s: float = _GREETING_S) -> tuple[Wire, dict[str, Any]] | None:
+def greet(sock: socket.socket, token: str, limit_s: float = _GREETING_S) -> tuple[Connection, dict[str, Any]] | None:
     """A caller's connection and hello; None when it did not know the token, whatever it said instead."""
-    wire, deadline = Wire(sock), time.monotonic() + limit_s
+    connection, deadline = Connection(sock), time.monotonic() + limit_s
     try:
         sock.settimeout(limit_s)
         ours = secrets.token_hex(16)
-        wire.send({"question": ours})
-        hello = wire.receive_greeting(deadline)
+        connection.send({"question": ours})
+        hello = connection.receive_greeting(deadline)
         theirs = str(hello.pop("question", ""))
         if not _same(str(hello.pop("proof", "")), _proof(token, "caller", ours, theirs)):
-            wire.send({"proof": ""})
+            connection.send({"proof": ""})
             raise WireRefused("a stranger")
-        wire.send({"proof": _proof(token, "host", ours, theirs)})
+        connection.send({"proof": _proof(token, "host", ours, theirs)})
         sock.settimeout(None)
     except Exception:  # what a stranger can make happen here, nobody can list
-        wire.close()
+        connection.close()
         return None
-    return wire, hello
+    return connection, hello
 
 
-class Door:
+class Listener:
     """Lets in who knows the token.  Each caller is greeted in a thread of its own, so that none holds up another.
 
     `let_in(wire, hello)` is called in that thread.  The listener is the door's, which closes it.
     """
 
     def __init__(
-        self, listener: socket.socket, token: str, let_in: Callable[[Wire, dict[str, Any]], None], name: str = "door"
+        self,
+        listener: socket.socket,
+        token: str,
+        let_in: Callable[[Connection, dict[str, Any]], None],
+        name: str = "door",
     ) -> None:
         self._listener, self._token, self._let_in = listener, token, let_in
         self._room = threading.BoundedSemaphore(_MAX_CALLERS)

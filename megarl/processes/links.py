@@ -6,10 +6,10 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megarl.processes.connection import Tensors, Wire, WireClosed, from_bytes, to_bytes
+from megarl.processes.connection import Connection, ConnectionLost, Tensors, from_bytes, to_bytes
 
 
-class Said(NamedTuple):
+class RankMessage(NamedTuple):
     """A message of a rank; `header` is None where the rank has ended."""
 
     rank: int
@@ -20,51 +20,51 @@ class Said(NamedTuple):
 class Direct:
     """The connection to one rank."""
 
-    def __init__(self, wire: Wire, rank: int) -> None:
-        self._wire, self.ranks = wire, (rank,)
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self._connection, self.ranks = connection, (rank,)
 
     @property
     def sock(self) -> socket.socket:
-        return self._wire.sock
+        return self._connection.sock
 
     def send(self, header: dict[str, Any], payloads: Mapping[int, Tensors]) -> None:
-        self._wire.send(header, payloads.get(self.ranks[0]))
+        self._connection.send(header, payloads.get(self.ranks[0]))
 
-    def receive(self) -> Said:
+    def receive(self) -> RankMessage:
         try:
-            return Said(self.ranks[0], *self._wire.receive())
-        except WireClosed:
-            return Said(self.ranks[0], None, {})
+            return RankMessage(self.ranks[0], *self._connection.receive())
+        except ConnectionLost:
+            return RankMessage(self.ranks[0], None, {})
 
     def close(self) -> None:
-        self._wire.close()
+        self._connection.close()
 
 
 class Relayed:
     """The connection to all ranks of a group on another machine; a call crosses the network once for all of them."""
 
-    def __init__(self, wire: Wire, ranks: tuple[int, ...]) -> None:
-        self._wire, self.ranks = wire, ranks
+    def __init__(self, connection: Connection, ranks: tuple[int, ...]) -> None:
+        self._connection, self.ranks = connection, ranks
 
     @property
     def sock(self) -> socket.socket:
-        return self._wire.sock
+        return self._connection.sock
 
     def send(self, header: dict[str, Any], payloads: Mapping[int, Tensors]) -> None:
         bodies = {rank: to_bytes(payloads[rank]) for rank in self.ranks if rank in payloads}
         sizes = [[rank, len(body)] for rank, body in bodies.items()]
-        self._wire.send_bytes({"call": header, "sizes": sizes}, list(bodies.values()))
+        self._connection.send_bytes({"call": header, "sizes": sizes}, list(bodies.values()))
 
-    def receive(self) -> Said:
+    def receive(self) -> RankMessage:
         try:
-            header, body = self._wire.receive_bytes()
-        except WireClosed:  # the machine and all its ranks
-            return Said(self.ranks[0], None, {})
+            header, body = self._connection.receive_bytes()
+        except ConnectionLost:  # the machine and all its ranks
+            return RankMessage(self.ranks[0], None, {})
         rank = int(header.pop("rank"))
-        return Said(rank, None if header.get("gone") else header, from_bytes(body))
+        return RankMessage(rank, None if header.get("gone") else header, from_bytes(body))
 
     def close(self) -> None:
-        self._wire.close()
+        self._connection.close()
 
 
 Link = Direct | Relayed

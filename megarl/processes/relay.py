@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from megarl.processes.connection import Door, Wire, WireClosed
+from megarl.processes.connection import Connection, ConnectionLost, Listener
 from megarl.sockets import listen
 
 
@@ -21,38 +21,38 @@ class Relay:
     Its threads end with the connection to the driver, and the ranks with theirs to the relay.
     """
 
-    def __init__(self, upward: Wire, num_ranks: int) -> None:
+    def __init__(self, upward: Connection, num_ranks: int) -> None:
         self._up, self._num_ranks = upward, num_ranks
         self.token = secrets.token_hex(16)
-        self._ranks: dict[int, Wire] = {}
+        self._ranks: dict[int, Connection] = {}
         self._closed = threading.Event()
         listener = listen("127.0.0.1")
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
-        self._door = Door(listener, self.token, self._carry_up, name="relay")
+        self._listener = Listener(listener, self.token, self._carry_up, name="relay")
         threading.Thread(target=self._carry_down, daemon=True, name="relay down").start()
 
     def close(self) -> None:
         self._closed.set()
-        self._door.close()
+        self._listener.close()
         self._up.close()
-        for wire in list(self._ranks.values()):
-            wire.close()
+        for connection in list(self._ranks.values()):
+            connection.close()
 
-    def _carry_up(self, wire: Wire, hello: dict[str, Any]) -> None:
+    def _carry_up(self, connection: Connection, hello: dict[str, Any]) -> None:
         """Let a rank in, say so, and pass on what it says; the last one shuts the door."""
         rank = int(hello["rank"])
-        self._ranks[rank] = wire
+        self._ranks[rank] = connection
         if len(self._ranks) == self._num_ranks:
-            self._door.close()
+            self._listener.close()
         if self._closed.is_set():
-            wire.close()  # it came meanwhile
-        with suppress(WireClosed):  # of the driver: `_carry_down` sees to it
+            connection.close()  # it came meanwhile
+        with suppress(ConnectionLost):  # of the driver: `_carry_down` sees to it
             self._up.send({"rank": rank, "here": True})
             try:
                 while True:
-                    header, body = wire.receive_bytes()
+                    header, body = connection.receive_bytes()
                     self._up.send_bytes({**header, "rank": rank}, [body])
-            except WireClosed:
+            except ConnectionLost:
                 self._up.send({"rank": rank, "gone": True})
 
     def _carry_down(self) -> None:
@@ -60,7 +60,7 @@ class Relay:
             while True:
                 header, body = self._up.receive_bytes()
                 self._pass_on(header["call"], dict(header["sizes"]), memoryview(body))
-        except WireClosed:
+        except ConnectionLost:
             self.close()
 
     def _pass_on(self, call: dict[str, Any], sizes: dict[int, int], payloads: memoryview) -> None:
@@ -70,6 +70,6 @@ class Relay:
         for rank, size in sizes.items():
             parts[rank] = payloads[begin : begin + size]
             begin += size
-        for rank, wire in list(self._ranks.items()):
-            with suppress(WireClosed):  # `_carry_up` tells the driver
-                wire.send_bytes(call, [parts[rank]] if rank in parts else [])
+        for rank, connection in list(self._ranks.items()):
+            with suppress(ConnectionLost):  # `_carry_up` tells the driver
+                connection.send_bytes(call, [parts[rank]] if rank in parts else [])

@@ -32,7 +32,7 @@ def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
     def add(function: RewardFn) -> RewardFn:
         """The decorator: put the function into the table and leave it as it is."""
         if name in REWARDS:
-            raise ValueError(f"reward {name!r} exists already: want another name")
+            raise ValueError(f"reward {name!r} exists already: use another name")
         REWARDS[name] = function
         return function
 

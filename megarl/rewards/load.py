@@ -29,7 +29,7 @@ def resolve(fn: str, table: Mapping[str, str | RewardFn]) -> RewardFn:
         return _adapt(fn, address)
     place, colon, name = address.rpartition(":")
     if not colon or not place or not name:
-        raise ValueError(f"reward.fn={fn}: want one of {', '.join(table)}, or path/file.py:function")
+        raise ValueError(f"reward.fn={fn}: expected one of {', '.join(table)}, or path/file.py:function")
     module = _module(fn, place)
     function = getattr(module, name, None)
     if not callable(function):
@@ -63,7 +63,9 @@ def _module_from_file(fn: str, path: Path) -> ModuleType:
 def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
     """Our own signature as it is; verl's by the names of its parameters."""
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"reward.fn={fn}: the function is async; want an ordinary one, each runs in a process pool")
+        raise ValueError(
+            f"reward.fn={fn}: the function is async; expected an ordinary one, each runs in a process pool"
+        )
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -74,7 +76,7 @@ def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
         inspect.signature(function).bind(None, None)
     except TypeError:
         raise ValueError(
-            f"reward.fn={fn}: it takes ({', '.join(parameters)}); want (prompt, completion) "
+            f"reward.fn={fn}: it takes ({', '.join(parameters)}); expected (prompt, completion) "
             f"or ({', '.join(VERL_ARGUMENTS)})"
         ) from None
     return function
@@ -86,7 +88,7 @@ def _from_verl(fn: str, function: Callable[..., Any], parameters: Mapping[str, i
     needed = [name for name, parameter in parameters.items() if _is_required(parameter)]
     unknown = [name for name in needed if name not in VERL_ARGUMENTS]
     if unknown:
-        raise ValueError(f"reward.fn={fn}: no value for {', '.join(unknown)}; want ({', '.join(VERL_ARGUMENTS)})")
+        raise ValueError(f"reward.fn={fn}: no value for {', '.join(unknown)}; expected ({', '.join(VERL_ARGUMENTS)})")
 
     def reward(prompt: Prompt, completion: Completion) -> Any:
         values = {

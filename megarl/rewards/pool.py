@@ -65,7 +65,7 @@ class RewardPool:
         on_error: str = "zero",
         plugins: Sequence[str] = (),
     ) -> None:
-        assert on_error in ("zero", "stop"), f"on_error is {on_error!r}, want zero or stop"
+        assert on_error in ("zero", "stop"), f"on_error is {on_error!r}, expected zero or stop"
         load_plugins(plugins)
         load_reward(fn)
         self._plugins = tuple(plugins)

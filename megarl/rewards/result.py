@@ -25,7 +25,7 @@ def to_result(value: Any) -> RewardResult:
     if not isinstance(value, dict):
         return RewardResult(_finite(value))
     if "score" not in value:
-        raise TypeError(f"returned a dict with the keys {list(value)}; want 'score' among them")
+        raise TypeError(f"returned a dict with the keys {list(value)}; expected 'score' among them")
     numbers = {str(key): _number(item) for key, item in value.items() if key != "score"}
     extra = {key: number for key, number in numbers.items() if number is not None}
     return RewardResult(_finite(value["score"]), extra)
@@ -34,16 +34,16 @@ def to_result(value: Any) -> RewardResult:
 def ground_truth_of(prompt: Prompt) -> str:
     """The expected answer.  Raises ValueError when the row had none, which a comparison cannot do without."""
     if prompt.ground_truth is None:
-        raise ValueError("the prompt has no ground truth; want data.ground_truth_key to name a field of the row")
+        raise ValueError("the prompt has no ground truth; expected data.ground_truth_key to name a field of the row")
     return prompt.ground_truth
 
 
 def _finite(value: Any) -> float:
     number = _number(value)
     if number is None:
-        raise TypeError(f"returned {value!r}, a {type(value).__name__}; want a number or a dict with 'score'")
+        raise TypeError(f"returned {value!r}, a {type(value).__name__}; expected a number or a dict with 'score'")
     if not math.isfinite(number):
-        raise ValueError(f"returned {number}; want a finite number")
+        raise ValueError(f"returned {number}; expected a finite number")
     return number
 
 

@@ -42,7 +42,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Servers:
+class PushSettings:
     """Where weights are pushed."""
 
     urls: tuple[str, ...]
@@ -51,7 +51,7 @@ class Servers:
     bucket_bytes: int = 64 * 2**20
     timeout_s: float = 120.0
     pause_mode: str = "retract"  # what happens to requests that run during a push: retract | in_place | abort
-    way: str = "auto"  # of the weights into a server: shared | sharded | gathered | auto
+    transport: str = "auto"  # of the weights into a server: shared | sharded | gathered | auto
     check_every: int = 0  # pushes between comparisons with what servers read from an exported folder; 0: none
     # On which GPUs trainer and servers stand, as the fields of a weights.push.gpu_handles.Gpus; None: nobody knows.
     gpus: dict[str, Any] | None = None
@@ -89,13 +89,13 @@ class Role:
         self.hidden_size = replies[0].result["hidden_size"]
         return int(replies[0].result["parameters_per_rank"])
 
-    def sleep(self) -> None:
+    def offload(self) -> None:
         """Into host memory with all of it; a call that needs it moves what it needs, and back."""
-        self.group.call("sleep", {"role": self.name})
+        self.group.call("offload", {"role": self.name})
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Back on the device, to stay."""
-        self.group.call("wake", {"role": self.name})
+        self.group.call("onload", {"role": self.name})
 
     def save(self, folder: Path) -> None:
         self.group.call("save", {"role": self.name, "folder": str(folder)})
@@ -149,7 +149,7 @@ class Trainable(Role):
         """
         how = self.update_settings
         assert how is not None, f"role {self.name} has no loss to train with"
-        batch = batch.with_rows(index=torch.arange(batch.num_sequences))  # by which an error names its sample
+        batch = batch.with_per_sequence(index=torch.arange(batch.num_sequences))  # by which an error names its sample
         minis = [
             mini
             for epoch in range(how.epochs)
@@ -220,7 +220,7 @@ class Actor(Trainable):
 
     def push(
         self,
-        servers: Servers,
+        servers: PushSettings,
         version: int,
         *,
         only: Sequence[str] | None = None,
@@ -236,7 +236,7 @@ class Actor(Trainable):
         return self.group.call_leader("push", arguments).result
 
     def push_adapter(
-        self, servers: Servers, version: int, *, only: Sequence[str], keep: int, canary: dict[str, Any] | None
+        self, servers: PushSettings, version: int, *, only: Sequence[str], keep: int, canary: dict[str, Any] | None
     ) -> dict[str, Any]:
         """Give servers the adapters alone; the report, and under "adapter" the name that completions have to ask for.
 
@@ -275,6 +275,6 @@ def _located(error: RankError, plans: list[RankPlan], batch: Batch) -> Exception
         return error
     at = dict(error.details)
     sequence = plans[at.pop("replica")].indices[at.pop("sequence")]
-    found = NonFiniteError(sequence=int(batch.rows["index"][sequence]), **at)
+    found = NonFiniteError(sequence=int(batch.per_sequence["index"][sequence]), **at)
     found.report = error.report
     return found

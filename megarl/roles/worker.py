@@ -22,9 +22,9 @@ from megarl.layout import Layout
 from megarl.mcore import checkpoint
 from megarl.mcore.models.lora import LoraSettings, apply_lora
 from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
-from megarl.mcore.setup import Place, device_for, initialize, replica_group
-from megarl.mcore.training.execution import Engine
-from megarl.mcore.training.offload import Bed, settled
+from megarl.mcore.setup import RankInfo, device_for, initialize, replica_group
+from megarl.mcore.training.execution import ExecutionOptions
+from megarl.mcore.training.offload import OffloadBuffer, synchronized
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, forward_only, train_step
@@ -51,9 +51,9 @@ class Role:
     hf: dict[str, Any]
     source_folder: str
     optimizer: Optimizer | None
-    parameters: Bed
-    gradients: Bed  # the buffers, which only an update needs
-    moments: Bed  # of the optimizer
+    parameters: OffloadBuffer
+    gradients: OffloadBuffer  # the buffers, which only an update needs
+    moments: OffloadBuffer  # of the optimizer
     pusher: Pusher | None = None
     adapter_pusher: AdapterPusher | None = None
     last_loss: tuple[dict[str, Any], Any] | None = None
@@ -65,7 +65,7 @@ class Role:
         return self.last_loss[1]
 
     @property
-    def beds(self) -> list[Bed]:
+    def buffers(self) -> list[OffloadBuffer]:
         return [self.parameters, self.gradients, self.moments]
 
 
@@ -75,32 +75,32 @@ class Worker:
     def __init__(self) -> None:
         self.roles: dict[str, Role] = {}
         self.layout: Layout
-        self.place: Place
+        self.rank_info: RankInfo
         self.device: torch.device
         self.share: Any
 
     def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
         methods = [self.setup, self.load, self.columns, self.update, self.push, self.push_adapter]
-        methods += [self.save, self.restore, self.export, self.sleep, self.wake]
+        methods += [self.save, self.restore, self.export, self.offload, self.onload]
         return {method.__name__: method for method in methods}
 
     def setup(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         self.layout = Layout(**arguments["layout"])
         where = {"device": arguments["device"], "seed": arguments["seed"], "timeout_s": arguments["timeout_s"]}
         self.device = device_for(arguments["device"])
-        self.place = initialize(self.layout, **where)
+        self.rank_info = initialize(self.layout, **where)
         self.share = replica_group(timeout_s=arguments["timeout_s"])
-        return {"replica": self.place.replica, "is_reporter": self.place.is_reporter}, {}
+        return {"replica": self.rank_info.replica, "is_reporter": self.rank_info.is_reporter}, {}
 
     def load(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Build a role's model from an HF folder; `optim` None makes one that only looks, `lora` None no adapters.
 
-        What the engine offloads sleeps from now on, and wakes for each call that needs it.
+        What the options offload is on the device only during the calls that need it.
         """
         load_plugins(arguments["plugins"])
         hf = read_hf_config(arguments["folder"])
         kind, optim, lora = arguments["kind"], arguments["optim"], arguments["lora"]
-        engine = Engine(**arguments["engine"])
+        engine = ExecutionOptions(**arguments["engine"])
         engine = engine if lora is None else engine.for_adapters()
         model = build_model(hf, self.layout, role=kind, dtype=arguments["dtype"], engine=engine)
         load_hf(model, arguments["folder"], hf, role=kind)
@@ -112,64 +112,64 @@ class Worker:
             model = wrap_for_training(model, self.layout, engine)
             optimizer = Optimizer(model, OptimSettings(**{**optim, "betas": tuple(optim["betas"])}))
         own = sum(p.numel() for chunk in model for p in chunk.parameters())
-        parameters, gradients = Bed(model, None, parameters=True), Bed(model, None, gradients=True)
-        moments = Bed(model, optimizer, moments=True)
+        parameters, gradients = OffloadBuffer(model, None, parameters=True), OffloadBuffer(model, None, gradients=True)
+        moments = OffloadBuffer(model, optimizer, moments=True)
         self.roles[arguments["role"]] = Role(
             kind, model, hf, arguments["folder"], optimizer, parameters, gradients, moments
         )
         rest = [parameters, gradients] if engine.param_offload else []
-        for bed in [*rest, moments] if engine.optimizer_offload else rest:
-            bed.sleep()
+        for buffer in [*rest, moments] if engine.optimizer_offload else rest:
+            buffer.offload()
         return {"parameters_per_rank": own, "hidden_size": hf["hidden_size"]}, {}
 
-    def sleep(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Put all of a role into host memory: how many bytes left the device.  Calls wake what they need meanwhile."""
+    def offload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Put all of a role into host memory: how many bytes left the device.  A call onloads what it needs."""
         role = self.roles[arguments["role"]]
-        return {"num_bytes": sum(sum(bed.sleep()) for bed in role.beds)}, {}
+        return {"num_bytes": sum(sum(buffer.offload()) for buffer in role.buffers)}, {}
 
-    def wake(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """All of a role is back on the device, and stays until it is put to sleep."""
-        for bed in self.roles[arguments["role"]].beds:
-            bed.wake()
+    def onload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """All of a role is back on the device, and stays until it is put to offload."""
+        for buffer in self.roles[arguments["role"]].buffers:
+            buffer.onload()
         return {}, {}
 
     @contextmanager
-    def awake(self, name: str, *others: str, learns: bool = False) -> Iterator[Role]:
+    def onloaded(self, name: str, *others: str, learns: bool = False) -> Iterator[Role]:
         """The weights of a role, and of others that it needs, on the device; afterwards each is as it was before.
 
         `learns`: its gradient buffers and its optimizer's state too.
         """
         roles = [self.roles[each] for each in (name, *others)]
-        beds = [role.parameters for role in roles] + (roles[0].beds[1:] if learns else [])
-        asleep = [bed for bed in beds if bed.is_asleep]
-        for bed in asleep:
-            bed.wake()
+        buffers = [role.parameters for role in roles] + (roles[0].buffers[1:] if learns else [])
+        offloaded = [buffer for buffer in buffers if buffer.is_offloaded]
+        for buffer in offloaded:
+            buffer.onload()
         try:
             yield roles[0]
         finally:
-            for bed in asleep:
-                bed.sleep()
+            for buffer in offloaded:
+                buffer.offload()
 
     @contextmanager
     def readable(self, name: str, *, learns: bool = False) -> Iterator[Role]:
         """A role whose parameters others than its own forward passes may read."""
-        with self.awake(name, learns=learns) as role, settled(role.model):
+        with self.onloaded(name, learns=learns) as role, synchronized(role.model):
             yield role
 
     def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """The columns called `names` of every token of this replica's sequences: see `Outputs`."""
         micros = micro_batches(*_unpack(tensors))
-        with self.awake(arguments["role"], *_references(arguments)) as role:
+        with self.onloaded(arguments["role"], *_references(arguments)) as role:
             outputs, reference = self._outputs(role, arguments), self._reference(arguments)
             found = forward_only(role.model, micros, outputs, self.device, reference)
-        if not self.place.is_reporter:
+        if not self.rank_info.is_reporter:
             return {}, {}
         names = found[0] if found else {}
         return {}, {name: torch.cat([columns[name] for columns in found]).float().cpu() for name in names}
 
     def update(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """One optimizer step on this replica's share of a mini-batch."""
-        with self.awake(arguments["role"], *_references(arguments), learns=True) as role:
+        with self.onloaded(arguments["role"], *_references(arguments), learns=True) as role:
             assert role.optimizer is not None, f"role {arguments['role']} was loaded without an optimizer"
             try:
                 stats, grad_norm, lr = train_step(
@@ -183,7 +183,7 @@ class Worker:
                     reference=self._reference(arguments),
                 )
             except NonFiniteError as error:
-                error.details["replica"] = self.place.replica  # the driver knows the samples of each
+                error.details["replica"] = self.rank_info.replica  # the driver knows the samples of each
                 raise
         plain = {name: [stat.kind, stat.value, stat.weight] for name, stat in stats.items()}
         return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
@@ -205,7 +205,7 @@ class Worker:
                 arguments["token"],
                 role.hf,
                 dtype=DTYPES[arguments["dtype"]],
-                way=arguments["way"],
+                transport=arguments["transport"],
                 bucket_bytes=arguments["bucket_bytes"],
                 timeout_s=arguments["timeout_s"],
                 check_every=arguments["check_every"],
@@ -265,7 +265,7 @@ def _unpack(tensors: Tensors) -> tuple[Batch, list[int]]:
 
 def main() -> None:
     worker = Worker()
-    follow(worker.handlers(), lambda: worker.share, lambda: worker.place.is_first)
+    follow(worker.handlers(), lambda: worker.share, lambda: worker.rank_info.is_first)
     for role in worker.roles.values():
         if role.pusher is not None:
             role.pusher.close()

@@ -15,10 +15,10 @@ import httpx
 from megarl.rollout.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import FLATTENED, Abilities, Route, SamplingParams, auth_headers, error_message
 
-__all__ = ["Engine", "EngineError", "EnginePool", "RolloutFailed"]
+__all__ = ["ServerClient", "ServerError", "EnginePool", "RolloutFailed"]
 
 
-class EngineError(RuntimeError):
+class ServerError(RuntimeError):
     """A server refused or failed an order. One sentence: url, route, status (0: no answer), message."""
 
     def __init__(self, url: str, route: str, status: int, message: str) -> None:
@@ -26,11 +26,11 @@ class EngineError(RuntimeError):
         self.url, self.route, self.status, self.message = url, route, status, message
 
 
-class Engine:
+class ServerClient:
     """Orders to one server.
 
     Example: engine = Engine("http://127.0.0.1:30000", token, timeout_s=60); engine.pause("retract"); engine.resume()
-    Every method raises EngineError when the server refuses, fails, or does not answer within `timeout_s`.
+    Every method raises ServerError when the server refuses, fails, or does not answer within `timeout_s`.
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float = 120.0) -> None:
@@ -84,7 +84,7 @@ class Engine:
         try:
             found = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]]
         except (KeyError, TypeError) as error:
-            raise EngineError(self.url, Route.GENERATE, 200, f"the reply lacks {error}") from error
+            raise ServerError(self.url, Route.GENERATE, 200, f"the reply lacks {error}") from error
         return [float(value) for value in found if value is not None]
 
     # ---- running
@@ -196,9 +196,9 @@ class Engine:
         try:
             reply = self._http.request(method, self.url + route, json=body)
         except httpx.HTTPError as error:
-            raise EngineError(self.url, route, 0, f"{type(error).__name__} {error}".strip()) from error
+            raise ServerError(self.url, route, 0, f"{type(error).__name__} {error}".strip()) from error
         if reply.status_code != 200:
-            raise EngineError(self.url, route, reply.status_code, error_message(reply.text, reply.reason_phrase))
+            raise ServerError(self.url, route, reply.status_code, error_message(reply.text, reply.reason_phrase))
         return reply
 
     def _json(self, route: Route, body: dict[str, Any] | None = None, *, method: str = "POST") -> dict[str, Any]:
@@ -206,16 +206,16 @@ class Engine:
         try:
             value = reply.json()
         except ValueError as error:
-            raise EngineError(self.url, route, 200, f"not JSON: {reply.text[:200]!r}") from error
+            raise ServerError(self.url, route, 200, f"not JSON: {reply.text[:200]!r}") from error
         if not isinstance(value, dict):
-            raise EngineError(self.url, route, 200, f"not a JSON object: {reply.text[:200]!r}")
+            raise ServerError(self.url, route, 200, f"not a JSON object: {reply.text[:200]!r}")
         return value
 
     def _accepted(self, route: Route, body: dict[str, Any]) -> dict[str, Any]:
         """For routes that answer {"success": ..., "message": ...}."""
         value = self._json(route, body)
         if value.get("success") is not True:
-            raise EngineError(self.url, route, 200, str(value.get("message", value)))
+            raise ServerError(self.url, route, 200, str(value.get("message", value)))
         return value
 
 

@@ -1,4 +1,4 @@
-"""The child process behind `Stream`: an asyncio loop that asks servers and scores answers, away from the driver.
+"""The child process behind `CollectorClient`: an asyncio loop that asks servers for completions and scores them.
 
 Talks over one pipe. In: `Order`s, and who may be asked (`Trust`, `Fence`). Out: lists of messages, as many in one
 pickle as are waiting: ("group", ticket, index, packed group) and, at most once, ("error", sentence).

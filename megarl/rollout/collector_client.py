@@ -33,21 +33,22 @@ _CLOSE_S = 5.0
 _WATCH_S = 1.0
 
 
-class StreamError(RuntimeError):
+class CollectorError(RuntimeError):
     """The collector failed, ended, or did not answer in time. One sentence, with the path of its log."""
 
 
-class Stream:
+class CollectorClient:
     """Example:
 
-        stream = Stream(urls=urls, token=token, tokenizer_path=path, make_scorer=partial(RewardPool, "gsm8k", 2),
+        collector = CollectorClient(urls=urls, token=token, tokenizer_path=path, make_scorer=partial(RewardPool,
+        "gsm8k", 2),
                         timeout_s=120, log_path=run / "logs/collector.log")
-        ticket = stream.submit(prompts, n=8, params=SamplingParams(max_new_tokens=256))
-        groups = stream.next(ticket, timeout_s=600)     # one entry a prompt, in the order of the prompts
-        stream.close()
+        ticket = collector.submit(prompts, n=8, params=SamplingParams(max_new_tokens=256))
+        groups = collector.next(ticket, timeout_s=600)     # one entry a prompt, in the order of the prompts
+        collector.close()
 
-    `make_scorer` is pickled into the child and called there. Start a Stream from a thread that lives as long as it.
-    With `fenced`, no server is asked before `trust` names it.
+    `make_scorer` is pickled into the child and called there. Start a CollectorClient from a thread that lives as long
+    as it. With `fenced`, no server is asked before `trust` names it.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class Stream:
         """The groups of a ticket in the order of its prompts; waits for them, at most `timeout_s`.
 
         `on_progress(done, total)` is called as groups arrive, `watch()` then and at least every second. Raises
-        StreamError when the collector failed or ended, or when the time is over; KeyError for a ticket that was never
-        given or is taken already.
+        CollectorError when the collector failed or ended, or when the time is over; KeyError for a ticket that was
+        never given or is taken already.
         """
         prompts, groups = self._prompts[ticket], self._groups[ticket]
         deadline = time.monotonic() + timeout_s
@@ -125,7 +126,7 @@ class Stream:
                 if on_progress is not None:
                     on_progress(len(groups), len(prompts))
             elif time.monotonic() >= deadline:
-                raise StreamError(
+                raise CollectorError(
                     f"the collector finished {len(groups)} of {len(prompts)} prompts within {timeout_s:g} s; "
                     f"its log: {self._log_path}"
                 )
@@ -168,14 +169,14 @@ class Stream:
 
     def _take(self, kind: str, *content: Any) -> None:
         if kind == "error":
-            raise StreamError(f"the collector failed: {content[0]}; its log: {self._log_path}")
+            raise CollectorError(f"the collector failed: {content[0]}; its log: {self._log_path}")
         ticket, index, group = content
         if ticket in self._groups:
             self._groups[ticket][index] = group
 
-    def _ended(self) -> StreamError:
+    def _ended(self) -> CollectorError:
         self._process.join(_CLOSE_S)
-        return StreamError(
+        return CollectorError(
             f"the collector (pid {self._process.pid}) ended with exit code {self._process.exitcode}; "
             f"its log: {self._log_path}{last_lines(self._log_path)}"
         )

@@ -79,7 +79,7 @@ class EnginePool:
         fenced: bool = False,
     ) -> None:
         if not urls:
-            raise ValueError("urls=[]: want the url of at least one server")
+            raise ValueError("urls=[]: expected the url of at least one server")
         self._servers = [_Server(url.rstrip("/"), fenced=fenced) for url in urls]
         self._token, self._timeout_s, self._retries, self._rest_s = token, timeout_s, retries, rest_s
         self._max_in_flight = max_in_flight

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megarl.algo.reward_shaping import is_informative
-from megarl.rollout.collector_client import Stream
+from megarl.rollout.collector_client import CollectorClient
 from megarl.rollout.protocol import MAX_SEED, SamplingParams
 from megarl.sample import REWARD_ERROR, LostRollout, Prompt, Sample
 
@@ -47,13 +47,13 @@ class Filter:
             has = ", ".join(sample.reward_extra) or "none"
             raise ValueError(
                 f"algorithm.filter_groups.metric={self.metric}: the reward of sample {sample.prompt.uid}#{at} has no "
-                f"number of that name; want score or one that reward.fn returns for every sample (here: {has})"
+                f"number of that name; expected score or one that reward.fn returns for every sample (here: {has})"
             )
         return sample.reward_extra[self.metric]
 
 
 @dataclass(frozen=True)
-class Iteration:
+class RolloutBatch:
     """What was written for one step."""
 
     groups: list[list[Sample]]
@@ -76,7 +76,7 @@ class _Order:
     params: SamplingParams
 
 
-class Feed:
+class Prefetcher:
     """Asks for iterations first_step .. num_steps - 1, each of `num_prompts` prompts with n completions.
 
     `greedy`: a greedy completion of each prompt too.  `keep`: dynamic sampling; None keeps every group.
@@ -84,7 +84,7 @@ class Feed:
 
     def __init__(
         self,
-        stream: Stream,
+        collector: CollectorClient,
         prompts: PromptSource,
         *,
         num_prompts: int,
@@ -96,7 +96,7 @@ class Feed:
         greedy: bool = False,
         keep: Filter | None = None,
     ) -> None:
-        self._stream, self._prompts = stream, prompts
+        self._collector, self._prompts = collector, prompts
         self._num_prompts, self._n, self._params, self._greedy, self._keep = num_prompts, n, params, greedy, keep
         self._ahead, self._next_step, self._num_steps = ahead, first_step, num_steps
         self._under_way: deque[_Order] = deque()
@@ -106,8 +106,8 @@ class Feed:
         on_progress: Callable[[int, int], None] | None = None,
         timeout_s: float = 3600.0,
         watch: Callable[[], None] | None = None,
-    ) -> Iteration:
-        """The next iteration (see Stream.next); raises a RuntimeError when every group of it was lost.
+    ) -> RolloutBatch:
+        """The next iteration (see CollectorClient.next); raises a RuntimeError when every group of it was lost.
 
         Of dynamic sampling that may not refill it may have no group; one that may, and finds too few within the allowed
         generation batches, raises a RuntimeError.
@@ -117,7 +117,7 @@ class Feed:
         order = self._under_way.popleft()
 
         def take(ticket: int) -> tuple[list[list[Sample]], list[LostRollout]]:
-            found: Sequence[list[Sample] | LostRollout] = self._stream.next(ticket, on_progress, timeout_s, watch)
+            found: Sequence[list[Sample] | LostRollout] = self._collector.next(ticket, on_progress, timeout_s, watch)
             groups = [group for group in found if not isinstance(group, LostRollout)]
             lost = [group for group in found if isinstance(group, LostRollout)]
             if not groups:
@@ -126,7 +126,7 @@ class Feed:
 
         groups, lost = take(order.ticket)
         if self._keep is None:
-            return Iteration(groups, lost, self._position())
+            return RolloutBatch(groups, lost, self._position())
         kept, num_seen, num_batches = [group for group in groups if self._keep.keeps(group)], len(groups), 1
         while self._keep.refill and len(kept) < self._num_prompts:
             if num_batches == self._keep.max_batches:
@@ -136,7 +136,7 @@ class Feed:
             kept += [group for group in groups if self._keep.keeps(group)]
             lost, num_seen, num_batches = lost + more_lost, num_seen + len(groups), num_batches + 1
         counts = {"dropped_share": 1 - len(kept) / num_seen, "gen_batches": float(num_batches)}
-        return Iteration(kept[: self._num_prompts], lost, self._position(), counts)
+        return RolloutBatch(kept[: self._num_prompts], lost, self._position(), counts)
 
     def _guess(self, missing: int, share_kept: float) -> int:
         """So many prompts will probably fill the gap; never more than a whole batch."""
@@ -159,12 +159,13 @@ class Feed:
         self._under_way.append(_Order(self._ask(self._num_prompts, params), before, params))
 
     def _ask(self, count: int, params: SamplingParams) -> int:
-        return self._stream.submit(self._prompts.take(count), n=self._n, params=params, greedy=self._greedy)
+        return self._collector.submit(self._prompts.take(count), n=self._n, params=params, greedy=self._greedy)
 
 
 def _too_few(how: Filter, num_kept: int, wanted: int, num_seen: int) -> str:
     return (
         f"algorithm.filter_groups.max_num_gen_batches={how.max_batches}: {num_kept} of {num_seen} groups had "
-        f"completions of different {how.metric}, and an iteration wants {wanted}; want prompts that are neither solved "
+        f"completions of different {how.metric}, and an iteration needs {wanted}; expected prompts that are neither "
+        "solved "
         "nor hopeless, a larger rollout.n, more generation batches, or algorithm.filter_groups.refill=false"
     )

@@ -118,16 +118,16 @@ class SamplingParams:
     def from_json(body: Mapping[str, Any]) -> tuple[SamplingParams, int]:
         """What a server reads: the parameters and n. Raises ValueError for an unknown key or an impossible value."""
         if not isinstance(body, Mapping):
-            raise ValueError(f"sampling_params={body!r}: want an object")
+            raise ValueError(f"sampling_params={body!r}: expected an object")
         values = {key: value for key, value in body.items() if key not in _TEXT_ONLY_KEYS and value is not None}
         n = values.pop("n", 1)
         _check("n", n, int, "a whole number >= 1", lambda v: v >= 1)
         known = {f.name for f in fields(SamplingParams)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ValueError(f"sampling_params has the unknown key {unknown[0]!r}: want {sorted(known | {'n'})}")
+            raise ValueError(f"sampling_params has the unknown key {unknown[0]!r}: expected {sorted(known | {'n'})}")
         if not isinstance(values.get("stop_token_ids", []), list):
-            raise ValueError(f"stop_token_ids={values['stop_token_ids']!r}: want a list of token ids")
+            raise ValueError(f"stop_token_ids={values['stop_token_ids']!r}: expected a list of token ids")
         values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
         return SamplingParams(**values), n
 
@@ -135,7 +135,7 @@ class SamplingParams:
 def _check(name: str, value: Any, kind: Any, wanted: str, allowed: Any) -> None:
     wrong_type = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
     if wrong_type or not allowed(value):
-        raise ValueError(f"{name}={value!r}: want {wanted}")
+        raise ValueError(f"{name}={value!r}: expected {wanted}")
 
 
 def generate_body(prompt_ids: Sequence[int], n: int, params: SamplingParams, rid: str) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def parse_completions(reply: Any, n: int) -> list[Completion]:
     """The n completions of a /generate reply, without text. Raises ValueError when the reply is not what was asked."""
     items = reply if isinstance(reply, list) else [reply]
     if len(items) != n:
-        raise ValueError(f"the reply of {Route.GENERATE} holds {len(items)} completions, want {n}")
+        raise ValueError(f"the reply of {Route.GENERATE} holds {len(items)} completions, expected {n}")
     return [_completion(item) for item in items]
 
 

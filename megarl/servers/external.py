@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl.rollout.client import Engine
+from megarl.rollout.client import ServerClient
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import Handle, ServerProcess
 
@@ -23,7 +23,7 @@ class _Elsewhere:
     def exit_code(self) -> int | None:
         return self._code
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         return ""
 
     def ask_to_end(self) -> None:
@@ -54,10 +54,10 @@ class RunningServer(ServerProcess):
 
     def wait_until_serving(self, limit_s: float) -> None:
         super().wait_until_serving(limit_s)
-        self._started = self._wait_for(Engine.server_info, "did not answer", limit_s).get("startup_time")
+        self._started = self._wait_for(ServerClient.server_info, "did not answer", limit_s).get("startup_time")
 
     def wait_for_answer(self, limit_s: float) -> None:
-        if self._wait_for(Engine.server_info, "did not answer", limit_s).get("startup_time") != self._started:
+        if self._wait_for(ServerClient.server_info, "did not answer", limit_s).get("startup_time") != self._started:
             raise self.died("was started again")
 
 
@@ -69,5 +69,5 @@ def place(url: str) -> dict[str, Any]:
     except ValueError:
         port = None
     if parts.scheme != "http" or not parts.hostname or port is None or parts.path.strip("/") or parts.query:
-        raise ValueError(f"rollout.urls: {url} is none; want http://HOST:PORT")
+        raise ValueError(f"rollout.urls: {url} is none; expected http://HOST:PORT")
     return {"host": parts.hostname, "port": port, "group_port": port}

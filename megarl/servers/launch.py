@@ -70,7 +70,8 @@ def cpu_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     """Our CPU server, which ends when this process does."""
     if launch.tensor_parallel_size != 1:
         raise ValueError(
-            f"rollout.tensor_model_parallel_size={launch.tensor_parallel_size}: want 1, the cpu engine is one process"
+            f"rollout.tensor_model_parallel_size={launch.tensor_parallel_size}: expected 1, the cpu engine is one "
+            "process"
         )
     command = [sys.executable, "-m", "megarl.hf_server.main", "--die-with-parent", str(os.getpid())]
     options = {

@@ -8,7 +8,7 @@ from megarl.servers.router import Router
 
 
 class Asks(Protocol):
-    """Who asks for completions, of the router alone: a rollout.collector_client.Stream."""
+    """Who asks for completions, of the router alone: a rollout.collector_client.CollectorClient."""
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None: ...
 
@@ -16,22 +16,22 @@ class Asks(Protocol):
 
 
 class Routed:
-    """Example: Routed(router, stream).trust("http://10.0.0.3:30000", 7); stands where a Stream would: fleet.Trusts."""
+    """Example: Routed(router, collector).trust("http://10.0.0.3:30000", 7)."""
 
-    def __init__(self, router: Router, stream: Asks) -> None:
-        self._router, self._stream = router, stream
+    def __init__(self, router: Router, collector: Asks) -> None:
+        self._router, self._collector = router, collector
         self._trusted: dict[str, tuple[int, str | None]] = {}
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None:
         """The server holds this version, verified: the router may give it work, and what it wrote counts."""
         self._trusted[url] = version, adapter
         self._router.add(url)
-        self._stream.trust(self._router.url, version, adapter)
+        self._collector.trust(self._router.url, version, adapter)
 
     def fence(self, url: str) -> None:
         """No work for it.  Nobody knows what of the router's work it has: all of it is asked for again."""
         self._router.remove(url)
         if self._trusted.pop(url, None) is not None:
-            self._stream.fence(self._router.url)
+            self._collector.fence(self._router.url)
             for version, adapter in dict.fromkeys(self._trusted.values()):
-                self._stream.trust(self._router.url, version, adapter)
+                self._collector.trust(self._router.url, version, adapter)

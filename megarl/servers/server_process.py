@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.processes.lifetime import last_lines
-from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.engines import ENGINES
 from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch, MakeCommand
 
@@ -48,7 +48,7 @@ class Handle(Protocol):
 
     def exit_code(self) -> int | None: ...
 
-    def last_words(self) -> str: ...
+    def log_tail(self) -> str: ...
 
     def ask_to_end(self) -> None: ...
 
@@ -94,7 +94,7 @@ class LocalServer:
         """None while it runs."""
         return self._process.poll()
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The last lines that it logged, and whether its port was taken: SGLang has more to say behind that."""
         return last_lines(self._log, self._log_start, keep=PORT_TAKEN)
 
@@ -170,10 +170,10 @@ class _Together:
     def exit_code(self) -> int | None:
         return next((code for handle in self._handles if (code := handle.exit_code()) is not None), None)
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """Of the one that ended, or else of the first."""
         ended = [handle for handle in self._handles if handle.exit_code() is not None]
-        return (ended or self._handles)[0].last_words()
+        return (ended or self._handles)[0].log_tail()
 
     def ask_to_end(self) -> None:
         for handle in self._handles:
@@ -215,21 +215,21 @@ class ServerProcess:
 
     def wait_until_serving(self, limit_s: float) -> None:
         """Return when the server says that it can serve; ServerDied when it ends, or the limit passes, before that."""
-        self._wait_for(Engine.health, "did not serve", limit_s)
+        self._wait_for(ServerClient.health, "did not serve", limit_s)
 
     def wait_for_answer(self, limit_s: float) -> None:
         """Return when the server answers a question that its scheduler must answer, which health is not in SGLang."""
-        self._wait_for(Engine.server_info, "did not answer", limit_s)
+        self._wait_for(ServerClient.server_info, "did not answer", limit_s)
 
-    def _wait_for(self, question: Callable[[Engine], Any], failing: str, limit_s: float) -> Any:
+    def _wait_for(self, question: Callable[[ServerClient], Any], failing: str, limit_s: float) -> Any:
         """What it answered."""
         deadline = time.monotonic() + limit_s
-        engine = Engine(self.launch.url, self._token, timeout_s=min(_QUESTION_S, limit_s))
+        engine = ServerClient(self.launch.url, self._token, timeout_s=min(_QUESTION_S, limit_s))
         with contextlib.closing(engine):
             while self.alive:
                 try:
                     return question(engine)
-                except EngineError as error:
+                except ServerError as error:
                     if time.monotonic() > deadline:
                         raise self.died(f"{failing} within {limit_s:g} s ({error.message})") from error
                 time.sleep(_POLL_S)
@@ -240,11 +240,11 @@ class ServerProcess:
         if how is None:
             code = None if self._handle is None else self._handle.exit_code()
             how = "was never started" if code is None else f"(pid {self.pid}) ended with exit code {code}"
-        return ServerDied(f"{self.name} {how}; its log: {self.log}{self.last_words()}")
+        return ServerDied(f"{self.name} {how}; its log: {self.log}{self.log_tail()}")
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The last lines that this incarnation logged."""
-        return "" if self._handle is None else self._handle.last_words()
+        return "" if self._handle is None else self._handle.log_tail()
 
     def ask_to_end(self) -> None:
         if self._handle is not None:
@@ -277,4 +277,4 @@ def _hold_port(host: str, held: contextlib.ExitStack) -> int:
             continue
         held.enter_context(chosen)
         return int(chosen.getsockname()[1])
-    raise OSError(f"rollout.host={host}: no port of it can be had; want an address of this machine")
+    raise OSError(f"rollout.host={host}: no port of it can be had; expected an address of this machine")

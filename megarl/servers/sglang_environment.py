@@ -38,7 +38,7 @@ def sglang_python(configured: str | None) -> Path:
     python = Path(found).absolute()  # not resolved: the link in a virtual environment is what makes it one
     if not python.is_file() or not os.access(python, os.X_OK):
         raise ValueError(
-            f"{name}: no Python there, want that of an environment with SGLang: run `bash launch/sglang_cpu.sh` "
+            f"{name}: no Python there, expected that of an environment with SGLang: run `bash launch/sglang_cpu.sh` "
             "(a machine without GPU), or set rollout.sglang.python"
         )
     return python

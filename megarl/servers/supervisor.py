@@ -99,7 +99,7 @@ class Servers:
         """`machines`: where each of them is started; None: here."""
         for launch in launches:
             if launch.engine not in ENGINES:
-                raise ValueError(f"rollout.engine={launch.engine!r}: want one of {', '.join(sorted(ENGINES))}")
+                raise ValueError(f"rollout.engine={launch.engine!r}: expected one of {', '.join(sorted(ENGINES))}")
         self._watch(
             [
                 ServerProcess(
@@ -290,7 +290,7 @@ def _wait_or_move(process: ServerProcess, limit_s: float) -> None:
         try:
             return process.wait_until_serving(limit_s)
         except ServerDied:
-            if PORT_TAKEN not in process.last_words().lower():
+            if PORT_TAKEN not in process.log_tail().lower():
                 raise
         process.end()
         process.launch = replace(process.launch, port=None, group_port=None)

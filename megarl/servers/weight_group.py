@@ -32,7 +32,7 @@ def join_weight_group(
     `dist.broadcast(tensor, src=0, group=group)`.
     """
     if group_name in c10d._world.pg_names.values():
-        raise ValueError(f"group_name={group_name!r}: this process has such a group already, want a new name")
+        raise ValueError(f"group_name={group_name!r}: this process has such a group already, expected a new name")
     timeout = timedelta(seconds=timeout_s)
     if (listener is not None) != (rank == 0):
         raise ValueError(f"rank={rank}: expected a listener from rank 0, which hosts the store, and from no other")

@@ -21,8 +21,7 @@ from megarl.algo.kl import FULL, kl_estimate
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.losses.table import WITHOUT_RATIO
 from megarl.algo.reward_shaping import overlong_filter, overlong_penalty
-from megarl.config import Config, names
-from megarl.config.schema import Algorithm
+from megarl.config import Config, names, schema
 from megarl.config.settings import show
 from megarl.config.validate.algorithms import other_layout
 from megarl.roles.handles import Update
@@ -41,8 +40,8 @@ Shaping = Callable[[Batch], tuple[Batch, Stats]]
 
 
 @dataclass(frozen=True)
-class Method:
-    """Example: method = make_method(config); batch, stats = estimate(batch, kl_coef=0.001, **method.advantages)."""
+class Algorithm:
+    """Example: algorithm = make_algorithm(config); estimate(batch, kl_coef=0.001, **algorithm.advantages)."""
 
     actor: Update
     critic: Update | None  # None: the estimator wants no values
@@ -69,12 +68,12 @@ class Method:
         return batch, stats
 
 
-def make_method(config: Config) -> Method:
+def make_algorithm(config: Config) -> Algorithm:
     """Raises ValueError, one sentence, for settings that the loss layer refuses."""
     algorithm = config.algorithm
     actor, reads = actor_update(config), _read_by_advantages(config)
     asked = keyword_names(ADV_ESTIMATORS[algorithm.adv_estimator])
-    return Method(
+    return Algorithm(
         actor=actor,
         critic=critic_update(config) if "values" in reads else None,
         advantages=_advantages(config),
@@ -107,14 +106,14 @@ def _require_readers(config: Config, asked: set[str]) -> None:
 
     A value from a recipe is refused as a typed one is: what is not the default was set for something.
     """
-    algorithm, usual = config.algorithm, Algorithm()
+    algorithm, usual = config.algorithm, schema.Algorithm()
     if algorithm.adv_estimator in names.ADV_ESTIMATORS:
         return
     for key, readers in READERS.items():
         value, default = getattr(algorithm, key), getattr(usual, key)
         if value != default and not asked & readers:
             why = f"has no effect, because algorithm.adv_estimator={algorithm.adv_estimator} does not ask for it"
-            raise ValueError(f"algorithm.{key}={show(value)}: {why}; want {show(default)}")
+            raise ValueError(f"algorithm.{key}={show(value)}: {why}; expected {show(default)}")
 
 
 def _require_data(config: Config, reads: set[str]) -> None:
@@ -134,7 +133,7 @@ def _require_data(config: Config, reads: set[str]) -> None:
     for name in sorted(reads & conditions.keys()):
         is_made, wanted = conditions[name]
         if not is_made:
-            raise ValueError(f"{choice} reads {name}: want {wanted}")
+            raise ValueError(f"{choice} reads {name}: expected {wanted}")
     if "full_kl" in reads:
         for sentence in other_layout(config, choice):
             raise ValueError(sentence)
@@ -169,7 +168,7 @@ def _shaping(config: Config) -> tuple[Shaping, ...]:
     buffer, longest = config.algorithm.overlong_buffer, config.data.max_response_length
     out: list[Shaping] = []
     if buffer.enable:
-        assert buffer.len is not None, "the configuration wants a length"
+        assert buffer.len is not None, "the configuration needs a length"
         limits = partial(overlong_penalty, max_response_length=longest, buffer_length=buffer.len)
         out.append(partial(limits, factor=buffer.penalty_factor))
     if config.algorithm.overlong_filtering:
@@ -201,7 +200,7 @@ def actor_update(config: Config) -> Update:
     loss.require_agg_mode(actor.loss_agg_mode)
     how = algorithm.rollout_correction
     if how.bypass and how.level is not None and loss.policy_loss not in WITHOUT_RATIO:
-        twice = f"with bypass=true the ratio of {loss.policy_loss} corrects already; want null"
+        twice = f"with bypass=true the ratio of {loss.policy_loss} corrects already; expected null"
         raise ValueError(f"algorithm.rollout_correction.level={how.level}: {twice}")
     return replace(
         _update(actor, loss),

@@ -55,7 +55,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     """Write everything and show the answers; returns the summary."""
     console = Console()
     run.trackers.stage("writing the model")
-    run.fleet.sleep()  # nobody is asked any more, and the actor wants room
+    run.server_manager.release_memory()  # nobody is asked any more, and the actor wants room
     run.actor.export(run.dir / "hf", adapter=run.dir / "adapter" if run.config.actor.lora.rank else None)
     summary: dict[str, Any] = {"steps": run.num_steps, "prompts_filtered": run.num_filtered}
     before_file = run.dir / BEFORE
@@ -77,7 +77,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     more = "".join(row for name, row in MORE.items() if (run.dir / name).exists())
     page = PAGE.format(name=run.config.trainer.experiment_name, answers=markdown, more=more)
     (run.dir / "README.md").write_text(page)
-    summary |= totals.state_dict() | {"servers_died": run.fleet.counts["servers_died"]}
+    summary |= totals.state_dict() | {"servers_died": run.server_manager.counts["servers_died"]}
     write_summary(run.dir / "summary.json", summary)
     console.print_json(data=summary)
     return summary

@@ -20,7 +20,7 @@ from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.rewards.pool import RewardPool
-from megarl.rollout.collector_client import Stream
+from megarl.rollout.collector_client import CollectorClient
 from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machines
@@ -185,7 +185,7 @@ def check_gpus(config: Config, *, trains: bool) -> None:
         if (last := first + size // len(machines) - 1) >= gpus:
             raise ValueError(
                 f"rollout.placement={config.rollout.placement}: server {index} would take GPUs {first} to {last} of a "
-                f"machine that has {gpus}; want fewer or smaller servers, another rollout.first_gpu, or rollout.urls"
+                f"machine that has {gpus}; use fewer or smaller servers, another rollout.first_gpu, or rollout.urls"
             )
 
 
@@ -200,10 +200,10 @@ def plugins(config: Config) -> list[str]:
     return [str(Path(spec).expanduser().resolve()) if spec.endswith(".py") else spec for spec in specs]
 
 
-def make_stream(config: Config, urls: Sequence[str], token: str, *, fenced: bool = False) -> Stream:
+def make_collector(config: Config, urls: Sequence[str], token: str, *, fenced: bool = False) -> CollectorClient:
     """The collector of a run, started; `fenced`: it asks a server only once that is trusted."""
     reward = config.reward
-    return Stream(
+    return CollectorClient(
         urls=urls,
         token=token,
         tokenizer_path=model_folder(config.model.tokenizer_path),
@@ -224,7 +224,8 @@ def check_ids(config: Config, highest: int) -> None:
         if ours is not None and theirs is not None and theirs <= highest and theirs < ours:
             raise ValueError(
                 f"{role}.model.path={getattr(config, role).model.path}: its vocabulary has {theirs} tokens, and the "
-                f"tokenizer of {config.model.tokenizer_path} has ids up to {highest}; want a model that knows them all"
+                f"tokenizer of {config.model.tokenizer_path} has ids up to {highest}; expected a model that knows "
+                "them all"
             )
 
 

@@ -63,7 +63,7 @@ def restore(checkpoint: Checkpoint, roles: Mapping[str, Saves]) -> None:
     if saved != sorted(roles):
         raise ValueError(
             f"trainer.resume_mode: {checkpoint.folder} holds {', '.join(saved)}, this run trains "
-            f"{', '.join(sorted(roles))}; want the same roles, or trainer.resume_mode=disable"
+            f"{', '.join(sorted(roles))}; expected the same roles, or trainer.resume_mode=disable"
         )
     for name, role in roles.items():
         role.restore(checkpoint.folder / name)
@@ -79,7 +79,7 @@ def find(resume_mode: str, root: Path) -> Checkpoint | None:
     checkpoint = _read(Path(resume_mode))
     if checkpoint is None:
         raise ValueError(
-            f"trainer.resume_mode={resume_mode}: no finished checkpoint there (no {MANIFEST}); want auto, disable, "
+            f"trainer.resume_mode={resume_mode}: no finished checkpoint there (no {MANIFEST}); expected auto, disable, "
             "or the folder of a checkpoint"
         )
     return checkpoint

@@ -1,7 +1,7 @@
 """Servers that stand on the trainer's GPUs: which these are, and how they give memory back while the trainer computes.
 
-`Turns` knows which server gave what back, since stock SGLang dies of taking what it never gave.  It outlives a restart
-of the ranks; a server that is started again has given nothing.
+`Colocation` knows which server gave what back, since stock SGLang dies of taking what it never gave.  It outlives a
+restart of the ranks; a server that is started again has given nothing.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 
 from megarl.config import Config
 from megarl.config.validate.servers import placements
-from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.weights.verify.canary import Canary, disagreement
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 ALL = (WEIGHTS, CACHE)
 
 
-class Turns:
-    """Example: turns.sleep(url); ... train ...; turns.wake(url, [WEIGHTS]); ... push ...; turns.wake(url, [CACHE])"""
+class Colocation:
+    """Example: it.release_memory(url); ... train ...; it.resume_memory(url, [WEIGHTS]); push; it.resume_memory(url)."""
 
     def __init__(self, token: str, *, timeout_s: float) -> None:
         self._token, self._timeout_s = token, timeout_s
         self._given: dict[str, tuple[str, ...]] = {}
 
-    def sleep(self, url: str, what: Sequence[str] = ALL) -> None:
-        """The server ends what it still writes and gives memory back.  Raises EngineError where it does not.
+    def release_memory(self, url: str, what: Sequence[str] = ALL) -> None:
+        """The server ends what it still writes and gives memory back.  Raises ServerError where it does not.
 
         Weights that were given back are lost: they want a push.
         """
@@ -37,7 +37,7 @@ class Turns:
         new = tuple(each for each in what if each not in lent)
         if not new:
             return
-        engine = Engine(url, self._token, timeout_s=self._timeout_s)
+        engine = ServerClient(url, self._token, timeout_s=self._timeout_s)
         try:
             engine.pause("abort")  # it refuses to give memory while a request runs that nobody waits for any more
             engine.release_memory(new)
@@ -45,14 +45,14 @@ class Turns:
             engine.close()
         self._given[url] = (*lent, *new)
 
-    def wake(self, url: str, what: Sequence[str] = ALL) -> None:
-        """It takes back what it gave of this, and with the last of it serves again.  Raises EngineError where not."""
+    def resume_memory(self, url: str, what: Sequence[str] = ALL) -> None:
+        """It takes back what it gave of this, and with the last of it serves again.  Raises ServerError where not."""
         lent = self._given.get(url, ())
         back = tuple(each for each in lent if each in what)
         if not back:
             return
         rest = tuple(each for each in lent if each not in what)
-        engine = Engine(url, self._token, timeout_s=self._timeout_s)
+        engine = ServerClient(url, self._token, timeout_s=self._timeout_s)
         try:
             engine.resume_memory(back)
             if not rest:
@@ -69,10 +69,10 @@ class Turns:
         """url -> why it is not to be believed, of servers that have all their memory again."""
 
         def ask(url: str) -> list[float] | str:
-            engine = Engine(url, self._token, timeout_s=self._timeout_s)
+            engine = ServerClient(url, self._token, timeout_s=self._timeout_s)
             try:
                 return engine.prompt_log_probs(canary.prompt_ids, adapter=adapter)
-            except EngineError as error:
+            except ServerError as error:
                 return str(error)
             finally:
                 engine.close()
@@ -98,7 +98,7 @@ def gpu_seats(config: Config, urls: Sequence[str]) -> dict[str, Any] | None:
 
 
 def check_shared_gpus(config: Config) -> None:
-    """Into a server on GPUs of the actor leads one way, by memory that both map, and it wants the actor on all."""
+    """A server on GPUs of the actor is pushed to through memory that both map: the actor has to be on all of them."""
     rollout, device = config.rollout, config.trainer.device
     on_gpus = rollout.engine == "sglang" and (device == "cuda" or (device == "auto" and torch.cuda.is_available()))
     if rollout.placement != "shared" or not on_gpus:
@@ -110,11 +110,12 @@ def check_shared_gpus(config: Config) -> None:
         if common and rollout.push not in ("auto", "shared"):
             raise ValueError(
                 f"rollout.push={rollout.push}: NCCL joins no two processes of one GPU, and with "
-                "rollout.placement=shared ranks of the actor and of servers are such; want auto or shared"
+                "rollout.placement=shared ranks of the actor and of servers are such; expected auto or shared"
             )
         if common and common != set(gpus):
             raise ValueError(
                 f"rollout.tensor_model_parallel_size={len(gpus)}: server {index} stands on {len(common)} GPUs of the "
-                f"actor's and {len(gpus) - len(common)} others, and no push leads into such a one; want servers that "
+                f"actor's and {len(gpus) - len(common)} others, and no push reaches such a server; expected servers "
+                "that "
                 "stand wholly on the actor's GPUs (actor.first_rank, actor.num_ranks) or wholly beside them"
             )

@@ -16,13 +16,13 @@ from transformers.utils import logging
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
 from megarl.rewards.result import to_result
-from megarl.rollout.collector_client import Stream
+from megarl.rollout.collector_client import CollectorClient
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
-from megarl.trainer.build import make_stream, read_prompts
-from megarl.trainer.infrastructure import Site
+from megarl.trainer.build import make_collector, read_prompts
+from megarl.trainer.infrastructure import Infrastructure
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _prompt(group: list[Sample] | LostRollout) -> Prompt:
 
 
 def evaluate(
-    stream: Stream,
+    collector: CollectorClient,
     prompts: Sequence[Prompt],
     *,
     n: int,
@@ -78,12 +78,12 @@ def evaluate(
 ) -> Evaluation:
     """Write and score n completions of each prompt with the weights that the servers hold now.
 
-    The last two as in Stream.next.
+    The last two as in CollectorClient.next.
     """
     if not prompts:
         return Evaluation([])
     params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, sampling_seed=seed)
-    groups = stream.next(stream.submit(prompts, n=n, params=params), on_progress, watch=watch)
+    groups = collector.next(collector.submit(prompts, n=n, params=params), on_progress, watch=watch)
     if all(isinstance(group, LostRollout) for group in groups):
         reason = next(group.reason for group in groups if isinstance(group, LostRollout))
         raise RuntimeError(f"every prompt of the evaluation was lost; the first: {reason}")
@@ -132,20 +132,22 @@ def look_after(servers: Servers, router: Router | None) -> None:
 def main(config: Config) -> int:
     """`megarl evaluate`: score model.path on data.val_files, with the servers and rewards of the configuration."""
     if not config.data.val_files:
-        raise ValueError("data.val_files=[]: there is nothing to evaluate; want at least one file of prompts")
+        raise ValueError("data.val_files=[]: there is nothing to evaluate; expected at least one file of prompts")
     console = Console()
     prompts = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts).all(
         config.data.val_max_samples
     )
     val = config.rollout.val_kwargs
-    with Site(config, trains=False) as site, console.status("starting the servers") as status:
-        servers, router = site.serve(), site.router
+    with Infrastructure(config, trains=False) as infrastructure, console.status("starting the servers") as status:
+        servers, router = infrastructure.serve(), infrastructure.router
         if router is not None:
             for url in servers.urls:
                 router.add(url)
-        with closing(make_stream(config, [router.url] if router else servers.urls, site.server_token)) as stream:
+        with closing(
+            make_collector(config, [router.url] if router else servers.urls, infrastructure.server_token)
+        ) as collector:
             found = evaluate(
-                stream,
+                collector,
                 prompts,
                 n=val.n,
                 temperature=val.temperature,

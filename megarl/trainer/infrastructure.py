@@ -18,11 +18,11 @@ from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
 from megarl.trainer.build import check_gpus, make_nodes, make_servers
-from megarl.trainer.colocation import Turns
+from megarl.trainer.colocation import Colocation
 
 
-class Site:
-    """Example: with Site(config) as site, Run(config, site) as run: ..."""
+class Infrastructure:
+    """Example: with Infrastructure(config) as infrastructure, Run(config, infrastructure) as run: ..."""
 
     nodes: Nodes | None = None  # None: this machine is all there is
     router: Router | None = None  # where rollout.router asks for one: completions are asked of it
@@ -43,7 +43,7 @@ class Site:
         self.server_token = server_token(os.environ, self._token)
         # Servers that share the trainer's GPUs give memory back and take it again; None: each has its own.
         shared, timeout_s = config.rollout.placement == "shared", config.rollout.request_timeout_s
-        self.turns = Turns(self.server_token, timeout_s=timeout_s) if shared else None
+        self.colocation = Colocation(self.server_token, timeout_s=timeout_s) if shared else None
         self._restarts = 0
         self._stack = ExitStack()
 

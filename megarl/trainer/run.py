@@ -1,7 +1,7 @@
 """What a run is made of, started in one place and ended in reverse order whatever happens.
 
-Servers and ranks start side by side; the servers are the site's and outlive this run of the ranks.  Roles that share a
-layout share a Group, a role with a layout of its own gets one.
+Servers and ranks start side by side; the servers are the infrastructure's and outlive this run of the ranks.  Roles
+that share a layout share a Group, a role with a layout of its own gets one.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from megarl.metrics.timer import Timer
 from megarl.metrics.trackers import Trackers
 from megarl.plugins import load_plugins
 from megarl.rewards import REWARDS, load_reward
-from megarl.roles.handles import Actor, Critic, Packing, Reference, Role, Servers
-from megarl.rollout.client import Engine
-from megarl.rollout.collector_client import Stream
-from megarl.rollout.prefetch import Feed
+from megarl.roles.handles import Actor, Critic, Packing, PushSettings, Reference, Role
+from megarl.rollout.client import ServerClient
+from megarl.rollout.collector_client import CollectorClient
+from megarl.rollout.prefetch import Prefetcher
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Batch
 from megarl.servers import supervisor
 from megarl.servers.routed import Routed
 from megarl.servers.sglang_environment import sglang_python
 from megarl.trainer import checkpoint
-from megarl.trainer.algorithm import REFERENCE, make_method
+from megarl.trainer.algorithm import REFERENCE, make_algorithm
 from megarl.trainer.build import (
     engine_settings,
     lora_settings,
+    make_collector,
     make_group,
-    make_stream,
     model_folder,
     optim_settings,
     optimizer_steps,
@@ -51,8 +51,8 @@ from megarl.trainer.build import (
     start_trackers,
 )
 from megarl.trainer.colocation import ALL, CACHE, check_shared_gpus, gpu_seats
-from megarl.trainer.infrastructure import Site
-from megarl.trainer.server_manager import Fleet, Push, Trusts
+from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.server_manager import Push, ServerManager, Trusts
 from megarl.weights.verify.canary import Canary
 
 # A server's log-probs of the canary may differ so much: other kernels and another order of sums; what it shall find,
@@ -62,19 +62,24 @@ CANARY_TOKENS = 64
 
 
 class Run:
-    """Use as a context manager.  Example: with Site(config) as site, Run(config, site) as run: run.fleet.push(0)"""
+    """Use as a context manager.
+
+    Example: with Infrastructure(config) as infrastructure, Run(config, infrastructure) as run: ...
+    """
 
     actor: Actor
     critic: Critic | None = None
     reference: Reference | None = None
-    fleet: Fleet
-    stream: Stream
-    feed: Feed
+    server_manager: ServerManager
+    collector: CollectorClient
+    prefetcher: Prefetcher
     trackers: Trackers
 
-    def __init__(self, config: Config, site: Site, resume: checkpoint.Checkpoint | None = None) -> None:
+    def __init__(
+        self, config: Config, infrastructure: Infrastructure, resume: checkpoint.Checkpoint | None = None
+    ) -> None:
         """`resume`: go on from there; None: from where trainer.resume_mode says."""
-        self.config, self._site = config, site
+        self.config, self._infrastructure = config, infrastructure
         self.dir = config.trainer.run_dir
         self.model_path = model_folder(config.model.path)
         if config.rollout.engine == "sglang" and (not config.rollout.urls or config.rollout.router):
@@ -83,8 +88,8 @@ class Run:
         load_plugins(config.algorithm.plugins)
         if not isinstance(REWARDS.get(config.reward.fn), str):  # a user's function, in a file or a plug-in
             load_reward(config.reward.fn)
-        self.method = make_method(config)
-        if self.method.reference or self.method.actor.reference:
+        self.algorithm = make_algorithm(config)
+        if self.algorithm.reference or self.algorithm.actor.reference:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)
         data = config.data
         self.prompts = read_prompts(config, data.train_files, overlong=data.overlong_prompts)
@@ -96,12 +101,12 @@ class Run:
         if self.num_steps < 1:
             raise ValueError(
                 f"data.train_batch_size={config.data.train_batch_size}: one epoch has {len(self.prompts)} prompts; "
-                "want a smaller batch, more epochs, or trainer.total_training_steps"
+                "use a smaller batch, more epochs, or trainer.total_training_steps"
             )
-        self.warmup = config.trainer.critic_warmup if self.method.critic else 0
+        self.warmup = config.trainer.critic_warmup if self.algorithm.critic else 0
         if self.warmup >= self.num_steps:
             raise ValueError(
-                f"trainer.critic_warmup={self.warmup}: want fewer than the {self.num_steps} steps of the run"
+                f"trainer.critic_warmup={self.warmup}: expected fewer than the {self.num_steps} steps of the run"
             )
         kl = config.algorithm.kl_ctrl
         self.kl = make_kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon)
@@ -145,16 +150,16 @@ class Run:
         self.trackers.stage("starting ranks")
         self._make_roles()
         self.trackers.stage("starting servers")
-        token, processes = self._site.server_token, self._site.serve()
+        token, processes = self._infrastructure.server_token, self._infrastructure.serve()
         if config.rollout.ahead:
             check_version_spans(processes.urls, token)
-        router = self._site.router
+        router = self._infrastructure.router
         self._start_stream([router.url] if router else processes.urls, token)
-        asked = Routed(router, self.stream) if router else self.stream
-        self.fleet = self._make_fleet(processes, asked, token)
+        asked = Routed(router, self.collector) if router else self.collector
+        self.server_manager = self._make_fleet(processes, asked, token)
         for group in self._groups.values():
             group.start()
-        self.fleet.sleep()
+        self.server_manager.release_memory()
         self._load_roles()
         if self.resumed_from is not None:
             checkpoint.restore(self.resumed_from, self.trainable)
@@ -163,28 +168,28 @@ class Run:
         self._end_turn()
         (self.dir / "summary.json").unlink(missing_ok=True)  # only a run that came to its end has one
 
-    def _make_fleet(self, processes: supervisor.Servers, asked: Trusts, token: str) -> Fleet:
+    def _make_fleet(self, processes: supervisor.Servers, asked: Trusts, token: str) -> ServerManager:
         """Servers that share the trainer's GPUs get the canary once they have room for it, all others with the push."""
         longest = min(CANARY_TOKENS, self.config.data.max_prompt_length + self.config.data.max_response_length)
         words = (token for prompt in self.prompts.all(CANARY_TOKENS) for token in prompt.token_ids)
         ids = list(islice(words, longest))
-        turns, lora = self._site.turns, self.config.actor.lora
-        if turns is None:
-            return Fleet(processes, asked, self._pusher(processes.urls, token, ids), self._warn)
-        return Fleet(
+        colocation, lora = self._infrastructure.colocation, self.config.actor.lora
+        if colocation is None:
+            return ServerManager(processes, asked, self._pusher(processes.urls, token, ids), self._warn)
+        return ServerManager(
             processes,
             asked,
             self._pusher(processes.urls, token, None),
             self._warn,
-            turns,
+            colocation,
             canary=lambda: Canary.from_json(self._canary(ids)),
             lends=[CACHE] if lora.rank and lora.push == "adapter" else ALL,  # no push brings back the base's weights
         )
 
     def _pusher(self, urls: Sequence[str], token: str, ids: list[int] | None) -> Push:
-        """How the fleet gives the actor's weights to some of its servers; `ids`: the canary that goes with them."""
+        """How the server manager pushes the actor's weights to some of its servers; `ids`: the canary's tokens."""
         rollout = self.config.rollout
-        servers = Servers(
+        servers = PushSettings(
             urls=tuple(urls),
             token=token,
             dtype=rollout.dtype,
@@ -192,7 +197,7 @@ class Run:
             # A push waits for a server a few times, and the call of it must outlive that.
             timeout_s=min(rollout.request_timeout_s, self.config.trainer.call_timeout_s / 6),
             pause_mode="in_place" if rollout.ahead else "retract",
-            way=rollout.push,
+            transport=rollout.push,
             check_every=rollout.check_every,
             gpus=gpu_seats(self.config, urls),
         )
@@ -222,7 +227,7 @@ class Run:
         changed = changes(from_yaml(file.read_text()), self.config) if file.exists() else []
         if changed and self.first_step >= self.num_steps:
             raise ValueError(
-                f"{self.dir} is finished, with other settings ({', '.join(changed)}); want another "
+                f"{self.dir} is finished, with other settings ({', '.join(changed)}); use another "
                 "trainer.experiment_name, more steps, or trainer.resume_mode=disable"
             )
         for change in changed:
@@ -238,14 +243,14 @@ class Run:
             self._group_of(config.actor),
             Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu),
             temperature,
-            update_settings=self.method.actor,
+            update_settings=self.algorithm.actor,
         )
-        if self.method.critic:
+        if self.algorithm.critic:
             self.critic = Critic(
                 "critic",
                 self._group_of(critic),
                 Packing(critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu),
-                update_settings=self.method.critic,
+                update_settings=self.algorithm.critic,
             )
         if config.uses_reference:
             self.reference = Reference(
@@ -259,7 +264,7 @@ class Run:
         """The ranks of a role's keys, shared with the roles of the same layout on the same ranks."""
         world = layout_of(role.megatron), role.first_rank, role.num_ranks
         if world not in self._groups:
-            nodes, name = self._site.nodes, f"ranks_{len(self._groups)}"
+            nodes, name = self._infrastructure.nodes, f"ranks_{len(self._groups)}"
             address = "127.0.0.1" if nodes else ranks_address(self.config)
             group = make_group(self.config, role, name, nodes=nodes, address=address)
             self._groups[world] = self._stack.enter_context(group)
@@ -287,10 +292,10 @@ class Run:
 
     def _start_stream(self, urls: Sequence[str], token: str) -> None:
         config = self.config
-        self.stream = make_stream(config, urls, token, fenced=True)
-        self._stack.callback(self.stream.close)
-        self.feed = Feed(
-            self.stream,
+        self.collector = make_collector(config, urls, token, fenced=True)
+        self._stack.callback(self.collector.close)
+        self.prefetcher = Prefetcher(
+            self.collector,
             self.prompts,
             num_prompts=config.data.train_batch_size,
             n=config.rollout.n,
@@ -304,27 +309,27 @@ class Run:
             ahead=config.rollout.ahead,
             first_step=self.first_step,
             num_steps=self.num_steps,
-            greedy=self.method.wants_greedy,
-            keep=self.method.keep,
+            greedy=self.algorithm.wants_greedy,
+            keep=self.algorithm.keep,
         )
 
     @contextmanager
     def trainers_turn(self) -> Iterator[None]:
         """The GPUs are the trainer's, where servers share them; afterwards they want a push.  Else nothing happens."""
-        if self._site.turns is None:
+        if self._infrastructure.colocation is None:
             yield
             return
         with self.timer("turn"):
-            self.fleet.sleep()
+            self.server_manager.release_memory()
             for role in self._residents:
-                role.wake()
+                role.onload()
         yield
         with self.timer("turn"):
             self._end_turn()
 
     def _end_turn(self) -> None:
         for role in self._residents:
-            role.sleep()
+            role.offload()
 
     @property
     def _residents(self) -> list[Role]:
@@ -345,8 +350,8 @@ class Run:
         keep = self.config.trainer.max_checkpoints_to_keep
         with self.trainers_turn():
             self.last_save = checkpoint.save(self.checkpoints, step, self.trainable, state, keep=keep)
-        if self._site.turns is not None:  # the servers have given away what they were pushed
-            self.fleet.push(step)
+        if self._infrastructure.colocation is not None:  # the servers have given away what they were pushed
+            self.server_manager.push(step)
 
 
 def check_vocabularies(policy: str, reference: str, config: Config) -> None:
@@ -356,7 +361,7 @@ def check_vocabularies(policy: str, reference: str, config: Config) -> None:
         compared = f"a full KL compares them token for token with the {ours} of model.path={config.model.path}"
         raise ValueError(
             f"ref.model.path={config.ref.model.path}: its vocabulary has {theirs} tokens, and {compared}; "
-            "want a model with the same vocabulary"
+            "expected a model with the same vocabulary"
         )
 
 
@@ -379,10 +384,10 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_version_spans(urls: Sequence[str], token: str) -> None:
     """Ahead of the training a completion outlives a push, and its server has to tell which weights wrote what of it."""
     for url in urls:
-        engine = Engine(url, token)
+        engine = ServerClient(url, token)
         spans = engine.abilities.version_spans
         engine.close()
         if not spans:
             raise ValueError(
-                "rollout.ahead: this SGLang tells only one version a completion; want 0, or 0.5.20 and newer"
+                "rollout.ahead: this SGLang tells only one version a completion; expected 0, or 0.5.20 and newer"
             )

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from megarl.rollout.client import EngineError
+from megarl.rollout.client import ServerError
 from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
-from megarl.trainer.colocation import ALL, CACHE, WEIGHTS, Turns
+from megarl.trainer.colocation import ALL, CACHE, WEIGHTS, Colocation
 from megarl.weights.verify.canary import Canary
 
 Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weights.push.report.PushReport as a dict
@@ -29,7 +29,7 @@ _PATIENCE = 2  # failed pushes in a row that a server may have before it is star
 
 
 class Trusts(Protocol):
-    """Who is told which servers may write: a rollout.collector_client.Stream."""
+    """Who is told which servers may write: a rollout.collector_client.CollectorClient."""
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None: ...
 
@@ -41,22 +41,28 @@ def is_verified(report: dict[str, Any]) -> bool:
     return bool(report["num_verified"] or report["compared"]) and not report["unverified"]
 
 
-class Fleet:
-    """Example: fleet.push(7); then, while completions are awaited, fleet.tend() every second or oftener."""
+class ServerManager:
+    """Example: manager.push(7); then, while completions are awaited, manager.check_servers() at least every second."""
 
     def __init__(
         self,
         servers: Servers,
-        stream: Trusts,
+        collector: Trusts,
         push: Push,
         warn: Callable[[str], None],
-        turns: Turns | None = None,
+        colocation: Colocation | None = None,
         canary: Callable[[], Canary] | None = None,
         lends: Sequence[str] = ALL,
     ) -> None:
-        """`turns`: of servers that share the trainer's GPUs, whose canary the trainer computes when it is asked to, and
-        which give it what they `lend`; None where each has its own, and the push brings the canary."""
-        self._servers, self._stream, self._push, self._warn, self._turns = servers, stream, push, warn, turns
+        """`colocation`: of servers that share the trainer's GPUs, whose canary the trainer computes when it is asked
+        to, and which give it what they `lend`; None where each has its own, and the push brings the canary."""
+        self._servers, self._collector, self._push, self._warn, self._colocation = (
+            servers,
+            collector,
+            push,
+            warn,
+            colocation,
+        )
         self._canary, self._lends = canary, lends
         self.version: int | None = None  # of the last push
         self.holding: set[str] = set()  # servers that hold it, verified
@@ -71,14 +77,14 @@ class Fleet:
         Raises ServerDied when no server is left.
         """
         self.version, self.holding = version, set()
-        self._look(starts=self._turns is None)
+        self._look(starts=self._colocation is None)
         report = self._deliver(self._serving())
         while not self.holding:
             time.sleep(_TEND_EVERY_S)
             report = self._repair() or report
         return report
 
-    def tend(self) -> None:
+    def check_servers(self) -> None:
         """Look after the servers; cheap while there is nothing to do, a push where a server lags behind.
 
         Call it only while the trainer holds the weights of the last push.
@@ -86,17 +92,17 @@ class Fleet:
         if time.monotonic() - self._tended >= _TEND_EVERY_S:
             self._repair()
 
-    def sleep(self) -> None:
+    def release_memory(self) -> None:
         """Servers that share the trainer's GPUs give their memory back; from then on only a push lets them serve.
 
         One that is being started is waited for: it loads a model into the room that the trainer wants.
         """
-        if (turns := self._turns) is None:
+        if (colocation := self._colocation) is None:
             return
         while State.STARTING in self._servers.states:
             time.sleep(_TEND_EVERY_S)
             self._look(starts=False)
-        self._in_turn(self._serving(), lambda url: turns.sleep(url, self._lends))
+        self._in_turn(self._serving(), lambda url: colocation.release_memory(url, self._lends))
 
     def _in_turn(self, urls: Sequence[str], act: Callable[[str], None]) -> list[str]:
         """The servers that did it; one that did not is started again, which frees its memory too."""
@@ -105,7 +111,7 @@ class Fleet:
         failures = {url: order.exception() for url, order in orders.items()}
         for url, error in failures.items():
             if error is not None:
-                if not isinstance(error, EngineError):
+                if not isinstance(error, ServerError):
                     raise error
                 self._fence(url, str(error))
                 self._note(self._servers.restart(self._servers.urls.index(url), str(error)))
@@ -121,7 +127,7 @@ class Fleet:
     def _repair(self) -> dict[str, Any] | None:
         """Push to servers that came back or failed; the report of that, if there were any."""
         self._look()
-        if self._turns is not None and (self.holding or State.STARTING in self._servers.states):
+        if self._colocation is not None and (self.holding or State.STARTING in self._servers.states):
             self._tended = time.monotonic()  # on these GPUs is no room for the trainer before its next turn
             return None
         lagging = [url for url in self._serving() if url not in self.holding]
@@ -146,37 +152,43 @@ class Fleet:
             if event.state is not State.SERVING:
                 self.counts["servers_died"] += 1
                 self._fence(event.url, event.reason)
-                if self._turns is not None:
-                    self._turns.forget(event.url)
+                if self._colocation is not None:
+                    self._colocation.forget(event.url)
 
     def _deliver(self, urls: Sequence[str]) -> dict[str, Any]:
         assert self.version is not None, "there is nothing to push before the first version"
-        report = self._push(urls, self.version) if self._turns is None else self._push_in_turn(self._turns, urls)
+        report = (
+            self._push(urls, self.version) if self._colocation is None else self._push_in_turn(self._colocation, urls)
+        )
         for url, sentences in report["fallbacks"].items():
             self.counts["fallbacks"] += len(sentences)
             for sentence in sentences:
-                self._warn(f"{url} took a slower way of the push: {sentence}")
+                self._warn(f"{url} fell back to a slower transport: {sentence}")
         for url in urls:
-            if url in report["ways"]:
+            if url in report["transports"]:
                 self._failures.pop(url, None)
                 self.holding.add(url)
-                self._stream.trust(url, self.version, report.get("adapter"))
+                self._collector.trust(url, self.version, report.get("adapter"))
             elif url in report["failed"]:
                 self._failed(url, report["failed"][url])
         return report
 
-    def _push_in_turn(self, turns: Turns, urls: Sequence[str]) -> dict[str, Any]:
-        """One that did not take its memory back is neither among the report's ways nor its failures."""
-        assert self.version is not None and self._canary is not None, "a push in turns has a version and a canary"
-        self.sleep()
+    def _push_in_turn(self, colocation: Colocation, urls: Sequence[str]) -> dict[str, Any]:
+        """One that did not take its memory back is neither among the report's transports nor its failures."""
+        assert self.version is not None and self._canary is not None, "a push in colocation has a version and a canary"
+        self.release_memory()
         canary = self._canary()
         serving = set(self._serving())
-        awake = self._in_turn([url for url in urls if url in serving], lambda url: turns.wake(url, [WEIGHTS]))
+        awake = self._in_turn(
+            [url for url in urls if url in serving], lambda url: colocation.resume_memory(url, [WEIGHTS])
+        )
         report = self._push(awake, self.version)
         began = time.monotonic()
-        full = self._in_turn(list(report["ways"]), lambda url: turns.wake(url, [CACHE]))
-        report["failed"] |= (wrong := turns.examine(canary, full, report.get("adapter")))
-        report["ways"] = {url: way for url, way in report["ways"].items() if url in full and url not in wrong}
+        full = self._in_turn(list(report["transports"]), lambda url: colocation.resume_memory(url, [CACHE]))
+        report["failed"] |= (wrong := colocation.examine(canary, full, report.get("adapter")))
+        report["transports"] = {
+            url: transport for url, transport in report["transports"].items() if url in full and url not in wrong
+        }
         report["timings"]["canary"] = time.monotonic() - began
         return report
 
@@ -190,6 +202,6 @@ class Fleet:
 
     def _fence(self, url: str, reason: str) -> None:
         self.holding.discard(url)
-        self._stream.fence(url)
+        self._collector.fence(url)
         self._last_reason = reason
         self._warn(f"{url} is out of service: {reason}")

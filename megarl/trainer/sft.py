@@ -23,7 +23,7 @@ from megarl.metrics.timer import Timer
 from megarl.roles.handles import Actor, Packing, Update
 from megarl.sample import Batch
 from megarl.trainer.build import engine_settings, make_group, model_folder, optim_settings, start_trackers
-from megarl.trainer.infrastructure import Site
+from megarl.trainer.infrastructure import Infrastructure
 
 
 def sft(config: Config) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def sft(config: Config) -> dict[str, Any]:
     if num_steps < 1:
         raise ValueError(
             f"sft.batch_size={settings.batch_size}: there are {len(examples)} examples in {settings.epochs} epochs; "
-            "want a smaller batch or more epochs"
+            "use a smaller batch or more epochs"
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
@@ -52,8 +52,8 @@ def sft(config: Config) -> dict[str, Any]:
     try:
         trackers.stage("starting ranks")
         with (
-            Site(config, serves=False) as site,
-            make_group(config, config.actor, "ranks_0", nodes=site.nodes) as group,
+            Infrastructure(config, serves=False) as infrastructure,
+            make_group(config, config.actor, "ranks_0", nodes=infrastructure.nodes) as group,
         ):
             packing = Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu)
             actor = Actor("actor", group, packing, update_settings=_update(config))
@@ -83,7 +83,7 @@ def supervised(batch: Batch) -> Batch:
     """The columns that make REINFORCE the cross entropy."""
     ones, zeros = torch.ones(batch.num_tokens), torch.zeros(batch.num_tokens)
     groups = torch.arange(batch.num_sequences)
-    return replace(batch, rows={"group": groups}).with_columns(advantages=ones, old_log_probs=zeros)
+    return replace(batch, per_sequence={"group": groups}).with_columns(advantages=ones, old_log_probs=zeros)
 
 
 def _update(config: Config) -> Update:

@@ -84,41 +84,45 @@ def policy_sequence(
     *,
     selected: list[float] | None = None,
     constant: list[float] | None = None,
-    **knobs,
+    **hyperparameters,
 ) -> list[float]:
     """The token losses of one sequence, its trainable tokens only; `constant`: l where the formula has sg(l)."""
     still = new if constant is None else constant
     n = len(new)
     if name in ("gmpo", "geo_mean"):
-        return [gmpo_sequence(new, old, advantages, knobs.get("clip_low", 0.4), knobs.get("clip_high", 0.4))] * n
+        return [
+            gmpo_sequence(
+                new, old, advantages, hyperparameters.get("clip_low", 0.4), hyperparameters.get("clip_high", 0.4)
+            )
+        ] * n
     out = []
     for t in range(n):
         x, o, a, s = new[t], old[t], advantages[t], still[t]
         if name in ("ppo", "vanilla", "grpo", "clip_cov"):
-            c = None if name == "clip_cov" else knobs.get("clip_c", 3.0)
-            loss = ppo_token(x, o, a, knobs.get("clip_low", 0.2), knobs.get("clip_high", 0.2), c)
+            c = None if name == "clip_cov" else hyperparameters.get("clip_c", 3.0)
+            loss = ppo_token(x, o, a, hyperparameters.get("clip_low", 0.2), hyperparameters.get("clip_high", 0.2), c)
             out.append(0.0 if name == "clip_cov" and selected[t] else loss)
         elif name in ("reinforce", "gpg"):
             out.append(-a * x)
         elif name == "gspo":
             mean = sum(i - j for i, j in zip(still, old, strict=True)) / n
             r = math.exp(min(x - s + mean, 10.0))
-            low, high = 1 - knobs.get("clip_low", 3e-4), 1 + knobs.get("clip_high", 4e-4)
+            low, high = 1 - hyperparameters.get("clip_low", 3e-4), 1 + hyperparameters.get("clip_high", 4e-4)
             out.append(max(-a * r, -a * min(max(r, low), high)))
         elif name == "cispo":
-            low, high = 1 - knobs.get("clip_low", 0.2), 1 + knobs.get("clip_high", 0.2)
+            low, high = 1 - hyperparameters.get("clip_low", 0.2), 1 + hyperparameters.get("clip_high", 0.2)
             out.append(-min(max(ratio(s, o), low), high) * a * x)
         elif name == "sapo":
-            tau = knobs.get("tau_pos", 1.0) if a > 0 else knobs.get("tau_neg", 1.05)
+            tau = hyperparameters.get("tau_pos", 1.0) if a > 0 else hyperparameters.get("tau_neg", 1.05)
             z = tau * (ratio(x, o) - 1)
             out.append(-a * (1 / (1 + math.exp(-z)) if z > -700 else 0.0) * 4 / tau)
         elif name in ("dppo_tv", "dppo_kl"):
-            weight = min(ratio(s, o), knobs.get("dppo_ratio_cap", 20.0))
-            out.append(-a * weight * x * dppo_inside(name, s, o, a, knobs))
+            weight = min(ratio(s, o), hyperparameters.get("dppo_ratio_cap", 20.0))
+            out.append(-a * weight * x * dppo_inside(name, s, o, a, hyperparameters))
         elif name == "dro":
-            out.append(-(x * a - knobs["beta"] / 2 * (x - o) ** 2))
+            out.append(-(x * a - hyperparameters["beta"] / 2 * (x - o) ** 2))
         elif name == "kl_cov":
-            pull = knobs.get("ppo_kl_coef", 0.1) * abs(x - o) if selected[t] else 0.0
+            pull = hyperparameters.get("ppo_kl_coef", 0.1) * abs(x - o) if selected[t] else 0.0
             out.append(-a * ratio(x, o) + pull)
     return out
 
@@ -134,14 +138,18 @@ def gmpo_sequence(new: list[float], old: list[float], advantages: list[float], l
     return -mean * math.exp(min(max(sum(moved) / len(moved), -LIMIT), LIMIT)) if mean else 0.0
 
 
-def dppo_inside(name: str, new: float, old: float, a: float, knobs: dict) -> bool:
+def dppo_inside(name: str, new: float, old: float, a: float, hyperparameters: dict) -> bool:
     p, p_old = math.exp(min(new, 0.0)), math.exp(min(old, 0.0))
     if name == "dppo_tv":
-        return p - p_old <= knobs.get("clip_high", 0.15) if a > 0 else p - p_old >= -knobs.get("clip_low", 0.15)
+        return (
+            p - p_old <= hyperparameters.get("clip_high", 0.15)
+            if a > 0
+            else p - p_old >= -hyperparameters.get("clip_low", 0.15)
+        )
     k = p_old * (old - new) + (1 - p_old) * math.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
     if a > 0:
-        return k <= knobs.get("clip_high", 0.05) or p <= p_old
-    return k <= knobs.get("clip_low", 0.05) or p >= p_old
+        return k <= hyperparameters.get("clip_high", 0.05) or p <= p_old
+    return k <= hyperparameters.get("clip_low", 0.05) or p >= p_old
 
 
 def kl_token(name: str, new: float, ref: float) -> float:

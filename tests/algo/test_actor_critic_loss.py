@@ -19,7 +19,9 @@ INPUTS = ("log_probs", "entropy", "full_kl")
 def weighted(packed: Packed, mode: str = "seq-mean-token-mean") -> Batch:
     batch = packed.batch
     mask = batch.columns["response_mask"]
-    return batch.with_columns(weight=token_weights(mode, mask, batch.segment_ids, group_ids=batch.rows["group"]))
+    return batch.with_columns(
+        weight=token_weights(mode, mask, batch.segment_ids, group_ids=batch.per_sequence["group"])
+    )
 
 
 def leaves(batch: Batch, *names: str) -> dict[str, torch.Tensor]:
@@ -198,7 +200,7 @@ def test_actor_loss_agrees_with_the_slow_reference(packed: Packed, which):
         n, num_sequences = sum(mask), sum(any(m) for m in packed.masks)
         live = {name: [x for x, m in zip(column, mask, strict=True) if m] for name, column in cols.items()}
         three = (live["log_probs"], live["old_log_probs"], live["advantages"])
-        policy = ref.policy_sequence(fn.policy_loss, *three, selected=live["selected"], **fn.knobs)
+        policy = ref.policy_sequence(fn.policy_loss, *three, selected=live["selected"], **fn.hyperparameters)
         for t, loss in enumerate(policy):
             new, old = live["log_probs"][t], live["old_log_probs"][t]
             if fn.use_rollout_weight:
@@ -310,27 +312,33 @@ def test_columns_and_entropy_follow_the_settings():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"policy_loss": "ppo2"}, "policy_loss_fn='ppo2': want one of ppo, vanilla, grpo, reinforce"),
+        ({"policy_loss": "ppo2"}, "policy_loss_fn='ppo2': expected one of ppo, vanilla, grpo, reinforce"),
         ({"policy_loss": "reinforce", "clip_c": "off"}, "actor.clip_ratio_c=off: the policy loss reinforce has no"),
         ({"policy_loss": "reinforce", "clip_low": 0.1}, "actor.clip_ratio_low=0.1"),
-        ({"clip_c": 0.5}, "actor.clip_ratio_c=0.5: want a number above 1, or .off. .algorithm.policy_loss_fn=ppo."),
-        ({"clip_low": 1.5}, "actor.clip_ratio_low=1.5, actor.clip_ratio_high=0.2: want 0 <= actor.clip_ratio_low <= 1"),
+        ({"clip_c": 0.5}, "actor.clip_ratio_c=0.5: expected a number above 1, or .off. .algorithm.policy_loss_fn=ppo."),
+        (
+            {"clip_low": 1.5},
+            "actor.clip_ratio_low=1.5, actor.clip_ratio_high=0.2: expected 0 <= actor.clip_ratio_low <= 1",
+        ),
         ({"kl_importance": True}, "no effect without actor.use_kl_loss"),
-        ({"use_kl_loss": True, "kl_loss_type": "k9"}, "KL estimator 'k9': want one of kl, .*, abs, full"),
+        ({"use_kl_loss": True, "kl_loss_type": "k9"}, "KL estimator 'k9': expected one of kl, .*, abs, full"),
         ({"use_kl_loss": True, "kl_loss_type": "full", "kl_importance": True}, "kl_loss_type=full is exact"),
         ({"use_kl_loss": True, "kl_loss_type": "full+", "kl_importance": True}, "samples nothing"),
-        ({"policy_loss": "dro"}, "policy_loss_fn=dro: want a number in algorithm.policy_loss_args.beta, it has no def"),
-        ({"policy_loss": "dro", "args": {"beta": math.inf}}, "policy_loss_args.beta=inf: want a finite number"),
-        ({"policy_loss": "dro", "args": {"beta": True}}, "policy_loss_args.beta=True: want a finite number"),
+        (
+            {"policy_loss": "dro"},
+            "policy_loss_fn=dro: expected a number in algorithm.policy_loss_args.beta, it has no def",
+        ),
+        ({"policy_loss": "dro", "args": {"beta": math.inf}}, "policy_loss_args.beta=inf: expected a finite number"),
+        ({"policy_loss": "dro", "args": {"beta": True}}, "policy_loss_args.beta=True: expected a finite number"),
         ({"policy_loss": "sapo", "args": {"tau": 1.0}}, "sapo does not know it; its arguments: tau_pos, tau_neg"),
         ({"args": {"beta": 1.0}}, "policy_loss_args.beta=1.0: the policy loss ppo does not know it; .*: none"),
         ({"policy_loss": "clip_cov", "args": {"x": 1}}, "arguments: clip_cov_ratio, clip_cov_lb, clip_cov_ub"),
         ({"policy_loss": "clip_cov", "args": {"selected": 1}}, "selected=1: the policy loss clip_cov does not know"),
         (
             {"policy_loss": "kl_cov", "args": {"kl_cov_ratio": 0}},
-            "policy_loss_args.kl_cov_ratio=0: want a number above",
+            "policy_loss_args.kl_cov_ratio=0: expected a number above",
         ),
-        ({"args": {"clip_low": 0.1}}, "policy_loss_args.clip_low=0.1: want actor.clip_ratio_low for a clip"),
+        ({"args": {"clip_low": 0.1}}, "policy_loss_args.clip_low=0.1: expected actor.clip_ratio_low for a clip"),
         ({"policy_loss": "gspo", "clip_c": 3.0}, "actor.clip_ratio_c=3.0: the policy loss gspo has no such clip"),
     ],
 )
@@ -340,7 +348,7 @@ def test_settings_that_do_not_fit_are_refused_at_once(settings, sentence):
 
 
 def test_a_range_of_values_below_zero_is_refused():
-    with pytest.raises(ValueError, match="critic.cliprange_value=0: want a number above 0, or null"):
+    with pytest.raises(ValueError, match="critic.cliprange_value=0: expected a number above 0, or null"):
         CriticLoss(0)
 
 

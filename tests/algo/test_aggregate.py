@@ -54,7 +54,7 @@ def test_no_trainable_token_gives_zero_weights(mode):
 
 
 def test_refusals_are_one_sentence():
-    with pytest.raises(ValueError, match="loss_agg_mode='mean': want one of token-mean"):
+    with pytest.raises(ValueError, match="loss_agg_mode='mean': expected one of token-mean"):
         token_weights("mean", MASK, SEGMENTS)
     with pytest.raises(ValueError, match="loss_scale_factor=None"):
         token_weights("token-sum-norm", MASK, SEGMENTS)

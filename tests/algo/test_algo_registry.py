@@ -77,16 +77,18 @@ def test_a_loss_that_aggregates_is_refused_before_the_run(tables):
     def scalar(log_probs, old_log_probs, advantages, mask, segment_ids):
         return (log_probs * advantages).mean(), {}
 
-    with pytest.raises(ValueError, match=r"policy loss scalar: its token loss has shape \(\), want one number a token"):
+    with pytest.raises(
+        ValueError, match=r"policy loss scalar: its token loss has shape \(\), expected one number a token"
+    ):
         ActorLoss("scalar")
 
 
 @pytest.mark.parametrize(
     ("returned", "sentence"),
     [
-        (lambda x: x, r"policy loss mine: want it to return \(token loss"),
-        (lambda x: (x, {"share": x.mean()}), r"mine: share has shape \(\), want one number a token"),
-        (lambda x: (x, {"entropy": x}), "mine: every loss reports entropy, want another name"),
+        (lambda x: x, r"policy loss mine: expected it to return \(token loss"),
+        (lambda x: (x, {"share": x.mean()}), r"mine: share has shape \(\), expected one number a token"),
+        (lambda x: (x, {"entropy": x}), "mine: every loss reports entropy, use another name"),
     ],
 )
 def test_what_a_loss_may_return(tables, returned, sentence):
@@ -141,26 +143,30 @@ def test_a_selection_has_to_fit(tables):
     def lonely(log_probs, old_log_probs, advantages, mask, segment_ids, *, selected):
         return -log_probs, {}
 
-    with pytest.raises(ValueError, match=r"numbers: its selection has shape \(2,\) and type torch.float32, want"):
+    with pytest.raises(ValueError, match=r"numbers: its selection has shape \(2,\) and type torch.float32, expected"):
         ActorLoss("numbers")
-    with pytest.raises(ValueError, match=r"lonely: it takes `selected`, want register_policy_loss\(..., select="):
+    with pytest.raises(ValueError, match=r"lonely: it takes `selected`, expected register_policy_loss\(..., select="):
         ActorLoss("lonely")
 
 
 def test_functions_of_another_form_are_refused_when_registered(tables):
-    with pytest.raises(ValueError, match=r"policy loss 'mine': it takes \(a, b\); want these columns, by name and in"):
+    with pytest.raises(
+        ValueError, match=r"policy loss 'mine': it takes \(a, b\); expected these columns, by name and in"
+    ):
         register_policy_loss("mine")(lambda a, b: a)
-    with pytest.raises(ValueError, match=r"estimator 'mine': it takes \(rewards, index\); want .*: \(rewards, mask"):
+    with pytest.raises(
+        ValueError, match=r"estimator 'mine': it takes \(rewards, index\); expected .*: \(rewards, mask"
+    ):
         register_adv_est("mine")(lambda rewards, index: rewards)
     with pytest.raises(
-        ValueError, match=r"KL estimator 'mine': it takes \(x\); want .*: \(log_probs, ref_log_probs\)$"
+        ValueError, match=r"KL estimator 'mine': it takes \(x\); expected .*: \(log_probs, ref_log_probs\)$"
     ):
         register_kl("mine")(lambda x: x)
     with pytest.raises(ValueError, match="KL estimator 'full' exists already"):
         register_kl("full")
 
 
-LOSS_ORDER = r"\(log_probs, old_log_probs, advantages, mask, segment_ids\), knobs after \*$"
+LOSS_ORDER = r"\(log_probs, old_log_probs, advantages, mask, segment_ids\), hyperparameters after \*$"
 ESTIMATOR_ORDER = r"\(rewards, mask, segment_ids\), what it asks for after \*$"
 
 
@@ -190,17 +196,17 @@ ESTIMATOR_ORDER = r"\(rewards, mask, segment_ids\), what it asks for after \*$"
 def test_columns_count_by_name_and_in_order_not_by_number(tables, register, function, order):
     """Handed over by position, the wrong ones would be computed with: a gradient's sign, a mask for rewards."""
     names = ", ".join(str(p) for p in inspect.signature(function).parameters).replace("columns", "*columns")
-    with pytest.raises(ValueError, match=f"it takes {re.escape(f'({names})')}; want these columns.*: {order}"):
+    with pytest.raises(ValueError, match=f"it takes {re.escape(f'({names})')}; expected these columns.*: {order}"):
         register("mine")(function)
     assert not any("mine" in table for table in (algo.POLICY_LOSSES, algo.ADV_ESTIMATORS, algo.KL_ESTIMATORS))
 
 
 def test_the_columns_of_a_selection_count_by_name_too(tables):
-    def loss(log_probs, old_log_probs, advantages, mask, segment_ids, *, selected, **knobs):
+    def loss(log_probs, old_log_probs, advantages, mask, segment_ids, *, selected, **hyperparameters):
         return -log_probs, {}
 
     with pytest.raises(
-        ValueError, match=r"it takes \(advantages, old_log_probs, mask, \*, generator\); want .*: \(old"
+        ValueError, match=r"it takes \(advantages, old_log_probs, mask, \*, generator\); expected .*: \(old"
     ):
         register_policy_loss("mine", select=lambda advantages, old_log_probs, mask, *, generator: mask)(loss)
     assert "mine" not in algo.POLICY_LOSSES
@@ -208,7 +214,14 @@ def test_the_columns_of_a_selection_count_by_name_too(tables):
 
 def test_annotations_defaults_and_any_keywords_are_free(tables):
     def loss(
-        log_probs: torch.Tensor, old_log_probs, advantages, mask, segment_ids=None, *, eps: float = 0.2, **knobs
+        log_probs: torch.Tensor,
+        old_log_probs,
+        advantages,
+        mask,
+        segment_ids=None,
+        *,
+        eps: float = 0.2,
+        **hyperparameters,
     ) -> tuple:
         return -log_probs, {}
 
@@ -219,7 +232,9 @@ def test_annotations_defaults_and_any_keywords_are_free(tables):
 
 def test_a_kl_that_gives_one_number_is_refused_before_the_run(tables):
     register_kl("mean")(lambda log_probs, ref_log_probs: (log_probs - ref_log_probs).mean())
-    with pytest.raises(ValueError, match=r"KL estimator mean: it returns shape \(\), want one number a token, \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"KL estimator mean: it returns shape \(\), expected one number a token, \(2,\)"
+    ):
         ActorLoss(use_kl_loss=True, kl_loss_type="mean")
 
 
@@ -228,7 +243,7 @@ def test_an_estimator_that_gives_one_number_a_sample_is_refused(tables):
     def per_sample(rewards, mask, segment_ids):
         return rewards.sum(), rewards
 
-    with pytest.raises(ValueError, match=r"adv_estimator=per_sample: advantages want one number a token, \(1,\)"):
+    with pytest.raises(ValueError, match=r"adv_estimator=per_sample: advantages need one number a token, \(1,\)"):
         estimate(one_token(), adv_estimator="per_sample")
 
 

@@ -92,7 +92,7 @@ def test_agrees_with_the_slow_reference(name, xs):
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'k4\+': want one of kl, k1"):
+    with pytest.raises(ValueError, match=r"'k4\+': expected one of kl, k1"):
         kl_estimate("k4+", *at([0.0]))
 
 
@@ -145,7 +145,7 @@ def test_adaptive_controller_by_hand_and_through_a_checkpoint():
 
 
 def test_controllers_refuse_what_has_no_meaning():
-    with pytest.raises(ValueError, match="kl_ctrl.type='pid': want one of fixed, adaptive"):
+    with pytest.raises(ValueError, match="kl_ctrl.type='pid': expected one of fixed, adaptive"):
         make_kl_controller("pid", kl_coef=0.1)
     with pytest.raises(ValueError, match="target_kl=0"):
         make_kl_controller("adaptive", kl_coef=0.1, target_kl=0)

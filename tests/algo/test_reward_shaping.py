@@ -21,8 +21,8 @@ def test_the_overlong_penalty_by_hand():
     out, stats = overlong_penalty(
         batch_of(lengths, mask, score=[1.0] * 6), max_response_length=8, buffer_length=4, factor=2.0
     )
-    assert out.rows["score"].tolist() == [1, 1, 0.5, 0, -1, -1.5]
-    assert out.rows["raw_score"].tolist() == [1] * 6
+    assert out.per_sequence["score"].tolist() == [1, 1, 0.5, 0, -1, -1.5]
+    assert out.per_sequence["raw_score"].tolist() == [1] * 6
     assert stats["reward/overlong_penalty"].result() == pytest.approx((-0.5 - 1 - 2 - 2.5) / 6)
     assert stats["reward/overlong_share"].result() == pytest.approx(4 / 6)
 
@@ -30,17 +30,17 @@ def test_the_overlong_penalty_by_hand():
 def test_a_response_runs_from_its_first_trainable_token_to_the_end_with_the_tools_output():
     batch = batch_of([5, 5, 5, 2], [0, 1, 0, 0, 0] + [0, 1, 0, 1, 1] + [1, 0, 0, 0, 0] + [0, 0], score=[0.0] * 4)
     out, _ = overlong_penalty(batch, max_response_length=4, buffer_length=4)
-    assert out.rows["score"].tolist() == [-1, -1, -1.25, 0]  # 4 tokens, 4, 5, and none at all
+    assert out.per_sequence["score"].tolist() == [-1, -1, -1.25, 0]  # 4 tokens, 4, 5, and none at all
 
 
 @pytest.mark.parametrize("buffer_length", [0, -1, 9])
 def test_a_buffer_outside_the_limit_is_refused(buffer_length):
-    with pytest.raises(ValueError, match=f"overlong_buffer.len={buffer_length}: want a number from 1 to .*=8"):
+    with pytest.raises(ValueError, match=f"overlong_buffer.len={buffer_length}: expected a number from 1 to .*=8"):
         overlong_penalty(batch_of([1], [1], score=[0.0]), max_response_length=8, buffer_length=buffer_length)
 
 
 def test_a_penalty_that_would_reward_is_refused():
-    with pytest.raises(ValueError, match=r"overlong_buffer.penalty_factor=-1.0: want a number of at least 0"):
+    with pytest.raises(ValueError, match=r"overlong_buffer.penalty_factor=-1.0: expected a number of at least 0"):
         overlong_penalty(batch_of([1], [1], score=[0.0]), max_response_length=8, buffer_length=4, factor=-1.0)
 
 
@@ -48,12 +48,12 @@ def test_a_penalty_that_would_reward_is_refused():
 def test_the_overlong_penalty_agrees_with_the_slow_reference(packed: Packed, buffer_length, spare):
     limit = buffer_length + spare
     expected = []
-    for mask, score in zip(packed.masks, packed.batch.rows["score"].tolist(), strict=True):
+    for mask, score in zip(packed.masks, packed.batch.per_sequence["score"].tolist(), strict=True):
         length = len(mask) - mask.index(True) if any(mask) else 0
         expected.append(score + min(-(length - spare) / buffer_length * 0.5, 0))
     out, _ = overlong_penalty(packed.batch, max_response_length=limit, buffer_length=buffer_length, factor=0.5)
-    assert out.rows["score"].dtype == torch.float32
-    assert out.rows["score"].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert out.per_sequence["score"].dtype == torch.float32
+    assert out.per_sequence["score"].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_the_filter_takes_truncated_samples_out_and_leaves_the_rest_as_it_was():

@@ -143,7 +143,7 @@ def test_the_documented_way_of_dividing_inside_each_micro_batch_would_not_pass()
     loss = float(fn(step)[0])
     halves = []
     for indices in ([0, 1, 2, 3], [4, 5, 6, 7, 8, 9]):
-        half = replace(step.select(indices), rows={})
+        half = replace(step.select(indices), per_sequence={})
         halves.append(float(fn(step_columns(half, loss=fn.actor, agg_mode="token-mean"))[0]))
     assert abs(sum(halves) / 2 - loss) > 1e-3
 

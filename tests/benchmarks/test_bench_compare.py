@@ -78,13 +78,13 @@ def test_what_says_how_sure_a_number_is_is_not_compared() -> None:
 def test_only_what_both_have_and_says_something_is_compared() -> None:
     new, old = said({"step_lowest_of_a_turn": 0.5, "a": 1.0, "b": 2.0}), said({"step_lowest_of_a_turn": 1.0, "b": 2.0})
     assert compare(new, old) == [Change("b", 2.0, 2.0, 0.0)]
-    with pytest.raises(ValueError, match="has none of a; want one of the same script"):
+    with pytest.raises(ValueError, match="has none of a; expected one of the same script"):
         compare(said({"a": 1.0}), said({"b": 1.0}))
 
 
 @pytest.mark.parametrize(("key", "value"), [("hardware", "another machine"), ("theme", "push"), ("device", "cuda")])
 def test_other_hardware_and_other_benchmarks_are_not_compared(key: str, value: str) -> None:
-    with pytest.raises(ValueError, match=f"{key}: the new result has .* want the same"):
+    with pytest.raises(ValueError, match=f"{key}: the new result has .* expected the same"):
         compare(said({"a": 1.0}), said({"a": 1.0}, **{key: value}))
 
 

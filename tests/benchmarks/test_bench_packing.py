@@ -133,4 +133,4 @@ def test_what_would_take_too_long_is_left_out_and_said(tmp_path: Path, monkeypat
 
 def test_no_case_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert page.run(bench_packing.work, bench_packing.parser(), ["--sequences", "5"]) == page.EXIT_USAGE
-    assert "--sequences 5: want at least 1000" in capsys.readouterr().err
+    assert "--sequences 5: expected at least 1000" in capsys.readouterr().err

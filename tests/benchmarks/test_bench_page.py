@@ -105,7 +105,7 @@ def test_a_mistake_is_one_sentence(
     parser = arguments(argparse.ArgumentParser())
     assert run(lambda options: result(), parser, ["--device", "cuda", "--out", str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("error: --device cuda: torch sees no CUDA device; want") and told.count("\n") == 1
+    assert told.startswith("error: --device cuda: torch sees no CUDA device; expected") and told.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -65,18 +65,18 @@ def test_trls_numbers_are_those_after_warm_up() -> None:
 
 def test_trls_environment_is_that_of_the_pins() -> None:
     bench_peer.check_pins(pins() | {"torch": f"{pins()['torch']}+cpu"})
-    with pytest.raises(ValueError, match=r"TRL's environment has trl 0.9, want [\d.]+ of peer.txt; make it anew"):
+    with pytest.raises(ValueError, match=r"TRL's environment has trl 0.9, expected [\d.]+ of peer.txt; make it anew"):
         bench_peer.check_pins(pins() | {"trl": "0.9"})
 
 
 def test_a_side_that_did_other_work_is_no_comparison() -> None:
-    with pytest.raises(ValueError, match="tokens of an answer: a side did 15.5, want 16"):
+    with pytest.raises(ValueError, match="tokens of an answer: a side did 15.5, expected 16"):
         read_megarl(WORK, [step(1.0, 15.5)] * 4)
-    with pytest.raises(ValueError, match="iterations: a side did 3, want 4"):
+    with pytest.raises(ValueError, match="iterations: a side did 3, expected 4"):
         read_megarl(WORK, [step(1.0)] * 3)
-    with pytest.raises(ValueError, match="tokens of an iteration: a side did 8191, want 8192"):
+    with pytest.raises(ValueError, match="tokens of an iteration: a side did 8191, expected 8192"):
         read_trl(WORK, {"ends": [1.0] * 8, "tokens": [8192, 8191], "versions": pins()})
-    with pytest.raises(ValueError, match="optimizer steps: a side did 4, want 8"):
+    with pytest.raises(ValueError, match="optimizer steps: a side did 4, expected 8"):
         read_trl(WORK, {"ends": [1.0] * 4, "tokens": [], "versions": pins()})
 
 
@@ -120,12 +120,12 @@ def test_a_reward_is_the_share_of_digits() -> None:
 def test_without_trl_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(bench_peer.PYTHON_VARIABLE, "/nowhere/python")
     assert page.run(bench_peer.work, bench_peer.parser(), ["--device", "cpu"]) == page.EXIT_USAGE
-    assert "/nowhere/python: there is no environment with TRL; want `python" in capsys.readouterr().err
+    assert "/nowhere/python: there is no environment with TRL; expected `python" in capsys.readouterr().err
 
 
 def test_a_failing_side_says_how_it_ended(tmp_path: Path) -> None:
     words = [sys.executable, "-c", "raise SystemExit('no such thing')"]
-    with pytest.raises(WayFailed, match="exit code 1, want 0; it said: no such thing"):
+    with pytest.raises(WayFailed, match="exit code 1, expected 0; it said: no such thing"):
         bench_peer._execute(words, tmp_path / "log", {})
     with pytest.raises(WayFailed, match="ended by SIGABRT; it said: "):
         bench_peer._execute([sys.executable, "-c", "import os; os.abort()"], tmp_path / "log", {})

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return SIZES["1M"].write(tmp_path_factory.mktemp("models") / "1M", "float32")
 
 
-def told(seconds: float, way: str = "gathered", **fields: Any) -> dict[str, Any]:
+def told(seconds: float, transport: str = "gathered", **fields: Any) -> dict[str, Any]:
     """What a rank says of one push."""
     timings = {
         "join": 0.5 if seconds == 9.0 else 0.0,
@@ -43,13 +43,13 @@ def told(seconds: float, way: str = "gathered", **fields: Any) -> dict[str, Any]
         "error": "",
         "failed": {},
         "fallbacks": {},
-        "ways": {URL: way},
+        "transports": {URL: transport},
         "timings": timings,
     } | fields
 
 
-def row(*pushes: dict[str, Any], way: str = "gathered", useful: int = 10**9, note: str = "") -> Row:
-    return Row.of("1M", "tp2 pp1 dp1", "cpu tp1 x1", way, useful, list(pushes), note)
+def row(*pushes: dict[str, Any], transport: str = "gathered", useful: int = 10**9, note: str = "") -> Row:
+    return Row.of("1M", "tp2 pp1 dp1", "cpu tp1 x1", transport, useful, list(pushes), note)
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -89,31 +89,31 @@ def test_the_ratios_are_shares_of_a_copys_speed() -> None:
         row(told(9.0), told(1.0)),
         row(told(9.0), told(4.0)),
         row(note="no"),
-        row(told(9.0, "shared"), told(2.0, "shared"), way="shared"),
+        row(told(9.0, "shared"), told(2.0, "shared"), transport="shared"),
     ]
     assert bench_push.ratios(rows, copy=10e9) == {"cpu_gathered_of_copy": 0.0625, "cpu_shared_of_copy": 0.05}
     assert rows[0].said(10e9)["push_s"] == 1.0 and rows[2].said(10e9)["note"] == "no"
 
 
 def test_a_way_that_gave_way_to_another_is_said() -> None:
-    found = row(*(told(1.0, fallbacks={URL: ["sharded: it needs a loader"]}) for _ in range(2)), way="sharded")
+    found = row(*(told(1.0, fallbacks={URL: ["sharded: it needs a loader"]}) for _ in range(2)), transport="sharded")
     assert found.seconds == [1.0]
     assert found.note == "went gathered (sharded: it needs a loader)"
 
 
 def test_a_case_that_failed_once_has_no_numbers() -> None:
-    found = row(told(1.0), told(1.0, ways={}, failed={URL: "it does not answer"}))
+    found = row(told(1.0), told(1.0, transports={}, failed={URL: "it does not answer"}))
     assert (found.seconds, found.note) == ([], "it does not answer")
     assert row(told(1.0), told(0.1, error="the push failed")).note == "the push failed"
 
 
 def test_a_note_of_several_rows_is_said_once() -> None:
-    absent = [row(way=way, note="no environment") for way in ("gathered", "shared")]
+    absent = [row(transport=transport, note="no environment") for transport in ("gathered", "shared")]
     assert notes(absent) == ["1M tp2 pp1 dp1 cpu tp1 x1 gathered, 1M tp2 pp1 dp1 cpu tp1 x1 shared: no environment"]
 
 
 def test_the_page_has_numbers_setting_and_notes() -> None:
-    page = markdown(SETTING, [row(told(9.0), told(2.0)), row(way="sharded", note="not run: the time was up")])
+    page = markdown(SETTING, [row(told(9.0), told(2.0)), row(transport="sharded", note="not run: the time was up")])
     for words in ("hardware: A CPU", "0.1 before, 0.2 after", "| 1M | tp2 pp1 dp1 |", "a plan", "- 1M tp2", "not run:"):
         assert words in page
     assert "| 0.50 GB/s | 5.00% |" in page
@@ -128,11 +128,13 @@ def test_servers_are_started_once_for_all_cases_that_they_can_serve() -> None:
 
 
 def test_what_there_was_no_time_for_is_a_row_too(tmp_path: Path) -> None:
-    options = Namespace(device="cpu", minutes=0.0, quick=False, engines=["cpu"], ways=["gathered", "shared"], repeats=1)
+    options = Namespace(
+        device="cpu", minutes=0.0, quick=False, engines=["cpu"], transports=["gathered", "shared"], repeats=1
+    )
     bench = bench_push.Bench(Console(quiet=True), tmp_path, options)
     case = Case(ServerSet("cpu", "1M"), {"tp": 2})
     bench._run_servers(None, case.servers, [case])  # type: ignore[arg-type]  # no rank is asked
-    assert [(r.way, r.note) for r in bench.rows] == [
+    assert [(r.transport, r.note) for r in bench.rows] == [
         ("gathered", "not run: the time was up"),
         ("shared", "not run: the time was up"),
     ]
@@ -140,7 +142,7 @@ def test_what_there_was_no_time_for_is_a_row_too(tmp_path: Path) -> None:
 
 def test_a_missing_environment_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARL_SGLANG_PYTHON", str(tmp_path / "python"))
-    options = Namespace(device="cpu", minutes=1.0, quick=True, engines=["sglang"], ways=["gathered"], repeats=1)
+    options = Namespace(device="cpu", minutes=1.0, quick=True, engines=["sglang"], transports=["gathered"], repeats=1)
     bench = bench_push.Bench(Console(quiet=True), tmp_path, options)
     for servers, cases in by_servers(bench.cases()):
         bench._run_servers(None, servers, cases)  # type: ignore[arg-type]
@@ -186,12 +188,12 @@ def test_a_whole_run_writes_its_page(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    ways = ("gathered", "shared", "sharded")
-    assert list(said)[-3:] == [f"cpu_{way}_of_copy" for way in ways]
-    assert [row["way"] for row in said["rows"]] == list(ways) and said["rows"][0]["push_s"] > 0
+    transports = ("gathered", "shared", "sharded")
+    assert list(said)[-3:] == [f"cpu_{transport}_of_copy" for transport in transports]
+    assert [row["transport"] for row in said["rows"]] == list(transports) and said["rows"][0]["push_s"] > 0
     page = next(tmp_path.glob("push_quick_*.md"))
     text = page.read_text()
-    for way in ("gathered", "shared", "sharded"):
-        assert f"| 1M | tp2 pp1 dp1 | cpu tp1 x1 | {way} |" in text
+    for transport in ("gathered", "shared", "sharded"):
+        assert f"| 1M | tp2 pp1 dp1 | cpu tp1 x1 | {transport} |" in text
     assert "Notes:" not in text, text
     assert str(page) in done.stdout.replace("\n", "")

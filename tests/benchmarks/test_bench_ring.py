@@ -144,7 +144,7 @@ def test_every_standard_run_is_one_that_can_be_and_has_published_numbers_beside_
         assert run.response_tokens <= config.data.max_response_length
         assert any(sentence.startswith("published: ") for sentence in run.anchors)
     assert all(name.endswith(f"_{count}") for name, count in gpus.items())
-    with pytest.raises(ValueError, match="--suite absent: want all, or some of llama3_8b_8,"):
+    with pytest.raises(ValueError, match="--suite absent: expected all, or some of llama3_8b_8,"):
         suite("absent")
 
 
@@ -167,7 +167,7 @@ def test_a_dry_run_builds_predicts_and_says_what_to_type(tmp_path: Path, capsys:
 def test_a_run_for_gpus_is_refused_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=grpo_qwen3_8b_1x8h100", "--device", "cpu", "--work", str(tmp_path)]
     assert bench_ring.main(words) == 2
-    assert "it is a run on GPUs, and torch sees none here; want --dry-run" in capsys.readouterr().err
+    assert "it is a run on GPUs, and torch sees none here; expected --dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -84,10 +84,10 @@ def test_the_ratio_is_the_median_of_the_turns() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--engines", "sglang"), "--engines sglang: want one that is here; sglang: not measured"),
-        (("--engines", "instant"), "--engines instant: want one that is here"),
+        (("--engines", "sglang"), "--engines sglang: expected one that is here; sglang: not measured"),
+        (("--engines", "instant"), "--engines instant: expected one that is here"),
         (("--engines", "cpu", "--new-tokens", "4096"), "--new-tokens 4096: the longest completion has"),
-        (("--model", "/nowhere"), "--model /nowhere: want a folder with a Hugging Face config.json"),
+        (("--model", "/nowhere"), "--model /nowhere: expected a folder with a Hugging Face config.json"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(

@@ -169,8 +169,8 @@ def test_the_picture_has_the_rows_of_each_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--per-node", "1", "--hollow-nodes", "9"], "--per-node 1: want at least 2"),
-        (["--hollow-nodes", "1249"], "trainer.nnodes=1249: node 0 may open 4096 files; want `ulimit -Hn` of 50472"),
+        (["--per-node", "1", "--hollow-nodes", "9"], "--per-node 1: expected at least 2"),
+        (["--hollow-nodes", "1249"], "trainer.nnodes=1249: node 0 may open 4096 files; expected `ulimit -Hn` of 50472"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(

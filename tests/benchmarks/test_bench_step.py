@@ -50,7 +50,7 @@ def test_no_sequence_of_one_token_is_left_over(tokens: int) -> None:
 def test_loops_that_do_not_do_the_same_are_no_comparison() -> None:
     check_alike({"megarl": 1.0, "megatron-core": 1.00005}, "float32")
     check_alike({"megarl": 1.0, "megatron-core": 1.01}, "bfloat16")
-    with pytest.raises(ValueError, match="norms are 1 and 1.01; want the same to 0.0001 in float32"):
+    with pytest.raises(ValueError, match="norms are 1 and 1.01; expected the same to 0.0001 in float32"):
         check_alike({"megarl": 1.0, "megatron-core": 1.01}, "float32")
 
 
@@ -72,8 +72,8 @@ def test_the_arithmetic_is_that_of_the_weights_and_of_causal_attention() -> None
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"longest": 512}, "--longest 512: want at most --row 128 and --tokens 256"),
-        ({"hidden": 100}, "--hidden 100, --longest 64: want a multiple of 64"),
+        ({"longest": 512}, "--longest 512: expected at most --row 128 and --tokens 256"),
+        ({"hidden": 100}, "--hidden 100, --longest 64: expected a multiple of 64"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(given: dict[str, int], sentence: str) -> None:

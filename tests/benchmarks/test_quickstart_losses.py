@@ -9,7 +9,7 @@ import pytest
 from quickstart_losses import QUICK, RUNS, picture, results, words, written
 
 from megarl.config import load_config, to_yaml
-from megarl.trainer.algorithm import make_method
+from megarl.trainer.algorithm import make_algorithm
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_each_run_has_a_loss_and_an_estimator_of_its_own() -> None:
     configs = [load_config(words(name)[1:])[0] for name in RUNS]
     assert len(configs) == 5
     assert all(load_config([*words(name)[1:], *QUICK])[0].trainer.total_training_steps == 6 for name in RUNS)
-    assert len({make_method(config).actor.loss.policy_loss for config in configs}) == 5
+    assert len({make_algorithm(config).actor.loss.policy_loss for config in configs}) == 5
     assert len({config.algorithm.adv_estimator for config in configs}) == 5
 
 

@@ -181,7 +181,7 @@ def test_the_front_door_refuses_a_mistake_before_anything_starts(
     asked: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", "-m", "recipe=quickstart", "actor.optim.lr=1e-4,fast"]) == 2
-    assert capsys.readouterr().err == "error: actor.optim.lr=fast: want a number\n"
+    assert capsys.readouterr().err == "error: actor.optim.lr=fast: expected a number\n"
     assert cli.main(["sft", "-m", "recipe=quickstart_sft", "actor.optim.lr=1e-4,3e-4"]) == 2
     assert "only `megarl train` makes several runs" in capsys.readouterr().err
     assert not asked

@@ -49,9 +49,12 @@ def test_a_run_on_one_machine_asks_nobody() -> None:
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        (SLURM | {"SLURM_STEP_NUM_NODES": "4"}, r"trainer.nnodes=2: this srun has 4 \(SLURM_STEP_NUM_NODES\); want"),
-        (SLURM | {"SLURM_NTASKS_PER_NODE": "8"}, r"srun --ntasks-per-node=8: want 1, megarl starts the ranks"),
-        ({"JOB_COMPLETION_INDEX": "2"}, r"trainer.nnodes=2: this is machine 2, counted from 0; want more"),
+        (
+            SLURM | {"SLURM_STEP_NUM_NODES": "4"},
+            r"trainer.nnodes=2: this srun has 4 \(SLURM_STEP_NUM_NODES\); expected",
+        ),
+        (SLURM | {"SLURM_NTASKS_PER_NODE": "8"}, r"srun --ntasks-per-node=8: expected 1, megarl starts the ranks"),
+        ({"JOB_COMPLETION_INDEX": "2"}, r"trainer.nnodes=2: this is machine 2, counted from 0; expected more"),
     ],
 )
 def test_another_number_of_machines_is_refused(environment: Mapping[str, str], sentence: str) -> None:

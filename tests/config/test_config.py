@@ -58,11 +58,11 @@ def test_the_quickstart_runs_on_pipeline_parallel_ranks_by_override():
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest():
-    assert refusal("recipe=quikstart").startswith("recipe=quikstart: did you mean quickstart? want one of ")
+    assert refusal("recipe=quikstart").startswith("recipe=quikstart: did you mean quickstart? expected one of ")
 
 
 def test_two_recipes_are_refused():
-    assert "want one recipe" in refusal("recipe=quickstart", "recipe=quickstart_grpo")
+    assert "expected one recipe" in refusal("recipe=quickstart", "recipe=quickstart_grpo")
 
 
 def test_a_file_may_build_on_a_recipe_and_on_another_file(tmp_path):
@@ -82,7 +82,7 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path):
     assert told("actor: {clip_ration: 0.1}") == (
         "/a.yaml: actor.clip_ration=0.1: there is no key actor.clip_ration; did you mean actor.clip_ratio?"
     )
-    assert told("rollout: {n: many}") == "/a.yaml: rollout.n=many: want an integer"
+    assert told("rollout: {n: many}") == "/a.yaml: rollout.n=many: expected an integer"
     assert "lead back" in told("recipe: ./a.yaml")
     assert "cannot be read as YAML" in told("a: [")
     assert "not a list" in told("- a")
@@ -152,25 +152,25 @@ def test_a_key_in_the_wrong_group_is_found_by_its_last_name(key):
 @pytest.mark.parametrize(
     ("word", "wanted"),
     [
-        ("rollout.n=many", "want an integer"),
-        ("rollout.n=1.5", "want an integer"),
-        ("rollout.n=null", "want an integer"),
-        ("rollout.n=true", "want an integer"),
-        ("actor.optim.lr=fast", "want a number"),
-        ("actor.use_kl_loss=2", "want true or false"),
-        ("actor.optim.betas=[a,b]", "want a list of numbers"),
-        ("actor.optim.betas=0.9", "want a list of numbers"),
-        ("trainer.logger=[[a]]", "want a list of texts"),
-        ("trainer.total_training_steps=soon", "want an integer or null"),
-        ("actor.clip_ratio_c=[1]", "want a number, text or null"),
-        ("trainer.experiment_name=[a]", "want text"),
-        ("algorithm.policy_loss_args=3", "want names with a number each, as {name:0.1}"),
-        ("algorithm.policy_loss_args.beta=x", "want a number"),
-        ("algorithm.reward_weights={format:[1]}", "want a number"),
-        ("algorithm.adv_estimator_args=3", "want names with a value each, as {name:0.1}"),
-        ("algorithm.adv_estimator_args.a=[1]", "want a value"),
-        ("actor.optim=3", "actor.optim is a group of keys; want actor.optim.NAME=VALUE"),
-        ("recipe=3", "want the name of a recipe or the path of a YAML file"),
+        ("rollout.n=many", "expected an integer"),
+        ("rollout.n=1.5", "expected an integer"),
+        ("rollout.n=null", "expected an integer"),
+        ("rollout.n=true", "expected an integer"),
+        ("actor.optim.lr=fast", "expected a number"),
+        ("actor.use_kl_loss=2", "expected true or false"),
+        ("actor.optim.betas=[a,b]", "expected a list of numbers"),
+        ("actor.optim.betas=0.9", "expected a list of numbers"),
+        ("trainer.logger=[[a]]", "expected a list of texts"),
+        ("trainer.total_training_steps=soon", "expected an integer or null"),
+        ("actor.clip_ratio_c=[1]", "expected a number, text or null"),
+        ("trainer.experiment_name=[a]", "expected text"),
+        ("algorithm.policy_loss_args=3", "expected names with a number each, as {name:0.1}"),
+        ("algorithm.policy_loss_args.beta=x", "expected a number"),
+        ("algorithm.reward_weights={format:[1]}", "expected a number"),
+        ("algorithm.adv_estimator_args=3", "expected names with a value each, as {name:0.1}"),
+        ("algorithm.adv_estimator_args.a=[1]", "expected a value"),
+        ("actor.optim=3", "actor.optim is a group of keys; expected actor.optim.NAME=VALUE"),
+        ("recipe=3", "expected the name of a recipe or the path of a YAML file"),
     ],
 )
 def test_a_wrong_type_is_told_with_key_value_and_what_is_wanted(word, wanted):
@@ -280,7 +280,8 @@ def test_a_typed_cut_takes_the_place_of_the_recipes():
 def test_two_cuts_at_once_are_refused():
     told = refusal("actor.ppo_micro_batch_size=2", "actor.ppo_max_token_len_per_gpu=4096")
     assert told == (
-        "actor.ppo_micro_batch_size=2 and actor.ppo_max_token_len_per_gpu=4096: want only one of them, the others null"
+        "actor.ppo_micro_batch_size=2 and actor.ppo_max_token_len_per_gpu=4096: expected only one of them, the others "
+        "null"
     )
 
 

@@ -146,7 +146,7 @@ def test_further_spellings_of_verl_mean_the_same(words, key, value):
 
 def test_one_beta_leaves_the_other_as_it_was():
     assert load("actor.optim.betas=[0.8,0.7]", "actor.optim.beta2=0.6").actor.optim.betas == [0.8, 0.6]
-    assert refusal("actor.optim.beta1=x") == "actor.optim.beta1=x: want a number"
+    assert refusal("actor.optim.beta1=x") == "actor.optim.beta1=x: expected a number"
 
 
 @pytest.mark.parametrize(

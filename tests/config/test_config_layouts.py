@@ -72,17 +72,26 @@ def named(sentence: str) -> list[list[str]]:
         ),
         (DENSE, "pp=4 vpp=2", "actor.megatron.vpp=2 does not divide the 3 layers of a pipeline rank; nearest: "),
         (DENSE, "pp=4 first=4", "first=4: 8 of the model's num_hidden_layers=12 are left for the other 3 pipeline"),
-        (DENSE, "vpp=2", "actor.megatron.vpp=2: there is one pipeline rank; want pp above 1, or null or 1; nearest: "),
-        (DENSE, "first=6", "actor.megatron.first=6: there is one pipeline rank; want pp above 1, or null; nearest: "),
-        (DENSE, "ep=2", "actor.megatron.ep=2: the model has no experts; want 1; nearest: actor.megatron.ep=1"),
-        (DENSE, "tp=2 etp=1", "actor.megatron.etp=1: the model has no experts; want 2, as tp; nearest: "),
-        (DENSE, "sp=true", "actor.megatron.sp=true: want tp above 1, or false; nearest: actor.megatron.sp=false"),
+        (
+            DENSE,
+            "vpp=2",
+            "actor.megatron.vpp=2: there is one pipeline rank; expected pp above 1, or null or 1; nearest: ",
+        ),
+        (
+            DENSE,
+            "first=6",
+            "actor.megatron.first=6: there is one pipeline rank; expected pp above 1, or null; nearest: ",
+        ),
+        (DENSE, "ep=2", "actor.megatron.ep=2: the model has no experts; expected 1; nearest: actor.megatron.ep=1"),
+        (DENSE, "tp=2 etp=1", "actor.megatron.etp=1: the model has no experts; expected 2, as tp; nearest: "),
+        (DENSE, "sp=true", "actor.megatron.sp=true: expected tp above 1, or false; nearest: actor.megatron.sp=false"),
         (EXPERTS, "ep=3", "actor.megatron.ep=3 does not divide the model's number of experts=8; nearest: actor.megatr"),
         (EXPERTS, "etp=5", "actor.megatron.etp=5 does not divide the model's intermediate size of an expert=24"),
         (
             EXPERTS,
             "tp=2",
-            "actor.megatron.sp=false: a model with experts is trained over tp=2 in no other way; want true; nearest: "
+            "actor.megatron.sp=false: a model with experts is trained over tp=2 in no other way; expected true; "
+            "nearest: "
             "actor.megatron.sp=true, or actor.megatron.tp=1",
         ),
         ("", "tp=3 pp=2", "actor.megatron.tp=3: tp*pp*cp = 3*2*1 = 6 does not divide 8 ranks of the actor; nearest: "),
@@ -91,30 +100,31 @@ def named(sentence: str) -> list[list[str]]:
         (
             "",
             "data.train_batch_size=3",
-            "actor.ppo_mini_batch_size=3: 6 sequences cannot keep 8 data-parallel ranks of the actor busy; want at "
+            "actor.ppo_mini_batch_size=3: 6 sequences cannot keep 8 data-parallel ranks of the actor busy; expected at "
             "least 4; nearest: actor.megatron.tp=2, or ",
         ),
         (
             "",
             "actor.ppo_micro_batch_size=12",
-            "actor.ppo_micro_batch_size=12: want a multiple of the 8 data-parallel ranks of the actor, as 8 or 16; "
+            "actor.ppo_micro_batch_size=12: expected a multiple of the 8 data-parallel ranks of the actor, as 8 or 16; "
             "nearest: actor.megatron.tp=2, or ",
         ),
         (
             DENSE,
             "pp=4 actor.megatron.recompute_granularity=full actor.megatron.recompute_method=uniform "
             "actor.megatron.recompute_num_layers=2",
-            "actor.megatron.recompute_num_layers=2: recompute_method=uniform cuts the 3 layers of a stage; want 3 or 1",
+            "actor.megatron.recompute_num_layers=2: recompute_method=uniform cuts the 3 layers of a stage; expected 3 "
+            "or 1",
         ),
         (
             "",
             "pp=2 actor.strategy=fsdp",
-            "actor.megatron.pp=2: actor.strategy=fsdp has no pipeline; want 1; nearest: actor.megatron.pp=1",
+            "actor.megatron.pp=2: actor.strategy=fsdp has no pipeline; expected 1; nearest: actor.megatron.pp=1",
         ),
         (
             EXPERTS,
             "ep=8 actor.strategy=fsdp",
-            "actor.megatron.ep=8: actor.strategy=fsdp wants two ranks that share each expert; nearest: "
+            "actor.megatron.ep=8: actor.strategy=fsdp needs two ranks that share each expert; nearest: "
             "actor.megatron.ep=4",
         ),
     ],
@@ -146,14 +156,14 @@ def test_a_layout_is_named_only_if_it_suits_the_roles_that_follow() -> None:
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("critic.first_rank=8", "critic.first_rank=8: the trainer has 8 ranks; want at most 7"),
+        ("critic.first_rank=8", "critic.first_rank=8: the trainer has 8 ranks; expected at most 7"),
         (
             "critic.first_rank=6 critic.num_ranks=4",
-            "critic.num_ranks=4: from rank 6 on the trainer has 8 ranks, 2 of them; want 2",
+            "critic.num_ranks=4: from rank 6 on the trainer has 8 ranks, 2 of them; expected 2",
         ),
-        ("actor.num_ranks=0", "actor.num_ranks=0: want at least 1"),
-        ("actor.first_rank=-1", "actor.first_rank=-1: want a number of at least 0"),
-        ("actor.strategy=none", "actor.strategy=none: want megatron or fsdp, because there are 8 ranks"),
+        ("actor.num_ranks=0", "actor.num_ranks=0: expected at least 1"),
+        ("actor.first_rank=-1", "actor.first_rank=-1: expected a number of at least 0"),
+        ("actor.strategy=none", "actor.strategy=none: expected megatron or fsdp, because there are 8 ranks"),
     ],
 )
 def test_ranks_that_are_not_there_are_refused(typed: str, told: str) -> None:
@@ -201,7 +211,7 @@ def test_sft_asks_for_a_batch_that_feeds_every_replica() -> None:
 def test_a_node_that_only_joins_asks_for_nothing_but_its_place() -> None:
     config, _ = load_config(["trainer.nnodes=2", "trainer.node_rank=1", *words("tp=64")], command="node")
     assert config.trainer.node_rank == 1
-    with pytest.raises(ConfigError, match=r"^trainer.node_rank=2: want less than trainer.nnodes=2"):
+    with pytest.raises(ConfigError, match=r"^trainer.node_rank=2: expected less than trainer.nnodes=2"):
         load_config(["trainer.nnodes=2", "trainer.node_rank=2"], command="node")
 
 
@@ -310,7 +320,7 @@ def test_a_stage_without_experts_is_refused_before_anything_starts() -> None:
     told = refusal(half, *ON_8, *words("pp=2 ep=2"))
     assert told.startswith(
         f"{ACTOR}.pipeline_model_parallel_size=2: stage 0 would hold no experts, which expert_model_parallel_size=2 "
-        "does not train; want fewer stages, or 1; nearest: "
+        "does not train; expected fewer stages, or 1; nearest: "
     )
     for other in named(told):
         load(half, *ON_8, *words("pp=2 ep=2"), *other)

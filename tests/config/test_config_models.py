@@ -28,7 +28,7 @@ def test_a_model_of_random_weights_is_for_the_benchmark_only(tmp_path: Path, com
     there = folder(tmp_path / "m", **{RANDOM_WEIGHTS: True})
     words = (f"model.path={there}", "data.val_files=b.jsonl", "rollout.engine=sglang")
     assert refusal(*words, command=command) == (
-        f"model.path={there}: its weights are random, for benchmarks/bench_ring.py only; want a model"
+        f"model.path={there}: its weights are random, for benchmarks/bench_ring.py only; expected a model"
     )
     for flags in ("[--load-format,dummy]", '["--load-format=dummy"]'):
         load(*words, f"rollout.sglang.args={flags}", command=command)
@@ -59,7 +59,8 @@ def test_a_folder_and_a_configuration_that_disagree_are_refused(tmp_path: Path) 
         f"model: {{path: {there}, config: {{num_hidden_layers: 4, rms_norm_eps: 1.0e-6}}}}"
     )
     assert refusal(f"recipe={tmp_path}/a.yaml", f"model.path={there}") == (
-        f"model.config.num_hidden_layers=4: the config.json of model.path={there} says 3; want the same, or another "
+        f"model.config.num_hidden_layers=4: the config.json of model.path={there} says 3; expected the same, or "
+        "another "
         "model"
     )
     (tmp_path / "b.yaml").write_text(
@@ -78,7 +79,7 @@ def test_a_config_json_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_the_longest_sequence_must_be_known_to_every_model(tmp_path: Path) -> None:
     assert refusal(DENSE, "data.max_response_length=1025") == (
         "data.max_prompt_length + data.max_response_length=2049: model.path=m knows 2048 positions "
-        "(max_position_embeddings); want at most 2048"
+        "(max_position_embeddings); expected at most 2048"
     )
     load(DENSE, "data.max_response_length=1024")
     short = folder(tmp_path / "m", max_position_embeddings=1000)
@@ -127,7 +128,7 @@ def test_a_full_kl_wants_a_reference_of_the_same_vocabulary(tmp_path: Path) -> N
 def test_critic_and_reference_must_know_the_actors_tokens(tmp_path: Path) -> None:
     small = folder(tmp_path / "m", vocab_size=119)
     assert refusal(DENSE, f"critic.model.path={small}") == (
-        f"critic.model.path={small}: its vocabulary has 119 tokens, and that of model.path=m has 120; want a model "
+        f"critic.model.path={small}: its vocabulary has 119 tokens, and that of model.path=m has 120; expected a model "
         "that knows them all"
     )
     larger = folder(tmp_path / "l", vocab_size=121)

@@ -45,7 +45,7 @@ def test_the_numbers_of_a_loss_are_its_keyword_arguments():
         assert own.keys() - clips - {"clip_c"} - columns == set(names.POLICY_LOSS_ARGS.get(name, ())), name
         assert (name in names.LOSSES_WITHOUT_CLIP) == (not clips & own.keys()), name
         assert (name in names.LOSSES_WITH_DUAL_CLIP) == ("clip_c" in own), name
-        needed = {knob for knob, has_default in own.items() if not has_default} - columns
+        needed = {hyperparameter for hyperparameter, has_default in own.items() if not has_default} - columns
         assert needed == set(names.POLICY_LOSS_ARGS_NEEDED.get(name, ())), name
     assert set(names.LOSSES_WITHOUT_RATIO) == losses.WITHOUT_RATIO
     assert set(names.SEQ_MEAN_WANTED) == losses.SEQ_MEAN_WANTED

@@ -75,12 +75,12 @@ def test_the_layout_of_a_preset_is_checked_as_any_other(preset: str, tmp_path: P
     [
         (
             "model=@ layout=61x80",
-            "layout=61x80: model=@ has no such layout; want one of 1x80, 8x80",
+            "layout=61x80: model=@ has no such layout; expected one of 1x80, 8x80",
         ),
-        ("layout=8x80", "layout=8x80: want model=NAME as well, the preset that holds it"),
-        ("model=3", "model=3: want the name of a preset or the path of a YAML file"),
-        ("model=@ layout=3", "layout=3: want the name of one of the layouts of the model's preset"),
-        ("model=@ model=other", "model=other: want one model, and model=@ is already given"),
+        ("layout=8x80", "layout=8x80: expected model=NAME as well, the preset that holds it"),
+        ("model=3", "model=3: expected the name of a preset or the path of a YAML file"),
+        ("model=@ layout=3", "layout=3: expected the name of one of the layouts of the model's preset"),
+        ("model=@ model=other", "model=other: expected one model, and model=@ is already given"),
         ("model=absent.yaml", "absent.yaml: cannot be read as YAML"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_preset_lays_itself_over_nothing(tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("recipe: quickstart\nmodel: {path: m}\n")
     assert refusal(f"model={file}") == (
-        f"{file}: recipe=quickstart: want no recipe in the preset of a model, which is laid under it"
+        f"{file}: recipe=quickstart: expected no recipe in the preset of a model, which is laid under it"
     )
 
 
@@ -100,7 +100,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     files = {"qwen3_8b": Path("a"), "llama3_8b": Path("b")}
     assert find("model", "qwen3_8b", files, "a path") == Path("a")
     with pytest.raises(
-        ValueError, match=r"^model=qwen3_8: did you mean qwen3_8b\? want one of qwen3_8b, llama3_8b, or"
+        ValueError, match=r"^model=qwen3_8: did you mean qwen3_8b\? expected one of qwen3_8b, llama3_8b, or"
     ):
         find("model", "qwen3_8", files, "a path")
 

@@ -14,64 +14,70 @@ from megarl.config.unused_keys import TABLE
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("actor.clip_ratio=1.5", "actor.clip_ratio=1.5: want a number between 0 and 1, both excluded"),
-        ("actor.clip_ratio_low=0", "actor.clip_ratio_low=0.0: want a number above 0 and at most 1"),
-        ("actor.clip_ratio_c=1", "actor.clip_ratio_c=1.0: want a number above 1, null or off"),
-        ("actor.clip_ratio_c=on", "actor.clip_ratio_c=on: want a number above 1, null or off"),
-        ("algorithm.gamma=1.1", "algorithm.gamma=1.1: want a number from 0 to 1"),
-        ("algorithm.lam=-0.1", "algorithm.lam=-0.1: want a number from 0 to 1"),
-        ("algorithm.gamma=nan", "algorithm.gamma=nan: want a number from 0 to 1"),
-        ("actor.optim.lr=inf", "actor.optim.lr=inf: want a number above 0"),
-        ("actor.optim.betas=[0.9]", "actor.optim.betas=[0.9]: want two numbers from 0 to below 1"),
-        ("actor.optim.name=lion", "actor.optim.name=lion: want one of adamw, sgd, muon"),
-        ("rollout.push=fast", "rollout.push=fast: want one of auto, gathered, shared, sharded"),
-        ("rollout.engine=vllm", "rollout.engine=vllm: want one of cpu, sglang"),
-        ("rollout.max_restarts=-1", "rollout.max_restarts=-1: want a number of at least 0"),
-        ("actor.lora.rank=-1", "actor.lora.rank=-1: want a number of at least 0"),
-        ("actor.lora.rank=4 actor.lora.targets=[qkv]", "actor.lora.targets=[qkv]: want some of q_proj, k_proj"),
-        ("actor.lora.rank=4 actor.lora.push=adapter", "want merged, because rollout.engine=cpu serves no adapters"),
-        ("rollout.temperature=0", "rollout.temperature=0.0: want a number above 0, because greedy"),
-        ("rollout.top_p=0", "rollout.top_p=0.0: want a number above 0 and at most 1"),
-        ("rollout.top_k=0", "rollout.top_k=0: want -1 (all tokens) or at least 1"),
-        ("rollout.engine=vllm", "rollout.engine=vllm: want one of cpu"),
-        ("rollout.max_total_tokens=100", "want room for one sequence, at least data.max_prompt_length + data.max_re"),
-        ("actor.ppo_max_token_len_per_gpu=100", "want room for one sequence"),
-        ("actor.ppo_micro_batch_size_per_gpu=0", "actor.ppo_micro_batch_size_per_gpu=0: want at least 1"),
+        ("actor.clip_ratio=1.5", "actor.clip_ratio=1.5: expected a number between 0 and 1, both excluded"),
+        ("actor.clip_ratio_low=0", "actor.clip_ratio_low=0.0: expected a number above 0 and at most 1"),
+        ("actor.clip_ratio_c=1", "actor.clip_ratio_c=1.0: expected a number above 1, null or off"),
+        ("actor.clip_ratio_c=on", "actor.clip_ratio_c=on: expected a number above 1, null or off"),
+        ("algorithm.gamma=1.1", "algorithm.gamma=1.1: expected a number from 0 to 1"),
+        ("algorithm.lam=-0.1", "algorithm.lam=-0.1: expected a number from 0 to 1"),
+        ("algorithm.gamma=nan", "algorithm.gamma=nan: expected a number from 0 to 1"),
+        ("actor.optim.lr=inf", "actor.optim.lr=inf: expected a number above 0"),
+        ("actor.optim.betas=[0.9]", "actor.optim.betas=[0.9]: expected two numbers from 0 to below 1"),
+        ("actor.optim.name=lion", "actor.optim.name=lion: expected one of adamw, sgd, muon"),
+        ("rollout.push=fast", "rollout.push=fast: expected one of auto, gathered, shared, sharded"),
+        ("rollout.engine=vllm", "rollout.engine=vllm: expected one of cpu, sglang"),
+        ("rollout.max_restarts=-1", "rollout.max_restarts=-1: expected a number of at least 0"),
+        ("actor.lora.rank=-1", "actor.lora.rank=-1: expected a number of at least 0"),
+        ("actor.lora.rank=4 actor.lora.targets=[qkv]", "actor.lora.targets=[qkv]: expected some of q_proj, k_proj"),
+        ("actor.lora.rank=4 actor.lora.push=adapter", "expected merged, because rollout.engine=cpu serves no adapters"),
+        ("rollout.temperature=0", "rollout.temperature=0.0: expected a number above 0, because greedy"),
+        ("rollout.top_p=0", "rollout.top_p=0.0: expected a number above 0 and at most 1"),
+        ("rollout.top_k=0", "rollout.top_k=0: expected -1 (all tokens) or at least 1"),
+        ("rollout.engine=vllm", "rollout.engine=vllm: expected one of cpu"),
+        (
+            "rollout.max_total_tokens=100",
+            "expected room for one sequence, at least data.max_prompt_length + data.max_re",
+        ),
+        ("actor.ppo_max_token_len_per_gpu=100", "expected room for one sequence"),
+        ("actor.ppo_micro_batch_size_per_gpu=0", "actor.ppo_micro_batch_size_per_gpu=0: expected at least 1"),
         (
             "actor.ppo_mini_batch_size=100",
-            "actor.ppo_mini_batch_size=100: want a divisor of data.train_batch_size=256, as 128 or 64",
+            "actor.ppo_mini_batch_size=100: expected a divisor of data.train_batch_size=256, as 128 or 64",
         ),
-        ("critic.ppo_mini_batch_size=100", "critic.ppo_mini_batch_size=100: want a divisor"),
-        ("actor.ppo_mini_batch_size=0", "actor.ppo_mini_batch_size=0: want at least 1"),
-        ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node=0: want at least 1"),
+        ("critic.ppo_mini_batch_size=100", "critic.ppo_mini_batch_size=100: expected a divisor"),
+        ("actor.ppo_mini_batch_size=0", "actor.ppo_mini_batch_size=0: expected at least 1"),
+        ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node=0: expected at least 1"),
         (
             "algorithm.adv_estimator=grpo",
             "rollout.n=1: algorithm.adv_estimator=grpo compares completions of one prompt",
         ),
-        ("algorithm.use_kl_in_reward=true algorithm.kl_penalty=k3+", "algorithm.kl_penalty=k3+: want one of kl, k1"),
+        (
+            "algorithm.use_kl_in_reward=true algorithm.kl_penalty=k3+",
+            "algorithm.kl_penalty=k3+: expected one of kl, k1",
+        ),
         (
             "actor.optim.lr_decay_style=linear actor.optim.min_lr=1",
-            "actor.optim.min_lr=1.0: want at most actor.optim.lr",
+            "actor.optim.min_lr=1.0: expected at most actor.optim.lr",
         ),
         (
             "actor.optim.lr_decay_style=linear actor.optim.lr_decay_steps=5 actor.optim.lr_warmup_steps=5",
-            "actor.optim.lr_decay_steps=5: want more than actor.optim.lr_warmup_steps=5",
+            "actor.optim.lr_decay_steps=5: expected more than actor.optim.lr_warmup_steps=5",
         ),
-        ("trainer.total_training_steps=5 trainer.critic_warmup=5", "trainer.critic_warmup=5: want fewer than"),
-        ("trainer.nnodes=2 trainer.node_rank=2", "trainer.node_rank=2: want less than trainer.nnodes=2"),
-        ("trainer.nnodes=2 trainer.master_addr=''", "trainer.master_addr=: want the address of machine 0"),
-        ("trainer.nnodes=2 trainer.master_port=0", "trainer.master_port=0: want 1 to 65535"),
-        ("trainer.max_restarts=-1", "trainer.max_restarts=-1: want a number of at least 0"),
+        ("trainer.total_training_steps=5 trainer.critic_warmup=5", "trainer.critic_warmup=5: expected fewer than"),
+        ("trainer.nnodes=2 trainer.node_rank=2", "trainer.node_rank=2: expected less than trainer.nnodes=2"),
+        ("trainer.nnodes=2 trainer.master_addr=''", "trainer.master_addr=: expected the address of machine 0"),
+        ("trainer.nnodes=2 trainer.master_port=0", "trainer.master_port=0: expected 1 to 65535"),
+        ("trainer.max_restarts=-1", "trainer.max_restarts=-1: expected a number of at least 0"),
         (
             "actor.optim.name=sgd actor.megatron.use_distributed_optimizer=true",
-            "actor.megatron.use_distributed_optimizer=true: Megatron shards adamw only; want false with sgd",
+            "actor.megatron.use_distributed_optimizer=true: Megatron shards adamw only; expected false with sgd",
         ),
         ("trainer.logger=[console,slack]", "trainer.logger=[console, slack]: slack is none of console, jsonl"),
-        ("trainer.experiment_name=a/b", "trainer.experiment_name=a/b: want the plain name of a folder"),
-        ("trainer.experiment_name=..", "want the plain name of a folder"),
-        ("trainer.resume_mode=/nowhere", "want auto, disable or the folder of a checkpoint"),
-        ("trainer.save_freq=0", "trainer.save_freq=0: want -1 (never) or at least 1"),
-        ("reward.fn=bleu", "reward.fn=bleu: want one of exact, gsm8k"),
+        ("trainer.experiment_name=a/b", "trainer.experiment_name=a/b: expected the plain name of a folder"),
+        ("trainer.experiment_name=..", "expected the plain name of a folder"),
+        ("trainer.resume_mode=/nowhere", "expected auto, disable or the folder of a checkpoint"),
+        ("trainer.save_freq=0", "trainer.save_freq=0: expected -1 (never) or at least 1"),
+        ("reward.fn=bleu", "reward.fn=bleu: expected one of exact, gsm8k"),
         ("algorithm.policy_loss_args.tau=1", "args.tau=1.0: algorithm.policy_loss_fn=ppo takes no numbers of its own"),
         (
             "algorithm.policy_loss_fn=sapo algorithm.policy_loss_args.tau=1",
@@ -79,21 +85,21 @@ from megarl.config.unused_keys import TABLE
         ),
         (
             "algorithm.policy_loss_fn=sapo algorithm.policy_loss_args.tau_pos=inf",
-            "algorithm.policy_loss_args={tau_pos: inf}: want finite numbers",
+            "algorithm.policy_loss_args={tau_pos: inf}: expected finite numbers",
         ),
-        ("algorithm.policy_loss_fn=dro", "want algorithm.policy_loss_args.beta=NUMBER, it has no default"),
+        ("algorithm.policy_loss_fn=dro", "expected algorithm.policy_loss_args.beta=NUMBER, it has no default"),
         (
             "algorithm.adv_estimator_args.a=1",
             "algorithm.adv_estimator_args.a=1: algorithm.adv_estimator=gae takes no values of its own",
         ),
-        ("algorithm.adv_estimator=gdpo rollout.n=2", "gdpo: want algorithm.reward_weights={NAME:WEIGHT,...}"),
+        ("algorithm.adv_estimator=gdpo rollout.n=2", "gdpo: expected algorithm.reward_weights={NAME:WEIGHT,...}"),
         (
             "algorithm.adv_estimator=gdpo rollout.n=2 algorithm.reward_weights.a=0",
-            "algorithm.reward_weights={a: 0.0}: want finite numbers that are not all 0",
+            "algorithm.reward_weights={a: 0.0}: expected finite numbers that are not all 0",
         ),
         (
             "actor.use_kl_loss=true actor.kl_loss_type=full actor.kl_importance=true",
-            "actor.kl_importance=true: actor.kl_loss_type=full is over all tokens, nothing is sampled; want false",
+            "actor.kl_importance=true: actor.kl_loss_type=full is over all tokens, nothing is sampled; expected false",
         ),
         (
             "trainer.n_gpus_per_node=2 actor.use_kl_loss=true actor.kl_loss_type=full+ "
@@ -107,39 +113,44 @@ from megarl.config.unused_keys import TABLE
         ),
         (
             "algorithm.plugins=[a.py] algorithm.use_kl_in_reward=true algorithm.kl_penalty=mine+",
-            "algorithm.kl_penalty=mine+: + shapes a gradient, a reward has none; want mine",
+            "algorithm.kl_penalty=mine+: + shapes a gradient, a reward has none; expected mine",
         ),
         (
             "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0",
-            "algorithm.kl_ctrl.kl_coef=0: algorithm.kl_ctrl.type=adaptive only multiplies it; want a number above 0",
+            "algorithm.kl_ctrl.kl_coef=0: algorithm.kl_ctrl.type=adaptive only multiplies it; expected a number above "
+            "0",
         ),
         (
             "algorithm.rollout_correction.bypass=true algorithm.policy_loss_fn=reinforce",
-            "bypass=true: algorithm.policy_loss_fn=reinforce has no ratio that it could change; want false",
+            "bypass=true: algorithm.policy_loss_fn=reinforce has no ratio that it could change; expected false",
         ),
         (
             "algorithm.rollout_correction.bypass=true algorithm.rollout_correction.level=token",
-            "algorithm.rollout_correction.level=token: with bypass=true the ratio of ppo corrects already; want null",
+            "algorithm.rollout_correction.level=token: with bypass=true the ratio of ppo corrects already; expected "
+            "null",
         ),
-        ("algorithm.rollout_correction.level=word", "want one of token, sequence, geometric"),
-        ("algorithm.rollout_correction.reject_by=k4", "want one of ratio, k1, k2, k3"),
+        ("algorithm.rollout_correction.level=word", "expected one of token, sequence, geometric"),
+        ("algorithm.rollout_correction.reject_by=k4", "expected one of ratio, k1, k2, k3"),
         ("algorithm.rollout_correction.reject_by=k1 algorithm.rollout_correction.reject_level=word", "token, sequence"),
         ("algorithm.rollout_correction.level=token algorithm.rollout_correction.truncate=0.5", "at least 1"),
-        ("algorithm.filter_groups.enable=true", "a group of rollout.n=1 has nothing to compare; want at least 2"),
+        ("algorithm.filter_groups.enable=true", "a group of rollout.n=1 has nothing to compare; expected at least 2"),
         (
             "rollout.n=2 algorithm.filter_groups.enable=true algorithm.filter_groups.metric=seq_reward",
-            "algorithm.filter_groups.metric=seq_reward: want score",
+            "algorithm.filter_groups.metric=seq_reward: expected score",
         ),
         (
             "rollout.n=2 algorithm.filter_groups.enable=true algorithm.filter_groups.max_num_gen_batches=0",
-            "algorithm.filter_groups.max_num_gen_batches=0: want at least 1",
+            "algorithm.filter_groups.max_num_gen_batches=0: expected at least 1",
         ),
-        ("algorithm.overlong_buffer.enable=true", "algorithm.overlong_buffer.len=null: want 1 to data.max_response_le"),
+        (
+            "algorithm.overlong_buffer.enable=true",
+            "algorithm.overlong_buffer.len=null: expected 1 to data.max_response_le",
+        ),
         (
             "algorithm.overlong_buffer.enable=true algorithm.overlong_buffer.len=513",
-            "algorithm.overlong_buffer.len=513: want 1 to data.max_response_length=512",
+            "algorithm.overlong_buffer.len=513: expected 1 to data.max_response_length=512",
         ),
-        ("reward.fn=nowhere/a.py:f", "reward.fn=nowhere/a.py:f: want a file that exists"),
+        ("reward.fn=nowhere/a.py:f", "reward.fn=nowhere/a.py:f: expected a file that exists"),
     ],
 )
 def test_an_impossible_value_is_refused_in_one_sentence(words, told):
@@ -151,7 +162,7 @@ def test_an_estimator_that_compares_wants_something_to_compare(estimator):
     words = [f"algorithm.adv_estimator={estimator}", "rollout.n=1"]
     words += ["algorithm.reward_weights.reward=1"] if estimator == "gdpo" else []
     assert refusal(*words) == (
-        f"rollout.n=1: algorithm.adv_estimator={estimator} compares completions of one prompt; want at least 2"
+        f"rollout.n=1: algorithm.adv_estimator={estimator} compares completions of one prompt; expected at least 2"
     )
 
 
@@ -174,8 +185,8 @@ def test_every_loss_runs_with_every_estimator(loss, estimator):
 
 def test_what_a_command_cannot_do_without():
     for command, words, told in (
-        ("train", ["model.path=m"], "data.train_files is not set: `megarl train` wants at least one file"),
-        ("train", ["data.train_files=a"], "model.path is not set: `megarl train` wants a Hugging Face folder or hub"),
+        ("train", ["model.path=m"], "data.train_files is not set: `megarl train` needs at least one file"),
+        ("train", ["data.train_files=a"], "model.path is not set: `megarl train` needs a Hugging Face folder or hub"),
         ("sft", ["model.path=m"], "sft.train_files is not set"),
         ("evaluate", ["model.path=m"], "data.val_files is not set"),
     ):
@@ -208,11 +219,11 @@ def test_what_is_allowed_but_hardly_meant_is_warned_about():
     assert "rollout.top_p=0.9" in said("rollout.top_p=0.9")
     assert "rollout.top_k=5" in said("rollout.top_k=5")
     assert "counts twice" in said("actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true")
-    assert "want k1+ or low_var_kl" in said("actor.use_kl_loss=true", "actor.kl_loss_type=k1")
+    assert "expected k1+ or low_var_kl" in said("actor.use_kl_loss=true", "actor.kl_loss_type=k1")
     assert not said("actor.use_kl_loss=true", "actor.kl_loss_type=k1+")
     assert not said("actor.use_kl_loss=true", "actor.kl_loss_type=k1", "actor.kl_importance=true")
     for loss in names.SEQ_MEAN_WANTED:
-        assert "want seq-mean-token-mean" in said(f"algorithm.policy_loss_fn={loss}")
+        assert "expected seq-mean-token-mean" in said(f"algorithm.policy_loss_fn={loss}")
         assert not said(f"algorithm.policy_loss_fn={loss}", "actor.loss_agg_mode=sample_level")
 
 

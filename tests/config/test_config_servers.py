@@ -17,7 +17,7 @@ SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
             f"{TP}=3",
             f"{TP}=3 does not divide the model's num_attention_heads=8; nearest: {TP}=4, or {TP}=2, or {TP}=8",
         ),
-        (DENSE, f"{TP}=2 {EP}=2", f"{EP}=2: the model has no experts; want 1; nearest: {EP}=1"),
+        (DENSE, f"{TP}=2 {EP}=2", f"{EP}=2: the model has no experts; expected 1; nearest: {EP}=1"),
         (EXPERTS, f"{TP}=4 {EP}=3", f"{EP}=3 does not divide {TP}=4; nearest: {EP}=4, or {EP}=2, or {EP}=1"),
         (
             EXPERTS.replace("intermediate_size:96", "intermediate_size:100"),
@@ -25,42 +25,43 @@ SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
             f"{TP}=8 does not divide the model's intermediate_size=100; nearest: {TP}=4, or {TP}=2, or {TP}=1",
         ),
         ("rollout.n=1", f"{TP}=2 {EP}=4", f"{EP}=4 does not divide {TP}=2"),
-        ("rollout.n=1", "rollout.memory_fraction=1", "rollout.memory_fraction=1.0: want a number between 0 and 1"),
+        ("rollout.n=1", "rollout.memory_fraction=1", "rollout.memory_fraction=1.0: expected a number between 0 and 1"),
         (
             "rollout.placement=shared",
             "rollout.ahead=1",
-            "rollout.ahead=1: with rollout.placement=shared the servers sleep while the trainer works; want 0, or",
+            "rollout.ahead=1: with rollout.placement=shared the servers sleep while the trainer works; expected 0, or",
         ),
         (
             "rollout.placement=shared",
             f"{TP}=2 rollout.num_servers=5",
             "rollout.num_servers=5: rollout.placement=shared leaves servers of 2 GPUs, from GPU 0 of 1 x 8 on, room "
-            "for 4; want at most 4",
+            "for 4; expected at most 4",
         ),
         (
             "rollout.placement=shared trainer.nnodes=2",
             f"{TP}=8 rollout.num_servers=2 rollout.first_gpu=1",
-            "from GPU 1 of 2 x 8 on, room for 0; want rollout.tensor_model_parallel_size of at most 7",
+            "from GPU 1 of 2 x 8 on, room for 0; expected rollout.tensor_model_parallel_size of at most 7",
         ),
-        ("rollout.placement=shared", f"{TP}=16", f"room for 0; want {TP} of at most 8"),
+        ("rollout.placement=shared", f"{TP}=16", f"room for 0; expected {TP} of at most 8"),
         (
             "rollout.placement=shared",
             f"{TP}=3",
-            f"{TP}=3: such servers do not fill machines of trainer.n_gpus_per_node=8 evenly; want 4 or 2 or 8",
+            f"{TP}=3: such servers do not fill machines of trainer.n_gpus_per_node=8 evenly; expected 4 or 2 or 8",
         ),
-        ("rollout.placement=near", "rollout.n=1", "rollout.placement=near: want one of separate, shared"),
+        ("rollout.placement=near", "rollout.n=1", "rollout.placement=near: expected one of separate, shared"),
         (
             "rollout.n=1",
             "rollout.urls=[http://a]",
-            "rollout.urls=[http://a]: http://a is no server; want http://host:p",
+            "rollout.urls=[http://a]: http://a is no server; expected http://host:p",
         ),
         ("rollout.n=1", "rollout.urls=['http://a:x']", "http://a:x is no server"),
-        ("rollout.n=1", "rollout.urls=['http://a:1','http://a:1']", "want each server once"),
+        ("rollout.n=1", "rollout.urls=['http://a:1','http://a:1']", "expected each server once"),
         ("rollout.placement=shared", "rollout.urls=['http://a:1']", "rollout.urls names servers that run elsewhere"),
         (
             "rollout.placement=separate",
             "rollout.first_gpu=7",
-            "rollout.first_gpu=7: GPUs 0 to 7 of each machine are the trainer's, and rollout.placement=separate; want "
+            "rollout.first_gpu=7: GPUs 0 to 7 of each machine are the trainer's, and rollout.placement=separate; "
+            "expected "
             "null or at least 8, rollout.placement=shared, or rollout.memory_fraction up to 0.5",
         ),
         ("rollout.memory_fraction=0.85", "rollout.first_gpu=0", "rollout.first_gpu=0: GPUs 0 to 7 of each machine are"),
@@ -68,10 +69,10 @@ SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
             "trainer.nnodes=2",
             f"{TP}=16",
             f"{TP}=16: rollout.placement=separate puts servers behind the trainer's GPUs, and GPU 23 is on no machine; "
-            "want rollout.placement=shared, fewer or smaller ones, or rollout.urls",
+            "expected rollout.placement=shared, fewer or smaller ones, or rollout.urls",
         ),
         ("trainer.nnodes=2", f"{TP}=4 rollout.num_servers=6", "rollout.num_servers=6: rollout.placement=separate puts"),
-        ("rollout.n=1", "rollout.start_timeout_s=0", "rollout.start_timeout_s=0.0: want a number above 0"),
+        ("rollout.n=1", "rollout.start_timeout_s=0", "rollout.start_timeout_s=0.0: expected a number above 0"),
     ],
 )
 def test_servers_that_cannot_be_are_told(model: str, typed: str, told: str) -> None:
@@ -89,7 +90,7 @@ def test_wider_servers_on_shared_gpus_are_fewer() -> None:
 
 def test_the_cpu_engine_is_one_process() -> None:
     for key in (TP, EP):
-        assert refusal(f"{key}=2") == f"{key}=2: want 1, because rollout.engine=cpu is one process"
+        assert refusal(f"{key}=2") == f"{key}=2: expected 1, because rollout.engine=cpu is one process"
     assert refusal("rollout.router=true").startswith("rollout.router=true: rollout.engine=cpu has no router")
 
 
@@ -121,9 +122,10 @@ def test_an_evaluation_has_all_gpus_for_its_servers() -> None:
     assert placements(wide, trains=False) == [(range(2), 0), (range(2, 4), 0)]
     over = (*alone, "trainer.nnodes=2", "trainer.n_gpus_per_node=8")
     assert refusal(*over, f"{TP}=16", "rollout.num_servers=2", command="evaluate") == (
-        f"{TP}=16: for rollout.num_servers=2 of them trainer.nnodes=2 machines of 8 GPUs have no room, want 4 machines"
+        f"{TP}=16: for rollout.num_servers=2 of them trainer.nnodes=2 machines of 8 GPUs have no room, expected 4 "
+        "machines"
     )
-    assert "want a multiple of 2" in refusal(*over, f"{TP}=9", command="evaluate")
+    assert "expected a multiple of 2" in refusal(*over, f"{TP}=9", command="evaluate")
     assert "rollout.num_servers=9: GPU 17 is on no machine" in refusal(
         *alone, f"{TP}=2", "rollout.num_servers=9", command="evaluate"
     )
@@ -165,4 +167,4 @@ def test_servers_that_are_started_apart_take_the_words_of_the_run() -> None:
     assert (
         load(*SGLANG, urls, f"{TP}=2", "rollout.first_gpu=4", "rollout.memory_fraction=0.7", command="serve") == config
     )
-    assert refusal(command="serve") == "rollout.urls is not set: `megarl serve` wants at least one http://host:port"
+    assert refusal(command="serve") == "rollout.urls is not set: `megarl serve` needs at least one http://host:port"

@@ -12,26 +12,28 @@ TP2 = "actor.megatron.tensor_model_parallel_size=2"
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("actor.strategy=ddp", "actor.strategy=ddp: want one of megatron, fsdp, none"),
-        ("actor.megatron.transformer_impl=te", "want one of auto, local, transformer_engine"),
+        ("actor.strategy=ddp", "actor.strategy=ddp: expected one of megatron, fsdp, none"),
+        ("actor.megatron.transformer_impl=te", "expected one of auto, local, transformer_engine"),
         (
             "actor.megatron.transformer_impl=transformer_engine trainer.device=cpu",
-            "actor.megatron.transformer_impl=transformer_engine: it runs on GPUs only; want auto or local",
+            "actor.megatron.transformer_impl=transformer_engine: it runs on GPUs only; expected auto or local",
         ),
         (
             "actor.megatron.recompute_granularity=full",
-            "actor.megatron.recompute_granularity=full: want recompute_method=uniform or block, and recompute_num_laye",
+            "actor.megatron.recompute_granularity=full: expected recompute_method=uniform or block, and "
+            "recompute_num_laye",
         ),
         (
             "actor.megatron.recompute_granularity=selective actor.megatron.recompute_num_layers=1",
-            "actor.megatron.recompute_num_layers=1: belongs to recompute_granularity=full; want null, or full",
+            "actor.megatron.recompute_num_layers=1: belongs to recompute_granularity=full; expected null, or full",
         ),
         ("actor.megatron.recompute_method=block", "actor.megatron.recompute_method=block: belongs to recompute_granul"),
-        ("actor.megatron.recompute_granularity=half", "want one of selective, full"),
-        ("actor.megatron.recompute_method=half", "want one of uniform, block"),
+        ("actor.megatron.recompute_granularity=half", "expected one of selective, full"),
+        ("actor.megatron.recompute_method=half", "expected one of uniform, block"),
         (
             "actor.megatron.overlap_param_gather=true",
-            "actor.megatron.overlap_param_gather=true: only the distributed optimizer gathers parameters; want use_dis",
+            "actor.megatron.overlap_param_gather=true: only the distributed optimizer gathers parameters; expected "
+            "use_dis",
         ),
         (
             "actor.megatron.overlap_param_gather=true actor.megatron.use_distributed_optimizer=true actor.lora.rank=4",
@@ -39,25 +41,28 @@ TP2 = "actor.megatron.tensor_model_parallel_size=2"
         ),
         (
             "actor.optim.name=muon actor.megatron.use_distributed_optimizer=true",
-            "actor.megatron.use_distributed_optimizer=true: Megatron shards adamw only; want false with muon",
+            "actor.megatron.use_distributed_optimizer=true: Megatron shards adamw only; expected false with muon",
         ),
         ("actor.optim.name=muon actor.lora.rank=4", "actor.optim.name=muon: actor.lora.rank=4 trains thin matrices"),
         (
             "critic.optim.name=muon critic.strategy=fsdp",
-            "critic.strategy=fsdp: it shards adamw only, not critic.optim.name=muon; want megatron",
+            "critic.strategy=fsdp: it shards adamw only, not critic.optim.name=muon; expected megatron",
         ),
         ("actor.strategy=fsdp actor.lora.rank=4", "actor.strategy=fsdp: actor.lora.rank=4 trains adapters only"),
         (
             "actor.num_ranks=1 actor.strategy=none actor.megatron.use_distributed_optimizer=true",
-            "actor.megatron.use_distributed_optimizer=true: actor.strategy=none is one rank without a wrapper; want fa",
+            "actor.megatron.use_distributed_optimizer=true: actor.strategy=none is one rank without a wrapper; "
+            "expected fa",
         ),
         (
             "actor.use_kl_loss=true actor.kl_loss_type=full ref.first_rank=4",
-            "ref.num_ranks=4 with actor.kl_loss_type=full: both models run on the same ranks for it; want actor.num_ra",
+            "ref.num_ranks=4 with actor.kl_loss_type=full: both models run on the same ranks for it; expected "
+            "actor.num_ra",
         ),
         (
             "actor.use_kl_loss=true actor.kl_loss_type=full ref.strategy=fsdp",
-            "ref.strategy=fsdp with actor.kl_loss_type=full: both models run on the same ranks for it; want actor.stra",
+            "ref.strategy=fsdp with actor.kl_loss_type=full: both models run on the same ranks for it; expected "
+            "actor.stra",
         ),
     ],
 )

@@ -71,7 +71,7 @@ def test_hydras_ways_to_write_several_values(written: str, values: list[object])
 
 @pytest.mark.parametrize("word", ["actor.optim.betas=[0.9,0.99]", "model.path='a,b'", "rollout.n=4"])
 def test_a_list_and_quoted_commas_are_one_value(word: str) -> None:
-    assert refusal(word) == "-m: want several values of at least one key, such as actor.optim.lr=1e-4,3e-4"
+    assert refusal(word) == "-m: expected several values of at least one key, such as actor.optim.lr=1e-4,3e-4"
     assert len(sweep(word, "trainer.seed=1,2")) == 2
 
 
@@ -96,24 +96,24 @@ def test_every_run_is_checked_before_the_first() -> None:
     assert refusal("actor.optim.lrr=1,2") == (
         "actor.optim.lrr=1: there is no key actor.optim.lrr; did you mean actor.optim.lr?"
     )
-    assert refusal("rollout.n=2,two") == "rollout.n=two: want an integer"
-    assert refusal("rollout.n=range(3)").startswith("rollout.n=0: want")
+    assert refusal("rollout.n=2,two") == "rollout.n=two: expected an integer"
+    assert refusal("rollout.n=range(3)").startswith("rollout.n=0: expected")
     assert "actor.clip_ratio=0.1" in refusal("algorithm.policy_loss_fn=ppo,reinforce", "actor.clip_ratio=0.1")
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["actor.optim.lr=interval(0,1)"], "want values that can be counted: a,b or choice(a,b) or range("),
-        (["model=glob(*)"], "want values that can be counted"),
-        (["rollout.n=range(4,2)"], "want values that can be counted"),
-        (["rollout.n=range(1,4,0)"], "want values that can be counted"),
-        (["rollout.temperature=range(0.1,0.4,0)"], "want values that can be counted"),
-        (["rollout.n=2,"], "want key=value, with quotes"),
+        (["actor.optim.lr=interval(0,1)"], "expected values that can be counted: a,b or choice(a,b) or range("),
+        (["model=glob(*)"], "expected values that can be counted"),
+        (["rollout.n=range(4,2)"], "expected values that can be counted"),
+        (["rollout.n=range(1,4,0)"], "expected values that can be counted"),
+        (["rollout.temperature=range(0.1,0.4,0)"], "expected values that can be counted"),
+        (["rollout.n=2,"], "expected key=value, with quotes"),
         (["~rollout.n"], "no key can be taken away"),
-        (["trainer.experiment_name=a,b"], "trainer.experiment_name: want one value with -m"),
-        (["trainer.default_local_dir=a,b"], "trainer.default_local_dir: want one value with -m"),
-        (["trainer.nnodes=2", "rollout.n=2,4"], "trainer.nnodes=2: want 1 with -m"),
+        (["trainer.experiment_name=a,b"], "trainer.experiment_name: expected one value with -m"),
+        (["trainer.default_local_dir=a,b"], "trainer.default_local_dir: expected one value with -m"),
+        (["trainer.nnodes=2", "rollout.n=2,4"], "trainer.nnodes=2: expected 1 with -m"),
         (["actor.optim.lr=1e-4,0.0001"], "actor.optim.lr=0.0001 and actor.optim.lr=0.0001 are the same settings"),
         (["actor.use_dynamic_bsz=true,false"], "are the same settings"),
         (["recipe=quickstart,quickstart_grpo"], "the runs would stand in runs/quickstart_grpo_sweep, runs/quickstart_"),
@@ -127,7 +127,7 @@ def test_without_m_several_values_are_refused_with_the_way_to_have_them() -> Non
     with pytest.raises(ConfigError) as refused:
         load_config([*BASE, "rollout.n=2,4"])
     assert str(refused.value) == (
-        "rollout.n=2,4: want one value; a list is written [a,b], and `megarl train -m` makes a run of each value"
+        "rollout.n=2,4: expected one value; a list is written [a,b], and `megarl train -m` makes a run of each value"
     )
 
 

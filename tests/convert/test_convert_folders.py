@@ -63,7 +63,7 @@ def test_a_whole_checkpoint_is_told_apart_from_a_roles_part(tmp_path: Path) -> N
         (tmp_path / "step_1" / role / "metadata.json").touch()
     (tmp_path / "step_1" / "manifest.json").write_text("{}")
     folder = tmp_path / "step_1"
-    assert refusal(folder) == f"{folder}: a checkpoint with actor, critic; want {folder}/actor"
+    assert refusal(folder) == f"{folder}: a checkpoint with actor, critic; expected {folder}/actor"
 
 
 def test_a_checkpoint_without_its_manifest_is_unfinished(tmp_path: Path) -> None:
@@ -78,12 +78,12 @@ def test_a_checkpoint_whose_run_is_not_there_wants_its_model_named(tmp_path: Pat
     (folder / "metadata.json").touch()
     (folder.parent / "manifest.json").write_text("{}")
     config = tmp_path / "run" / "config.yaml"
-    assert refusal(folder) == f"{folder}: there is no {config} to say whose weights these are; want model=FOLDER"
-    assert refusal(folder, tmp_path).startswith(f"model={tmp_path}: there is no config.json; want the Hugging Face")
+    assert refusal(folder) == f"{folder}: there is no {config} to say whose weights these are; expected model=FOLDER"
+    assert refusal(folder, tmp_path).startswith(f"model={tmp_path}: there is no config.json; expected the Hugging Face")
 
 
 def test_model_is_only_for_checkpoints_of_runs(model: Path) -> None:
-    assert refusal(model, model) == f"model={model}: {model} is not a checkpoint of a run; want no model="
+    assert refusal(model, model) == f"model={model}: {model} is not a checkpoint of a run; expected no model="
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:

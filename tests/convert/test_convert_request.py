@@ -26,22 +26,22 @@ def test_every_word_arrives() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("to=b", "megarl convert: from= is missing; want from=FOLDER to=FOLDER"),
-        ("from=a to=", "megarl convert: to= is missing; want from=FOLDER to=FOLDER"),
-        ("from=a to=b tp=0", "tp=0: want a whole number of at least 1"),
-        ("from=a to=b pp=two", "pp=two: want a whole number of at least 1"),
-        ("from=a to=b dtype=float16", "dtype=float16: want one of float32, bfloat16"),
-        ("from=a to=b format=gguf", "format=gguf: want one of hf, megatron"),
+        ("to=b", "megarl convert: from= is missing; expected from=FOLDER to=FOLDER"),
+        ("from=a to=", "megarl convert: to= is missing; expected from=FOLDER to=FOLDER"),
+        ("from=a to=b tp=0", "tp=0: expected a whole number of at least 1"),
+        ("from=a to=b pp=two", "pp=two: expected a whole number of at least 1"),
+        ("from=a to=b dtype=float16", "dtype=float16: expected one of float32, bfloat16"),
+        ("from=a to=b format=gguf", "format=gguf: expected one of hf, megatron"),
         ("from=a to=b dytpe=float32", "dytpe=float32: there is no key dytpe; did you mean dtype?"),
-        ("from=a to=b tp=1 tp=2", "tp=2: tp was given before, as tp=1; want it once"),
+        ("from=a to=b tp=1 tp=2", "tp=2: tp was given before, as tp=1; expected it once"),
         (
             "a b",
-            "a: want key=value, with a key of from, to, format, tp, pp, ep, etp, vpp, first_stage_layers, "
+            "a: expected key=value, with a key of from, to, format, tp, pp, ep, etp, vpp, first_stage_layers, "
             "last_stage_layers, dtype, model, device",
         ),
         (
             "from=a to=b --overwrite",
-            "there is no option --overwrite; want --verify, --verify-only, --debug, --help or key=value",
+            "there is no option --overwrite; expected --verify, --verify-only, --debug, --help or key=value",
         ),
     ],
 )

@@ -46,9 +46,9 @@ def test_the_manifest_describes_the_files(tmp_path):
 
 
 def test_impossible_sizes_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="num_sft=3 and num_test=1: want a sum below the 4 pairs there are"):
+    with pytest.raises(ValueError, match="num_sft=3 and num_test=1: expected a sum below the 4 pairs there are"):
         write_task(tmp_path, num_sft=3, num_test=1, low=1, high=2)
-    with pytest.raises(ValueError, match="carrying=0: want a share above 0"):
+    with pytest.raises(ValueError, match="carrying=0: expected a share above 0"):
         write_task(tmp_path, carrying=0)
 
 

@@ -35,11 +35,11 @@ def test_two_groups_by_hand():
     assert batch.lengths.tolist() == [3, 4, 4]
     assert batch.columns["response_mask"].tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1]
     assert batch.columns["rollout_log_probs"].tolist() == [0, 0, -0.5, 0, 0, -0.25, -1, 0, -1, -2, -3]
-    assert batch.rows["score"].tolist() == [1, 0, -1]
-    assert batch.rows["group"].tolist() == [0, 0, 1]
-    assert batch.rows["version_min"].tolist() == [0, 3, 2]
-    assert batch.rows["version_max"].tolist() == [0, 4, 2]
-    assert batch.rows["truncated"].tolist() == [0, 1, 0]
+    assert batch.per_sequence["score"].tolist() == [1, 0, -1]
+    assert batch.per_sequence["group"].tolist() == [0, 0, 1]
+    assert batch.per_sequence["version_min"].tolist() == [0, 3, 2]
+    assert batch.per_sequence["version_max"].tolist() == [0, 4, 2]
+    assert batch.per_sequence["truncated"].tolist() == [0, 1, 0]
 
 
 def scored(reward, extra, greedy=None):
@@ -49,16 +49,16 @@ def scored(reward, extra, greedy=None):
 
 def test_several_rewards_of_a_sample_become_columns_in_the_order_that_is_asked_for():
     groups = [[scored(1.0, {"format": 0.5, "length": 3.0}), scored(2.0, {"length": 4.0, "format": 0.25})]]
-    assert "reward_parts" not in make_batch(groups).rows
+    assert "reward_parts" not in make_batch(groups).per_sequence
     batch = make_batch(groups, reward_parts=("length", "reward", "format"))
-    assert batch.rows["reward_parts"].tolist() == [[3.0, 1.0, 0.5], [4.0, 2.0, 0.25]]
-    assert batch.rows["score"].tolist() == [1.0, 2.0]
-    assert batch.select([1]).rows["reward_parts"].tolist() == [[4.0, 2.0, 0.25]]
+    assert batch.per_sequence["reward_parts"].tolist() == [[3.0, 1.0, 0.5], [4.0, 2.0, 0.25]]
+    assert batch.per_sequence["score"].tolist() == [1.0, 2.0]
+    assert batch.select([1]).per_sequence["reward_parts"].tolist() == [[4.0, 2.0, 0.25]]
 
 
 def test_all_rewards_of_a_sample_are_0_where_the_function_failed():
     batch = make_batch([[scored(0.0, {"reward_error": 1.0}), scored(1.0, {"a": 2.0})]], reward_parts=("a", "reward"))
-    assert batch.rows["reward_parts"].tolist() == [[0.0, 0.0], [2.0, 1.0]]
+    assert batch.per_sequence["reward_parts"].tolist() == [[0.0, 0.0], [2.0, 1.0]]
 
 
 def test_a_missing_reward_is_told_with_the_name_of_the_sample():
@@ -70,8 +70,8 @@ def test_a_missing_reward_is_told_with_the_name_of_the_sample():
 
 def test_the_greedy_reward_is_a_row_where_every_sample_has_one():
     groups = [[scored(1.0, {}, 0.25), scored(2.0, {}, 0.25)], [scored(0.0, {}, -1.0)]]
-    assert make_batch(groups).rows["greedy_score"].tolist() == [0.25, 0.25, -1.0]
-    assert "greedy_score" not in make_batch([[scored(1.0, {})]]).rows
+    assert make_batch(groups).per_sequence["greedy_score"].tolist() == [0.25, 0.25, -1.0]
+    assert "greedy_score" not in make_batch([[scored(1.0, {})]]).per_sequence
 
 
 def test_a_sample_is_named_by_its_prompt_and_its_place_in_the_group():
@@ -85,7 +85,7 @@ def test_types_of_the_columns():
     assert {column.dtype for column in batch.columns.values()} == {torch.float32}
     wanted = {"score": torch.float32, "truncated": torch.float32, "group": torch.int64}
     wanted |= {"version_min": torch.int64, "version_max": torch.int64}
-    assert {name: row.dtype for name, row in batch.rows.items()} == wanted
+    assert {name: row.dtype for name, row in batch.per_sequence.items()} == wanted
 
 
 def random_groups(num_groups, seed=0):
@@ -124,7 +124,7 @@ def test_a_completion_that_contradicts_itself_is_caught():
 def test_mini_batches_hold_whole_groups_once(seed):
     batch = make_batch(random_groups(12))
     parts = mini_batches(batch, 4, seed=seed)
-    groups = [part.rows["group"].unique_consecutive().tolist() for part in parts]
+    groups = [part.per_sequence["group"].unique_consecutive().tolist() for part in parts]
     assert [len(names) for names in groups] == [4, 4, 4]
     assert sorted(sum(groups, [])) == list(range(12))
     assert sum(part.num_sequences for part in parts) == batch.num_sequences
@@ -134,19 +134,19 @@ def test_mini_batches_hold_whole_groups_once(seed):
 def test_mini_batches_carry_every_column_and_row_along():
     batch = make_batch(random_groups(6))
     for part in mini_batches(batch, 2, seed=5):
-        wanted = batch.select([i for g in part.rows["group"].unique_consecutive() for i in where(batch, g)])
+        wanted = batch.select([i for g in part.per_sequence["group"].unique_consecutive() for i in where(batch, g)])
         assert part.tokens.tolist() == wanted.tokens.tolist()
         assert part.columns["rollout_log_probs"].tolist() == wanted.columns["rollout_log_probs"].tolist()
-        assert part.rows["score"].tolist() == wanted.rows["score"].tolist()
+        assert part.per_sequence["score"].tolist() == wanted.per_sequence["score"].tolist()
 
 
 def where(batch, group):
-    return (batch.rows["group"] == group).nonzero().flatten().tolist()
+    return (batch.per_sequence["group"] == group).nonzero().flatten().tolist()
 
 
 def test_groups_that_do_not_divide_are_spread_evenly():
     batch = make_batch(random_groups(33))
-    sizes = [len(part.rows["group"].unique()) for part in mini_batches(batch, 16, seed=None)]
+    sizes = [len(part.per_sequence["group"].unique()) for part in mini_batches(batch, 16, seed=None)]
     assert sizes == [11, 11, 11]
     assert len(mini_batches(batch, 64, seed=None)) == 1
 

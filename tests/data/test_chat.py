@@ -51,7 +51,7 @@ def test_messages_without_a_chat_template_are_refused():
 def test_a_tokenizer_without_an_end_is_refused_for_responses():
     endless = tiny_tokenizer()
     endless.eos_token = None
-    with pytest.raises(ValueError, match="want a tokenizer with an end-of-text token"):
+    with pytest.raises(ValueError, match="expected a tokenizer with an end-of-text token"):
         encode_responses(endless, ["1"])
 
 

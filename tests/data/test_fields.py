@@ -1,7 +1,7 @@
 import pytest
 
 from megarl.data.fields import example_of, gsm8k_answer, question_of
-from megarl.data.readers import Row
+from megarl.data.readers import Record
 
 CHAT = [{"role": "user", "content": "hi"}]
 WITH_ANSWER = [*CHAT, {"role": "assistant", "content": "hello"}]
@@ -9,7 +9,7 @@ WITH_ANSWER = [*CHAT, {"role": "assistant", "content": "hello"}]
 
 def question(fields, *, template=True, prompt_key="prompt", ground_truth_key="ground_truth"):
     return question_of(
-        Row("f.jsonl:7", fields),
+        Record("f.jsonl:7", fields),
         prompt_key=prompt_key,
         ground_truth_key=ground_truth_key,
         has_chat_template=template,
@@ -18,7 +18,7 @@ def question(fields, *, template=True, prompt_key="prompt", ground_truth_key="gr
 
 def example(fields, *, template=True):
     return example_of(
-        Row("f.jsonl:7", fields), prompt_key="prompt", response_key="response", has_chat_template=template
+        Record("f.jsonl:7", fields), prompt_key="prompt", response_key="response", has_chat_template=template
     )
 
 
@@ -61,14 +61,17 @@ def test_gsm8k_answer_by_hand():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"text": "x"}, "f.jsonl:7: no prompt; want the key 'prompt', 'messages' or 'question', the row has 'text'"),
-        ({"prompt": 3}, "f.jsonl:7: prompt is a int; want a string or a list of chat messages"),
-        ({"prompt": []}, "f.jsonl:7: prompt is a list; want a string or a list of chat messages"),
+        (
+            {"text": "x"},
+            "f.jsonl:7: no prompt; expected the key 'prompt', 'messages' or 'question', the row has 'text'",
+        ),
+        ({"prompt": 3}, "f.jsonl:7: prompt is a int; expected a string or a list of chat messages"),
+        ({"prompt": []}, "f.jsonl:7: prompt is a list; expected a string or a list of chat messages"),
         ({"messages": [{"role": "user"}]}, r'f.jsonl:7: messages\[0\] is not {"role": string, "content": string}'),
         ({"messages": [*CHAT, "x"]}, r'f.jsonl:7: messages\[1\] is not {"role": string'),
-        ({"messages": WITH_ANSWER}, "f.jsonl:7: the last message is the assistant's; want a prompt that ends with"),
-        ({"prompt": "x", "ground_truth": [1]}, "f.jsonl:7: ground_truth is a list; want a string or a number"),
-        ({"prompt": "x", "ground_truth": True}, "f.jsonl:7: ground_truth is a bool; want a string or a number"),
+        ({"messages": WITH_ANSWER}, "f.jsonl:7: the last message is the assistant's; expected a prompt that ends with"),
+        ({"prompt": "x", "ground_truth": [1]}, "f.jsonl:7: ground_truth is a list; expected a string or a number"),
+        ({"prompt": "x", "ground_truth": True}, "f.jsonl:7: ground_truth is a bool; expected a string or a number"),
         ({"question": "x", "answer": "42"}, "f.jsonl:7: the answer has no '####' before its number"),
     ],
 )
@@ -88,11 +91,11 @@ def test_the_three_shapes_of_an_example():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"prompt": "x"}, "want the keys 'prompt' and 'response', 'messages', or .*; the row has 'prompt'"),
-        ({}, "f.jsonl:7: want the keys .* the row has no keys"),
-        ({"prompt": "x", "response": 3}, "f.jsonl:7: response is a int; want a string"),
-        ({"messages": CHAT}, "f.jsonl:7: want messages of at least two turns, the last by the assistant"),
-        ({"messages": WITH_ANSWER[1:]}, "want messages of at least two turns"),
+        ({"prompt": "x"}, "expected the keys 'prompt' and 'response', 'messages', or .*; the row has 'prompt'"),
+        ({}, "f.jsonl:7: expected the keys .* the row has no keys"),
+        ({"prompt": "x", "response": 3}, "f.jsonl:7: response is a int; expected a string"),
+        ({"messages": CHAT}, "f.jsonl:7: expected messages of at least two turns, the last by the assistant"),
+        ({"messages": WITH_ANSWER[1:]}, "expected messages of at least two turns"),
     ],
 )
 def test_a_bad_example_is_named_by_file_and_line(fields, sentence):

@@ -148,7 +148,9 @@ def test_unpack_refuses_parts_that_do_not_fit():
 
 
 def test_a_sequence_longer_than_a_micro_batch_is_refused():
-    with pytest.raises(ValueError, match="ppo_max_token_len_per_gpu=8: sequence 1 has 9 tokens; want a limit of at le"):
+    with pytest.raises(
+        ValueError, match="ppo_max_token_len_per_gpu=8: sequence 1 has 9 tokens; expected a limit of at le"
+    ):
         plan([3, 9], 1, max_tokens=8)
     with pytest.raises(AssertionError, match="give max_tokens or max_sequences, not both"):
         plan([3], 1, max_tokens=8, max_sequences=1)

@@ -42,12 +42,12 @@ def test_parquet_and_datasets_folder_give_the_same_rows(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("bad.jsonl", b'{"a": 1}\n{"a": \n', r"bad\.jsonl:2: not JSON \(.*\); want one JSON object a line"),
-        ("latin.jsonl", b'{"a": "\xe9"}\n', r"latin\.jsonl:1: not JSON \(.*utf-8.*\); want one JSON object a line"),
-        ("list.jsonl", b"[1, 2]\n", r"list\.jsonl:1: a JSON list; want one JSON object a line"),
+        ("bad.jsonl", b'{"a": 1}\n{"a": \n', r"bad\.jsonl:2: not JSON \(.*\); expected one JSON object a line"),
+        ("latin.jsonl", b'{"a": "\xe9"}\n', r"latin\.jsonl:1: not JSON \(.*utf-8.*\); expected one JSON object a line"),
+        ("list.jsonl", b"[1, 2]\n", r"list\.jsonl:1: a JSON list; expected one JSON object a line"),
         ("empty.jsonl", b"\n", r"empty\.jsonl: no rows"),
-        ("a.csv", b"x", r"a\.csv: unknown kind of file; want \.jsonl"),
-        ("plain", b"x", r"plain: unknown kind of file; want \.jsonl"),
+        ("a.csv", b"x", r"a\.csv: unknown kind of file; expected \.jsonl"),
+        ("plain", b"x", r"plain: unknown kind of file; expected \.jsonl"),
         ("a.parquet", b"nonsense", r"a\.parquet: not a parquet file"),
     ],
 )

@@ -83,12 +83,14 @@ def test_settings_of_a_family_go_over_its_own(tmp_path):
 
 
 def test_mistakes_are_named(tmp_path, folder):
-    with pytest.raises(ValueError, match="the folder is not empty; want a new one"):
+    with pytest.raises(ValueError, match="the folder is not empty; expected a new one"):
         write_tiny_model(folder)
-    with pytest.raises(ValueError, match="family='gpt2': want one of qwen3, qwen2, llama, mistral, qwen3_moe, mixtral"):
+    with pytest.raises(
+        ValueError, match="family='gpt2': expected one of qwen3, qwen2, llama, mistral, qwen3_moe, mixtral"
+    ):
         write_tiny_model(tmp_path / "a", family="gpt2")
-    with pytest.raises(ValueError, match="heads=4, kv_heads=3: want heads to be a multiple of kv_heads"):
+    with pytest.raises(ValueError, match="heads=4, kv_heads=3: expected heads to be a multiple of kv_heads"):
         write_tiny_model(tmp_path / "a", **{**SMALL, "kv_heads": 3})
-    with pytest.raises(ValueError, match="head_dim=16: want hidden / heads for qwen2"):
+    with pytest.raises(ValueError, match="head_dim=16: expected hidden / heads for qwen2"):
         write_tiny_model(tmp_path / "a", family="qwen2", **{**SMALL, "head_dim": 16})
     assert not (tmp_path / "a").exists()

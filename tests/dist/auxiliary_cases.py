@@ -52,7 +52,7 @@ def run_routed(folder: str, cases: Sequence[Routed]) -> list[dict[str, Tensor]]:
 
 
 def _run(folder: str, case: Routed) -> dict[str, Tensor]:
-    place = make_groups(case.layout)
+    rank_info = make_groups(case.layout)
     try:
         models = Models({"actor": folder}, case.layout)
         model = models("actor")
@@ -64,7 +64,7 @@ def _run(folder: str, case: Routed) -> dict[str, Tensor]:
         batch = make_step(models.hf["vocab_size"])
         sizes = [len(row) for row in ROWS]
         first = [sum(sizes[:i]) for i in range(len(sizes))]
-        mine = range(place.replica, len(ROWS), place.num_replicas)  # the rows are dealt out
+        mine = range(rank_info.replica, len(ROWS), rank_info.num_replicas)  # the rows are dealt out
         own = batch.select([first[row] + i for row in mine for i in range(sizes[row])]).keep_columns(*LOSS.columns)
         counts = [sizes[row] for row in mine]
         joined = [sum(counts[i : i + case.rows_per_micro]) for i in range(0, len(counts), case.rows_per_micro)]

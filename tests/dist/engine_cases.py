@@ -20,8 +20,8 @@ from megarl.mcore.models.lora import LoraSettings, apply_lora
 from megarl.mcore.models.model import build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training import optimizer as optimizer_module
-from megarl.mcore.training.execution import Engine
-from megarl.mcore.training.offload import Bed, settled
+from megarl.mcore.training.execution import ExecutionOptions
+from megarl.mcore.training.offload import OffloadBuffer, synchronized
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, forward_only, train_step
@@ -40,7 +40,7 @@ class Case:
 
     folder: str
     layout: Layout = Layout()
-    engine: Engine = Engine()
+    engine: ExecutionOptions = ExecutionOptions()
     optim: str = "adamw"
     dtype: str = "float32"
     num_steps: int = 3
@@ -64,26 +64,28 @@ class Trained:
             self.model = wrap_for_training(model, layout, case.engine)
         self.optimizer = Optimizer(self.model, OPTIMIZERS[case.optim])
         offload = case.engine.param_offload
-        self.bed = Bed(self.model, self.optimizer, parameters=offload, moments=case.engine.optimizer_offload)
-        self.gradients = Bed(self.model, None, gradients=offload)
+        self.buffer = OffloadBuffer(
+            self.model, self.optimizer, parameters=offload, moments=case.engine.optimizer_offload
+        )
+        self.gradients = OffloadBuffer(self.model, None, gradients=offload)
         self.moved: list[Any] = []
 
     def step(self) -> dict[str, Any]:
         """A night, a look at log-probs without gradient buffers, and a step on the same batch; what came of it."""
-        self.moved.append(tuple(a + b for a, b in zip(self.bed.sleep(), self.gradients.sleep(), strict=True)))
-        self.bed.wake()
+        self.moved.append(tuple(a + b for a, b in zip(self.buffer.offload(), self.gradients.offload(), strict=True)))
+        self.buffer.onload()
         batch, loss = make_step(self.hf["vocab_size"]), LOSSES["actor"]
         part = plan(batch.lengths.tolist(), self.where.num_replicas, max_tokens=40)[self.where.replica]
         micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
         outputs = Outputs(self.layout, self.hf["vocab_size"], names=("log_probs", "entropy"))
         seen = forward_only(self.model, micros, outputs, self.device)
-        self.gradients.wake()
+        self.gradients.onload()
         how = {"num_tokens": batch.num_tokens, "device": self.device}
         _, grad_norm, _ = train_step(self.model, self.optimizer, micros, outputs, loss, **how)
         return {"norm": grad_norm, "seen": [x["log_probs"] for x in seen]}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        with settled(self.model):
+        with synchronized(self.model):
             return weights(self.model, self.hf, "actor")
 
 
@@ -98,11 +100,11 @@ def run(case: Case, root: str) -> dict[str, Any]:
             traced.append((before, gradients(trained.model, trained.hf, "actor"), trained.weights()))
     if case.saved_under:
         where = Path(root) / f"{case.engine.strategy} {case.optim} {case.dtype}"
-        with settled(trained.model):
+        with synchronized(trained.model):
             checkpoint.save(where, trained.model, trained.optimizer)
         destroy_groups()
         trained = Trained(case, case.layout)
-        with settled(trained.model):
+        with synchronized(trained.model):
             checkpoint.load(where, trained.model, trained.optimizer)
         steps += [trained.step() for _ in range(case.num_steps - 2)]
     whole = trained.weights()
@@ -128,14 +130,14 @@ def _bytes(trained: Trained) -> tuple[int, int]:
 
 def refusals(folder: str) -> dict[str, str]:
     """The sentences about engines that do not go with a layout."""
-    found, fsdp = {}, Engine("fsdp")
+    found, fsdp = {}, ExecutionOptions("fsdp")
     for name, layout, engine, optim in (
-        ("gather", Layout(), Engine(overlap_param_gather=True), "adamw"),
-        ("none sharded", Layout(use_distributed_optimizer=True), Engine("none"), "adamw"),
+        ("gather", Layout(), ExecutionOptions(overlap_param_gather=True), "adamw"),
+        ("none sharded", Layout(use_distributed_optimizer=True), ExecutionOptions("none"), "adamw"),
         ("fsdp tp2", Layout(tp=2), fsdp, "adamw"),
         ("fsdp pp2", Layout(pp=2), fsdp, "adamw"),
         ("fsdp muon", Layout(), fsdp, "muon"),
-        ("sharded muon", Layout(use_distributed_optimizer=True), Engine(), "muon"),
+        ("sharded muon", Layout(use_distributed_optimizer=True), ExecutionOptions(), "muon"),
     ):
         try:
             Trained(Case(folder, engine=engine, optim=optim), layout)

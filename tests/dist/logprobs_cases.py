@@ -20,12 +20,12 @@ def parts(
 ) -> dict[int, list[Tensor]]:
     """Of each vocabulary size: the columns [4, T], and the gradients of the hidden states (of this rank's tokens under
     sequence parallelism) and of this rank's half of the weight."""
-    place = make_groups(Layout(tp=2, sequence_parallel=sequence_parallel))
+    rank_info = make_groups(Layout(tp=2, sequence_parallel=sequence_parallel))
     found = {}
     try:
         for vocab_size, labels in labels_of.items():
-            hidden, weight = (side.chunk(2)[place.rank].clone() for side in sides)
-            ref_hidden, ref_weight = (side.chunk(2)[place.rank] for side in reference)
+            hidden, weight = (side.chunk(2)[rank_info.rank].clone() for side in sides)
+            ref_hidden, ref_weight = (side.chunk(2)[rank_info.rank] for side in reference)
             if not sequence_parallel:
                 hidden, ref_hidden = sides[0].clone(), reference[0]
             own = [hidden.requires_grad_(), weight.requires_grad_()]

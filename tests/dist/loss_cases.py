@@ -25,7 +25,7 @@ from megarl.algo import (
 from megarl.data.packing import RankPlan, plan
 from megarl.layout import Layout
 from megarl.mcore.models.model import Model, build_model, read_hf_config
-from megarl.mcore.setup import Place, destroy_groups, make_groups
+from megarl.mcore.setup import RankInfo, destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Columns, Outputs, backward, forward_only
@@ -91,7 +91,7 @@ def make_data(sequences: Batch, now: Columns) -> dict[str, Batch]:
         "mild": mild,
         "hard": make_step(sequences, now, hard=True, at_masked=float("nan")),
         "hard with zeros": make_step(sequences, now, hard=True),
-        "scored": estimate(mild.with_rows(score=scores), adv_estimator="grpo")[0],
+        "scored": estimate(mild.with_per_sequence(score=scores), adv_estimator="grpo")[0],
         "empty": mild.with_columns(response_mask=torch.zeros(sequences.num_tokens)),
         "trainable only": mild.select([b for b in range(len(LENGTHS)) if b not in UNTRAINED]),
     }
@@ -238,19 +238,19 @@ def run_cases(folders: dict[str, str], cases: Sequence[Case], data: dict[str, Ba
         register_policy_loss(DOCUMENTED)(documented)
     (split,) = {case.split for case in cases}
     layout = ALL_SPLITS[split].layout
-    place = make_groups(layout)
+    rank_info = make_groups(layout)
     try:
         models = Models(folders, layout)
-        return [_run(models, place, case, data[case.data]) for case in cases]
+        return [_run(models, rank_info, case, data[case.data]) for case in cases]
     finally:
         destroy_groups()
 
 
-def _run(models: Models, place: Place, case: Case, step: Batch) -> dict[str, Any]:
+def _run(models: Models, rank_info: RankInfo, case: Case, step: Batch) -> dict[str, Any]:
     loss = make_loss(case)
-    rows = ALL_SPLITS[case.split].micros * place.num_replicas
-    parts = plan(step.lengths.tolist(), place.num_replicas, max_sequences=-(-step.num_sequences // rows))
-    micros = micros_of(step, case, loss, parts[place.replica])
+    rows = ALL_SPLITS[case.split].micros * rank_info.num_replicas
+    parts = plan(step.lengths.tolist(), rank_info.num_replicas, max_sequences=-(-step.num_sequences // rows))
+    micros = micros_of(step, case, loss, parts[rank_info.replica])
     noting, name = Noting(loss), "critic" if case.loss == VALUE else "actor"
     stats: Stats = backward(
         models(name),
@@ -263,8 +263,8 @@ def _run(models: Models, place: Place, case: Case, step: Batch) -> dict[str, Any
     )
     whole = models.gradients(name)
     return {
-        "value": noting.value if place.is_reporter else 0.0,
-        "stats": stats if place.is_reporter else {},
+        "value": noting.value if rank_info.is_reporter else 0.0,
+        "stats": stats if rank_info.is_reporter else {},
         "gradient": whole if dist.get_rank() == 0 else {},
         "num_micros": len(micros),
         "num_dummies": sum(micro.is_dummy for micro in micros),

@@ -87,14 +87,14 @@ def whole_gradients(tied: bool, overlap: bool) -> Pairs:
     """With all four columns; `overlap`: DDP reduces while the backward pass runs."""
     model, reference = actor(tied=tied), actor(tied=False, seed=2)
     params = dict(named_parameters(model))
-    want = torch.autograd.grad(weighted(None, plain(model, reference)).loss, list(params.values()))
+    expected = torch.autograd.grad(weighted(None, plain(model, reference)).loss, list(params.values()))
     if not overlap:
-        return _in_buffers(wrap_for_training(model, LAYOUT), NAMES, params, want, reference)
+        return _in_buffers(wrap_for_training(model, LAYOUT), NAMES, params, expected, reference)
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
     config: Any = model[0].config
     wrapped = DistributedDataParallel(config, settings, model[0])
     config.no_sync_func, config.finalize_model_grads_func = wrapped.no_sync, finalize_model_grads
-    return _in_buffers([wrapped], NAMES, params, want, reference)
+    return _in_buffers([wrapped], NAMES, params, expected, reference)
 
 
 def adapters_gradients() -> tuple[Pairs, bool]:
@@ -106,18 +106,20 @@ def adapters_gradients() -> tuple[Pairs, bool]:
             if name.endswith(".B"):
                 param.normal_()
     params = {name: p for name, p in named_parameters(model) if p.requires_grad}
-    want = torch.autograd.grad(weighted(None, plain(model)).loss, list(params.values()))
-    pairs = _in_buffers(wrap_for_training(model, LAYOUT), NAMES[:3], params, want, None)
+    expected = torch.autograd.grad(weighted(None, plain(model)).loss, list(params.values()))
+    pairs = _in_buffers(wrap_for_training(model, LAYOUT), NAMES[:3], params, expected, None)
     weight = output_weight(model[0])
     return pairs, weight.grad is None and not hasattr(weight, "main_grad")
 
 
 def _in_buffers(
-    wrapped: Model, names: tuple[str, ...], params: dict[str, Any], want: Any, reference: Model | None
+    wrapped: Model, names: tuple[str, ...], params: dict[str, Any], expected: Any, reference: Model | None
 ) -> Pairs:
     outputs = Outputs(LAYOUT, 45, 0.8, names)
     backward(wrapped, micros(), outputs, weighted, num_tokens=17, device=CPU, reference=reference)
-    return {name: (params[name].main_grad.clone(), theirs.float()) for name, theirs in zip(params, want, strict=True)}
+    return {
+        name: (params[name].main_grad.clone(), theirs.float()) for name, theirs in zip(params, expected, strict=True)
+    }
 
 
 def columns(names: tuple[str, ...], dtype: str) -> Pairs:
@@ -125,8 +127,8 @@ def columns(names: tuple[str, ...], dtype: str) -> Pairs:
     found = forward_only(
         actor(dtype=dtype), micros(), Outputs(LAYOUT, 45, 0.8, names), CPU, actor(seed=2, dtype=dtype)
     )[0]
-    want = plain(actor(), actor(seed=2))
-    return {name: (column, want[name].detach().float()) for name, column in found.items()}
+    expected = plain(actor(), actor(seed=2))
+    return {name: (column, expected[name].detach().float()) for name, column in found.items()}
 
 
 def head() -> dict[str, Any]:

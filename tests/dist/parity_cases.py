@@ -17,7 +17,7 @@ from megarl.layout import Layout
 from megarl.mcore.logprobs import logprobs
 from megarl.mcore.models.model import Model, build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only
@@ -67,7 +67,7 @@ class Case:
 
     role: str  # a key of LOSSES
     layout: Layout = Layout()
-    engine: Engine = Engine()
+    engine: ExecutionOptions = ExecutionOptions()
     max_tokens: int = 24  # of a micro-batch
     optim: str = "sgd"
     num_steps: int = 0  # optimizer steps to take, the first by the gradient that is looked at

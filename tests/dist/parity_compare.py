@@ -15,31 +15,31 @@ TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 2e-5
 
 
-def assert_same_gradient(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+def assert_same_gradient(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Of a tensor whose gradient is small, relative to a hundredth of the largest of all."""
-    assert sorted(got) == sorted(want)
-    scale = max(t.abs().max().item() for t in want.values())
+    assert sorted(got) == sorted(expected)
+    scale = max(t.abs().max().item() for t in expected.values())
     assert scale > 1e-3, "there is something to compare"
-    errors = {name: relative(got[name], t, 1e-2 * scale) for name, t in want.items()}
+    errors = {name: relative(got[name], t, 1e-2 * scale) for name, t in expected.items()}
     assert not {name: f"{e:.1e}" for name, e in errors.items() if e >= GRADIENT_TOLERANCE}
 
 
-def assert_same_stats(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+def assert_same_stats(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """`got`, `want`: what each rank returned."""
-    parts, whole = (merge_stats([rank["stats"] for rank in ranks]) for ranks in (got, want))
+    parts, whole = (merge_stats([rank["stats"] for rank in ranks]) for ranks in (got, expected))
     assert sorted(parts) == sorted(whole)
     for name, stat in whole.items():
         assert parts[name].result() == pytest.approx(stat.result(), rel=1e-5, abs=1e-6), name
 
 
-def assert_same_after(got: dict[str, Any], want: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+def assert_same_after(got: dict[str, Any], expected: dict[str, Any], tolerance: float = TOLERANCE) -> None:
     """Weights after the same number of steps, and the norms of the gradients on the way, before they were clipped."""
-    assert got["grad_norms"] == pytest.approx(want["grad_norms"], rel=1e-5)
-    assert len(set(want["grad_norms"])) == len(want["grad_norms"]) > 0, "each step is of another gradient"
-    assert sorted(got["after"]) == sorted(want["after"])
-    errors = {name: relative(got["after"][name], t) for name, t in want["after"].items()}
+    assert got["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
+    assert len(set(expected["grad_norms"])) == len(expected["grad_norms"]) > 0, "each step is of another gradient"
+    assert sorted(got["after"]) == sorted(expected["after"])
+    errors = {name: relative(got["after"][name], t) for name, t in expected["after"].items()}
     assert not {name: f"{e:.1e}" for name, e in errors.items() if e >= tolerance}
 
 
-def relative(got: Tensor, want: Tensor, scale: float = 1e-8) -> float:
-    return (got - want).abs().max().item() / max(want.abs().max().item(), scale)
+def relative(got: Tensor, expected: Tensor, scale: float = 1e-8) -> float:
+    return (got - expected).abs().max().item() / max(expected.abs().max().item(), scale)

@@ -11,7 +11,7 @@ from plan_reference import Params, cut_by_hand, whole_tensors
 
 from megarl.weights.reshard.describe import from_json
 from megarl.weights.reshard.exchange import Link, agree, answer, check_messages, check_params, compare, receive, send
-from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
+from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
 from megarl.weights.verify.digests import digest
 
@@ -89,12 +89,12 @@ def exchange_by_server(sender: str, receiver: str, message_bytes: int) -> Any:
 def peak_memory(sender: str, receiver: str, message_bytes: int) -> int:
     """Bytes of tensors that this rank had at most while it sent or received, and checked, beside its parameters."""
     plan, rank = Plan(from_json(sender), from_json(receiver)), dist.get_rank()
-    spread, messages = (
+    sharding, messages = (
         (plan.sender, plan.messages_out(0, message_bytes))
         if rank == 0
         else (plan.receiver, plan.messages_in(0, message_bytes))
     )
-    params = {n: torch.zeros(shape, dtype=getattr(torch, dtype)) for n, (shape, dtype) in spread.shapes(0).items()}
+    params = {n: torch.zeros(shape, dtype=getattr(torch, dtype)) for n, (shape, dtype) in sharding.shapes(0).items()}
     link = Link(dist.group.WORLD, {0: 1 - rank}, CPU, 30.0)
     with torch.profiler.profile(profile_memory=True) as profile:
         if rank == 0:
@@ -112,7 +112,7 @@ def peak_memory(sender: str, receiver: str, message_bytes: int) -> int:
 
 def disagree(sender: str, receiver: str) -> tuple[str, str]:
     """The last rank has another description: what each rank is told, and what its parameters hold after that."""
-    mine = ServerSpread(from_json(receiver).table, dtype="float64") if dist.get_rank() == 1 else from_json(receiver)
+    mine = ServerSharding(from_json(receiver).table, dtype="float64") if dist.get_rank() == 1 else from_json(receiver)
     params = {"w": torch.full((4, 2), PADDING)}
     try:
         agree(Plan(from_json(sender), mine).fingerprint(64), dist.group.WORLD, CPU)
@@ -139,7 +139,9 @@ def positions(layouts: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]
             parallel_state.get_pipeline_model_parallel_rank(),
         ]
         parallel_state.destroy_model_parallel()
-        spread = MegatronSpread((), world_size=dist.get_world_size(), layers_per_chunk=(0,) * sizes["pp"], **sizes)
-        spot = spread.spot(dist.get_rank())
-        found.append((theirs, [spot.tp_rank, spot.ep_rank, spot.etp_rank, spread.stage(dist.get_rank())]))
+        sharding = MegatronSharding((), world_size=dist.get_world_size(), layers_per_chunk=(0,) * sizes["pp"], **sizes)
+        coordinate = sharding.coordinate(dist.get_rank())
+        found.append(
+            (theirs, [coordinate.tp_rank, coordinate.ep_rank, coordinate.etp_rank, sharding.stage(dist.get_rank())])
+        )
     return found

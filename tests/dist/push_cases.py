@@ -49,13 +49,13 @@ def build(folder: str, layout: Layout) -> None:
     _held.update(model=model, config=config, folder=folder, layout=layout, params=local_parameters(model))
 
 
-def connect(urls: list[str], way: str, settings: dict[str, Any]) -> None:
+def connect(urls: list[str], transport: str, settings: dict[str, Any]) -> None:
     """From now on pushes go to these servers by this way."""
     if "pusher" in _held:
         _held["pusher"].close()
     token = settings.pop("token", TOKEN)
     settings = {"timeout_s": 60, "bucket_bytes": 4096, "source_folder": _held["folder"]} | settings
-    _held["pusher"] = Pusher(urls, token, _held["config"], way=way, **settings)
+    _held["pusher"] = Pusher(urls, token, _held["config"], transport=transport, **settings)
 
 
 def push(version: int, fault: str, how: dict[str, Any]) -> dict[str, Any]:
@@ -74,11 +74,11 @@ def push(version: int, fault: str, how: dict[str, Any]) -> dict[str, Any]:
             report, error = _held["pusher"].push(_held["model"], version, **how), ""
         except PushError as raised:
             report, error = raised.report, str(raised)
-    want, sizes = {}, []
+    expected, sizes = {}, []
     for name, tensor in () if bare else hf_tensors(_held["model"], _held["config"]):
-        want[name] = tensor_digest(tensor)
+        expected[name] = tensor_digest(tensor)
         sizes.append(tensor.numel())
-    return {"report": report, "error": error, "want": want, "sizes": sizes}
+    return {"report": report, "error": error, "expected": expected, "sizes": sizes}
 
 
 def _canary(error: float) -> Canary:
@@ -137,7 +137,7 @@ def _corrupt_in_server(argument: str) -> list[Any]:
             buffer.copy_(wrong.reshape(-1).view(torch.uint8))
             buffer[0] ^= 1
             bad = Bucket([corrupted], [tuple(wrong.shape)], wrong.dtype, buffer, True)
-            self.engine.update_from_tensor([payload(bad) for _ in self.nature.spots], flush_cache=False)
+            self.engine.update_from_tensor([payload(bad) for _ in self.nature.coordinates], flush_cache=False)
         return look(self)
 
     _held["tensors"] = {name: tensor.clone() for name, tensor in hf_tensors(_held["model"], _held["config"])}
@@ -267,9 +267,9 @@ def _misroute(_: str) -> list[Any]:
     """Every rank sends the wrong slice of k_proj, and takes what it sent for right."""
     view = exchange._view
 
-    def other(params: Any, place: Any, shape: Any) -> torch.Tensor:
-        found = view(params, place, shape)
-        return found.flip(0) if "layers.1.self_attention.linear_qkv" in place.param else found
+    def other(params: Any, param_slice: Any, shape: Any) -> torch.Tensor:
+        found = view(params, param_slice, shape)
+        return found.flip(0) if "layers.1.self_attention.linear_qkv" in param_slice.param else found
 
     return [mock.patch.object(exchange, "_view", other)]
 

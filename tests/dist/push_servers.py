@@ -13,7 +13,7 @@ from typing import Self
 
 from push_cases import TOKEN
 
-from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.launch import TOKEN_VARIABLE
 from megarl.servers.supervisor import free_ports
 
@@ -25,7 +25,7 @@ class CpuServer:
         (self._port,) = free_ports(["127.0.0.1"])
         self._folder, self._group_timeout_s = folder, group_timeout_s
         self.url = f"http://127.0.0.1:{self._port}"
-        self.engine = Engine(self.url, TOKEN)
+        self.engine = ServerClient(self.url, TOKEN)
         self.start()
 
     def start(self) -> None:
@@ -45,7 +45,7 @@ class CpuServer:
             try:
                 self.engine.health()
                 return self
-            except EngineError:
+            except ServerError:
                 assert self._process.poll() is None and time.monotonic() < deadline, f"{self.url} did not start"
                 time.sleep(0.1)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.data.tiny import write_tiny_model
 from megarl.mcore.models.lora import TARGETS
-from megarl.rollout.client import Engine
+from megarl.rollout.client import ServerClient
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
 
@@ -51,7 +51,7 @@ def pushed(folder: Path, server: str, tmp_path_factory: pytest.TempPathFactory) 
 
 def served(url: str, adapter: str | None) -> torch.Tensor:
     """Log-probs of the prompt, but of its first token, as the server computes them with this adapter."""
-    engine = Engine(url, TOKEN, timeout_s=60)
+    engine = ServerClient(url, TOKEN, timeout_s=60)
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
     reply = engine._json("/generate", {**body, "logprob_start_len": 0, "lora_path": adapter})  # type: ignore[arg-type]
     engine.close()
@@ -85,7 +85,7 @@ def test_without_an_adapter_the_server_is_the_base(pushed: dict[str, Any], serve
 
 def test_an_adapter_can_be_dropped(pushed: dict[str, Any], server: str) -> None:
     first, second = pushed["columns"]
-    engine = Engine(server, TOKEN, timeout_s=60)
+    engine = ServerClient(server, TOKEN, timeout_s=60)
     engine.unload_adapter(first)
     engine.close()
     torch.testing.assert_close(served(server, second), pushed["columns"][second][1:], rtol=0, atol=1e-4)

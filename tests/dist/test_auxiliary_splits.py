@@ -60,10 +60,10 @@ def found(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> dict[tu
         }
 
 
-def error(got: Gradient, want: Gradient) -> float:
-    scale = 1e-2 * max(t.abs().max().item() for t in want.values())
-    assert sorted(got) == sorted(want)
-    return max((got[name] - t).abs().max().item() / max(t.abs().max().item(), scale) for name, t in want.items())
+def error(got: Gradient, expected: Gradient) -> float:
+    scale = 1e-2 * max(t.abs().max().item() for t in expected.values())
+    assert sorted(got) == sorted(expected)
+    return max((got[name] - t).abs().max().item() / max(t.abs().max().item(), scale) for name, t in expected.items())
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -51,10 +51,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert sorted(got) == sorted(want)
-    wrong = [n for n in want if got[n].dtype != want[n].dtype or not torch.equal(got[n], want[n])]
-    assert not wrong, f"{len(wrong)} of {len(want)} differ: {wrong[:3]}"
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(got) == sorted(expected)
+    wrong = [n for n in expected if got[n].dtype != expected[n].dtype or not torch.equal(got[n], expected[n])]
+    assert not wrong, f"{len(wrong)} of {len(expected)} differ: {wrong[:3]}"
 
 
 def flip(file: Path, at: int) -> None:
@@ -193,7 +193,7 @@ def test_what_is_there_is_not_touched(
     capsys.readouterr()
     assert cli.main(["convert", f"from={model}", f"to={megatron}"]) == 2
     assert capsys.readouterr().err == (
-        f"error: to={megatron}: there is something already, and nothing is overwritten; want a new folder\n"
+        f"error: to={megatron}: there is something already, and nothing is overwritten; expected a new folder\n"
     )
     assert {path: path.stat().st_mtime_ns for path in megatron.rglob("*")} == before
 
@@ -298,7 +298,7 @@ def test_an_interrupted_conversion_leaves_nothing(
     [
         ("tp=3", "tensor_model_parallel_size=3 does not divide the model's num_attention_heads=4"),
         ("pp=3", "pipeline_model_parallel_size=3 does not divide the model's num_hidden_layers=4"),
-        ("vpp=2", "virtual_pipeline_model_parallel_size=2: there is one pipeline rank; want"),
+        ("vpp=2", "virtual_pipeline_model_parallel_size=2: there is one pipeline rank; expected"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(model: Path, words: str, sentence: str) -> None:

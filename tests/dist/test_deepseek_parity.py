@@ -71,9 +71,9 @@ def trained(case: dict[str, Any]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_gradient_and_loss_do_not_depend_on_the_layout(found: Found, family: str, layout: str) -> None:
     one, other = found[f"{family}/one"], found[f"{family}/{layout}"]
-    want = trained(one[0])
-    assert all(bool(t.any()) for n, t in want.items() if ".self_attn." in n or "shared_experts" in n)
-    assert_same_gradient(trained(other[0]), want)
+    expected = trained(one[0])
+    assert all(bool(t.any()) for n, t in expected.items() if ".self_attn." in n or "shared_experts" in n)
+    assert_same_gradient(trained(other[0]), expected)
     assert_same_stats(other, one)
 
 

@@ -14,16 +14,16 @@ from tiny_models import tiny_model
 
 from megarl.data.tiny import write_tiny_model
 from megarl.layout import Layout
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 
 pytestmark = pytest.mark.dist
 SHAPE = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 SHARDED = Layout(use_distributed_optimizer=True)
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
-OVERLAP = Engine(overlap_grad_reduce=True)
-OVERLAP_BOTH = Engine(overlap_grad_reduce=True, overlap_param_gather=True)
-FSDP = Engine("fsdp")
-OFFLOAD = Engine(param_offload=True, optimizer_offload=True)
+OVERLAP = ExecutionOptions(overlap_grad_reduce=True)
+OVERLAP_BOTH = ExecutionOptions(overlap_grad_reduce=True, overlap_param_gather=True)
+FSDP = ExecutionOptions("fsdp")
+OFFLOAD = ExecutionOptions(param_offload=True, optimizer_offload=True)
 
 Folders = dict[str, str]
 Found = dict[str, list[dict[str, Any]]]  # case -> what each rank returned
@@ -44,20 +44,22 @@ def alone(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Found:
         "dense": dense,
         "dense bf16": replace(dense, dtype="bfloat16"),
         "experts": experts,
-        "selective": replace(dense, engine=Engine(recompute_granularity="selective")),
-        "uniform": replace(dense, engine=Engine(recompute_method="uniform", **FULL)),
-        "block": replace(dense, engine=Engine(recompute_method="block", **FULL)),
-        "experts uniform": replace(experts, engine=Engine(recompute_method="uniform", **FULL)),
+        "selective": replace(dense, engine=ExecutionOptions(recompute_granularity="selective")),
+        "uniform": replace(dense, engine=ExecutionOptions(recompute_method="uniform", **FULL)),
+        "block": replace(dense, engine=ExecutionOptions(recompute_method="block", **FULL)),
+        "experts uniform": replace(experts, engine=ExecutionOptions(recompute_method="uniform", **FULL)),
         "adapters": replace(dense, with_adapters=True),
-        "adapters uniform": replace(dense, with_adapters=True, engine=Engine(recompute_method="uniform", **FULL)),
-        "none": replace(dense, engine=Engine("none")),
-        "none bf16": replace(dense, dtype="bfloat16", engine=Engine("none")),
-        "asleep": replace(dense, engine=OFFLOAD),
-        "asleep bf16": replace(dense, dtype="bfloat16", engine=OFFLOAD),
-        "parameters asleep": replace(dense, engine=Engine(param_offload=True)),
+        "adapters uniform": replace(
+            dense, with_adapters=True, engine=ExecutionOptions(recompute_method="uniform", **FULL)
+        ),
+        "none": replace(dense, engine=ExecutionOptions("none")),
+        "none bf16": replace(dense, dtype="bfloat16", engine=ExecutionOptions("none")),
+        "offloaded": replace(dense, engine=OFFLOAD),
+        "offloaded bf16": replace(dense, dtype="bfloat16", engine=OFFLOAD),
+        "parameters offloaded": replace(dense, engine=ExecutionOptions(param_offload=True)),
         "muon": replace(dense, optim="muon", with_gradients=True),
         "muon experts": replace(experts, optim="muon"),
-        "muon none": replace(dense, optim="muon", engine=Engine("none")),
+        "muon none": replace(dense, optim="muon", engine=ExecutionOptions("none")),
     }
     root = str(tmp_path_factory.mktemp("alone"))
     return {name: [run] for name, run in run_ranks(1, all_runs, cases, root, timeout_s=400)[0].items()}
@@ -73,11 +75,11 @@ def on_two(folders: Folders, two_ranks: Ranks, tmp_path_factory: pytest.TempPath
         "dp2 adapters overlap": replace(dense, with_adapters=True, engine=OVERLAP),
         "dp2 sharded": replace(dense, layout=SHARDED),
         "dp2 sharded overlap": replace(dense, layout=SHARDED, engine=OVERLAP_BOTH),
-        "dp2 sharded gather": replace(dense, layout=SHARDED, engine=Engine(overlap_param_gather=True)),
+        "dp2 sharded gather": replace(dense, layout=SHARDED, engine=ExecutionOptions(overlap_param_gather=True)),
         "dp2 sharded overlap bf16": replace(dense, layout=SHARDED, engine=OVERLAP_BOTH, dtype="bfloat16"),
         "dp2 sharded bf16": replace(dense, layout=SHARDED, dtype="bfloat16"),
-        "dp2 sharded asleep": replace(dense, layout=SHARDED, engine=OFFLOAD),
-        "dp2 sharded overlap asleep": replace(
+        "dp2 sharded offloaded": replace(dense, layout=SHARDED, engine=OFFLOAD),
+        "dp2 sharded overlap offloaded": replace(
             dense, layout=SHARDED, engine=replace(OVERLAP_BOTH, param_offload=True, optimizer_offload=True)
         ),
         "ep2": replace(experts, layout=Layout(ep=2)),
@@ -85,7 +87,7 @@ def on_two(folders: Folders, two_ranks: Ranks, tmp_path_factory: pytest.TempPath
         "pp2 vpp2": replace(dense, layout=Layout(pp=2, vpp=2)),
         "pp2 vpp2 overlap": replace(dense, layout=Layout(pp=2, vpp=2), engine=OVERLAP),
         "fsdp": replace(dense, engine=FSDP),
-        "fsdp asleep": replace(dense, engine=replace(FSDP, param_offload=True, optimizer_offload=True)),
+        "fsdp offloaded": replace(dense, engine=replace(FSDP, param_offload=True, optimizer_offload=True)),
         "fsdp saved": replace(dense, engine=FSDP, saved_under=Layout()),
         "fsdp saved bf16": replace(dense, engine=FSDP, saved_under=Layout(), dtype="bfloat16"),
         "fsdp bf16": replace(dense, engine=FSDP, dtype="bfloat16"),
@@ -98,19 +100,19 @@ def on_two(folders: Folders, two_ranks: Ranks, tmp_path_factory: pytest.TempPath
         "muon tp2 to dp2": replace(dense, optim="muon", saved_under=Layout(tp=2)),
         "muon tp2 to dp2 bf16": replace(dense, optim="muon", saved_under=Layout(tp=2), dtype="bfloat16"),
         "muon tp2 bf16": replace(dense, optim="muon", layout=Layout(tp=2), dtype="bfloat16"),
-        "muon dp2 asleep": replace(dense, optim="muon", engine=OFFLOAD),
+        "muon dp2 offloaded": replace(dense, optim="muon", engine=OFFLOAD),
     }
     ranks = two_ranks.run(all_runs, cases, str(tmp_path_factory.mktemp("two")), timeout_s=500)
     return {name: [rank[name] for rank in ranks] for name in cases}
 
 
-def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
+def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
     """Bit for bit: weights, and log-probs before each step; the norm's sum over buckets may round differently."""
-    assert got["norms"] == pytest.approx(want["norms"], rel=1e-6)
-    for step, other in zip(got["seen"], want["seen"], strict=True):
+    assert got["norms"] == pytest.approx(expected["norms"], rel=1e-6)
+    for step, other in zip(got["seen"], expected["seen"], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(step, other, strict=True))
-    assert sorted(got["weights"]) == sorted(want["weights"])
-    assert all(torch.equal(got["weights"][name], tensor) for name, tensor in want["weights"].items())
+    assert sorted(got["weights"]) == sorted(expected["weights"])
+    assert all(torch.equal(got["weights"][name], tensor) for name, tensor in expected["weights"].items())
 
 
 @pytest.mark.parametrize(
@@ -122,9 +124,9 @@ def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
         ("experts uniform", "experts"),
         ("none", "dense"),
         ("none bf16", "dense bf16"),
-        ("asleep", "dense"),
-        ("asleep bf16", "dense bf16"),
-        ("parameters asleep", "dense"),
+        ("offloaded", "dense"),
+        ("offloaded bf16", "dense bf16"),
+        ("parameters offloaded", "dense"),
         ("muon none", "muon"),
     ],
 )
@@ -141,24 +143,24 @@ def test_alone_every_engine_gives_the_same_bits(alone: Found, case: str, like: s
         ("dp2 sharded overlap", "dp2 sharded"),
         ("dp2 sharded gather", "dp2 sharded"),
         ("dp2 sharded overlap bf16", "dp2 sharded bf16"),
-        ("dp2 sharded asleep", "dp2 sharded"),
-        ("dp2 sharded overlap asleep", "dp2 sharded"),
+        ("dp2 sharded offloaded", "dp2 sharded"),
+        ("dp2 sharded overlap offloaded", "dp2 sharded"),
         ("ep2 overlap", "ep2"),
         ("pp2 vpp2 overlap", "pp2 vpp2"),
-        ("muon dp2 asleep", "muon dp2"),
-        ("fsdp asleep", "fsdp"),
+        ("muon dp2 offloaded", "muon dp2"),
+        ("fsdp offloaded", "fsdp"),
         ("fsdp saved", "fsdp"),
         ("fsdp saved bf16", "fsdp bf16"),
     ],
 )
 def test_on_two_ranks_every_engine_gives_the_same_bits(on_two: Found, case: str, like: str) -> None:
-    for got, want in zip(on_two[case], on_two[like], strict=True):
-        assert_same(got, want)
+    for got, expected in zip(on_two[case], on_two[like], strict=True):
+        assert_same(got, expected)
 
 
-def assert_as_alone(got: dict[str, Any], want: dict[str, Any]) -> None:
-    assert got["norms"] == pytest.approx(want["norms"], rel=1e-5)
-    assert_close(got["weights"], want["weights"], 1e-5)
+def assert_as_alone(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    assert_close(got["weights"], expected["weights"], 1e-5)
 
 
 @pytest.mark.slow
@@ -185,7 +187,7 @@ def test_fully_sharded_it_is_the_same_model_under_other_parallelisms(
 @pytest.mark.slow
 def test_fully_sharded_each_rank_holds_a_part(on_two: Found) -> None:
     whole, _ = on_two["dp2"][0]["bytes"]
-    first, *later = on_two["fsdp asleep"][0]["moved"]
+    first, *later = on_two["fsdp offloaded"][0]["moved"]
     # Weights twice, as those that compute and those that are stepped; a layer's parts are padded to equal sizes.
     assert whole <= first[0] < 1.1 * whole
     assert whole / 2 <= first[1] < 0.55 * whole
@@ -205,25 +207,25 @@ def test_adapters_move_where_layers_are_recomputed(alone: Found) -> None:
     assert max((a - b).abs().max().item() for a, b in zip(first, last, strict=True)) > 1e-3
 
 
-def test_what_sleeps_is_counted_in_bytes(alone: Found) -> None:
-    weights, moments = alone["asleep"][0]["bytes"]
+def test_what_is_offloaded_is_counted_in_bytes(alone: Found) -> None:
+    weights, moments = alone["offloaded"][0]["bytes"]
     assert moments == 2 * weights, "AdamW in float32"
-    first, *later = alone["asleep"][0]["moved"]
+    first, *later = alone["offloaded"][0]["moved"]
     assert first == (weights, weights, 0), "there are no moments before the first step"
     assert later == [(weights, weights, moments)] * 2
 
 
-def test_float32_copies_sleep_with_the_optimizer(alone: Found) -> None:
-    weights, moments = alone["asleep bf16"][0]["bytes"]
+def test_float32_copies_are_offloaded_with_the_optimizer(alone: Found) -> None:
+    weights, moments = alone["offloaded bf16"][0]["bytes"]
     assert moments == 2 * 2 * weights, "two moments of twice the bytes"
-    first, *later = alone["asleep bf16"][0]["moved"]
+    first, *later = alone["offloaded bf16"][0]["moved"]
     assert first == (weights, 2 * weights, 2 * weights)
     assert later == [(weights, 2 * weights, 2 * weights + moments)] * 2
 
 
-def test_only_what_was_asked_for_sleeps(alone: Found) -> None:
-    weights, _ = alone["parameters asleep"][0]["bytes"]
-    assert alone["parameters asleep"][0]["moved"] == [(weights, weights, 0)] * 3
+def test_only_what_was_asked_for_is_offloaded(alone: Found) -> None:
+    weights, _ = alone["parameters offloaded"][0]["bytes"]
+    assert alone["parameters offloaded"][0]["moved"] == [(weights, weights, 0)] * 3
     assert alone["dense"][0]["moved"] == [(0, 0, 0)] * 3
 
 
@@ -243,9 +245,9 @@ MUON_TOLERANCE = {"": 1e-4, "bf16": 2e-2}
     ],
 )
 def test_muon_does_not_depend_on_the_layout(alone: Found, on_two: Found, case: str, like: str) -> None:
-    want = alone[like][0]
-    assert on_two[case][0]["norms"] == pytest.approx(want["norms"], rel=1e-4)
-    assert_close(on_two[case][0]["weights"], want["weights"], MUON_TOLERANCE[""])
+    expected = alone[like][0]
+    assert on_two[case][0]["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    assert_close(on_two[case][0]["weights"], expected["weights"], MUON_TOLERANCE[""])
 
 
 @pytest.mark.slow
@@ -255,9 +257,9 @@ def test_a_checkpoint_of_muon_goes_on_under_another_layout(alone: Found, on_two:
     assert_close(*bf16, MUON_TOLERANCE["bf16"])
 
 
-def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert sorted(got) == sorted(want)
-    for name, tensor in want.items():
+def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert sorted(got) == sorted(expected)
+    for name, tensor in expected.items():
         error = (got[name] - tensor).abs().max() / tensor.abs().max()
         assert error < tolerance, f"{name}: relative error {error:.1e}"
 
@@ -278,8 +280,8 @@ def test_muon_is_its_formula_on_every_projection_by_itself(alone: Found) -> None
             else:
                 update = means[name] / (1 - beta**t) / ((squares[name] / (1 - 0.999**t)).sqrt() + 1e-3)
             decay = 0.1 if w.ndim == 2 else 0.0
-            want = w - 1e-2 * (update + decay * w)
-            error = (after[name] - want).abs().max() / want.abs().max()
+            expected = w - 1e-2 * (update + decay * w)
+            error = (after[name] - expected).abs().max() / expected.abs().max()
             assert error < 2e-5, f"step {t}, {name}: {error:.1e}"
 
 
@@ -294,9 +296,11 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
 
 def test_an_engine_that_does_not_go_with_the_layout_is_refused(folders: Folders, two_ranks: Ranks) -> None:
     found = two_ranks.run(refusals, folders["dense"])[0]
-    assert found["gather"].startswith("overlap_param_gather=true: want use_distributed_optimizer=true")
+    assert found["gather"].startswith("overlap_param_gather=true: expected use_distributed_optimizer=true")
     assert "of 2 ranks, tensor_model_parallel_size=2 and expert_model_parallel_size*expert" in found["fsdp tp2"]
-    assert found["fsdp pp2"].startswith("strategy=fsdp: want pipeline_model_parallel_size=1 and no adapters, has 2 and")
-    assert found["fsdp muon"] == "optim.name=muon: want adamw with strategy=fsdp"
-    assert found["sharded muon"] == "optim.name=muon: want use_distributed_optimizer=false and no lora"
-    assert found["none sharded"].startswith("strategy=none: want one process and use_distributed_optimizer=false")
+    assert found["fsdp pp2"].startswith(
+        "strategy=fsdp: expected pipeline_model_parallel_size=1 and no adapters, has 2 and"
+    )
+    assert found["fsdp muon"] == "optim.name=muon: expected adamw with strategy=fsdp"
+    assert found["sharded muon"] == "optim.name=muon: expected use_distributed_optimizer=false and no lora"
+    assert found["none sharded"].startswith("strategy=none: expected one process and use_distributed_optimizer=false")

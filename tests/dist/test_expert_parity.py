@@ -10,7 +10,7 @@ from parity_compare import assert_same_after, assert_same_gradient, assert_same_
 
 from megarl.data.tiny import write_tiny_model
 from megarl.layout import Layout
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 
 pytestmark = pytest.mark.dist
 
@@ -47,7 +47,7 @@ SHARDED = {
     2: {"ep2": Layout(ep=2, use_distributed_optimizer=True)},
     4: {"pp2 vpp2 ep2": Layout(pp=2, vpp=2, ep=2, use_distributed_optimizer=True)},
 }
-RECOMPUTED = Engine(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+RECOMPUTED = ExecutionOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 ROLES = ("actor", "critic")
 
 
@@ -79,9 +79,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("layout", EVERY)
 def test_gradient_does_not_depend_on_where_experts_are(found: Found, layout: str, role: str) -> None:
-    want = found[f"one/{role}"][0]["gradient"]
-    assert sum(bool(t.any()) for n, t in want.items() if ".experts." in n) == 4 * 4 * 3, "every expert learns"
-    assert_same_gradient(found[f"{layout}/{role}"][0]["gradient"], want)
+    expected = found[f"one/{role}"][0]["gradient"]
+    assert sum(bool(t.any()) for n, t in expected.items() if ".experts." in n) == 4 * 4 * 3, "every expert learns"
+    assert_same_gradient(found[f"{layout}/{role}"][0]["gradient"], expected)
 
 
 @pytest.mark.parametrize("role", ROLES)

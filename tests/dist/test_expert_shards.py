@@ -52,4 +52,4 @@ def test_weights_alone_move_to_any_layout(found: dict[str, Any]) -> None:
 def test_an_optimizer_with_dealt_experts_is_none_without(found: dict[str, Any]) -> None:
     first, second = found["refusals"]
     assert "model.dtype=float32 expert_model_parallel_size>1, this one has " in first
-    assert second.endswith("model.dtype=float32 expert_model_parallel_size>1; want the same settings")
+    assert second.endswith("model.dtype=float32 expert_model_parallel_size>1; expected the same settings")

@@ -61,17 +61,17 @@ def hf_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
 
 
-def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert sorted(got) == sorted(want)
-    assert not [n for n in want if got[n].dtype != want[n].dtype or not torch.equal(got[n], want[n])]
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(got) == sorted(expected)
+    assert not [n for n in expected if got[n].dtype != expected[n].dtype or not torch.equal(got[n], expected[n])]
 
 
 @pytest.mark.parametrize(("family", "layout"), [case[:2] for case in ON_ONE + ON_FOUR])
 def test_every_rank_streams_what_the_folder_held(by_rank: dict, root: Path, family: str, layout: str) -> None:
-    want = hf_weights(root / family)
+    expected = hf_weights(root / family)
     for rank in by_rank[1 if layout == "one" else 4]:
-        assert_same(rank[f"{family}/{layout}"]["tensors"], want)
-    assert_same(hf_weights(root / f"{family}_{layout}"), want)
+        assert_same(rank[f"{family}/{layout}"]["tensors"], expected)
+    assert_same(hf_weights(root / f"{family}_{layout}"), expected)
 
 
 def reference(folder: Path) -> torch.Tensor:
@@ -89,11 +89,11 @@ def reference(folder: Path) -> torch.Tensor:
 def test_log_probs_equal_those_of_transformers(by_rank: dict, root: Path, family: str) -> None:
     """Float32 on both sides: measured differences are below 3e-6, of log-probs around -4."""
     layouts = list(LAYOUTS[family])
-    want = reference(root / f"{family}_{layouts[-1]}")
-    assert want.std() > 0.5
+    expected = reference(root / f"{family}_{layouts[-1]}")
+    assert expected.std() > 0.5
     for ranks, names in ((by_rank[1], ["one"]), (by_rank[4], layouts)):
         for name in names:
             seen = [found for rank in ranks if (found := rank[f"{family}/{name}"]["log_probs"]) is not None]
             assert seen
             for log_probs in seen:
-                torch.testing.assert_close(log_probs, want, atol=1e-4, rtol=0)
+                torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=0)

@@ -114,10 +114,10 @@ def per_sequence(ranks: list[dict[str, Any]], key: str) -> dict[int, Tensor]:
     }
 
 
-def relative_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+def relative_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest over the tensors, each relative to its largest entry."""
-    assert sorted(got) == sorted(want)
-    return max(((got[n] - t).abs().max() / t.abs().max()).item() for n, t in want.items())
+    assert sorted(got) == sorted(expected)
+    return max(((got[n] - t).abs().max() / t.abs().max()).item() for n, t in expected.items())
 
 
 def by_peft(folder: Path, adapter: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -149,38 +149,38 @@ def test_a_model_with_biases_does_what_pefts_does(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_pefts_is_loaded_bit_for_bit(alone: dict, on_ranks: dict, adapter: Path) -> None:
-    want = load_file(adapter / "adapter_model.safetensors")
+    expected = load_file(adapter / "adapter_model.safetensors")
     for found in (alone["one"], *(on_ranks[name][0] for name in LAYOUTS)):
-        assert sorted(found["loaded"]) == sorted(want)
-        assert all(torch.equal(found["loaded"][n], t) for n, t in want.items())
+        assert sorted(found["loaded"]) == sorted(expected)
+        assert all(torch.equal(found["loaded"][n], t) for n, t in expected.items())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_do_not_depend_on_the_layout(alone: dict, on_ranks: dict, layout: str) -> None:
-    want, got = alone["one"], on_ranks[layout]
+    expected, got = alone["one"], on_ranks[layout]
     if layout != "dp2 sharded":  # where each rank has the gradient of its own share of the parameters only
-        scale = max(gradient.abs().max() for gradient in want["gradients"].values())
-        for name, gradient in want["gradients"].items():
+        scale = max(gradient.abs().max() for gradient in expected["gradients"].values())
+        for name, gradient in expected["gradients"].items():
             assert (got[0]["gradients"][name] - gradient).abs().max() / scale < 5e-6, name
-        assert relative_error(got[0]["gradients"], want["gradients"]) < 1e-5
+        assert relative_error(got[0]["gradients"], expected["gradients"]) < 1e-5
     for rank in got:
-        assert rank["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-6)
+        assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_log_probs_do_not_depend_on_the_layout(alone: dict, on_ranks: dict, layout: str) -> None:
     for key, tolerance in (("columns", 5e-6), ("after", 1e-5)):
-        want, got = per_sequence([alone["one"]], key), per_sequence(on_ranks[layout], key)
-        assert sorted(got) == sorted(want)
-        assert max((got[i] - c).abs().max().item() for i, c in want.items()) < tolerance
+        expected, got = per_sequence([alone["one"]], key), per_sequence(on_ranks[layout], key)
+        assert sorted(got) == sorted(expected)
+        assert max((got[i] - c).abs().max().item() for i, c in expected.items()) < tolerance
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_starts_with_the_same_adapters(alone: dict, on_ranks: dict, layout: str) -> None:
-    want, got = alone["one"]["initial"], on_ranks[layout][0]["initial"]
-    assert all(torch.equal(got[n], t) for n, t in want.items())
+    expected, got = alone["one"]["initial"], on_ranks[layout][0]["initial"]
+    assert all(torch.equal(got[n], t) for n, t in expected.items())
     assert on_ranks[layout][0]["identity"] == alone["one"]["identity"]
-    for name, tensor in want.items():
+    for name, tensor in expected.items():
         bound = tensor.shape[1] ** -0.5
         assert not tensor.any() if "lora_B" in name else 0.8 * bound < tensor.abs().max() <= bound
 
@@ -213,8 +213,8 @@ def test_merged_weights_are_the_base_with_the_adapter_in_it(
     for name, tensor in base.items():
         a = low.get(f"base_model.model.{name.removesuffix('weight')}lora_A.weight")
         b = low.get(f"base_model.model.{name.removesuffix('weight')}lora_B.weight")
-        want = tensor if a is None or b is None else tensor + ALPHA / RANK * b @ a
-        torch.testing.assert_close(got[name], want, rtol=0, atol=1e-6 if a is not None else 0)
+        expected = tensor if a is None or b is None else tensor + ALPHA / RANK * b @ a
+        torch.testing.assert_close(got[name], expected, rtol=0, atol=1e-6 if a is not None else 0)
 
 
 @pytest.mark.parametrize("layout", ["one partial", *(f"{name} partial" for name in LAYOUTS)])
@@ -235,15 +235,15 @@ def test_saved_adapters_and_merged_folders_say_what_the_model_says(
 ) -> None:
     out = alone["out"] if layout == "one" else tmp_path_factory.getbasetemp().glob(f"ranks*/{layout}/merged")
     out = out if isinstance(out, Path) else max(out, key=lambda path: path.stat().st_mtime).parent
-    want = per_sequence([alone["one"]] if layout == "one" else on_ranks[layout], "after")
+    expected = per_sequence([alone["one"]] if layout == "one" else on_ranks[layout], "after")
     with torch.no_grad():
         of_adapter = log_probs(PeftModel.from_pretrained(base_model(folder), out / "adapter"))
         of_merged = log_probs(base_model(out / "merged"))
         of_base = log_probs(base_model(folder))
-    for i, column in want.items():
+    for i, column in expected.items():
         torch.testing.assert_close(of_adapter[i], column, rtol=0, atol=2e-5)
         torch.testing.assert_close(of_merged[i], column, rtol=0, atol=2e-5)
-    assert max((of_base[i] - column).abs().max() for i, column in want.items()) > 0.01
+    assert max((of_base[i] - column).abs().max() for i, column in expected.items()) > 0.01
 
 
 @pytest.fixture(scope="module")
@@ -271,17 +271,17 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(checkpoints: dict, cas
 
 def test_a_checkpoint_of_other_adapters_or_of_another_base_is_refused(checkpoints: dict) -> None:
     found = checkpoints["refused"]
-    assert found["rank"].endswith("it was saved with lora.rank 4, this model has 2; want the same")
+    assert found["rank"].endswith("it was saved with lora.rank 4, this model has 2; expected the same")
     assert "it was saved with lora.targets ['q_proj', 'k_proj'" in found["targets"]
     assert "it was saved with a base model with digest " in found["base"]
-    assert found["none"].endswith("it was saved with lora.rank 4, this model has None; want the same")
+    assert found["none"].endswith("it was saved with lora.rank 4, this model has None; expected the same")
 
 
 def test_experts_are_refused_as_targets_but_not_the_attention_before_them(checkpoints: dict) -> None:
     found = checkpoints["experts"]
     assert found["refused"].endswith(
         "layer 0 of this model has no mlp.linear_fc1 (experts and latent attention take no adapters); "
-        "want targets without gate_proj, up_proj"
+        "expected targets without gate_proj, up_proj"
     )
     assert len(found["adapted"]) == 2 * SHAPE["layers"]
     assert len(found["tensors"]) == 2 * 2 * SHAPE["layers"]

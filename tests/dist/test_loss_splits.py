@@ -79,14 +79,14 @@ class Step:
             sum(rank["num_dummies"] for rank in ranks),
         )
 
-    def error(self, want: Step) -> float:
+    def error(self, expected: Step) -> float:
         """Of the gradient."""
-        assert sorted(self.gradient) == sorted(want.gradient)
-        scale = 1e-2 * max(t.abs().max().item() for t in want.gradient.values())
+        assert sorted(self.gradient) == sorted(expected.gradient)
+        scale = 1e-2 * max(t.abs().max().item() for t in expected.gradient.values())
         assert scale > 1e-5, "the loss moves something"
         return max(
             (self.gradient[name] - t).abs().max().item() / max(t.abs().max().item(), scale)
-            for name, t in want.gradient.items()
+            for name, t in expected.gradient.items()
         )
 
 
@@ -147,19 +147,19 @@ def test_cases_are_a_cover(cases: list[Case]) -> None:
 def test_value_and_gradient_do_not_depend_on_the_split(bench: Bench, split: str, loss: str) -> None:
     assert of(split, loss), "every loss goes along every axis"
     for case in of(split, loss):
-        got, want = bench.step(case), bench.reference(case)
-        assert (error := got.error(want)) < GRADIENT, f"{case}: gradient off by {error:.1e}"
-        weight = abs(next(stat.weight for name, stat in want.stats.items() if name.endswith("_loss")))
-        error = abs(got.value - want.value) / max(abs(want.value), weight)
+        got, expected = bench.step(case), bench.reference(case)
+        assert (error := got.error(expected)) < GRADIENT, f"{case}: gradient off by {error:.1e}"
+        weight = abs(next(stat.weight for name, stat in expected.stats.items() if name.endswith("_loss")))
+        error = abs(got.value - expected.value) / max(abs(expected.value), weight)
         assert error < LOSS, f"{case}: loss off by {error:.1e}"
 
 
 @pytest.mark.parametrize("split", ANY_SPLIT)
 def test_statistics_do_not_depend_on_the_split(bench: Bench, split: str) -> None:
     for case in of(split):
-        got, want = bench.step(case).stats, bench.reference(case).stats
-        assert sorted(got) == sorted(want)
-        for name, stat in want.items():
+        got, expected = bench.step(case).stats, bench.reference(case).stats
+        assert sorted(got) == sorted(expected)
+        for name, stat in expected.items():
             assert got[name].result() == pytest.approx(stat.result(), rel=2e-5, abs=5e-6), f"{case}: {name}"
 
 
@@ -194,10 +194,10 @@ def test_nan_at_a_masked_place_changes_nothing(bench: Bench, loss: str) -> None:
 
 @pytest.mark.parametrize(("loss", "mode"), EVERY_LOSS_OR_MODE)
 def test_sequences_without_a_trainable_token_change_nothing(bench: Bench, loss: str, mode: str) -> None:
-    want = bench.step(typical(loss, mode=mode, data="trainable only"))
+    expected = bench.step(typical(loss, mode=mode, data="trainable only"))
     got = bench.step(typical(loss, mode=mode))
-    assert got.error(want) < GRADIENT
-    assert got.value == pytest.approx(want.value, rel=1e-5, abs=1e-6)
+    assert got.error(expected) < GRADIENT
+    assert got.value == pytest.approx(expected.value, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("split", [ONE, "dp2 cp2"])
@@ -211,7 +211,7 @@ def test_an_empty_step_has_no_gradient(bench: Bench, loss: str, split: str) -> N
 
 
 def test_a_batch_of_groups_of_one_has_no_policy_gradient(bench: Bench) -> None:
-    mild = bench.data["mild"].with_rows(score=torch.arange(13.0), group=torch.arange(13))
+    mild = bench.data["mild"].with_per_sequence(score=torch.arange(13.0), group=torch.arange(13))
     bench.data["alone"], stats = estimate(mild, adv_estimator="grpo")
     assert stats["algorithm/groups_of_one"].result() == 11, "13 sequences, of which 11 have a trainable token"
     step = bench.step(Case("ppo", "token-mean", ONE, data="alone"))
@@ -234,9 +234,9 @@ def test_a_batch_of_groups_of_one_has_no_policy_gradient(bench: Bench) -> None:
 )
 def test_columns_made_inside_each_micro_batch_would_show(bench: Bench, case: Case) -> None:
     """The negative control: with denominators, means or choices of a micro-batch instead of the step's."""
-    want = bench.reference(case)
-    assert bench.step(case).error(want) < GRADIENT
-    assert bench.step(replace(case, inside=True)).error(want) > 100 * GRADIENT
+    expected = bench.reference(case)
+    assert bench.step(case).error(expected) < GRADIENT
+    assert bench.step(replace(case, inside=True)).error(expected) > 100 * GRADIENT
 
 
 def test_columns_made_inside_do_not_show_where_none_looks_beyond_its_token(bench: Bench) -> None:

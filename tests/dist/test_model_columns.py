@@ -22,9 +22,9 @@ def rank() -> Iterator[Ranks]:
 
 
 def assert_gradients(pairs: Pairs) -> None:
-    for name, (got, want) in pairs.items():
-        scale = want.abs().max().item()
-        assert (got - want).abs().max().item() <= 1e-4 * scale, name
+    for name, (got, expected) in pairs.items():
+        scale = expected.abs().max().item()
+        assert (got - expected).abs().max().item() <= 1e-4 * scale, name
         assert scale > 1e-4, name
 
 
@@ -48,9 +48,9 @@ def test_columns_are_those_of_the_definition(rank: Ranks, dtype: str) -> None:
     (pairs,) = rank.run(run, "columns", NAMES, dtype)
     assert tuple(pairs) == NAMES
     close = 2e-5 if dtype == "float32" else 0.3
-    for name, (got, want) in pairs.items():
+    for name, (got, expected) in pairs.items():
         assert got.dtype is torch.float32
-        torch.testing.assert_close(got, want, atol=close, rtol=close, msg=name)
+        torch.testing.assert_close(got, expected, atol=close, rtol=close, msg=name)
     assert pairs["full_kl"][0].max() > 0.1
     assert pairs["full_kl"][0].min() >= -1e-6
 
@@ -74,9 +74,9 @@ def test_a_logit_that_is_not_finite_names_its_place(rank: Ranks, bad: float) -> 
 @pytest.mark.parametrize(
     ("names", "role", "ref_vocab_size", "words"),
     [
-        (("full_kl",), "actor", None, "full_kl without a reference; want a reference model"),
-        (("full_kl",), "actor", 60, "64 rows of the vocabulary on this rank and the actor 48; want one vocabulary"),
-        (("perplexity",), "actor", None, "there is no column perplexity; want some of log_probs, entropy"),
+        (("full_kl",), "actor", None, "full_kl without a reference; expected a reference model"),
+        (("full_kl",), "actor", 60, "64 rows of the vocabulary on this rank and the actor 48; expected one vocabulary"),
+        (("perplexity",), "actor", None, "there is no column perplexity; expected some of log_probs, entropy"),
         (("log_probs",), "critic", None, "a critic gives values only"),
     ],
 )

@@ -11,7 +11,7 @@ from parity_compare import TOLERANCE, assert_same_after, assert_same_gradient, a
 from megarl.data.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.logprobs.logprobs import NAMES
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 
 pytestmark = pytest.mark.dist
 
@@ -75,9 +75,9 @@ SHARDED = {
     },
 }
 RECOMPUTED = {
-    "full": Engine(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    "block": Engine(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
-    "selective": Engine(recompute_granularity="selective"),
+    "full": ExecutionOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "block": ExecutionOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+    "selective": ExecutionOptions(recompute_granularity="selective"),
 }
 RECOMPUTED_LAYOUTS = {"tp2+sp": Layout(**SP), "pp2 vpp2": Layout(pp=2, vpp=2), "cp2": Layout(cp=2)}
 # Numbers of micro-batches that interleaved stages run: by this many tokens in each.

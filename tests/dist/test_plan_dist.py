@@ -15,23 +15,23 @@ from spread_tables import Model
 
 from megarl.weights.mapping.names import Rename
 from megarl.weights.reshard.describe import to_json
-from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
-from megarl.weights.reshard.sharding import Spread
+from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
+from megarl.weights.reshard.sharding import Sharding
 
 pytestmark = pytest.mark.dist
 
 DENSE, SPARSE, TIED = Model(num_groups=2), Model(num_experts=4), Model(is_tied=True, vocab_size=21)
 
 
-def trainer(model: Model, **sizes: Any) -> MegatronSpread:
-    return MegatronSpread(model.trainer_table(), dtype="float32", **sizes)
+def trainer(model: Model, **sizes: Any) -> MegatronSharding:
+    return MegatronSharding(model.trainer_table(), dtype="float32", **sizes)
 
 
-def server(model: Model, **sizes: Any) -> ServerSpread:
-    return ServerSpread(model.server_table(), dtype="float32", **sizes)
+def server(model: Model, **sizes: Any) -> ServerSharding:
+    return ServerSharding(model.server_table(), dtype="float32", **sizes)
 
 
-CASES: dict[str, tuple[Spread, Spread, int]] = {
+CASES: dict[str, tuple[Sharding, Sharding, int]] = {
     "tp and pp to two servers": (
         trainer(DENSE, world_size=4, tp=2, pp=2),
         server(DENSE, tp=2, num_replicas=2),
@@ -47,14 +47,14 @@ CASES: dict[str, tuple[Spread, Spread, int]] = {
     ),
     "to one rank that holds all": (
         trainer(SPARSE, world_size=7, tp=1, etp=1),
-        ServerSpread(SPARSE.plain_table(), dtype="float32"),
+        ServerSharding(SPARSE.plain_table(), dtype="float32"),
         16,
     ),
-    "from one to seven": (trainer(SPARSE), ServerSpread(SPARSE.plain_table(), dtype="float32", num_replicas=7), 999),
+    "from one to seven": (trainer(SPARSE), ServerSharding(SPARSE.plain_table(), dtype="float32", num_replicas=7), 999),
 }
 
 
-def as_text(case: tuple[Spread, Spread, int]) -> tuple[str, str, int]:
+def as_text(case: tuple[Sharding, Sharding, int]) -> tuple[str, str, int]:
     return to_json(case[0]), to_json(case[1]), case[2]
 
 
@@ -65,10 +65,12 @@ def eight_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def assert_received(receiver: Spread, rank: int, whole: dict[str, torch.Tensor], held: dict[str, torch.Tensor]) -> None:
-    want = cut_by_hand(receiver, rank, whole, padding=PADDING)
-    assert held.keys() == want.keys()
-    for name, param in want.items():
+def assert_received(
+    receiver: Sharding, rank: int, whole: dict[str, torch.Tensor], held: dict[str, torch.Tensor]
+) -> None:
+    expected = cut_by_hand(receiver, rank, whole, padding=PADDING)
+    assert held.keys() == expected.keys()
+    for name, param in expected.items():
         assert torch.equal(held[name], param.to(held[name].dtype)), name
 
 
@@ -118,14 +120,14 @@ def test_ranks_stand_where_megatron_puts_them(eight_ranks: Ranks) -> None:
 def test_peak_extra_memory_is_two_messages(two_ranks: Ranks) -> None:
     """1 MB of parameters in another type, cut across; nothing but small change beside the two buffers."""
     table = (Rename("w", "w", (512, 512), 1), Rename("v", "v", (64,)))
-    sender, receiver = ServerSpread(table, dtype="float32"), ServerSpread(table, dtype="bfloat16")
+    sender, receiver = ServerSharding(table, dtype="float32"), ServerSharding(table, dtype="bfloat16")
     for peak in two_ranks.run(peak_memory, to_json(sender), to_json(receiver), 32_768, timeout_s=300):
         assert 2 * 32_768 <= peak <= 2 * 32_768 + 2048
 
 
 def test_other_descriptions_are_refused_on_all_ranks_before_the_first_byte(two_ranks: Ranks) -> None:
-    spread = to_json(ServerSpread((Rename("w", "w", (4, 2)),), dtype="float32"))
-    for told, held in two_ranks.run(disagree, spread, spread, timeout_s=300):
+    sharding = to_json(ServerSharding((Rename("w", "w", (4, 2)),), dtype="float32"))
+    for told, held in two_ranks.run(disagree, sharding, sharding, timeout_s=300):
         assert told.startswith(
             "rank 1 of the weight group describes the model, its layout or the messages in another way"
         )

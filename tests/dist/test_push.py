@@ -1,4 +1,4 @@
-"""Pushes from two ranks into two real servers on loopback, by each way, with and without faults."""
+"""Pushes from two ranks into two real servers on loopback, by each transport, with and without faults."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megarl.layout import Layout
 
 pytestmark = pytest.mark.dist
 
-WAYS = ("gathered", "shared", "sharded")
-SLOWER = [*(pytest.param(way, marks=pytest.mark.slow) for way in ("gathered", "shared")), "sharded"]
+TRANSPORTS = ("gathered", "shared", "sharded")
+SLOWER = [*(pytest.param(transport, marks=pytest.mark.slow) for transport in ("gathered", "shared")), "sharded"]
 PHASES = {
     "gathered": {"join", "pause", "gather", "convert", "send", "load", "verify", "resume"},
     "shared": {"join", "pause", "gather", "convert", "send", "load", "verify", "resume"},
@@ -48,11 +48,11 @@ def ranks(folder: Path) -> Iterator[Ranks]:
 
 @pytest.fixture
 def connected(ranks: Ranks, servers: list[CpuServer]) -> Callable[..., Push]:
-    """Have the ranks push by a way to both servers: the function that pushes, and returns what rank 0 knows."""
+    """Have the ranks push by a transport to both servers: the function that pushes, and returns what rank 0 knows."""
 
-    def make(way: str, **settings: Any) -> Push:
+    def make(transport: str, **settings: Any) -> Push:
         urls = settings.pop("urls", [server.url for server in servers])
-        ranks.run(connect, urls, way, settings, timeout_s=120)
+        ranks.run(connect, urls, transport, settings, timeout_s=120)
 
         def go(fault: str = "", **how: Any) -> dict[str, Any]:
             found = ranks.run(push, next(versions), fault, how, timeout_s=240)
@@ -67,33 +67,33 @@ def connected(ranks: Ranks, servers: list[CpuServer]) -> Callable[..., Push]:
 versions = count(1)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_both_servers_get_exactly_the_trainers_weights(way, connected, servers) -> None:
-    go, urls = connected(way), [server.url for server in servers]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_both_servers_get_exactly_the_trainers_weights(transport, connected, servers) -> None:
+    go, urls = connected(transport), [server.url for server in servers]
     first = go()
-    assert first["report"].compared == (sorted(urls) if way == "sharded" else []), "with what whole tensors leave"
+    assert first["report"].compared == (sorted(urls) if transport == "sharded" else []), "with what whole tensors leave"
     found = [go(), go(pause_mode="in_place", canary_off_by=0.0)]
     for one in [first, *found]:
         report = one["report"]
-        assert report.ways == dict.fromkeys(urls, way)
+        assert report.transports == dict.fromkeys(urls, transport)
         assert (report.failed, report.fallbacks, report.unverified) == ({}, {}, [])
-        assert report.num_tensors == len(one["want"]) == 4 * 11 + 2
+        assert report.num_tensors == len(one["expected"]) == 4 * 11 + 2
         assert report.num_bytes == sum(4 * size for size in one["sizes"])
         assert report.num_verified >= 2 * report.num_tensors
-    assert [set(one["report"].timings) for one in found] == [PHASES[way], PHASES[way] | {"canary"}]
+    assert [set(one["report"].timings) for one in found] == [PHASES[transport], PHASES[transport] | {"canary"}]
     for server in servers:
-        assert server.engine.checksums() == found[1]["want"] != found[0]["want"]
+        assert server.engine.checksums() == found[1]["expected"] != found[0]["expected"]
         assert server.engine.model_info()["weight_version"] == str(found[1]["report"].version)
         assert not server.is_paused
 
 
 def test_the_way_that_is_fastest_here_is_chosen(connected, servers) -> None:
-    assert set(connected("auto")()["report"].ways.values()) == {"sharded"}
+    assert set(connected("auto")()["report"].transports.values()) == {"sharded"}
 
 
-@pytest.mark.parametrize("way", SLOWER)
-def test_what_a_push_left_is_what_the_server_reads_from_the_exported_folder(way, connected, servers) -> None:
-    go = connected(way, check_every=2)
+@pytest.mark.parametrize("transport", SLOWER)
+def test_what_a_push_left_is_what_the_server_reads_from_the_exported_folder(transport, connected, servers) -> None:
+    go = connected(transport, check_every=2)
     go()
     assert [go()["report"].compared for _ in range(3)] == [
         sorted(s.url for s in servers),
@@ -107,38 +107,38 @@ def test_an_element_corrupted_under_way_is_named_its_server_left_out_and_the_nex
 ) -> None:
     go, (good, bad) = connected("gathered"), servers
     report = go(f"corrupt-in-flight {bad.url}")["report"]
-    assert report.ways == {good.url: "gathered"}
+    assert report.transports == {good.url: "gathered"}
     assert report.failed == {
         bad.url: f"{bad.url} does not hold the weights that the trainer sent (differ: {K_PROJ})",
     }
     assert (good.is_paused, bad.is_paused) == (False, True)
-    assert set(go()["report"].ways) == {good.url, bad.url}
+    assert set(go()["report"].transports) == {good.url, bad.url}
     assert not bad.is_paused
 
 
 def test_slices_corrupted_under_way_are_named_and_sent_again_by_the_slowest_way(connected, servers) -> None:
     found = connected("sharded")("corrupt-in-flight x")
     report = found["report"]
-    assert report.ways == {server.url: "gathered" for server in servers}
+    assert report.transports == {server.url: "gathered" for server in servers}
     for server in servers:
         (sentence,) = report.fallbacks[server.url]
         assert sentence.startswith("sharded: ") and "(differ: model." in sentence and "] on rank 0" in sentence
-        assert server.engine.checksums() == found["want"]
+        assert server.engine.checksums() == found["expected"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_element_corrupted_in_a_server_is_caught(way, connected, servers) -> None:
-    go, (good, bad) = connected(way), servers
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_element_corrupted_in_a_server_is_caught(transport, connected, servers) -> None:
+    go, (good, bad) = connected(transport), servers
     go()
     found = go(f"corrupt-in-server {bad.url}")
     report = found["report"]
-    if way == "gathered":  # there is no other way
-        assert (set(report.ways), K_PROJ in report.failed[bad.url]) == ({good.url}, True)
+    if transport == "gathered":  # there is no other transport
+        assert (set(report.transports), K_PROJ in report.failed[bad.url]) == ({good.url}, True)
         return
-    assert set(report.ways) == {good.url, bad.url} and report.ways[bad.url] == "gathered"
-    words = K_PROJ if way == "shared" else "its replicas answer with different checksums"
+    assert set(report.transports) == {good.url, bad.url} and report.transports[bad.url] == "gathered"
+    words = K_PROJ if transport == "shared" else "its replicas answer with different checksums"
     assert words in report.fallbacks[bad.url][0]
-    assert bad.engine.checksums() == found["want"]
+    assert bad.engine.checksums() == found["expected"]
 
 
 def test_a_change_of_one_server_alone_is_caught_where_the_slices_are_right(connected, servers) -> None:
@@ -148,25 +148,25 @@ def test_a_change_of_one_server_alone_is_caught_where_the_slices_are_right(conne
     found = go(f"corrupt-in-server {servers[0].url}", bare=True)["report"]
     (sentence,) = found.fallbacks[servers[0].url]
     assert "the weights are those of the last push, and its checksums did" in sentence
-    assert found.ways == {servers[0].url: "gathered"}
+    assert found.transports == {servers[0].url: "gathered"}
 
 
 def test_a_dropped_bucket_is_named(connected, servers) -> None:
     go, (good, bad) = connected("gathered"), servers
     report = go(f"drop-bucket {bad.url}")["report"]
-    assert set(report.ways) == {good.url}
+    assert set(report.transports) == {good.url}
     assert f"(differ: {O_PROJ}" in report.failed[bad.url]
 
 
-@pytest.mark.parametrize(("way", "fault"), [("shared", "drop-mapped 3"), ("sharded", "drop-message x")])
-def test_what_is_dropped_on_a_faster_way_is_sent_again_by_the_slowest(way, fault, connected, servers) -> None:
-    go = connected(way, timeout_s=5)
+@pytest.mark.parametrize(("transport", "fault"), [("shared", "drop-mapped 3"), ("sharded", "drop-message x")])
+def test_what_is_dropped_on_a_faster_way_is_sent_again_by_the_slowest(transport, fault, connected, servers) -> None:
+    go = connected(transport, timeout_s=5)
     go()
     found = go(fault)
     for server in servers:
-        assert found["report"].ways[server.url] == "gathered"
-        assert found["report"].fallbacks[server.url][0].startswith(f"{way}: ")
-        assert server.engine.checksums() == found["want"]
+        assert found["report"].transports[server.url] == "gathered"
+        assert found["report"].fallbacks[server.url][0].startswith(f"{transport}: ")
+        assert server.engine.checksums() == found["expected"]
 
 
 def test_a_server_that_computes_otherwise_than_the_trainer_fails_its_push_and_stays_paused(connected, servers) -> None:
@@ -175,15 +175,15 @@ def test_a_server_that_computes_otherwise_than_the_trainer_fails_its_push_and_st
     for server in servers:
         assert "answers the canary prompt with log-probs that differ" in found["report"].failed[server.url]
         assert server.is_paused
-    assert found["report"].ways == {} and found["error"]
-    assert set(go(canary_off_by=0.0)["report"].ways) == {server.url for server in servers}
+    assert found["report"].transports == {} and found["error"]
+    assert set(go(canary_off_by=0.0)["report"].transports) == {server.url for server in servers}
     assert not any(server.is_paused for server in servers)
 
 
 def test_a_push_that_no_server_took_is_an_error_that_names_all(connected, servers) -> None:
     found = connected("gathered", urls=[servers[1].url])(f"corrupt-in-flight {servers[1].url}")
     assert found["error"].startswith(f"the push of weights version {found['report'].version} failed: {servers[1].url}")
-    assert found["report"].ways == {}
+    assert found["report"].transports == {}
 
 
 def test_a_wrong_token_is_a_failure_at_once(connected, servers) -> None:
@@ -192,40 +192,40 @@ def test_a_wrong_token_is_a_failure_at_once(connected, servers) -> None:
     assert set(found["report"].failed) == {server.url for server in servers}
 
 
-@pytest.mark.parametrize("way", SLOWER)
-def test_a_server_that_was_started_again_between_two_pushes_gets_the_next_one(way, connected, servers) -> None:
-    go = connected(way)
+@pytest.mark.parametrize("transport", SLOWER)
+def test_a_server_that_was_started_again_between_two_pushes_gets_the_next_one(transport, connected, servers) -> None:
+    go = connected(transport)
     go()
     servers[1].restart()
     found = go()
-    assert found["report"].ways == {server.url: way for server in servers}
-    assert servers[1].engine.checksums() == found["want"]
+    assert found["report"].transports == {server.url: transport for server in servers}
+    assert servers[1].engine.checksums() == found["expected"]
 
 
-@pytest.mark.parametrize("way", SLOWER)
-def test_a_server_that_dies_under_way_is_left_out_and_the_other_gets_its_push(way, connected, servers) -> None:
-    go, (good, bad) = connected(way), servers
+@pytest.mark.parametrize("transport", SLOWER)
+def test_a_server_that_dies_under_way_is_left_out_and_the_other_gets_its_push(transport, connected, servers) -> None:
+    go, (good, bad) = connected(transport), servers
     go()
     found = go(f"kill {bad.pid}")
     assert list(found["report"].failed) == [bad.url] and found["report"].failed[bad.url]
-    assert set(found["report"].ways) == {good.url}
-    assert good.engine.checksums() == found["want"]
+    assert set(found["report"].transports) == {good.url}
+    assert good.engine.checksums() == found["expected"]
     bad.restart()
-    assert go()["report"].ways == {good.url: way, bad.url: way}
+    assert go()["report"].transports == {good.url: transport, bad.url: transport}
 
 
-@pytest.mark.parametrize("way", SLOWER)
-def test_a_server_that_falls_silent_holds_nobody_up_for_longer_than_the_limit(way, connected, servers) -> None:
-    go, (good, bad) = connected(way, timeout_s=5), servers
+@pytest.mark.parametrize("transport", SLOWER)
+def test_a_server_that_falls_silent_holds_nobody_up_for_longer_than_the_limit(transport, connected, servers) -> None:
+    go, (good, bad) = connected(transport, timeout_s=5), servers
     go()
     began = time.monotonic()
     found = go(f"freeze {bad.pid}")
     assert time.monotonic() - began < 120, "24 times the limit of one wait"
     assert list(found["report"].failed) == [bad.url]
-    assert set(found["report"].ways) == {good.url}
-    assert good.engine.checksums() == found["want"]
+    assert set(found["report"].transports) == {good.url}
+    assert good.engine.checksums() == found["expected"]
     bad.restart()
-    assert go()["report"].ways == {good.url: way, bad.url: way}
+    assert go()["report"].transports == {good.url: transport, bad.url: transport}
 
 
 def test_a_push_to_some_leaves_the_others_alone(connected, servers) -> None:
@@ -233,9 +233,9 @@ def test_a_push_to_some_leaves_the_others_alone(connected, servers) -> None:
     go()
     before = servers[0].engine.checksums()
     report = go(only=[servers[1].url])["report"]
-    assert set(report.ways) == {servers[1].url}
+    assert set(report.transports) == {servers[1].url}
     assert servers[0].engine.checksums() == before
-    assert set(go()["report"].ways) == {server.url for server in servers}
+    assert set(go()["report"].transports) == {server.url for server in servers}
 
 
 @pytest.mark.parametrize(
@@ -247,12 +247,12 @@ def test_slices_that_go_to_a_wrong_place_are_caught_by_whole_tensors(fault, conn
     for again in range(2):
         found = go(fault)
         report = found["report"]
-        assert (report.ways, report.failed, report.compared) == ({s.url: "gathered" for s in servers}, {}, [])
+        assert (report.transports, report.failed, report.compared) == ({s.url: "gathered" for s in servers}, {}, [])
         for server in servers:
             (sentence,) = report.fallbacks[server.url]
             words = "it needs a server that" if again else "held other weights after slices than after whole tensors"
             assert words in sentence
-            assert server.engine.checksums() == found["want"]
+            assert server.engine.checksums() == found["expected"]
     servers[1].restart()
     told = go(fault)["report"].fallbacks
     assert "it needs a server" in told[servers[0].url][0]
@@ -274,15 +274,15 @@ def test_a_rank_that_does_not_take_part_is_noticed_before_the_first_byte(fault, 
     for server in servers:
         (sentence,) = found["report"].fallbacks[server.url]
         assert words in sentence
-        assert found["report"].ways[server.url] == "gathered"
-        assert server.engine.checksums() == found["want"]
+        assert found["report"].transports[server.url] == "gathered"
+        assert server.engine.checksums() == found["expected"]
 
 
 @pytest.mark.slow
 def test_servers_whose_digests_nobody_computes_are_compared_with_the_exported_folder(connected, servers) -> None:
     go, urls = connected("gathered"), sorted(server.url for server in servers)
     found = [go("not-plain")["report"] for _ in range(2)]
-    assert [(sorted(report.ways), report.num_verified) for report in found] == [(urls, 0)] * 2
+    assert [(sorted(report.transports), report.num_verified) for report in found] == [(urls, 0)] * 2
     assert [report.compared for report in found] == [urls, []]
     assert [sorted(report.unverified) for report in found] == [[], urls]
 
@@ -297,7 +297,7 @@ def test_servers_whose_digests_nobody_computes_are_compared_with_the_exported_fo
 )
 def test_servers_that_nothing_vouches_for_are_left_out(fault, settings, words, connected, servers) -> None:
     report = connected("gathered", **settings)(fault)["report"]
-    assert report.ways == {}
+    assert report.transports == {}
     for server in servers:
         assert words in report.failed[server.url]
         assert server.is_paused
@@ -306,7 +306,7 @@ def test_servers_that_nothing_vouches_for_are_left_out(fault, settings, words, c
 @pytest.mark.slow
 def test_a_full_disk_is_no_fault_of_servers_that_digests_vouch_for(connected, servers) -> None:
     report = connected("gathered", check_every=1)("full-disk")["report"]
-    assert set(report.ways) == {server.url for server in servers} and report.compared == []
+    assert set(report.transports) == {server.url for server in servers} and report.compared == []
 
 
 def test_the_ranks_go_on_after_all_that(ranks: Ranks) -> None:

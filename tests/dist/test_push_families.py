@@ -1,4 +1,4 @@
-"""Pushes of models with experts, from ranks that each have some of them, by each way into a real server."""
+"""Pushes of models with experts, from ranks that each have some of them, by each transport into a real server."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def served(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytes
         ranks.run(destroy_groups)
 
 
-@pytest.mark.parametrize("way", ["gathered", "shared", "sharded"])
-def test_a_model_with_experts_arrives_whole(way: str, served: Any, ranks: Ranks) -> None:
+@pytest.mark.parametrize("transport", ["gathered", "shared", "sharded"])
+def test_a_model_with_experts_arrives_whole(transport: str, served: Any, ranks: Ranks) -> None:
     _, server = served
-    ranks.run(connect, [server.url], way, {"check_every": 1}, timeout_s=120)
+    ranks.run(connect, [server.url], transport, {"check_every": 1}, timeout_s=120)
     found = ranks.run(push, 1, "", {}, timeout_s=240)[0]
-    assert (found["report"].ways, found["report"].compared) == ({server.url: way}, [server.url]), found
-    assert server.engine.checksums() == found["want"]
+    assert (found["report"].transports, found["report"].compared) == ({server.url: transport}, [server.url]), found
+    assert server.engine.checksums() == found["expected"]
 
 
 EXPERTS = {
@@ -65,8 +65,8 @@ def test_slices_of_experts_that_go_to_each_others_place_are_caught(served: Any, 
     found = ranks.run(push, 1, f"swap-places {names}", {}, timeout_s=240)[0]
     (sentence,) = found["report"].fallbacks[server.url]
     assert sentence.endswith(f"after slices than after whole tensors: {names.format(0)}, {names.format(1)}"), family
-    assert found["report"].ways == {server.url: "gathered"}
-    assert server.engine.checksums() == found["want"]
+    assert found["report"].transports == {server.url: "gathered"}
+    assert server.engine.checksums() == found["expected"]
 
 
 def test_two_swapped_experts_are_named_and_the_next_push_heals_them(served: Any, ranks: Ranks) -> None:
@@ -75,4 +75,4 @@ def test_two_swapped_experts_are_named_and_the_next_push_heals_them(served: Any,
     found = ranks.run(push, 1, f"swap-experts {names}", {}, timeout_s=240)[0]
     assert f"(differ: {names.format(0)}, {names.format(1)})" in found["report"].failed[server.url]
     assert server.is_paused
-    assert ranks.run(push, 2, "", {}, timeout_s=240)[0]["report"].ways == {server.url: "gathered"}
+    assert ranks.run(push, 2, "", {}, timeout_s=240)[0]["report"].transports == {server.url: "gathered"}

@@ -52,7 +52,7 @@ def forget(pid: int) -> None:
 
 @pytest.mark.parametrize("num_servers", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
-    ("way", "sender_buckets"),
+    ("transport", "sender_buckets"),
     [
         # The bucket; of gathering, twice as much as goes into one and this rank's half of that.
         pytest.param("gathered", 1 + 3, marks=pytest.mark.slow),
@@ -61,10 +61,10 @@ def forget(pid: int) -> None:
     ],
 )
 def test_a_push_takes_a_few_buckets_and_no_copy_of_the_model(
-    way: str, sender_buckets: int, num_servers: int, running: Any
+    transport: str, sender_buckets: int, num_servers: int, running: Any
 ) -> None:
     ranks, servers = running[0], running[1][:num_servers]
-    ranks.run(connect, [server.url for server in servers], way, {"bucket_bytes": BUCKET}, timeout_s=120)
+    ranks.run(connect, [server.url for server in servers], transport, {"bucket_bytes": BUCKET}, timeout_s=120)
     ranks.run(push, 1, "", {"bare": True}, timeout_s=240)
     pids = [*ranks.run(os.getpid), *(server.pid for server in servers)]
     before = [resident(pid, "VmRSS") for pid in pids]
@@ -73,6 +73,6 @@ def test_a_push_takes_a_few_buckets_and_no_copy_of_the_model(
     report = ranks.run(push, 2, "", {"bare": True}, timeout_s=240)[0]["report"]
     assert report.num_bytes > 0.9 * MODEL
     taken = [resident(pid, "VmHWM") - start for pid, start in zip(pids, before, strict=True)]
-    assert report.ways == {server.url: way for server in servers}
+    assert report.transports == {server.url: transport for server in servers}
     assert max(taken[:2]) <= sender_buckets * BUCKET + NOISE
     assert max(taken[2:]) <= BUCKET + NOISE

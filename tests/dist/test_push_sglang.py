@@ -1,4 +1,4 @@
-"""Pushes from two ranks into stock SGLang by every way: two versions, one rank and two, dense models and experts."""
+"""Pushes from two ranks into stock SGLang by every transport: two versions, TP 1 and 2, dense models and experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_models import write_model
 from megarl.data.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.setup import destroy_groups
-from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
 from megarl.weights.push.buckets import Bucket
@@ -26,7 +26,7 @@ from megarl.weights.push.shared import payload, shared_buffer
 pytestmark = [pytest.mark.sglang, pytest.mark.dist]
 
 ROOT = Path(__file__).parents[2]
-WAYS = ("gathered", "shared", "sharded")
+TRANSPORTS = ("gathered", "shared", "sharded")
 # Without a GPU SGLang rounds the sizes of feed-forward layers up to 32 a rank, and heads to one a rank: these divide.
 SIZES: dict[str, Any] = {"intermediate_size": 128, "num_key_value_heads": 2, "num_hidden_layers": 2}
 
@@ -63,12 +63,14 @@ def python_of(version: str) -> str:
 class Running:
     case: Case
     url: str
-    engine: Engine
+    engine: ServerClient
     ranks: Ranks
 
-    def push(self, way: str, fault: str = "", settings: dict[str, Any] | None = None, **how: Any) -> dict[str, Any]:
+    def push(
+        self, transport: str, fault: str = "", settings: dict[str, Any] | None = None, **how: Any
+    ) -> dict[str, Any]:
         """One push by ranks that are connected anew; what rank 0 knows of it."""
-        self.ranks.run(connect, [self.url], way, settings or {}, timeout_s=120)
+        self.ranks.run(connect, [self.url], transport, settings or {}, timeout_s=120)
         version = int(self.engine.model_info()["weight_version"]) + 1
         return self.ranks.run(push, version, fault, how, timeout_s=300)[0]
 
@@ -112,17 +114,17 @@ def running(
     with Servers([launch], TOKEN, tmp_path_factory.mktemp("logs")) as servers:
         servers.start()
         ranks.run(build, str(folder), Layout(**case.layout), timeout_s=240)
-        yield Running(case, servers.urls[0], Engine(servers.urls[0], TOKEN), ranks)
+        yield Running(case, servers.urls[0], ServerClient(servers.urls[0], TOKEN), ranks)
         ranks.run(connect, [], "auto", {}, timeout_s=120)
         ranks.run(destroy_groups)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_each_rank_holds_what_it_would_read_from_the_exported_folder(way: str, running: Running) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_each_rank_holds_what_it_would_read_from_the_exported_folder(transport: str, running: Running) -> None:
     for how in ({}, {"pause_mode": "in_place"}):
-        found = running.push(way, settings={"check_every": 1}, canary_off_by=0.0, **how)
+        found = running.push(transport, settings={"check_every": 1}, canary_off_by=0.0, **how)
         report = found["report"]
-        assert (report.ways, report.failed, report.fallbacks) == ({running.url: way}, {}, {}), found
+        assert (report.transports, report.failed, report.fallbacks) == ({running.url: transport}, {}, {}), found
         assert report.compared == [running.url]
         assert report.num_verified > 0
         assert running.engine.model_info()["weight_version"] == str(report.version)
@@ -134,22 +136,22 @@ def test_a_corrupted_element_is_named_and_sent_again_or_left_out(running: Runnin
         tensor = fused = "model.layers.1.self_attn.kv_b_proj.weight"
     fault = f"corrupt-in-server {running.url} {tensor}"
     found = running.push("shared", fault)["report"]
-    assert found.ways == {running.url: "gathered"}
+    assert found.transports == {running.url: "gathered"}
     assert f"(differ: {fused})" in found.fallbacks[running.url][0]
     found = running.push("gathered", fault)["report"]
-    assert found.ways == {} and f"(differ: {fused})" in found.failed[running.url]
-    assert running.push("gathered")["report"].ways == {running.url: "gathered"}
+    assert found.transports == {} and f"(differ: {fused})" in found.failed[running.url]
+    assert running.push("gathered")["report"].transports == {running.url: "gathered"}
 
 
 def test_slices_corrupted_under_way_are_named_and_sent_again(running: Running) -> None:
     report = running.push("sharded", "corrupt-in-flight x")["report"]
-    assert report.ways == {running.url: "gathered"}
+    assert report.transports == {running.url: "gathered"}
     assert "(differ: " in report.fallbacks[running.url][0]
 
 
 def test_a_dropped_bucket_is_named(running: Running) -> None:
     report = running.push("gathered", f"drop-bucket {running.url}")["report"]
-    assert report.ways == {} and f"(differ: {O_PROJ}" in report.failed[running.url]
+    assert report.transports == {} and f"(differ: {O_PROJ}" in report.failed[running.url]
 
 
 def swappable(family: str) -> tuple[str, str]:
@@ -170,7 +172,7 @@ def test_a_wrong_table_of_what_sglang_holds_is_found_out_by_its_own_loading(runn
     report = running.push("sharded", f"swap-places {names}")["report"]
     (sentence,) = report.fallbacks[running.url]
     assert f"after slices than after whole tensors: {stack}" in sentence
-    assert (report.ways, report.failed) == ({running.url: "gathered"}, {})
+    assert (report.transports, report.failed) == ({running.url: "gathered"}, {})
 
 
 def test_swapped_experts_are_named(running: Running) -> None:
@@ -183,7 +185,7 @@ def test_tensors_that_do_not_fit_are_refused_and_the_server_lives(running: Runni
     wrong = Bucket(["model.norm.weight"], [(7,)], torch.float32, shared_buffer(28), True)
     running.engine.pause("retract")
     running.engine.begin_update()
-    with pytest.raises(EngineError, match="answered 400"):
+    with pytest.raises(ServerError, match="answered 400"):
         running.engine.update_from_tensor([payload(wrong) for _ in range(running.case.tp)])
     running.engine.end_update()
-    assert running.push("auto")["report"].ways == {running.url: "sharded"}
+    assert running.push("auto")["report"].transports == {running.url: "sharded"}

@@ -45,10 +45,10 @@ def ranks(two_ranks: Ranks, folder: Path, tmp_path_factory: pytest.TempPathFacto
     return two_ranks.run(all_cases, str(folder), str(root), CASES, timeout_s=120)
 
 
-def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert sorted(got) == sorted(want)
-    wrong = [name for name in want if not torch.equal(got[name], want[name])]
-    assert not wrong, f"{len(wrong)} of {len(want)} differ: {wrong[:3]}"
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(got) == sorted(expected)
+    wrong = [name for name in expected if not torch.equal(got[name], expected[name])]
+    assert not wrong, f"{len(wrong)} of {len(expected)} differ: {wrong[:3]}"
 
 
 @pytest.mark.parametrize(("case", "layout"), PAIRS)
@@ -56,8 +56,8 @@ def test_weights_and_moments_come_back_bit_for_bit(ranks: list, case: str, layou
     saved, loaded = ranks[0][case]["saved"], ranks[0][case][layout]
     assert_same(loaded["weights"], saved["weights"])
     assert loaded["moments"].keys() == saved["moments"].keys()
-    for kind, want in saved["moments"].items():
-        assert_same(loaded["moments"][kind], want)
+    for kind, expected in saved["moments"].items():
+        assert_same(loaded["moments"][kind], expected)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_the_next_step_is_the_one_it_would_have_been(ranks: list, case: str, lay
         assert_same(loaded["weights after"], saved["weights after"])
         return
     # Another layout sums gradients in another order; the moments, unlike Adam's weights, show that by no more than it.
-    for kind, want in saved["moments after"].items():
-        scale = max(tensor.abs().max().item() for tensor in want.values())
-        for name, tensor in want.items():
+    for kind, expected in saved["moments after"].items():
+        scale = max(tensor.abs().max().item() for tensor in expected.values())
+        for name, tensor in expected.items():
             error = (loaded["moments after"][kind][name] - tensor).abs().max().item() / scale
             assert error < 1e-4, f"{kind} of {name}: relative error {error:.1e}"
 
@@ -102,14 +102,15 @@ def test_a_frozen_model_is_saved_without_an_optimizer(ranks: list) -> None:
 
 def test_a_folder_without_a_checkpoint_is_refused_in_one_sentence(ranks: list) -> None:
     for rank in ranks:
-        assert rank["empty"].endswith("there is no checkpoint here; want a folder that a save has finished")
+        assert rank["empty"].endswith("there is no checkpoint here; expected a folder that a save has finished")
 
 
 def test_the_checkpoint_of_another_optimizer_is_refused_in_one_sentence(ranks: list) -> None:
     for rank in ranks:
         assert rank["other"].endswith(
             "its optimizer had optim.name=adamw use_distributed_optimizer=false model.dtype=float32, "
-            "this one has optim.name=sgd use_distributed_optimizer=false model.dtype=float32; want the same settings"
+            "this one has optim.name=sgd use_distributed_optimizer=false model.dtype=float32; expected the same "
+            "settings"
         )
 
 

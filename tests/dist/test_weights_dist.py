@@ -36,9 +36,9 @@ def hf_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
 
 
-def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert sorted(got) == sorted(want)
-    wrong = [n for n in want if got[n].dtype != want[n].dtype or not torch.equal(got[n], want[n])]
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(got) == sorted(expected)
+    wrong = [n for n in expected if got[n].dtype != expected[n].dtype or not torch.equal(got[n], expected[n])]
     assert not wrong
 
 
@@ -46,10 +46,10 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize(("family", "tied"), MODELS)
 def test_round_trip_is_bit_exact_on_every_rank(by_rank: list, root: Path, layout: str, family: str, tied: bool) -> None:
     name = model_name(family, tied)
-    want = hf_weights(root / name)
-    assert ("lm_head.weight" in want) != tied
+    expected = hf_weights(root / name)
+    assert ("lm_head.weight" in expected) != tied
     for rank in (0, 1):
-        assert_same(by_rank[rank][f"{layout}/{name}"]["tensors"], want)
+        assert_same(by_rank[rank][f"{layout}/{name}"]["tensors"], expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -69,13 +69,13 @@ def test_saved_folder_equals_its_source(by_rank: list, root: Path, layout: str, 
 def test_log_probs_equal_those_of_transformers(by_rank: list, root: Path, layout: str, family: str, tied: bool) -> None:
     name = model_name(family, tied)
     reference = AutoModelForCausalLM.from_pretrained(root / f"saved_{layout}_{name}", dtype=torch.float32).eval()
-    want = []
+    expected = []
     for ids in tokens().split(LENGTHS):
         with torch.no_grad():
             log_probs = reference(ids[None]).logits[0].log_softmax(-1)
-        want += [torch.zeros(1), log_probs[:-1].gather(1, ids[1:, None])[:, 0]]
+        expected += [torch.zeros(1), log_probs[:-1].gather(1, ids[1:, None])[:, 0]]
     last = by_rank[1][f"{layout}/{name}"]["log_probs"]
-    torch.testing.assert_close(last, torch.cat(want), atol=1e-4, rtol=0)
+    torch.testing.assert_close(last, torch.cat(expected), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -95,5 +95,5 @@ def test_transformers_loads_a_saved_critic(by_rank: list, root: Path) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_models_are_exported_as_rounded_once(by_rank: list, root: Path, layout: str) -> None:
-    want = {n: t.to(torch.bfloat16) for n, t in hf_weights(root / "qwen2_tied").items()}
-    assert_same(by_rank[0][f"{layout}/bf16"], want)
+    expected = {n: t.to(torch.bfloat16) for n, t in hf_weights(root / "qwen2_tied").items()}
+    assert_same(by_rank[0][f"{layout}/bf16"], expected)

@@ -12,7 +12,7 @@ from worker_cases import follow_the_kl
 
 from megarl.data.tiny import write_tiny_model
 from megarl.mcore.logprobs.logprobs import NAMES
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 
 pytestmark = pytest.mark.dist
 
@@ -26,12 +26,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(two_ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
-    return two_ranks.run(follow_the_kl, str(folder), Engine())
+    return two_ranks.run(follow_the_kl, str(folder), ExecutionOptions())
 
 
 @pytest.fixture(scope="module")
 def offloaded(two_ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
-    return two_ranks.run(follow_the_kl, str(folder), Engine(param_offload=True, optimizer_offload=True))
+    return two_ranks.run(follow_the_kl, str(folder), ExecutionOptions(param_offload=True, optimizer_offload=True))
 
 
 def test_the_last_stage_answers_with_the_columns_asked_for(found: list[dict[str, Any]]) -> None:
@@ -58,10 +58,10 @@ def test_a_loss_is_made_once_for_all_updates_with_its_settings(found: list[dict[
 def test_a_call_wakes_what_it_needs_and_leaves_it_as_it_was(
     found: list[dict[str, Any]], offloaded: list[dict[str, Any]]
 ) -> None:
-    """In the end both are put to sleep, called, woken and called."""
+    """In the end both are put to offload, called, woken and called."""
     for plain, resting in zip(found, offloaded, strict=True):
         assert resting["kls"] == plain["kls"], "not a bit changes"
         assert all(torch.equal(column, plain["first"][name]) for name, column in resting["first"].items())
-        assert plain["asleep"] == [[False, False, False], [True, False, True], [False, False, False]]
-        assert resting["asleep"] == [[True, True, True], [True, True, True], [False, True, False]]
-        assert plain["sleep"]["num_bytes"] > 0 == resting["sleep"]["num_bytes"]
+        assert plain["offloaded"] == [[False, False, False], [True, False, True], [False, False, False]]
+        assert resting["offloaded"] == [[True, True, True], [True, True, True], [False, True, False]]
+        assert plain["offload"]["num_bytes"] > 0 == resting["offload"]["num_bytes"]

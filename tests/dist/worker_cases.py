@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.algo.loss import ActorLoss
 from megarl.mcore.logprobs.logprobs import NAMES
 from megarl.mcore.setup import destroy_groups
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import OptimSettings
 from megarl.mcore.training.step import train_step
 from megarl.roles.worker import Worker
@@ -26,7 +26,7 @@ MASK = torch.ones(18).index_fill(0, torch.tensor([0, 5, 14]), 0.0)
 LIKELY, NEAR = ActorLoss("reinforce"), ActorLoss("reinforce", use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="full")
 
 
-def follow_the_kl(folder: str, engine: Engine) -> dict[str, Any]:
+def follow_the_kl(folder: str, engine: ExecutionOptions) -> dict[str, Any]:
     """The columns at the start; then the mean full KL after a step that makes the tokens likelier, and after steps
     that do nothing but bring the policy back; for each but the first of these whether it had the loss of the one
     before.  In the end, which beds are slept in: of the actor's and reference's parameters and of the moments."""
@@ -45,20 +45,26 @@ def follow_the_kl(folder: str, engine: Engine) -> dict[str, Any]:
             losses.append(_update(worker, NEAR, torch.zeros(18)))
             kls.append(_mean_kl(worker))
         same = [one is other for one, other in pairwise(losses)]
-        found = {"first": first, "only": list(only), "kls": kls, "same": same, "is_reporter": worker.place.is_reporter}
-        found["asleep"] = [_asleep(worker)]
-        for method in (worker.sleep, worker.wake):
+        found = {
+            "first": first,
+            "only": list(only),
+            "kls": kls,
+            "same": same,
+            "is_reporter": worker.rank_info.is_reporter,
+        }
+        found["offloaded"] = [_offloaded(worker)]
+        for method in (worker.offload, worker.onload):
             found[method.__name__] = method({"role": "actor"}, {})[0]
             kls.append(_mean_kl(worker))
-            found["asleep"].append(_asleep(worker))
+            found["offloaded"].append(_offloaded(worker))
         return found
     finally:
         destroy_groups()
 
 
-def _asleep(worker: Worker) -> list[bool]:
+def _offloaded(worker: Worker) -> list[bool]:
     actor, ref = worker.roles["actor"], worker.roles["ref"]
-    return [bed.is_asleep for bed in (actor.parameters, ref.parameters, actor.moments)]
+    return [buffer.is_offloaded for buffer in (actor.parameters, ref.parameters, actor.moments)]
 
 
 def _payload(**columns: Tensor) -> dict[str, Tensor]:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from engine_cases import Case, run
 
 from megarl.data.tiny import write_tiny_model
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 
 pytestmark = pytest.mark.gpu
 ENGINES = {
-    "none": Engine("none"),
-    "overlap": Engine(overlap_grad_reduce=True),
-    "uniform": Engine(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    "asleep": Engine(param_offload=True, optimizer_offload=True),
+    "none": ExecutionOptions("none"),
+    "overlap": ExecutionOptions(overlap_grad_reduce=True),
+    "uniform": ExecutionOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "offloaded": ExecutionOptions(param_offload=True, optimizer_offload=True),
 }
 
 
@@ -48,8 +48,8 @@ def test_three_steps_end_where_those_without_it_do(plain: dict[str, Any], case: 
     """Float32; attention's backward pass sums in no fixed order, and three steps of AdamW carry that on."""
     got = run(replace(case, engine=ENGINES[name]), "")
     assert got["norms"] == pytest.approx(plain["norms"], rel=1e-4)
-    for weight, want in plain["weights"].items():
-        error = (got["weights"][weight] - want).abs().max() / want.abs().max()
+    for weight, expected in plain["weights"].items():
+        error = (got["weights"][weight] - expected).abs().max() / expected.abs().max()
         assert error < 1e-3, f"{weight}: relative error {error:.1e}"
 
 

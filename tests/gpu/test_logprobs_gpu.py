@@ -48,12 +48,12 @@ def test_a_whole_pass_is_that_of_log_softmax(dtype: torch.dtype) -> None:
     labels = torch.randint(0, 4000, (300,), generator=g).cuda()
     factors = torch.randn(4, 300, generator=g).cuda()
     got = fused_columns(*sides, labels, 4000, 0.8, reference)
-    want = plain_columns(*sides, labels, 4000, 0.8, reference)
+    expected = plain_columns(*sides, labels, 4000, 0.8, reference)
     close = 2e-5 if dtype is torch.float32 else 3e-2
     for name in ALL:
-        torch.testing.assert_close(got[name].double(), want[name], atol=close, rtol=close)
+        torch.testing.assert_close(got[name].double(), expected[name], atol=close, rtol=close)
     ours = torch.autograd.grad(total(got, factors), sides)
-    for own, theirs in zip(ours, torch.autograd.grad(total(want, factors), sides), strict=True):
+    for own, theirs in zip(ours, torch.autograd.grad(total(expected, factors), sides), strict=True):
         torch.testing.assert_close(own, theirs, atol=close * theirs.abs().max().item(), rtol=close)
 
 

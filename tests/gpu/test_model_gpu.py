@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.layout import Layout
 from megarl.mcore.models.model import build_model
-from megarl.mcore.training.execution import Engine, has_transformer_engine
-from megarl.mcore.training.offload import Bed
+from megarl.mcore.training.execution import ExecutionOptions, has_transformer_engine
+from megarl.mcore.training.offload import OffloadBuffer
 from megarl.mcore.training.step import Outputs, forward_only
 from megarl.sample import Batch, MicroBatch
 from megarl.weights.hf.load import load_hf
@@ -42,7 +42,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 45, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
 
 
-def ours(folder: Path, dtype: str, engine: Engine) -> torch.Tensor:
+def ours(folder: Path, dtype: str, engine: ExecutionOptions) -> torch.Tensor:
     config = read_config(folder)
     model = build_model(config, Layout(), dtype=dtype, engine=engine)
     load_hf(model, folder, config)
@@ -71,31 +71,33 @@ def assert_as_near_as_transformers(got: torch.Tensor, folder: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_equal_those_of_transformers(root: Path, family: str) -> None:
     """Float32 on both sides; log-probs around -8, and 4e-5 was the largest difference seen on a CPU."""
-    got = ours(root / family, "float32", Engine(transformer_impl="local"))
+    got = ours(root / family, "float32", ExecutionOptions(transformer_impl="local"))
     torch.testing.assert_close(got, theirs(root / family, "float32"), atol=3e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_costs_what_it_costs_transformers(root: Path, family: str) -> None:
-    assert_as_near_as_transformers(ours(root / family, "bfloat16", Engine(transformer_impl="local")), root / family)
+    assert_as_near_as_transformers(
+        ours(root / family, "bfloat16", ExecutionOptions(transformer_impl="local")), root / family
+    )
 
 
 @pytest.mark.skipif(not has_transformer_engine(), reason="Transformer-Engine is not installed")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformer_engine_is_as_near(root: Path, family: str) -> None:
     """In bfloat16: its attention over packed rows takes no float32."""
-    engine = Engine(transformer_impl="transformer_engine")
+    engine = ExecutionOptions(transformer_impl="transformer_engine")
     assert_as_near_as_transformers(ours(root / family, "bfloat16", engine), root / family)
 
 
-def test_a_model_that_sleeps_leaves_its_memory_and_comes_back_as_it_was(root: Path) -> None:
+def test_an_offloaded_model_leaves_its_memory_and_comes_back_as_it_was(root: Path) -> None:
     config = read_config(root / "qwen2")
     model = build_model(config, Layout(), dtype="bfloat16")
     load_hf(model, root / "qwen2", config)
     before = [parameter.clone().cpu() for parameter in model[0].parameters()]
-    bed = Bed(model, None, parameters=True)
-    awake = torch.cuda.memory_allocated()
-    moved = bed.sleep()
-    assert awake - torch.cuda.memory_allocated() >= moved.parameters > 0
-    bed.wake()
+    buffer = OffloadBuffer(model, None, parameters=True)
+    onloaded = torch.cuda.memory_allocated()
+    moved = buffer.offload()
+    assert onloaded - torch.cuda.memory_allocated() >= moved.parameters > 0
+    buffer.onload()
     assert all(torch.equal(a, b.cpu()) for a, b in zip(before, model[0].parameters(), strict=True))

@@ -77,8 +77,8 @@ def test_tensors_pushed_under_hub_names_make_the_model_of_their_folder(folders: 
     assert (after - before).abs().max() > 0.1
     theirs = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
     with torch.no_grad():
-        want = theirs(tokens[None]).logits[0, 5:]
-    torch.testing.assert_close(after, want, atol=1e-5, rtol=1e-5)
+        expected = theirs(tokens[None]).logits[0, 5:]
+    torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_folder_is_read_under_hub_names(folders: tuple[str, str]) -> None:
@@ -96,6 +96,6 @@ def test_experts_that_do_not_fit_are_listed(tmp_path: Path) -> None:
         held.check_weights(names, ["float32"] * 4, [[48, 32], [48, 32], [48, 32], [48, 32]])
     message = str(caught.value)
     assert "experts.0.w1" not in message
-    assert "experts.1.w2.weight: shape [48, 32], want [32, 48]" in message
+    assert "experts.1.w2.weight: shape [48, 32], expected [32, 48]" in message
     assert "experts.4.w3.weight: unknown" in message
     assert "experts.2.gate_proj.weight: unknown" in message

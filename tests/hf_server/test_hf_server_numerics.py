@@ -45,8 +45,8 @@ def test_greedy_equals_transformers_generate(server, reference):
     answers = ask(server, [(0, prompt, 1, params) for prompt in PROMPTS])
     for prompt, (completion,) in zip(PROMPTS, answers, strict=True):
         ids = torch.tensor([prompt])
-        want = reference.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
-        assert completion.token_ids == want[0, len(prompt) :].tolist()
+        expected = reference.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
         log_probs = reference_log_probs(reference, prompt, completion.token_ids, 1.0)
         assert completion.log_probs == pytest.approx(log_probs, abs=1e-5)
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] == EOS else "length")
@@ -58,8 +58,8 @@ def test_log_probs_are_of_the_whole_temperature_scaled_softmax(server, reference
     answers = ask(server, [(0, prompt, 2, params) for prompt in PROMPTS])
     for prompt, completions in zip(PROMPTS, answers, strict=True):
         for completion in completions:
-            want = reference_log_probs(reference, prompt, completion.token_ids, params.temperature)
-            assert completion.log_probs == pytest.approx(want, abs=1e-5)
+            expected = reference_log_probs(reference, prompt, completion.token_ids, params.temperature)
+            assert completion.log_probs == pytest.approx(expected, abs=1e-5)
 
 
 def test_prompt_log_probs_equal_transformers(server, reference):
@@ -67,8 +67,8 @@ def test_prompt_log_probs_equal_transformers(server, reference):
     body = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 0}
     body["sampling_params"] = {"max_new_tokens": 1, "temperature": 0.5}
     triples = server.ask("/generate", body).json()["meta_info"]["input_token_logprobs"]
-    want = reference_log_probs(reference, prompt[:1], prompt[1:], 1.0)
-    assert [triple[0] for triple in triples[1:]] == pytest.approx(want, abs=1e-5)
+    expected = reference_log_probs(reference, prompt[:1], prompt[1:], 1.0)
+    assert [triple[0] for triple in triples[1:]] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_seeded_completion_does_not_depend_on_its_company(server):
@@ -103,9 +103,9 @@ def test_a_sampled_distribution_is_the_models(server, reference):
         probs = torch.softmax(reference(torch.tensor([prompt])).logits[0, -1] / 0.8, -1)
     probs, order = probs.sort(descending=True)
     probs[probs.cumsum(0) - probs > 0.7] = 0
-    want = torch.zeros(VOCAB).scatter(0, order, probs / probs.sum())
-    assert (found - want).abs().max() < 0.05
-    assert ((found > 0) <= (want > 0)).all()
+    expected = torch.zeros(VOCAB).scatter(0, order, probs / probs.sum())
+    assert (found - expected).abs().max() < 0.05
+    assert ((found > 0) <= (expected > 0)).all()
 
 
 def test_a_long_row_beside_short_ones_stays_exact(server, reference):
@@ -113,8 +113,8 @@ def test_a_long_row_beside_short_ones_stays_exact(server, reference):
     params = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
     short = SamplingParams(max_new_tokens=5)
     (completion,), *_ = ask(server, [(0, prompt, 1, params), *((0.01 * i, [4], 9, short) for i in range(12))])
-    want = reference_log_probs(reference, prompt, completion.token_ids, 1.0)
-    assert completion.log_probs == pytest.approx(want, abs=1e-5)
+    expected = reference_log_probs(reference, prompt, completion.token_ids, 1.0)
+    assert completion.log_probs == pytest.approx(expected, abs=1e-5)
 
 
 SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

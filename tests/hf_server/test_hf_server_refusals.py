@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megarl.rollout.client import EngineError
+from megarl.rollout.client import ServerError
 from megarl.rollout.protocol import Route, SamplingParams, generate_body, parse_completions
 
 PROMPT = [5, 6, 7, 8]
@@ -38,12 +38,12 @@ def test_a_wrong_request_is_refused_with_key_and_value(server, change, words):
 
 
 def test_an_unknown_memory_tag_is_refused(server):
-    with pytest.raises(EngineError, match="hats"):
+    with pytest.raises(ServerError, match="hats"):
         server.engine.release_memory(["hats"])
 
 
 def test_a_group_that_was_never_joined_is_named(server):
-    with pytest.raises(EngineError, match="nobody"):
+    with pytest.raises(ServerError, match="nobody"):
         server.engine.destroy_group("nobody")
 
 

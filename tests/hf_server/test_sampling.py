@@ -69,7 +69,7 @@ def test_frequencies_follow_the_distribution():
     keys = torch.tensor([row_key(5, i) for i in range(n)])
     one = torch.ones(n, dtype=torch.float64)
     uniform = uniforms(keys, torch.zeros(n, dtype=torch.int64))
-    for top_p, top_k, want in [
+    for top_p, top_k, expected in [
         (1.0, 4, [0.1, 0.2, 0.3, 0.4]),
         (1.0, 2, [0.0, 0.0, 3 / 7, 4 / 7]),
         (0.6, 4, [0.0, 0.0, 3 / 7, 4 / 7]),
@@ -77,7 +77,7 @@ def test_frequencies_follow_the_distribution():
     ]:
         tokens, log_probs = draw(probs.log().expand(n, 4), torch.ones(n), one * top_p, torch.full((n,), top_k), uniform)
         found = torch.bincount(tokens, minlength=4) / n
-        assert found.tolist() == pytest.approx(want, abs=0.015)
+        assert found.tolist() == pytest.approx(expected, abs=0.015)
         assert torch.allclose(log_probs, probs.log()[tokens])  # never renormalised
 
 

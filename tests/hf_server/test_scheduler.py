@@ -163,6 +163,6 @@ def test_bfloat16_is_served_as_transformers_computes_it(model_path, reference):
     with torch.no_grad():
         rounded = copy.deepcopy(reference).to(torch.bfloat16)
         logits = rounded(torch.tensor([prompt + completion.token_ids])).logits[0, 3:-1].float()
-    want = torch.log_softmax(logits, -1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-    assert (torch.tensor(completion.log_probs) - want).abs().max() < 0.15
-    assert (torch.tensor(completion.log_probs) - want).abs().mean() < 0.03
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    assert (torch.tensor(completion.log_probs) - expected).abs().max() < 0.15
+    assert (torch.tensor(completion.log_probs) - expected).abs().mean() < 0.03

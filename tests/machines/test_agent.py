@@ -13,7 +13,7 @@ import pytest
 from megarl import __version__
 from megarl.machines import NodeLost, Nodes, nodes
 from megarl.machines.agent import Agent, DriverLost
-from megarl.processes.connection import Wire, connect
+from megarl.processes.connection import Connection, connect
 from megarl.processes.ranks import RanksLaunch
 
 TOKEN = "the secret of these tests"
@@ -36,7 +36,9 @@ def agent_of(found: Nodes) -> threading.Thread:
 def test_an_order_that_nobody_knows_is_answered_and_others_are_still_taken() -> None:
     with driver() as found:
         agent = agent_of(found)
-        with pytest.raises(NodeLost, match=r"^node 1: ValueError dance is no order; want one of ports, ranks, server"):
+        with pytest.raises(
+            NodeLost, match=r"^node 1: ValueError dance is no order; expected one of ports, ranks, server"
+        ):
             found.order(1, "dance")
         with pytest.raises(NodeLost, match=r"^node 1: KeyError 7$"):
             found.order(1, "words", job=7)
@@ -72,7 +74,7 @@ def test_an_agent_fails_when_its_driver_failed_and_only_then() -> None:
 def test_ranks_run_our_worker_and_no_other_module() -> None:
     with driver() as found:
         agent_of(found)
-        with pytest.raises(NodeLost, match=r"ValueError worker=http.server: want megarl.roles.worker$"):
+        with pytest.raises(NodeLost, match=r"ValueError worker=http.server: expected megarl.roles.worker$"):
             found.start_ranks(1, RanksLaunch("http.server", "cpu", "/nowhere", 1))
 
 
@@ -81,22 +83,22 @@ def test_ranks_whose_relay_does_not_call_are_ended(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(nodes, "_RELAY_S", 0.2)
     heard: list[dict[str, Any]] = []
 
-    def half(wire: Wire) -> None:
-        while (order := wire.receive()[0]).get("do") != "leave":
+    def half(connection: Connection) -> None:
+        while (order := connection.receive()[0]).get("do") != "leave":
             if "beat" not in order:
                 heard.append(order)
-                wire.send({"id": order["id"], "pid": 17})
+                connection.send({"id": order["id"], "pid": 17})
 
     with driver() as found:
         hello = {"node": 1, "version": __version__}
-        wire = connect(f"127.0.0.1:{found.port}", TOKEN, hello, timeout_s=10)
-        thread = threading.Thread(target=half, args=(wire,))
+        connection = connect(f"127.0.0.1:{found.port}", TOKEN, hello, timeout_s=10)
+        thread = threading.Thread(target=half, args=(connection,))
         thread.start()
         found.wait(limit_s=20)
         with pytest.raises(NodeLost, match="node 1 opened no connection for its ranks"):
             found.start_ranks(1, RANKS)
     thread.join(20)
-    wire.close()
+    connection.close()
     assert [(order["do"], order["job"]) for order in heard] == [("ranks", 0), ("end", 0)]
 
 

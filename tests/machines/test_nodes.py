@@ -134,7 +134,7 @@ def test_a_machine_that_is_lost_takes_its_processes_with_it_and_may_come_back(tm
         with group:
             group.start()
             pids = [psutil.Process(pid) for pid in [process.pid for process in group._processes]]
-            nodes._members[1]._wire.close()  # as when the cable is pulled
+            nodes._members[1]._connection.close()  # as when the cable is pulled
             with pytest.raises(RankError, match="rank 1 died in double"):
                 for _ in range(100):
                     group.call("double")
@@ -162,7 +162,7 @@ def test_a_server_of_another_machine_is_started_watched_and_ended_there(two: Nod
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert server.exit_code() == 1
-    assert "/no/such/model" in server.last_words()
+    assert "/no/such/model" in server.log_tail()
     assert "/no/such/model" in log.read_text()
     server.end(0)
 
@@ -191,12 +191,14 @@ def test_the_driver_may_open_a_file_for_every_connection(monkeypatch: pytest.Mon
     assert asked == [], "there are enough"
     allow_files(50, 8)
     assert asked == [(2512, 4096)], "512, and for each node 8 and for each of its ranks 4"
-    with pytest.raises(ValueError, match="trainer.nnodes=1000: node 0 may open 4096 files; want `ulimit -Hn` of 40512"):
+    with pytest.raises(
+        ValueError, match="trainer.nnodes=1000: node 0 may open 4096 files; expected `ulimit -Hn` of 40512"
+    ):
         allow_files(1000, 8)
 
 
 def test_the_driver_listens_at_one_address_of_its_own_only() -> None:
-    with pytest.raises(ValueError, match=r"trainer.master_addr=203.0.113.9 .*want an address of this machine"):
+    with pytest.raises(ValueError, match=r"trainer.master_addr=203.0.113.9 .*expected an address of this machine"):
         Nodes(2, 1, "203.0.113.9", 0, TOKEN).__enter__()
     with Nodes(2, 1, "127.0.0.1", 0, TOKEN) as nodes:
-        assert nodes._door._listener.getsockname()[0] == "127.0.0.1"
+        assert nodes._listener._listener.getsockname()[0] == "127.0.0.1"

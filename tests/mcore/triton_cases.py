@@ -38,15 +38,15 @@ def compare(
     logits, ref_logits = sides[0], sides[1] if with_reference else None
     index = torch.tensor([0, num_real - 1, -1, 2, 3, 1], device=device)
     how = (num_real, temperature)
-    want = fused_torch.statistics(logits, ref_logits, index, *how, NAMES)
+    expected = fused_torch.statistics(logits, ref_logits, index, *how, NAMES)
     got = fused_triton.statistics(logits, ref_logits, index, *how, NAMES)
     grads = {name: torch.randn(6, generator=g).to(device) for name in (NAMES if with_reference else NAMES[:3])}
-    factors = ts.factors_of(want, grads)
+    factors = ts.factors_of(expected, grads)
     plain, own = logits.clone(), logits.clone()
     fused_torch.gradient_(plain, ref_logits, index, factors, *how)
     fused_triton.gradient_(own, ref_logits, index, factors, *how)
     return {
-        "statistics": largest(got, want),
+        "statistics": largest(got, expected),
         "gradient": largest(own.float(), plain.float()),
         "padding": float(own[:, num_real:].abs().sum()),
     }

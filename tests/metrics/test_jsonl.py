@@ -39,5 +39,5 @@ def test_dropping_from_a_file_that_is_not_there_makes_none(tmp_path):
 def test_a_broken_line_is_named(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\nhello\n')
-    with pytest.raises(ValueError, match=r"m.jsonl:2: want one JSON object a line"):
+    with pytest.raises(ValueError, match=r"m.jsonl:2: expected one JSON object a line"):
         list(read_lines(path))

@@ -97,5 +97,5 @@ def test_explained_variance_of_a_constant_target_is_zero():
 def test_other_kinds_pass_and_unknown_parts_are_refused():
     stats = {"a": Stat("mean", 3.0, 2.0), "b": Stat("sum", 3.0), "c": Stat("max", 7.0), "d": Stat("mean", 0.0, 0.0)}
     assert finalise(stats) == {"a": 1.5, "b": 3.0, "c": 7.0, "d": 0.0}
-    with pytest.raises(ValueError, match="statistic x came in the parts mean: want one of mean, square"):
+    with pytest.raises(ValueError, match="statistic x came in the parts mean: expected one of mean, square"):
         finalise({"x~mean": Stat("mean", 1.0)})

@@ -99,7 +99,7 @@ def test_a_tracker_that_cannot_start_stops_the_run_in_one_sentence_and_closes_th
     with pytest.raises(ValueError, match=r"'unreachable', which did not start: ConnectionError: no route to host$"):
         make(["broken", "unreachable"], tmp_path)
     with pytest.raises(
-        ValueError, match="trainer.logger has 'mlflow': want some of console, jsonl, tensorboard, wandb"
+        ValueError, match="trainer.logger has 'mlflow': expected some of console, jsonl, tensorboard, wandb"
     ):
         make(["broken", "mlflow"], tmp_path)
     assert Broken.closed == before + 2

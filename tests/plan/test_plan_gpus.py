@@ -27,13 +27,13 @@ def test_a_device_is_known_by_its_name(said, name):
     ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "cpu", ""],
 )
 def test_another_product_is_not_taken_for_it(said):
-    with pytest.raises(ValueError, match=f"^gpu={said}: what it can do is not known here .*; want a100, h100"):
+    with pytest.raises(ValueError, match=f"^gpu={said}: what it can do is not known here .*; expected a100, h100"):
         find(said)
 
 
 def test_a_layout_is_named_by_its_memory():
     assert (of_memory(80).name, of_memory(141).name) == ("h100", "h200")
-    with pytest.raises(ValueError, match="no GPU of 17 GB is known; want --gpu"):
+    with pytest.raises(ValueError, match="no GPU of 17 GB is known; expected --gpu"):
         of_memory(17)
 
 

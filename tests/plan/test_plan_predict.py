@@ -7,7 +7,7 @@ from plan_jobs import FREE, GPU, HF, job
 
 from megarl.layout import Layout
 from megarl.plan.job import Role
-from megarl.plan.memory.gpu_budget import rooms, work_of
+from megarl.plan.memory.gpu_budget import gpu_budgets, work_of
 from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES, of_push
 from megarl.plan.predict import STAGES, predict, push_time, rollout_time, step_time, training_time
 
@@ -52,7 +52,7 @@ def test_ahead_of_the_training_the_slower_half_counts():
 
 
 def test_every_part_of_every_rank_is_told():
-    found = rooms(own(layout=Layout(pp=4), num_ranks=4))
+    found = gpu_budgets(own(layout=Layout(pp=4), num_ranks=4))
     assert list(found) == ["actor stage 0", "actor stage 1-2", "actor stage 3", "save", "push", "server"]
     assert {"weights", "gradients", "optimizer", "activations", "reserve", "total"} <= found["actor stage 0"].keys()
     assert "log_prob_chunk" in found["actor stage 3"]
@@ -60,48 +60,48 @@ def test_every_part_of_every_rank_is_told():
         "weights": found["server"]["weights"], "kv_cache": int(0.5 * 10**11) - found["server"]["weights"],
         "reserve": RESERVE_BYTES + SERVER_BYTES, "total": 0,
     }  # fmt: skip
-    for room in found.values():
-        assert room["total"] == sum(size for part, size in room.items() if part != "total")
+    for budget in found.values():
+        assert budget["total"] == sum(size for part, size in budget.items() if part != "total")
 
 
 def test_a_push_is_the_rule_of_memory():
     shared = own(num_ranks=2, server_gpus=2)
     held = of_push(HF, Layout(), 0, work_of(shared.actor), 2, shared.bucket_bytes)
-    assert rooms(shared)["push"]["total"] == sum(held)
-    large = rooms(replace(shared, bucket_bytes=2**33))["push"]
-    assert large["total"] - rooms(shared)["push"]["total"] == 2**33 - shared.bucket_bytes
-    assert "server_weights" not in rooms(replace(shared, shared=False))["push"]
+    assert gpu_budgets(shared)["push"]["total"] == sum(held)
+    large = gpu_budgets(replace(shared, bucket_bytes=2**33))["push"]
+    assert large["total"] - gpu_budgets(shared)["push"]["total"] == 2**33 - shared.bucket_bytes
+    assert "server_weights" not in gpu_budgets(replace(shared, shared=False))["push"]
 
 
 def test_roles_that_stay_are_in_the_way_of_others():
     critic = role("critic")
     together = own(critic=critic)
-    found, alone = rooms(together), rooms(own())
+    found, alone = gpu_budgets(together), gpu_budgets(own())
     held = found["critic"]
     assert found["actor"]["others"] == held["weights"] + held["gradients"] + held["optimizer"]
     assert found["actor"]["total"] == alone["actor"]["total"] + found["actor"]["others"]
     asleep = own(critic=replace(critic, param_offload=True, optimizer_offload=True))
-    assert "others" not in rooms(asleep)["actor"]
+    assert "others" not in gpu_budgets(asleep)["actor"]
     apart = own(critic=replace(critic, first_rank=1))
-    assert "others" not in rooms(apart)["actor"]
+    assert "others" not in gpu_budgets(apart)["actor"]
     assert apart.num_gpus == 2
 
 
 def test_adapters_learn_without_gradients_and_moments_of_the_model():
-    found = rooms(own(lora_rank=8))["actor"]
+    found = gpu_budgets(own(lora_rank=8))["actor"]
     assert "gradients" not in found and "optimizer" not in found
 
 
 def test_fsdp_has_a_part_of_what_is_whole_for_a_while():
-    found = rooms(own(fsdp=True, num_ranks=4))["actor"]
+    found = gpu_budgets(own(fsdp=True, num_ranks=4))["actor"]
     assert 0 < found["gathered"] < found["total"]
-    assert "gathered" not in rooms(own())["actor"]
+    assert "gathered" not in gpu_budgets(own())["actor"]
 
 
 def test_a_server_takes_its_fraction_and_more():
-    shared = rooms(own())["server"]["total"]
+    shared = gpu_budgets(own())["server"]["total"]
     assert shared == int(0.5 * 10**11) + SERVER_BYTES + RESERVE_BYTES
-    assert rooms(own(shared=False))["server"]["total"] == shared - RESERVE_BYTES
+    assert gpu_budgets(own(shared=False))["server"]["total"] == shared - RESERVE_BYTES
 
 
 def test_what_does_not_fit_is_named():

@@ -9,7 +9,7 @@ from megarl.mcore.models.families import family_of
 from megarl.plan.gpus import of_memory
 from megarl.plan.job import Job
 from megarl.plan.memory.count import whole
-from megarl.plan.memory.gpu_budget import rooms
+from megarl.plan.memory.gpu_budget import gpu_budgets
 from megarl.plan.memory.memory import Work, of_stage_bytes
 
 ISSUED = """
@@ -72,7 +72,7 @@ def test_a_push_and_a_server_that_writes_fit_into_their_gpus(name):
         sizes = {"server_gpus": rollout.get("tensor_model_parallel_size", 1), "num_servers": rollout["num_servers"]}
         fraction = rollout["memory_fraction"]
         job = Job(hf_of(name), gpu, case.layout, case.num_ranks, memory_fraction=fraction, **sizes)
-        taken = {kind: room["total"] for kind, room in rooms(job).items() if kind in ("push", "server")}
+        taken = {kind: room["total"] for kind, room in gpu_budgets(job).items() if kind in ("push", "server")}
         assert max(taken.values()) <= gpu.memory_bytes, f"{name} {case.name}: {taken}"
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.processes.connection import Door, Wire, WireClosed, WireRefused, connect, greet
+from megarl.processes.connection import Connection, ConnectionLost, Listener, WireRefused, connect, greet
 
 
-def pair() -> tuple[Wire, Wire]:
+def pair() -> tuple[Connection, Connection]:
     a, b = socket.socketpair()
-    return Wire(a), Wire(b)
+    return Connection(a), Connection(b)
 
 
 def test_a_message_arrives_as_it_was_sent() -> None:
@@ -46,12 +46,12 @@ def test_messages_larger_than_a_socket_buffer_arrive_whole() -> None:
 def test_the_end_of_the_other_side_is_an_error() -> None:
     here, there = pair()
     here.close()
-    with pytest.raises(WireClosed):
+    with pytest.raises(ConnectionLost):
         there.receive()
 
 
 @pytest.fixture
-def door() -> Iterator[tuple[str, Callable[[str], Future[Any]]]]:
+def host() -> Iterator[tuple[str, Callable[[str], Future[Any]]]]:
     """An address where somebody knows "secret", and how to knock there with another token."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -59,18 +59,18 @@ def door() -> Iterator[tuple[str, Callable[[str], Future[Any]]]]:
         yield address, lambda token: threads.submit(lambda: (connect(address, token, {"rank": 3}, timeout_s=5), answer))
 
 
-def test_who_knows_the_token_is_let_in(door: tuple[str, Callable[[str], Future[Any]]]) -> None:
-    friend, answer = door[1]("secret").result()
-    wire, hello = answer.result()
+def test_who_knows_the_token_is_let_in(host: tuple[str, Callable[[str], Future[Any]]]) -> None:
+    friend, answer = host[1]("secret").result()
+    connection, hello = answer.result()
     assert hello == {"rank": 3}, "nothing of the greeting is passed on"
     friend.send({"hello": 1})
-    assert wire.receive()[0] == {"hello": 1}
+    assert connection.receive()[0] == {"hello": 1}
     friend.close()
 
 
-def test_who_does_not_is_told_so_and_gets_nowhere(door: tuple[str, Callable[[str], Future[Any]]]) -> None:
+def test_who_does_not_is_told_so_and_gets_nowhere(host: tuple[str, Callable[[str], Future[Any]]]) -> None:
     with pytest.raises(WireRefused, match="has another token"):
-        door[1]("guess").result()
+        host[1]("guess").result()
 
 
 def test_the_token_itself_never_crosses_the_wire() -> None:
@@ -78,10 +78,10 @@ def test_the_token_itself_never_crosses_the_wire() -> None:
     heard = []
 
     def thief(listener: socket.socket) -> None:
-        wire = Wire(listener.accept()[0])
-        wire.send({"question": "0" * 32})
-        heard.append(wire.receive()[0])
-        wire.send({"proof": heard[0]["proof"]})
+        connection = Connection(listener.accept()[0])
+        connection.send({"question": "0" * 32})
+        heard.append(connection.receive()[0])
+        connection.send({"proof": heard[0]["proof"]})
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
         done = threads.submit(thief, listener)
@@ -140,7 +140,7 @@ def test_strangers_who_say_nothing_hold_up_nobody() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()
     arrived: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    door = Door(listener, "secret", lambda wire, hello: arrived.put(hello))
+    door = Listener(listener, "secret", lambda connection, hello: arrived.put(hello))
     with ExitStack() as strangers:
         for _ in range(20):
             strangers.enter_context(socket.create_connection((host, port)))
@@ -157,5 +157,5 @@ def test_closing_a_wire_ends_the_wait_of_another_thread() -> None:
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(here.receive)
         here.close()
-        with pytest.raises(WireClosed):
+        with pytest.raises(ConnectionLost):
             waiting.result(timeout=10)

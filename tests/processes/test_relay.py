@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megarl.processes.connection import Wire, WireClosed, connect
+from megarl.processes.connection import Connection, ConnectionLost, connect
 from megarl.processes.links import Relayed
 from megarl.processes.relay import Relay
 
@@ -18,14 +18,14 @@ def parts() -> Iterator[tuple[Relayed, Relay]]:
     """The driver's end of a relay to two ranks, and the relay."""
     ours, theirs = socket.socketpair()
     ours.settimeout(20)
-    relay = Relay(Wire(theirs), num_ranks=2)
-    driver = Relayed(Wire(ours), (4, 5))
+    relay = Relay(Connection(theirs), num_ranks=2)
+    driver = Relayed(Connection(ours), (4, 5))
     yield driver, relay
     driver.close()
     relay.close()
 
 
-def call_home(relay: Relay, rank: int) -> Wire:
+def call_home(relay: Relay, rank: int) -> Connection:
     return connect(relay.address, relay.token, {"rank": rank}, timeout_s=20)
 
 
@@ -38,8 +38,8 @@ def test_a_call_goes_to_all_ranks_and_a_payload_to_its_own(parts: tuple[Relayed,
     header, tensors = ranks[1].receive()
     assert (header, tensors["x"].tolist()) == ({"method": "double"}, [3.0])
     ranks[1].send({"ok": True}, {"x": torch.tensor([6.0])})
-    said = driver.receive()
-    assert (said.rank, said.header, said.tensors["x"].tolist()) == (5, {"ok": True}, [6.0])
+    message = driver.receive()
+    assert (message.rank, message.header, message.tensors["x"].tolist()) == (5, {"ok": True}, [6.0])
 
 
 def test_a_rank_that_ends_is_told_of(parts: tuple[Relayed, Relay]) -> None:
@@ -47,8 +47,8 @@ def test_a_rank_that_ends_is_told_of(parts: tuple[Relayed, Relay]) -> None:
     first, _second = call_home(relay, 4), call_home(relay, 5)
     assert {driver.receive().rank, driver.receive().rank} == {4, 5}
     first.close()
-    said = driver.receive()
-    assert (said.rank, said.header) == (4, None)
+    message = driver.receive()
+    assert (message.rank, message.header) == (4, None)
 
 
 def test_ranks_lose_their_connection_with_the_driver_and_no_other_comes_in(parts: tuple[Relayed, Relay]) -> None:
@@ -56,7 +56,7 @@ def test_ranks_lose_their_connection_with_the_driver_and_no_other_comes_in(parts
     rank = call_home(relay, 4)
     driver.receive()
     driver.close()
-    with pytest.raises(WireClosed):
+    with pytest.raises(ConnectionLost):
         rank.receive()
     with pytest.raises(OSError):
         call_home(relay, 5)

@@ -63,7 +63,7 @@ def test_a_plug_in_may_register_a_reward_under_a_name(monkeypatch):
     assert load_reward("short") is short
     assert load_reward("short")(PROMPT, COMPLETION) == -1
     assert load_reward("as_verl")(PROMPT, COMPLETION) is True
-    with pytest.raises(ValueError, match="^reward 'short' exists already: want another name$"):
+    with pytest.raises(ValueError, match="^reward 'short' exists already: use another name$"):
         register_reward("short")(short)
     with pytest.raises(ValueError, match="^reward 'gsm8k' exists already"):
         register_reward("gsm8k")(short)
@@ -72,7 +72,7 @@ def test_a_plug_in_may_register_a_reward_under_a_name(monkeypatch):
 def test_a_registered_reward_of_other_arguments_is_refused_by_name(monkeypatch):
     monkeypatch.setattr("megarl.rewards.REWARDS", dict(REWARDS))
     register_reward("one")(lambda prompt: 0)
-    with pytest.raises(ValueError, match=r"^reward.fn=one: it takes \(prompt\); want \(prompt, completion\)"):
+    with pytest.raises(ValueError, match=r"^reward.fn=one: it takes \(prompt\); expected \(prompt, completion\)"):
         load_reward("one")
 
 
@@ -99,15 +99,21 @@ def test_an_installed_module_can_be_named():
 @pytest.mark.parametrize(
     ("fn", "sentence"),
     [
-        ("exakt", r"reward.fn=exakt: want one of exact, gsm8k, gsm8k_strict, math, choice, or path/file.py:function"),
-        ("{path}", r"reward.fn=.*mine.py: want one of exact"),
-        ("{path}:", r"mine.py:: want one of exact"),
+        (
+            "exakt",
+            r"reward.fn=exakt: expected one of exact, gsm8k, gsm8k_strict, math, choice, or path/file.py:function",
+        ),
+        ("{path}", r"reward.fn=.*mine.py: expected one of exact"),
+        ("{path}:", r"mine.py:: expected one of exact"),
         ("gone/mine.py:f", r"reward.fn=gone/mine.py:f: there is no file .*gone/mine.py$"),
         ("{path}:gone", r"mine.py has no function 'gone'; it has ours, compute_score, .*later$"),
         ("{path}:number", r"has no function 'number'"),
-        ("{path}:one", r"it takes \(prompt\); want \(prompt, completion\) or \(data_source, solution_str, "),
-        ("{path}:strange_score", r"no value for tokenizer; want \(data_source, solution_str, ground_truth, extra_info"),
-        ("{path}:later", r"the function is async; want an ordinary one"),
+        ("{path}:one", r"it takes \(prompt\); expected \(prompt, completion\) or \(data_source, solution_str, "),
+        (
+            "{path}:strange_score",
+            r"no value for tokenizer; expected \(data_source, solution_str, ground_truth, extra_info",
+        ),
+        ("{path}:later", r"the function is async; expected an ordinary one"),
         ("no.such.module:f", r"importing no.such.module failed with ModuleNotFoundError: No module named 'no'$"),
     ],
 )

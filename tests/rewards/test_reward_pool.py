@@ -105,8 +105,8 @@ def test_every_failure_is_a_zero_that_names_the_sample_and_leaves_its_neighbours
     assert "sample 0-0#2: no answer within 200 s" in caplog.text
     assert "sample 0-0#3: no answer within 200 s" in caplog.text
     assert "sample 0-0#4: SystemExit: 1" in caplog.text
-    assert "sample 0-0#5: ValueError: returned nan; want a finite number" in caplog.text
-    assert "sample 0-0#6: TypeError: returned None, a NoneType; want a number" in caplog.text
+    assert "sample 0-0#5: ValueError: returned nan; expected a finite number" in caplog.text
+    assert "sample 0-0#6: TypeError: returned None, a NoneType; expected a number" in caplog.text
 
 
 def test_a_sample_has_as_long_as_the_settings_say(fn, caplog):
@@ -232,7 +232,7 @@ def test_the_pool_can_be_stopped_twice_and_before_it_starts(fn):
 
 
 def test_a_wrong_function_is_refused_before_any_process_starts(tmp_path):
-    with pytest.raises(ValueError, match="reward.fn=exakt: want one of exact"):
+    with pytest.raises(ValueError, match="reward.fn=exakt: expected one of exact"):
         RewardPool("exakt")
 
 

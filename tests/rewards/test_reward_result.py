@@ -25,19 +25,19 @@ def test_a_dict_gives_a_score_and_further_numbers():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, {"score": -math.inf}])
 def test_a_reward_that_is_not_finite_is_refused(value):
-    with pytest.raises(ValueError, match="want a finite number"):
+    with pytest.raises(ValueError, match="expected a finite number"):
         to_result(value)
 
 
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        (None, "returned None, a NoneType; want a number or a dict with 'score'"),
-        ("1", "returned '1', a str; want a number"),
-        ([1.0, 2.0], "a list; want a number"),
-        (torch.zeros(2), "a Tensor; want a number"),
-        (np.zeros(2), "a ndarray; want a number"),
-        ({"acc": 1}, r"returned a dict with the keys \['acc'\]; want 'score' among them"),
+        (None, "returned None, a NoneType; expected a number or a dict with 'score'"),
+        ("1", "returned '1', a str; expected a number"),
+        ([1.0, 2.0], "a list; expected a number"),
+        (torch.zeros(2), "a Tensor; expected a number"),
+        (np.zeros(2), "a ndarray; expected a number"),
+        ({"acc": 1}, r"returned a dict with the keys \['acc'\]; expected 'score' among them"),
         ({"score": "1"}, "returned '1', a str"),
     ],
 )

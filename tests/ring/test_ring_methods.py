@@ -116,9 +116,9 @@ def test_remax_full_kl_correction_and_dynamic_sampling_together(
         assert (dropped > 0) == (steps(run, "rollout/gen_batches")[step] > 1)
     returns, advantages = steps(run, "critic/returns/mean"), steps(run, "critic/advantages/mean")
     for step, batch in enumerate(estimated, 1):
-        greedy = batch.rows["greedy_score"]
+        greedy = batch.per_sequence["greedy_score"]
         assert greedy.min() >= 1 / 6, "at least one token"
-        per_prompt = [greedy[batch.rows["group"] == group].unique().tolist() for group in range(4)]
+        per_prompt = [greedy[batch.per_sequence["group"] == group].unique().tolist() for group in range(4)]
         assert [len(scores) for scores in per_prompt] == [1] * 4, "the same for every sample of a prompt"
         of_tokens = greedy[batch.segment_ids][batch.columns["response_mask"] != 0]
         assert returns[step] - advantages[step] == pytest.approx(float(of_tokens.mean()), abs=1e-5)
@@ -225,10 +225,10 @@ def check_token_baselines(batch: Batch) -> None:
     assert all(((s >= p**2 - 1e-6) & (s < 1)).all() for s, p in zip(squares, chosen, strict=True))
     weights = [(1 - 2 * p + s).cumsum(0) for p, s in zip(chosen, squares, strict=True)]
     returns, advantages = live("returns"), live("advantages")
-    assert all((score == G).all() for G, score in zip(returns, batch.rows["score"].double(), strict=True))
+    assert all((score == G).all() for G, score in zip(returns, batch.per_sequence["score"].double(), strict=True))
     assert any(A.max() - A.min() > 1e-4 for A in advantages)
-    for group in batch.rows["group"].unique():
-        members = [i for i, of in enumerate(batch.rows["group"]) if of == group]
+    for group in batch.per_sequence["group"].unique():
+        members = [i for i, of in enumerate(batch.per_sequence["group"]) if of == group]
         for t in range(max(len(returns[i]) for i in members)):
             reach = [i for i in members if len(returns[i]) > t]
             total = sum(float(weights[i][t]) for i in reach)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.group import RankError, Reply
-from megarl.roles.handles import Actor, Critic, Packing, Reference, Servers, Update
+from megarl.roles.handles import Actor, Critic, Packing, PushSettings, Reference, Update
 from megarl.sample import Batch, Stat, token_positions
 
 Payload = dict[str, Tensor]
@@ -152,8 +152,8 @@ def test_statistics_are_merged_over_replicas_and_steps() -> None:
     stats = make_actor(group).update(make_batch(4))
     # Each step's weights sum to 1; replica 0 reports 1 and replica 1 reports 2, each for its tokens.
     shares = [float(p["weight"].sum()) for _, _, payloads in group.calls for p in payloads]
-    want = (shares[0] + 2 * shares[1] + shares[2] + 2 * shares[3]) / 2
-    assert stats["actor/loss"].result() == pytest.approx(want)
+    expected = (shares[0] + 2 * shares[1] + shares[2] + 2 * shares[3]) / 2
+    assert stats["actor/loss"].result() == pytest.approx(expected)
     assert stats["actor/loss"].weight == pytest.approx(2.0)
     assert stats["actor/largest"].result() == 5
     assert stats["actor/grad_norm"].result() == pytest.approx(2.5), "the mean of 2 and 3: once a step, not a replica"
@@ -337,7 +337,7 @@ def test_a_replica_that_ran_dummies_only_answers_with_no_column() -> None:
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:
     group: Any = NotingGroup(1, trained())
-    with pytest.raises(ValueError, match=r"^ppo_max_token_len_per_gpu=4: sequence 1 has 5 tokens; want"):
+    with pytest.raises(ValueError, match=r"^ppo_max_token_len_per_gpu=4: sequence 1 has 5 tokens; expected"):
         Reference("ref", group, Packing(max_tokens=4)).log_probs(make_batch(1))
 
 
@@ -349,7 +349,7 @@ def test_plain_numbers_travel_to_the_ranks() -> None:
     actor = make_actor(group)
     assert actor.load("folder", dtype="bfloat16", optim={"lr": 0.1}, plugins=("mine.py",)) == 7
     assert actor.hidden_size == 16, "for packing"
-    assert actor.push(Servers(("http://a",), "secret", pause_mode="in_place"), 3) == {"version": 3}
+    assert actor.push(PushSettings(("http://a",), "secret", pause_mode="in_place"), 3) == {"version": 3}
     actor.save(Path("x"))
     actor.restore(Path("x"))
     actor.export(Path("y"))
@@ -373,5 +373,5 @@ def test_payloads_of_a_plan_rebuild_the_batch() -> None:
     make_actor(group, prompts_per_step=4).update(batch)
     payloads = group.calls[0][2]
     got = sorted(sequence for payload in payloads for sequence in sequences(payload))
-    want = [batch.tokens[token_positions(batch.lengths, torch.tensor([i]))].tolist() for i in range(8)]
-    assert got == sorted(want)
+    expected = [batch.tokens[token_positions(batch.lengths, torch.tensor([i]))].tolist() for i in range(8)]
+    assert got == sorted(expected)

@@ -17,7 +17,7 @@ from transformers import Qwen3ForCausalLM
 
 from megarl.rollout.collect import collect_group, for_prompt
 from megarl.rollout.collector import pack, unpack
-from megarl.rollout.collector_client import Stream, StreamError
+from megarl.rollout.collector_client import CollectorClient, CollectorError
 from megarl.rollout.pool import RolloutFailed
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, VersionSpan
@@ -69,28 +69,30 @@ def prompts(count, first=0, ground_truth=None):
 
 
 @pytest.fixture
-def make_stream(cpu_served, tmp_path):
+def make_collector(cpu_served, tmp_path):
     streams = []
 
     def make(**options):
         settings = {"urls": [cpu_served.url], "token": cpu_served.token, "timeout_s": 200}
         settings |= {"make_scorer": partial(Scorer, bonus=0.5), **options}
-        stream = Stream(tokenizer_path=cpu_served.model_path, log_path=tmp_path / "collector.log", **settings)
-        streams.append(stream)
-        return stream
+        collector = CollectorClient(
+            tokenizer_path=cpu_served.model_path, log_path=tmp_path / "collector.log", **settings
+        )
+        streams.append(collector)
+        return collector
 
     yield make
-    for stream in streams:
-        stream.close()
+    for collector in streams:
+        collector.close()
 
 
-def test_groups_come_back_in_the_order_of_their_prompts_and_tickets_in_any(server, make_stream):
-    stream = make_stream()
+def test_groups_come_back_in_the_order_of_their_prompts_and_tickets_in_any(server, make_collector):
+    collector = make_collector()
     progress = []
-    first = stream.submit(prompts(20), n=3, params=PARAMS)
-    second = stream.submit(prompts(5, first=20), n=2, params=PARAMS)
-    late = stream.next(second, timeout_s=200)
-    early = stream.next(first, lambda done, total: progress.append((done, total)), timeout_s=200)
+    first = collector.submit(prompts(20), n=3, params=PARAMS)
+    second = collector.submit(prompts(5, first=20), n=2, params=PARAMS)
+    late = collector.next(second, timeout_s=200)
+    early = collector.next(first, lambda done, total: progress.append((done, total)), timeout_s=200)
     assert [group[0].prompt.uid for group in [*early, *late]] == [f"0-{i}" for i in range(25)]
     assert {len(group) for group in early} == {3} and {len(group) for group in late} == {2}
     assert all(done <= total == 20 for done, total in progress)
@@ -101,29 +103,29 @@ def test_groups_come_back_in_the_order_of_their_prompts_and_tickets_in_any(serve
         visible = [ALPHABET[token - 2] for token in sample.completion.token_ids if token >= 2]
         assert sample.completion.text == "".join(visible), "special tokens are no text"
     with pytest.raises(KeyError):
-        stream.next(first)
+        collector.next(first)
 
-    again = stream.next(stream.submit(prompts(20), n=3, params=PARAMS))
+    again = collector.next(collector.submit(prompts(20), n=3, params=PARAMS))
     for group, same in zip(early, again, strict=True):
         assert [s.completion.token_ids for s in group] == [s.completion.token_ids for s in same]
 
-    aborted = stream.submit(prompts(1), n=2, params=SamplingParams(max_new_tokens=3000, ignore_eos=True))
+    aborted = collector.submit(prompts(1), n=2, params=SamplingParams(max_new_tokens=3000, ignore_eos=True))
     deadline = time.monotonic() + 200
     while not server.engine.server_info()["internal_states"][0]["num_running_reqs"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     server.engine.abort(everything=True)
-    (lost,) = stream.next(aborted, timeout_s=200)
+    (lost,) = collector.next(aborted, timeout_s=200)
     assert isinstance(lost, LostRollout) and "2 of 2 completions were aborted" in lost.reason
 
-    ticket = stream.submit(prompts(1, ground_truth="slow"), n=1, params=PARAMS)
-    with pytest.raises(StreamError, match=r"0 of 1 prompts within 0\.2 s.*collector\.log"):
-        stream.next(ticket, timeout_s=0.2)
-    os.kill(stream.pid, signal.SIGKILL)
-    with pytest.raises(StreamError, match=r"ended with exit code -9.*collector\.log"):
-        stream.next(ticket, timeout_s=200)
-    with pytest.raises(StreamError, match="exit code -9"):
-        stream.submit(prompts(1), n=1, params=PARAMS)
+    ticket = collector.submit(prompts(1, ground_truth="slow"), n=1, params=PARAMS)
+    with pytest.raises(CollectorError, match=r"0 of 1 prompts within 0\.2 s.*collector\.log"):
+        collector.next(ticket, timeout_s=0.2)
+    os.kill(collector.pid, signal.SIGKILL)
+    with pytest.raises(CollectorError, match=r"ended with exit code -9.*collector\.log"):
+        collector.next(ticket, timeout_s=200)
+    with pytest.raises(CollectorError, match="exit code -9"):
+        collector.submit(prompts(1), n=1, params=PARAMS)
 
 
 @torch.inference_mode()
@@ -135,9 +137,9 @@ def likeliest_tokens(model, prompt_ids, count):
     return ids[len(prompt_ids) :]
 
 
-def test_the_greedy_completion_that_a_server_writes_is_the_likeliest_one(server, make_stream):
-    stream = make_stream(make_scorer=Reader)
-    groups = stream.next(stream.submit(prompts(6), n=3, params=PARAMS, greedy=True), timeout_s=200)
+def test_the_greedy_completion_that_a_server_writes_is_the_likeliest_one(server, make_collector):
+    collector = make_collector(make_scorer=Reader)
+    groups = collector.next(collector.submit(prompts(6), n=3, params=PARAMS, greedy=True), timeout_s=200)
     model = Qwen3ForCausalLM.from_pretrained(server.model_path, dtype=torch.float32).eval()
     for group in groups:
         (greedy,) = {sample.greedy_reward for sample in group}
@@ -146,11 +148,11 @@ def test_the_greedy_completion_that_a_server_writes_is_the_likeliest_one(server,
     assert any(sample.reward != sample.greedy_reward for group in groups for sample in group), "the others are drawn"
 
 
-def test_a_broken_reward_reaches_the_driver_as_one_error(server, make_stream):
-    stream = make_stream()
-    ticket = stream.submit([*prompts(3), *prompts(1, ground_truth="boom")], n=1, params=PARAMS)
-    with pytest.raises(StreamError, match=r"RuntimeError: the reward is broken.*collector\.log"):
-        stream.next(ticket, timeout_s=200)
+def test_a_broken_reward_reaches_the_driver_as_one_error(server, make_collector):
+    collector = make_collector()
+    ticket = collector.submit([*prompts(3), *prompts(1, ground_truth="boom")], n=1, params=PARAMS)
+    with pytest.raises(CollectorError, match=r"RuntimeError: the reward is broken.*collector\.log"):
+        collector.next(ticket, timeout_s=200)
 
 
 class FakePool:

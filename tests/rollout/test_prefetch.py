@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.prefetch import Feed, Filter
+from megarl.rollout.prefetch import Filter, Prefetcher
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 
@@ -29,7 +29,7 @@ class Numbers:
 
 
 class Written:
-    """Stands for a Stream: `scores(i)` are the rewards of the group of prompt i, None loses it."""
+    """Stands for a CollectorClient: `scores(i)` are the rewards of the group of prompt i, None loses it."""
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
@@ -50,11 +50,13 @@ class Written:
         return [Sample(prompt, completion, score, {"acc": -score}) for score in scores]
 
 
-def feed(scores: Scores, *, ahead: int = 0, num_steps: int = 9, first: int = 0, **how: Any) -> tuple[Feed, Written]:
-    stream, params = Written(scores), SamplingParams(sampling_seed=7)
+def prefetcher(
+    scores: Scores, *, ahead: int = 0, num_steps: int = 9, first: int = 0, **how: Any
+) -> tuple[Prefetcher, Written]:
+    collector, params = Written(scores), SamplingParams(sampling_seed=7)
     source = Numbers(first)
     sizes = {"num_prompts": 4, "n": 2, "first_step": 0, "num_steps": num_steps}
-    return Feed(stream, source, params=params, ahead=ahead, **sizes, **how), stream  # type: ignore[arg-type]
+    return Prefetcher(collector, source, params=params, ahead=ahead, **sizes, **how), collector  # type: ignore[arg-type]
 
 
 def numbers(groups: list[list[Sample]]) -> list[int]:
@@ -66,36 +68,36 @@ def odd_differ(number: int) -> list[float]:
 
 
 def test_without_a_filter_every_group_counts() -> None:
-    asking, stream = feed(odd_differ)
+    asking, collector = prefetcher(odd_differ)
     first, second = asking.next(), asking.next()
     assert (numbers(first.groups), numbers(second.groups)) == ([0, 1, 2, 3], [4, 5, 6, 7])
     assert (first.position, second.position) == ({"position": 4}, {"position": 8})
     assert first.metrics == {"rollout/lost": 0.0}
-    seeds = [how["params"].sampling_seed for _, how in stream.asked]
+    seeds = [how["params"].sampling_seed for _, how in collector.asked]
     assert seeds == [7 * 1_000_003, 7 * 1_000_003 + 1]
-    assert [(how["n"], how["greedy"]) for _, how in stream.asked] == [(2, False)] * 2
+    assert [(how["n"], how["greedy"]) for _, how in collector.asked] == [(2, False)] * 2
 
 
 def test_greedy_completions_are_asked_for_where_they_are_wanted() -> None:
-    asking, stream = feed(odd_differ, greedy=True)
+    asking, collector = prefetcher(odd_differ, greedy=True)
     asking.next()
-    assert stream.asked[0][1]["greedy"] is True
+    assert collector.asked[0][1]["greedy"] is True
 
 
 def test_groups_that_are_all_alike_are_dropped_and_others_take_their_place() -> None:
-    asking, stream = feed(odd_differ, keep=Filter())
+    asking, collector = prefetcher(odd_differ, keep=Filter())
     found = asking.next()
     assert numbers(found.groups) == [1, 3, 5, 7]
-    assert [asked for asked, _ in stream.asked] == [[0, 1, 2, 3], [4, 5, 6, 7]], "half are kept, so 4 for a gap of 2"
+    assert [asked for asked, _ in collector.asked] == [[0, 1, 2, 3], [4, 5, 6, 7]], "half are kept, so 4 for a gap of 2"
     assert found.metrics == {"rollout/lost": 0.0, "rollout/dropped_share": 0.5, "rollout/gen_batches": 2.0}
     assert found.position == {"position": 8}
-    seeds = {how["params"].sampling_seed for _, how in stream.asked}
+    seeds = {how["params"].sampling_seed for _, how in collector.asked}
     assert len(seeds) == 1, "one iteration, one seed; prompts differ by their uid"
     assert numbers(asking.next().groups) == [9, 11, 13, 15]
 
 
 def test_what_is_more_than_an_iteration_wants_is_left_out() -> None:
-    asking, _ = feed(lambda number: [0.0, float(number in (0, 1, 2) or number > 3)], keep=Filter())
+    asking, _ = prefetcher(lambda number: [0.0, float(number in (0, 1, 2) or number > 3)], keep=Filter())
     found = asking.next()
     assert numbers(found.groups) == [0, 1, 2, 4]
     assert found.position == {"position": 6}, "three of four were kept, so two prompts for a gap of one"
@@ -103,29 +105,29 @@ def test_what_is_more_than_an_iteration_wants_is_left_out() -> None:
 
 
 def test_without_a_refill_the_rest_is_the_iteration_even_if_nothing_is_left() -> None:
-    asking, stream = feed(lambda number: [0.0, float(number == 2)], keep=Filter(refill=False))
+    asking, collector = prefetcher(lambda number: [0.0, float(number == 2)], keep=Filter(refill=False))
     assert numbers(asking.next().groups) == [2]
     empty = asking.next()
     assert empty.groups == []
     assert empty.metrics["rollout/dropped_share"] == 1.0
-    assert len(stream.asked) == 2
+    assert len(collector.asked) == 2
 
 
 def test_a_bound_on_generation_batches_ends_in_one_clear_sentence() -> None:
-    asking, stream = feed(lambda number: [0.0, float(number == 2)], keep=Filter(max_batches=3))
+    asking, collector = prefetcher(lambda number: [0.0, float(number == 2)], keep=Filter(max_batches=3))
     with pytest.raises(RuntimeError) as caught:
         asking.next()
     assert str(caught.value).startswith(
         "algorithm.filter_groups.max_num_gen_batches=3: 1 of 12 groups had completions of different score, and an "
-        "iteration wants 4; want prompts that are neither solved nor hopeless"
+        "iteration needs 4; expected prompts that are neither solved nor hopeless"
     )
-    assert len(stream.asked) == 3
+    assert len(collector.asked) == 3
 
 
 def test_a_metric_may_be_a_further_number_of_the_reward() -> None:
-    asking, _ = feed(odd_differ, keep=Filter("acc"))
+    asking, _ = prefetcher(odd_differ, keep=Filter("acc"))
     assert numbers(asking.next().groups) == [1, 3, 5, 7]
-    asking, _ = feed(odd_differ, keep=Filter("fluency"))
+    asking, _ = prefetcher(odd_differ, keep=Filter("fluency"))
     with pytest.raises(ValueError, match=r"metric=fluency: the reward of sample 0-0#0 has no number .*\(here: acc\)$"):
         asking.next()
 
@@ -138,46 +140,46 @@ def test_a_sample_whose_reward_failed_counts_as_0() -> None:
 
 
 def test_lost_prompts_are_replaced_too_and_an_iteration_that_lost_all_stops_the_run() -> None:
-    asking, _ = feed(lambda number: None if number == 1 else [0.0, 1.0], keep=Filter())
+    asking, _ = prefetcher(lambda number: None if number == 1 else [0.0, 1.0], keep=Filter())
     found = asking.next()
     assert numbers(found.groups) == [0, 2, 3, 4]
     assert found.metrics["rollout/lost"] == 1.0
-    asking, _ = feed(lambda number: None)
+    asking, _ = prefetcher(lambda number: None)
     with pytest.raises(RuntimeError, match="^all 4 prompts of an iteration were lost; the first: no server$"):
         asking.next()
 
 
 def test_ahead_of_the_training_no_prompt_is_left_out_by_a_resumed_run() -> None:
-    asking, stream = feed(odd_differ, ahead=1, keep=Filter())
+    asking, collector = prefetcher(odd_differ, ahead=1, keep=Filter())
     first = asking.next()
-    assert [asked for asked, _ in stream.asked] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [asked for asked, _ in collector.asked] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert numbers(first.groups) == [1, 3, 9, 11], "the second iteration was under way already"
     assert first.position == {"position": 4}, "where that one begins"
     second = asking.next()
     assert numbers(second.groups) == [5, 7, 17, 19]
     assert second.position == {"position": 12}
 
-    again, _ = feed(odd_differ, ahead=1, keep=Filter(), first=first.position["position"])
+    again, _ = prefetcher(odd_differ, ahead=1, keep=Filter(), first=first.position["position"])
     assert numbers(again.next().groups)[:2] == [5, 7]
 
 
 def test_a_resumed_feed_asks_for_what_the_first_would_have_asked_for() -> None:
-    asking, stream = feed(odd_differ, keep=Filter())
+    asking, collector = prefetcher(odd_differ, keep=Filter())
     asking.next()
     position = asking.next().position
     third = asking.next()
     resumed = Written(odd_differ)
     params = SamplingParams(sampling_seed=7)
-    again = Feed(
+    again = Prefetcher(
         resumed, Numbers(position["position"]), num_prompts=4, n=2, params=params, ahead=0, first_step=2, num_steps=9,
         keep=Filter(),
     )  # type: ignore[arg-type]  # fmt: skip
     assert again.next() == third
-    assert resumed.asked == stream.asked[4:]
+    assert resumed.asked == collector.asked[4:]
 
 
 def test_nothing_is_asked_beyond_the_last_iteration() -> None:
-    asking, stream = feed(odd_differ, ahead=3, num_steps=2)
+    asking, collector = prefetcher(odd_differ, ahead=3, num_steps=2)
     asking.next()
-    assert len(stream.asked) == 2
+    assert len(collector.asked) == 2
     assert asking.next().position == {"position": 8}

@@ -81,7 +81,7 @@ def test_an_empty_completion_has_no_version():
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
-        ([item(), item()], "holds 2 completions, want 1"),
+        ([item(), item()], "holds 2 completions, expected 1"),
         ({"output_ids": [1]}, "meta_info"),
         (item(weight_version="default"), "--weight-version"),
         (item(spans=[("3", 0, 1)]), "do not cover"),

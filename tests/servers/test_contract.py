@@ -17,7 +17,7 @@ import pytest
 from safetensors import safe_open
 from tiny_server import PARAMS
 
-from megarl.rollout.client import EngineError
+from megarl.rollout.client import ServerError
 from megarl.rollout.protocol import (
     Route,
     SamplingParams,
@@ -242,7 +242,7 @@ def test_an_update_in_mid_generation_shows_in_the_version_spans(server, backgrou
 
 
 def test_retraction_is_counted_and_keeps_the_tokens(server, background):
-    want = generate(server, params=LONG_GREEDY)[0]
+    expected = generate(server, params=LONG_GREEDY)[0]
     body = generate_body(PROMPT, 1, LONG_GREEDY, "r")
     future = background.submit(server.ask, Route.GENERATE, body)
     wait_until_running(server)
@@ -251,8 +251,8 @@ def test_retraction_is_counted_and_keeps_the_tokens(server, background):
     reply = future.result(timeout=LIMIT_S).json()
     assert reply["meta_info"]["num_retractions"] == 1
     got = parse_completions(reply, 1)[0]
-    assert got.token_ids == want.token_ids
-    assert got.log_probs == pytest.approx(want.log_probs, abs=1e-5)
+    assert got.token_ids == expected.token_ids
+    assert got.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
 
 
 def test_an_unknown_pause_mode_is_refused(server):
@@ -265,7 +265,7 @@ def test_flush_is_refused_while_requests_run(server, background):
     server.engine.flush_cache()
     future = background.submit(generate, server, 1, LONG)
     wait_until_running(server)
-    with pytest.raises(EngineError, match="answered 400"):
+    with pytest.raises(ServerError, match="answered 400"):
         server.engine.flush_cache()
     server.engine.abort(everything=True)
     future.result(timeout=LIMIT_S)
@@ -277,7 +277,7 @@ def test_an_update_that_would_flush_running_requests_is_refused(server, backgrou
     wait_until_running(server)
     server.engine.pause("in_place")
     before = server.engine.checksums()
-    with pytest.raises(EngineError, match="answered 400"):
+    with pytest.raises(ServerError, match="answered 400"):
         server.engine.update_from_disk(server.other_path, version=1, flush_cache=True)
     if server.variant.engine == "cpu":  # SGLang refuses only the flush, when the weights are the new ones already
         assert server.engine.checksums() == before
@@ -297,16 +297,16 @@ def test_an_update_without_a_pause_waits_for_the_running_requests(server, backgr
 def test_checksums_are_sha256_of_the_bytes_of_what_each_rank_holds(server):
     """SGLang keeps some tensors of the folder under their names, and others as parts of larger ones."""
     with safe_open(f"{server.model_path}/model.safetensors", framework="pt") as file:
-        want = {name: tensor_digest(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        expected = {name: tensor_digest(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     for engine in server.engine.engines:
         ranks = engine.rank_checksums()
         assert len(ranks) == server.variant.tensor_parallel_size
         for checksums in ranks:
-            whole = [name for name in want if name in checksums and is_whole(server, name)]
+            whole = [name for name in expected if name in checksums and is_whole(server, name)]
             assert len(whole) >= 9
-            assert {name: checksums[name] for name in whole} == {name: want[name] for name in whole}
+            assert {name: checksums[name] for name in whole} == {name: expected[name] for name in whole}
     if server.variant.engine == "cpu":
-        assert server.engine.checksums() == want
+        assert server.engine.checksums() == expected
 
 
 def is_whole(server, name):
@@ -341,7 +341,7 @@ def test_update_from_disk_changes_what_is_written_and_its_stamp(server):
 
 def test_update_from_a_missing_folder_is_refused_and_changes_nothing(server):
     before = server.engine.checksums()
-    with pytest.raises(EngineError, match="400.*no_such_folder"):
+    with pytest.raises(ServerError, match="400.*no_such_folder"):
         server.engine.update_from_disk("/no_such_folder", version=1)
     assert server.engine.checksums() == before
     assert server.engine.model_info()["weight_version"] == "0"
@@ -378,7 +378,7 @@ def test_update_routes_want_a_session_where_there_are_sessions(server):
 
 
 def test_leaving_a_group_that_was_never_joined_is_refused(server):
-    with pytest.raises(EngineError, match="answered 400"):
+    with pytest.raises(ServerError, match="answered 400"):
         server.engine.destroy_group("nobody")
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from megarl.rollout.client import EngineError
+from megarl.rollout.client import ServerError
 from megarl.rollout.protocol import DTYPE_NAMES
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.sockets import listen
@@ -37,7 +37,7 @@ def tensors(server):
 
 
 @pytest.fixture
-def want(server):
+def expected(server):
     """Checksums of a server that read the other folder itself; the first weights are back."""
     server.engine.update_from_disk(server.other_path, version=1)
     checksums = server.engine.checksums()
@@ -92,7 +92,7 @@ def in_shared_memory(tensors, num_ranks):
 
 
 @pytest.mark.parametrize("flattened", [False, True])
-def test_what_is_broadcast_is_what_every_server_then_holds(server, tensors, want, background, flattened):
+def test_what_is_broadcast_is_what_every_server_then_holds(server, tensors, expected, background, flattened):
     for engine in server.engine.engines:
         with weight_group(engine, server.variant.tensor_parallel_size, background) as (name, group):
             engine.pause("retract")
@@ -100,24 +100,24 @@ def test_what_is_broadcast_is_what_every_server_then_holds(server, tensors, want
             broadcast_to(engine, name, group, tensors, background, version=9, flattened=flattened)
             engine.end_update()
             engine.resume()
-        assert engine.checksums() == want
+        assert engine.checksums() == expected
         assert engine.model_info()["weight_version"] == "9"
 
 
-def test_buckets_without_a_version_leave_the_stamp_until_the_last(server, tensors, want, background):
+def test_buckets_without_a_version_leave_the_stamp_until_the_last(server, tensors, expected, background):
     engine, halves = server.engine.engines[0], [dict(list(tensors.items())[:5]), dict(list(tensors.items())[5:])]
     with weight_group(engine, server.variant.tensor_parallel_size, background) as (name, group):
         engine.begin_update()
         broadcast_to(engine, name, group, halves[0], background, flattened=True, flush_cache=False)
         assert engine.model_info()["weight_version"] == "0"
-        assert engine.checksums() not in (server.checksums, want)
+        assert engine.checksums() not in (server.checksums, expected)
         broadcast_to(engine, name, group, halves[1], background, flattened=True, version=2)
         engine.end_update()
     assert engine.model_info()["weight_version"] == "2"
-    assert engine.checksums() == want
+    assert engine.checksums() == expected
 
 
-def test_a_bucket_in_shared_memory_is_what_every_server_then_holds(server, tensors, want):
+def test_a_bucket_in_shared_memory_is_what_every_server_then_holds(server, tensors, expected):
     for engine in server.engine.engines:
         texts, _bucket = in_shared_memory(tensors, server.variant.tensor_parallel_size)
         engine.pause("retract")
@@ -125,7 +125,7 @@ def test_a_bucket_in_shared_memory_is_what_every_server_then_holds(server, tenso
         engine.update_from_tensor(texts, version=11)
         engine.end_update()
         engine.resume()
-        assert engine.checksums() == want
+        assert engine.checksums() == expected
         assert engine.model_info()["weight_version"] == "11"
 
 
@@ -135,7 +135,7 @@ def test_shared_memory_outside_a_session_is_refused_where_there_are_sessions(ser
         server.engine.update_from_tensor(texts, version=3)
         assert server.engine.checksums() != server.checksums
         return
-    with pytest.raises(EngineError, match="400"):
+    with pytest.raises(ServerError, match="400"):
         server.engine.update_from_tensor(texts, version=3)
     assert server.engine.checksums() == server.checksums
     assert server.engine.model_info()["weight_version"] == "0"

@@ -91,7 +91,7 @@ def test_one_of_no_use_is_tried_again_but_not_ended(foreign: Foreign) -> None:
 
 @pytest.mark.parametrize("url", ["gpu7:30000", "http://gpu7", "https://gpu7:1", "http://gpu7:1/v1", "http://gpu7:x"])
 def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match=r"rollout.urls: .* is none; want http://HOST:PORT"):
+    with pytest.raises(ValueError, match=r"rollout.urls: .* is none; expected http://HOST:PORT"):
         place(url)
 
 
@@ -106,7 +106,7 @@ class FakeHandle:
     def exit_code(self) -> int | None:
         return self.code
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         return f"\n    said on {self.launch.host}"
 
     def ask_to_end(self) -> None:

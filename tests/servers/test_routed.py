@@ -10,7 +10,7 @@ A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 
 
 class Notes:
-    """A router and a stream that write down what they are told."""
+    """A router and a collector that write down what they are told."""
 
     url = ROUTER
 

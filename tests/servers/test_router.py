@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tiny_server import CURRENT, TOKEN, sglang_of
 
-from megarl.rollout.client import Engine
+from megarl.rollout.client import ServerClient
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import Route, SamplingParams, generate_body
 from megarl.servers.launch import EngineLaunch
@@ -30,7 +30,7 @@ def servers(model_path, tmp_path_factory):
     """Server number i writes at version i."""
     with Servers([EngineLaunch("cpu", model_path)] * 2, TOKEN, tmp_path_factory.mktemp("logs")) as servers:
         servers.start()
-        Engine(servers.urls[1], TOKEN).update_from_disk(model_path, version=1)
+        ServerClient(servers.urls[1], TOKEN).update_from_disk(model_path, version=1)
         yield servers
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_server import CURRENT, ROOT, TOKEN, sglang_of
 
-from megarl.rollout.client import Engine
+from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Route, SamplingParams, generate_body, parse_completions
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers, State, Supervision
@@ -37,8 +37,8 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(any_server, refe
             ids = torch.tensor([prompt + completion.token_ids])
             with torch.no_grad():
                 log_probs = torch.log_softmax(reference(ids).logits[0, len(prompt) - 1 : -1] / temperature, dim=-1)
-            want = log_probs.gather(1, ids[0, len(prompt) :, None])[:, 0]
-            worst = max(worst, (want - torch.tensor(completion.log_probs)).abs().max().item())
+            expected = log_probs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            worst = max(worst, (expected - torch.tensor(completion.log_probs)).abs().max().item())
     assert 0 < worst < TOLERANCE
 
 
@@ -73,7 +73,7 @@ def events_until(servers, count):
 def test_a_server_whose_scheduler_dies_is_started_again_with_the_folders_weights(model_path, other_path, tmp_path):
     with Servers([launch_of(model_path)], TOKEN, tmp_path, Supervision(rest_s=0.1)) as servers:
         servers.start()
-        engine = Engine(servers.urls[0], TOKEN)
+        engine = ServerClient(servers.urls[0], TOKEN)
         first = engine.checksums()
         engine.update_from_disk(other_path, version=4)
         processes = family(servers.pids[0])

@@ -17,7 +17,7 @@ import pytest
 from tiny_server import TOKEN
 
 from megarl.hf_server import main
-from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.servers.engines import ENGINES
@@ -89,7 +89,7 @@ def test_the_cpu_engine_has_no_tensor_parallelism():
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(ValueError, match="rollout.engine='cpi': want one of cpu, sglang"):
+    with pytest.raises(ValueError, match="rollout.engine='cpi': expected one of cpu, sglang"):
         Servers([EngineLaunch("cpi", "/m")], TOKEN, "/tmp")
 
 
@@ -305,7 +305,7 @@ def test_one_of_two_servers_is_killed_and_the_work_goes_on(server, model_path, t
                 os.kill(victim, signal.SIGKILL)
                 return await asyncio.gather(*tasks)
 
-        with closing(Engine(servers.urls[0], TOKEN)) as engine:
+        with closing(ServerClient(servers.urls[0], TOKEN)) as engine:
             answers = asyncio.run(work(engine))
         assert all(len(completion.token_ids) == 200 for answer in answers for completion in answer)
         with pytest.raises(ServerDied, match=rf"server 0 \(pid {victim}\) ended with exit code -9.*server_0\.log"):
@@ -338,9 +338,9 @@ def test_a_child_ends_with_a_parent_that_is_killed(tmp_path):
 
 
 def test_engine_errors_are_one_sentence_with_url_route_and_status(server):
-    with pytest.raises(EngineError, match=rf"^{server.url}/model_info answered 401: Unauthorized$") as caught:
-        Engine(server.url, "wrong").model_info()
+    with pytest.raises(ServerError, match=rf"^{server.url}/model_info answered 401: Unauthorized$") as caught:
+        ServerClient(server.url, "wrong").model_info()
     assert (caught.value.route, caught.value.status) == ("/model_info", 401)
     (port,) = free_ports(["127.0.0.1"])
-    with pytest.raises(EngineError, match=rf"127\.0\.0\.1:{port}/health failed: ConnectError"):
-        Engine(f"http://127.0.0.1:{port}", "").health()
+    with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port}/health failed: ConnectError"):
+        ServerClient(f"http://127.0.0.1:{port}", "").health()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from megarl.rollout.client import EngineError
+from megarl.rollout.client import ServerError
 from megarl.rollout.protocol import DTYPE_NAMES, Route, tensor_digest
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.sockets import listen
@@ -89,8 +89,8 @@ def test_buckets_without_a_version_leave_the_stamp_until_the_last(server, link):
     ("change", "words"),
     [
         ({"names": ["model.norm.weight", "model.nrom.weight"]}, r"model\.nrom\.weight: unknown"),
-        ({"shapes": [[32], [31]]}, r"input_layernorm\.weight: shape \[31\], want \[32\]"),
-        ({"dtypes": ["float32", "bfloat16"]}, r"input_layernorm\.weight: dtype bfloat16, want float32"),
+        ({"shapes": [[32], [31]]}, r"input_layernorm\.weight: shape \[31\], expected \[32\]"),
+        ({"dtypes": ["float32", "bfloat16"]}, r"input_layernorm\.weight: dtype bfloat16, expected float32"),
         ({"shapes": [[32]]}, "2 names, 2 dtypes, 1 shapes"),
         ({"load_format": "direct"}, "load_format='direct'"),
         ({"group_name": "nobody"}, "group_name='nobody'"),
@@ -103,7 +103,7 @@ def test_a_wrong_update_is_refused_before_any_broadcast_and_changes_nothing(serv
     body = {"names": names, "dtypes": ["float32"] * 2, "shapes": [[32], [32]]}
     body["group_name"] = link.name
     server.engine.begin_update()
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(ServerError, match=words):
         server.engine._accepted(Route.UPDATE_FROM_DISTRIBUTED, {**body, **change})
     server.engine.end_update()
     assert server.engine.checksums() == before
@@ -133,8 +133,8 @@ def test_a_bucket_in_shared_memory_is_loaded_like_one_that_was_sent(server):
     ("change", "words"),
     [
         ({"tensors": {"model.nrom.weight": torch.zeros(32)}}, r"model\.nrom\.weight: unknown"),
-        ({"tensors": {"model.norm.weight": torch.zeros(31)}}, r"shape \[31\], want \[32\]"),
-        ({"count": 2}, "want one text, for the only rank"),
+        ({"tensors": {"model.norm.weight": torch.zeros(31)}}, r"shape \[31\], expected \[32\]"),
+        ({"count": 2}, "expected one text, for the only rank"),
         ({"text": "AAAA"}, "cannot be read"),
         ({"load_format": "direct"}, "load_format='direct'"),
         ({"load_format": "megarl.weights.push.receiver.load"}, "no list of named tensors"),
@@ -147,7 +147,7 @@ def test_a_wrong_update_from_tensors_is_refused_and_changes_nothing(server, chan
     texts = [change.get("text", text)] * change.get("count", 1)
     if change.get("session", True):
         server.engine.begin_update()
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(ServerError, match=words):
         server.engine.update_from_tensor(texts, load_format=change.get("load_format", "flattened_bucket"))
     if change.get("session", True):
         server.engine.end_update()
@@ -160,7 +160,7 @@ def test_a_wrong_update_from_tensors_is_refused_and_changes_nothing(server, chan
 )
 def test_a_wrong_group_is_refused(server, change, words):
     body = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(ServerError, match=words):
         server.engine._accepted(Route.INIT_GROUP, {**body, **change})
 
 

@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from megarl.rollout.client import Engine
+from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Route, auth_headers
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.router import Router
@@ -66,7 +66,7 @@ PARAMS = [pytest.param(name, id=name, marks=MARKS[name]) for name in VARIANTS]
 class EveryEngine:
     """Orders to all servers of a variant as if they were one `Engine`; a value is that of the first."""
 
-    def __init__(self, engines: list[Engine]) -> None:
+    def __init__(self, engines: list[ServerClient]) -> None:
         self.engines = engines
 
     def __getattr__(self, name: str) -> Any:
@@ -180,7 +180,7 @@ def running(variant: Variant, model_path: str, log_dir: Path) -> Iterator[Server
 def served_by(servers: Servers, variant: Variant, model_path: str, other_path: str, log_dir: Path) -> Iterator[Served]:
     """As many of these servers as the variant has, and its router."""
     urls = tuple(servers.urls[: variant.servers])
-    engine = EveryEngine([Engine(url, TOKEN, timeout_s=240) for url in urls])
+    engine = EveryEngine([ServerClient(url, TOKEN, timeout_s=240) for url in urls])
     with ExitStack() as stack:
         generate_urls = urls
         if variant.router:

@@ -15,7 +15,7 @@ from megarl.config import config_dir, load_config
 from megarl.plugins import load_plugins
 from megarl.rollout.prefetch import Filter
 from megarl.sample import Batch
-from megarl.trainer.algorithm import Method, make_method
+from megarl.trainer.algorithm import Algorithm, make_algorithm
 from megarl.trainer.run import check_vocabularies
 
 KL_LOSS = "actor.use_kl_loss=true actor.kl_loss_type="
@@ -23,8 +23,8 @@ KL_REWARD = "algorithm.use_kl_in_reward=true algorithm.kl_penalty="
 GDPO = "algorithm.adv_estimator=gdpo algorithm.reward_weights={reward:1,format:0.5}"
 
 
-def method_of(*words: str) -> Method:
-    return make_method(load(*words))
+def algorithm_of(*words: str) -> Algorithm:
+    return make_algorithm(load(*words))
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def method_of(*words: str) -> Method:
 def test_each_choice_asks_for_the_columns_it_reads(
     words: str, columns: tuple[str, ...], reads_reference: bool, reference_of_the_loss: str | None
 ) -> None:
-    method = method_of("rollout.n=2", *words.split())
-    assert method.columns == ("log_probs", *columns)
-    assert method.reads_reference == reads_reference
-    assert method.reference == ("ref" if "full_kl" in columns else None)
-    assert method.actor.reference == reference_of_the_loss
+    algorithm = algorithm_of("rollout.n=2", *words.split())
+    assert algorithm.columns == ("log_probs", *columns)
+    assert algorithm.reads_reference == reads_reference
+    assert algorithm.reference == ("ref" if "full_kl" in columns else None)
+    assert algorithm.actor.reference == reference_of_the_loss
 
 
 @pytest.mark.parametrize(
@@ -62,27 +62,27 @@ def test_each_choice_asks_for_the_columns_it_reads(
 def test_each_estimator_gets_its_critic_its_greedy_completions_or_its_rewards(
     words: str, critic: bool, greedy: bool, parts: tuple[str, ...]
 ) -> None:
-    method = method_of("rollout.n=2", *words.split())
-    assert (method.critic is not None, method.wants_greedy, method.reward_parts) == (critic, greedy, parts)
-    assert method.advantages["reward_weights"] == ((1.0, 0.5) if parts else ())
+    algorithm = algorithm_of("rollout.n=2", *words.split())
+    assert (algorithm.critic is not None, algorithm.wants_greedy, algorithm.reward_parts) == (critic, greedy, parts)
+    assert algorithm.advantages["reward_weights"] == ((1.0, 0.5) if parts else ())
 
 
 def test_rollout_correction_reaches_the_step_and_the_loss() -> None:
-    off = method_of()
+    off = algorithm_of()
     assert not off.actor.loss.use_rollout_weight  # type: ignore[union-attr]
     key = "algorithm.rollout_correction"
-    how = method_of(f"{key}.level=token", f"{key}.truncate=3", f"{key}.normalize=true")
+    how = algorithm_of(f"{key}.level=token", f"{key}.truncate=3", f"{key}.normalize=true")
     assert (how.correction.level, how.correction.truncate) == ("token", 3.0)
     assert how.actor.loss.use_rollout_weight  # type: ignore[union-attr]
     assert (how.actor.normalize, how.actor.bypass) == (True, False)
-    assert method_of(f"{key}.bypass=true").actor.bypass
+    assert algorithm_of(f"{key}.bypass=true").actor.bypass
 
 
 def test_dynamic_sampling_is_a_filter() -> None:
-    assert method_of("rollout.n=2").keep is None
+    assert algorithm_of("rollout.n=2").keep is None
     key = "algorithm.filter_groups"
     words = [f"{key}.enable=true", f"{key}.metric=acc", f"{key}.max_num_gen_batches=3"]
-    assert method_of("rollout.n=2", *words).keep == Filter("acc", refill=True, max_batches=3)
+    assert algorithm_of("rollout.n=2", *words).keep == Filter("acc", refill=True, max_batches=3)
 
 
 def test_overlong_answers_cost_and_truncated_ones_leave_the_step() -> None:
@@ -95,12 +95,12 @@ def test_overlong_answers_cost_and_truncated_ones_leave_the_step() -> None:
         {"response_mask": torch.tensor([0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1.0])},
         {"score": torch.tensor([1.0, 1.0, 1.0]), "truncated": torch.tensor([0.0, 0.0, 1.0])},
     )
-    shaped, stats = method_of(*words, "algorithm.overlong_filtering=true").shape(batch)
-    assert shaped.rows["score"].tolist() == [1.0, 0.75, 0.5]
+    shaped, stats = algorithm_of(*words, "algorithm.overlong_filtering=true").shape(batch)
+    assert shaped.per_sequence["score"].tolist() == [1.0, 0.75, 0.5]
     assert shaped.columns["keep"].tolist() == [1.0] * 8 + [0.0] * 6
     assert stats["reward/overlong_penalty"].result() == pytest.approx(-0.25)
     assert stats["reward/overlong_filtered"].result() == pytest.approx(1 / 3)
-    assert method_of().shape(batch) == (batch, {})
+    assert algorithm_of().shape(batch) == (batch, {})
 
 
 MINE = """
@@ -158,13 +158,13 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_an_estimator_of_ones_own_gets_what_it_asks_for(mine: str) -> None:
-    plain = method_of(mine, "algorithm.adv_estimator=method_plain", "algorithm.adv_estimator_args.how=slow")
+    plain = algorithm_of(mine, "algorithm.adv_estimator=method_plain", "algorithm.adv_estimator_args.how=slow")
     assert (plain.critic, plain.columns, plain.wants_greedy) == (None, ("log_probs",), False)
     assert plain.advantages["adv_estimator_args"] == {"how": "slow"}
-    valued = method_of(mine, "algorithm.adv_estimator=method_valued")
+    valued = algorithm_of(mine, "algorithm.adv_estimator=method_valued")
     assert valued.critic is not None
     assert (valued.columns, valued.wants_greedy) == (("log_probs", "sum_pi_squared"), True)
-    assert method_of(mine, "algorithm.adv_estimator=method_documented").critic is not None
+    assert algorithm_of(mine, "algorithm.adv_estimator=method_documented").critic is not None
 
 
 DEMANDING = (
@@ -174,17 +174,17 @@ DEMANDING = (
 
 
 def test_an_estimator_gets_data_that_the_run_makes_and_settings_that_it_asks_for(mine: str) -> None:
-    method = method_of(mine, *DEMANDING.split(), "algorithm.gamma=0.9", "algorithm.lam=0.5")
-    assert (method.reference, method.reward_parts) == ("ref", ("reward",))
-    assert (method.advantages["gamma"], method.advantages["lam"]) == (0.9, 0.5)
+    algorithm = algorithm_of(mine, *DEMANDING.split(), "algorithm.gamma=0.9", "algorithm.lam=0.5")
+    assert (algorithm.reference, algorithm.reward_parts) == ("ref", ("reward",))
+    assert (algorithm.advantages["gamma"], algorithm.advantages["lam"]) == (0.9, 0.5)
     modest = [mine, "algorithm.adv_estimator=method_modest"]
-    assert (method_of(*modest).reference, method_of(*modest).reward_parts) == (None, ())
-    assert method_of(*modest, "algorithm.reward_weights.odd=2").reward_parts == ("odd",)
-    assert method_of(mine, "algorithm.adv_estimator=method_documented", "algorithm.lam=0.5").critic is not None
+    assert (algorithm_of(*modest).reference, algorithm_of(*modest).reward_parts) == (None, ())
+    assert algorithm_of(*modest, "algorithm.reward_weights.odd=2").reward_parts == ("odd",)
+    assert algorithm_of(mine, "algorithm.adv_estimator=method_documented", "algorithm.lam=0.5").critic is not None
 
 
 def test_a_kl_of_ones_own_may_be_in_the_reward(mine: str) -> None:
-    assert method_of(mine, *f"{KL_REWARD}method_kl".split()).advantages["kl_penalty"] == "method_kl"
+    assert algorithm_of(mine, *f"{KL_REWARD}method_kl".split()).advantages["kl_penalty"] == "method_kl"
 
 
 @pytest.mark.parametrize("words", [f"{KL_LOSS}full", f"{KL_LOSS}full+", f"{KL_REWARD}full"])
@@ -204,22 +204,22 @@ def test_a_full_kl_compares_models_of_one_vocabulary(words: str, tmp_path: Path)
 def test_a_loss_of_ones_own_without_a_ratio_may_be_weighted_beside_a_bypass(mine: str) -> None:
     key = "algorithm.rollout_correction"
     words = [mine, "algorithm.policy_loss_fn=method_likelihood", f"{key}.bypass=true", f"{key}.level=token"]
-    assert method_of(*words).actor.bypass
+    assert algorithm_of(*words).actor.bypass
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         ("algorithm.policy_loss_fn=method_loss algorithm.policy_loss_args.stength=1", "stength"),
-        ("algorithm.policy_loss_fn=no_such_loss", "algorithm.policy_loss_fn='no_such_loss': want one of"),
-        ("algorithm.adv_estimator=no_such_estimator", "algorithm.adv_estimator='no_such_estimator': want one of"),
+        ("algorithm.policy_loss_fn=no_such_loss", "algorithm.policy_loss_fn='no_such_loss': expected one of"),
+        ("algorithm.adv_estimator=no_such_estimator", "algorithm.adv_estimator='no_such_estimator': expected one of"),
         (
             "algorithm.adv_estimator=method_plain algorithm.adv_estimator_args.hwo=slow",
             "algorithm.adv_estimator_args.hwo=slow: adv_estimator=method_plain has only how",
         ),
         (
             "algorithm.adv_estimator=method_referred",
-            "algorithm.adv_estimator=method_referred reads ref_log_probs: want actor.use_kl_loss=true",
+            "algorithm.adv_estimator=method_referred reads ref_log_probs: expected actor.use_kl_loss=true",
         ),
         (
             "algorithm.rollout_correction.level=token algorithm.rollout_correction.mask_low=0.5 "
@@ -229,12 +229,12 @@ def test_a_loss_of_ones_own_without_a_ratio_may_be_weighted_beside_a_bypass(mine
         (
             "algorithm.policy_loss_fn=method_loss algorithm.rollout_correction.bypass=true "
             "algorithm.rollout_correction.level=token",
-            "level=token: with bypass=true the ratio of method_loss corrects already; want null",
+            "level=token: with bypass=true the ratio of method_loss corrects already; expected null",
         ),
         (
             "algorithm.adv_estimator=method_plain algorithm.gamma=0.9",
             "algorithm.gamma=0.9: has no effect, because algorithm.adv_estimator=method_plain does not ask for it; "
-            "want 1.0",
+            "expected 1.0",
         ),
         ("algorithm.adv_estimator=method_plain algorithm.lam=0.9", "algorithm.lam=0.9: has no effect"),
         (
@@ -247,26 +247,27 @@ def test_a_loss_of_ones_own_without_a_ratio_may_be_weighted_beside_a_bypass(mine
         ),
         (
             f"algorithm.policy_loss_fn=method_loss {KL_REWARD}low_vra_kl",
-            "algorithm.kl_penalty=low_vra_kl: KL estimator 'low_vra_kl': want one of kl, k1",
+            "algorithm.kl_penalty=low_vra_kl: KL estimator 'low_vra_kl': expected one of kl, k1",
         ),
         (f"{KL_REWARD}method_mean_kl", "algorithm.kl_penalty=method_mean_kl: KL estimator method_mean_kl: it returns"),
         (
             f"{DEMANDING} algorithm.reward_weights={{}}",
-            "algorithm.adv_estimator=method_demanding reads reward_parts: want algorithm.reward_weights={NAME:WEIGHT",
+            "algorithm.adv_estimator=method_demanding reads reward_parts: expected "
+            "algorithm.reward_weights={NAME:WEIGHT",
         ),
         (
             f"{DEMANDING} algorithm.overlong_filtering=false",
-            "reads keep: want algorithm.overlong_filtering=true, else nothing is taken out",
+            "reads keep: expected algorithm.overlong_filtering=true, else nothing is taken out",
         ),
         (
             DEMANDING.replace("algorithm.overlong_buffer.enable=true algorithm.overlong_buffer.len=5 ", ""),
-            "reads raw_score: want algorithm.overlong_buffer.enable=true, else it is the score",
+            "reads raw_score: expected algorithm.overlong_buffer.enable=true, else it is the score",
         ),
         (
             f"{DEMANDING} trainer.n_gpus_per_node=2 ref.megatron.tensor_model_parallel_size=2",
             "ref.megatron.tensor_model_parallel_size=2 with algorithm.adv_estimator=method_demanding: both models run",
         ),
-        ("algorithm.rollout_correction.reject_by=k1", "reject_by=k1: wants reject_low, reject_high or both"),
+        ("algorithm.rollout_correction.reject_by=k1", "reject_by=k1: needs reject_low, reject_high or both"),
         (
             "algorithm.rollout_correction.reject_by=k3 algorithm.rollout_correction.reject_low=0",
             "algorithm.rollout_correction.reject_low=0.0: k3 has only an upper bound",
@@ -276,10 +277,10 @@ def test_a_loss_of_ones_own_without_a_ratio_may_be_weighted_beside_a_bypass(mine
 def test_what_the_loss_layer_refuses_is_refused_before_anything_starts(words: str, told: str, mine: str) -> None:
     config, _ = load_config(["data.train_files=a", "model.path=m", mine, *words.split()])
     with pytest.raises(ValueError, match=r"^(algorithm|ref)\.") as caught:
-        make_method(config)
+        make_algorithm(config)
     assert told in str(caught.value)
 
 
 def test_every_recipe_has_a_method() -> None:
     configs: Any = [load_config([f"recipe={path.stem}"])[0] for path in (config_dir() / "recipe").glob("*[!t].yaml")]
-    assert all(make_method(config).columns == ("log_probs",) for config in configs)
+    assert all(make_algorithm(config).columns == ("log_probs",) for config in configs)

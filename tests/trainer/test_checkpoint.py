@@ -114,7 +114,7 @@ def test_a_path_without_a_finished_checkpoint_is_refused(tmp_path: Path) -> None
         find(str(tmp_path), tmp_path)
     assert str(caught.value) == (
         f"trainer.resume_mode={tmp_path}: no finished checkpoint there (no manifest.json); "
-        "want auto, disable, or the folder of a checkpoint"
+        "expected auto, disable, or the folder of a checkpoint"
     )
 
 
@@ -125,7 +125,7 @@ def test_other_roles_are_refused_before_any_is_restored(tmp_path: Path) -> None:
         restore(made, {"actor": actor})
     assert str(caught.value) == (
         f"trainer.resume_mode: {made.folder} holds actor, critic, this run trains actor; "
-        "want the same roles, or trainer.resume_mode=disable"
+        "expected the same roles, or trainer.resume_mode=disable"
     )
     assert actor.text == "untouched"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from config_helpers import load
 
-from megarl.rollout.client import EngineError
+from megarl.rollout.client import ServerError
 from megarl.trainer import colocation as turns_module
-from megarl.trainer.colocation import CACHE, WEIGHTS, Turns, check_shared_gpus, gpu_seats
+from megarl.trainer.colocation import CACHE, WEIGHTS, Colocation, check_shared_gpus, gpu_seats
 from megarl.weights.verify.canary import Canary
 
 URL, OTHER, DEAF = (f"http://127.0.0.1:{port}" for port in (1, 2, 3))
@@ -38,68 +38,68 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
         def prompt_log_probs(self, prompt_ids: tuple[int, ...], adapter: str | None) -> list[float]:
             if self.url == DEAF:
-                raise EngineError(self.url, "/generate", 0, "no answer")
+                raise ServerError(self.url, "/generate", 0, "no answer")
             return [-0.5 if self.url == URL else -1.5]
 
         def close(self) -> None:
             words.append(("close",))
 
-    monkeypatch.setattr(turns_module, "Engine", Server)
+    monkeypatch.setattr(turns_module, "ServerClient", Server)
     return words
 
 
 def test_a_server_that_sleeps_writes_nothing_any_more_and_then_gives_all_back(said) -> None:
-    Turns("secret", timeout_s=1.0).sleep(URL)
+    Colocation("secret", timeout_s=1.0).release_memory(URL)
     assert said == [("open", URL, "secret"), ("pause", "abort"), ("release", WEIGHTS, CACHE), ("close",)]
 
 
 def test_it_takes_what_it_gave_and_serves_again(said) -> None:
-    turns = Turns("secret", timeout_s=1.0)
-    turns.sleep(URL, [CACHE])
+    colocation = Colocation("secret", timeout_s=1.0)
+    colocation.release_memory(URL, [CACHE])
     del said[:]
-    turns.wake(URL)
+    colocation.resume_memory(URL)
     assert said[1:] == [("take", CACHE), ("resume",), ("close",)]
     del said[:]
-    turns.wake(URL)
+    colocation.resume_memory(URL)
     assert said == [], "stock SGLang dies of taking what it never gave"
 
 
 def test_what_was_given_is_not_given_twice(said) -> None:
-    turns = Turns("secret", timeout_s=1.0)
-    turns.sleep(URL, [CACHE])
-    turns.sleep(URL)
-    turns.sleep(URL)
+    colocation = Colocation("secret", timeout_s=1.0)
+    colocation.release_memory(URL, [CACHE])
+    colocation.release_memory(URL)
+    colocation.release_memory(URL)
     assert [words for words in said if words[0] == "release"] == [("release", CACHE), ("release", WEIGHTS)]
-    turns.wake(URL)
+    colocation.resume_memory(URL)
     assert ("take", CACHE, WEIGHTS) in said
 
 
 def test_it_takes_room_for_weights_first_and_serves_when_it_has_all(said) -> None:
-    turns = Turns("secret", timeout_s=1.0)
-    turns.sleep(URL)
+    colocation = Colocation("secret", timeout_s=1.0)
+    colocation.release_memory(URL)
     del said[:]
-    turns.wake(URL, [WEIGHTS])
+    colocation.resume_memory(URL, [WEIGHTS])
     assert said[1:] == [("take", WEIGHTS), ("close",)]
     del said[:]
-    turns.wake(URL, [WEIGHTS])
+    colocation.resume_memory(URL, [WEIGHTS])
     assert said == []
-    turns.wake(URL, [CACHE])
+    colocation.resume_memory(URL, [CACHE])
     assert said[1:] == [("take", CACHE), ("resume",), ("close",)]
 
 
 def test_a_canary_is_asked_of_each_and_what_differs_or_says_nothing_is_named(said) -> None:
     canary = Canary((5, 6), (-0.5,))
-    found = Turns("secret", timeout_s=1.0).examine(canary, [URL, OTHER, DEAF])
+    found = Colocation("secret", timeout_s=1.0).examine(canary, [URL, OTHER, DEAF])
     assert found.keys() == {OTHER, DEAF}
     assert "log-probs that differ by up to 1 from those of the trainer" in found[OTHER]
 
 
 def test_a_new_process_has_given_nothing(said) -> None:
-    turns = Turns("secret", timeout_s=1.0)
-    turns.sleep(URL)
-    turns.forget(URL)
+    colocation = Colocation("secret", timeout_s=1.0)
+    colocation.release_memory(URL)
+    colocation.forget(URL)
     del said[:]
-    turns.wake(URL)
+    colocation.resume_memory(URL)
     assert said == []
 
 

@@ -56,14 +56,14 @@ def test_completions_are_asked_of_the_router_where_there_is_one(
 ) -> None:
     asked: list[Any] = []
 
-    class Site:
+    class Infrastructure:
         server_token = "token"
 
         def __init__(self, config: Config, *, trains: bool) -> None:
             assert not trains, "the GPUs are the servers'"
             self.router = router
 
-        def __enter__(self) -> Site:
+        def __enter__(self) -> Infrastructure:
             return self
 
         def __exit__(self, *_: object) -> None: ...
@@ -71,12 +71,12 @@ def test_completions_are_asked_of_the_router_where_there_is_one(
         def serve(self) -> Servers:
             return Servers()
 
-    def make_stream(config: Config, urls: list[str], token: str) -> None:
+    def make_collector(config: Config, urls: list[str], token: str) -> None:
         asked.extend(urls)
         raise Stopped
 
-    monkeypatch.setattr(evaluate, "Site", Site)
-    monkeypatch.setattr(evaluate, "make_stream", make_stream)
+    monkeypatch.setattr(evaluate, "Infrastructure", Infrastructure)
+    monkeypatch.setattr(evaluate, "make_collector", make_collector)
     monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: SimpleNamespace(all=lambda _: ["a prompt"]))
     config = Config()
     config.data.val_files = ["a.jsonl"]

@@ -14,7 +14,7 @@ from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import ServerDied, Servers, Supervision
 from megarl.trainer import infrastructure as site_module
 from megarl.trainer.build import check_ids, make_servers, server_places, supervision
-from megarl.trainer.infrastructure import Site
+from megarl.trainer.infrastructure import Infrastructure
 
 
 def config_of(tmp_path: Path, **trainer: object) -> Config:
@@ -29,11 +29,14 @@ def config_of(tmp_path: Path, **trainer: object) -> Config:
 def test_so_many_failures_are_forgiven_and_the_next_one_is_raised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    site, error = Site(config_of(tmp_path, max_restarts=2)), RankError("rank 3 died", report="what rank 3 said")
-    site.forgive(error)
-    site.forgive(error)
+    infrastructure, error = (
+        Infrastructure(config_of(tmp_path, max_restarts=2)),
+        RankError("rank 3 died", report="what rank 3 said"),
+    )
+    infrastructure.forgive(error)
+    infrastructure.forgive(error)
     with pytest.raises(RankError, match="rank 3 died"):
-        site.forgive(error)
+        infrastructure.forgive(error)
     said = capsys.readouterr().err
     assert "warning: rank 3 died" in said
     assert "started again (2 of 2)" in said
@@ -42,16 +45,16 @@ def test_so_many_failures_are_forgiven_and_the_next_one_is_raised(
 
 def test_nothing_is_forgiven_unless_one_asks_for_it(tmp_path: Path) -> None:
     with pytest.raises(RankError):
-        Site(config_of(tmp_path)).forgive(RankError("rank 3 died"))
+        Infrastructure(config_of(tmp_path)).forgive(RankError("rank 3 died"))
 
 
 def test_several_machines_want_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEGARL_TOKEN", "MEGARL_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(
-        ValueError, match=r"trainer.nnodes=2: the machines of a run must know each other: want the run's"
+        ValueError, match=r"trainer.nnodes=2: the machines of a run must know each other: expected the run's"
     ):
-        Site(config_of(tmp_path, nnodes=2))
+        Infrastructure(config_of(tmp_path, nnodes=2))
 
 
 @pytest.mark.parametrize(
@@ -83,16 +86,17 @@ def test_servers_for_which_the_machine_has_too_few_gpus_are_refused(monkeypatch:
     config = resolved(Config())
     config.model.path, config.rollout.engine = "/", "sglang"
     config.trainer.n_gpus_per_node, config.rollout.num_servers = 7, 1
-    Site(config)
+    Infrastructure(config)
     config.rollout.num_servers = 2
     with pytest.raises(
-        ValueError, match=r"^rollout.placement=separate: server 1 would take GPUs 8 to 8 of a machine that has 8; want"
+        ValueError,
+        match=r"^rollout.placement=separate: server 1 would take GPUs 8 to 8 of a machine that has 8; use",
     ):
-        Site(config)
-    Site(config, trains=False)
-    Site(config, serves=False)
+        Infrastructure(config)
+    Infrastructure(config, trains=False)
+    Infrastructure(config, serves=False)
     config.rollout.urls = ["http://elsewhere:30000"]
-    Site(config)
+    Infrastructure(config)
 
 
 def test_servers_get_the_time_to_load_that_the_settings_give() -> None:
@@ -133,11 +137,11 @@ def test_a_machine_that_goes_while_servers_start_is_one_sentence_and_they_may_st
     made = [Fake(error=MachineGone("node 1 is lost")), Fake()]
     monkeypatch.setattr(site_module, "make_servers", lambda *_, **__: made.pop(0))
     first, second = made
-    with Site(config_of(tmp_path)) as site:
+    with Infrastructure(config_of(tmp_path)) as infrastructure:
         with pytest.raises(NodeLost, match=r"^servers could not be started: node 1 is lost$"):
-            site.serve()
+            infrastructure.serve()
         assert first.ended
-        assert site.serve() is second  # type: ignore[comparison-overlap]
+        assert infrastructure.serve() is second  # type: ignore[comparison-overlap]
         assert not second.ended
     assert second.ended
 
@@ -148,8 +152,8 @@ def test_the_router_is_watched_with_the_servers(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(site_module, "Router", lambda *_, **__: router)
     config = config_of(tmp_path)
     config.rollout.router = True
-    with Site(config) as site:
-        site.serve()
+    with Infrastructure(config) as infrastructure:
+        infrastructure.serve()
         assert servers.checks == [router.check]
     assert servers.ended
     assert router.ended

@@ -1,4 +1,4 @@
-"""The small parts of the driver's lap: the control experiment, an empty iteration, the name of a sample in an error."""
+"""Small parts of a step: the control experiment, an empty iteration, the name of a sample in an error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from megarl.algo.finite import NonFiniteError
 from megarl.metrics.timer import Timer
-from megarl.rollout.prefetch import Iteration
+from megarl.rollout.prefetch import RolloutBatch
 from megarl.sample import Batch, Completion, Prompt, Sample, VersionSpan
-from megarl.train import Totals, lap, learn, samples_named, shuffle_rewards
+from megarl.train import Totals, learn, samples_named, shuffle_rewards, train_step
 from megarl.trainer.artifacts import finish
 from megarl.trainer.run import Run
 
@@ -23,13 +23,13 @@ def test_rewards_that_are_shuffled_stay_together() -> None:
     rows = {"score": torch.arange(8.0), "reward_parts": torch.stack([torch.arange(8.0), -torch.arange(8.0)], 1)}
     batch = Batch(torch.arange(8), torch.ones(8, dtype=torch.int64), {}, {**rows, "group": torch.arange(8)})
     shuffled = shuffle_rewards(batch, 3)
-    assert sorted(shuffled.rows["score"].tolist()) == list(range(8))
-    assert not torch.equal(shuffled.rows["score"], batch.rows["score"])
-    assert torch.equal(shuffled.rows["reward_parts"][:, 0], shuffled.rows["score"])
-    assert torch.equal(shuffled.rows["reward_parts"][:, 1], -shuffled.rows["score"])
-    assert torch.equal(shuffled.rows["group"], batch.rows["group"])
+    assert sorted(shuffled.per_sequence["score"].tolist()) == list(range(8))
+    assert not torch.equal(shuffled.per_sequence["score"], batch.per_sequence["score"])
+    assert torch.equal(shuffled.per_sequence["reward_parts"][:, 0], shuffled.per_sequence["score"])
+    assert torch.equal(shuffled.per_sequence["reward_parts"][:, 1], -shuffled.per_sequence["score"])
+    assert torch.equal(shuffled.per_sequence["group"], batch.per_sequence["group"])
     alone = shuffle_rewards(Batch(batch.tokens, batch.lengths, {}, {"score": rows["score"]}), 3)
-    assert torch.equal(alone.rows["score"], shuffled.rows["score"])
+    assert torch.equal(alone.per_sequence["score"], shuffled.per_sequence["score"])
 
 
 def test_an_iteration_without_a_group_is_a_skipped_step() -> None:
@@ -43,7 +43,7 @@ def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Pat
     """Versions count iterations, so the servers get the next number; nobody computes anything."""
     logged: list[tuple[int, dict[str, float]]] = []
     pushed: list[int] = []
-    iteration = Iteration([], [], {"position": 4}, {"dropped_share": 1.0, "gen_batches": 1.0})
+    iteration = RolloutBatch([], [], {"position": 4}, {"dropped_share": 1.0, "gen_batches": 1.0})
 
     def push(version: int) -> dict[str, Any]:
         pushed.append(version)
@@ -52,13 +52,13 @@ def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Pat
     run: Any = SimpleNamespace(
         config=SimpleNamespace(trainer=SimpleNamespace(num_ranks=1)),
         dir=tmp_path,
-        feed=SimpleNamespace(next=lambda *_, **__: iteration),
-        fleet=SimpleNamespace(push=push, tend=None, metrics=lambda report: {}),
+        prefetcher=SimpleNamespace(next=lambda *_, **__: iteration),
+        server_manager=SimpleNamespace(push=push, check_servers=None, metrics=lambda report: {}),
         timer=Timer(),
         trackers=SimpleNamespace(log=lambda step, metrics: logged.append((step, metrics))),
         trainers_turn=nullcontext,
     )
-    assert lap(run, 3, Totals(0.0, {})) == {"position": 4}
+    assert train_step(run, 3, Totals(0.0, {})) == {"position": 4}
     assert pushed == [4]
     ((step, metrics),) = logged
     assert step == 4
@@ -99,17 +99,19 @@ def test_a_save_is_a_turn_of_the_trainer_behind_which_servers_are_pushed_again(t
     run.dir, run.kl, run.timer = tmp_path, SimpleNamespace(state_dict=dict), Timer()
     run.actor = SimpleNamespace(
         name="actor",
-        wake=lambda: story.append("wake"),
-        sleep=lambda: story.append("sleep"),
+        onload=lambda: story.append("onload"),
+        offload=lambda: story.append("offload"),
         save=lambda folder: story.append(("save", folder.name)),
     )
-    run.fleet = SimpleNamespace(sleep=lambda: story.append("servers sleep"), push=lambda v: story.append(("push", v)))
-    run._site = SimpleNamespace(turns=object())
+    run.server_manager = SimpleNamespace(
+        release_memory=lambda: story.append("servers release"), push=lambda v: story.append(("push", v))
+    )
+    run._infrastructure = SimpleNamespace(colocation=object())
     run.save(3, {"position": 4}, {})
-    assert story == ["servers sleep", "wake", ("save", "actor"), "sleep", ("push", 3)]
+    assert story == ["servers release", "onload", ("save", "actor"), "offload", ("push", 3)]
     assert run.last_save.state == {"prompts": {"position": 4}, "kl": {}, "totals": {}, "seed": 7}
     del story[:]
-    run._site.turns = None
+    run._infrastructure.colocation = None
     run.save(4, {"position": 5}, {})
     assert ("push", 4) not in story, "those on GPUs of their own hold what they were pushed"
 
@@ -121,7 +123,9 @@ def test_a_model_is_written_when_the_servers_have_given_their_memory_back(tmp_pa
         config=SimpleNamespace(actor=actor, trainer=SimpleNamespace(experiment_name="x")),
         dir=tmp_path,
         trackers=SimpleNamespace(stage=lambda name: None),
-        fleet=SimpleNamespace(sleep=lambda: story.append("servers sleep"), counts={"servers_died": 0}),
+        server_manager=SimpleNamespace(
+            release_memory=lambda: story.append("servers release"), counts={"servers_died": 0}
+        ),
         actor=SimpleNamespace(export=lambda folder, adapter: story.append(folder.name)),
         num_steps=3,
         num_filtered=0,
@@ -129,4 +133,4 @@ def test_a_model_is_written_when_the_servers_have_given_their_memory_back(tmp_pa
     )
     nothing: Any = None
     finish(run, nothing, Totals(0.0, {}))
-    assert story == ["servers sleep", "hf"]
+    assert story == ["servers release", "hf"]

@@ -48,8 +48,8 @@ def estimate(
     A = adv_estimator(r, ...) clamped to [-advantage_clip, advantage_clip]
 
     Args: batch: columns response_mask, and what the settings ask for: old_log_probs and ref_log_probs, or full_kl, for
-        the KL, what the estimator names; rows score [B] and group [B].  reward_weights: of the columns of reward_parts.
-        adv_estimator_args: further arguments of this estimator.  kl_coef: the controller's current value.
+        the KL, what the estimator names; per sequence score [B] and group [B].  reward_weights: of the columns of
+        reward_parts. adv_estimator_args: further arguments of this estimator.  kl_coef: the controller's current value.
     Returns: the batch, and statistics.  With KL in the reward, `actor/reward_kl_penalty` is the current KL, mean over
         sequences of token means: controller.update(stat.result(), int(stat.weight)).
     Raises: ValueError for an unknown name or a missing column; NonFiniteError for a number that is not finite.
@@ -60,7 +60,7 @@ def estimate(
     require_finite(inputs, mask, segment_ids)
     batch = batch.with_columns(**{name: clean(c, mask).float() for name, c in inputs.items()})
 
-    rewards, stats = score_rewards(batch.rows["score"], mask, segment_ids)
+    rewards, stats = score_rewards(batch.per_sequence["score"], mask, segment_ids)
     if use_kl_in_reward:
         penalty, kl_stats = kl_of_rewards(batch, mask, segment_ids, kl_penalty)
         rewards = rewards - kl_coef * penalty
@@ -79,7 +79,9 @@ def estimate(
         advantages = advantages.clamp(-advantage_clip, advantage_clip)
     if "group_ids" in asked:
         has_token = segment_count(mask, segment_ids, batch.num_sequences) > 0
-        stats |= group_stats(batch.rows.get("raw_score", batch.rows["score"]), Groups.of(asked["group_ids"], has_token))
+        stats |= group_stats(
+            batch.per_sequence.get("raw_score", batch.per_sequence["score"]), Groups.of(asked["group_ids"], has_token)
+        )
     require_finite({"advantages": advantages, "returns": returns}, mask, segment_ids)
     columns = {"token_level_rewards": rewards, "advantages": clean(advantages, mask), "returns": clean(returns, mask)}
     return batch.with_columns(**{name: column.float() for name, column in columns.items()}), stats
@@ -139,7 +141,7 @@ def check_estimator_args(adv_estimator: str, args: Mapping[str, Any]) -> None:
     for name, has_default in _own_arguments(adv_estimator, args).items():
         if name not in args and not has_default:
             raise ValueError(
-                f"algorithm.adv_estimator={adv_estimator}: want a value in algorithm.adv_estimator_args.{name}, "
+                f"algorithm.adv_estimator={adv_estimator}: expected a value in algorithm.adv_estimator_args.{name}, "
                 "it has no default"
             )
 
@@ -147,7 +149,7 @@ def check_estimator_args(adv_estimator: str, args: Mapping[str, Any]) -> None:
 def _own_arguments(adv_estimator: str, args: Mapping[str, Any]) -> dict[str, bool]:
     """The arguments of this estimator that only adv_estimator_args can set: name -> has it a default?"""
     if adv_estimator not in ADV_ESTIMATORS:
-        raise ValueError(f"algorithm.adv_estimator={adv_estimator!r}: want one of {', '.join(ADV_ESTIMATORS)}")
+        raise ValueError(f"algorithm.adv_estimator={adv_estimator!r}: expected one of {', '.join(ADV_ESTIMATORS)}")
     asked = keyword_names(ADV_ESTIMATORS[adv_estimator])
     own = {name: has_default for name, has_default in asked.items() if name not in SETTINGS + DATA}
     for name, value in args.items():
@@ -159,15 +161,15 @@ def _own_arguments(adv_estimator: str, args: Mapping[str, Any]) -> dict[str, boo
 
 def _asked_for(adv_estimator: str, batch: Batch, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments of this estimator, out of what the batch and the settings offer."""
-    offered = {**batch.columns, **batch.rows, "group_ids": batch.rows.get("group"), **settings}
+    offered = {**batch.columns, **batch.per_sequence, "group_ids": batch.per_sequence.get("group"), **settings}
     asked = {}
     for name, has_default in keyword_names(ADV_ESTIMATORS[adv_estimator]).items():
         if offered.get(name) is not None:
             asked[name] = offered[name]
         elif not has_default:
             raise ValueError(f"algorithm.adv_estimator={adv_estimator} needs {name}, which this batch has not")
-        if name in batch.rows:
-            _require_finite_row(name, batch.rows[name])
+        if name in batch.per_sequence:
+            _require_finite_row(name, batch.per_sequence[name])
     return asked
 
 
@@ -179,7 +181,7 @@ def _per_token(
     for name, column in {"advantages": advantages, "returns": returns}.items():
         if column.shape != mask.shape:
             raise ValueError(
-                f"algorithm.adv_estimator={adv_estimator}: {name} want one number a token, {tuple(mask.shape)}"
+                f"algorithm.adv_estimator={adv_estimator}: {name} need one number a token, {tuple(mask.shape)}"
             )
     return advantages, returns
 
@@ -187,4 +189,6 @@ def _per_token(
 def _require_finite_row(name: str, row: Tensor) -> None:
     bad = (~row.isfinite()).nonzero()
     if len(bad):
-        raise ValueError(f"{name} of sequence {int(bad[0, 0])} is {float(row[tuple(bad[0])])}: want a finite number")
+        raise ValueError(
+            f"{name} of sequence {int(bad[0, 0])} is {float(row[tuple(bad[0])])}: expected a finite number"
+        )

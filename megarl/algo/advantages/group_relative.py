@@ -81,7 +81,7 @@ def gdpo(
     if reward_parts.dim() != 2 or len(reward_weights) != reward_parts.shape[1] or not len(reward_weights):
         raise ValueError(
             f"algorithm.reward_weights has {len(reward_weights)} weights and reward_parts the shape "
-            f"{tuple(reward_parts.shape)}: adv_estimator=gdpo wants one weight for each column"
+            f"{tuple(reward_parts.shape)}: adv_estimator=gdpo needs one weight for each column"
         )
     R, groups = samples_of(rewards, mask, segment_ids, group_ids)
     A = groups.centred(R - (score if raw_score is None else raw_score).double())

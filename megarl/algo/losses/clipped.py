@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.algo.losses.ratio import (
     LOG_RATIO_LIMIT,
-    KnobError,
+    HyperparameterError,
     importance_ratio,
     require_distances,
     require_ratio_clips,
@@ -41,7 +41,7 @@ def ppo(
     """
     require_ratio_clips(clip_low, clip_high)
     if clip_c is not None and not clip_c > 1:
-        raise KnobError(f'clip_c={clip_c}: want a number above 1, or "off"')
+        raise HyperparameterError(f'clip_c={clip_c}: expected a number above 1, or "off"')
     ratio = importance_ratio(log_probs, old_log_probs)
     loss_1 = -advantages * ratio
     loss_2 = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)

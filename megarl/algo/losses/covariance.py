@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from megarl.algo.losses.clipped import ppo
-from megarl.algo.losses.ratio import KnobError, importance_ratio, require_positive
+from megarl.algo.losses.ratio import HyperparameterError, importance_ratio, require_positive
 from megarl.algo.segments import clean
 
 
@@ -94,7 +94,9 @@ def select_clip_cov(
     Returns: [N] bool.
     """
     if not clip_cov_lb < clip_cov_ub:
-        raise KnobError(f"clip_cov_lb={clip_cov_lb}, clip_cov_ub={clip_cov_ub}: want the first below the second")
+        raise HyperparameterError(
+            f"clip_cov_lb={clip_cov_lb}, clip_cov_ub={clip_cov_ub}: expected the first below the second"
+        )
     cov = covariance(old_log_probs, advantages, mask)
     candidates = (mask & (cov > clip_cov_lb) & (cov < clip_cov_ub)).nonzero().squeeze(1)
     order = torch.randperm(len(candidates), generator=generator)
@@ -123,9 +125,9 @@ def covariance(old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tenso
 
 
 def num_selected(share: float, mask: Tensor, name: str) -> int:
-    """k = max(1, floor(share n)).  Raises: KnobError for a share outside (0, 1]."""
+    """k = max(1, floor(share n)).  Raises: HyperparameterError for a share outside (0, 1]."""
     if not 0 < share <= 1:
-        raise KnobError(f"{name}={share}: want a number above 0 and at most 1")
+        raise HyperparameterError(f"{name}={share}: expected a number above 0 and at most 1")
     return max(1, math.floor(share * int(mask.sum()) + 1e-9))  # 0.29 * 100 is 28.999999999999996
 
 

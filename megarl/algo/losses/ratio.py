@@ -7,8 +7,8 @@ from torch import Tensor
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: finite in float32 even when squared and multiplied by an advantage
 
 
-class KnobError(ValueError):
-    """A knob without meaning; the sentence has the loss's own name for it."""
+class HyperparameterError(ValueError):
+    """A hyperparameter without meaning; the sentence has the loss's own name for it."""
 
 
 def importance_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
@@ -17,19 +17,21 @@ def importance_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def require_ratio_clips(clip_low: float, clip_high: float) -> None:
-    """1 - clip_low and 1 + clip_high bound a ratio.  Raises: KnobError where they cannot."""
+    """1 - clip_low and 1 + clip_high bound a ratio.  Raises: HyperparameterError where they cannot."""
     if not (0 <= clip_low <= 1 and clip_high >= 0):
-        raise KnobError(f"clip_low={clip_low}, clip_high={clip_high}: want 0 <= clip_low <= 1 and 0 <= clip_high")
+        raise HyperparameterError(
+            f"clip_low={clip_low}, clip_high={clip_high}: expected 0 <= clip_low <= 1 and 0 <= clip_high"
+        )
 
 
 def require_distances(clip_low: float, clip_high: float) -> None:
-    """Both bound a distance.  Raises: KnobError where one is below 0."""
+    """Both bound a distance.  Raises: HyperparameterError where one is below 0."""
     if not (clip_low >= 0 and clip_high >= 0):
-        raise KnobError(f"clip_low={clip_low}, clip_high={clip_high}: want numbers that are not below 0")
+        raise HyperparameterError(f"clip_low={clip_low}, clip_high={clip_high}: expected numbers that are not below 0")
 
 
-def require_positive(**knobs: float) -> None:
-    """Raises: KnobError for the first of these that is not above 0."""
-    for name, value in knobs.items():
+def require_positive(**hyperparameters: float) -> None:
+    """Raises: HyperparameterError for the first of these that is not above 0."""
+    for name, value in hyperparameters.items():
         if not value > 0:
-            raise KnobError(f"{name}={value}: want a number above 0")
+            raise HyperparameterError(f"{name}={value}: expected a number above 0")

@@ -3,11 +3,11 @@
 None of them aggregates: the weight of a token is data (aggregate.py).  None adds entropy or KL: loss.py does, the same
 way for all.  A function gets columns whose masked places hold 0, and what it returns there is thrown away.
 
-    f(log_probs, old_log_probs, advantages, mask, segment_ids, *, knobs) -> (token loss [T], {statistic: [T]})
+    f(log_probs, old_log_probs, advantages, mask, segment_ids, *, hyperparameters) -> (token loss [T], {statistic: [T]})
 
-Its keyword-only arguments are its knobs, whose defaults are its own: clip_low, clip_high and clip_c come from
-`actor.clip_ratio*`, all others from `algorithm.policy_loss_args`.  Two names are no knobs but columns of the step:
-see COLUMN_KEYWORDS.  Adding one: `@register_policy_loss("name")`.
+Its keyword-only arguments are its hyperparameters, whose defaults are its own: clip_low, clip_high and clip_c come from
+`actor.clip_ratio*`, all others from `algorithm.policy_loss_args`.  Two names are no hyperparameters but columns of the
+step: see COLUMN_KEYWORDS.  Adding one: `@register_policy_loss("name")`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "kl_cov": kl_cov,
 }
 
-# f(old_log_probs, advantages, mask, *, generator, knobs) -> [N] bool: which tokens of a whole optimizer step the loss
-# treats otherwise; made before the step is split, so that no split changes it.
+# f(old_log_probs, advantages, mask, *, generator, hyperparameters) -> [N] bool: which tokens of a whole optimizer step
+# the loss treats otherwise; made before the step is split, so that no split changes it.
 SELECTIONS: dict[str, Selection] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
 
-COLUMN_KEYWORDS: tuple[str, ...] = ("selected", "rollout_log_probs")  # keywords of a loss that are columns, no knobs
+COLUMN_KEYWORDS: tuple[str, ...] = (
+    "selected",
+    "rollout_log_probs",
+)  # keywords of a loss that are columns, no hyperparameters
 WITHOUT_RATIO: set[str] = {"reinforce", "gpg", "dro"}  # their gradient has no importance ratio
 PER_SEQUENCE: set[str] = {"gspo", "gmpo", "geo_mean"}  # a weight of rollout correction is one number a sequence
 SEQ_MEAN_WANTED: set[str] = {"gspo", "gmpo", "geo_mean"}  # made for loss_agg_mode=seq-mean-token-mean

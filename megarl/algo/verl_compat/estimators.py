@@ -110,7 +110,7 @@ class DocumentedEstimator:
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in found] if isinstance(found, tuple) else []
         if shapes != [tuple(inside.shape)] * 2:
             raise RefusedError(
-                f"advantage estimator {self.name}: want it to return (advantages, returns), each a tensor of shape "
+                f"advantage estimator {self.name}: expected it to return (advantages, returns), each a tensor of shape "
                 "[batch, sequence]"
             )
         return [column.as_subclass(Tensor)[inside] for column in found]
@@ -128,5 +128,5 @@ class DocumentedEstimator:
             if not torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True):
                 raise ValueError(
                     f"advantage estimator {self.name}: two more columns of padding change what it returns for the "
-                    "tokens before them, want it to leave out what lies behind `dones` or outside `response_mask`"
+                    "tokens before them, expected it to leave out what lies behind `dones` or outside `response_mask`"
                 )

@@ -108,7 +108,7 @@ class DocumentedLoss:
         if kinds != MODES and self.agg_modes is None:
             raise ValueError(
                 f"policy loss {self.name}: it averages over {kinds['token_level']} for loss_agg_mode='token_level' and "
-                f"over {kinds['sample_level']} for 'sample_level', want it the other way round"
+                f"over {kinds['sample_level']} for 'sample_level', expected it the other way round"
             )
         unread = sorted(set(args) - config.read) if config else []
         if unread:
@@ -127,7 +127,7 @@ class DocumentedLoss:
                     f"policy loss {self.name}: for loss_agg_mode={mode!r} its value or gradient on two sequences, of "
                     f"{pair[0]} and {pair[1]} tokens, is neither the mean over tokens nor the mean over sequences of "
                     "those on each alone (it mixes sequences, counts masked tokens, bounds its denominator, or sums), "
-                    "so it would change with the micro-batch; want each sequence's loss to depend on that sequence "
+                    "so it would change with the micro-batch; expected each sequence's loss to depend on that sequence "
                     "only, averaged as loss_agg_mode says, whatever the lengths"
                 )
         return kinds[0]
@@ -166,7 +166,9 @@ class DocumentedLoss:
         with in_one_sentence(what, self._function, hint):
             scalar, _ = self._evaluate(columns, mode, config, mask)
         if not scalar.requires_grad:
-            raise ValueError(f"policy loss {self.name}: its scalar does not depend on log_probs, want one that does")
+            raise ValueError(
+                f"policy loss {self.name}: its scalar does not depend on log_probs, expected one that does"
+            )
         (gradient,) = torch.autograd.grad(scalar, flat["log_probs"])
         return torch.cat([scalar.detach().reshape(1), gradient])
 
@@ -182,11 +184,11 @@ class DocumentedLoss:
         }
         found = self._function(**{name: value for name, value in offered.items() if name in self._takes})
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
-            raise RefusedError(f"policy loss {self.name}: want it to return (scalar tensor, {{name: number}})")
+            raise RefusedError(f"policy loss {self.name}: expected it to return (scalar tensor, {{name: number}})")
         scalar, info = found
         if not (isinstance(scalar, Tensor) and scalar.shape == ()):
             shape = f"shape {tuple(scalar.shape)}" if isinstance(scalar, Tensor) else type(scalar).__name__
-            raise RefusedError(f"policy loss {self.name}: it returns {shape}, want a scalar tensor in this form")
+            raise RefusedError(f"policy loss {self.name}: it returns {shape}, expected a scalar tensor in this form")
         return scalar, {name: _number(self.name, name, value) for name, value in info.items()}
 
 
@@ -202,5 +204,5 @@ def _number(loss: str, name: str, value: Any) -> float:
         number = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise RefusedError(f"policy loss {loss}: its diagnostic {name!r} is {kind}, want one number") from None
+        raise RefusedError(f"policy loss {loss}: its diagnostic {name!r} is {kind}, expected one number") from None
     return number if math.isfinite(number) else 0.0

@@ -35,7 +35,7 @@ def accepted(what: str, function: Callable[..., Any], form: Sequence[str]) -> tu
     for p in parameters:
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is not p.empty or p.name in form:
             continue
-        raise ValueError(f"{what}: there is no value for its parameter {p.name}; want ({', '.join(form)})")
+        raise ValueError(f"{what}: there is no value for its parameter {p.name}; expected ({', '.join(form)})")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return tuple(form)
     names = {p.name for p in parameters}
@@ -80,7 +80,7 @@ class Config:
 
     def __getattr__(self, name: str) -> float:
         if name.startswith("_") or name not in self._args:
-            raise AttributeError(f"config.{name} is not set, want a number in algorithm.policy_loss_args.{name}")
+            raise AttributeError(f"config.{name} is not set, expected a number in algorithm.policy_loss_args.{name}")
         return self.get(name)
 
     def get(self, name: str, default: Any = None) -> Any:

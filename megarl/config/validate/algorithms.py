@@ -36,9 +36,9 @@ def advice(config: Config) -> Iterator[str]:
         yield "actor.use_kl_loss=true and algorithm.use_kl_in_reward=true: the KL penalty counts twice"
     if actor.use_kl_loss and actor.kl_loss_type in names.KL_WITHOUT_GRADIENT and not actor.kl_importance:
         wanted = f"{actor.kl_loss_type}+ or low_var_kl"
-        yield f"actor.kl_loss_type={actor.kl_loss_type}: its expected gradient is zero; want {wanted}"
+        yield f"actor.kl_loss_type={actor.kl_loss_type}: its expected gradient is zero; expected {wanted}"
     if loss in names.SEQ_MEAN_WANTED and actor.loss_agg_mode not in names.AGG_MODES_OF_SEQ_MEAN:
-        wanted = "its paper means tokens, then sequences; want seq-mean-token-mean"
+        wanted = "its paper means tokens, then sequences; expected seq-mean-token-mean"
         yield f"actor.loss_agg_mode={actor.loss_agg_mode} with algorithm.policy_loss_fn={loss}: {wanted}"
 
 
@@ -53,16 +53,18 @@ def _policy_loss(config: Config) -> Iterator[str]:
             yield f"algorithm.policy_loss_args.{name}={show(value)}: algorithm.policy_loss_fn={loss} takes {takes}"
     for name in names.POLICY_LOSS_ARGS_NEEDED.get(loss, ()):
         if name not in given:
-            yield f"algorithm.policy_loss_fn={loss}: want algorithm.policy_loss_args.{name}=NUMBER, it has no default"
+            yield (
+                f"algorithm.policy_loss_fn={loss}: expected algorithm.policy_loss_args.{name}=NUMBER, it has no default"
+            )
 
 
 def _estimator(config: Config) -> Iterator[str]:
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     if name in names.GROUP_ESTIMATORS and config.rollout.n == 1:
-        yield f"rollout.n=1: algorithm.adv_estimator={name} compares completions of one prompt; want at least 2"
+        yield f"rollout.n=1: algorithm.adv_estimator={name} compares completions of one prompt; expected at least 2"
     if name == "gdpo" and not algorithm.reward_weights:
         wanted = "algorithm.reward_weights={NAME:WEIGHT,...}, the numbers of the reward function that it compares"
-        yield f"algorithm.adv_estimator=gdpo: want {wanted}"
+        yield f"algorithm.adv_estimator=gdpo: expected {wanted}"
     if name in names.ADV_ESTIMATORS:
         for key, value in algorithm.adv_estimator_args.items():
             takes = f"algorithm.adv_estimator={name} takes no values of its own"
@@ -72,21 +74,25 @@ def _estimator(config: Config) -> Iterator[str]:
 def _kl(config: Config) -> Iterator[str]:
     actor, algorithm = config.actor, config.algorithm
     if actor.use_kl_loss and actor.kl_importance and actor.kl_loss_type in names.FULL_KL:
-        samples = f"actor.kl_loss_type={actor.kl_loss_type} is over all tokens, nothing is sampled; want false"
+        samples = f"actor.kl_loss_type={actor.kl_loss_type} is over all tokens, nothing is sampled; expected false"
         yield f"actor.kl_importance=true: {samples}"
     if algorithm.use_kl_in_reward and algorithm.kl_penalty.endswith("+"):
         value = algorithm.kl_penalty
-        yield f"algorithm.kl_penalty={value}: + shapes a gradient, a reward has none; want {value.removesuffix('+')}"
+        yield (
+            f"algorithm.kl_penalty={value}: + shapes a gradient, a reward has none; expected {value.removesuffix('+')}"
+        )
     if config.full_kl:
         yield from other_layout(config, config.full_kl)
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.kl_coef == 0:
-        yield "algorithm.kl_ctrl.kl_coef=0: algorithm.kl_ctrl.type=adaptive only multiplies it; want a number above 0"
+        yield (
+            "algorithm.kl_ctrl.kl_coef=0: algorithm.kl_ctrl.type=adaptive only multiplies it; expected a number above 0"
+        )
 
 
 def other_layout(config: Config, full: str) -> Iterator[str]:
     """One sentence where the reference is laid out unlike the actor, and `full`, a choice, wants the KL of whole
     distributions."""
-    why = "both models run on the same ranks for it; want"
+    why = "both models run on the same ranks for it; expected"
     for key in KEYS.values():
         theirs, ours = getattr(config.ref.megatron, key), getattr(config.actor.megatron, key)
         if key != KEYS["use_distributed_optimizer"] and theirs != ours:
@@ -104,19 +110,21 @@ def _bypass(config: Config) -> Iterator[str]:
     if not how.bypass:
         return
     if loss in names.LOSSES_WITHOUT_OLD:
-        nothing = f"algorithm.policy_loss_fn={loss} has no ratio that it could change; want false"
+        nothing = f"algorithm.policy_loss_fn={loss} has no ratio that it could change; expected false"
         yield f"algorithm.rollout_correction.bypass=true: {nothing}"
     elif how.level is not None and loss in set(names.POLICY_LOSSES) - set(names.LOSSES_WITHOUT_RATIO):
-        twice = f"with bypass=true the ratio of {loss} corrects already; want null"
+        twice = f"with bypass=true the ratio of {loss} corrects already; expected null"
         yield f"algorithm.rollout_correction.level={how.level}: {twice}"
 
 
 def _sampling(config: Config) -> Iterator[str]:
     buffer, longest = config.algorithm.overlong_buffer, config.data.max_response_length
     if buffer.enable and (buffer.len is None or buffer.len > longest):
-        yield f"algorithm.overlong_buffer.len={show(buffer.len)}: want 1 to data.max_response_length={longest}"
+        yield f"algorithm.overlong_buffer.len={show(buffer.len)}: expected 1 to data.max_response_length={longest}"
     groups = config.algorithm.filter_groups
     if groups.enable and groups.metric in names.METRICS_OF_VERL:
-        yield f"algorithm.filter_groups.metric={groups.metric}: want score, the reward before anything is added to it"
+        yield (
+            f"algorithm.filter_groups.metric={groups.metric}: expected score, the reward before anything is added to it"
+        )
     if groups.enable and config.rollout.n == 1:
-        yield "algorithm.filter_groups.enable=true: a group of rollout.n=1 has nothing to compare; want at least 2"
+        yield "algorithm.filter_groups.enable=true: a group of rollout.n=1 has nothing to compare; expected at least 2"

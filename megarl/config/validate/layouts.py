@@ -122,10 +122,13 @@ def _ranks(config: Config, role: str) -> Iterator[str]:
     node, ranks = getattr(config, role), config.trainer.num_ranks
     there = f"the trainer has {ranks} ranks"
     if node.first_rank >= ranks:
-        yield f"{role}.first_rank={node.first_rank}: {there}; want at most {ranks - 1}"
+        yield f"{role}.first_rank={node.first_rank}: {there}; expected at most {ranks - 1}"
     elif node.first_rank + node.num_ranks > ranks:
         left = ranks - node.first_rank
-        yield f"{role}.num_ranks={node.num_ranks}: from rank {node.first_rank} on {there}, {left} of them; want {left}"
+        yield (
+            f"{role}.num_ranks={node.num_ranks}: from rank {node.first_rank} on {there}, {left} of them; expected "
+            f"{left}"
+        )
 
 
 def _wrong(seat: Seat) -> Iterator[tuple[str, str]]:
@@ -142,7 +145,7 @@ def _wrong(seat: Seat) -> Iterator[tuple[str, str]]:
     if not list(rank_misfits(layout, seat.num_ranks)):
         yield from _batches(seat)
     if seat.trains and seat.numbers.num_experts and layout.tp > 1 and not layout.sequence_parallel:
-        with_experts = f"a model with experts is trained over {KEYS['tp']}={layout.tp} in no other way; want true"
+        with_experts = f"a model with experts is trained over {KEYS['tp']}={layout.tp} in no other way; expected true"
         yield f"{group}.sequence_parallel=false: {with_experts}", ""
     if seat.strategy == "fsdp" and seat.trains:
         yield from _fsdp(seat)
@@ -156,22 +159,22 @@ def _batches(seat: Seat) -> Iterator[tuple[str, str]]:
     copies = seat.num_ranks // seat.layout.model_size
     if seat.sequences < copies:
         these = f"{seat.sequences} sequences cannot keep {copies} data-parallel ranks of the {seat.role} busy"
-        yield f"{seat.step_key}={seat.step_size}: {these}", f"; want at least {-(-copies // seat.sequences_each)}"
+        yield f"{seat.step_key}={seat.step_size}: {these}", f"; expected at least {-(-copies // seat.sequences_each)}"
     if seat.micro_total is not None and seat.micro_total % copies:
         near = {max(1, seat.micro_total // copies) * copies, -(-seat.micro_total // copies) * copies}
         wanted = " or ".join(str(size) for size in sorted(near))
-        ranks = f"want a multiple of the {copies} data-parallel ranks"
+        ranks = f"expected a multiple of the {copies} data-parallel ranks"
         yield f"{seat.micro_key}={seat.micro_total}: {ranks} of the {seat.role}", f", as {wanted}"
 
 
 def _fsdp(seat: Seat) -> Iterator[tuple[str, str]]:
     layout, role = seat.layout, seat.role
     if layout.pp > 1:
-        yield f"{role}.megatron.{KEYS['pp']}={layout.pp}: {role}.strategy=fsdp has no pipeline; want 1", ""
+        yield f"{role}.megatron.{KEYS['pp']}={layout.pp}: {role}.strategy=fsdp has no pipeline; expected 1", ""
     copies = seat.num_ranks // (layout.tp * layout.pp)  # fewer than two are megatron's anyway: see strategies.py
     if copies > 1 and seat.numbers.num_experts and seat.num_ranks < 2 * layout.ep * layout.expert_tp * layout.pp:
         key = f"{role}.megatron.{KEYS['ep']}={layout.ep}"
-        yield f"{key}: {role}.strategy=fsdp wants two ranks that share each expert", ""
+        yield f"{key}: {role}.strategy=fsdp needs two ranks that share each expert", ""
 
 
 def _recomputing(seat: Seat) -> Iterator[tuple[str, str]]:
@@ -183,7 +186,7 @@ def _recomputing(seat: Seat) -> Iterator[tuple[str, str]]:
         if each % unit:
             key = f"{seat.role}.megatron.recompute_num_layers={unit}"
             wanted = " or ".join(str(size) for size in nearest_numbers(unit, divisors(each)))
-            yield f"{key}: recompute_method=uniform cuts the {each} layers of a stage", f"; want {wanted}"
+            yield f"{key}: recompute_method=uniform cuts the {each} layers of a stage", f"; expected {wanted}"
             return
 
 

@@ -57,7 +57,7 @@ def contradictions(config: Config, role: str) -> Iterator[str]:
         given = node.config.get(key)
         if key in found and given is not None and found[key] != given:
             said = f"the config.json of {group_of(role)}.path={node.path} says {show(found[key])}"
-            yield f"{group_of(role)}.config.{key}={show(given)}: {said}; want the same, or another model"
+            yield f"{group_of(role)}.config.{key}={show(given)}: {said}; expected the same, or another model"
             return
 
 
@@ -68,7 +68,7 @@ def random_weights(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
     for role in roles:
         if model_config(config, role).get(RANDOM_WEIGHTS) is True:
             said = "its weights are random, for benchmarks/bench_ring.py only"
-            yield f"{group_of(role)}.path={_node(config, role).path}: {said}; want a model"
+            yield f"{group_of(role)}.path={_node(config, role).path}: {said}; expected a model"
 
 
 def vocabularies(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
@@ -83,9 +83,9 @@ def vocabularies(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
             continue
         said = f"its vocabulary has {theirs} tokens, and that of model.path={config.model.path} has {ours}"
         if role == "ref" and config.full_kl:
-            yield f"ref.model.path={config.ref.model.path}: {said}; {config.full_kl} wants the same number"
+            yield f"ref.model.path={config.ref.model.path}: {said}; {config.full_kl} needs the same number"
         elif theirs < ours and not _is_padding(config, theirs, ours):
-            yield f"{role}.model.path={_node(config, role).path}: {said}; want a model that knows them all"
+            yield f"{role}.model.path={_node(config, role).path}: {said}; expected a model that knows them all"
 
 
 def _is_padding(config: Config, smaller: int, larger: int) -> bool:
@@ -114,7 +114,7 @@ def lengths(config: Config, roles: tuple[str, ...], command: str) -> Iterator[st
         name, longest = longest_sequence(config, command)
         if known is not None and longest > known:
             said = f"{group_of(role)}.path={_node(config, role).path} knows {known} positions"
-            yield f"{name}={longest}: {said} (max_position_embeddings); want at most {known}"
+            yield f"{name}={longest}: {said} (max_position_embeddings); expected at most {known}"
 
 
 def longest_sequence(config: Config, command: str) -> tuple[str, int]:

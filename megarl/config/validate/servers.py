@@ -24,11 +24,11 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     if rollout.engine == "cpu":
         for key, size in ((TP, rollout.tensor_model_parallel_size), (EP, rollout.expert_parallel_size)):
             if size != 1:
-                yield f"{key}={size}: want 1, because rollout.engine=cpu is one process"
+                yield f"{key}={size}: expected 1, because rollout.engine=cpu is one process"
     else:
         yield from _sizes(config)
     if rollout.router and rollout.engine != "sglang":
-        yield f"rollout.router=true: rollout.engine={rollout.engine} has no router; want false"
+        yield f"rollout.router=true: rollout.engine={rollout.engine} has no router; expected false"
     if rollout.urls:
         yield from _urls(config)
     elif rollout.placement == "shared" and command != "evaluate":
@@ -67,7 +67,7 @@ def server_misfits(numbers: ModelNumbers, tp: int, ep: int) -> Iterator[tuple[st
     if tp % ep:
         yield EP, f"{ep} does not divide {TP}={tp}"
     elif ep > 1 and numbers.num_hidden_layers is not None and not numbers.num_experts:
-        yield EP, f"{ep}: the model has no experts; want 1"
+        yield EP, f"{ep}: the model has no experts; expected 1"
     elif numbers.num_experts and numbers.num_experts % ep:
         yield EP, f"{ep} does not divide the model's number of experts={numbers.num_experts}"
     elif numbers.expert_intermediate_size is not None and numbers.expert_intermediate_size % (tp // ep):
@@ -105,17 +105,17 @@ def _shared(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.ahead:
         turns = "the servers sleep while the trainer works"
-        yield f"rollout.ahead={rollout.ahead}: with rollout.placement=shared {turns}; want 0, or placement=separate"
+        yield f"rollout.ahead={rollout.ahead}: with rollout.placement=shared {turns}; expected 0, or placement=separate"
     tp, each, nodes = rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node, config.trainer.nnodes
     if not _fills(tp, each):
         sizes = [n for n in range(1, config.trainer.num_ranks + 1) if _fills(n, each)]
         near = " or ".join(str(n) for n in nearest_numbers(tp, sizes, 3))
-        yield f"{TP}={tp}: such servers do not fill machines of trainer.n_gpus_per_node={each} evenly; want {near}"
+        yield f"{TP}={tp}: such servers do not fill machines of trainer.n_gpus_per_node={each} evenly; expected {near}"
     elif rollout.num_servers > (room := _room(config, tp)):
         first = rollout.first_gpu or 0
         most = max(1, (each if tp <= each else nodes * each) - first)
         where = f"rollout.placement=shared leaves servers of {tp} GPUs, from GPU {first} of {nodes} x {each} on, "
-        wanted = f"want at most {room}" if room else f"want {TP} of at most {most}"
+        wanted = f"expected at most {room}" if room else f"expected {TP} of at most {most}"
         yield f"rollout.num_servers={rollout.num_servers}: {where}room for {room}; {wanted}"
 
 
@@ -128,21 +128,22 @@ def _apart(config: Config, *, trains: bool) -> Iterator[str]:
     if trains and first is not None and first < each and not beside:
         these = f"GPUs 0 to {each - 1} of each machine are" if each > 1 else "GPU 0 of each machine is"
         wanted = (
-            f"want null or at least {each}, rollout.placement=shared, or rollout.memory_fraction up to {MOST_BESIDE}"
+            f"expected null or at least {each}, rollout.placement=shared, or rollout.memory_fraction up to "
+            f"{MOST_BESIDE}"
         )
         yield f"rollout.first_gpu={first}: {these} the trainer's, and rollout.placement=separate; {wanted}"
     places = placements(config, trains=trains)
     if (machines := max(there.stop for there, _ in places)) > trainer.nnodes:
         there = f"trainer.nnodes={trainer.nnodes} machines of {each} GPUs have no room"
-        yield f"{TP}={tp}: for rollout.num_servers={rollout.num_servers} of them {there}, want {machines} machines"
+        yield f"{TP}={tp}: for rollout.num_servers={rollout.num_servers} of them {there}, expected {machines} machines"
     if tp % (width := len(places[0][0])):
-        yield f"{TP}={tp}: such servers do not lie evenly over {width} machines; want a multiple of {width}"
+        yield f"{TP}={tp}: such servers do not lie evenly over {width} machines; expected a multiple of {width}"
     most = max(at + tp // len(there) for there, at in places)
     if most > MOST_GPUS:
         key = f"{TP}={tp}" if places[0][1] + tp > MOST_GPUS else f"rollout.num_servers={rollout.num_servers}"
         behind = "rollout.placement=separate puts servers behind the trainer's GPUs, and " if trains else ""
         ways = "rollout.placement=shared, " if trains else ""
-        yield f"{key}: {behind}GPU {most - 1} is on no machine; want {ways}fewer or smaller ones, or rollout.urls"
+        yield f"{key}: {behind}GPU {most - 1} is on no machine; expected {ways}fewer or smaller ones, or rollout.urls"
 
 
 def _fills(tp: int, each: int) -> bool:
@@ -167,9 +168,9 @@ def _urls(config: Config) -> Iterator[str]:
         except ValueError:  # a port that is no number
             whole = False
         if not whole or parts.path not in ("", "/"):
-            yield f"rollout.urls=[{', '.join(rollout.urls)}]: {url} is no server; want http://host:port"
+            yield f"rollout.urls=[{', '.join(rollout.urls)}]: {url} is no server; expected http://host:port"
             return
     if len(set(rollout.urls)) < len(rollout.urls):
-        yield f"rollout.urls=[{', '.join(rollout.urls)}]: want each server once"
+        yield f"rollout.urls=[{', '.join(rollout.urls)}]: expected each server once"
     if rollout.placement == "shared":
-        yield "rollout.placement=shared: rollout.urls names servers that run elsewhere; want separate"
+        yield "rollout.placement=shared: rollout.urls names servers that run elsewhere; expected separate"

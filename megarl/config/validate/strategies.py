@@ -35,18 +35,18 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
 def _strategy(config: Config, role: str) -> Iterator[str]:
     node = getattr(config, role)
     if node.strategy == "none" and node.num_ranks > 1:
-        yield f"{role}.strategy=none: want megatron or fsdp, because there are {node.num_ranks} ranks"
+        yield f"{role}.strategy=none: expected megatron or fsdp, because there are {node.num_ranks} ranks"
     if node.megatron.transformer_impl == "transformer_engine" and config.trainer.device == "cpu":
-        yield f"{role}.megatron.transformer_impl=transformer_engine: it runs on GPUs only; want auto or local"
+        yield f"{role}.megatron.transformer_impl=transformer_engine: it runs on GPUs only; expected auto or local"
     if role == "ref":
         return
     for key in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
         if node.strategy == "none" and getattr(node.megatron, key):
-            yield f"{role}.megatron.{key}=true: {role}.strategy=none is one rank without a wrapper; want false"
+            yield f"{role}.megatron.{key}=true: {role}.strategy=none is one rank without a wrapper; expected false"
     if node.strategy == "fsdp" and node.optim.name != "adamw":
-        yield f"{role}.strategy=fsdp: it shards adamw only, not {role}.optim.name={node.optim.name}; want megatron"
+        yield f"{role}.strategy=fsdp: it shards adamw only, not {role}.optim.name={node.optim.name}; expected megatron"
     if node.strategy == "fsdp" and role == "actor" and config.actor.lora.rank:
-        yield f"actor.strategy=fsdp: actor.lora.rank={config.actor.lora.rank} trains adapters only; want megatron"
+        yield f"actor.strategy=fsdp: actor.lora.rank={config.actor.lora.rank} trains adapters only; expected megatron"
 
 
 def _optimizer(config: Config, role: str) -> Iterator[str]:
@@ -54,25 +54,27 @@ def _optimizer(config: Config, role: str) -> Iterator[str]:
     megatron, name = node.megatron, node.optim.name
     if megatron.use_distributed_optimizer and name != "adamw":
         key = f"{role}.megatron.use_distributed_optimizer=true"
-        yield f"{key}: Megatron shards adamw only; want false with {name}"
+        yield f"{key}: Megatron shards adamw only; expected false with {name}"
     if megatron.overlap_param_gather and not megatron.use_distributed_optimizer:
         gathered = "only the distributed optimizer gathers parameters"
-        yield f"{role}.megatron.overlap_param_gather=true: {gathered}; want use_distributed_optimizer=true, or false"
+        yield (
+            f"{role}.megatron.overlap_param_gather=true: {gathered}; expected use_distributed_optimizer=true, or false"
+        )
     if role == "actor" and (rank := config.actor.lora.rank):
         if megatron.overlap_param_gather:
             past = f"actor.lora.rank={rank} reads parameters past Megatron's hooks"
-            yield f"actor.megatron.overlap_param_gather=true: {past}; want false"
+            yield f"actor.megatron.overlap_param_gather=true: {past}; expected false"
         if name == "muon":
-            yield f"actor.optim.name=muon: actor.lora.rank={rank} trains thin matrices only; want adamw or sgd"
+            yield f"actor.optim.name=muon: actor.lora.rank={rank} trains thin matrices only; expected adamw or sgd"
 
 
 def _recomputing(config: Config, role: str) -> Iterator[str]:
     megatron = getattr(config, role).megatron
     group, how = f"{role}.megatron", megatron.recompute_granularity
     if how == "full" and (megatron.recompute_method is None or megatron.recompute_num_layers is None):
-        wanted = "want recompute_method=uniform or block, and recompute_num_layers=NUMBER"
+        wanted = "expected recompute_method=uniform or block, and recompute_num_layers=NUMBER"
         yield f"{group}.recompute_granularity=full: {wanted}"
     for key in ("recompute_method", "recompute_num_layers"):
         value = getattr(megatron, key)
         if how != "full" and value is not None:
-            yield f"{group}.{key}={value}: belongs to recompute_granularity=full; want null, or full"
+            yield f"{group}.{key}={value}: belongs to recompute_granularity=full; expected null, or full"

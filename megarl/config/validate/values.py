@@ -208,20 +208,20 @@ def check_values(config: Config, command: str) -> None:
     """Raise ConfigError, one sentence, at the first value that cannot be, whatever the others are."""
     for key in NEEDED[command]:
         if not value_of(config, key):
-            raise ConfigError(f"{key} is not set: `megarl {command}` wants {WANTED.get(key, 'at least one file')}")
+            raise ConfigError(f"{key} is not set: `megarl {command}` needs {WANTED.get(key, 'at least one file')}")
     for key, choices in CHOICES.items():
         value = value_of(config, key)
         if value is not None and value not in choices:
-            raise ConfigError(f"{key}={value}: want one of {', '.join(choices)}")
+            raise ConfigError(f"{key}={value}: expected one of {', '.join(choices)}")
     for key, choices in OPEN_CHOICES.items():
         value = value_of(config, key)
         if value not in choices and not config.algorithm.plugins:
-            wanted = f"want one of {', '.join(choices)}, or a name that a file in algorithm.plugins registers"
+            wanted = f"expected one of {', '.join(choices)}, or a name that a file in algorithm.plugins registers"
             raise ConfigError(f"{key}={value}: {wanted}")
     for key, (test, wanted) in RANGES.items():
         value = value_of(config, key)
         if value is not None and not test(value):
-            raise ConfigError(f"{key}={show(value)}: want {wanted}")
+            raise ConfigError(f"{key}={show(value)}: expected {wanted}")
 
 
 def check(config: Config, command: str) -> None:
@@ -245,7 +245,10 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
         yield from algorithms.contradictions(config)
     yield from servers.contradictions(config, command)
     if config.actor.lora.rank and config.actor.lora.push == "adapter" and config.rollout.engine != "sglang":
-        yield f"actor.lora.push=adapter: want merged, because rollout.engine={config.rollout.engine} serves no adapters"
+        yield (
+            f"actor.lora.push=adapter: expected merged, because rollout.engine={config.rollout.engine} serves no "
+            "adapters"
+        )
     yield from _names(config)
 
 
@@ -255,34 +258,34 @@ def _batches(config: Config, command: str) -> Iterator[str]:
         mini = value_of(config, f"{role}.ppo_mini_batch_size")
         if prompts % mini:
             near = " or ".join(str(size) for size in nearest_numbers(mini, divisors(prompts)))
-            yield f"{role}.ppo_mini_batch_size={mini}: want a divisor of data.train_batch_size={prompts}, as {near}"
+            yield f"{role}.ppo_mini_batch_size={mini}: expected a divisor of data.train_batch_size={prompts}, as {near}"
     name, longest = models.longest_sequence(config, command)
     for key in ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu",
                 "ref.log_prob_max_token_len_per_gpu", "rollout.max_total_tokens"):  # fmt: skip
         limit = value_of(config, key)
         if limit is not None and limit < longest:
-            yield f"{key}={limit}: want room for one sequence, at least {name} = {longest}"
+            yield f"{key}={limit}: expected room for one sequence, at least {name} = {longest}"
 
 
 def _schedules(config: Config) -> Iterator[str]:
     for role in _LEARNERS if config.uses_critic else ("actor",):
         optim = value_of(config, f"{role}.optim")
         if optim.min_lr > optim.lr:
-            yield f"{role}.optim.min_lr={optim.min_lr}: want at most {role}.optim.lr={optim.lr}"
+            yield f"{role}.optim.min_lr={optim.min_lr}: expected at most {role}.optim.lr={optim.lr}"
         if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
             warmup = f"{role}.optim.lr_warmup_steps={optim.lr_warmup_steps}"
-            yield f"{role}.optim.lr_decay_steps={optim.lr_decay_steps}: want more than {warmup}"
+            yield f"{role}.optim.lr_decay_steps={optim.lr_decay_steps}: expected more than {warmup}"
     steps, alone = config.trainer.total_training_steps, config.trainer.critic_warmup
     if config.uses_critic and steps is not None and alone >= steps:
-        yield f"trainer.critic_warmup={alone}: want fewer than trainer.total_training_steps={steps}"
+        yield f"trainer.critic_warmup={alone}: expected fewer than trainer.total_training_steps={steps}"
 
 
 def _places(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if trainer.node_rank >= trainer.nnodes:
-        yield f"trainer.node_rank={trainer.node_rank}: want less than trainer.nnodes={trainer.nnodes}"
+        yield f"trainer.node_rank={trainer.node_rank}: expected less than trainer.nnodes={trainer.nnodes}"
     if trainer.nnodes > 1 and not trainer.master_addr:
-        yield "trainer.master_addr=: want the address of machine 0, where the others find the run"
+        yield "trainer.master_addr=: expected the address of machine 0, where the others find the run"
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -291,12 +294,12 @@ def _names(config: Config) -> Iterator[str]:
     if unknown:
         yield f"trainer.logger={show(trainer.logger)}: {unknown[0]} is none of {', '.join(names.LOGGERS)}"
     if trainer.experiment_name in ("", ".", "..") or Path(trainer.experiment_name).name != trainer.experiment_name:
-        yield f"trainer.experiment_name={trainer.experiment_name}: want the plain name of a folder"
+        yield f"trainer.experiment_name={trainer.experiment_name}: expected the plain name of a folder"
     if trainer.resume_mode not in names.RESUME_MODES and not Path(trainer.resume_mode).is_dir():
-        yield f"trainer.resume_mode={trainer.resume_mode}: want auto, disable or the folder of a checkpoint"
+        yield f"trainer.resume_mode={trainer.resume_mode}: expected auto, disable or the folder of a checkpoint"
     place, colon, _ = fn.rpartition(":")
     if not colon and fn not in names.REWARDS and not config.algorithm.plugins:
-        wanted = f"want one of {', '.join(names.REWARDS)}, path/to/file.py:function, or a name that a file in "
+        wanted = f"expected one of {', '.join(names.REWARDS)}, path/to/file.py:function, or a name that a file in "
         yield f"reward.fn={fn}: {wanted}algorithm.plugins registers"
     if place.endswith(".py") and not Path(place).expanduser().is_file():
-        yield f"reward.fn={fn}: want a file that exists, as path/to/file.py:function"
+        yield f"reward.fn={fn}: expected a file that exists, as path/to/file.py:function"

@@ -61,16 +61,18 @@ def token_columns(
 def _check(names: Sequence[str], weight: Tensor, reference: ReferenceStates | None) -> None:
     unknown = [name for name in names if name not in NAMES]
     if unknown:
-        raise ValueError(f"names={list(names)}: there is no column {unknown[0]}; want some of {', '.join(NAMES)}")
+        raise ValueError(f"names={list(names)}: there is no column {unknown[0]}; expected some of {', '.join(NAMES)}")
     if "full_kl" not in names:
         return
     if reference is None:
-        raise ValueError("names: full_kl without a reference; want a reference model in the actor's group and layout")
+        raise ValueError(
+            "names: full_kl without a reference; expected a reference model in the actor's group and layout"
+        )
     # Padded rows: smaller vocabularies that pad to as many are told apart by config.json, before the start.
     if len(reference.weight) != len(weight):
         raise ValueError(
             f"full_kl: the reference has {len(reference.weight)} rows of the vocabulary on this rank and the actor "
-            f"{len(weight)}; want one vocabulary and one layout"
+            f"{len(weight)}; expected one vocabulary and one layout"
         )
 
 

@@ -104,7 +104,7 @@ def pad_plan(lengths: list[int], waste: float = 1.3, device: torch.device | None
 
 
 @dataclass
-class PackedRow(PackedSeqParams):
+class PackedParams(PackedSeqParams):
     """Megatron's description of a packed row, with the pad plan made once for all layers."""
 
     pad: PadPlan | None = None
@@ -150,7 +150,7 @@ class SDPAttention(MegatronModule):
     ) -> Tensor:
         assert attention_bias is None, "attention bias is not supported"
         if packed_seq_params is None:
-            assert self.cp.size() == 1, "context parallelism wants packed rows"
+            assert self.cp.size() == 1, "context parallelism needs packed rows"
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
         if self.cp.size() > 1:

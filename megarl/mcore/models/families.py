@@ -31,7 +31,7 @@ def family_of(hf: HFConfig) -> Family:
     """Raises ValueError for a model_type that is none of FAMILIES."""
     model_type = hf.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"config.json: model_type {model_type!r} is not supported; want one of {sorted(FAMILIES)}")
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}")
     return FAMILIES[model_type]
 
 
@@ -54,7 +54,7 @@ def full_attention(hf: HFConfig) -> Settings:
     """Qwen's windows, where only some layers have them, are refused."""
     refuse(hf, use_sliding_window=False)
     if other := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
-        raise ValueError(f"config.json: layer_types holds {', '.join(other)}; want full_attention only")
+        raise ValueError(f"config.json: layer_types holds {', '.join(other)}; expected full_attention only")
     return {}
 
 
@@ -73,7 +73,9 @@ def experts(hf: HFConfig, *, ffn: int, renormalised: bool, layers: int | list[in
     """
     chosen = need(hf, "num_experts_per_tok")
     if renormalised and chosen == 1:
-        raise ValueError("config.json: num_experts_per_tok=1 leaves a renormalised router no gradient; want at least 2")
+        raise ValueError(
+            "config.json: num_experts_per_tok=1 leaves a renormalised router no gradient; expected at least 2"
+        )
     return {
         "num_moe_experts": need(hf, "num_experts", "num_local_experts"),
         "moe_ffn_hidden_size": ffn,
@@ -101,7 +103,7 @@ def sparse_layers(hf: HFConfig) -> list[int]:
 def _qwen3_moe(hf: HFConfig) -> Settings:
     layers = sparse_layers(hf)
     if not any(layers):
-        raise ValueError("config.json: decoder_sparse_step and mlp_only_layers leave no layer experts; want qwen3")
+        raise ValueError("config.json: decoder_sparse_step and mlp_only_layers leave no layer experts; expected qwen3")
     return _qwen(hf, qkv_bias=False, qk_norm=True) | experts(
         hf,
         ffn=need(hf, "moe_intermediate_size"),

@@ -21,7 +21,7 @@ def need(hf: HFConfig, *names: str) -> Any:
         if hf.get(name) is not None:
             return hf[name]
     raise ValueError(
-        f"config.json: there is no {' or '.join(names)}; want the config of a {hf.get('model_type')} model"
+        f"config.json: there is no {' or '.join(names)}; expected the config of a {hf.get('model_type')} model"
     )
 
 
@@ -29,7 +29,7 @@ def refuse(hf: HFConfig, **wanted: Any) -> None:
     """Raise ValueError where a key of config.json is there and has another value than the wanted one."""
     for key, value in wanted.items():
         if hf.get(key, value) not in (value, None):
-            raise ValueError(f"config.json: {key}={_plain(hf[key])} is not supported; want {_plain(value)}")
+            raise ValueError(f"config.json: {key}={_plain(hf[key])} is not supported; expected {_plain(value)}")
 
 
 def _plain(value: Any) -> str:

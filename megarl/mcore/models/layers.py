@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.mcore.models.attention import Norm, SDPAttention
 from megarl.mcore.models.transformer_engine import TransformerEngineProvider
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 
 LayerSpec = Callable[[TransformerConfig, bool], ModuleSpec]  # (config, whether this layer has experts)
 
@@ -70,21 +70,21 @@ def check_trainable(config: TransformerConfig) -> None:
     )
     if config.num_moe_experts is not None and tp > 1 and not config.sequence_parallel:
         raise ValueError(
-            f"sequence_parallel=false: want true to train experts with tensor_model_parallel_size={tp}"
+            f"sequence_parallel=false: expected true to train experts with tensor_model_parallel_size={tp}"
         )  # moe_layer:379
     chunks = list(_split(layers_with_experts(config), layers_per_chunk(config)))
     have = [any(any(chunk) for chunk in chunks[stage::pp]) for stage in range(pp)]
     if ep > 1 and not all(have):  # experts have an optimizer of their own, and every rank saves as many as rank 0
         raise ValueError(
             f"pipeline_model_parallel_size={pp}: stage {have.index(False)} would hold no experts, which "
-            f"expert_model_parallel_size={ep} does not train; want fewer stages, or 1"
+            f"expert_model_parallel_size={ep} does not train; expected fewer stages, or 1"
         )
 
 
 def block_spec(
     config: TransformerConfig,
     layer: LayerSpec = local_layer,
-    engine: Engine = Engine(),
+    engine: ExecutionOptions = ExecutionOptions(),
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of a chunk, and the final norm.  `vp_stage`: which chunk of this rank, None where it has one only."""

@@ -59,9 +59,9 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"lora.rank={self.rank}: want at least 1")
+            raise ValueError(f"lora.rank={self.rank}: expected at least 1")
         if not self.targets or set(self.targets) - set(TARGETS) or len(set(self.targets)) < len(self.targets):
-            raise ValueError(f"lora.targets={list(self.targets)}: want some of {', '.join(TARGETS)}, each once")
+            raise ValueError(f"lora.targets={list(self.targets)}: expected some of {', '.join(TARGETS)}, each once")
 
     @property
     def scaling(self) -> float:
@@ -257,7 +257,7 @@ def _linear(layer: Any, path: str, settings: LoraSettings) -> Any:
         unwanted = [p for p in LINEARS[path] if p in settings.targets]
         raise ValueError(
             f"lora.targets={list(settings.targets)}: layer {layer.layer_number - 1} of this model has no {path} "
-            f"(experts and latent attention take no adapters); want targets without {', '.join(unwanted)}"
+            f"(experts and latent attention take no adapters); expected targets without {', '.join(unwanted)}"
         )
     return linear
 

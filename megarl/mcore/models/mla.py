@@ -34,7 +34,7 @@ def deepseek_v3(hf: HFConfig) -> Settings:
     refuse(hf, head_dim=need(hf, "qk_rope_head_dim"))
     if hf.get("quantization_config"):
         method = hf["quantization_config"].get("quant_method")
-        raise ValueError(f"config.json: quantization_config says quant_method={method!r}; want unquantized weights")
+        raise ValueError(f"config.json: quantization_config says quant_method={method!r}; expected unquantized weights")
     latents = {
         "q_lora_rank": hf.get("q_lora_rank"),  # None: queries straight from the hidden state
         "kv_lora_rank": need(hf, "kv_lora_rank"),
@@ -54,12 +54,12 @@ def _experts(hf: HFConfig) -> Settings:
         need(hf, "n_shared_experts"),
         need(hf, "num_experts_per_tok"),
     )
-    for key, value, want in (("n_shared_experts", shared, 1), ("num_experts_per_tok", chosen, 2)):
-        if value < want:
-            raise ValueError(f"config.json: {key}={value} is not supported; want at least {want}")
+    for key, value, expected in (("n_shared_experts", shared, 1), ("num_experts_per_tok", chosen, 2)):
+        if value < expected:
+            raise ValueError(f"config.json: {key}={value} is not supported; expected at least {expected}")
     if dense >= layers:
         raise ValueError(
-            f"config.json: first_k_dense_replace={dense} leaves none of {layers} layers experts; want less"
+            f"config.json: first_k_dense_replace={dense} leaves none of {layers} layers experts; expected less"
         )
     return _groups(hf, chosen) | {
         "num_moe_experts": need(hf, "n_routed_experts", "num_local_experts"),
@@ -83,7 +83,7 @@ def _groups(hf: HFConfig, chosen: int) -> Settings:
         return {}
     if chosen // best != 2:  # what Megatron ranks a group by; the model's own code says two
         raise ValueError(
-            f"config.json: num_experts_per_tok={chosen} with topk_group={best} is not supported; want twice "
+            f"config.json: num_experts_per_tok={chosen} with topk_group={best} is not supported; expected twice "
             "topk_group, as a group is ranked by its two best experts"
         )
     return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
@@ -96,11 +96,11 @@ def _rope(hf: HFConfig) -> Settings:
     if kind == "default":
         return {"rope_type": "rope", "rotary_base": theta}
     if kind != "yarn":
-        raise ValueError(f"config.json: rope type {kind!r} is not supported by deepseek_v3; want default or yarn")
+        raise ValueError(f"config.json: rope type {kind!r} is not supported by deepseek_v3; expected default or yarn")
     over, under = settings.get("mscale"), settings.get("mscale_all_dim")
     if bool(over) != bool(under) or settings.get("attention_factor") is not None or not settings.get("truncate", True):
         raise ValueError(
-            "config.json: rope type 'yarn' wants both of mscale and mscale_all_dim or neither, no attention_factor, "
+            "config.json: rope type 'yarn' needs both of mscale and mscale_all_dim or neither, no attention_factor, "
             f"and truncate=true; has mscale={over}, mscale_all_dim={under}, "
             f"attention_factor={settings.get('attention_factor')}, truncate={settings.get('truncate', True)}"
         )

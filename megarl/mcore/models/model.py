@@ -23,7 +23,7 @@ from megarl.mcore.models.hf import HFConfig
 from megarl.mcore.models.layers import block_spec
 from megarl.mcore.models.mla import keep_router_biases
 from megarl.mcore.models.rope import make_rope
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 
 Model = list[nn.Module]  # this rank's chunks, in the order of the layers: one, or one for each interleaved stage
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,7 +33,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of an HF folder.  Raises a ValueError where there is none."""
     file = Path(folder) / "config.json"
     if not file.is_file():
-        raise ValueError(f"{folder}: there is no config.json; want the folder of a Hugging Face model")
+        raise ValueError(f"{folder}: there is no config.json; expected the folder of a Hugging Face model")
     return json.loads(file.read_text())
 
 
@@ -45,7 +45,7 @@ def check_layout(hf: HFConfig, layout: Layout) -> None:
 
 
 def transformer_config(
-    hf: HFConfig, layout: Layout, dtype: torch.dtype, engine: Engine = Engine()
+    hf: HFConfig, layout: Layout, dtype: torch.dtype, engine: ExecutionOptions = ExecutionOptions()
 ) -> TransformerConfig:
     """Megatron's own config of this model: its family's settings, its layout, and what packed RL training needs."""
     check_layout(hf, layout)
@@ -143,14 +143,24 @@ class CriticModel(GPTModel):
 
 
 def build_model(
-    hf: HFConfig, layout: Layout, *, role: str = "actor", dtype: str = "float32", engine: Engine = Engine()
+    hf: HFConfig,
+    layout: Layout,
+    *,
+    role: str = "actor",
+    dtype: str = "float32",
+    engine: ExecutionOptions = ExecutionOptions(),
 ) -> Model:
     """This rank's part of the model, on its device.  role is "actor" (also for a reference) or "critic"."""
     return [_on_device(gpt) for gpt in make_chunks(hf, layout, role=role, dtype=dtype, engine=engine)]
 
 
 def make_chunks(
-    hf: HFConfig, layout: Layout, *, role: str = "actor", dtype: str = "float32", engine: Engine = Engine()
+    hf: HFConfig,
+    layout: Layout,
+    *,
+    role: str = "actor",
+    dtype: str = "float32",
+    engine: ExecutionOptions = ExecutionOptions(),
 ) -> list[GPTModel]:
     """The same where torch makes tensors, in float32 where not told by Megatron; they have one config together."""
     config = transformer_config(hf, layout, DTYPES[dtype], engine)

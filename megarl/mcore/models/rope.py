@@ -28,17 +28,17 @@ def make_rope(hf: Mapping[str, Any], head_dim: int) -> Rope:
     settings = rope_settings(hf)
     kind = settings["rope_type"]
     if kind not in KINDS:
-        raise ValueError(f"config.json: rope type {kind!r} is not supported; want one of {', '.join(KINDS)}")
+        raise ValueError(f"config.json: rope type {kind!r} is not supported; expected one of {', '.join(KINDS)}")
     if settings.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"config.json: partial_rotary_factor={settings['partial_rotary_factor']} is not supported; want 1.0"
+            f"config.json: partial_rotary_factor={settings['partial_rotary_factor']} is not supported; expected 1.0"
         )
     theta = float(settings["rope_theta"])
     plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     try:
         return KINDS[kind](plain, theta, settings)
     except KeyError as missing:
-        raise ValueError(f"config.json: rope type {kind!r} wants {missing}, which is not there") from missing
+        raise ValueError(f"config.json: rope type {kind!r} needs {missing}, which is not there") from missing
 
 
 def rope_settings(hf: Mapping[str, Any]) -> dict[str, Any]:

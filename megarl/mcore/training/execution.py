@@ -23,7 +23,7 @@ def has_transformer_engine() -> bool:
 
 
 @dataclass(frozen=True)
-class Engine:
+class ExecutionOptions:
     """The choices of one role.  ValueError for a choice that there is not, or that contradicts another."""
 
     strategy: str = "megatron"  # megatron | fsdp (Megatron-FSDP) | none (one process, no wrapper)
@@ -44,13 +44,14 @@ class Engine:
         layers, is_full = self.recompute_num_layers, self.recompute_granularity == "full"
         if is_full and (self.recompute_method is None or layers is None or layers < 1):
             raise ValueError(
-                f"recompute_granularity=full: want recompute_method uniform or block and recompute_num_layers of at "
+                "recompute_granularity=full: expected recompute_method uniform or block and recompute_num_layers of "
+                "at "
                 f"least 1, has {self.recompute_method} and {layers}"
             )
         if not is_full and (self.recompute_method, layers) != (None, None):
             raise ValueError(
                 f"recompute_granularity={self.recompute_granularity}: recompute_method={self.recompute_method} and "
-                f"recompute_num_layers={layers} belong to full; want null for both"
+                f"recompute_num_layers={layers} belong to full; expected null for both"
             )
 
     @property
@@ -58,14 +59,14 @@ class Engine:
         """ValueError where it is asked for and is not there."""
         if self.transformer_impl == "transformer_engine" and not has_transformer_engine():
             raise ValueError(
-                "transformer_impl=transformer_engine: it cannot be imported, or there is no GPU; want auto or local"
+                "transformer_impl=transformer_engine: it cannot be imported, or there is no GPU; expected auto or local"
             )
         return self.transformer_impl != "local" and has_transformer_engine()
 
-    def for_adapters(self) -> Engine:
+    def for_adapters(self) -> ExecutionOptions:
         """The same with our linears, which adapters are made for.  ValueError where others are asked for."""
         if self.transformer_impl == "transformer_engine":
-            raise ValueError("transformer_impl=transformer_engine: adapters want transformer_impl auto or local")
+            raise ValueError("transformer_impl=transformer_engine: adapters need transformer_impl auto or local")
         return replace(self, transformer_impl="local")
 
     def transformer_settings(self) -> dict[str, Any]:
@@ -82,4 +83,4 @@ class Engine:
 
 def _one_of(key: str, value: str | None, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{key}={value}: want one of {', '.join('null' if c is None else c for c in choices)}")
+        raise ValueError(f"{key}={value}: expected one of {', '.join('null' if c is None else c for c in choices)}")

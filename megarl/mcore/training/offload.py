@@ -29,8 +29,8 @@ class Moved(NamedTuple):
     optimizer: int
 
 
-class Bed:
-    """Where one role sleeps.  Its host memory, pinned where there is a GPU, is kept from night to night."""
+class OffloadBuffer:
+    """Host memory into which one role is offloaded.  It is pinned where there is a GPU, and kept for the next time."""
 
     def __init__(
         self,
@@ -41,21 +41,24 @@ class Bed:
         gradients: bool = False,
         moments: bool = False,
     ) -> None:
-        """What of the role sleeps here.  `gradients`: the buffers, whose numbers nobody needs again.  `moments`: the
-        optimizer's state, its float32 copies of parameters included."""
+        """What of the role is offloaded here.
+
+        `gradients`: the buffers, whose numbers nobody needs again.  `moments`: the optimizer's state, its float32
+        copies of parameters included.
+        """
         self.model, self.optimizer = model, optimizer
-        self._parts, self.is_asleep = (parameters, gradients, moments), False
+        self._parts, self.is_offloaded = (parameters, gradients, moments), False
         self._host: dict[int, Tensor] = {}  # by the address of the storage object
         self._kept: list[torch.UntypedStorage] = []
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
 
-    def sleep(self) -> Moved:
-        """Give the memory away.  Asleep, does nothing."""
-        if self.is_asleep:
+    def offload(self) -> Moved:
+        """Copy to host memory and free the device's.  Does nothing where that is done."""
+        if self.is_offloaded:
             return Moved(0, 0, 0)
-        self.is_asleep = True  # also where there is nothing yet: moments come with the first step
+        self.is_offloaded = True  # also where there is nothing yet: moments come with the first step
         found = zip(self._storages(), self._parts, strict=True)
-        weights, gradients, state = (part if sleeps else [] for part, sleeps in found)
+        weights, gradients, state = (part if chosen else [] for part, chosen in found)
         moved = Moved(*(sum(x.nbytes() for x in part) for part in (weights, gradients, state)))
         self._kept, self._emptied = [*weights, *state], [(x, x.nbytes()) for x in gradients]
         self._host = {x._cdata: self._copy(x) for x in self._kept}
@@ -66,8 +69,8 @@ class Bed:
             torch.cuda.empty_cache()
         return moved
 
-    def wake(self) -> None:
-        """Take as much memory again and fill it.  Awake, does nothing."""
+    def onload(self) -> None:
+        """Take as much memory again and fill it.  Does nothing where that is done."""
         for storage in self._kept:
             host = self._host[storage._cdata]
             storage.resize_(host.numel())
@@ -75,7 +78,7 @@ class Bed:
         for storage, size in self._emptied:
             storage.resize_(size)
             _bytes(storage).zero_()
-        self._kept, self._emptied, self.is_asleep = [], [], False
+        self._kept, self._emptied, self.is_offloaded = [], [], False
         _wait()
 
     def _copy(self, storage: torch.UntypedStorage) -> Tensor:
@@ -104,7 +107,7 @@ class Bed:
 
 
 @contextmanager
-def settled(model: Model) -> Iterator[None]:
+def synchronized(model: Model) -> Iterator[None]:
     """Within it, whoever is not a forward pass can read parameters: a collective where they are gathered late."""
     for chunk in model:
         if isinstance(chunk, FullyShardedDataParallel):

@@ -16,7 +16,7 @@ from megarl.layout import Layout
 from megarl.mcore.models.layers import check_trainable
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.training import fsdp
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.muon import Muon, muon_matrices
 from megarl.mcore.training.one_process import OneProcess
 
@@ -52,7 +52,7 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
     return settings.min_lr + (settings.lr - settings.min_lr) * left
 
 
-def wrap_for_training(model: Model, layout: Layout, engine: Engine = Engine()) -> Model:
+def wrap_for_training(model: Model, layout: Layout, engine: ExecutionOptions = ExecutionOptions()) -> Model:
     """Gradient buffers in float32 and their reduction over data and context parallelism, as the strategy has them.
 
     Raises a ValueError for a layout of experts that cannot be trained, or a strategy that does not go with the layout.
@@ -93,18 +93,18 @@ def _let_gradients_in(model: Model) -> None:
             gpt.embedding.register_forward_hook(lambda module, _, out: out.requires_grad_(module.training))
 
 
-def _check(model: Model, layout: Layout, engine: Engine) -> None:
+def _check(model: Model, layout: Layout, engine: ExecutionOptions) -> None:
     has_adapters = _has_adapters(model)
     if engine.overlap_param_gather and not layout.use_distributed_optimizer:
-        raise ValueError("overlap_param_gather=true: want use_distributed_optimizer=true, else nothing is gathered")
+        raise ValueError("overlap_param_gather=true: expected use_distributed_optimizer=true, else nothing is gathered")
     if engine.overlap_param_gather and has_adapters:
-        raise ValueError("overlap_param_gather=true: adapters are read past Megatron's hooks; want false with lora")
+        raise ValueError("overlap_param_gather=true: adapters are read past Megatron's hooks; expected false with lora")
     if engine.strategy == "fsdp":
         config: Any = model[0].config
         _check_fsdp(layout, has_experts=config.num_moe_experts is not None, has_adapters=has_adapters)
     if engine.strategy == "none" and (dist.get_world_size() > 1 or layout.use_distributed_optimizer):
         raise ValueError(
-            f"strategy=none: want one process and use_distributed_optimizer=false, has {dist.get_world_size()} "
+            f"strategy=none: expected one process and use_distributed_optimizer=false, has {dist.get_world_size()} "
             f"and {str(layout.use_distributed_optimizer).lower()}"
         )
 
@@ -112,14 +112,14 @@ def _check(model: Model, layout: Layout, engine: Engine) -> None:
 def _check_fsdp(layout: Layout, *, has_experts: bool, has_adapters: bool) -> None:
     if layout.pp > 1 or has_adapters:
         raise ValueError(
-            f"strategy=fsdp: want pipeline_model_parallel_size=1 and no adapters, has {layout.pp} and "
+            f"strategy=fsdp: expected pipeline_model_parallel_size=1 and no adapters, has {layout.pp} and "
             f"{'some' if has_adapters else 'none'}"
         )
     # Megatron-FSDP doubles a gradient that nobody shares, once for every micro-batch (param_and_grad_buffer:3253).
     ranks, of_expert = dist.get_world_size(), layout.ep * layout.expert_tp
     if ranks == layout.tp or (has_experts and ranks == of_expert):
         raise ValueError(
-            f"strategy=fsdp: want at least two ranks that share each parameter, and each expert; of {ranks} ranks, "
+            f"strategy=fsdp: expected at least two ranks that share each parameter, and each expert; of {ranks} ranks, "
             f"tensor_model_parallel_size={layout.tp} and expert_model_parallel_size*expert_tensor_parallel_size="
             f"{of_expert} leave one"
         )
@@ -127,9 +127,9 @@ def _check_fsdp(layout: Layout, *, has_experts: bool, has_adapters: bool) -> Non
 
 def _check_optimizer(name: str, wrapper: DistributedDataParallelConfig, *, has_adapters: bool) -> None:
     if wrapper.use_megatron_fsdp and name != "adamw":
-        raise ValueError(f"optim.name={name}: want adamw with strategy=fsdp")
+        raise ValueError(f"optim.name={name}: expected adamw with strategy=fsdp")
     if name == "muon" and (wrapper.use_distributed_optimizer or has_adapters):  # which would cut its matrices
-        raise ValueError("optim.name=muon: want use_distributed_optimizer=false and no lora")
+        raise ValueError("optim.name=muon: expected use_distributed_optimizer=false and no lora")
 
 
 class Optimizer:

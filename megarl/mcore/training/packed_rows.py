@@ -20,18 +20,18 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from megarl.layout import Layout
-from megarl.mcore.models.attention import PackedRow, pad_plan, zigzag
+from megarl.mcore.models.attention import PackedParams, pad_plan, zigzag
 from megarl.sample import Batch, MicroBatch
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """What one forward pass takes on this rank, and where its outputs belong."""
 
     tokens: Tensor  # [1, T/cp] int64
     positions: Tensor  # [1, T/cp] int64, within each sequence
     labels: Tensor  # [T/cp] int64, the token that follows each
-    packed: PackedRow
+    packed: PackedParams
     predicts: Tensor  # [N'] padded position that predicts token t; N' = tokens that are predicted at all
     predicted: Tensor  # [N'] which tokens of the batch these are
     num_tokens: int  # of the batch
@@ -43,7 +43,7 @@ class Row:
         return whole.new_zeros(self.num_tokens).index_copy(0, self.predicted, whole.index_select(0, self.predicts))
 
 
-def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> Row:
+def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedRow:
     """Pack a micro-batch, and take this rank's context-parallel slice of it."""
     batch, lengths = micro.batch, micro.batch.lengths
     padded = padded_lengths(lengths.tolist(), layout)
@@ -66,7 +66,7 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> Row:
     real[at] = True
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device)
     longest = max(padded)
-    packed = PackedRow(
+    packed = PackedParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
@@ -74,7 +74,7 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> Row:
         max_seqlen_kv=longest,
         pad=pad_plan(padded, device=device) if layout.cp == 1 else None,
     )
-    return Row(
+    return PackedRow(
         tokens=tokens[own][None].to(device),
         positions=positions[own][None].to(device),
         labels=labels[own].to(device),

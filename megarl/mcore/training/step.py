@@ -21,7 +21,7 @@ from megarl.layout import Layout
 from megarl.mcore.logprobs.logprobs import ReferenceStates, keep_hidden, token_columns
 from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
 from megarl.mcore.training.optimizer import Optimizer
-from megarl.mcore.training.packed_rows import Row, in_whole_turns, make_row
+from megarl.mcore.training.packed_rows import PackedRow, in_whole_turns, make_row
 from megarl.sample import Batch, LossOutput, MicroBatch, Stats, merge_stats
 
 Columns = dict[str, Tensor]
@@ -37,7 +37,9 @@ class Outputs:
     temperature: float = 1.0
     names: tuple[str, ...] = ("log_probs",)  # of an actor: see logprobs.NAMES; of a critic: ("values",)
 
-    def __call__(self, chunk: nn.Module, row: Row, output: Tensor, reference: ReferenceStates | None = None) -> Columns:
+    def __call__(
+        self, chunk: nn.Module, row: PackedRow, output: Tensor, reference: ReferenceStates | None = None
+    ) -> Columns:
         if isinstance(unwrap(chunk), CriticModel):
             if self.names != ("values",):
                 raise ValueError(f"names={list(self.names)}: a critic gives values only")
@@ -55,7 +57,7 @@ class Outputs:
 
 
 @torch.no_grad()
-def _references(model: Model | None, rows: list[Row], outputs: Outputs) -> list[ReferenceStates | None]:
+def _references(model: Model | None, rows: list[PackedRow], outputs: Outputs) -> list[ReferenceStates | None]:
     """For each row what the frozen model says of it, where the outputs need it (last stage; elsewhere nothing)."""
     if model is None or "full_kl" not in outputs.names:
         return [None] * len(rows)
@@ -65,7 +67,7 @@ def _references(model: Model | None, rows: list[Row], outputs: Outputs) -> list[
     return [ReferenceStates(own, output_weight(model[-1])) for own in hidden]
 
 
-def _run(model: Model, rows: list[Row], finish: Callable[[int, Tensor], Any], *, forward_only: bool) -> list[Any]:
+def _run(model: Model, rows: list[PackedRow], finish: Callable[[int, Tensor], Any], *, forward_only: bool) -> list[Any]:
     """Megatron's pipeline schedule over these rows; `finish(i, output)` runs after the last chunk of the last stage."""
     # Float16Module would make a float32 copy of the hidden states.
     how = {"fp32_output": False} if unwrap(model[0]).config.bf16 else {}

@@ -16,7 +16,7 @@ from megarl.plan.command.show import memory_table, plain_table
 from megarl.plan.from_config import job_of, numbers_of_model
 from megarl.plan.gpus import GPUS
 from megarl.plan.memory.count import of_stage, whole
-from megarl.plan.memory.gpu_budget import Room, rooms_of_trainer
+from megarl.plan.memory.gpu_budget import GpuBudget, gpu_budgets_of_trainer
 from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
@@ -51,15 +51,15 @@ class Seat:
 def report(config: Config, console: Console | None = None) -> None:
     """Print it for the roles of `megarl train`."""
     console = console or Console(soft_wrap=True)
-    seats, rooms = seats_of(config), rooms_of(config)
+    seats, budgets = seats_of(config), rooms_of(config)
     console.print(_layouts(seats))
     console.print("\na rank of each kind")
     console.print(_ranks(seats))
     reserve = f"{RESERVE_BYTES / 1e9:.0f} GB are spare"
     console.print(f"\nthe GB of GPU memory that it takes at its fullest, where {reserve}", highlight=False)
-    console.print(memory_table(rooms))
+    console.print(memory_table(budgets))
     console.print()
-    for line in _lines(config, seats, rooms):
+    for line in _lines(config, seats, budgets):
         console.print(line, markup=False, highlight=False)
 
 
@@ -68,9 +68,9 @@ def seats_of(config: Config) -> list[Seat]:
     return [_seat(config, role) for role in used_roles(config, "train")]
 
 
-def rooms_of(config: Config) -> dict[str, Room]:
+def rooms_of(config: Config) -> dict[str, GpuBudget]:
     """What a GPU of the trainer holds, which does not depend on what GPU that is."""
-    return rooms_of_trainer(job_of(config, GPUS["h100"]))
+    return gpu_budgets_of_trainer(job_of(config, GPUS["h100"]))
 
 
 def _seat(config: Config, role: str) -> Seat:
@@ -110,13 +110,13 @@ def _ranks(seats: list[Seat]) -> Table:
     return table
 
 
-def _lines(config: Config, seats: list[Seat], rooms: Mapping[str, Room]) -> Iterator[str]:
+def _lines(config: Config, seats: list[Seat], budgets: Mapping[str, GpuBudget]) -> Iterator[str]:
     every = [(seat, stages) for seat in seats for stages in seat.stages]
     for word, choose in (("smallest", min), ("largest", max)):
         seat, stages = choose(every, key=lambda pair: pair[1].parameters)
         yield f"{word} rank: {seat.role}, stage {stages.name}, {stages.parameters:,} parameters"
-    kind = max(rooms, key=lambda name: rooms[name]["total"])
-    memory = rooms[kind]["total"] / 1e9
+    kind = max(budgets, key=lambda name: budgets[name]["total"])
+    memory = budgets[kind]["total"] / 1e9
     yield f"a GPU needs about {memory:.0f} GB ({kind}; see megarl/plan/memory/memory.py; `megarl plan` has the time)"
     rollout = config.rollout
     if rollout.urls:

@@ -80,13 +80,13 @@ def print_help(console: Console) -> None:
 
 def _text(option: str, text: str) -> str:
     if not text:
-        raise ValueError(f"{option}: want a value behind it, as in {option} h100")
+        raise ValueError(f"{option}: expected a value behind it, as in {option} h100")
     return text
 
 
 def _count(option: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{option} {text}: want a whole number of at least 1")
+        raise ValueError(f"{option} {text}: expected a whole number of at least 1")
     return int(text)
 
 
@@ -97,7 +97,7 @@ def _above_0(of: str) -> Callable[[str, str], float]:
         except ValueError:
             value = 0.0
         if not 0 < value < float("inf"):
-            raise ValueError(f"{option} {text}: want a number of {of} above 0")
+            raise ValueError(f"{option} {text}: expected a number of {of} above 0")
         return value
 
     return parsed

@@ -13,7 +13,7 @@ from rich.text import Text
 from megarl.layout import Layout
 from megarl.plan.job import Job
 from megarl.plan.memory.count import whole
-from megarl.plan.memory.gpu_budget import Room
+from megarl.plan.memory.gpu_budget import GpuBudget
 from megarl.plan.predict import Prediction
 from megarl.plan.search import Proposal, seconds_text
 
@@ -44,13 +44,13 @@ def plain_table(*names: str) -> Table:
     return table
 
 
-def memory_table(rooms: Mapping[str, Room]) -> Table:
+def memory_table(budgets: Mapping[str, GpuBudget]) -> Table:
     """GB (10^9 bytes) of one rank of each kind; columns that nobody uses are left out."""
-    present = {part for room in rooms.values() for part in room}
+    present = {part for budget in budgets.values() for part in budget}
     used = {name: parts for name, parts in COLUMNS.items() if present & set(parts)}
     table = plain_table("rank", *used)
-    for kind, room in rooms.items():
-        sizes = (sum(room.get(part, 0) for part in parts) for parts in used.values())
+    for kind, budget in budgets.items():
+        sizes = (sum(budget.get(part, 0) for part in parts) for parts in used.values())
         table.add_row(kind, *(f"{size / 1e9:.1f}" if size else "" for size in sizes))
     return table
 
@@ -60,8 +60,8 @@ def show(console: Console, job: Job, prediction: Prediction, said: Sequence[str]
     _line(console, headline(job))
     for line in said:
         _line(console, f"assumed: {line}")
-    room = job.gpu.memory_bytes / 1e9
-    _line(console, f"\npredicted GB of a rank of each kind, at its fullest (a GPU has {room:.0f})")
+    budget = job.gpu.memory_bytes / 1e9
+    _line(console, f"\npredicted GB of a rank of each kind, at its fullest (a GPU has {budget:.0f})")
     console.print(memory_table(prediction.memory))
     step = f"{job.sequences} completions, {job.tokens / 1e6:.1f} million tokens"
     _line(console, f"\npredicted seconds of a step of {step}")
@@ -79,7 +79,7 @@ def show_proposals(console: Console, own: Prediction, proposals: Sequence[Propos
     _line(console, "")
     if not proposals:
         nothing = "no layout that fits is faster than this one by more than a hundredth"
-        none_fits = "no layout on these GPUs fits either; want more of them, or larger ones"
+        none_fits = "no layout on these GPUs fits either; use more of them, or larger ones"
         _line(console, f"searched: {nothing if own.fits else none_fits}")
         return
     faster = ", and are predicted to be faster" if own.fits else ""
@@ -125,10 +125,10 @@ def layout_words(layout: Layout) -> str:
 
 def as_json(job: Job, prediction: Prediction, said: Sequence[str]) -> dict[str, Any]:
     """All of it, in GB and seconds."""
-    rooms = prediction.memory.items()
+    budgets = prediction.memory.items()
     return {
         "fits": prediction.fits,
-        "memory_gb": {kind: {part: round(size / 1e9, 2) for part, size in room.items()} for kind, room in rooms},
+        "memory_gb": {kind: {part: round(size / 1e9, 2) for part, size in budget.items()} for kind, budget in budgets},
         "step_s": round(prediction.step_s, 2),
         "tokens_per_s_per_gpu": round(prediction.tokens_per_s_per_gpu, 2),
         "mfu": round(prediction.mfu, 4),

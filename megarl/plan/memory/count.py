@@ -41,12 +41,12 @@ def check(hf: HFConfig) -> None:
     """ValueError of one sentence for a config.json of another family, or without what is counted here."""
     kind = hf.get("model_type")
     if kind not in FAMILIES:
-        raise ValueError(f"config.json: model_type {kind!r} is not supported; want one of {sorted(FAMILIES)}")
+        raise ValueError(f"config.json: model_type {kind!r} is not supported; expected one of {sorted(FAMILIES)}")
     missing = [name for name in (*NEEDED, *NEEDED_MORE.get(kind, ())) if hf.get(name) is None]
     if kind in NEEDED_MORE and num_experts(hf) is None:
         missing.append("num_experts")
     if missing:
-        raise ValueError(f"config.json: there is no {', '.join(missing)}; want the config of a {kind} model")
+        raise ValueError(f"config.json: there is no {', '.join(missing)}; expected the config of a {kind} model")
 
 
 def whole(hf: HFConfig, role: str = "actor") -> int:

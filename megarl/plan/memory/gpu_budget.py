@@ -22,23 +22,23 @@ from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.serving import Server
 
 CHUNK_NUMBERS = 2**26  # logits that stand in memory at a time (megarl/mcore/logprobs/fused.py)
-Room = dict[str, int]  # part -> bytes; `total` is the last
+GpuBudget = dict[str, int]  # part -> bytes; `total` is the last
 
 
-def rooms(job: Job, constants: Constants = CONSTANTS) -> dict[str, Room]:
+def gpu_budgets(job: Job, constants: Constants = CONSTANTS) -> dict[str, GpuBudget]:
     """Kind of rank -> its parts.  Stages that hold as much share a kind."""
-    found = rooms_of_trainer(job)
+    found = gpu_budgets_of_trainer(job)
     if job.num_servers:
         found["server"] = _server(job, constants)
     return found
 
 
-def rooms_of_trainer(job: Job) -> dict[str, Room]:
+def gpu_budgets_of_trainer(job: Job) -> dict[str, GpuBudget]:
     """The same without servers, of which nothing is known before their GPU is: every role at work, a save, a push."""
-    found: dict[str, Room] = {}
+    found: dict[str, GpuBudget] = {}
     for role in job.roles:
         found |= _stages(job, role)
-    found["save"] = max((_save(job, role) for role in job.roles if role.optimizer), key=lambda room: room["total"])
+    found["save"] = max((_save(job, role) for role in job.roles if role.optimizer), key=lambda budget: budget["total"])
     if job.num_servers:
         found["push"] = _push(job)
     return found
@@ -68,7 +68,7 @@ def fullest(role: Role) -> Memory:
     return max((held(role, stage) for stage in range(role.layout.pp)), key=lambda memory: memory.total)
 
 
-def _stages(job: Job, role: Role) -> dict[str, Room]:
+def _stages(job: Job, role: Role) -> dict[str, GpuBudget]:
     layout, found, first = role.layout, {}, 0
     kinds = [
         (of_stage(role.hf, layout, stage, role.name), kinds_of_stage(role.hf, layout, stage))
@@ -83,7 +83,7 @@ def _stages(job: Job, role: Role) -> dict[str, Room]:
     return found
 
 
-def _room(job: Job, role: Role, memory: Memory, *, is_last: bool) -> Room:
+def _room(job: Job, role: Role, memory: Memory, *, is_last: bool) -> GpuBudget:
     chunk = 0
     if is_last and role.name != "critic":
         rows = role.hf["vocab_size"] // role.layout.tp
@@ -120,7 +120,7 @@ def _staying(role: Role, memory: Memory) -> int:
     )
 
 
-def _push(job: Job) -> Room:
+def _push(job: Job) -> GpuBudget:
     """The actor's weights are awake; where GPUs are shared nothing else of the trainer is, and the server's are new."""
     role = job.actor
     stage = max(range(role.layout.pp), key=lambda at: of_stage(role.hf, role.layout, at).total)
@@ -136,7 +136,7 @@ def _push(job: Job) -> Room:
     )
 
 
-def _save(job: Job, role: Role) -> Room:
+def _save(job: Job, role: Role) -> GpuBudget:
     """All of a role is awake, and its largest tensor stands whole beside it, in float32."""
     memory = fullest(role)
     largest = role.hf["hidden_size"] * max(role.hf["vocab_size"], role.hf["intermediate_size"])
@@ -150,11 +150,11 @@ def _save(job: Job, role: Role) -> Room:
     )
 
 
-def _server(job: Job, constants: Constants) -> Room:
+def _server(job: Job, constants: Constants) -> GpuBudget:
     server = Server(job, constants)
     reserve = SERVER_BYTES + (RESERVE_BYTES if job.shared else 0)
     return _summed(weights=server.weight_bytes, kv_cache=server.cache_bytes, reserve=reserve)
 
 
-def _summed(**parts: int) -> Room:
+def _summed(**parts: int) -> GpuBudget:
     return {name: size for name, size in parts.items() if size} | {"total": sum(parts.values())}

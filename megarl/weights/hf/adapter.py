@@ -123,16 +123,16 @@ def read_peft_settings(folder: str | Path) -> LoraSettings:
     """Rank, alpha and targets of an adapter.  ValueError where there is none, or one that is not plain LoRA."""
     file = Path(folder) / CONFIG
     if not file.is_file():
-        raise ValueError(f"{folder}: there is no {CONFIG}; want the folder of a PEFT adapter")
+        raise ValueError(f"{folder}: there is no {CONFIG}; expected the folder of a PEFT adapter")
     config = json.loads(file.read_text())
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{file}: peft_type={config.get('peft_type')!r} is not supported; want LORA")
+        raise ValueError(f"{file}: peft_type={config.get('peft_type')!r} is not supported; expected LORA")
     for key, plain in OTHER_KINDS.items():
         if config.get(key) not in plain:
-            raise ValueError(f"{file}: {key}={config[key]!r} is not supported; want {plain[1]!r}")
+            raise ValueError(f"{file}: {key}={config[key]!r} is not supported; expected {plain[1]!r}")
     targets = config.get("target_modules")
     if not isinstance(targets, list):
-        raise ValueError(f"{file}: target_modules={targets!r} is not supported; want a list of projections")
+        raise ValueError(f"{file}: target_modules={targets!r} is not supported; expected a list of projections")
     return LoraSettings(config["r"], config["lora_alpha"], tuple(targets))
 
 
@@ -143,12 +143,12 @@ def load_peft(model: Model, hf_config: HFConfig, folder: str | Path) -> None:
     """
     own, theirs = settings_in(model), read_peft_settings(folder)
     if (own.rank, own.alpha, set(own.targets)) != (theirs.rank, theirs.alpha, set(theirs.targets)):
-        raise ValueError(f"{folder}: this adapter has {theirs}, the model has {own}; want the same")
+        raise ValueError(f"{folder}: this adapter has {theirs}, the model has {own}; expected the same")
     table = adapter_table(hf_config, own)
     with safe_open(Path(folder) / WEIGHTS, framework="pt", device="cpu") as file:
         stored = HFFolder(Path(folder), [file])
         check_names(stored, table, set())
-        fill(adapter_parameters(model), table, stored, _replica().spot)
+        fill(adapter_parameters(model), table, stored, _replica().coordinate)
 
 
 def on_cpu(stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -158,7 +158,9 @@ def on_cpu(stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
 def _replica() -> ModelParallel:
     """Where this rank stands in its replica: no expert is adapted, so other replicas' experts do not matter."""
     where = ModelParallel.current()
-    return replace(where, spot=replace(where.spot, ep_rank=0, ep=1, etp_rank=0, etp=1), ep_group=None, etp_group=None)
+    return replace(
+        where, coordinate=replace(where.coordinate, ep_rank=0, ep=1, etp_rank=0, etp=1), ep_group=None, etp_group=None
+    )
 
 
 def settings_in(model: Model) -> LoraSettings:

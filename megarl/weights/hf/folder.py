@@ -50,7 +50,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ValueError(f"{index} lists files that are not there: {', '.join(absent)}")
         return paths
     if not (folder / SINGLE).is_file():
-        raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}; want an HF folder with safetensors weights")
+        raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}; expected an HF folder with safetensors weights")
     return [folder / SINGLE]
 
 
@@ -69,7 +69,7 @@ class HFWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Tensors come in the order of `sizes`."""
-        assert self._left and self._left[0] == name, f"got {name}, want {self._left[:1]}"
+        assert self._left and self._left[0] == name, f"got {name}, expected {self._left[:1]}"
         self._left.pop(0)
         self._waiting[name] = tensor.detach().cpu().clone()
         if not self._left or self._file_of[self._left[0]] != self._file_of[name]:

@@ -24,7 +24,7 @@ from megarl.mcore.models.mla import router_biases
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.models.transformer_engine import local_name
 from megarl.weights.hf.merged import Merged, dtype_of
-from megarl.weights.mapping.names import Op, Spot, num_bytes
+from megarl.weights.mapping.names import Op, ShardCoordinate, num_bytes
 from megarl.weights.push.report import Clock
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class ModelParallel:
     """Where this rank stands in its copy of the model, and the groups over which that is gathered."""
 
-    spot: Spot = Spot()
+    coordinate: ShardCoordinate = ShardCoordinate()
     pp_rank: int = 0
     pp_size: int = 1
     tp_group: Any = None
@@ -46,8 +46,8 @@ class ModelParallel:
     def current(cls) -> ModelParallel:
         tp, pp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
         ep, etp = parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
-        spot = Spot(tp.rank(), tp.size(), ep.rank(), ep.size(), etp.rank(), etp.size())
-        return cls(spot, pp.rank(), pp.size(), tp, pp, ep, etp)
+        coordinate = ShardCoordinate(tp.rank(), tp.size(), ep.rank(), ep.size(), etp.rank(), etp.size())
+        return cls(coordinate, pp.rank(), pp.size(), tp, pp, ep, etp)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def whole_tensors(
     the largest parameter (of experts: of one expert).  `clock` is told of the seconds that mapping takes, as `convert`.
     """
     clock = clock or Clock()
-    for run in _runs(table, _owners(table, params, where), where.spot, buffer_bytes):
+    for run in _runs(table, _owners(table, params, where), where.coordinate, buffer_bytes):
         shards = _exchange(run, params, where)
         for i, op in enumerate(run.ops):
             with clock("convert"):
@@ -132,30 +132,32 @@ def _owners(table: Sequence[Op], params: Mapping[str, Tensor], where: ModelParal
         for op in table
     ]
     device = next(iter(params.values())).device
-    for group, size in ((where.pp_group, where.pp_size), (where.ep_group, where.spot.ep)):
+    for group, size in ((where.pp_group, where.pp_size), (where.ep_group, where.coordinate.ep)):
         if size > 1:
             found = torch.tensor(codes, device=device)
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
             codes = found.tolist()
     assert not (absent := [op.param for op, c in zip(table, codes, strict=True) if c < 0]), f"nobody holds {absent}"
     return [
-        Owner(code // len(DTYPES), _ep_rank(op, where.spot), op.axis, DTYPES[code % len(DTYPES)])
+        Owner(code // len(DTYPES), _ep_rank(op, where.coordinate), op.axis, DTYPES[code % len(DTYPES)])
         for op, code in zip(table, codes, strict=True)
     ]
 
 
-def _ep_rank(op: Op, spot: Spot) -> int | None:
+def _ep_rank(op: Op, coordinate: ShardCoordinate) -> int | None:
     if op.expert is None:
         return None
     number, count = op.expert
-    return number // (count // spot.ep)  # as `Op.held_by` deals them
+    return number // (count // coordinate.ep)  # as `Op.held_by` deals them
 
 
-def _runs(table: Sequence[Op], owners: Sequence[Owner], spot: Spot, buffer_bytes: int) -> Iterator[Run]:
+def _runs(
+    table: Sequence[Op], owners: Sequence[Owner], coordinate: ShardCoordinate, buffer_bytes: int
+) -> Iterator[Run]:
     ops: list[Op] = []
     filled, current = 0, owners[0]
     for op, owner in zip(table, owners, strict=True):
-        size = num_bytes(op.shape_at(spot), owner.dtype) * op.cut(spot)[1]
+        size = num_bytes(op.shape_at(coordinate), owner.dtype) * op.cut(coordinate)[1]
         if ops and (owner != current or filled + size > buffer_bytes):
             yield Run(tuple(ops), current)
             ops, filled = [], 0
@@ -166,14 +168,14 @@ def _runs(table: Sequence[Op], owners: Sequence[Owner], spot: Spot, buffer_bytes
 
 def _exchange(run: Run, params: Mapping[str, Tensor], where: ModelParallel) -> list[list[Tensor]]:
     """Shards of the run's parameters: [rank of the axis][op]; what is not sharded is the same at every rank."""
-    owner, spot = run.owner, where.spot
-    num_parts = run.ops[0].cut(spot)[1]
-    is_expert_rank = owner.ep_rank in (None, spot.ep_rank)
+    owner, coordinate = run.owner, where.coordinate
+    num_parts = run.ops[0].cut(coordinate)[1]
+    is_expert_rank = owner.ep_rank in (None, coordinate.ep_rank)
     mine = [params[op.param] for op in run.ops] if is_expert_rank and where.pp_rank == owner.stage else []
-    from_expert_rank = owner.ep_rank is not None and spot.ep > 1
+    from_expert_rank = owner.ep_rank is not None and coordinate.ep > 1
     if num_parts == where.pp_size == 1 and not from_expert_rank:
         return [mine]
-    sizes = [torch.Size(op.shape_at(spot)).numel() for op in run.ops]
+    sizes = [torch.Size(op.shape_at(coordinate)).numel() for op in run.ops]
     if mine:
         buffer = torch.cat([p.reshape(-1) for p in mine]) if len(mine) > 1 else mine[0].reshape(-1)
     else:
@@ -188,4 +190,6 @@ def _exchange(run: Run, params: Mapping[str, Tensor], where: ModelParallel) -> l
         parts = [torch.empty_like(raw) for _ in range(num_parts)]
         dist.all_gather(parts, raw, group=where.tp_group if owner.axis == "tp" else where.etp_group)
         gathered = [part.view(owner.dtype) for part in parts]
-    return [[x.view(op.shape_at(spot)) for x, op in zip(part.split(sizes), run.ops, strict=True)] for part in gathered]
+    return [
+        [x.view(op.shape_at(coordinate)) for x, op in zip(part.split(sizes), run.ops, strict=True)] for part in gathered
+    ]

@@ -14,8 +14,8 @@ from megarl.mcore.models.model import Model
 from megarl.weights.hf.folder import HFFolder, open_hf
 from megarl.weights.hf.gather import ModelParallel, local_parameters
 from megarl.weights.hf.merged import Merged
-from megarl.weights.mapping.names import Op, Spot, some_names
-from megarl.weights.mapping.tables import HFConfig, Role, ignorable, table_for, twins
+from megarl.weights.mapping.names import Op, ShardCoordinate, some_names
+from megarl.weights.mapping.tables import HFConfig, Role, ignorable, table_for, tied
 
 
 def load_hf(model: Model, hf_folder: str | Path, hf_config: HFConfig, *, role: Role = "actor") -> None:
@@ -33,14 +33,16 @@ def load_hf(model: Model, hf_folder: str | Path, hf_config: HFConfig, *, role: R
     table = table_for(hf_config, role=role)
     with open_hf(hf_folder) as folder:
         check_names(folder, table, ignorable(hf_config, role))
-        fill(params, table, folder, where.spot)
+        fill(params, table, folder, where.coordinate)
         if role == "actor":
-            check_twins(folder, twins(hf_config), table, where.spot)
+            check_tied(folder, tied(hf_config), table, where.coordinate)
 
 
 def _keep_random(folder: Path) -> None:
     if any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder}: its config.json says {RANDOM_WEIGHTS}, yet there are weights; want one of the two")
+        raise ValueError(
+            f"{folder}: its config.json says {RANDOM_WEIGHTS}, yet there are weights; expected one of the two"
+        )
     warnings.warn(
         f"{folder}: its config.json says {RANDOM_WEIGHTS}; NOTHING IS LOADED, and what is trained is of no use",
         stacklevel=3,
@@ -50,14 +52,16 @@ def _keep_random(folder: Path) -> None:
 def check_names(folder: HFFolder, table: Sequence[Op], may_ignore: Container[str]) -> None:
     """Refuse a folder whose tensors are not those of the table."""
     if quantized := next((n for n in folder.shapes if n.endswith("_scale_inv")), None):
-        raise ValueError(f"{folder.folder}: {quantized} says that its weights are in fp8; want them in bf16 or float32")
-    want = {name: shape for op in table for name, shape in op.hf_shapes.items()}
+        raise ValueError(
+            f"{folder.folder}: {quantized} says that its weights are in fp8; expected them in bf16 or float32"
+        )
+    expected = {name: shape for op in table for name, shape in op.hf_shapes.items()}
     optional = {name for op in table if not op.required for name in op.hf_shapes}
-    missing = [n for n in want if n not in folder.shapes and n not in optional]
-    extra = [n for n in folder.shapes if n not in want and n not in may_ignore]
+    missing = [n for n in expected if n not in folder.shapes and n not in optional]
+    extra = [n for n in folder.shapes if n not in expected and n not in may_ignore]
     misshapen = [
-        f"{n} (has {list(folder.shapes[n])}, want {list(shape)})"
-        for n, shape in want.items()
+        f"{n} (has {list(folder.shapes[n])}, expected {list(shape)})"
+        for n, shape in expected.items()
         if n in folder.shapes and folder.shapes[n] != shape
     ]
     parts = [("missing", missing), ("not of this model", extra), ("of another shape", misshapen)]
@@ -66,7 +70,7 @@ def check_names(folder: HFFolder, table: Sequence[Op], may_ignore: Container[str
         raise ValueError(f"the weights in {folder.folder} do not fit its config.json; " + "; ".join(faults))
 
 
-def fill(params: Mapping[str, Tensor], table: Sequence[Op], folder: HFFolder, spot: Spot) -> None:
+def fill(params: Mapping[str, Tensor], table: Sequence[Op], folder: HFFolder, coordinate: ShardCoordinate) -> None:
     """Copy the pieces of every parameter that this rank holds, tied copies included."""
     left = set(params)
     for op in table:
@@ -75,29 +79,29 @@ def fill(params: Mapping[str, Tensor], table: Sequence[Op], folder: HFFolder, sp
         if not targets or not all(name in folder.shapes for name in op.hf_shapes):
             continue  # another stage's or expert rank's, or a value head that the folder does not have
         for param in targets:
-            _fill_one(param, op, folder, spot)
+            _fill_one(param, op, folder, coordinate)
     assert not left, f"the table has no mapping for {', '.join(sorted(left))}"
 
 
 @torch.no_grad()
-def _fill_one(param: Tensor, op: Op, folder: HFFolder, spot: Spot) -> None:
-    want = op.shape_at(spot)
-    assert op.held_by(spot), f"{op.param} is on this rank, the table says it is another expert rank's"
-    assert param.shape == want, f"{op.param} has shape {tuple(param.shape)} on this rank, the table says {want}"
-    pieces = op.pieces_at(spot)
+def _fill_one(param: Tensor, op: Op, folder: HFFolder, coordinate: ShardCoordinate) -> None:
+    expected = op.shape_at(coordinate)
+    assert op.held_by(coordinate), f"{op.param} is on this rank, the table says it is another expert rank's"
+    assert param.shape == expected, f"{op.param} has shape {tuple(param.shape)} on this rank, the table says {expected}"
+    pieces = op.pieces_at(coordinate)
     if sum(p.length for p in pieces) < param.shape[pieces[0].dim if pieces else 0]:
         param.zero_()  # the padding
     for piece in pieces:
         piece.of_shard(param).copy_(folder.read(piece.hf_name, piece.dim, piece.hf_start, piece.length))
 
 
-def check_twins(folder: HFFolder, pairs: Mapping[str, str], table: Sequence[Op], spot: Spot) -> None:
+def check_tied(folder: HFFolder, pairs: Mapping[str, str], table: Sequence[Op], coordinate: ShardCoordinate) -> None:
     """A folder that says its embeddings are tied, and yet holds output rows of its own, must mean the same rows."""
     for name, original in pairs.items():
-        pieces = [p for op in table for p in op.pieces_at(spot) if p.hf_name == original]
+        pieces = [p for op in table for p in op.pieces_at(coordinate) if p.hf_name == original]
         for p in pieces if name in folder.shapes else []:
             if not torch.equal(*(folder.read(n, p.dim, p.hf_start, p.length) for n in (name, original))):
                 raise ValueError(
                     f"{folder.folder}: {name} differs from {original} though config.json says "
-                    "tie_word_embeddings=true; want equal tensors, or false"
+                    "tie_word_embeddings=true; expected equal tensors, or false"
                 )

@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Spot:
+class ShardCoordinate:
     """Where a rank stands among those over which the weights of one layer are cut.
 
     Dense parameters are cut over `tp` ranks.  Experts are dealt to `ep` ranks, and each is cut over `etp` ranks.
@@ -76,26 +76,28 @@ class Op(ABC):
         found = re.match(r"(?:decoder|model)\.layers\.(\d+)\.", self.param)
         return int(found[1]) if found else None
 
-    def cut(self, spot: Spot) -> tuple[int, int]:
-        """(rank, size) of `spot` along the axis over which this parameter is cut."""
-        return (spot.tp_rank, spot.tp) if self.axis == "tp" else (spot.etp_rank, spot.etp)
+    def cut(self, coordinate: ShardCoordinate) -> tuple[int, int]:
+        """(rank, size) of `coordinate` along the axis over which this parameter is cut."""
+        return (coordinate.tp_rank, coordinate.tp) if self.axis == "tp" else (coordinate.etp_rank, coordinate.etp)
 
-    def held_by(self, spot: Spot) -> bool:
-        """Whether a rank at `spot` has this parameter, as far as experts decide it: runs of experts, dealt in order."""
+    def held_by(self, coordinate: ShardCoordinate) -> bool:
+        """Whether a rank at `coordinate` holds this parameter; experts are dealt to expert ranks in runs."""
         if self.expert is None:
             return True
         number, count = self.expert
-        if count % spot.ep:
-            raise ValueError(f"{self.param}: {count} experts do not divide by expert_model_parallel_size={spot.ep}")
-        return number // (count // spot.ep) == spot.ep_rank
+        if count % coordinate.ep:
+            raise ValueError(
+                f"{self.param}: {count} experts do not divide by expert_model_parallel_size={coordinate.ep}"
+            )
+        return number // (count // coordinate.ep) == coordinate.ep_rank
 
-    def pieces_at(self, spot: Spot) -> list[Piece]:
-        """What the rank at `spot` owns of this parameter; nothing of another rank's expert."""
-        return self.pieces(*self.cut(spot)) if self.held_by(spot) else []
+    def pieces_at(self, coordinate: ShardCoordinate) -> list[Piece]:
+        """What the rank at `coordinate` owns of this parameter; nothing of another rank's expert."""
+        return self.pieces(*self.cut(coordinate)) if self.held_by(coordinate) else []
 
-    def shape_at(self, spot: Spot) -> Shape:
-        """The shape of the parameter at `spot`, which must hold it."""
-        return self.shard_shape(self.cut(spot)[1])
+    def shape_at(self, coordinate: ShardCoordinate) -> Shape:
+        """The shape of the parameter at `coordinate`, which must hold it."""
+        return self.shard_shape(self.cut(coordinate)[1])
 
     @property
     @abstractmethod
@@ -113,7 +115,7 @@ class Op(ABC):
     def to_megatron(self, tensors: Mapping[str, Tensor], tp_rank: int = 0, tp_size: int = 1) -> Tensor:
         """Whole HF tensors -> a rank's shard, padding zero; tp_size=1 gives the whole parameter."""
         for name, shape in self.hf_shapes.items():
-            assert tensors[name].shape == shape, f"{name} has shape {tuple(tensors[name].shape)}, want {shape}"
+            assert tensors[name].shape == shape, f"{name} has shape {tuple(tensors[name].shape)}, expected {shape}"
         shard = next(iter(tensors.values())).new_zeros(self.shard_shape(tp_size))
         for piece in self.pieces(tp_rank, tp_size):
             piece.of_shard(shard).copy_(piece.of_hf(tensors[piece.hf_name]))

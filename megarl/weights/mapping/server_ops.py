@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megarl.weights.mapping.names import QKV, Op, Piece, Shape, Spot
+from megarl.weights.mapping.names import QKV, Op, Piece, Shape, ShardCoordinate
 
 VOCAB_PADDING = 64  # rows of the whole vocabulary that SGLang rounds up to
 
@@ -40,7 +40,8 @@ class StackedQKV(QKV):
         """Key-value heads of one rank."""
         if tp_size % self.num_groups and self.num_groups % tp_size:
             raise ValueError(
-                f"{self.param}: {self.num_groups} key-value heads cannot be dealt to {tp_size} ranks; want one number "
+                f"{self.param}: {self.num_groups} key-value heads cannot be dealt to {tp_size} ranks; expected one "
+                "number "
                 "to divide the other"
             )
         return max(1, self.num_groups // tp_size)
@@ -105,11 +106,11 @@ class StackedExperts(Op):
     def hf_shapes(self) -> dict[str, Shape]:
         return {name.format(i): self.shape for i in range(self.num_experts) for name in self.names}
 
-    def shape_at(self, spot: Spot) -> Shape:
-        return (len(self._experts(spot)), *self._expert_shape(self.cut(spot)[1]))
+    def shape_at(self, coordinate: ShardCoordinate) -> Shape:
+        return (len(self._experts(coordinate)), *self._expert_shape(self.cut(coordinate)[1]))
 
-    def pieces_at(self, spot: Spot) -> list[Piece]:
-        return list(self._pieces(self._experts(spot), *self.cut(spot)))
+    def pieces_at(self, coordinate: ShardCoordinate) -> list[Piece]:
+        return list(self._pieces(self._experts(coordinate), *self.cut(coordinate)))
 
     def shard_shape(self, tp_size: int) -> Shape:
         """With all experts on every rank."""
@@ -119,11 +120,11 @@ class StackedExperts(Op):
         """With all experts on every rank."""
         return list(self._pieces(range(self.num_experts), tp_rank, tp_size))
 
-    def _experts(self, spot: Spot) -> range:
-        if self.num_experts % spot.ep:
-            raise ValueError(f"{self.param}: {self.num_experts} experts do not divide by ep_size={spot.ep}")
-        n = self.num_experts // spot.ep
-        return range(spot.ep_rank * n, (spot.ep_rank + 1) * n)
+    def _experts(self, coordinate: ShardCoordinate) -> range:
+        if self.num_experts % coordinate.ep:
+            raise ValueError(f"{self.param}: {self.num_experts} experts do not divide by ep_size={coordinate.ep}")
+        n = self.num_experts // coordinate.ep
+        return range(coordinate.ep_rank * n, (coordinate.ep_rank + 1) * n)
 
     def _expert_shape(self, size: int) -> Shape:
         rows, columns = (self._share(n, size) if d == self.dim else n for d, n in enumerate(self.shape))

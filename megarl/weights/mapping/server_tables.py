@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from megarl.weights.mapping.names import GateUp, Op, Rename, Shape, Spot
+from megarl.weights.mapping.names import GateUp, Op, Rename, Shape, ShardCoordinate
 from megarl.weights.mapping.server_ops import StackedExperts, StackedQKV, StackedRows, StackedVocab
 from megarl.weights.mapping.tables import HFConfig, table_for
 
@@ -37,10 +37,10 @@ def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
     return [op for name in shapes if (op := _sglang(name, shapes, hf_config)) is not None]
 
 
-def spots(tp: int, ep: int = 1) -> list[Spot]:
+def coordinates(tp: int, ep: int = 1) -> list[ShardCoordinate]:
     """Where each rank of an SGLang server stands: experts are dealt to `ep` groups of neighbouring ranks."""
     etp = tp // ep
-    return [Spot(rank, tp, rank // etp, ep, rank % etp, etp) for rank in range(tp)]
+    return [ShardCoordinate(rank, tp, rank // etp, ep, rank % etp, etp) for rank in range(tp)]
 
 
 def is_enlarged(engine: EngineKind, hf_config: HFConfig, tp: int) -> bool:

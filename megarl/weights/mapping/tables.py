@@ -28,7 +28,9 @@ def table_for(hf_config: HFConfig, *, role: Role = "actor", vocab_multiple: int 
     """
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type={model_type!r} has no table of weight names; want one of {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"model_type={model_type!r} has no table of weight names; expected one of {', '.join(FAMILIES)}"
+        )
     return FAMILIES[model_type](hf_config, role=role, vocab_multiple=vocab_multiple)
 
 
@@ -37,7 +39,7 @@ def is_tied(hf_config: HFConfig) -> bool:
     return bool(hf_config.get("tie_word_embeddings", False))
 
 
-def twins(hf_config: HFConfig) -> dict[str, str]:
+def tied(hf_config: HFConfig) -> dict[str, str]:
     """HF names that a folder or a server may hold besides the table's, and the tensor that each is tied to."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if is_tied(hf_config) else {}
 
@@ -54,9 +56,9 @@ class Ignorable(Container[str]):
 def ignorable(hf_config: HFConfig, role: Role) -> Container[str]:
     """HF names that a folder may hold and this model does not.
 
-    Output rows of a critic, the twins of tied ones, and layers after the last that predict further tokens.
+    Output rows of a critic, the tied of tied ones, and layers after the last that predict further tokens.
     """
-    names = {"lm_head.weight"} if role == "critic" else set(twins(hf_config))
+    names = {"lm_head.weight"} if role == "critic" else set(tied(hf_config))
     return Ignorable(frozenset(names), deepseek.passed_over(hf_config))
 
 
@@ -120,7 +122,8 @@ def _attention(c: HFConfig, layer: int, qkv_bias: bool, qk_norm: bool) -> list[O
     """The norm before it included."""
     if c.get("attention_bias", qkv_bias) not in (qkv_bias, None):
         raise ValueError(
-            f"attention_bias={c['attention_bias']} is not supported for model_type={c['model_type']!r}; want {qkv_bias}"
+            f"attention_bias={c['attention_bias']} is not supported for model_type={c['model_type']!r}; expected "
+            f"{qkv_bias}"
         )
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     groups = c.get("num_key_value_heads") or heads

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.mcore.models.model import Model
-from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.weights.hf.adapter import adapter_tensors, on_cpu, peft_config, settings_in
 from megarl.weights.mapping.tables import HFConfig
 from megarl.weights.push.report import Clock, PushError, PushReport
@@ -45,7 +45,7 @@ class AdapterPusher:
         timeout_s: float = 120.0,
     ) -> None:
         self._hf_config, self._base_model, self._keep = hf_config, base_model, keep
-        self._engines = {url: Engine(url, token, timeout_s=timeout_s) for url in urls}
+        self._engines = {url: ServerClient(url, token, timeout_s=timeout_s) for url in urls}
         self._held: dict[str, deque[str]] = defaultdict(deque)  # url -> names, the oldest first
         self._num_pushes = 0
 
@@ -72,10 +72,12 @@ class AdapterPusher:
         urls = list(self._engines) if only is None else list(only)
         config = peft_config(settings_in(model), self._base_model)
         failed = self._give(urls, name, tensors, config, canary, clock)
-        ways = {url: "adapter" for url in urls if url not in failed}
+        transports = {url: "adapter" for url in urls if url not in failed}
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        verified = len(tensors) * len(ways)
-        return PushReport(version, len(tensors), num_bytes, verified, ways, failed, {}, [], dict(clock.seconds)), name
+        verified = len(tensors) * len(transports)
+        return PushReport(
+            version, len(tensors), num_bytes, verified, transports, failed, {}, [], dict(clock.seconds)
+        ), name
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -102,7 +104,7 @@ class AdapterPusher:
                 self._held[url].append(name)
                 if canary is not None:
                     heard[url] = engine.prompt_log_probs(canary.prompt_ids, adapter=name)
-            except (PushError, EngineError) as error:
+            except (PushError, ServerError) as error:
                 failed[url] = str(error)
 
         with clock("send"), ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="push_adapter") as threads:
@@ -114,12 +116,12 @@ class AdapterPusher:
         while len(held) >= self._keep:
             try:
                 self._engines[url].unload_adapter(held.popleft())
-            except EngineError as error:
+            except ServerError as error:
                 if error.status != 400:  # 400: it was started anew and has no such adapter
                     raise
 
 
-def give_adapter(engine: Engine, name: str, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+def give_adapter(engine: ServerClient, name: str, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
     """One server takes an adapter that is there as a whole; PushError where it does not."""
     # Pickled here, with the bytes inside: SGLang unpickles tensors and nothing else.
     payload = base64.b64encode(pickle.dumps(tensors)).decode()
@@ -127,7 +129,7 @@ def give_adapter(engine: Engine, name: str, tensors: dict[str, Tensor], config: 
     try:
         tp_size = int(engine.server_info().get("tp_size", 1))
         engine.load_adapter(name, config, payload, digests, tp_size=tp_size)
-    except EngineError as error:
+    except ServerError as error:
         if error.status == 404:
-            raise PushError(f"{engine.url} takes no adapters; want actor.lora.push=merged") from error
+            raise PushError(f"{engine.url} takes no adapters; expected actor.lora.push=merged") from error
         raise PushError(f"{engine.url} did not take the adapter {name}: {error.message}") from error

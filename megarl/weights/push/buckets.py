@@ -90,7 +90,7 @@ def fill_buckets(
         for name in names:
             with clock("gather"):
                 got, tensor = next(stream)
-            assert (got, tensor.dtype) == (name, dtype), f"got {got} as {tensor.dtype}, want {name} as {dtype}"
+            assert (got, tensor.dtype) == (name, dtype), f"got {got} as {tensor.dtype}, expected {name} as {dtype}"
             with clock("convert"):
                 raw = tensor.reshape(-1).view(torch.uint8)
                 if buffer is None:

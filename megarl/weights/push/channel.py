@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.sockets import listen
 
@@ -77,9 +77,9 @@ def _leave_late(ours: Future[dist.ProcessGroup]) -> None:
         leave_weight_group(ours.result())
 
 
-def leave(engine: Engine, name: str, group: dist.ProcessGroup) -> None:
+def leave(engine: ServerClient, name: str, group: dist.ProcessGroup) -> None:
     """Close a group on both sides; a server that is gone or refuses cannot be helped, and needs not be."""
-    with suppress(EngineError):
+    with suppress(ServerError):
         engine.destroy_group(name)
     with suppress(RuntimeError):
         leave_weight_group(group)

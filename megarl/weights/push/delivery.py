@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.weights.mapping.names import Spot
+from megarl.weights.mapping import tables
+from megarl.weights.mapping.names import ShardCoordinate
 from megarl.weights.mapping.server_tables import EngineKind, server_table
-from megarl.weights.mapping.tables import HFConfig, twins
+from megarl.weights.mapping.tables import HFConfig
 from megarl.weights.push.buckets import Bucket, Sizes
 from megarl.weights.push.gpu_handles import take
 from megarl.weights.push.report import one_line
@@ -27,7 +28,7 @@ class _Layout(NamedTuple):
     """Servers with the same one hold the same under the same names."""
 
     engine: EngineKind
-    spots: tuple[Spot, ...]
+    coordinates: tuple[ShardCoordinate, ...]
     hashes: Kind
 
 
@@ -37,14 +38,18 @@ class BucketRound:
     def __init__(self, lead: Lead, hf_config: HFConfig, sizes: Sizes) -> None:
         """Joins those that are to receive, and opens an update on all."""
         self._lead, self._targets, self._hf_config = lead, lead.targets, hf_config
-        self._ways = {url: way for url, way in self._targets.waiting().items() if way != "sharded"}
+        self._transports = {
+            url: transport for url, transport in self._targets.waiting().items() if transport != "sharded"
+        }
         self._sums: dict[_Layout, list[RankDigests]] = {}
         dtypes = {name: dtype for name, (_, dtype) in sizes.items()}
-        for url in self._ways:
+        for url in self._transports:
             layout = _layout(self._targets.left[url])
             if layout not in self._sums:
                 table = server_table(layout.engine, hf_config)
-                self._sums[layout] = [RankDigests(table, spot, dtypes, layout.hashes) for spot in layout.spots]
+                self._sums[layout] = [
+                    RankDigests(table, coordinate, dtypes, layout.hashes) for coordinate in layout.coordinates
+                ]
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         with self._targets.clock("join"):
             self._targets.attempt(lambda server: server.join(backend), self._of("gathered"))
@@ -55,11 +60,11 @@ class BucketRound:
     def urls(self) -> list[str]:
         """The servers that still take part: the rest have been dropped, or wait for another round."""
         waiting = self._targets.waiting()
-        return [url for url, way in self._ways.items() if waiting.get(url) == way]
+        return [url for url, transport in self._transports.items() if waiting.get(url) == transport]
 
     def new_buffer(self, num_bytes: int, device: torch.device) -> Tensor:
         """Memory that servers of this machine can map, if any of them wants to."""
-        shared = [url for url in self.urls if self._ways[url] == "shared"]
+        shared = [url for url in self.urls if self._transports[url] == "shared"]
         if shared and device.type == "cpu":
             try:
                 return shared_buffer(num_bytes)
@@ -76,7 +81,9 @@ class BucketRound:
         for url in self._of("shared"):
             server = targets.left[url]
             try:
-                texts = [payload(bucket) for _ in server.nature.spots] if handles is None else take(handles, server)
+                texts = (
+                    [payload(bucket) for _ in server.nature.coordinates] if handles is None else take(handles, server)
+                )
             except ValueError as error:
                 targets.fall_back(url, one_line(error))
             else:
@@ -89,8 +96,8 @@ class BucketRound:
         longest, sent = max((s.total for s in spent), default=0.0), max((s.send for s in spent), default=0.0)
         targets.clock.split("load", of="send", seconds=max(0.0, longest - max(hashed, sent)))
 
-    def _of(self, way: str) -> list[str]:
-        return [url for url in self.urls if self._ways[url] == way]
+    def _of(self, transport: str) -> list[str]:
+        return [url for url in self.urls if self._transports[url] == transport]
 
     def _add(self, bucket: Bucket) -> None:
         for (name, raw), shape in zip(bucket.parts(), bucket.shapes, strict=True):
@@ -102,15 +109,15 @@ class BucketRound:
     def verify(self) -> None:
         """After the last bucket: servers that hold what they must are done."""
         expected = {layout: [rank.result() for rank in ranks] for layout, ranks in self._sums.items()}
-        targets, tied = self._targets, twins(self._hf_config)
+        targets, tied = self._targets, tables.tied(self._hf_config)
         with targets.clock("verify"):
             plain = [url for url in self.urls if targets.left[url].nature.is_plain]
             checked = targets.attempt(lambda s: s.verify(expected[_layout(s)], tied), plain)
             self._lead.verified |= checked
-            targets.done |= {url: self._ways[url] for url in checked}
+            targets.done |= {url: self._transports[url] for url in checked}
             others = targets.attempt(Server.look, self.urls)
             faults = disagreements({url: targets.left[url] for url in others}, dict.fromkeys(others, repr(expected)))
-            targets.done |= {url: self._ways[url] for url in others if url not in faults}
+            targets.done |= {url: self._transports[url] for url in others if url not in faults}
             self._lead.unvouched |= {url for url in others if not targets.left[url].pushed}
             self._lead.compares |= bool(self._lead.unvouched)
             for url in others:
@@ -121,7 +128,7 @@ class BucketRound:
 
 
 def _layout(server: Server) -> _Layout:
-    return _Layout(server.nature.engine, server.nature.spots, server.nature.hashes)
+    return _Layout(server.nature.engine, server.nature.coordinates, server.nature.hashes)
 
 
 def disagreements(servers: Mapping[str, Server], weights: Mapping[str, str]) -> dict[str, str]:

@@ -37,7 +37,7 @@ def gpus_of(server: Server) -> list[str]:
     first = server.nature.first_gpu
     if first is None:
         return []
-    return list(server.gpus or (_name(first + rank) for rank in range(len(server.nature.spots))))
+    return list(server.gpus or (_name(first + rank) for rank in range(len(server.nature.coordinates))))
 
 
 def wanted_handles(servers: Iterable[Server]) -> dict[str, int]:

@@ -1,11 +1,11 @@
 """Putting the trainer's weights into the servers, and proving that they arrived.
 
-Three ways lead into a server.  `gathered`: rank 0 gathers every tensor and sends it in buckets over a weight group of
+There are three transports.  `gathered`: rank 0 gathers every tensor and sends it in buckets over a weight group of
 its own with the server.  `shared`: a server on the same machine maps the buckets.  `sharded`: every rank sends the
-slices that a rank of the server needs straight to it.  A faster way that fails gives way to a slower one.  Each server
-is paused, given the weights, asked for the digests of what it then holds, and writes again only if these are what the
-trainer computed; the first time that its process is sent slices, it must hold the same after whole tensors too.  One
-that fails is left paused and named in the report; it holds up nobody longer than its own limit.
+slices that a rank of the server needs straight to it.  A faster transport that fails gives way to a slower one.  Each
+server is paused, given the weights, asked for the digests of what it then holds, and writes again only if these are
+what the trainer computed; the first time that its process is sent slices, it must hold the same after whole tensors
+too.  One that fails is left paused and named in the report; it holds up nobody longer than its own limit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megarl.weights.push.gpu_handles import Gpus, exchange, wanted_handles
 from megarl.weights.push.report import Clock, PushError, PushReport, one_line
 from megarl.weights.push.servers import CLEANING_S, Server
 from megarl.weights.push.sharded import ShardedSender
-from megarl.weights.push.targets import WAYS, Lead, Targets
+from megarl.weights.push.targets import TRANSPORTS, Lead, Targets
 from megarl.weights.verify.canary import Canary, disagreement
 from megarl.weights.verify.cross_check import compare_with_whole, look_at_slices
 
@@ -61,7 +61,7 @@ class Pusher:
         hf_config: HFConfig,
         *,
         dtype: torch.dtype | None = None,
-        way: str = "auto",
+        transport: str = "auto",
         bucket_bytes: int = BUFFER_BYTES,
         timeout_s: float = 120.0,
         check_every: int = 0,
@@ -77,12 +77,14 @@ class Pusher:
         compares their checksums with those they had from the push: this trusts no arithmetic of ours on digests.  It is
         done at once for a server whose digests cannot be computed, as of quantized weights, which is left out else.
         """
-        if way not in ("auto", *WAYS):
-            raise ValueError(f"way={way!r}: want auto, {', '.join(WAYS)}")
+        if transport not in ("auto", *TRANSPORTS):
+            raise ValueError(f"transport={transport!r}: expected auto, {', '.join(TRANSPORTS)}")
         if check_every and source_folder is None:
-            raise ValueError(f"check_every={check_every}: want a source_folder too, for the files beside the weights")
+            raise ValueError(
+                f"check_every={check_every}: expected a source_folder too, for the files beside the weights"
+            )
         self._urls, self._token, self._hf_config, self._dtype = tuple(urls), token, hf_config, dtype
-        self._way, self._bucket_bytes, self._timeout_s = way, bucket_bytes, timeout_s
+        self._transport, self._bucket_bytes, self._timeout_s = transport, bucket_bytes, timeout_s
         self._check_every, self._source_folder, self._export_folder = check_every, source_folder, export_folder
         self._gpus = gpus or Gpus()
         self._num_pushes = 0
@@ -178,7 +180,7 @@ class Pusher:
     # ---- what rank 0 does
 
     def _begin(self, urls: Sequence[str], version: int, pause_mode: str) -> Lead:
-        """Find the servers, choose their ways, and pause them."""
+        """Find the servers, choose their transports, and pause them."""
         wait(self._cleaning, timeout=2 * CLEANING_S)
         self._cleaning = [task for task in self._cleaning if not task.done()]
         for url in urls:
@@ -188,9 +190,11 @@ class Pusher:
         with targets.clock("join"):
             targets.each(Server.probe)
             on_gpu, is_cut = torch.cuda.is_available(), _ranks_of_copy() > 1
-            targets.choose(self._way, on_gpu=on_gpu, is_cut=is_cut, gpus=self._gpus.trainer)
+            targets.choose(self._transport, on_gpu=on_gpu, is_cut=is_cut, gpus=self._gpus.trainer)
             backend = "nccl" if torch.cuda.is_available() else "gloo"
-            targets.each(lambda s: s.join(backend), [u for u, way in targets.waiting().items() if way == "gathered"])
+            targets.each(
+                lambda s: s.join(backend), [u for u, transport in targets.waiting().items() if transport == "gathered"]
+            )
         with targets.clock("pause"):
             targets.each(lambda server: server.pause(pause_mode))
             targets.each(Server.open)
@@ -201,11 +205,11 @@ class Pusher:
     def _next_order(self, lead: Lead) -> dict[str, Any] | None:
         """What all ranks do next; None: the servers that are left have been given the weights."""
         waiting = lead.targets.waiting()
-        if sharded := [url for url, way in waiting.items() if way == "sharded"]:
+        if sharded := [url for url, transport in waiting.items() if transport == "sharded"]:
             return {"what": "sharded", "offers": self._sender.offers(lead, sharded)}
         look_at_slices(lead)
         if waiting := lead.targets.waiting():
-            sharing = [lead.targets.left[url] for url, way in waiting.items() if way == "shared"]
+            sharing = [lead.targets.left[url] for url, transport in waiting.items() if transport == "shared"]
             return {"what": "buckets", "handles": wanted_handles(sharing)}
         compare_with_whole(lead)
         if lead.compares and self._readers(lead):
@@ -216,7 +220,9 @@ class Pusher:
                 _go_without_folder(lead, error)
             else:
                 return {"what": "export", "folder": str(folder)}
-        lead.drop_unvouched("there is none that it can read, want a source_folder, and an export_folder that it sees")
+        lead.drop_unvouched(
+            "there is none that it can read, expected a source_folder, and an export_folder that it sees"
+        )
         return None
 
     def _readers(self, lead: Lead) -> list[str]:

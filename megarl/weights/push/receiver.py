@@ -70,7 +70,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     try:
         messages, num_bytes = _prepare(told, params, link)
         if (written := receive(messages, params, link)) != num_bytes:
-            raise RuntimeError(f"rank {told['rank']} of the server was sent {written} bytes, want {num_bytes}")
+            raise RuntimeError(f"rank {told['rank']} of the server was sent {written} bytes, expected {num_bytes}")
         if (derive := getattr(model, "post_load_weights", None)) is not None:
             derive()  # what SGLang's own loading makes of the weights at its end
         answer(messages, params, link, digest=partial(digest, kind=kind))

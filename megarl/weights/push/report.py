@@ -17,15 +17,17 @@ class PushReport:
     num_tensors: int  # of the model, under their HF names
     num_bytes: int  # of one copy of the model
     num_verified: int  # digests found equal, summed over servers
-    ways: dict[str, str]  # url -> way: the servers that hold this version, verified, and write again
+    transports: dict[str, str]  # url -> transport: the servers that hold this version, verified, and write again
     failed: dict[str, str]  # url -> reason: those that must not be used; paused where they could be reached
-    fallbacks: dict[str, list[str]]  # url -> "way: reason" of each faster way that failed before a slower one was used
+    fallbacks: dict[
+        str, list[str]
+    ]  # url -> "transport: reason" of each faster transport that failed before a slower one was used
     # urls whose checksums were also those of what they themselves make of whole tensors: of an exported folder or, the
     # first time that a server process was sent slices, of buckets that were sent after these
     compared: list[str]
     # seconds of rank 0, or of the slowest sender, by phase: join, pause, gather, convert, send, load, verify, resume
     timings: dict[str, float]
-    # urls of `ways` whose checksums cannot be computed, and were not compared: they only changed when they had to
+    # urls of `transports` whose checksums cannot be computed, and were not compared: they only changed when they had to
     unverified: list[str] = field(default_factory=list)
 
 

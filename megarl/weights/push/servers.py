@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import DTYPE_NAMES
-from megarl.weights.mapping.names import Spot, some_names
-from megarl.weights.mapping.server_tables import EngineKind, is_enlarged, spots
+from megarl.weights.mapping.names import ShardCoordinate, some_names
+from megarl.weights.mapping.server_tables import EngineKind, coordinates, is_enlarged
 from megarl.weights.mapping.tables import HFConfig
 from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.channel import Meeting, leave, meet
@@ -32,7 +32,7 @@ class Nature:
     """What a server says of itself."""
 
     engine: EngineKind
-    spots: tuple[Spot, ...]  # of its ranks
+    coordinates: tuple[ShardCoordinate, ...]  # of its ranks
     hashes: Kind
     first_gpu: int | None  # None: on a CPU
     is_plain: (
@@ -48,7 +48,7 @@ class Nature:
         stages = max(int(info.get(key) or 1) for key in ("pp_size", "dp_size"))
         return cls(
             engine=engine,
-            spots=tuple(spots(tp, int(info.get("ep_size") or 1))),
+            coordinates=tuple(coordinates(tp, int(info.get("ep_size") or 1))),
             hashes="words" if on_gpu else "sha256",
             first_gpu=int(info.get("base_gpu_id") or 0) if on_gpu else None,
             is_plain=info.get("quantization") is None
@@ -68,13 +68,13 @@ class Spent:
 
 
 class Server:
-    """Each method raises EngineError, PushError or torch's RuntimeError within `timeout_s`."""
+    """Each method raises ServerError, PushError or torch's RuntimeError within `timeout_s`."""
 
     def __init__(self, url: str, token: str, hf_config: HFConfig, timeout_s: float, gpus: Sequence[str] = ()) -> None:
         """`gpus`: those of its ranks, by names that hold on all machines; empty: nobody said where it stands."""
         self.url, self._token, self._hf_config, self._timeout_s = url, token, hf_config, timeout_s
         self.gpus = tuple(gpus)
-        self.engine = Engine(url, token, timeout_s=timeout_s)
+        self.engine = ServerClient(url, token, timeout_s=timeout_s)
         self.nature: Nature
         self.held: list[dict[str, str]] = []  # checksums of its ranks when they were last looked at
         # Of the last good push, where not all its checksums were computed: these, and what tells its weights apart.
@@ -106,7 +106,7 @@ class Server:
             return
         try:
             self.engine.begin_update()
-        except EngineError as error:
+        except ServerError as error:
             if "already" not in error.message:
                 raise
             self.engine.end_update()
@@ -123,10 +123,10 @@ class Server:
 
     def is_there(self) -> bool:
         """Whether the process of the last probe still answers."""
-        engine = Engine(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
+        engine = ServerClient(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
         try:
             return Nature.read(engine.server_info(), self._hf_config).started == self._started
-        except EngineError:
+        except ServerError:
             return False
         finally:
             engine.close()
@@ -137,7 +137,7 @@ class Server:
         """Meet the server's ranks in a new group, rank 0 here; nothing where that is done."""
         if self._group is not None:
             return
-        meeting, listener = Meeting.host(self.url, 1 + len(self.nature.spots), backend, self._timeout_s)
+        meeting, listener = Meeting.host(self.url, 1 + len(self.nature.coordinates), backend, self._timeout_s)
         self._group = meet(meeting, listener, lambda: self.invite(meeting, rank_offset=1))
         self._group_name = meeting.name
 
@@ -186,7 +186,7 @@ class Server:
 
     def take_part(self, texts: Sequence[str], version: int, flush_cache: bool) -> None:
         """Have its ranks receive slices; answers at the end of the transfer, whose own waits are limited."""
-        engine = Engine(self.url, self._token, timeout_s=_TRANSFER_S)
+        engine = ServerClient(self.url, self._token, timeout_s=_TRANSFER_S)
         try:
             engine.update_from_tensor(texts, load_format=RECEIVER, version=version, flush_cache=flush_cache)
         finally:
@@ -200,22 +200,22 @@ class Server:
         """Close the group on both sides, as far as the other can still be told."""
         if self._group is not None:
             group, self._group = self._group, None
-            engine = Engine(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
+            engine = ServerClient(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
             leave(engine, self._group_name, group)
             engine.close()
 
     def fence(self) -> None:
         """After a failure: it writes nothing, if it can still be told.  Raises nothing."""
-        engine = Engine(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
-        with suppress(EngineError):
+        engine = ServerClient(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
+        with suppress(ServerError):
             engine.pause("retract")
         engine.close()
 
     def abandon(self) -> None:
         """After a failure: no group of ours, and no open update.  Raises nothing; may take `timeout_s`."""
-        engine = Engine(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
+        engine = ServerClient(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
         if self._is_open:
-            with suppress(EngineError):
+            with suppress(ServerError):
                 engine.end_update()
         engine.close()
         self.engine.close()
@@ -233,14 +233,14 @@ class Server:
         """Its present checksums are those of a good push of `weights`."""
         self.held_then, self.pushed = self.held, weights
 
-    def verify(self, expected: Sequence[Mapping[str, str]], twins: Mapping[str, str]) -> int:
+    def verify(self, expected: Sequence[Mapping[str, str]], tied: Mapping[str, str]) -> int:
         """Compare what its ranks hold with what they must hold; the number of equal digests, or PushError."""
         self.look()
         if len(self.held) != len(expected):
-            raise PushError(f"{self.url} answered for {len(self.held)} ranks, want {len(expected)}")
-        for rank, (held, want) in enumerate(zip(self.held, expected, strict=True)):
-            check_digests(self.url if len(expected) == 1 else f"rank {rank} of {self.url}", held, want, twins)
-        return sum(len(want) for want in expected)
+            raise PushError(f"{self.url} answered for {len(self.held)} ranks, expected {len(expected)}")
+        for rank, (held, sent) in enumerate(zip(self.held, expected, strict=True)):
+            check_digests(self.url if len(expected) == 1 else f"rank {rank} of {self.url}", held, sent, tied)
+        return sum(len(sent) for sent in expected)
 
     def compare(self, folder: str, version: int) -> None:
         """PushError unless it holds the same before and after reading the model in `folder`."""
@@ -253,14 +253,14 @@ class Server:
                 raise PushError(f"{where} holds other weights after reading {folder} than before: {some_names(differ)}")
 
 
-def check_digests(who: str, held: Mapping[str, str], sent: Mapping[str, str], twins: Mapping[str, str]) -> None:
+def check_digests(who: str, held: Mapping[str, str], sent: Mapping[str, str], tied: Mapping[str, str]) -> None:
     """PushError unless the server holds exactly the tensors that were sent.
 
-    `twins`: names that a server may hold besides, when they equal the tensor that they are tied to.
+    `tied`: names that a server may hold besides, when they equal the tensor that they are tied to.
     """
     differ = [name for name in sent if name in held and held[name] != sent[name]]
     missing = [name for name in sent if name not in held]
-    extra = [name for name in held if name not in sent and held[name] != sent.get(twins.get(name, ""))]
+    extra = [name for name in held if name not in sent and held[name] != sent.get(tied.get(name, ""))]
     parts = [("differ", differ), ("missing", missing), ("never sent", extra)]
     faults = [f"{what}: {some_names(names)}" for what, names in parts if names]
     if faults:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megarl.mcore.models.layers import layers_per_chunk
 from megarl.mcore.models.model import Model, unwrap
-from megarl.rollout.client import EngineError
+from megarl.rollout.client import ServerError
 from megarl.servers.weight_group import leave_weight_group
 from megarl.weights.hf.gather import local_parameters
 from megarl.weights.mapping.names import some_names
@@ -41,7 +41,7 @@ from megarl.weights.push.shared import message
 from megarl.weights.push.targets import Lead
 from megarl.weights.reshard.describe import to_json
 from megarl.weights.reshard.exchange import Link, agree, compare, send
-from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
+from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
 from megarl.weights.reshard.transfers import Message
 from megarl.weights.verify.digests import Kind, digest
@@ -62,7 +62,7 @@ class _Layout(NamedTuple):
 class _Route:
     """What the trainer and the servers of one layout must know of each other."""
 
-    trainer: str  # the spreads as text
+    trainer: str  # the shardings as text
     server: str
     fingerprint: str
     messages: list[Message]  # what this rank sends
@@ -130,7 +130,7 @@ class ShardedSender:
 
     def _offer(self, server: Server, url: str) -> dict[str, Any]:
         nature = server.nature
-        layout = _Layout(nature.engine, nature.spots[0].tp, nature.spots[0].ep)
+        layout = _Layout(nature.engine, nature.coordinates[0].tp, nature.coordinates[0].ep)
         return {"url": url, "layout": layout, "hashes": nature.hashes, "meeting": asdict(self._meetings[url][1])}
 
     def _invite(self, offer: Mapping[str, Any], lead: Lead, server: Server) -> None:
@@ -203,9 +203,9 @@ class ShardedSender:
         fingerprint = plan.fingerprint(self._message_bytes)
         return _Route(to_json(trainer), to_json(server), fingerprint, messages, {})
 
-    def _server_spread(self, layout: _Layout, sizes: Sizes) -> ServerSpread:
+    def _server_spread(self, layout: _Layout, sizes: Sizes) -> ServerSharding:
         table = tuple(server_table(layout.engine, self._hf_config))
-        return ServerSpread(table, tp=layout.tp, ep=layout.ep, **_types(table, sizes))
+        return ServerSharding(table, tp=layout.tp, ep=layout.ep, **_types(table, sizes))
 
     def _send_to(self, offer: Mapping[str, Any], params: _Recent) -> _Outcome:
         route, outcome = self._routes[_Layout(*offer["layout"])], _Outcome()
@@ -284,7 +284,7 @@ def _members(claims: Sequence[_Claim]) -> dict[int, int]:
     if others := [str(rank) for rank, claim in enumerate(claims) if claim.fingerprint != claims[0].fingerprint]:
         raise ValueError(
             f"rank {some_names(others)} of the trainer describes the model, its layout or the messages in another way "
-            "than rank 0: want one version of megarl and one layout on all ranks"
+            "than rank 0: expected one version of megarl and one layout on all ranks"
         )
     joining = [rank for rank, claim in enumerate(claims) if claim.sends or rank == 0]
     return {rank: i for i, rank in enumerate(joining)}
@@ -292,8 +292,8 @@ def _members(claims: Sequence[_Claim]) -> dict[int, int]:
 
 def _greet(server: Server) -> None:
     """Find out that the receiver can be loaded and called, before anyone waits for it in a group."""
-    server.open()  # a failed faster way has closed the update
-    server.greet([message(HELLO)] * len(server.nature.spots))
+    server.open()  # a failed faster transport has closed the update
+    server.greet([message(HELLO)] * len(server.nature.coordinates))
 
 
 def _conclude(
@@ -329,15 +329,15 @@ def _refusal(answer: Future[None]) -> str:
     if not answer.done():
         return "the server did not end its part of the transfer"
     error = answer.exception()
-    if error is not None and not isinstance(error, EngineError | ValueError):
+    if error is not None and not isinstance(error, ServerError | ValueError):
         raise error
     return "" if error is None else one_line(error)
 
 
-def _trainer_spread(model: Model, hf_config: HFConfig, sizes: Sizes) -> MegatronSpread:
+def _trainer_spread(model: Model, hf_config: HFConfig, sizes: Sizes) -> MegatronSharding:
     """How this model lies over the ranks; they are numbered in Megatron's default order."""
     ps, table = parallel_state, tuple(table_for(hf_config))
-    return MegatronSpread(
+    return MegatronSharding(
         table,
         world_size=dist.get_world_size(),
         tp=ps.get_tensor_model_parallel_world_size(),
@@ -352,7 +352,7 @@ def _trainer_spread(model: Model, hf_config: HFConfig, sizes: Sizes) -> Megatron
 
 
 def _types(table: Sequence[Any], sizes: Sizes) -> dict[str, Any]:
-    """`dtype` and `dtypes` of a spread, in which the parameters travel."""
+    """`dtype` and `dtypes` of a sharding, in which the parameters travel."""
     types = {op.param: str(sizes[next(iter(op.hf_shapes))][1]).removeprefix("torch.") for op in table}
     most = max(set(types.values()), key=list(types.values()).count)
     return {"dtype": most, "dtypes": tuple((param, dtype) for param, dtype in types.items() if dtype != most)}

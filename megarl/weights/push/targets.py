@@ -1,4 +1,4 @@
-"""The servers of one push and what becomes of each: who is left, by which way it is served, why it was given up.
+"""The servers of one push and what becomes of each: who is left, by which transport it is served, why it was given up.
 
 A server that fails is taken out where it fails, and the others go on.  Every order has a limit, so a step lasts as long
 as the slowest server that is left, or as the limit where one is silent; the next step is without it.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor, Future
 from typing import TypeVar
 
-from megarl.rollout.client import EngineError
+from megarl.rollout.client import ServerError
 from megarl.weights.mapping.names import num_bytes
 from megarl.weights.push.buckets import Sizes
 from megarl.weights.push.channel import is_here
@@ -21,8 +21,8 @@ from megarl.weights.push.servers import Server
 T = TypeVar("T")
 logger = logging.getLogger("megarl.push")
 
-WAYS = ("shared", "sharded", "gathered")  # the last is possible for every server, and the slowest
-FAILURES = (EngineError, PushError, RuntimeError, OSError, ValueError)  # of one server or the way to it
+TRANSPORTS = ("shared", "sharded", "gathered")  # the last is possible for every server, and the slowest
+FAILURES = (ServerError, PushError, RuntimeError, OSError, ValueError)  # of one server or the connection to it
 
 
 class Targets:
@@ -32,14 +32,14 @@ class Targets:
         self.left = dict(servers)  # those that have not failed
         self.failed: dict[str, str] = {}  # url -> reason
         self.silent: set[str] = set()  # of those, the ones that do not answer any more
-        self.done: dict[str, str] = {}  # url -> the way by which it got the weights, verified
+        self.done: dict[str, str] = {}  # url -> the transport by which it got the weights, verified
         self.fallbacks: dict[str, list[str]] = {}  # url -> sentences, in the order of what was tried
         self.clock = Clock()
         self._threads = threads
-        self._ways: dict[str, list[str]] = {}  # url -> ways still to be tried
+        self._transports: dict[str, list[str]] = {}  # url -> transports still to be tried
 
     def choose(self, wanted: str, *, on_gpu: bool, is_cut: bool, gpus: Collection[str] = ()) -> None:
-        """Which ways are possible for each server, of those that are wanted (auto, or one of WAYS), the fastest first.
+        """Which transports are possible for each server, fastest first; `wanted`: auto, or one of TRANSPORTS.
 
         A server for which none is possible is dropped.  On the trainer's GPUs, which are `gpus`, only `shared` is: NCCL
         joins no two processes of one.
@@ -48,34 +48,38 @@ class Targets:
         buckets has to be gathered: measured, a whole model takes 0.17 s by shared and 0.26 s by sharded, and one that
         two ranks have half of each 0.55 s and 0.25 s (100 MB, two cores).
         """
-        order = ("sharded", "shared", "gathered") if is_cut else WAYS
+        order = ("sharded", "shared", "gathered") if is_cut else TRANSPORTS
         for url, server in list(self.left.items()):
-            obstacles = {way: _obstacle(server, way, wanted, on_gpu, gpus) for way in order}
-            self._ways[url] = possible = [way for way in order if obstacles[way] is None]
+            obstacles = {transport: _obstacle(server, transport, wanted, on_gpu, gpus) for transport in order}
+            self._transports[url] = possible = [transport for transport in order if obstacles[transport] is None]
             if not possible:
                 mapped, sent = obstacles["shared"], obstacles["gathered"]
-                self.drop(url, f"no way leads into {url}: shared needs {mapped}, the others {sent}")
+                self.drop(url, f"no transport reaches {url}: shared needs {mapped}, the others {sent}")
             elif wanted != "auto":
-                self._ways[url] = [way for way in possible if way in (wanted, possible[-1])]
+                self._transports[url] = [transport for transport in possible if transport in (wanted, possible[-1])]
                 if wanted not in possible:
                     self.warn(url, wanted, f"it needs {obstacles[wanted]}")
 
     def send_on(self, url: str) -> str:
-        """Have it given the weights once more, by the next way; returns the one that it leaves behind."""
+        """Have it given the weights once more, by the next transport; returns the one that it leaves behind."""
         self.done.pop(url, None)
-        way, *self._ways[url] = self._ways[url]
-        return way
+        transport, *self._transports[url] = self._transports[url]
+        return transport
 
     def waiting(self) -> dict[str, str]:
-        """url -> way of the servers that are still to get the weights."""
-        return {url: ways[0] for url, ways in self._ways.items() if url in self.left and url not in self.done}
+        """url -> transport of the servers that are still to get the weights."""
+        return {
+            url: transports[0]
+            for url, transports in self._transports.items()
+            if url in self.left and url not in self.done
+        }
 
     def each(self, order: Callable[[Server], T], urls: Iterable[str] | None = None) -> dict[str, T]:
         """Give servers (None: all that are left) an order at the same time; those that fail are dropped."""
         return self._settle(self.start(order, list(self.left if urls is None else urls)), self.drop)
 
     def attempt(self, order: Callable[[Server], T], urls: Iterable[str]) -> dict[str, T]:
-        """As `each`, but those that fail are tried again by a slower way, where there is one."""
+        """As `each`, but those that fail are tried again by a slower transport, where there is one."""
         return self.finish(self.start(order, urls))
 
     def start(self, order: Callable[[Server], T], urls: Iterable[str]) -> dict[str, Future[T]]:
@@ -102,17 +106,17 @@ class Targets:
         del self.left[url]
 
     def fall_back(self, url: str, reason: str) -> None:
-        """Its way failed: a slower one if there is any and the server still answers, else it is dropped."""
+        """Its transport failed: a slower one if there is any and the server still answers, else it is dropped."""
         is_there = self.left[url].is_there()
-        if len(self._ways[url]) == 1 or not is_there:
+        if len(self._transports[url]) == 1 or not is_there:
             self.drop(url, reason)
             self.silent |= set() if is_there else {url}
             return
         self.warn(url, self.send_on(url), reason)
 
-    def warn(self, url: str, way: str, reason: str) -> None:
-        logger.warning("%s: the way %s failed: %s", url, way, reason)
-        self.fallbacks.setdefault(url, []).append(f"{way}: {reason}")
+    def warn(self, url: str, transport: str, reason: str) -> None:
+        logger.warning("%s: the transport %s failed: %s", url, transport, reason)
+        self.fallbacks.setdefault(url, []).append(f"{transport}: {reason}")
 
 
 class Lead:
@@ -140,36 +144,36 @@ class Lead:
             num_tensors=len(sizes),
             num_bytes=sum(num_bytes(shape, dtype) for shape, dtype in sizes.values()),
             num_verified=sum(self.verified.get(url, 0) for url in targets.done),
-            ways=dict(targets.done),
+            transports=dict(targets.done),
             failed=dict(targets.failed),
             fallbacks=targets.fallbacks,
             compared=sorted(self.compared & set(targets.done)),
             timings=dict(targets.clock.seconds),
             unverified=[url for url in targets.done if url not in self.verified and url not in self.compared],
         )
-        if report.ways:
+        if report.transports:
             return report
         error = PushError(f"the push of weights version {self.version} failed: {'; '.join(report.failed.values())}")
         error.report = report
         raise error
 
 
-def _obstacle(server: Server, way: str, wanted: str, on_gpu: bool, gpus: Collection[str]) -> str | None:
-    """What a way needs and this server lacks; None where it is possible."""
+def _obstacle(server: Server, transport: str, wanted: str, on_gpu: bool, gpus: Collection[str]) -> str | None:
+    """What a transport needs and this server lacks; None where it is possible."""
     nature = server.nature
     if on_gpu and nature.first_gpu is not None and server.gpus:
         common = set(server.gpus) & set(gpus)
-        if way == "shared":
+        if transport == "shared":
             return None if common == set(server.gpus) else "a rank of the trainer on each of its GPUs"
         if common:
             return "a server on GPUs of its own"
-    if way == "sharded":
+    if transport == "sharded":
         if not nature.has_receiver:
             return "a server that was started with our custom weight loader"
         if not nature.is_plain:
             return "a server without quantization, pipeline stages or data parallelism"
         return "a server that has slices where it puts whole tensors" if server.fits_slices is False else None
-    if way == "shared":
+    if transport == "shared":
         if not is_here(server.url):
             return "a server on this machine"
         if (nature.first_gpu is not None) != on_gpu:

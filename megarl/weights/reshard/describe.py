@@ -17,70 +17,71 @@ from typing import Any
 
 from megarl.weights.mapping import server_ops, tables  # noqa: F401  (makes every kind of mapping known)
 from megarl.weights.mapping.names import Op
-from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
-from megarl.weights.reshard.sharding import Spread
+from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
+from megarl.weights.reshard.sharding import Sharding
 
-_LAYOUTS: dict[str, type[Spread]] = {"megatron": MegatronSpread, "server": ServerSpread}
+_LAYOUTS: dict[str, type[Sharding]] = {"megatron": MegatronSharding, "server": ServerSharding}
 
 
-def to_json(spread: Spread) -> str:
-    """Text from which `from_json` makes an equal spread.
+def to_json(sharding: Sharding) -> str:
+    """Text from which `from_json` makes an equal sharding.
 
     Parameters that differ in numbers only, as those of all layers and experts do, share one pattern: the text of the
     mapping with a `#` for each number.  Each parameter is then its pattern's index and its numbers.
     """
     patterns: dict[str, int] = {}
     rows = []
-    for op in spread.table:
+    for op in sharding.table:
         text = json.dumps([type(op).__name__, {f.name: getattr(op, f.name) for f in fields(op)}], separators=(",", ":"))
         assert "#" not in text, f"{op.param}: a name with # cannot be written"
         number = patterns.setdefault(re.sub(r"\d+", "#", text), len(patterns))
         rows.append(" ".join([str(number), *re.findall(r"\d+", text)]))
-    layout = next(name for name, kind in _LAYOUTS.items() if kind is type(spread))
-    sizes = {f.name: getattr(spread, f.name) for f in fields(spread) if f.name != "table"}
+    layout = next(name for name, kind in _LAYOUTS.items() if kind is type(sharding))
+    sizes = {f.name: getattr(sharding, f.name) for f in fields(sharding) if f.name != "table"}
     return json.dumps({"layout": layout, **sizes, "patterns": list(patterns), "table": rows}, separators=(",", ":"))
 
 
-def from_json(text: str) -> Spread:
+def from_json(text: str) -> Sharding:
     """ValueError names a kind of mapping or of layout that this version does not know."""
     found = json.loads(text)
     layout, patterns, rows = found.pop("layout"), found.pop("patterns"), found.pop("table")
     if layout not in _LAYOUTS:
-        raise ValueError(f"layout={layout!r} is not known; want one of {', '.join(_LAYOUTS)}")
+        raise ValueError(f"layout={layout!r} is not known; expected one of {', '.join(_LAYOUTS)}")
     kinds, split = {kind.__name__: kind for kind in _kinds(Op)}, [pattern.split("#") for pattern in patterns]
     table = tuple(_op(split[int(row.partition(" ")[0])], row.split(" ")[1:], kinds) for row in rows)
     return _LAYOUTS[layout](table, **{name: _tuples(value) for name, value in found.items()})
 
 
-def fingerprint(sender: Spread, receiver: Spread, *rules: int) -> str:
+def fingerprint(sender: Sharding, receiver: Sharding, *rules: int) -> str:
     """64 hex digits of both descriptions, each slice of each kind of rank included, and of further numbers."""
     digest = hashlib.sha256(repr(rules).encode())
-    for spread in (sender, receiver):
-        for line in _lines(spread):
+    for sharding in (sender, receiver):
+        for line in _lines(sharding):
             digest.update(line.encode())
     return digest.hexdigest()
 
 
-def _lines(spread: Spread) -> Iterator[str]:
+def _lines(sharding: Sharding) -> Iterator[str]:
     yield repr(
-        [type(spread).__name__, *((f.name, getattr(spread, f.name)) for f in fields(spread) if f.name != "table")]
+        [type(sharding).__name__, *((f.name, getattr(sharding, f.name)) for f in fields(sharding) if f.name != "table")]
     )
-    for op in spread.table:
+    for op in sharding.table:
         yield repr((op.param, op.copies, op.hf_shapes))
-        for stage in range(spread.num_stages):
-            for param in spread.params_on(op, stage):
-                for spot, ranks in spread.groups(op, stage):
+        for stage in range(sharding.num_stages):
+            for param in sharding.params_on(op, stage):
+                for coordinate, ranks in sharding.groups(op, stage):
                     pieces = [
-                        (p.hf_name, p.dim, p.hf_start, p.shard_start, p.length, p.index) for p in op.pieces_at(spot)
+                        (p.hf_name, p.dim, p.hf_start, p.shard_start, p.length, p.index)
+                        for p in op.pieces_at(coordinate)
                     ]
-                    yield repr((stage, param, len(ranks), ranks[0], op.shape_at(spot), pieces))
+                    yield repr((stage, param, len(ranks), ranks[0], op.shape_at(coordinate), pieces))
 
 
 def _op(pattern: list[str], numbers: list[str], kinds: dict[str, type[Op]]) -> Op:
     text = "".join(part + number for part, number in zip(pattern, [*numbers, ""], strict=True))
     kind, values = json.loads(text)
     if kind not in kinds:
-        raise ValueError(f"a parameter is described as {kind}, which is not known; want one of {', '.join(kinds)}")
+        raise ValueError(f"a parameter is described as {kind}, which is not known; expected one of {', '.join(kinds)}")
     return kinds[kind](**{name: _tuples(value) for name, value in values.items()})
 
 

@@ -23,7 +23,7 @@ from megarl.weights.mapping.names import Shape, some_names
 from megarl.weights.push.report import Clock
 from megarl.weights.reshard.plan import Plan
 from megarl.weights.reshard.regions import Box
-from megarl.weights.reshard.sharding import Place, Spread
+from megarl.weights.reshard.sharding import ParameterSlice, Sharding
 from megarl.weights.reshard.transfers import Message, Transfer
 from megarl.weights.verify.digests import as_bytes
 
@@ -60,18 +60,18 @@ def agree(fingerprint: str, group: dist.ProcessGroup, device: torch.device) -> N
     if others:
         raise ValueError(
             f"rank {some_names(others)} of the weight group describes the model, its layout or the messages in another "
-            "way than rank 0: want one version of megarl and one layout on all ranks"
+            "way than rank 0: expected one version of megarl and one layout on all ranks"
         )
 
 
-def check_params(spread: Spread, rank: int, params: Params) -> None:
+def check_params(sharding: Sharding, rank: int, params: Params) -> None:
     """ValueError with the names unless `params` are what the description says that this rank has."""
-    want = spread.shapes(rank)
+    expected = sharding.shapes(rank)
     have = {name: (tuple(param.shape), str(param.dtype).removeprefix("torch.")) for name, param in params.items()}
     parts = [
-        ("missing", [name for name in want if name not in have]),
-        ("unknown", [name for name in have if name not in want]),
-        ("different", [f"{n} {have[n]} for {want[n]}" for n in want if n in have and have[n] != want[n]]),
+        ("missing", [name for name in expected if name not in have]),
+        ("unknown", [name for name in have if name not in expected]),
+        ("different", [f"{n} {have[n]} for {expected[n]}" for n in expected if n in have and have[n] != expected[n]]),
     ]
     faults = [f"{what}: {some_names(names)}" for what, names in parts if names]
     if faults:
@@ -86,11 +86,11 @@ def check_messages(plan: Plan, rank: int, messages: Sequence[Message], link: Lin
             f"rank {rank} of the server needs slices of the trainer's ranks {ranks}, which have not joined"
         )
     if (coming := sum(map(_num_written, messages))) != plan.num_bytes(rank):
-        raise ValueError(f"rank {rank} of the server is to be sent {coming} bytes, want {plan.num_bytes(rank)}")
+        raise ValueError(f"rank {rank} of the server is to be sent {coming} bytes, expected {plan.num_bytes(rank)}")
 
 
 def _num_written(message: Message) -> int:
-    return sum(part.num_bytes * len(part.places) for part in message.parts)
+    return sum(part.num_bytes * len(part.param_slices) for part in message.parts)
 
 
 def send(
@@ -111,7 +111,7 @@ def send(
             _wait(under_way.popleft(), link)
         for part, raw in _parts(message, buffer):
             with clock("convert"):
-                _as_tensor(raw, part).copy_(_view(params, part.places[0], part.shape))
+                _as_tensor(raw, part).copy_(_view(params, part.param_slices[0], part.shape))
             if digest is not None:
                 what = (part.hf_name, part.box)
                 with clock("verify"):
@@ -128,8 +128,8 @@ def receive(messages: Sequence[Message], params: Params, link: Link) -> int:
     num_bytes = 0
     for message, buffer in _incoming(link.mine(messages), link):
         for part, raw in _parts(message, buffer):
-            for place in part.places:
-                _view(params, place, part.shape).copy_(_as_tensor(raw, part))
+            for param_slice in part.param_slices:
+                _view(params, param_slice, part.shape).copy_(_as_tensor(raw, part))
                 num_bytes += raw.numel()
     return num_bytes
 
@@ -201,15 +201,15 @@ def _as_tensor(raw: Tensor, part: Transfer) -> Tensor:
     return raw.view(getattr(torch, part.dtype)).view(part.shape)
 
 
-def _view(params: Params, place: Place, shape: Shape) -> Tensor:
+def _view(params: Params, param_slice: ParameterSlice, shape: Shape) -> Tensor:
     """The part of a parameter that lies at `place`."""
-    param = params[place.param].detach()
-    part = param if place.index is None else param[place.index]
-    for dim, (start, length) in enumerate(zip(place.start, shape, strict=True)):
+    param = params[param_slice.param].detach()
+    part = param if param_slice.index is None else param[param_slice.index]
+    for dim, (start, length) in enumerate(zip(param_slice.start, shape, strict=True)):
         part = part.narrow(dim, start, length)
     return part
 
 
 def _digest_held(part: Transfer, params: Params, digest: Digest) -> str:
-    held = {digest(as_bytes(_view(params, place, part.shape))) for place in part.places}
+    held = {digest(as_bytes(_view(params, param_slice, part.shape))) for param_slice in part.param_slices}
     return held.pop() if len(held) == 1 else "-" * DIGEST_CHARS  # unlike any digest: two places that differ

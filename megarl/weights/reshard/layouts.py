@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from megarl.weights.mapping.names import Op, Spot
-from megarl.weights.reshard.sharding import Spread
+from megarl.weights.mapping.names import Op, ShardCoordinate
+from megarl.weights.reshard.sharding import Sharding
 
 
 @dataclass(frozen=True)
-class MegatronSpread(Spread):
+class MegatronSharding(Sharding):
     """The ranks of Megatron-Core's trainer in its default order (tp, cp, ep, dp, pp; experts: etp, ep, dp, pp).
 
     `etp` None: as `tp`.  `layers_per_chunk`: how many layers each of the pp * vpp chunks has, in the order of the
@@ -35,7 +35,8 @@ class MegatronSpread(Spread):
                 raise ValueError(f"{what}={size} does not divide world_size={self.world_size}")
         if len(self._chunks) != self.pp * self.vpp or sum(self._chunks) != self.num_layers:
             raise ValueError(
-                f"layers_per_chunk={list(self._chunks)}: want {self.pp * self.vpp} numbers (pp*vpp) that sum to the "
+                f"layers_per_chunk={list(self._chunks)}: expected {self.pp * self.vpp} numbers (pp*vpp) that sum to "
+                "the "
                 f"model's {self.num_layers} layers"
             )
 
@@ -51,8 +52,10 @@ class MegatronSpread(Spread):
     def num_layers(self) -> int:
         return 1 + max((op.layer for op in self.table if op.layer is not None), default=-1)
 
-    def spot(self, rank: int) -> Spot:
-        return Spot(rank % self.tp, self.tp, rank // self._etp % self.ep, self.ep, rank % self._etp, self._etp)
+    def coordinate(self, rank: int) -> ShardCoordinate:
+        return ShardCoordinate(
+            rank % self.tp, self.tp, rank // self._etp % self.ep, self.ep, rank % self._etp, self._etp
+        )
 
     def stage(self, rank: int) -> int:
         return rank // (self.world_size // self.pp)
@@ -74,7 +77,7 @@ class MegatronSpread(Spread):
     def _chunks(self) -> tuple[int, ...]:
         count = self.pp * self.vpp
         if not self.layers_per_chunk and self.num_layers % count:
-            raise ValueError(f"{self.num_layers} layers do not divide by pp*vpp={count}; want layers_per_chunk")
+            raise ValueError(f"{self.num_layers} layers do not divide by pp*vpp={count}; expected layers_per_chunk")
         return self.layers_per_chunk or (self.num_layers // count,) * count
 
     @cached_property
@@ -88,7 +91,7 @@ class MegatronSpread(Spread):
 
 
 @dataclass(frozen=True)
-class ServerSpread(Spread):
+class ServerSharding(Sharding):
     """Replicas of a server one after another, each of `tp` ranks; experts are dealt to `ep` of them, as SGLang does.
 
     Rank r of a replica has the r // (tp/ep)-th run of the experts, and of each the (r % (tp/ep))-th part.
@@ -110,9 +113,9 @@ class ServerSpread(Spread):
     def num_stages(self) -> int:
         return 1
 
-    def spot(self, rank: int) -> Spot:
+    def coordinate(self, rank: int) -> ShardCoordinate:
         tp_rank, etp = rank % self.tp, self.tp // self.ep
-        return Spot(tp_rank, self.tp, tp_rank // etp, self.ep, tp_rank % etp, etp)
+        return ShardCoordinate(tp_rank, self.tp, tp_rank // etp, self.ep, tp_rank % etp, etp)
 
     def stage(self, rank: int) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""Who sends which slice of which HF tensor to whom, derived by every rank for itself from two spreads.
+"""Who sends which slice of which HF tensor to whom, derived by every rank for itself from two shardings.
 
 The boxes that senders hold and those that receivers need are cut until they are equal or have nothing in common; each
 meeting of a sender's cell and a receiver's is a region.  So every byte is in one region of every receiver that needs
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megarl.weights.mapping.names import some_names
 from megarl.weights.reshard.describe import fingerprint
 from megarl.weights.reshard.regions import Box, box_size, contains, intersect, refine
-from megarl.weights.reshard.sharding import Holding, Place, Spread
+from megarl.weights.reshard.sharding import Holding, ParameterSlice, Sharding
 from megarl.weights.reshard.transfers import Message, Transfer, in_turn, inside, itemsize
 
 MIN_CUT_BYTES = 1 << 20  # a region below this goes whole
@@ -27,12 +27,12 @@ _TENSORS_AT_ONCE = 1024
 
 
 class Plan:
-    """The transfers from the ranks of one spread to those of another; peers have the numbers of their own spread.
+    """The transfers from the ranks of one sharding to those of another; peers have the numbers of their own sharding.
 
     Raises ValueError with the names if one side lacks a tensor of the other, or has it in another shape.
     """
 
-    def __init__(self, sender: Spread, receiver: Spread, *, min_cut_bytes: int = MIN_CUT_BYTES) -> None:
+    def __init__(self, sender: Sharding, receiver: Sharding, *, min_cut_bytes: int = MIN_CUT_BYTES) -> None:
         self.sender, self.receiver, self._min_cut_bytes = sender, receiver, min_cut_bytes
         _check_same_tensors(sender, receiver)
         self._numbers = {name: i for i, name in enumerate(sender.tensors)}
@@ -45,26 +45,32 @@ class Plan:
         """What sender `rank` sends, in the order of tensors."""
         own, found = self.sender.owned(rank), []
         for region in self._regions(own, holder=rank):
-            places = own[region.name]
+            param_slices = own[region.name]
             for position, needer in enumerate(region.needers):
                 for holder, box in self._shares(region, position):
                     if holder == rank:
-                        found.append(Transfer(needer, region.name, box, _places(places, box)[:1], region.dtype))
+                        found.append(
+                            Transfer(needer, region.name, box, _param_slices(param_slices, box)[:1], region.dtype)
+                        )
         return found
 
     def receives(self, rank: int) -> list[Transfer]:
         """What receiver `rank` receives, in the order of tensors."""
         own, found = self.receiver.owned(rank), []
         for region in self._regions(own, needer=rank):
-            places = own[region.name]
+            param_slices = own[region.name]
             for holder, box in self._shares(region, region.needers.index(rank)):
-                found.append(Transfer(holder, region.name, box, _places(places, box), region.dtype))
+                found.append(Transfer(holder, region.name, box, _param_slices(param_slices, box), region.dtype))
         return found
 
     def num_bytes(self, rank: int) -> int:
         """What receiver `rank` has to write: of every parameter all that belongs to an HF tensor, once."""
         tensors, owned = self.receiver.tensors, self.receiver.owned(rank)
-        return sum(box_size(box) * itemsize(tensors[name].dtype) for name, places in owned.items() for box, _ in places)
+        return sum(
+            box_size(box) * itemsize(tensors[name].dtype)
+            for name, param_slices in owned.items()
+            for box, _ in param_slices
+        )
 
     def messages_out(self, rank: int, message_bytes: int) -> list[Message]:
         """What sender `rank` sends, in messages of at most `message_bytes`, in the order that keeps all ranks moving.
@@ -150,11 +156,11 @@ def _cells(holdings: Sequence[Holding], rank: int | None) -> list[_Cell]:
     ]
 
 
-def _places(owned: Sequence[tuple[Box, Place]], box: Box) -> tuple[Place, ...]:
-    return tuple(inside(place, outer, box) for outer, place in owned if contains(outer, box))
+def _param_slices(owned: Sequence[tuple[Box, ParameterSlice]], box: Box) -> tuple[ParameterSlice, ...]:
+    return tuple(inside(param_slice, outer, box) for outer, param_slice in owned if contains(outer, box))
 
 
-def _check_same_tensors(sender: Spread, receiver: Spread) -> None:
+def _check_same_tensors(sender: Sharding, receiver: Sharding) -> None:
     ours, theirs = sender.tensors, receiver.tensors
     lacking = [name for name in theirs if name not in ours]
     unwanted = [name for name in ours if name not in theirs]

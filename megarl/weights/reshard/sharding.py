@@ -1,7 +1,7 @@
 """How a model lies over ranks: a table of parameters and the sizes of the layout, from which the rest is arithmetic.
 
-A rank's number says at which spot and on which pipeline stage it stands, and so which box of which HF tensor each of
-its parameters holds.  Data and context parallelism and the sharded optimizer do not cut weights: they only make more
+A rank's number says at which coordinate and on which pipeline stage it stands, and so which box of which HF tensor each
+of its parameters holds.  Data and context parallelism and the sharded optimizer do not cut weights: they only make more
 ranks that hold the same.  Rows that pad a parameter belong to no HF tensor: a plan neither sends nor writes them, and
 they keep the zeros with which a model is made.
 """
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megarl.weights.mapping.names import Op, Piece, Shape, Spot
+from megarl.weights.mapping.names import Op, Piece, Shape, ShardCoordinate
 from megarl.weights.reshard.regions import Box
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterSlice:
     """Where a box lies in a rank's own parameters: in `param` (in `param[index]` of a stacked one) from `start` on."""
 
     param: str
@@ -32,7 +32,7 @@ class Holding(NamedTuple):
     """A box of an HF tensor, and all ranks that have it, each at the same place."""
 
     box: Box
-    place: Place
+    param_slice: ParameterSlice
     ranks: tuple[int, ...]
 
 
@@ -42,11 +42,13 @@ class HFTensor(NamedTuple):
     ops: list[Op]  # the parameters that hold parts of it: one, unless output rows are tied and yet held apart
 
 
-Groups = dict[int, list[tuple[Spot, tuple[int, ...]]]]  # expert-parallel rank -> spots that differ, and their ranks
+Groups = dict[
+    int, list[tuple[ShardCoordinate, tuple[int, ...]]]
+]  # expert-parallel rank -> coordinates that differ, and their ranks
 
 
 @dataclass(frozen=True)
-class Spread(ABC):
+class Sharding(ABC):
     """`dtypes`: the parameters whose type is not `dtype`, with theirs; names as torch has them ("float32")."""
 
     table: tuple[Op, ...]
@@ -62,7 +64,7 @@ class Spread(ABC):
     def num_stages(self) -> int: ...
 
     @abstractmethod
-    def spot(self, rank: int) -> Spot: ...
+    def coordinate(self, rank: int) -> ShardCoordinate: ...
 
     @abstractmethod
     def stage(self, rank: int) -> int: ...
@@ -87,26 +89,26 @@ class Spread(ABC):
                 known.ops.append(op)
         return found
 
-    def owned(self, rank: int) -> dict[str, list[tuple[Box, Place]]]:
+    def owned(self, rank: int) -> dict[str, list[tuple[Box, ParameterSlice]]]:
         """HF name -> the boxes of it that a rank has, and where; in the order of the table."""
-        spot, stage = self.spot(rank), self.stage(rank)
-        found: dict[str, list[tuple[Box, Place]]] = defaultdict(list)
+        coordinate, stage = self.coordinate(rank), self.stage(rank)
+        found: dict[str, list[tuple[Box, ParameterSlice]]] = defaultdict(list)
         for op in self.table:
             if params := self.params_on(op, stage):
-                shapes = op.hf_shapes if (pieces := op.pieces_at(spot)) else {}
+                shapes = op.hf_shapes if (pieces := op.pieces_at(coordinate)) else {}
                 for piece in pieces:
                     box, index, start = _locate(piece, shapes[piece.hf_name])
-                    found[piece.hf_name] += [(box, Place(param, index, start)) for param in params]
+                    found[piece.hf_name] += [(box, ParameterSlice(param, index, start)) for param in params]
         return found
 
     def shapes(self, rank: int) -> dict[str, tuple[Shape, str]]:
         """Shape and type of every parameter of the table that a rank has, padding included."""
-        spot, stage, types = self.spot(rank), self.stage(rank), dict(self.dtypes)
+        coordinate, stage, types = self.coordinate(rank), self.stage(rank), dict(self.dtypes)
         return {
-            param: (op.shape_at(spot), types.get(op.param, self.dtype))
+            param: (op.shape_at(coordinate), types.get(op.param, self.dtype))
             for op in self.table
             for param in self.params_on(op, stage)
-            if op.held_by(spot)
+            if op.held_by(coordinate)
         }
 
     def holdings(self, names: Collection[str]) -> dict[str, list[Holding]]:
@@ -116,15 +118,15 @@ class Spread(ABC):
             shapes = op.hf_shapes
             for stage in range(self.num_stages):
                 for param in self.params_on(op, stage):
-                    for spot, ranks in self.groups(op, stage):
-                        for piece in op.pieces_at(spot):
+                    for coordinate, ranks in self.groups(op, stage):
+                        for piece in op.pieces_at(coordinate):
                             if piece.hf_name in found:
                                 box, index, start = _locate(piece, shapes[piece.hf_name])
-                                found[piece.hf_name].append(Holding(box, Place(param, index, start), ranks))
+                                found[piece.hf_name].append(Holding(box, ParameterSlice(param, index, start), ranks))
         return found
 
-    def groups(self, op: Op, stage: int) -> list[tuple[Spot, tuple[int, ...]]]:
-        """The ranks of a stage that have the parameter, those together that have the same of it; a spot for each."""
+    def groups(self, op: Op, stage: int) -> list[tuple[ShardCoordinate, tuple[int, ...]]]:
+        """The ranks of a stage that have the parameter, grouped by the slice they hold; a coordinate for each group."""
         by_expert = op.expert is not None or op.axis == "etp"
         key = (stage, op.axis, op.is_sharded, by_expert)
         if key not in self._groups:
@@ -141,11 +143,13 @@ class Spread(ABC):
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
         for rank in range(self.num_ranks):
             if self.stage(rank) == stage:
-                spot = self.spot(rank)
-                found[spot.ep_rank if by_expert else 0, op.cut(spot)[0] if op.is_sharded else 0].append(rank)
+                coordinate = self.coordinate(rank)
+                found[coordinate.ep_rank if by_expert else 0, op.cut(coordinate)[0] if op.is_sharded else 0].append(
+                    rank
+                )
         groups: Groups = defaultdict(list)
         for (ep_rank, _), ranks in sorted(found.items()):
-            groups[ep_rank].append((self.spot(ranks[0]), tuple(ranks)))
+            groups[ep_rank].append((self.coordinate(ranks[0]), tuple(ranks)))
         return dict(groups)
 
     @cached_property

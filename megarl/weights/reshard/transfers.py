@@ -10,7 +10,7 @@ import torch
 
 from megarl.weights.mapping.names import Shape
 from megarl.weights.reshard.regions import Box, box_shape, box_size, cut
-from megarl.weights.reshard.sharding import Place
+from megarl.weights.reshard.sharding import ParameterSlice
 
 ALIGNMENT = 16  # bytes; where parts start in a message, so that they can be viewed as tensors of any type
 
@@ -19,14 +19,14 @@ ALIGNMENT = 16  # bytes; where parts start in a message, so that they can be vie
 class Transfer:
     """A box of an HF tensor that goes to, or comes from, one rank of the other side.
 
-    Example: Transfer(3, "model.norm.weight", ((0, 64),), (Place("decoder.final_layernorm.weight", None, (0,)),),
-    "bfloat16").  A sender reads the one place, a receiver fills all of them.
+    Example: Transfer(3, "model.norm.weight", ((0, 64),), (ParameterSlice("decoder.final_layernorm.weight", None,
+    (0,)),), "bfloat16").  A sender reads the one place, a receiver fills all of them.
     """
 
     peer: int
     hf_name: str
     box: Box
-    places: tuple[Place, ...]
+    param_slices: tuple[ParameterSlice, ...]
     dtype: str  # in which it travels: the receiver's
 
     @property
@@ -39,7 +39,9 @@ class Transfer:
 
     def part(self, box: Box) -> Transfer:
         """The transfer of a box inside this one."""
-        return replace(self, box=box, places=tuple(inside(place, self.box, box) for place in self.places))
+        return replace(
+            self, box=box, param_slices=tuple(inside(param_slice, self.box, box) for param_slice in self.param_slices)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,10 @@ class Message:
     num_bytes: int
 
 
-def inside(place: Place, outer: Box, inner: Box) -> Place:
+def inside(param_slice: ParameterSlice, outer: Box, inner: Box) -> ParameterSlice:
     """Where `inner` lies, if `outer` lies at `place`."""
-    start = (at + i[0] - o[0] for at, o, i in zip(place.start, outer, inner, strict=True))
-    return replace(place, start=tuple(start))
+    start = (at + i[0] - o[0] for at, o, i in zip(param_slice.start, outer, inner, strict=True))
+    return replace(param_slice, start=tuple(start))
 
 
 def in_turn(transfers: Iterable[Transfer], message_bytes: int, turn_of: Mapping[int, int]) -> list[Message]:
@@ -74,7 +76,7 @@ def in_turn(transfers: Iterable[Transfer], message_bytes: int, turn_of: Mapping[
 def pack(transfers: Iterable[Transfer], message_bytes: int) -> Iterator[Message]:
     """The transfers of one pair in messages of at most `message_bytes`; one that is larger than that is cut."""
     if message_bytes < ALIGNMENT:
-        raise ValueError(f"message_bytes={message_bytes}: want at least {ALIGNMENT}")
+        raise ValueError(f"message_bytes={message_bytes}: expected at least {ALIGNMENT}")
     parts: list[Transfer] = []
     starts: list[int] = []
     end = 0

@@ -35,16 +35,18 @@ def disagreement(canary: Canary, heard: Mapping[str, Sequence[float]]) -> dict[s
     Without the trainer's values the middle of all answers counts: of two servers that differ, neither is believed.
     """
     count, limit, whose = len(canary.prompt_ids) - 1, canary.tolerance, "the trainer"
-    found = {url: f"{len(answer)} log-probs, want {count}" for url, answer in heard.items() if len(answer) != count}
+    found = {url: f"{len(answer)} log-probs, expected {count}" for url, answer in heard.items() if len(answer) != count}
     answers = {url: answer for url, answer in heard.items() if url not in found}
-    want = canary.log_probs
-    if want is None and answers:
-        want = tuple(median(column) for column in zip(*answers.values(), strict=True))
+    expected = canary.log_probs
+    if expected is None and answers:
+        expected = tuple(median(column) for column in zip(*answers.values(), strict=True))
         limit, whose = limit / 2, "the middle of all servers"
     for url, answer in answers.items():
-        assert want is not None, "there are answers, so there is something to compare them with"
-        gaps = [abs(a - b) for a, b in zip(answer, want, strict=True)]
+        assert expected is not None, "there are answers, so there is something to compare them with"
+        gaps = [abs(a - b) for a, b in zip(answer, expected, strict=True)]
         if not all(gap <= limit for gap in gaps):  # also where one is not a number
             worst = next((gap for gap in gaps if math.isnan(gap)), max(gaps))
-            found[url] = f"log-probs that differ by up to {worst:.2g} from those of {whose}, want at most {limit:.2g}"
+            found[url] = (
+                f"log-probs that differ by up to {worst:.2g} from those of {whose}, expected at most {limit:.2g}"
+            )
     return {url: f"{url} answers the canary prompt with {reason}" for url, reason in found.items()}

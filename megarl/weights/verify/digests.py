@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megarl.weights.mapping.names import Op, Piece, Spot, num_bytes
+from megarl.weights.mapping.names import Op, Piece, ShardCoordinate, num_bytes
 
 Kind = Literal["sha256", "words"]  # as SGLang hashes on a CPU | on CUDA
 
@@ -135,12 +135,12 @@ class ParameterDigest:
     Rows that belong to no piece are zero.  Bytes that come before their turn are copied and kept until then.
     """
 
-    def __init__(self, op: Op, spot: Spot, dtype: torch.dtype, kind: Kind) -> None:
-        shape, self._hash = op.shape_at(spot), HASHES[kind]()
+    def __init__(self, op: Op, coordinate: ShardCoordinate, dtype: torch.dtype, kind: Kind) -> None:
+        shape, self._hash = op.shape_at(coordinate), HASHES[kind]()
         self._num_bytes, self._at = num_bytes(shape, dtype), 0
         self._waiting: dict[int, Tensor] = {}  # first byte -> bytes
         self._pieces: dict[str, list[tuple[Piece, int]]] = {}
-        for piece in op.pieces_at(spot):
+        for piece in op.pieces_at(coordinate):
             self._pieces.setdefault(piece.hf_name, []).append((piece, _first_byte(piece, shape, dtype)))
         self._starts = sorted(start for pieces in self._pieces.values() for _, start in pieces)
 
@@ -193,13 +193,15 @@ def _first_byte(piece: Piece, shape: Sequence[int], dtype: torch.dtype) -> int:
 class RankDigests:
     """The digests of every parameter that one rank of a server holds."""
 
-    def __init__(self, table: Sequence[Op], spot: Spot, dtypes: Mapping[str, torch.dtype], kind: Kind) -> None:
+    def __init__(
+        self, table: Sequence[Op], coordinate: ShardCoordinate, dtypes: Mapping[str, torch.dtype], kind: Kind
+    ) -> None:
         """`dtypes`: HF name -> the type that the server holds it in."""
         self._of_param: dict[str, ParameterDigest] = {}
         self._users: dict[str, list[ParameterDigest]] = {}  # HF name -> the parameters it is part of
         for op in table:
-            if op.held_by(spot):
-                one = ParameterDigest(op, spot, dtypes[next(iter(op.hf_shapes))], kind)
+            if op.held_by(coordinate):
+                one = ParameterDigest(op, coordinate, dtypes[next(iter(op.hf_shapes))], kind)
                 self._of_param[op.param] = one
                 for name in one.hf_names:
                     self._users.setdefault(name, []).append(one)

@@ -100,7 +100,7 @@ def test_what_penalties_add_makes_no_difference_between_the_rewards_of_a_group()
     """Both groups differ in KL and in length; the reward function said the same of both samples of the first."""
     old, base = [-1.0, -1.0, -1.0, -1.0], [-1.5, -1.0, -0.5, -2.0]
     batch = batch_of([1] * 4, [1] * 4, [1.0, 0.5, 1.0, 1.0], [0, 0, 1, 1], old_log_probs=old, ref_log_probs=base)
-    batch = batch.with_rows(raw_score=torch.tensor([1.0, 1.0, 1.0, 2.0]))
+    batch = batch.with_per_sequence(raw_score=torch.tensor([1.0, 1.0, 1.0, 2.0]))
     out, stats = estimate(batch, adv_estimator="grpo", use_kl_in_reward=True, kl_coef=0.1)
     assert out.columns["token_level_rewards"].tolist() == pytest.approx([0.95, 0.5, 1.05, 0.9])
     assert stats["algorithm/groups_all_equal"] == Stat("mean", 1, 2)
@@ -127,9 +127,9 @@ def complete(batch: Batch, seed: int) -> Batch:
     rows = {
         "greedy_score": torch.randn(batch.num_sequences, generator=g),
         "reward_parts": torch.randint(0, 3, (batch.num_sequences, 3), generator=g).float(),
-        "raw_score": batch.rows["score"] + torch.randint(0, 2, (batch.num_sequences,), generator=g),
+        "raw_score": batch.per_sequence["score"] + torch.randint(0, 2, (batch.num_sequences,), generator=g),
     }
-    return batch.with_columns(sum_pi_squared=squares, full_kl=full_kl).with_rows(**rows)
+    return batch.with_columns(sum_pi_squared=squares, full_kl=full_kl).with_per_sequence(**rows)
 
 
 @st.composite
@@ -159,18 +159,18 @@ def by_the_reference(batch: Batch, name: str, kl_penalty: str | None, kl_coef: f
         }[kl_penalty]
         row = [-kl_coef * kl[t] if m and kl_penalty else 0.0 for t, m in enumerate(mask)]
         if last is not None:
-            row[last] += float(batch.rows["score"][b])
+            row[last] += float(batch.per_sequence["score"][b])
         rewards.append(row)
     data = {
         "values": lists(batch, "values"),
         "old": lists(batch, "old_log_probs"),
         "squares": lists(batch, "sum_pi_squared"),
-        "greedy": batch.rows["greedy_score"].tolist(),
-        "raw": batch.rows["raw_score"].tolist(),
-        "parts": batch.rows["reward_parts"].tolist(),
+        "greedy": batch.per_sequence["greedy_score"].tolist(),
+        "raw": batch.per_sequence["raw_score"].tolist(),
+        "parts": batch.per_sequence["reward_parts"].tolist(),
         "part_weights": WEIGHTS,
     }
-    groups = batch.rows["group"].tolist()
+    groups = batch.per_sequence["group"].tolist()
     return rewards, *ref.advantages(name, rewards, masks, groups, **settings, **data)
 
 
@@ -220,7 +220,7 @@ def test_nothing_to_train_on_gives_zeros(name, lengths):
     n = sum(lengths)
     nothing = {c: [math.nan] * n for c in ("values", "old_log_probs", "sum_pi_squared")}
     batch = batch_of(lengths, [0] * n, [1.0] * len(lengths), [0] * len(lengths), **nothing)
-    batch = batch.with_rows(greedy_score=batch.rows["score"], reward_parts=torch.zeros(len(lengths), 1))
+    batch = batch.with_per_sequence(greedy_score=batch.per_sequence["score"], reward_parts=torch.zeros(len(lengths), 1))
     out, _ = estimate(batch, adv_estimator=name, reward_weights=(1.0,))
     assert all(out.columns[name].tolist() == [0.0] * n for name in ("advantages", "returns", "token_level_rewards"))
 
@@ -235,7 +235,7 @@ def test_a_group_of_one_gives_zero_and_is_counted(name):
         [0, 1, 1, 2, 2],
         old_log_probs=[-1.0] * 7,
         sum_pi_squared=[0.5] * 7,
-    ).with_rows(reward_parts=torch.tensor([[7.0], [3], [9], [1], [2]]))
+    ).with_per_sequence(reward_parts=torch.tensor([[7.0], [3], [9], [1], [2]]))
     out, stats = estimate(batch, adv_estimator=name, reward_weights=(1.0,))
     advantages = out.columns["advantages"].tolist()
     assert advantages[:4] == [0, 0, 0, 0]
@@ -245,7 +245,7 @@ def test_a_group_of_one_gives_zero_and_is_counted(name):
 
 
 def test_one_token_is_its_own_batch():
-    batch = batch_of([1], [1], [2.0], [0], values=[0.5]).with_rows(greedy_score=torch.tensor([0.5]))
+    batch = batch_of([1], [1], [2.0], [0], values=[0.5]).with_per_sequence(greedy_score=torch.tensor([0.5]))
     for name, wanted in {"gae": 1.5, "reinforce_plus_plus": 2.0, "remax": 1.5, "rloo": 0.0}.items():
         out, _ = estimate(batch, adv_estimator=name)
         assert out.columns["advantages"].tolist() == [wanted]  # nothing is whitened below two tokens
@@ -275,7 +275,7 @@ def test_a_users_estimator_gets_its_own_arguments(monkeypatch):
         estimate(batch, adv_estimator="scaled_return")
     with pytest.raises(ValueError, match=r"adv_estimator_args.beta=1: .*scaled_return has only scale, shift$"):
         check_estimator_args("scaled_return", {"beta": 1})
-    with pytest.raises(ValueError, match=r"want a value in algorithm.adv_estimator_args.scale, it has no default"):
+    with pytest.raises(ValueError, match=r"expected a value in algorithm.adv_estimator_args.scale, it has no default"):
         check_estimator_args("scaled_return", {"shift": 1})
     check_estimator_args("scaled_return", {"scale": 1})
 
@@ -286,28 +286,28 @@ def test_arguments_that_an_estimator_has_not_are_refused():
     for name in ("beta", "gamma", "group_ids"):  # gamma has a key of its own, group_ids is data
         with pytest.raises(ValueError, match=rf"adv_estimator_args.{name}=0.5: adv_estimator=grpo has none$"):
             check_estimator_args("grpo", {name: 0.5})
-    with pytest.raises(ValueError, match="adv_estimator='rlo': want one of gae, grpo"):
+    with pytest.raises(ValueError, match="adv_estimator='rlo': expected one of gae, grpo"):
         check_estimator_args("rlo", {})
 
 
 def test_refusals_are_one_sentence():
     batch = batch_of([1], [1], [0.0], [0])
-    with pytest.raises(ValueError, match="adv_estimator='rlo': want one of gae, grpo"):
+    with pytest.raises(ValueError, match="adv_estimator='rlo': expected one of gae, grpo"):
         estimate(batch, adv_estimator="rlo")
     with pytest.raises(ValueError, match="adv_estimator=gae needs values"):
         estimate(batch, adv_estimator="gae")
     with pytest.raises(ValueError, match="adv_estimator=remax needs greedy_score"):
         estimate(batch, adv_estimator="remax")
     with pytest.raises(ValueError, match="greedy_score of sequence 0 is inf"):
-        estimate(batch.with_rows(greedy_score=torch.tensor([math.inf])), adv_estimator="remax")
+        estimate(batch.with_per_sequence(greedy_score=torch.tensor([math.inf])), adv_estimator="remax")
     with pytest.raises(ValueError, match="reward_parts of sequence 0 is nan"):
-        estimate(batch.with_rows(reward_parts=torch.tensor([[1.0, math.nan]])), adv_estimator="gdpo")
+        estimate(batch.with_per_sequence(reward_parts=torch.tensor([[1.0, math.nan]])), adv_estimator="gdpo")
     with pytest.raises(ValueError, match="needs the column old_log_probs"):
         estimate(batch, adv_estimator="grpo", use_kl_in_reward=True)
     with pytest.raises(ValueError, match="a reward has none"):
         estimate(batch, adv_estimator="grpo", use_kl_in_reward=True, kl_penalty="k3+")
     with pytest.raises(ValueError, match="score of sequence 0 is nan"):
-        estimate(batch.with_rows(score=torch.tensor([math.nan])), adv_estimator="grpo")
+        estimate(batch.with_per_sequence(score=torch.tensor([math.nan])), adv_estimator="grpo")
 
 
 def test_a_number_that_is_not_finite_names_its_sequence():

@@ -119,7 +119,7 @@ def test_what_comes_on_top_of_the_rewards_of_gdpo_is_centred_and_keeps_its_scale
 
 def test_gdpo_wants_a_weight_for_each_reward():
     for weights, parts in (((), PARTS), ((1.0,), PARTS), ((1.0,), PARTS[:, 0])):
-        with pytest.raises(ValueError, match=f"reward_weights has {len(weights)} weights .* want"):
+        with pytest.raises(ValueError, match=f"reward_weights has {len(weights)} weights .* needs"):
             run(gdpo, SCORES, **BY_STD, reward_parts=parts, reward_weights=weights, score=torch.tensor(SCORES))
 
 

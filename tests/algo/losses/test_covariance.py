@@ -26,7 +26,7 @@ def test_how_many_are_selected():
     assert [num_selected(share, mask, "x") for share in (2e-4, 0.29, 0.3, 1.0)] == [1, 29, 30, 100]
     assert num_selected(0.5, mask[:0], "x") == 1
     for share in (0.0, 1.5, -1.0):
-        with pytest.raises(ValueError, match=f"x={share}: want a number above 0 and at most 1"):
+        with pytest.raises(ValueError, match=f"x={share}: expected a number above 0 and at most 1"):
             num_selected(share, mask, "x")
 
 
@@ -45,8 +45,8 @@ def test_kl_cov_takes_the_largest_and_of_equals_the_earlier():
 
 def test_clip_cov_draws_between_its_bounds_and_takes_all_if_they_are_fewer():
     def chosen(share, low, high, seed=0):
-        knobs = {"clip_cov_ratio": share, "clip_cov_lb": low, "clip_cov_ub": high}
-        return select_clip_cov(OLD, ADVANTAGES, MASK, generator=generator(seed), **knobs).tolist()
+        hyperparameters = {"clip_cov_ratio": share, "clip_cov_lb": low, "clip_cov_ub": high}
+        return select_clip_cov(OLD, ADVANTAGES, MASK, generator=generator(seed), **hyperparameters).tolist()
 
     assert chosen(1.0, 1.0, 5.0) == [True, True, False, False, False]  # two candidates, four wanted
     assert chosen(1.0, 2.0, 5.0) == chosen(1.0, 1.0, 2.0) == [False] * 5  # the bounds themselves are outside
@@ -57,7 +57,9 @@ def test_clip_cov_draws_between_its_bounds_and_takes_all_if_they_are_fewer():
 
 
 def test_clip_cov_refuses_bounds_in_the_wrong_order():
-    with pytest.raises(ValueError, match=r"args.clip_cov_lb=5.0, algorithm.*ub=1.0: want the first below the second"):
+    with pytest.raises(
+        ValueError, match=r"args.clip_cov_lb=5.0, algorithm.*ub=1.0: expected the first below the second"
+    ):
         ActorLoss("clip_cov", args={"clip_cov_lb": 5.0, "clip_cov_ub": 1.0})
 
 

@@ -182,23 +182,23 @@ def test_kl_cov_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs", "sentence"),
+    ("name", "hyperparameters", "sentence"),
     [
         ("ppo", {"clip_low": -0.1}, "clip_low=-0.1"),
-        ("ppo", {"clip_low": 1.1}, "want 0 <= clip_low <= 1"),
+        ("ppo", {"clip_low": 1.1}, "expected 0 <= clip_low <= 1"),
         ("gspo", {"clip_high": -1.0}, "0 <= clip_high"),
-        ("ppo", {"clip_c": 1.0}, 'clip_c=1.0: want a number above 1, or "off"'),
+        ("ppo", {"clip_c": 1.0}, 'clip_c=1.0: expected a number above 1, or "off"'),
         ("cispo", {"clip_low": 1.1}, "clip_low=1.1"),
-        ("gmpo", {"clip_low": -0.1}, "want numbers that are not below 0"),
+        ("gmpo", {"clip_low": -0.1}, "expected numbers that are not below 0"),
         ("dppo_tv", {"clip_high": -0.1}, "clip_high=-0.1"),
-        ("dppo_kl", {"dppo_ratio_cap": 0.0}, "dppo_ratio_cap=0.0: want a number above 0"),
-        ("sapo", {"tau_neg": 0.0}, "tau_neg=0.0: want a number above 0"),
+        ("dppo_kl", {"dppo_ratio_cap": 0.0}, "dppo_ratio_cap=0.0: expected a number above 0"),
+        ("sapo", {"tau_neg": 0.0}, "tau_neg=0.0: expected a number above 0"),
         ("dro", {"beta": -1.0}, "beta=-1.0"),
     ],
 )
-def test_knobs_without_meaning_are_refused(name, knobs, sentence):
+def test_knobs_without_meaning_are_refused(name, hyperparameters, sentence):
     with pytest.raises(ValueError, match=sentence):
-        POLICY_LOSSES[name](*columns([0.0], [1.0]), **knobs)
+        POLICY_LOSSES[name](*columns([0.0], [1.0]), **hyperparameters)
 
 
 def test_equal_log_probs_give_exactly_one():

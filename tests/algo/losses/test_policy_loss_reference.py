@@ -36,11 +36,11 @@ CASES = [
     ("clip_cov", {}),
     ("kl_cov", {"ppo_kl_coef": 0.7}),
 ]
-IDS = [f"{name}-{'-'.join(knobs)}" for name, knobs in CASES]
+IDS = [f"{name}-{'-'.join(hyperparameters)}" for name, hyperparameters in CASES]
 NAMES = ("log_probs", "old_log_probs", "advantages")
 
 
-def run(name, knobs, packed, log_probs=None):
+def run(name, hyperparameters, packed, log_probs=None):
     """(token loss, mask), the columns cleaned as ActorLoss does."""
     batch = packed.batch
     mask = batch.columns["response_mask"] != 0
@@ -48,12 +48,12 @@ def run(name, knobs, packed, log_probs=None):
     if log_probs is not None:
         col["log_probs"] = clean(log_probs, mask)
     extra = {"selected": col["selected"]} if "selected" in keyword_names(POLICY_LOSSES[name]) else {}
-    loss, info = POLICY_LOSSES[name](*(col[n] for n in NAMES), mask, batch.segment_ids, **extra, **knobs)
+    loss, info = POLICY_LOSSES[name](*(col[n] for n in NAMES), mask, batch.segment_ids, **extra, **hyperparameters)
     assert all(column.shape == mask.shape for column in info.values())
     return loss, mask
 
 
-def slow_sequences(name, knobs, packed, moved=None):
+def slow_sequences(name, hyperparameters, packed, moved=None):
     """The reference on the trainable tokens of each sequence; `moved`: (sequence, trainable token, change of l)."""
     columns = {n: packed.lists(n) for n in (*NAMES, "selected")}
     out = []
@@ -62,7 +62,9 @@ def slow_sequences(name, knobs, packed, moved=None):
         still = list(new)
         if moved is not None and moved[0] == b:
             new[moved[1]] += moved[2]
-        out.append(ref.policy_sequence(name, new, old, advantages, selected=selected, constant=still, **knobs))
+        out.append(
+            ref.policy_sequence(name, new, old, advantages, selected=selected, constant=still, **hyperparameters)
+        )
     return out
 
 
@@ -73,19 +75,19 @@ def test_every_loss_agrees_with_the_slow_reference(packed: Packed, case):
     assert loss[mask].tolist() == pytest.approx(slow, rel=1e-9, abs=1e-11)
 
 
-@pytest.mark.parametrize(("name", "knobs"), CASES, ids=IDS)
-def test_gradients_agree_with_finite_differences(name, knobs):
+@pytest.mark.parametrize(("name", "hyperparameters"), CASES, ids=IDS)
+def test_gradients_agree_with_finite_differences(name, hyperparameters):
     """By differences of the reference with what stands under stop-gradient held still."""
     packed = random_packed([4, 0, 1, 6], 5)
     log_probs = packed.batch.columns["log_probs"].clone().requires_grad_()
-    loss, mask = run(name, knobs, packed, log_probs)
+    loss, mask = run(name, hyperparameters, packed, log_probs)
     where = clean(loss, mask).sum()
     analytic = torch.autograd.grad(where, log_probs)[0]
     assert analytic[~mask].abs().sum() == 0
     eps, slopes = 1e-6, []
     for b, masks in enumerate(packed.masks):
         for t in range(sum(masks)):
-            up, down = (slow_sequences(name, knobs, packed, (b, t, sign * eps)) for sign in (1, -1))
+            up, down = (slow_sequences(name, hyperparameters, packed, (b, t, sign * eps)) for sign in (1, -1))
             slopes.append((sum(map(sum, up)) - sum(map(sum, down))) / (2 * eps))
     assert analytic[mask].tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-7)
 
@@ -93,11 +95,11 @@ def test_gradients_agree_with_finite_differences(name, knobs):
 SMOOTH = [case for case in CASES if case[0] not in ("gspo", "cispo", "dppo_tv", "dppo_kl")]  # no stop-gradient
 
 
-@pytest.mark.parametrize(("name", "knobs"), SMOOTH, ids=[f"{n}-{'-'.join(k)}" for n, k in SMOOTH])
-def test_gradcheck(name, knobs):
+@pytest.mark.parametrize(("name", "hyperparameters"), SMOOTH, ids=[f"{n}-{'-'.join(k)}" for n, k in SMOOTH])
+def test_gradcheck(name, hyperparameters):
     packed = random_packed([4, 3, 6], 8, poison=False)
     log_probs = packed.batch.columns["log_probs"].clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: clean(*run(name, knobs, packed, x)), (log_probs,))
+    assert torch.autograd.gradcheck(lambda x: clean(*run(name, hyperparameters, packed, x)), (log_probs,))
 
 
 def test_gspo_has_the_gradient_of_the_sequence_ratio():
@@ -120,20 +122,20 @@ BOUND = {"ppo": 3.0, "gspo": math.exp(10), "sapo": 4.0, "dro": 1e3}  # else e^20
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("name", "knobs"), CASES, ids=IDS)
-def test_ratios_up_to_e45_stay_finite(name, knobs, dtype):
+@pytest.mark.parametrize(("name", "hyperparameters"), CASES, ids=IDS)
+def test_ratios_up_to_e45_stay_finite(name, hyperparameters, dtype):
     old = torch.tensor([-46.0, -0.5, -46.0, -0.5, -1.0], dtype=dtype)
     log_probs = (old + torch.tensor(FAR, dtype=dtype)).requires_grad_()
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0], dtype=dtype)
     mask = torch.ones(5, dtype=torch.bool)
     extra = {"selected": mask} if "selected" in keyword_names(POLICY_LOSSES[name]) else {}
     for segment_ids in (torch.arange(5), torch.zeros(5, dtype=torch.int64)):
-        loss, _ = POLICY_LOSSES[name](log_probs, old, advantages, mask, segment_ids, **extra, **knobs)
+        loss, _ = POLICY_LOSSES[name](log_probs, old, advantages, mask, segment_ids, **extra, **hyperparameters)
         (slope,) = torch.autograd.grad(loss.sum(), log_probs)
         assert loss.isfinite().all()
         assert slope.isfinite().all()
         slow = [
-            ref.policy_sequence(name, *([x] for x in token), selected=[1.0], **knobs)[0]
+            ref.policy_sequence(name, *([x] for x in token), selected=[1.0], **hyperparameters)[0]
             for token in zip(log_probs.tolist(), old.tolist(), advantages.tolist(), strict=True)
         ]
         if segment_ids[-1] == 4:  # each token a sequence
@@ -141,13 +143,13 @@ def test_ratios_up_to_e45_stay_finite(name, knobs, dtype):
             assert loss.abs().max().item() <= max(BOUND.get(name, 0.0), math.exp(20)) * 1.01
 
 
-@pytest.mark.parametrize(("name", "knobs"), CASES, ids=IDS)
+@pytest.mark.parametrize(("name", "hyperparameters"), CASES, ids=IDS)
 @pytest.mark.parametrize("lengths", [[], [0], [3], [2, 0, 3]])
-def test_no_trainable_token_at_all_is_no_trouble(name, knobs, lengths):
+def test_no_trainable_token_at_all_is_no_trouble(name, hyperparameters, lengths):
     packed = random_packed(lengths, 4)
     batch = packed.batch.with_columns(response_mask=torch.zeros(sum(lengths), dtype=D))
     log_probs = batch.columns["log_probs"].clone().requires_grad_()
-    loss, mask = run(name, knobs, Packed(batch), log_probs)
+    loss, mask = run(name, hyperparameters, Packed(batch), log_probs)
     total = clean(loss, mask).sum()
     total.backward()
     assert total.item() == 0.0

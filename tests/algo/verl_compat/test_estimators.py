@@ -139,8 +139,8 @@ def test_an_estimator_may_look_at_the_whole_batch_through_the_mask(tables):
 BAD = {
     "padding": (lambda rewards, dones: (rewards - rewards.mean(), rewards), "two more columns of padding change"),
     "shape": (lambda rewards, dones: (rewards.sum(1), rewards), r"each a tensor of shape \[batch, sequence\]"),
-    "one tensor": (lambda rewards, dones: rewards, "want it to return"),
-    "unknown": (lambda rewards, dones, uid: (rewards, rewards), "there is no value for its parameter uid; want"),
+    "one tensor": (lambda rewards, dones: rewards, "expected it to return"),
+    "unknown": (lambda rewards, dones, uid: (rewards, rewards), "there is no value for its parameter uid; expected"),
 }
 
 

@@ -172,7 +172,7 @@ def test_a_loss_that_ignores_its_mode_has_only_that_one(tables, own, kept, refus
     loss_fn = actor(deaf)
     loss_fn.require_agg_mode(kept)
     loss_fn.require_agg_mode(MODES[own])
-    with pytest.raises(ValueError, match=f"loss_agg_mode={refused}: .* mine .* always computes {kept}, want that"):
+    with pytest.raises(ValueError, match=f"loss_agg_mode={refused}: .* mine .* always computes {kept}, expected that"):
         loss_fn.require_agg_mode(refused)
     with pytest.raises(ValueError, match="always computes"):
         step_columns(whole_step(refused), loss=loss_fn, agg_mode=refused)
@@ -205,7 +205,9 @@ def test_config_holds_the_arguments_of_the_loss(tables):
         ValueError, match=r"policy_loss_args.other=1.0: the policy loss mine does not read config.other"
     ):
         ActorLoss("mine", args={"scale": 1.0, "other": 1.0})
-    with pytest.raises(ValueError, match=r"config.scale is not set, want a number in algorithm.policy_loss_args.scale"):
+    with pytest.raises(
+        ValueError, match=r"config.scale is not set, expected a number in algorithm.policy_loss_args.scale"
+    ):
         ActorLoss("mine", args={"more": 1.0})
     with pytest.raises(ValueError, match="None without any"):
         ActorLoss("mine")
@@ -235,11 +237,11 @@ BAD = {
         "averages over sequences for loss_agg_mode='token_level' and over tokens for 'sample_level'",
     ),
     "no gradient": (lambda old, new, a, mask, mode: (masked_mean(-a, mask, mode), {}), "does not depend on log_probs"),
-    "one a token": (lambda old, new, a, mask, mode: (-a * new, {}), r"returns shape \(1?2?, ?5\), want a scalar"),
-    "no dictionary": (lambda old, new, a, mask, mode: masked_mean(-a * new, mask, mode), "want it to return"),
+    "one a token": (lambda old, new, a, mask, mode: (-a * new, {}), r"returns shape \(1?2?, ?5\), expected a scalar"),
+    "no dictionary": (lambda old, new, a, mask, mode: masked_mean(-a * new, mask, mode), "expected it to return"),
     "a tensor as diagnostic": (
         lambda old, new, a, mask, mode: (masked_mean(-a * new, mask, mode), {"all": new}),
-        "its diagnostic 'all' is .* want one number",
+        "its diagnostic 'all' is .* expected one number",
     ),
     "fails": (lambda old, new, a, mask, mode: (1 / 0, {}), "ZeroDivisionError: division by zero, at .*py:"),
 }
@@ -258,7 +260,7 @@ def test_what_cannot_run_exactly_is_refused_before_the_run_with_the_reason(table
 
 
 def test_a_parameter_without_a_value_is_refused_when_registered(tables):
-    with pytest.raises(ValueError, match="policy loss 'mine': there is no value for its parameter entropy; want"):
+    with pytest.raises(ValueError, match="policy loss 'mine': there is no value for its parameter entropy; expected"):
 
         @register_policy_loss("mine")
         def mine(old_log_probs, log_probs, advantages, response_mask, entropy):

@@ -83,15 +83,15 @@ def test_values_and_gradients_are_those_of_log_softmax(
     reference = [3 * torch.randn(n, 4, generator=g).to(dtype) for n in (num_tokens, vocab_size + padding)]
     labels = torch.randint(0, vocab_size, (num_tokens,), generator=g)
     factors = torch.randn(4, num_tokens, generator=g).to(dtype)
-    want = plain_columns(*sides, labels, vocab_size, temperature, reference)
+    expected = plain_columns(*sides, labels, vocab_size, temperature, reference)
     with chunks_of(*chunk):
         got = fused_columns(*sides, labels, vocab_size, temperature, reference)
         found = gradients(got, factors, *sides)
     close = 1e-9 if dtype is torch.float64 else 2e-5
     for name in ALL:
         assert got[name].dtype is dtype
-        torch.testing.assert_close(got[name].double(), want[name], atol=close, rtol=close)
-    for ours, theirs in zip(found, gradients(want, factors, *sides), strict=True):
+        torch.testing.assert_close(got[name].double(), expected[name], atol=close, rtol=close)
+    for ours, theirs in zip(found, gradients(expected, factors, *sides), strict=True):
         torch.testing.assert_close(ours, theirs, atol=close * max(1.0, theirs.abs().max().item()), rtol=close)
 
 
@@ -182,11 +182,11 @@ def test_bf16_gives_float32_columns_and_bf16_gradients() -> None:
     got = fused_columns(*sides, labels, 12, 0.7)
     logits = [(sides[0] @ sides[1].T).detach().float()]  # the matrix product is rounded to bf16, nothing after it is
     rounded = plain_columns(*logits_as(logits[0]), labels, 12, 0.7)
-    want = plain_columns(*sides, labels, 12, 0.7)
+    expected = plain_columns(*sides, labels, 12, 0.7)
     for name in ALL[:3]:
         assert got[name].dtype is torch.float32
         torch.testing.assert_close(got[name].double(), rounded[name], atol=3e-6, rtol=0)
-    for ours, theirs in zip(gradients(got, factors, *sides), gradients(want, factors, *sides), strict=True):
+    for ours, theirs in zip(gradients(got, factors, *sides), gradients(expected, factors, *sides), strict=True):
         assert ours.dtype is torch.bfloat16
         torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
 

@@ -102,8 +102,8 @@ def test_megatrons_fused_accumulation_is_used_where_it_is_set(monkeypatch: pytes
     (columns["log_probs"] * FACTORS[0]).sum().backward()
     assert kernel.call_count == 1
     own = WEIGHT.clone().requires_grad_()
-    (want,) = torch.autograd.grad((plain_columns(HIDDEN, own, LABELS, 13)["log_probs"] * FACTORS[0]).sum(), own)
-    torch.testing.assert_close(weight.main_grad, 1 + want, atol=1e-5, rtol=1e-5)
+    (expected,) = torch.autograd.grad((plain_columns(HIDDEN, own, LABELS, 13)["log_probs"] * FACTORS[0]).sum(), own)
+    torch.testing.assert_close(weight.main_grad, 1 + expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("kernel", "gpu"), [(True, True), (True, False), (False, True), (False, False)])
@@ -134,8 +134,8 @@ def test_where_it_is_set_the_linears_and_the_head_of_a_model_use_it(monkeypatch:
     token_columns(actor, hidden, LABELS, ("log_probs",), vocab_size=45)["log_probs"].sum().backward()
     assert kernel.call_count == 1
     own = weight.detach().clone().requires_grad_()
-    (want,) = torch.autograd.grad(plain_columns(hidden, own, LABELS, 45)["log_probs"].sum(), own)
-    torch.testing.assert_close(weight.main_grad, want, atol=1e-5, rtol=1e-5)
+    (expected,) = torch.autograd.grad(plain_columns(hidden, own, LABELS, 45)["log_probs"].sum(), own)
+    torch.testing.assert_close(weight.main_grad, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_of_padding_keep_what_they_had() -> None:

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.mcore.models.attention import Norm, PackedRow, SDPAttention, pad_plan
+from megarl.mcore.models.attention import Norm, PackedParams, SDPAttention, pad_plan
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 HEADS, DIM = 4, 8
@@ -58,21 +58,23 @@ def random_qkv(num_tokens: int, kv_heads: int, seed: int) -> list[Tensor]:
     return [torch.randn(num_tokens, n, DIM, generator=g).requires_grad_() for n in (HEADS, kv_heads, kv_heads)]
 
 
-def packed_row(lengths: list[int], *, with_plan: bool = True) -> PackedRow:
+def packed_row(lengths: list[int], *, with_plan: bool = True) -> PackedParams:
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     longest, pad = max(lengths), pad_plan(lengths) if with_plan else None
-    return PackedRow("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest, pad=pad)
+    return PackedParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest, pad=pad)
 
 
 @pytest.mark.parametrize("lengths", [[5], [3, 17, 1, 4, 16], [2, 40, 3]])
 def test_a_window_hides_what_lies_further_back(windowed: SDPAttention, lengths: list[int]) -> None:
     assert windowed.window is not None
     qkv = random_qkv(sum(lengths), 2, seed=7)
-    want = slow_attention(*qkv, lengths, windowed.window)
-    torch.testing.assert_close(windowed(*qkv, packed_seq_params=packed_row(lengths)).double(), want, atol=1e-5, rtol=0)
+    expected = slow_attention(*qkv, lengths, windowed.window)
+    torch.testing.assert_close(
+        windowed(*qkv, packed_seq_params=packed_row(lengths)).double(), expected, atol=1e-5, rtol=0
+    )
     if len(lengths) == 1:
         batched = windowed(*(x[:, None] for x in qkv))[:, 0]
-        torch.testing.assert_close(batched.double(), want, atol=1e-5, rtol=0)
+        torch.testing.assert_close(batched.double(), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("with_plan", [True, False])
@@ -83,11 +85,11 @@ def test_packed_sequences_do_not_see_each_other(
 ) -> None:
     qkv = random_qkv(sum(lengths), kv_heads, seed=len(lengths))
     got = attention(*qkv, packed_seq_params=packed_row(lengths, with_plan=with_plan))
-    want = slow_attention(*qkv, lengths)
+    expected = slow_attention(*qkv, lengths)
     assert got.shape == (sum(lengths), HEADS * DIM)
-    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=0)
+    torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=0)
     factor = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
-    fast, slow = torch.autograd.grad((got * factor).sum(), qkv), torch.autograd.grad((want * factor).sum(), qkv)
+    fast, slow = torch.autograd.grad((got * factor).sum(), qkv), torch.autograd.grad((expected * factor).sum(), qkv)
     for ours, theirs in zip(fast, slow, strict=True):
         torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=1e-5)
 
@@ -99,8 +101,8 @@ def test_dense_batches_are_causal_too(attention: SDPAttention, kv_heads: int) ->
     dense = [x.unflatten(0, (2, 6)).transpose(0, 1) for x in flat]
     got = attention(*dense)
     assert got.shape == (6, 2, HEADS * DIM)
-    want = slow_attention(*flat, [6, 6])
-    torch.testing.assert_close(got.transpose(0, 1).flatten(0, 1).double(), want, atol=2e-6, rtol=0)
+    expected = slow_attention(*flat, [6, 6])
+    torch.testing.assert_close(got.transpose(0, 1).flatten(0, 1).double(), expected, atol=2e-6, rtol=0)
 
 
 def test_what_it_cannot_do_is_an_error(attention: SDPAttention) -> None:

@@ -93,16 +93,16 @@ def test_layers_without_experts_are_built_dense(change: dict[str, Any], sparse: 
 @pytest.mark.parametrize(
     ("hf", "change", "sentence"),
     [
-        (LLAMA, {"attention_bias": True}, "attention_bias=true is not supported; want false"),
-        (LLAMA, {"mlp_bias": True}, "mlp_bias=true is not supported; want false"),
-        (LLAMA, {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; want silu"),
+        (LLAMA, {"attention_bias": True}, "attention_bias=true is not supported; expected false"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias=true is not supported; expected false"),
+        (LLAMA, {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; expected silu"),
         (LLAMA, {"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
-        (LLAMA, {"num_hidden_layers": None}, "there is no num_hidden_layers; want the config of a llama model"),
-        (QWEN3_MOE, {"use_sliding_window": True}, "use_sliding_window=true is not supported; want false"),
+        (LLAMA, {"num_hidden_layers": None}, "there is no num_hidden_layers; expected the config of a llama model"),
+        (QWEN3_MOE, {"use_sliding_window": True}, "use_sliding_window=true is not supported; expected false"),
         (QWEN3_MOE, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types holds sliding_attention"),
         (QWEN3_MOE, {"num_experts": None}, "there is no num_experts or num_local_experts"),
         (QWEN3_MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok=1 leaves a renormalised router no gradient"),
-        (QWEN3_MOE, {"mlp_only_layers": [0, 1, 2, 3]}, "leave no layer experts; want qwen3"),
+        (QWEN3_MOE, {"mlp_only_layers": [0, 1, 2, 3]}, "leave no layer experts; expected qwen3"),
     ],
 )
 def test_other_mathematics_is_refused_in_one_sentence(
@@ -124,7 +124,7 @@ def test_layouts_of_experts_that_do_not_train_are_refused() -> None:
     ):
         check_trainable(transformer_config(half, Layout(pp=2, ep=2), torch.float32))
     with pytest.raises(
-        ValueError, match=r"^sequence_parallel=false: want true to train experts with tensor_model_paral"
+        ValueError, match=r"^sequence_parallel=false: expected true to train experts with tensor_model_paral"
     ):
         check_trainable(transformer_config(QWEN3_MOE, Layout(tp=2), torch.float32))
 

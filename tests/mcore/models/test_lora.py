@@ -129,14 +129,14 @@ def test_a_model_says_what_it_is_adapted_by_and_on_which_base() -> None:
 @pytest.mark.parametrize(
     ("rank", "targets", "sentence"),
     [
-        (0, ("q_proj",), "lora.rank=0: want at least 1"),
+        (0, ("q_proj",), "lora.rank=0: expected at least 1"),
         (
             4,
             (),
-            "lora.targets=[]: want some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, each onc",
+            "lora.targets=[]: expected some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, each onc",
         ),
-        (4, ("q_proj", "lm_head"), "lora.targets=['q_proj', 'lm_head']: want some of q_proj,"),
-        (4, ("q_proj", "q_proj"), "lora.targets=['q_proj', 'q_proj']: want some of q_proj,"),
+        (4, ("q_proj", "lm_head"), "lora.targets=['q_proj', 'lm_head']: expected some of q_proj,"),
+        (4, ("q_proj", "q_proj"), "lora.targets=['q_proj', 'q_proj']: expected some of q_proj,"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(rank: int, targets: tuple[str, ...], sentence: str) -> None:

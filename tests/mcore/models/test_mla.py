@@ -50,24 +50,24 @@ def test_yarn_without_mscale_sharpens_by_its_factor_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scoring_func": "softmax"}, "scoring_func=softmax is not supported; want sigmoid"),
+        ({"scoring_func": "softmax"}, "scoring_func=softmax is not supported; expected sigmoid"),
         ({"topk_method": "greedy"}, "topk_method=greedy"),
         ({"norm_topk_prob": False}, "norm_topk_prob=false"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"rope_interleave": False}, "rope_interleave=false"),
-        ({"num_key_value_heads": 8}, "num_key_value_heads=8 is not supported; want 128"),
-        ({"head_dim": 128}, "head_dim=128 is not supported; want 64"),
-        ({"n_shared_experts": 0}, "n_shared_experts=0 is not supported; want at least 1"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads=8 is not supported; expected 128"),
+        ({"head_dim": 128}, "head_dim=128 is not supported; expected 64"),
+        ({"n_shared_experts": 0}, "n_shared_experts=0 is not supported; expected at least 1"),
         ({"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok=1"),
-        ({"first_k_dense_replace": 61}, "first_k_dense_replace=61 leaves none of 61 layers experts; want less"),
-        ({"topk_group": 2}, "num_experts_per_tok=8 with topk_group=2 is not supported; want twice topk_group"),
+        ({"first_k_dense_replace": 61}, "first_k_dense_replace=61 leaves none of 61 layers experts; expected less"),
+        ({"topk_group": 2}, "num_experts_per_tok=8 with topk_group=2 is not supported; expected twice topk_group"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
         (
             {"rope_scaling": REAL["rope_scaling"] | {"mscale_all_dim": 0}},
             "both of mscale and mscale_all_dim or neither",
         ),
         ({"rope_scaling": REAL["rope_scaling"] | {"attention_factor": 1.0}}, "no attention_factor"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'; want unquantized weights"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'; expected unquantized weights"),
     ],
 )
 def test_what_megatron_would_do_otherwise_is_refused(change: dict[str, Any], message: str) -> None:
@@ -125,9 +125,9 @@ def test_experts_are_chosen_by_biased_scores_in_the_best_groups(seen: dict[str, 
     routing = seen["routing"]
     bias, without_bias = routing["bias"].tolist(), 0
     for scores, weights, chosen in zip(*(routing[key] for key in ("scores", "weights", "chosen")), strict=True):
-        want = slow_choice(scores.tolist(), bias, groups=4, best=2, chosen=4)
-        assert chosen.nonzero()[:, 0].tolist() == sorted(want)
-        for expert, weight in want.items():
+        expected = slow_choice(scores.tolist(), bias, groups=4, best=2, chosen=4)
+        assert chosen.nonzero()[:, 0].tolist() == sorted(expected)
+        for expert, weight in expected.items():
             assert weights[expert].item() == pytest.approx(weight, rel=1e-5)
-        without_bias += sorted(want) == sorted(slow_choice(scores.tolist(), [0.0] * 16, groups=4, best=2, chosen=4))
+        without_bias += sorted(expected) == sorted(slow_choice(scores.tolist(), [0.0] * 16, groups=4, best=2, chosen=4))
     assert 0 < without_bias < 40, "the bias decides here and there"

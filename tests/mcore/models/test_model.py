@@ -78,9 +78,9 @@ def test_the_config_is_one_for_packed_rl_training() -> None:
         ({}, Layout(tp=4), "tensor_model_parallel_size=4 does not divide the model's num_key_value_heads=2"),
         ({"intermediate_size": 49}, Layout(tp=2), "tensor_model_parallel_size=2 does not divide the model's intermedi"),
         ({}, Layout(pp=3), "pipeline_model_parallel_size=3 does not divide the model's num_hidden_layers=4"),
-        ({"use_sliding_window": True}, Layout(), "use_sliding_window=true is not supported; want false"),
-        ({"model_type": "gpt2"}, Layout(), "model_type 'gpt2' is not supported; want one of ["),
-        ({}, Layout(ep=2), "expert_model_parallel_size=2: the model has no experts; want 1"),
+        ({"use_sliding_window": True}, Layout(), "use_sliding_window=true is not supported; expected false"),
+        ({"model_type": "gpt2"}, Layout(), "model_type 'gpt2' is not supported; expected one of ["),
+        ({}, Layout(ep=2), "expert_model_parallel_size=2: the model has no experts; expected 1"),
         ({}, Layout(pp=2, vpp=3), "virtual_pipeline_model_parallel_size=3 does not divide the 2 layers of a pipeline"),
         (MIXTRAL, Layout(ep=3), "expert_model_parallel_size=3 does not divide the model's number of experts=4"),
         (MIXTRAL, Layout(etp=5), "expert_tensor_parallel_size=5 does not divide the model's intermediate size of an"),
@@ -109,7 +109,7 @@ def test_yarns_factor_reaches_attention() -> None:
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no config\.json; want the folder of a Hugging Face model$"):
+    with pytest.raises(ValueError, match=r"there is no config\.json; expected the folder of a Hugging Face model$"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
     assert read_hf_config(str(tmp_path)) == QWEN2

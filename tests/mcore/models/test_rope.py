@@ -106,12 +106,18 @@ def test_yarn_and_linear_equal_transformers(
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"rope_type": "longrope"}, "rope type 'longrope' is not supported; want one of default, linear, llama3, yarn"),
-        ({"type": "dynamic", "factor": 2.0}, "rope type 'dynamic' is not supported; want one of default, linear, llam"),
-        ({"rope_type": "llama3", "factor": 2.0}, "rope type 'llama3' wants 'low_freq_factor', which is not there"),
+        (
+            {"rope_type": "longrope"},
+            "rope type 'longrope' is not supported; expected one of default, linear, llama3, yarn",
+        ),
+        (
+            {"type": "dynamic", "factor": 2.0},
+            "rope type 'dynamic' is not supported; expected one of default, linear, llam",
+        ),
+        ({"rope_type": "llama3", "factor": 2.0}, "rope type 'llama3' needs 'low_freq_factor', which is not there"),
         (
             {"rope_type": "default", "partial_rotary_factor": 0.5},
-            "partial_rotary_factor=0.5 is not supported; want 1.0",
+            "partial_rotary_factor=0.5 is not supported; expected 1.0",
         ),
     ],
 )
@@ -143,9 +149,9 @@ def test_a_turned_row_and_its_gradient_equal_megatrons_to_the_last_bit(in_pairs:
     got = turned(ours, angles, ends, factor=factor, in_pairs=in_pairs, cp=1, rank=0)
     of_tokens = torch.cat([angles[:n] for n in lengths])
     how = {"multi_latent_attention": in_pairs, "mscale": factor}
-    want = _apply_rotary_pos_emb_bshd(theirs[:, None], of_tokens, **how)[:, 0]
+    expected = _apply_rotary_pos_emb_bshd(theirs[:, None], of_tokens, **how)[:, 0]
     up = torch.randn(13, 3, 8).to(dtype)
     got.backward(up)
-    want.backward(up)
-    assert torch.equal(got, want)
+    expected.backward(up)
+    assert torch.equal(got, expected)
     assert torch.equal(ours.grad, theirs.grad)

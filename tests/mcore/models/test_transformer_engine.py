@@ -16,12 +16,12 @@ from megarl.mcore.models.attention import Norm, SDPAttention
 from megarl.mcore.models.layers import block_spec
 from megarl.mcore.models.transformer_engine import local_name, without_extra_state
 from megarl.mcore.training import execution as engine_module
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def layers(engine: Engine) -> tuple[Any, Any, Any]:
+def layers(engine: ExecutionOptions) -> tuple[Any, Any, Any]:
     """A dense layer, one with experts, and the final norm."""
     config = TransformerConfig(
         num_layers=2,
@@ -47,7 +47,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_our_modules_without_it() -> None:
-    dense, sparse, final = layers(Engine(transformer_impl="local"))
+    dense, sparse, final = layers(ExecutionOptions(transformer_impl="local"))
     attention = dense.self_attention.submodules
     assert (attention.linear_qkv, attention.linear_proj) == (ColumnParallelLinear, RowParallelLinear)
     assert attention.core_attention is SDPAttention
@@ -57,7 +57,7 @@ def test_our_modules_without_it() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_its_modules_in_the_same_places() -> None:
-    dense, sparse, final = layers(Engine())
+    dense, sparse, final = layers(ExecutionOptions())
     attention, mlp = dense.self_attention.submodules, dense.mlp.submodules
     assert attention.linear_qkv is te.TEColumnParallelLinear
     assert mlp.linear_fc1 is te.TEColumnParallelLinear
@@ -75,7 +75,7 @@ def test_its_modules_in_the_same_places() -> None:
 @pytest.mark.usefixtures("installed")
 def test_no_norm_hides_in_a_linear() -> None:
     """Where Megatron's own spec has nothing, ours has the norm: `input_layernorm.weight` keeps its name."""
-    dense, sparse, _ = layers(Engine())
+    dense, sparse, _ = layers(ExecutionOptions())
     assert IdentityOp not in (dense.input_layernorm, dense.pre_mlp_layernorm, sparse.pre_mlp_layernorm)
     assert dense.sharded_state_dict_keys_map["input_layernorm."] == "self_attention.linear_qkv.layer_norm_"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.mcore.training import execution as engine_module
-from megarl.mcore.training.execution import Engine
+from megarl.mcore.training.execution import ExecutionOptions
 
 LAYERS = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}
 
@@ -15,25 +15,28 @@ LAYERS = {"recompute_granularity": "full", "recompute_method": "block", "recompu
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"strategy": "ddp"}, "strategy=ddp: want one of megatron, fsdp, none"),
-        ({"transformer_impl": "te"}, "transformer_impl=te: want one of auto, local, transformer_engine"),
-        ({"recompute_granularity": "all"}, "recompute_granularity=all: want one of null, selective, full"),
-        ({"recompute_method": "first"}, "recompute_method=first: want one of null, uniform, block"),
-        ({"recompute_granularity": "full"}, "recompute_granularity=full: want recompute_method uniform or block and"),
+        ({"strategy": "ddp"}, "strategy=ddp: expected one of megatron, fsdp, none"),
+        ({"transformer_impl": "te"}, "transformer_impl=te: expected one of auto, local, transformer_engine"),
+        ({"recompute_granularity": "all"}, "recompute_granularity=all: expected one of null, selective, full"),
+        ({"recompute_method": "first"}, "recompute_method=first: expected one of null, uniform, block"),
+        (
+            {"recompute_granularity": "full"},
+            "recompute_granularity=full: expected recompute_method uniform or block and",
+        ),
         ({**LAYERS, "recompute_num_layers": 0}, "at least 1, has block and 0"),
         ({"recompute_method": "block"}, "recompute_granularity=None: recompute_method=block and recompute_num_layers="),
-        ({**LAYERS, "recompute_granularity": "selective"}, "belong to full; want null for both"),
+        ({**LAYERS, "recompute_granularity": "selective"}, "belong to full; expected null for both"),
     ],
 )
 def test_what_does_not_go_together_is_refused(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match="want") as error:
-        Engine(**settings)
+    with pytest.raises(ValueError, match="expected") as error:
+        ExecutionOptions(**settings)
     assert sentence in str(error.value)
 
 
 def test_layers_of_this_room_are_the_choice_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: False)
-    assert Engine().transformer_settings() == {
+    assert ExecutionOptions().transformer_settings() == {
         "transformer_impl": "local",
         "moe_grouped_gemm": False,
         "recompute_granularity": None,
@@ -41,19 +44,19 @@ def test_layers_of_this_room_are_the_choice_without_a_gpu(monkeypatch: pytest.Mo
         "recompute_num_layers": None,
     }
     with pytest.raises(ValueError, match="transformer_impl=transformer_engine: it cannot be imported"):
-        Engine(transformer_impl="transformer_engine").transformer_settings()
+        ExecutionOptions(transformer_impl="transformer_engine").transformer_settings()
 
 
 def test_transformer_engine_is_the_choice_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: True)
-    for engine in (Engine(**LAYERS), Engine(transformer_impl="transformer_engine", **LAYERS)):
+    for engine in (ExecutionOptions(**LAYERS), ExecutionOptions(transformer_impl="transformer_engine", **LAYERS)):
         found = engine.transformer_settings()
         assert found == {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, **LAYERS}
-    assert not Engine(transformer_impl="local").uses_transformer_engine
+    assert not ExecutionOptions(transformer_impl="local").uses_transformer_engine
 
 
 def test_adapters_get_the_layers_that_they_are_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: True)
-    assert Engine(**LAYERS).for_adapters() == Engine(transformer_impl="local", **LAYERS)
-    with pytest.raises(ValueError, match="adapters want transformer_impl auto or local"):
-        Engine(transformer_impl="transformer_engine").for_adapters()
+    assert ExecutionOptions(**LAYERS).for_adapters() == ExecutionOptions(transformer_impl="local", **LAYERS)
+    with pytest.raises(ValueError, match="adapters need transformer_impl auto or local"):
+        ExecutionOptions(transformer_impl="transformer_engine").for_adapters()

@@ -51,8 +51,8 @@ def test_projections_of_one_parameter_are_matrices_of_their_own() -> None:
     made = Matrix(ALONE, None, (4, 2, 2)).orthogonal(x)
     for rows, start in ((4, 0), (2, 4), (2, 6)):
         at = [group * 8 + start + row for group in range(2) for row in range(rows)]
-        want = newton_schulz(x[at]) * 0.2 * math.sqrt(max(x[at].shape))
-        assert torch.allclose(made[at], want, atol=1e-6)
+        expected = newton_schulz(x[at]) * 0.2 * math.sqrt(max(x[at].shape))
+        assert torch.allclose(made[at], expected, atol=1e-6)
 
 
 @pytest.mark.usefixtures("one_rank")

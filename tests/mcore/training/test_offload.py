@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megarl.mcore.training.offload import Bed, Moved
+from megarl.mcore.training.offload import Moved, OffloadBuffer
 
 
 class Views(nn.Module):
@@ -28,18 +28,18 @@ def views() -> Views:
     return Views()
 
 
-def bed(views: Views, **how: Any) -> Bed:
-    return Bed([views], None, **{"parameters": True, "gradients": True, "moments": True, **how})
+def buffer(views: Views, **how: Any) -> OffloadBuffer:
+    return OffloadBuffer([views], None, **{"parameters": True, "gradients": True, "moments": True, **how})
 
 
 def test_bytes_leave_and_come_back(views: Views) -> None:
     a, address = views.a, id(views.a)
-    sleeper = bed(views)
-    assert sleeper.sleep() == Moved(parameters=48, gradients=48, optimizer=0)
+    sleeper = buffer(views)
+    assert sleeper.offload() == Moved(parameters=48, gradients=48, optimizer=0)
     assert views.flat.untyped_storage().nbytes() == views.gradients.untyped_storage().nbytes() == 0
-    assert sleeper.is_asleep
-    sleeper.wake()
-    assert not sleeper.is_asleep
+    assert sleeper.is_offloaded
+    sleeper.onload()
+    assert not sleeper.is_offloaded
     assert views.a is a
     assert id(views.a) == address
     assert views.flat.tolist() == list(range(12))
@@ -47,10 +47,10 @@ def test_bytes_leave_and_come_back(views: Views) -> None:
 
 
 def test_views_stay_views_and_gradients_come_back_as_zeros(views: Views) -> None:
-    sleeper = bed(views)
+    sleeper = buffer(views)
     for _ in range(2):
-        sleeper.sleep()
-        sleeper.wake()
+        sleeper.offload()
+        sleeper.onload()
     views.flat += 1
     assert views.b.tolist() == [9, 10, 11, 12]
     views.gradients += 3
@@ -58,39 +58,39 @@ def test_views_stay_views_and_gradients_come_back_as_zeros(views: Views) -> None
 
 
 def test_a_second_sleep_and_a_second_wake_do_nothing(views: Views) -> None:
-    sleeper = bed(views)
-    sleeper.wake()
-    sleeper.sleep()
-    assert sleeper.sleep() == Moved(0, 0, 0)
-    sleeper.wake()
-    sleeper.wake()
+    sleeper = buffer(views)
+    sleeper.onload()
+    sleeper.offload()
+    assert sleeper.offload() == Moved(0, 0, 0)
+    sleeper.onload()
+    sleeper.onload()
     assert views.flat.tolist() == list(range(12))
 
 
 def test_host_memory_is_used_again(views: Views) -> None:
-    sleeper = bed(views)
-    sleeper.sleep()
+    sleeper = buffer(views)
+    sleeper.offload()
     first = [host.data_ptr() for host in sleeper._host.values()]
-    sleeper.wake()
-    sleeper.sleep()
+    sleeper.onload()
+    sleeper.offload()
     assert [host.data_ptr() for host in sleeper._host.values()] == first
-    sleeper.wake()
+    sleeper.onload()
 
 
 def test_nothing_sleeps_unasked(views: Views) -> None:
-    assert bed(views, parameters=False, gradients=False).sleep() == Moved(0, 0, 0)
+    assert buffer(views, parameters=False, gradients=False).offload() == Moved(0, 0, 0)
     assert views.flat.untyped_storage().nbytes() == 48
 
 
 def test_weights_wake_alone_while_their_gradients_sleep_elsewhere(views: Views) -> None:
-    weights, gradients = bed(views, gradients=False), bed(views, parameters=False)
-    assert weights.sleep() == Moved(parameters=48, gradients=0, optimizer=0)
-    assert gradients.sleep() == Moved(parameters=0, gradients=48, optimizer=0)
-    weights.wake()
+    weights, gradients = buffer(views, gradients=False), buffer(views, parameters=False)
+    assert weights.offload() == Moved(parameters=48, gradients=0, optimizer=0)
+    assert gradients.offload() == Moved(parameters=0, gradients=48, optimizer=0)
+    weights.onload()
     assert views.flat.tolist() == list(range(12))
     assert views.gradients.untyped_storage().nbytes() == 0
-    weights.sleep()
-    gradients.wake()
-    weights.wake()
+    weights.offload()
+    gradients.onload()
+    weights.onload()
     assert views.b.tolist() == [8, 9, 10, 11]
     assert views.b.main_grad.tolist() == [0, 0, 0, 0]  # type: ignore[attr-defined]

@@ -87,8 +87,8 @@ def test_the_first_step_of_adamw_by_hand(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", ["adamw", "adamw, sharded"])
 def test_adamw_is_its_formula(found: dict[str, Any], case: str) -> None:
-    for got, want in zip(found[case]["weights"], adamw(GRADIENTS, ADAM), strict=True):
-        assert got == pytest.approx(want, rel=2e-6)
+    for got, expected in zip(found[case]["weights"], adamw(GRADIENTS, ADAM), strict=True):
+        assert got == pytest.approx(expected, rel=2e-6)
 
 
 def test_sgd_with_momentum_by_hand(found: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.layout import Layout
 from megarl.mcore.training import packed_rows
 from megarl.mcore.training.packed_rows import (
-    Row,
+    PackedRow,
     dummy,
     in_whole_turns,
     make_row,
@@ -34,7 +34,7 @@ def batch_of(lengths: list[int]) -> Batch:
     return Batch(100 + torch.arange(sum(lengths)), torch.tensor(lengths))
 
 
-def rows_of_all_ranks(batch: Batch, layout: Layout, *, is_dummy: bool = False) -> list[Row]:
+def rows_of_all_ranks(batch: Batch, layout: Layout, *, is_dummy: bool = False) -> list[PackedRow]:
     out = []
     for rank in range(layout.cp):
         with mock.patch.object(packed_rows.ps, "get_context_parallel_rank", return_value=rank):
@@ -42,7 +42,7 @@ def rows_of_all_ranks(batch: Batch, layout: Layout, *, is_dummy: bool = False) -
     return out
 
 
-def column_over_ranks(all_rows: list[Row], outputs: list[Tensor]) -> Tensor:
+def column_over_ranks(all_rows: list[PackedRow], outputs: list[Tensor]) -> Tensor:
     """What `column` gives once the outputs of all context ranks are gathered."""
     with mock.patch.object(packed_rows, "gather_context", return_value=torch.cat(outputs)):
         columns = [row.column(out) for row, out in zip(all_rows, outputs, strict=True)]
@@ -93,7 +93,7 @@ def test_sequence_parallel_pads_the_row_at_its_end() -> None:
 @given(lengths_of_rows, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.booleans())
 def test_padded_rows_divide_as_the_layout_needs(lengths: list[int], tp: int, cp: int, sequence_parallel: bool) -> None:
     padded = padded_lengths(list(lengths), Layout(tp=tp, cp=cp, sequence_parallel=sequence_parallel))
-    assert all(have >= want for have, want in zip(padded, lengths, strict=True))
+    assert all(have >= expected for have, expected in zip(padded, lengths, strict=True))
     if cp > 1:
         assert all(length % (2 * cp) == 0 for length in padded)
     if sequence_parallel:
@@ -125,12 +125,12 @@ def test_a_perfect_model_predicts_every_token_but_the_first(
     """A model that outputs its label: the column is the batch's own tokens, with 0 at each first one."""
     batch = batch_of(lengths)
     all_rows = rows_of_all_ranks(batch, Layout(tp=tp, cp=cp, sequence_parallel=sequence_parallel))
-    want = batch.tokens.clone()
-    want[batch.starts] = 0
-    assert torch.equal(column_over_ranks(all_rows, [row.labels for row in all_rows]), want)
+    expected = batch.tokens.clone()
+    expected[batch.starts] = 0
+    assert torch.equal(column_over_ranks(all_rows, [row.labels for row in all_rows]), expected)
     # The same with the tokens that the model sees: output t is about token t+1, so it saw token t.
-    want = torch.where(want == 0, 0, want - 1)
-    assert torch.equal(column_over_ranks(all_rows, [row.tokens[0] for row in all_rows]), want)
+    expected = torch.where(expected == 0, 0, expected - 1)
+    assert torch.equal(column_over_ranks(all_rows, [row.tokens[0] for row in all_rows]), expected)
     assert sum(row.num_own_tokens for row in all_rows) == batch.num_tokens, "padding is counted nowhere"
 
 

@@ -68,17 +68,17 @@ def test_options_stand_anywhere_and_with_or_without_equals():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--gpus", "many"], "--gpus many: want a whole number of at least 1"),
-        (["--gpu"], "--gpu: want a value behind it"),
-        (["--response-tokens", "-3"], "--response-tokens -3: want a number of tokens above 0"),
-        (["--response-tokens", "9000"], "--response-tokens 9000: want more than 0, and at most"),
+        (["--gpus", "many"], "--gpus many: expected a whole number of at least 1"),
+        (["--gpu"], "--gpu: expected a value behind it"),
+        (["--response-tokens", "-3"], "--response-tokens -3: expected a number of tokens above 0"),
+        (["--response-tokens", "9000"], "--response-tokens 9000: expected more than 0, and at most"),
         (["--gpu", "h999"], "gpu=h999: what it can do is not known here"),
-        (["--gpus", "12"], "--gpus 12: want a multiple of the 8 GPUs of a machine"),
+        (["--gpus", "12"], "--gpus 12: expected a multiple of the 8 GPUs of a machine"),
         (["--fast"], "there is no option --fast"),
-        (["--nic", "fast"], "--nic fast: want a number of Gbit/s above 0"),
-        (["--link", "0"], "--link 0: want a number of GB/s above 0"),
+        (["--nic", "fast"], "--nic fast: expected a number of Gbit/s above 0"),
+        (["--link", "0"], "--link 0: expected a number of GB/s above 0"),
         (["--gpus", "128", "trainer.nnodes=32"], "--gpus 128: the configuration comes to 256 GPUs"),
-        (["--gpus-per-node", "48"], "--gpus-per-node 48: the trainer's are 64, want a multiple of the 48 GPUs"),
+        (["--gpus-per-node", "48"], "--gpus-per-node 48: the trainer's are 64, expected a multiple of the 48 GPUs"),
     ],
 )
 def test_a_mistake_is_one_sentence(words, sentence, capsys):
@@ -94,8 +94,8 @@ SEPARATE = ("model=qwen3_8b", "--gpu", "h100", "--gpus-per-node", "8")
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--gpus", "24"], "--gpus 24: the trainer's are 23, want a multiple of the 8 GPUs of a machine"),
-        (["--gpus", "1"], "--gpus 1: servers of their own take 1; want more than that"),
+        (["--gpus", "24"], "--gpus 24: the trainer's are 23, expected a multiple of the 8 GPUs of a machine"),
+        (["--gpus", "1"], "--gpus 1: servers of their own take 1; expected more than that"),
         (["--gpus", "10", "rollout.urls=[http://a:1,http://b:1]", "rollout.engine=sglang", "trainer.nnodes=9"], ""),
     ],
 )
@@ -119,9 +119,12 @@ def test_gpus_are_those_of_the_whole_run():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "gemma2"}, "config.json: model_type 'gemma2' is not supported; want one of"),
-        ({"intermediate_size": None}, "config.json: there is no intermediate_size; want the config of a qwen3 model"),
-        ({"vocab_size": None, "hidden_size": None}, "config.json: there is no vocab_size, hidden_size; want"),
+        ({"model_type": "gemma2"}, "config.json: model_type 'gemma2' is not supported; expected one of"),
+        (
+            {"intermediate_size": None},
+            "config.json: there is no intermediate_size; expected the config of a qwen3 model",
+        ),
+        ({"vocab_size": None, "hidden_size": None}, "config.json: there is no vocab_size, hidden_size; expected"),
     ],
 )
 def test_a_foreign_model_is_one_sentence(changes, sentence, tmp_path, capsys):
@@ -159,7 +162,7 @@ def test_a_search_in_vain_says_so():
     show_proposals(console, replace(found, fits=False), [Proposal(job, found, ["a=1"], "it fits")])
     text = console.export_text()
     assert "searched: no layout that fits is faster than this one" in text
-    assert "searched: no layout on these GPUs fits either; want more of them, or larger ones" in text
+    assert "searched: no layout on these GPUs fits either; use more of them, or larger ones" in text
     assert "searched: these fit; type the words behind the command" in text
 
 
@@ -174,7 +177,7 @@ def test_a_headline_counts_as_people_do():
 
 def test_where_no_layout_says_the_gpu_it_must_be_said(capsys):
     assert call("model=qwen3_mini") == 2
-    assert capsys.readouterr().err.startswith("error: --gpu is missing, and no layout says it; want one of a100")
+    assert capsys.readouterr().err.startswith("error: --gpu is missing, and no layout says it; expected one of a100")
 
 
 def test_another_number_of_gpus_takes_the_layout_of_the_preset():

@@ -57,5 +57,5 @@ def test_a_critic_may_lie_otherwise():
 
 
 def test_a_model_that_nothing_is_known_of_is_refused():
-    with pytest.raises(ValueError, match="^model.path=org/name: its config.json is not here; want"):
+    with pytest.raises(ValueError, match="^model.path=org/name: its config.json is not here; expected"):
         seats_of(config_of("model.path=org/name"))

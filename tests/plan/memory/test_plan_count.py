@@ -68,9 +68,11 @@ def test_what_is_counted_is_what_can_be_built():
 
 
 def test_a_model_of_another_kind_is_refused_in_one_sentence():
-    with pytest.raises(ValueError, match="^config.json: model_type 'gemma2' is not supported; want one of "):
+    with pytest.raises(ValueError, match="^config.json: model_type 'gemma2' is not supported; expected one of "):
         check(HF | {"model_type": "gemma2"})
-    with pytest.raises(ValueError, match="there is no hidden_size, num_experts; want the config of a qwen3_moe model$"):
+    with pytest.raises(
+        ValueError, match="there is no hidden_size, num_experts; expected the config of a qwen3_moe model$"
+    ):
         check(HF | {"hidden_size": None, "num_experts": None})
 
 

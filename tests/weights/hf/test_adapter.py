@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megarl.mcore.models.lora import LoraSettings
-from megarl.rollout.client import Engine, EngineError
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.weights.hf.adapter import adapter_table, peft_config, read_peft_settings
-from megarl.weights.mapping.names import Spot
+from megarl.weights.mapping.names import ShardCoordinate
 from megarl.weights.push.adapter_push import give_adapter
 from megarl.weights.push.report import PushError
 
@@ -30,7 +30,7 @@ HF: dict[str, Any] = {
     "tie_word_embeddings": True,
     "vocab_size": 45,
 }
-SECOND = Spot(tp_rank=1, tp=2)
+SECOND = ShardCoordinate(tp_rank=1, tp=2)
 
 
 def test_a_and_b_are_cut_as_the_weight_is() -> None:
@@ -68,11 +68,14 @@ def test_settings_survive_pefts_file(tmp_path: Path, alpha: float, written: floa
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; want LORA"),
-        ({"use_rslora": True}, "use_rslora=True is not supported; want False"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2} is not supported; want {}"),
-        ({"bias": "all"}, "bias='all' is not supported; want 'none'"),
-        ({"target_modules": "all-linear"}, "target_modules='all-linear' is not supported; want a list of projections"),
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; expected LORA"),
+        ({"use_rslora": True}, "use_rslora=True is not supported; expected False"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2} is not supported; expected {}"),
+        ({"bias": "all"}, "bias='all' is not supported; expected 'none'"),
+        (
+            {"target_modules": "all-linear"},
+            "target_modules='all-linear' is not supported; expected a list of projections",
+        ),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
@@ -84,11 +87,11 @@ def test_other_kinds_of_adapters_are_refused(tmp_path: Path, change: dict[str, A
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no adapter_config\.json; want the folder of a PEFT adapter$"):
+    with pytest.raises(ValueError, match=r"there is no adapter_config\.json; expected the folder of a PEFT adapter$"):
         read_peft_settings(tmp_path)
 
 
-class TwoRanks(Engine):
+class TwoRanks(ServerClient):
     """A server that answers with what it was told, or with an error."""
 
     def __init__(self, status: int = 200) -> None:
@@ -99,7 +102,7 @@ class TwoRanks(Engine):
 
     def _accepted(self, route: Any, body: dict[str, Any]) -> dict[str, Any]:
         if self.status != 200:
-            raise EngineError(self.url, route, self.status, "no such adapter, or so")
+            raise ServerError(self.url, route, self.status, "no such adapter, or so")
         self.body = body
         return {"success": True}
 
@@ -125,7 +128,7 @@ def test_a_server_gets_the_whole_adapter_for_every_rank_and_its_checksums() -> N
 @pytest.mark.parametrize(
     ("status", "sentence"),
     [
-        (404, "http://here takes no adapters; want actor.lora.push=merged"),
+        (404, "http://here takes no adapters; expected actor.lora.push=merged"),
         (400, "http://here did not take the adapter actor-7: no such adapter, or so"),
     ],
 )

@@ -48,7 +48,7 @@ def test_the_index_names_the_file_of_every_tensor(tmp_path: Path) -> None:
 
 def test_tensors_out_of_order_or_lost_are_our_own_mistake(tmp_path: Path) -> None:
     writer = HFWriter(tmp_path, SIZES, 100)
-    with pytest.raises(AssertionError, match="got b, want"):
+    with pytest.raises(AssertionError, match="got b, expected"):
         writer.add("b", TENSORS["b"])
     writer.add("a", TENSORS["a"])
     with pytest.raises(AssertionError, match="never came"):

@@ -15,7 +15,7 @@ from megarl.layout import RANDOM_WEIGHTS
 from megarl.weights.hf.export import finish_folder
 from megarl.weights.hf.folder import open_hf
 from megarl.weights.hf.load import check_names
-from megarl.weights.mapping.names import Spot
+from megarl.weights.mapping.names import ShardCoordinate
 from megarl.weights.mapping.server_tables import server_table
 from megarl.weights.mapping.tables import ignorable, table_for
 from megarl.weights.push.buckets import plan_buckets
@@ -80,8 +80,8 @@ def test_layers_by_hand() -> None:
 
 
 def test_a_rank_holds_whole_norms_and_biases_and_its_share_of_the_rest() -> None:
-    spot = Spot(tp_rank=1, tp=2, ep_rank=1, ep=2)
-    held = {op.param: op.shape_at(spot) for op in table_for(CONFIG) if op.held_by(spot) and op.layer == 1}
+    coordinate = ShardCoordinate(tp_rank=1, tp=2, ep_rank=1, ep=2)
+    held = {op.param: op.shape_at(coordinate) for op in table_for(CONFIG) if op.held_by(coordinate) and op.layer == 1}
     attention, mlp = "decoder.layers.1.self_attention", "decoder.layers.1.mlp"
     assert held[f"{attention}.linear_q_down_proj.weight"] == (3, 8)
     assert held[f"{attention}.linear_kv_down_proj.weight"] == (6, 8)
@@ -132,7 +132,7 @@ def test_layers_that_predict_further_tokens_are_passed_over_as_far_as_config_jso
 
 def test_an_fp8_folder_is_refused_in_one_sentence(tiny: Path) -> None:
     rewrite(tiny, {"model.layers.0.self_attn.o_proj.weight_scale_inv": torch.ones(1, 1)})
-    with pytest.raises(ValueError, match="o_proj.weight_scale_inv says that its weights are in fp8; want"):
+    with pytest.raises(ValueError, match="o_proj.weight_scale_inv says that its weights are in fp8; expected"):
         check(tiny)
 
 
@@ -162,9 +162,9 @@ def test_the_biases_of_a_bf16_model_are_one_bucket_of_float32(tiny: Path) -> Non
 @pytest.mark.parametrize("q_rank", [6, None])
 def test_an_sglang_rank_holds_the_latents_whole_and_its_heads_of_what_they_expand_to(q_rank: int | None) -> None:
     config = CONFIG | {"q_lora_rank": q_rank}
-    spot = Spot(tp_rank=1, tp=2, etp_rank=1, etp=2)
+    coordinate = ShardCoordinate(tp_rank=1, tp=2, etp_rank=1, etp=2)
     table = {op.param.removeprefix("model.layers.1."): op for op in server_table("sglang", config) if op.layer == 1}
-    shapes = {name: op.shape_at(spot) for name, op in table.items()}
+    shapes = {name: op.shape_at(coordinate) for name, op in table.items()}
     queries = {
         "self_attn.fused_qkv_a_proj_with_mqa.weight": (18, 8),
         "self_attn.q_a_layernorm.weight": (6,),

@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from megarl.weights.mapping.names import GateUp, Rename, Spot
+from megarl.weights.mapping.names import GateUp, Rename, ShardCoordinate
 from megarl.weights.mapping.server_ops import StackedExperts, StackedQKV, StackedVocab
-from megarl.weights.mapping.server_tables import is_enlarged, server_table, spots
+from megarl.weights.mapping.server_tables import coordinates, is_enlarged, server_table
 from megarl.weights.mapping.tables import table_for
 
 DENSE: dict[str, Any] = {
@@ -23,7 +23,7 @@ MOE |= {"head_dim": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_on
 
 def test_the_cpu_server_holds_hf_tensors_as_they_are() -> None:
     shapes = {name: shape for op in table_for(DENSE) for name, shape in op.hf_shapes.items()}
-    assert {op.param: op.shape_at(Spot()) for op in server_table("cpu", DENSE)} == shapes
+    assert {op.param: op.shape_at(ShardCoordinate()) for op in server_table("cpu", DENSE)} == shapes
 
 
 def test_qwen2_in_sglang_by_hand() -> None:
@@ -54,8 +54,8 @@ def test_experts_are_stacked_and_the_router_is_whole() -> None:
     w13, w2 = of["experts.w13_weight"], of["experts.w2_weight"]
     assert isinstance(w13, StackedExperts) and w13.num_experts == 4
     assert w13.names == tuple(f"model.layers.0.mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up"))
-    assert w13.shape_at(spots(4, 2)[0]) == (2, 2 * 3, 8)  # two experts, half of the rows of gate and of up
-    assert w2.shape_at(spots(4, 2)[0]) == (2, 8, 3)
+    assert w13.shape_at(coordinates(4, 2)[0]) == (2, 2 * 3, 8)  # two experts, half of the rows of gate and of up
+    assert w2.shape_at(coordinates(4, 2)[0]) == (2, 8, 3)
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE])
@@ -66,11 +66,11 @@ def test_every_tensor_of_the_trainer_is_in_one_parameter_of_the_server(config: d
 
 
 def test_ranks_of_an_expert_parallel_server() -> None:
-    assert spots(4, 2) == [
-        Spot(0, 4, 0, 2, 0, 2),
-        Spot(1, 4, 0, 2, 1, 2),
-        Spot(2, 4, 1, 2, 0, 2),
-        Spot(3, 4, 1, 2, 1, 2),
+    assert coordinates(4, 2) == [
+        ShardCoordinate(0, 4, 0, 2, 0, 2),
+        ShardCoordinate(1, 4, 0, 2, 1, 2),
+        ShardCoordinate(2, 4, 1, 2, 0, 2),
+        ShardCoordinate(3, 4, 1, 2, 1, 2),
     ]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from megarl.layout import padded_vocab_size
 from megarl.weights import FAMILIES, table_for
-from megarl.weights.mapping.names import Piece, Spot, Vocab
+from megarl.weights.mapping.names import Piece, ShardCoordinate, Vocab
 
 CONFIG = {
     "model_type": "qwen3",
@@ -105,15 +105,15 @@ def test_experts_are_dealt_to_expert_ranks_and_cut_over_their_own_axis() -> None
     own = {op.param: op for op in table_for(QWEN3_MOE)}
     third = own["decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"]
     assert (third.axis, third.expert) == ("etp", (2, 4))
-    spot = Spot(tp_rank=1, tp=4, ep_rank=1, ep=2, etp_rank=1, etp=2)
-    assert third.held_by(spot)
-    assert not third.held_by(Spot(ep_rank=0, ep=2))
-    assert third.shape_at(spot) == (6, 8), "3 of 6 rows of gate over 3 of 6 rows of up"
-    assert third.pieces_at(spot)[0] == Piece("model.layers.1.mlp.experts.2.gate_proj.weight", 0, 3, 0, 3)
+    coordinate = ShardCoordinate(tp_rank=1, tp=4, ep_rank=1, ep=2, etp_rank=1, etp=2)
+    assert third.held_by(coordinate)
+    assert not third.held_by(ShardCoordinate(ep_rank=0, ep=2))
+    assert third.shape_at(coordinate) == (6, 8), "3 of 6 rows of gate over 3 of 6 rows of up"
+    assert third.pieces_at(coordinate)[0] == Piece("model.layers.1.mlp.experts.2.gate_proj.weight", 0, 3, 0, 3)
     router = own["decoder.layers.1.mlp.router.weight"]
     assert (router.is_sharded, router.axis, router.expert) == (False, "tp", None)
     with pytest.raises(ValueError, match=r"4 experts do not divide by expert_model_parallel_size=3"):
-        third.held_by(Spot(ep=3))
+        third.held_by(ShardCoordinate(ep=3))
 
 
 def test_shard_shapes_at_two_ranks_by_hand() -> None:

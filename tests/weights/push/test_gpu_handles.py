@@ -9,7 +9,7 @@ from megarl.weights.push.gpu_handles import gpus_of, take, wanted_handles
 
 
 def server(*gpus: str, first_gpu: int | None = 0) -> Any:
-    return SimpleNamespace(url="http://a", gpus=gpus, nature=SimpleNamespace(first_gpu=first_gpu, spots=(0, 1)))
+    return SimpleNamespace(url="http://a", gpus=gpus, nature=SimpleNamespace(first_gpu=first_gpu, coordinates=(0, 1)))
 
 
 def test_a_server_stands_where_it_was_said_to_stand() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.weights.mapping.names import Spot
+from megarl.weights.mapping.names import ShardCoordinate
 from megarl.weights.push.report import PushError
 from megarl.weights.push.servers import RECEIVER, Nature, check_digests
 
@@ -19,10 +19,10 @@ def test_tensors_that_differ_are_missing_or_were_never_sent_are_named_with_their
 
 
 def test_a_tied_tensor_may_be_listed_twice_when_it_is_the_same() -> None:
-    twins = {"head": "embed"}
-    check_digests("http://a", SENT | {"head": "1"}, SENT, twins)
+    tied = {"head": "embed"}
+    check_digests("http://a", SENT | {"head": "1"}, SENT, tied)
     with pytest.raises(PushError, match="never sent: head"):
-        check_digests("http://a", SENT | {"head": "2"}, SENT, twins)
+        check_digests("http://a", SENT | {"head": "2"}, SENT, tied)
 
 
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
@@ -31,10 +31,10 @@ ON_GPU = {"version": "0.5.23", "tp_size": 2, "device": "cuda", "base_gpu_id": 4,
 
 def test_what_a_server_says_of_itself() -> None:
     nature = Nature.read(ON_GPU | {"custom_weight_loader": [RECEIVER]}, CONFIG)
-    assert (nature.engine, len(nature.spots), nature.hashes, nature.first_gpu) == ("sglang", 2, "words", 4)
+    assert (nature.engine, len(nature.coordinates), nature.hashes, nature.first_gpu) == ("sglang", 2, "words", 4)
     assert nature.is_plain and nature.has_receiver and nature.started == '{"s": 1.5}'
     ours = Nature.read({"version": "megarl-cpu", "device": "cpu"}, CONFIG)
-    assert (ours.engine, ours.spots, ours.hashes, ours.first_gpu) == ("cpu", (Spot(),), "sha256", None)
+    assert (ours.engine, ours.coordinates, ours.hashes, ours.first_gpu) == ("cpu", (ShardCoordinate(),), "sha256", None)
     assert ours.is_plain and not ours.has_receiver
 
 

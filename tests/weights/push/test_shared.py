@@ -77,9 +77,9 @@ class OpensAFile:
         (subprocess.run, "subprocess.run, which is not allowed"),
         (torch.load, "torch.serialization.load, which is not allowed"),
         (torch.zeros(2), "which is not allowed"),  # torch's own pickles run torch.load inside
-        (OpensAFile("/etc/passwd", "/torch_1_2_3"), "managed at /etc/passwd: want a socket of this user"),
+        (OpensAFile("/etc/passwd", "/torch_1_2_3"), "managed at /etc/passwd: expected a socket of this user"),
         ({"metadata": []}, "no flattened bucket"),
-        ({"flattened_tensor": 1, "metadata": []}, "want a row of uint8"),
+        ({"flattened_tensor": 1, "metadata": []}, "expected a row of uint8"),
     ],
 )
 def test_a_pickle_that_asks_for_more_than_shared_tensors_is_refused(value: object, words: str) -> None:
@@ -89,7 +89,7 @@ def test_a_pickle_that_asks_for_more_than_shared_tensors_is_refused(value: objec
 
 def test_shared_memory_under_a_foreign_name_is_refused(tmp_path: Path) -> None:
     manager, _, _ = shared_buffer(8).untyped_storage()._share_filename_cpu_()
-    with pytest.raises(ValueError, match="want a name as torch gives them"):
+    with pytest.raises(ValueError, match="expected a name as torch gives them"):
         read_bucket(encoded(OpensAFile(os.fsdecode(manager), "/somebody_elses")))
 
 
@@ -117,5 +117,5 @@ def test_named_tensors_must_be_a_list_of_names_and_tensors() -> None:
 def test_a_server_of_one_rank_wants_one_payload() -> None:
     assert one_payload(["x"]) == "x"
     for wrong in ([], ["x", "y"], [3]):
-        with pytest.raises(ValueError, match="want one text"):
+        with pytest.raises(ValueError, match="expected one text"):
             one_payload(wrong)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.client import EngineError
-from megarl.weights.mapping.names import Spot
+from megarl.rollout.client import ServerError
+from megarl.weights.mapping.names import ShardCoordinate
 from megarl.weights.push.delivery import disagreements
 from megarl.weights.push.report import Clock, PushError
 from megarl.weights.push.targets import Lead, Targets
@@ -17,7 +17,7 @@ HERE, THERE = "http://127.0.0.1:1", "http://192.0.2.1:1"
 
 
 def server(url: str, *, there: bool = True, gpus: tuple[str, ...] = (), **nature: Any) -> Any:
-    defaults = {"engine": "sglang", "spots": (Spot(),), "hashes": "sha256"}
+    defaults = {"engine": "sglang", "coordinates": (ShardCoordinate(),), "hashes": "sha256"}
     defaults |= {"has_receiver": True, "is_plain": True, "first_gpu": None}
     return SimpleNamespace(
         url=url, nature=SimpleNamespace(**defaults | nature), is_there=lambda: there, fits_slices=None, gpus=gpus
@@ -31,11 +31,11 @@ def make() -> Iterator[Any]:
 
 
 def refuse(_: Any) -> None:
-    raise EngineError("http://a", "/x", 400, "no")
+    raise ServerError("http://a", "/x", 400, "no")
 
 
 def test_the_fastest_possible_way_is_tried_first_and_the_slowest_is_always_possible(make) -> None:
-    for of, want in [
+    for of, expected in [
         (server(HERE), "shared"),
         (server(THERE), "sharded"),
         (server(THERE, has_receiver=False), "gathered"),
@@ -44,18 +44,18 @@ def test_the_fastest_possible_way_is_tried_first_and_the_slowest_is_always_possi
     ]:
         targets = make(of)
         targets.choose("auto", on_gpu=False, is_cut=False)
-        assert targets.waiting() == {of.url: want}
+        assert targets.waiting() == {of.url: expected}
         assert targets.fallbacks == {}
 
 
 def test_a_model_that_is_cut_goes_from_rank_to_rank_before_it_is_gathered(make) -> None:
     targets = make(server(HERE))
     targets.choose("auto", on_gpu=False, is_cut=True)
-    ways = []
+    transports = []
     while targets.waiting():
-        ways.append(targets.waiting()[HERE])
+        transports.append(targets.waiting()[HERE])
         targets.attempt(refuse, [HERE])
-    assert ways == ["sharded", "shared", "gathered"]
+    assert transports == ["sharded", "shared", "gathered"]
 
 
 def test_on_gpus_memory_is_shared_only_when_asked_for(make) -> None:
@@ -82,7 +82,7 @@ def test_a_server_that_the_trainer_shares_some_gpus_with_cannot_be_pushed_to(mak
     targets = make(server(HERE, first_gpu=0, gpus=("0/0", "0/1")), server(THERE, first_gpu=0, gpus=("1/0", "1/1")))
     targets.choose("auto", on_gpu=True, is_cut=False, gpus=["0/1", "0/2"])
     assert targets.failed == {
-        HERE: f"no way leads into {HERE}: shared needs a rank of the trainer on each of its GPUs, "
+        HERE: f"no transport reaches {HERE}: shared needs a rank of the trainer on each of its GPUs, "
         "the others a server on GPUs of its own"
     }
     assert targets.waiting() == {THERE: "sharded"}, "that has GPUs of its own"
@@ -98,13 +98,15 @@ def test_a_wanted_way_that_is_impossible_is_noted(make) -> None:
 def test_a_failing_server_falls_back_way_by_way_and_is_dropped_at_last(make) -> None:
     targets = make(server(HERE))
     targets.choose("auto", on_gpu=False, is_cut=False)
-    ways = []
+    transports = []
     while targets.waiting():
-        ways.append(targets.waiting()[HERE])
+        transports.append(targets.waiting()[HERE])
         assert targets.attempt(refuse, [HERE]) == {}
-    assert ways == ["shared", "sharded", "gathered"]
+    assert transports == ["shared", "sharded", "gathered"]
     assert targets.failed == {HERE: "http://a/x answered 400: no"}
-    assert targets.fallbacks[HERE] == [f"{way}: http://a/x answered 400: no" for way in ("shared", "sharded")]
+    assert targets.fallbacks[HERE] == [
+        f"{transport}: http://a/x answered 400: no" for transport in ("shared", "sharded")
+    ]
 
 
 def test_a_server_that_is_gone_is_not_tried_by_another_way(make) -> None:
@@ -158,11 +160,11 @@ def test_checksums_that_cannot_be_computed_change_when_the_weights_do(before, no
 
 
 def test_replicas_that_differ_are_all_named_but_not_servers_of_another_layout() -> None:
-    other = (Spot(0, 2), Spot(1, 2))
+    other = (ShardCoordinate(0, 2), ShardCoordinate(1, 2))
     servers = {
         "a": looked("a", "1", "2", ""),
         "b": looked("b", "1", "3", ""),
-        "c": looked("c", "1", "4", "", spots=other),
+        "c": looked("c", "1", "4", "", coordinates=other),
     }
     assert set(disagreements(servers, dict.fromkeys(servers, "new"))) == {"a", "b"}
 

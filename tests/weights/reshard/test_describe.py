@@ -10,12 +10,12 @@ from spread_tables import LatentModel, Model
 
 from megarl.weights.mapping.names import GateUp, Rename, ValueHead
 from megarl.weights.reshard.describe import fingerprint, from_json, to_json
-from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
+from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
 
 MODEL = Model(num_experts=4)
-TRAINER = MegatronSpread(MODEL.trainer_table(), world_size=8, tp=2, pp=2, ep=2, etp=1)
-SERVER = ServerSpread(MODEL.server_table(), tp=2, ep=2, dtypes=(("model.norm.weight", "float32"),))
+TRAINER = MegatronSharding(MODEL.trainer_table(), world_size=8, tp=2, pp=2, ep=2, etp=1)
+SERVER = ServerSharding(MODEL.server_table(), tp=2, ep=2, dtypes=(("model.norm.weight", "float32"),))
 
 
 @settings(max_examples=25)
@@ -24,8 +24,8 @@ SERVER = ServerSpread(MODEL.server_table(), tp=2, ep=2, dtypes=(("model.norm.wei
     st.sampled_from([1, 2]),
 )
 def test_a_spread_comes_back_equal(model, size):
-    trainer = MegatronSpread(model.trainer_table(), world_size=4 * size, tp=size, pp=2, vpp=1, ep=size, etp=None)
-    server = ServerSpread(model.server_table(), tp=size, ep=size, num_replicas=3, dtype="float16")
+    trainer = MegatronSharding(model.trainer_table(), world_size=4 * size, tp=size, pp=2, vpp=1, ep=size, etp=None)
+    server = ServerSharding(model.server_table(), tp=size, ep=size, num_replicas=3, dtype="float16")
     assert from_json(to_json(trainer)) == trainer
     assert from_json(to_json(server)) == server
 
@@ -37,21 +37,21 @@ def test_what_comes_back_makes_the_same_plan():
 
 
 def test_parameters_that_differ_in_numbers_share_a_pattern():
-    small, large = (json.loads(to_json(ServerSpread(Model(num_layers=n).trainer_table()))) for n in (2, 40))
+    small, large = (json.loads(to_json(ServerSharding(Model(num_layers=n).trainer_table()))) for n in (2, 40))
     assert small["patterns"] == large["patterns"]
     assert len(large["table"]) == 40 * 6 + 3
 
 
 def test_all_kinds_of_mappings_are_read():
     table = (ValueHead("output_layer.weight", "score.weight", (1, 8)), *LatentModel(num_layers=2).trainer_table()[:20])
-    assert from_json(to_json(ServerSpread(table))) == ServerSpread(table)
+    assert from_json(to_json(ServerSharding(table))) == ServerSharding(table)
 
 
 def test_unknown_kinds_are_refused():
-    text = to_json(ServerSpread((Rename("a", "a", (2,)),)))
-    with pytest.raises(ValueError, match="described as Twist, which is not known; want one of .*QKV"):
+    text = to_json(ServerSharding((Rename("a", "a", (2,)),)))
+    with pytest.raises(ValueError, match="described as Twist, which is not known; expected one of .*QKV"):
         from_json(text.replace("Rename", "Twist"))
-    with pytest.raises(ValueError, match="layout='mesh' is not known; want one of megatron, server"):
+    with pytest.raises(ValueError, match="layout='mesh' is not known; expected one of megatron, server"):
         from_json(text.replace('"server"', '"mesh"'))
 
 
@@ -96,6 +96,6 @@ def test_a_process_that_only_receives_knows_every_kind_of_mapping():
     script = "import megarl.weights.push.receiver, sys; from megarl.weights.reshard.describe import from_json; "
     script += "from_json(sys.stdin.read())"
     command = [sys.executable, "-W", "ignore", "-c", script]
-    for spread in (TRAINER, SERVER):
-        done = subprocess.run(command, input=to_json(spread), capture_output=True, text=True)
+    for sharding in (TRAINER, SERVER):
+        done = subprocess.run(command, input=to_json(sharding), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -3,10 +3,10 @@ import torch
 
 from megarl.weights.mapping.names import Rename
 from megarl.weights.reshard.exchange import Link, check_messages, check_params
-from megarl.weights.reshard.layouts import ServerSpread
+from megarl.weights.reshard.layouts import ServerSharding
 from megarl.weights.reshard.plan import Plan
 
-SPREAD = ServerSpread((Rename("a", "a", (4, 2), 0), Rename("b", "b", (3,))), tp=2, dtypes=(("b", "float32"),))
+SPREAD = ServerSharding((Rename("a", "a", (4, 2), 0), Rename("b", "b", (3,))), tp=2, dtypes=(("b", "float32"),))
 
 
 def params(**changed):
@@ -37,7 +37,7 @@ def link(*ranks):
 
 
 def test_a_receiver_wants_all_its_senders_in_the_group_and_all_its_bytes_in_their_messages():
-    by_columns = ServerSpread((Rename("a", "a", (4, 2), 1), Rename("b", "b", (3,))), tp=2, dtypes=SPREAD.dtypes)
+    by_columns = ServerSharding((Rename("a", "a", (4, 2), 1), Rename("b", "b", (3,))), tp=2, dtypes=SPREAD.dtypes)
     plan = Plan(by_columns, SPREAD)
     messages = plan.messages_in(0, 64)
     assert plan.num_bytes(0) == 2 * 2 * 2 + 3 * 4
@@ -45,5 +45,5 @@ def test_a_receiver_wants_all_its_senders_in_the_group_and_all_its_bytes_in_thei
     check_messages(plan, 0, messages, link(0, 1))
     with pytest.raises(ValueError, match="rank 0 of the server needs slices of the trainer's ranks 1, which have not"):
         check_messages(plan, 0, messages, link(0))
-    with pytest.raises(ValueError, match=r"rank 0 of the server is to be sent \d+ bytes, want 20"):
+    with pytest.raises(ValueError, match=r"rank 0 of the server is to be sent \d+ bytes, expected 20"):
         check_messages(plan, 0, messages[1:], link(0, 1))

@@ -9,7 +9,7 @@ from plan_reference import UNTOUCHED, carry_out, cut_by_hand, whole_tensors
 from megarl.weights.mapping.server_tables import EngineKind, server_table
 from megarl.weights.mapping.tables import FAMILIES, table_for
 from megarl.weights.reshard.describe import from_json, to_json
-from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
+from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
 
 DENSE: dict[str, Any] = {
@@ -45,11 +45,11 @@ OWN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_weights_arrive(family: str, engine: EngineKind) -> None:
     config = DENSE | {"model_type": family} | OWN.get(family, {})
-    trainer = MegatronSpread(tuple(table_for(config)), world_size=8, tp=2, pp=2, ep=2, etp=1, dtype="float32")
-    server = ServerSpread(tuple(server_table(engine, config)), tp=2, ep=2, num_replicas=2, dtype="float32")
+    trainer = MegatronSharding(tuple(table_for(config)), world_size=8, tp=2, pp=2, ep=2, etp=1, dtype="float32")
+    server = ServerSharding(tuple(server_table(engine, config)), tp=2, ep=2, num_replicas=2, dtype="float32")
     plan = Plan(from_json(to_json(trainer)), from_json(to_json(server)), min_cut_bytes=128)
     whole = whole_tensors(trainer)
     for rank, held in enumerate(carry_out(plan, whole)):
-        want = cut_by_hand(server, rank, whole, padding=UNTOUCHED)
-        assert held.keys() == want.keys()
-        assert all(torch.equal(held[name], want[name]) for name in want)
+        expected = cut_by_hand(server, rank, whole, padding=UNTOUCHED)
+        assert held.keys() == expected.keys()
+        assert all(torch.equal(held[name], expected[name]) for name in expected)

@@ -7,7 +7,7 @@ from plan_reference import by_peer
 from spread_tables import LatentModel
 
 from megarl.weights.reshard.describe import from_json, to_json
-from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
+from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
 
 MODEL = LatentModel()
@@ -16,10 +16,10 @@ MESSAGE_BYTES = 32 << 20
 
 @pytest.fixture(scope="module")
 def plan():
-    trainer = MegatronSpread(
+    trainer = MegatronSharding(
         MODEL.trainer_table(), world_size=1024, tp=8, pp=16, ep=64, etp=1, layers_per_chunk=(4,) * 15 + (1,)
     )
-    server = ServerSpread(MODEL.server_table(), tp=32, ep=32, num_replicas=8)
+    server = ServerSharding(MODEL.server_table(), tp=32, ep=32, num_replicas=8)
     return Plan(trainer, server)
 
 
@@ -47,24 +47,24 @@ def test_a_server_rank_receives_its_own_shard_once(plan, rank):
     places = [(t.hf_name, t.box) for t in transfers]
     assert len(set(places)) == len(places)
     assert len(transfers) < 3_100
-    assert all(len(t.places) == 1 for t in transfers)
+    assert all(len(t.param_slices) == 1 for t in transfers)
 
 
 @pytest.mark.parametrize("rank", [0, 70, 1023])
 def test_a_trainer_rank_sends_its_experts_to_each_server(plan, rank):
     transfers = plan.sends(rank)
-    stage, spot = rank // 64, rank % 64
+    stage, coordinate = rank // 64, rank % 64
     layers = range(4 * stage, min(4 * stage + 4, 61))
-    want = {
+    expected = {
         f"model.layers.{layer}.mlp.experts.{expert}.{x}_proj.weight"
         for layer in layers
         if layer > 0
-        for expert in range(6 * spot, 6 * spot + 6)
+        for expert in range(6 * coordinate, 6 * coordinate + 6)
         for x in ("gate", "up", "down")
     }
     experts = [t for t in transfers if ".experts." in t.hf_name]
-    assert {t.hf_name for t in experts} == want
-    assert len(experts) == 8 * len(want)
+    assert {t.hf_name for t in experts} == expected
+    assert len(experts) == 8 * len(expected)
     assert len(transfers) < 1_000
 
 

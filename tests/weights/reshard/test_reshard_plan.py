@@ -8,7 +8,7 @@ from plan_reference import UNTOUCHED, by_peer, carry_out, cut_by_hand, whole_ten
 from spread_tables import Model
 
 from megarl.weights.mapping.names import Rename
-from megarl.weights.reshard.layouts import MegatronSpread, ServerSpread
+from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
 from megarl.weights.reshard.transfers import ALIGNMENT, pack
 
@@ -30,7 +30,7 @@ def trainers(draw, model):
     tp, pp, cp, ep, etp = draw(SIZES), draw(SIZES), draw(st.sampled_from([1, 2])), draw(SIZES), draw(SIZES)
     vpp = draw(st.sampled_from([1, 4 // pp]))
     world = pp * max(tp * cp, ep * etp) * draw(st.sampled_from([1, 2]))
-    return MegatronSpread(
+    return MegatronSharding(
         model.trainer_table(), world_size=world, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, dtype="float32"
     )
 
@@ -39,12 +39,12 @@ def trainers(draw, model):
 def servers(draw, model):
     tp, replicas = draw(SIZES), draw(st.sampled_from([1, 2, 3]))
     if draw(st.booleans()):
-        return ServerSpread(model.plain_table(), tp=tp, num_replicas=replicas, dtype="float32")
+        return ServerSharding(model.plain_table(), tp=tp, num_replicas=replicas, dtype="float32")
     ep = draw(st.sampled_from([n for n in (1, 2, 4) if tp % n == 0]))
-    return ServerSpread(model.server_table(), tp=tp, ep=ep, num_replicas=replicas, dtype="float32")
+    return ServerSharding(model.server_table(), tp=tp, ep=ep, num_replicas=replicas, dtype="float32")
 
 
-def spreads(model):
+def shardings(model):
     return st.one_of(trainers(model), servers(model))
 
 
@@ -52,12 +52,12 @@ def spreads(model):
 @given(st.data(), st.sampled_from([1, 64, 1 << 20]))
 def test_receivers_end_with_what_is_cut_from_whole_tensors_by_hand(data, min_cut_bytes):
     model = data.draw(models())
-    sender, receiver = data.draw(spreads(model)), data.draw(spreads(model))
+    sender, receiver = data.draw(shardings(model)), data.draw(shardings(model))
     whole = whole_tensors(sender)
     for rank, held in enumerate(carry_out(Plan(sender, receiver, min_cut_bytes=min_cut_bytes), whole)):
-        want = cut_by_hand(receiver, rank, whole, padding=UNTOUCHED)
-        assert held.keys() == want.keys()
-        assert all(torch.equal(held[name], want[name]) for name in want)
+        expected = cut_by_hand(receiver, rank, whole, padding=UNTOUCHED)
+        assert held.keys() == expected.keys()
+        assert all(torch.equal(held[name], expected[name]) for name in expected)
 
 
 def bytes_of_senders(plan):
@@ -68,8 +68,8 @@ def bytes_of_senders(plan):
 def test_replicas_share_the_sending(num_replicas):
     """Two tensor-parallel ranks in four replicas: whatever the number of servers, no sender has 5% above the mean."""
     model = Model(num_layers=8, hidden=64, num_heads=8, head_dim=8, ffn=256, vocab_size=640)
-    sender = MegatronSpread(model.trainer_table(), world_size=8, tp=2)
-    receiver = ServerSpread(model.server_table(), tp=2, num_replicas=num_replicas)
+    sender = MegatronSharding(model.trainer_table(), world_size=8, tp=2)
+    receiver = ServerSharding(model.server_table(), tp=2, num_replicas=num_replicas)
     plan = Plan(sender, receiver, min_cut_bytes=2048)
     loads = bytes_of_senders(plan)
     received = sum(t.num_bytes for rank in range(receiver.num_ranks) for t in plan.receives(rank))
@@ -79,33 +79,33 @@ def test_replicas_share_the_sending(num_replicas):
 
 def test_what_tensor_parallel_ranks_hold_alike_is_sent_by_all_of_them():
     table = tuple(Rename(f"p{i}", f"p{i}", (64, 64)) for i in range(8))
-    plan = Plan(MegatronSpread(table, world_size=4, tp=2), ServerSpread(table), min_cut_bytes=1024)
+    plan = Plan(MegatronSharding(table, world_size=4, tp=2), ServerSharding(table), min_cut_bytes=1024)
     assert bytes_of_senders(plan) == [8 * 64 * 64 * 2 // 4] * 4
 
 
 def test_small_tensors_go_whole_and_from_many_senders():
     table = tuple(Rename(f"p{i}", f"p{i}", (16,)) for i in range(200))
-    plan = Plan(MegatronSpread(table, world_size=4), ServerSpread(table))
+    plan = Plan(MegatronSharding(table, world_size=4), ServerSharding(table))
     transfers = plan.receives(0)
     assert [(t.hf_name, t.box) for t in transfers] == [(f"p{i}", ((0, 16),)) for i in range(200)]
     assert all(30 <= count <= 70 for count in Counter(t.peer for t in transfers).values())
 
 
 def test_rows_on_one_side_and_columns_on_the_other_meet_in_rectangles():
-    sender = ServerSpread((Rename("w", "w", (4, 6), 0),), tp=2)
-    receiver = ServerSpread((Rename("w", "w", (4, 6), 1),), tp=3)
+    sender = ServerSharding((Rename("w", "w", (4, 6), 0),), tp=2)
+    receiver = ServerSharding((Rename("w", "w", (4, 6), 1),), tp=3)
     transfers = Plan(sender, receiver).receives(1)
-    assert [(t.peer, t.box, t.places[0].start) for t in transfers] == [
+    assert [(t.peer, t.box, t.param_slices[0].start) for t in transfers] == [
         (0, ((0, 2), (2, 4)), (0, 0)),
         (1, ((2, 4), (2, 4)), (2, 0)),
     ]
 
 
 def test_a_tensor_kept_twice_on_a_rank_travels_once():
-    sender = ServerSpread((Rename("w", "w", (4, 2)),))
-    receiver = ServerSpread((Rename("a", "w", (4, 2)), Rename("b", "w", (4, 2), 0)), tp=2)
+    sender = ServerSharding((Rename("w", "w", (4, 2)),))
+    receiver = ServerSharding((Rename("a", "w", (4, 2)), Rename("b", "w", (4, 2), 0)), tp=2)
     transfers = Plan(sender, receiver).receives(1)
-    assert [(t.box, [(p.param, p.start) for p in t.places]) for t in transfers] == [
+    assert [(t.box, [(p.param, p.start) for p in t.param_slices]) for t in transfers] == [
         (((0, 2), (0, 2)), [("a", (0, 0))]),
         (((2, 4), (0, 2)), [("a", (2, 0)), ("b", (0, 0))]),
     ]
@@ -113,14 +113,14 @@ def test_a_tensor_kept_twice_on_a_rank_travels_once():
 
 def test_slices_travel_in_the_receivers_type():
     table = (Rename("w", "w", (4,)), Rename("bias", "bias", (4,)))
-    receiver = ServerSpread(table, dtype="bfloat16", dtypes=(("bias", "float32"),))
-    sends = Plan(ServerSpread(table, dtype="float32"), receiver).sends(0)
+    receiver = ServerSharding(table, dtype="bfloat16", dtypes=(("bias", "float32"),))
+    sends = Plan(ServerSharding(table, dtype="float32"), receiver).sends(0)
     assert [(t.hf_name, t.dtype, t.num_bytes) for t in sends] == [("w", "bfloat16", 8), ("bias", "float32", 16)]
 
 
 def test_models_that_differ_are_refused_with_the_names():
-    ours = ServerSpread((Rename("a", "a", (2,)), Rename("b", "b", (2, 3)), Rename("x", "x", (1,))))
-    theirs = ServerSpread((Rename("b", "b", (3, 2)), Rename("c", "c", (2,)), Rename("x", "x", (1,))))
+    ours = ServerSharding((Rename("a", "a", (2,)), Rename("b", "b", (2, 3)), Rename("x", "x", (1,))))
+    theirs = ServerSharding((Rename("b", "b", (3, 2)), Rename("c", "c", (2,)), Rename("x", "x", (1,))))
     with pytest.raises(ValueError, match="the same model") as refused:
         Plan(ours, theirs)
     assert str(refused.value).endswith(
@@ -131,8 +131,8 @@ def test_models_that_differ_are_refused_with_the_names():
 @pytest.fixture
 def plan():
     model = Model(num_experts=4)
-    sender = MegatronSpread(model.trainer_table(), world_size=8, tp=2, pp=2, ep=2, etp=1)
-    return Plan(sender, ServerSpread(model.server_table(), tp=2, ep=2, num_replicas=3), min_cut_bytes=64)
+    sender = MegatronSharding(model.trainer_table(), world_size=8, tp=2, pp=2, ep=2, etp=1)
+    return Plan(sender, ServerSharding(model.server_table(), tp=2, ep=2, num_replicas=3), min_cut_bytes=64)
 
 
 @pytest.mark.parametrize("message_bytes", [16, 100, 1 << 20])
@@ -152,10 +152,13 @@ def test_messages_are_bounded_and_hold_every_transfer_once(plan, message_bytes):
 
 
 def test_a_part_of_a_transfer_lies_inside_its_place():
-    plan = Plan(ServerSpread((Rename("w", "w", (6, 2)),)), ServerSpread((Rename("w", "w", (6, 2)),)))
+    plan = Plan(ServerSharding((Rename("w", "w", (6, 2)),)), ServerSharding((Rename("w", "w", (6, 2)),)))
     messages = list(pack(plan.sends(0), 16))
-    assert [(m.parts[0].box[0], m.parts[0].places[0].start) for m in messages] == [((0, 4), (0, 0)), ((4, 6), (4, 0))]
-    with pytest.raises(ValueError, match="message_bytes=8: want at least 16"):
+    assert [(m.parts[0].box[0], m.parts[0].param_slices[0].start) for m in messages] == [
+        ((0, 4), (0, 0)),
+        ((4, 6), (4, 0)),
+    ]
+    with pytest.raises(ValueError, match="message_bytes=8: expected at least 16"):
         list(pack(plan.sends(0), 8))
 
 
@@ -175,8 +178,8 @@ def test_ranks_that_take_messages_one_by_one_never_wait_in_a_circle(plan, messag
 
 @pytest.mark.parametrize(("num_senders", "num_receivers"), [(4, 4), (6, 3), (2, 5)])
 def test_no_turn_is_wasted_where_everybody_has_something_for_everybody(num_senders, num_receivers):
-    sender = ServerSpread((Rename("w", "w", (60, 60), 0),), tp=num_senders)
-    plan = Plan(sender, ServerSpread((Rename("w", "w", (60, 60), 1),), tp=num_receivers))
+    sender = ServerSharding((Rename("w", "w", (60, 60), 0),), tp=num_senders)
+    plan = Plan(sender, ServerSharding((Rename("w", "w", (60, 60), 1),), tp=num_receivers))
     sends = [[m.peer for m in plan.messages_out(rank, 1 << 20)] for rank in range(num_senders)]
     receives = [[m.peer for m in plan.messages_in(rank, 1 << 20)] for rank in range(num_receivers)]
     turns = 0

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rollout.protocol import tensor_digest
-from megarl.weights.mapping.names import GateUp, Rename, Spot, Vocab
+from megarl.weights.mapping.names import GateUp, Rename, ShardCoordinate, Vocab
 from megarl.weights.mapping.server_ops import StackedExperts, StackedQKV
 from megarl.weights.verify.digests import ParameterDigest, RankDigests, Words, digest
 
@@ -47,8 +47,8 @@ def words_by_hand(raw: bytes) -> str:
 
 def test_the_digest_is_the_first_16_digits_of_a_sha256() -> None:
     x = torch.tensor([1.0, 2.0])
-    want = hashlib.sha256(b"\x00\x00\x80\x3f\x00\x00\x00\x40").hexdigest()[:16]
-    assert digest(x) == tensor_digest(x) == want
+    expected = hashlib.sha256(b"\x00\x00\x80\x3f\x00\x00\x00\x40").hexdigest()[:16]
+    assert digest(x) == tensor_digest(x) == expected
 
 
 def test_a_digest_is_of_the_elements_in_row_major_order() -> None:
@@ -74,15 +74,18 @@ def test_the_hash_of_words_does_not_depend_on_how_the_bytes_are_cut(cuts: list[i
 QKV_BF16 = StackedQKV("qkv", "q", "k", "v", 4, 2, 3, 5)
 EXPERTS = ("e.{}.gate", "e.{}.up")
 PARAMETERS = {
-    "rows of three": (QKV_BF16, Spot(1, 2)),
-    "replicated heads": (StackedQKV("qkv", "q", "k", "v", 4, 1, 3, 5), Spot(3, 4)),
-    "a bias": (StackedQKV("bias", "q", "k", "v", 4, 2, 3, None), Spot(0, 2)),
-    "columns": (Rename("o", "o", (5, 6), 1), Spot(1, 2)),
-    "gate and up": (GateUp("gu", "g", "u", 6, 5), Spot(1, 3)),
-    "padded rows": (Vocab("emb", "e", 13, 5, multiple=8), Spot(1, 2)),
-    "nothing but padding": (Vocab("emb", "e", 3, 5, multiple=8), Spot(1, 2)),
-    "stacked experts": (StackedExperts("w13", EXPERTS, 4, (6, 5), 0), Spot(ep_rank=1, ep=2, etp_rank=1, etp=2)),
-    "experts by columns": (StackedExperts("w2", ("e.{}.down",), 2, (5, 6), 1), Spot(etp_rank=1, etp=2)),
+    "rows of three": (QKV_BF16, ShardCoordinate(1, 2)),
+    "replicated heads": (StackedQKV("qkv", "q", "k", "v", 4, 1, 3, 5), ShardCoordinate(3, 4)),
+    "a bias": (StackedQKV("bias", "q", "k", "v", 4, 2, 3, None), ShardCoordinate(0, 2)),
+    "columns": (Rename("o", "o", (5, 6), 1), ShardCoordinate(1, 2)),
+    "gate and up": (GateUp("gu", "g", "u", 6, 5), ShardCoordinate(1, 3)),
+    "padded rows": (Vocab("emb", "e", 13, 5, multiple=8), ShardCoordinate(1, 2)),
+    "nothing but padding": (Vocab("emb", "e", 3, 5, multiple=8), ShardCoordinate(1, 2)),
+    "stacked experts": (
+        StackedExperts("w13", EXPERTS, 4, (6, 5), 0),
+        ShardCoordinate(ep_rank=1, ep=2, etp_rank=1, etp=2),
+    ),
+    "experts by columns": (StackedExperts("w2", ("e.{}.down",), 2, (5, 6), 1), ShardCoordinate(etp_rank=1, etp=2)),
 }
 
 
@@ -91,12 +94,12 @@ PARAMETERS = {
 @pytest.mark.parametrize("case", PARAMETERS)
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_streamed_parameter_has_the_digest_of_the_whole_one(case, dtype, kind, in_order) -> None:
-    op, spot = PARAMETERS[case]
+    op, coordinate = PARAMETERS[case]
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in op.hf_shapes.items()}
-    whole = torch.zeros(op.shape_at(spot), dtype=dtype)
-    for piece in op.pieces_at(spot):
+    whole = torch.zeros(op.shape_at(coordinate), dtype=dtype)
+    for piece in op.pieces_at(coordinate):
         piece.of_shard(whole).copy_(piece.of_hf(tensors[piece.hf_name]))
-    streamed = ParameterDigest(op, spot, dtype, kind)
+    streamed = ParameterDigest(op, coordinate, dtype, kind)
     names = list(streamed.hf_names)
     for name in names if in_order else reversed(names):
         streamed.add(name, tensors[name])
@@ -104,11 +107,11 @@ def test_a_streamed_parameter_has_the_digest_of_the_whole_one(case, dtype, kind,
 
 
 def test_one_wrong_element_or_two_swapped_experts_change_the_digest() -> None:
-    op, spot = StackedExperts("w13", EXPERTS, 2, (6, 5), 0), Spot()
+    op, coordinate = StackedExperts("w13", EXPERTS, 2, (6, 5), 0), ShardCoordinate()
     tensors = {name: torch.randn(shape) for name, shape in op.hf_shapes.items()}
 
     def whole(of: dict[str, torch.Tensor]) -> str:
-        ranks = RankDigests([op], spot, dict.fromkeys(of, torch.float32), "sha256")
+        ranks = RankDigests([op], coordinate, dict.fromkeys(of, torch.float32), "sha256")
         for name, tensor in of.items():
             ranks.add(name, tensor)
         return ranks.result()["w13"]
@@ -121,4 +124,4 @@ def test_one_wrong_element_or_two_swapped_experts_change_the_digest() -> None:
 
 def test_a_rank_has_no_digest_of_another_ranks_expert() -> None:
     mine = Rename("x", "x", (2,), expert=(1, 2))
-    assert RankDigests([mine], Spot(ep_rank=0, ep=2), {"x": torch.float32}, "sha256").result() == {}
+    assert RankDigests([mine], ShardCoordinate(ep_rank=0, ep=2), {"x": torch.float32}, "sha256").result() == {}

@@ -16,33 +16,33 @@ ALL = {"parameters", "gradients", "moments"}
 
 class FakeBed:
     def __init__(self) -> None:
-        self.is_asleep = True
+        self.is_offloaded = True
 
-    def sleep(self) -> Moved:
-        self.is_asleep = True
+    def offload(self) -> Moved:
+        self.is_offloaded = True
         return Moved(1, 1, 1)
 
-    def wake(self) -> None:
-        self.is_asleep = False
+    def onload(self) -> None:
+        self.is_offloaded = False
 
 
-def awake(role: Role) -> set[str]:
-    return {part for part in ALL if not getattr(role, part).is_asleep}
+def onloaded(role: Role) -> set[str]:
+    return {part for part in ALL if not getattr(role, part).is_offloaded}
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, list[set[str]]]:
-    """A worker whose actor sleeps, and what is awake of it when the work is done."""
+    """A worker whose actor sleeps, and what is onloaded of it when the work is done."""
     worker, seen = Worker(), []
     role = Role("actor", [], {}, "", None, FakeBed(), FakeBed(), FakeBed())  # type: ignore[arg-type]
     worker.roles["actor"] = role
 
     class FakePusher:
         def push(self, *_: Any, **__: Any) -> None:
-            seen.append(awake(role))
+            seen.append(onloaded(role))
 
     def look(*_: Any, **__: Any) -> None:
-        seen.append(awake(role))
+        seen.append(onloaded(role))
 
     role.pusher = role.adapter_pusher = FakePusher()  # type: ignore[assignment]
     monkeypatch.setattr(worker_module, "save_hf", look)
@@ -68,12 +68,12 @@ def test_only_what_learns_wakes_more_than_weights(seen: Any, method: Callable[..
     worker, found = seen
     method(worker, {**WHERE, "pause_mode": "retract"}, {})
     assert found == [wanted]
-    assert awake(worker.roles["actor"]) == set(), "it sleeps again"
+    assert onloaded(worker.roles["actor"]) == set(), "it sleeps again"
 
 
 def test_a_turn_of_the_trainer_wakes_all(seen: Any) -> None:
     worker, _ = seen
-    worker.wake({"role": "actor"}, {})
-    assert awake(worker.roles["actor"]) == ALL
-    assert worker.sleep({"role": "actor"}, {})[0] == {"num_bytes": 9}
-    assert awake(worker.roles["actor"]) == set()
+    worker.onload({"role": "actor"}, {})
+    assert onloaded(worker.roles["actor"]) == ALL
+    assert worker.offload({"role": "actor"}, {})[0] == {"num_bytes": 9}
+    assert onloaded(worker.roles["actor"]) == set()
