@@ -311,8 +311,7 @@ def trl_python() -> Path:
     if not python.is_file():
         raise ValueError(
             f"{python}: there is no environment with TRL; expected `python benchmarks/bench_peer.py "
-            "--make-environment`, "
-            f"or {PYTHON_VARIABLE} set to the Python of one"
+            f"--make-environment`, or {PYTHON_VARIABLE} set to the Python of one"
         )
     return python
 

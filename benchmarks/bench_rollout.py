@@ -243,9 +243,8 @@ def _requests(options: argparse.Namespace) -> list[Request]:
     longest = options.prompt_tokens + max(request.new_tokens for request in found)
     if options.model is None and longest > (limit := POSITIONS[options.device]):
         raise ValueError(
-            f"--new-tokens {options.new_tokens}: the longest completion has {longest} tokens with its prompt; "
-            "expected at "
-            f"most {limit}, or a --model that has room for more"
+            f"--new-tokens {options.new_tokens}: the longest completion has {longest} tokens with its prompt; expected "
+            f"at most {limit}, or a --model that has room for more"
         )
     return found
 

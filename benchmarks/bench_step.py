@@ -81,8 +81,7 @@ def check_alike(norms: dict[str, float], dtype: str) -> None:
     if not math.isclose(norms[OURS], norms[BARE], rel_tol=SAME[dtype]):
         raise ValueError(
             f"the first gradients' norms are {norms[OURS]:.7g} and {norms[BARE]:.7g}; expected the same to "
-            f"{SAME[dtype]:g} "
-            f"in {dtype}, else the loops do not do the same"
+            f"{SAME[dtype]:g} in {dtype}, else the loops do not do the same"
         )
 
 

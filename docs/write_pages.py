@@ -6,13 +6,18 @@ A test compares them with what lies here, so that none of them is ever behind th
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megarl.config.describe import Description, descriptions
+from megarl.config.schema import Algorithm
+from megarl.config.settings import show
+from megarl.declared import REQUIRED, Declared, constant, declared
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "megarl"
+LOSS_LAYER = PACKAGE / "algo/README.md"
 
 
 def files() -> str:
@@ -62,7 +67,100 @@ The groups `actor`, `rollout`, `ref` and `model` are verl's; `actor_rollout_ref.
 dropped. [coming_from_verl.md](coming_from_verl.md) has the differences.
 
 """.splitlines()
-PAGES: dict[str, Callable[[], str]] = {"files.md": files, "configuration.md": configuration}
+
+
+def loss_layer() -> str:
+    """The page of the loss layer, with its tables of choices made from the functions and their decorators."""
+    page = LOSS_LAYER.read_text()
+    for heading, decorator, where in (
+        ("Policy losses", "register_policy_loss", "algo/losses"),
+        ("KL estimators", "register_kl", "algo/kl.py"),
+        ("Aggregation", "register_agg_mode", "algo/aggregate.py"),
+        ("Advantage estimators", "register_adv_est", "algo/advantages"),
+    ):
+        before, found, rest = page.partition(f"\n## {heading}\n")
+        assert found, f"{LOSS_LAYER} has no section {heading}"
+        rows = [_row(one, decorator) for one in dict.fromkeys(declared(decorator, where).values())]
+        has_settings = any("settings" in row for row in rows)
+        columns = ["name", "what it computes", *(["settings, with their defaults"] if has_settings else []), "when"]
+        lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+        lines += [f"| {' | '.join(row.values())} |" for row in rows]
+        page = (
+            before
+            + found
+            + re.sub(r"(?:^\|.*\n)+", lambda _, new=lines: "\n".join(new) + "\n", rest, count=1, flags=re.M)
+        )
+    return page
+
+
+def algorithms() -> str:
+    """The page of losses and estimators, with its table of names made from the decorators."""
+    rows = [
+        ("`algorithm.policy_loss_fn`", _names("register_policy_loss", "algo/losses")),
+        ("`algorithm.adv_estimator`", _names("register_adv_est", "algo/advantages")),
+        ("`actor.kl_loss_type`, `algorithm.kl_penalty`", f"{_names('register_kl', 'algo/kl.py')}, `full`; {_PLUS}"),
+        ("`actor.loss_agg_mode`", _names("register_agg_mode", "algo/aggregate.py")),
+        ("`reward.fn`", f"{_names('register_reward', 'rewards')}, `path/to/file.py:function`"),
+    ]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in (("key", "one of"), ("---", "---"), *rows))
+    return re.sub(r"(?:^\|.*\n)+", lambda _: table, (DOCS / "algorithms.md").read_text(), count=1, flags=re.M)
+
+
+def _names(decorator: str, where: str) -> str:
+    """Each function's name, its aliases in brackets."""
+    found = [one.names for one in dict.fromkeys(declared(decorator, where).values())]
+    shown = [[f"`{name}`" for name in names] for names in found]
+    return ", ".join(first + (f" ({', '.join(others)})" if others else "") for first, *others in shown)
+
+
+_PLUS = "in the loss each with `+` for the gradient of `k2`; `full` is exact, over the vocabulary"
+
+
+def _row(one: Declared, decorator: str) -> dict[str, str]:
+    """A function's names, the formula and papers of its docstring, its settings, and the paragraph "When:"."""
+    paragraphs = [" ".join(part.split()) for part in one.doc.split("\n\n")]
+    (when,) = (part.removeprefix("When: ").rstrip(".") for part in paragraphs if part.startswith("When: "))
+    what = paragraphs[0].rstrip(".")
+    if len(paragraphs) > 1 and " = " in paragraphs[1]:
+        formula = "; ".join(" ".join(line.split()) for line in one.doc.split("\n\n")[1].splitlines())
+        what += f": `{formula}`"
+    papers = [number for number in dict.fromkeys(re.findall(r"arXiv:([\d.]+\d)", one.doc)) if number not in what + when]
+    links = [f"[{number}](https://arxiv.org/abs/{number})" for number in papers]
+    links += [f"[doi](https://doi.org/{name})" for name in re.findall(r"doi:([\w./]+\w)", one.doc)]
+    row = {
+        "name": ", ".join(f"`{name}`" for name in one.names),
+        "what": what + (f" ({', '.join(links)})" if links else ""),
+    }
+    if decorator in _SETTINGS:
+        row["settings"] = ", ".join(_SETTINGS[decorator](one))
+    row["when"] = when
+    linked = {name: re.sub(r"arXiv:([\d.]+\d)", r"[\1](https://arxiv.org/abs/\1)", cell) for name, cell in row.items()}
+    return {name: cell.replace("|", r"\|") for name, cell in linked.items()}
+
+
+def _settings_of_loss(one: Declared) -> Iterator[str]:
+    clips = constant("algo/hyperparameters.py", "CLIP_KEYS")
+    for name, default in one.settings.items():
+        key = f"actor.{clips[name]}" if name in clips else f"algorithm.policy_loss_args.{name}"
+        yield f"`{key}` (no default)" if default == REQUIRED else f"`{key}={default}`"
+
+
+def _settings_of_estimator(one: Declared) -> Iterator[str]:
+    for name in one.settings:
+        default = show(getattr(Algorithm(), name))
+        yield f"`algorithm.{name}`" if name == "reward_weights" else f"`algorithm.{name}={default}`"
+
+
+_SETTINGS: dict[str, Callable[[Declared], Iterator[str]]] = {
+    "register_policy_loss": _settings_of_loss,
+    "register_adv_est": _settings_of_estimator,
+}
+PAGES: dict[str, Callable[[], str]] = {
+    "files.md": files,
+    "configuration.md": configuration,
+    "algorithms.md": algorithms,
+    "../megarl/algo/README.md": loss_layer,
+}
 
 
 def _docstring(path: Path) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from megarl import algo, rewards
-from megarl.algo.losses.table import PER_SEQUENCE, WITHOUT_RATIO
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.keys import leaf_types
 
@@ -23,18 +22,16 @@ KEYS = sorted(leaf_types())
 
 TABLES: tuple[dict[str, Any], ...] = (
     algo.POLICY_LOSSES,
-    algo.SELECTIONS,
     algo.ADV_ESTIMATORS,
     algo.KL_ESTIMATORS,
     rewards.REWARDS,
 )
-SETS = (PER_SEQUENCE, WITHOUT_RATIO)
 
 
 @contextmanager
 def tables_kept() -> Iterator[None]:
     """What a plug-in adds inside is taken out again, so that other tests of this process find the tables as shipped."""
-    tables, sets = [dict(table) for table in TABLES], [set(names) for names in SETS]
+    tables = [dict(table) for table in TABLES]
     modules = set(sys.modules)
     try:
         yield
@@ -42,8 +39,6 @@ def tables_kept() -> Iterator[None]:
         for table, before in zip(TABLES, tables, strict=True):
             table.clear()
             table.update(before)
-        for names, known in zip(SETS, sets, strict=True):
-            names.intersection_update(known)
         for name in set(sys.modules) - modules:
             if name.startswith("megarl_plugin_"):
                 del sys.modules[name]

@@ -14,7 +14,7 @@ import megarl
 ROOT = Path(megarl.__file__).parent
 
 FLOORS = {
-    0: "sample layout plugins auth sockets",
+    0: "sample layout plugins declared auth sockets",
     1: "config algo data rewards metrics processes",
     2: "rollout mcore",
     3: "servers plan",

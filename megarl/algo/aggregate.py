@@ -9,12 +9,12 @@ n_b is the number of trainable tokens of sequence b; B counts sequences with n_b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megarl.algo.registry import AGG_MODES, register_agg_mode
 from megarl.algo.segments import count_segments, segment_count, segment_sum
 
 
@@ -24,70 +24,79 @@ class StepCounts:
 
     num_tokens: Tensor  # [B] float64: n_b; every count is exact
     group_ids: Tensor | None  # [B]: sequences of one prompt share a number
-    scale: float | None  # S of the -norm modes
+    scale: float  # S, for the modes that need it
 
     @property
     def num_sequences(self) -> Tensor:
         """B: sequences with a trainable token."""
         return (self.num_tokens > 0).sum()
 
-    def require_scale(self) -> float:
-        """S.  Raises: ValueError where it was not given."""
-        if self.scale is None or not self.scale > 0:
-            raise ValueError(f"loss_scale_factor={self.scale}: a loss_agg_mode ending in -norm needs a number above 0")
-        return self.scale
 
-
+@register_agg_mode("token-mean", "token_level")
 def token_mean(step: StepCounts) -> Tensor:
-    """1 / sum_b n_b: every token counts the same (DAPO's public code; arXiv:2503.14476)."""
+    """1 / sum_b n_b: every token counts the same (DAPO's public code; arXiv:2503.14476).
+
+    When: the default: every token counts the same, long answers count more.
+    """
     return (1 / step.num_tokens.sum()).expand_as(step.num_tokens)
 
 
+@register_agg_mode("token-sum")
 def token_sum(step: StepCounts) -> Tensor:
-    """1."""
+    """1.
+
+    When: own scaling of the learning rate.
+    """
     return torch.ones_like(step.num_tokens)
 
 
+@register_agg_mode("seq-mean-token-sum")
 def seq_mean_token_sum(step: StepCounts) -> Tensor:
-    """1 / B."""
+    """1 / B.
+
+    When: the plain policy gradient; the scale grows with the length.
+    """
     return (1 / step.num_sequences.double()).expand_as(step.num_tokens)
 
 
+@register_agg_mode("seq-mean-token-mean", "sample_level")
 def seq_mean_token_mean(step: StepCounts) -> Tensor:
-    """1 / (B n_b): every sequence counts the same (GRPO, arXiv:2402.03300)."""
+    """1 / (B n_b): every sequence counts the same (GRPO, arXiv:2402.03300).
+
+    When: gspo, gmpo; every answer counts the same, so a token of a long wrong answer costs little and answers may grow.
+    """
     return 1 / (step.num_sequences * step.num_tokens)
 
 
+@register_agg_mode("seq-mean-token-sum-norm", needs_scale=True)
 def seq_mean_token_sum_norm(step: StepCounts) -> Tensor:
-    """1 / (B S): a constant in place of the length (Dr.GRPO, arXiv:2503.20783)."""
-    return seq_mean_token_sum(step) / step.require_scale()
+    """1 / (B S): a constant in place of the length (Dr.GRPO, arXiv:2503.20783).
+
+    When: Dr.GRPO: no preference for a length.
+    """
+    return seq_mean_token_sum(step) / step.scale
 
 
+@register_agg_mode("token-sum-norm", needs_scale=True)
 def token_sum_norm(step: StepCounts) -> Tensor:
-    """1 / S."""
-    return token_sum(step) / step.require_scale()
+    """1 / S.
+
+    When: the form that some documents print under the name `seq-mean-token-sum-norm`.
+    """
+    return token_sum(step) / step.scale
 
 
+@register_agg_mode("prompt-mean-token-mean")
 def prompt_mean_token_mean(step: StepCounts) -> Tensor:
-    """1 / (P sum of n_b over the prompt group): DAPO as published; P counts groups with a trainable token."""
+    """1 / (P sum of n_b over the prompt group): DAPO as published; P counts groups with a trainable token.
+
+    When: every prompt counts the same.
+    """
     if step.group_ids is None:
         raise ValueError("loss_agg_mode='prompt-mean-token-mean' needs the prompt group of every sequence")
     groups, group_B = step.group_ids.unique(return_inverse=True)
     tokens_P = segment_sum(step.num_tokens, group_B, len(groups))
     return 1 / ((tokens_P > 0).sum() * tokens_P[group_B])
-
-
-AGG_MODES: dict[str, Callable[[StepCounts], Tensor]] = {
-    "token-mean": token_mean,
-    "token_level": token_mean,
-    "token-sum": token_sum,
-    "seq-mean-token-sum": seq_mean_token_sum,
-    "seq-mean-token-mean": seq_mean_token_mean,
-    "sample_level": seq_mean_token_mean,
-    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
-    "token-sum-norm": token_sum_norm,
-    "prompt-mean-token-mean": prompt_mean_token_mean,
-}
 
 
 def token_weights(
@@ -107,9 +116,12 @@ def token_weights(
     """
     if mode not in AGG_MODES:
         raise ValueError(f"loss_agg_mode={mode!r}: expected one of {', '.join(AGG_MODES)}")
+    chosen, scale = AGG_MODES[mode], loss_scale_factor
+    if chosen.needs_scale and (scale is None or not scale > 0):
+        raise ValueError(f"loss_scale_factor={scale}: loss_agg_mode={mode} needs a number above 0")
     live = mask != 0
     num_sequences = count_segments(segment_ids) if group_ids is None else len(group_ids)
     counts = segment_count(live, segment_ids, num_sequences).double()
-    scale_B = AGG_MODES[mode](StepCounts(counts, group_ids, loss_scale_factor))
+    scale_B = chosen.function(StepCounts(counts, group_ids, 1.0 if scale is None else scale))
     weight = torch.where(live, scale_B[segment_ids], 0.0)  # a sequence without a trainable token may have scale inf
     return weight.to(mask.dtype if mask.is_floating_point() else torch.float32)

@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.algo.losses.table import COLUMN_KEYWORDS, POLICY_LOSSES, SELECTIONS
+from megarl.algo.registry import COLUMN_KEYWORDS, POLICY_LOSSES
+from megarl.declared import argument_faults
 
 CLIP_KEYS = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "clip_c": "clip_ratio_c"}
 
@@ -26,9 +27,8 @@ def takes_any_keyword(function: Callable[..., Any]) -> bool:
 
 def hyperparameter_names(policy_loss: str) -> dict[str, bool]:
     """The hyperparameters of a policy loss and of its selection: name -> has it a default?"""
-    names = keyword_names(POLICY_LOSSES[policy_loss])
-    if policy_loss in SELECTIONS:
-        names |= keyword_names(SELECTIONS[policy_loss])
+    loss = POLICY_LOSSES[policy_loss]
+    names = keyword_names(loss.function) | (keyword_names(loss.select) if loss.select else {})
     return {name: default for name, default in names.items() if name not in (*COLUMN_KEYWORDS, "generator")}
 
 
@@ -63,25 +63,22 @@ def check_hyperparameters(policy_loss: str, clips: Mapping[str, Any], args: Mapp
     """
     if policy_loss not in POLICY_LOSSES:
         raise ValueError(f"algorithm.policy_loss_fn={policy_loss!r}: expected one of {', '.join(POLICY_LOSSES)}")
-    known, any_name = hyperparameter_names(policy_loss), takes_any_keyword(POLICY_LOSSES[policy_loss])
+    known, any_name = hyperparameter_names(policy_loss), takes_any_keyword(POLICY_LOSSES[policy_loss].function)
     for name, value in clips.items():
         if name not in known:
             raise ValueError(f"{key_of(name)}={value}: the policy loss {policy_loss} has no such clip, leave it unset")
     for name, value in args.items():
-        _check_argument(policy_loss, name, value, known, any_name)
-    for name, has_default in known.items():
-        if not has_default and name not in clips and name not in args:
+        key = f"algorithm.policy_loss_args.{name}={value}"
+        if name in CLIP_KEYS:
+            raise ValueError(f"{key}: expected actor.{CLIP_KEYS[name]} for a clip")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{key}: expected a finite number")
+    own = {name: default for name, default in known.items() if name not in clips and name not in CLIP_KEYS}
+    own |= dict.fromkeys(args, True) if any_name else {}
+    for sentence in argument_faults(f"algorithm.policy_loss_fn={policy_loss}", "algorithm.policy_loss_args", own, args):
+        raise ValueError(sentence)
+    for name in CLIP_KEYS:
+        if name in known and not known[name] and name not in clips:
             raise ValueError(
                 f"algorithm.policy_loss_fn={policy_loss}: expected a number in {key_of(name)}, it has no default"
             )
-
-
-def _check_argument(policy_loss: str, name: str, value: Any, known: Mapping[str, bool], any_name: bool) -> None:
-    key = f"algorithm.policy_loss_args.{name}={value}"
-    if name in CLIP_KEYS:
-        raise ValueError(f"{key}: expected actor.{CLIP_KEYS[name]} for a clip")
-    if name not in known and not any_name:
-        names = ", ".join(n for n in known if n not in CLIP_KEYS) or "none"
-        raise ValueError(f"{key}: the policy loss {policy_loss} does not know it; its arguments: {names}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{key}: expected a finite number")

@@ -11,34 +11,42 @@ its logits and the reference's.  Who may meet that name reads the column instead
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-KLEstimator = Callable[[Tensor, Tensor], Tensor]
-
-FULL = "full"
+from megarl.algo.registry import FULL, KL_ESTIMATORS, register_kl
 
 # exp(d) - d - 1 = 10 at d = LINEAR_FROM; its slope there is exp(d) - 1 = 10 + d.
 LINEAR_FROM = 2.610868638149876
 
 
+@register_kl("kl", "k1", zero_gradient=True)
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """x.  Unbiased, may be negative; as a loss its expected gradient is zero."""
+    """x.  Unbiased, may be negative; as a loss its expected gradient is zero.
+
+    When: in the reward, or as `kl+`.
+    """
     return log_probs - ref_log_probs
 
 
+@register_kl("mse", "k2")
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """x^2 / 2.  As a loss on-policy: the gradient of the reverse KL."""
+    """x^2 / 2.  As a loss on-policy: the gradient of the reverse KL.
+
+    When: in the loss.
+    """
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
+@register_kl("low_var_kl", "k3")
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """exp(-x) + x - 1, continued linearly where it exceeds 10: the value stays finite and the gradient never vanishes.
 
     As a loss on-policy: the gradient of the forward KL(reference || policy).
+
+    When: in the loss: never negative, low variance.
     """
     d = ref_log_probs - log_probs  # -x
     steep = d > LINEAR_FROM
@@ -46,20 +54,13 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return torch.where(steep, 10 + (10 + LINEAR_FROM) * (d - LINEAR_FROM), torch.expm1(inside) - inside)
 
 
+@register_kl("abs")
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """|x|.  As a loss on-policy: the gradient of twice the total variation."""
+    """|x|.  As a loss on-policy: the gradient of twice the total variation.
+
+    When: to bound outliers.
+    """
     return (log_probs - ref_log_probs).abs()
-
-
-KL_ESTIMATORS: dict[str, KLEstimator] = {
-    "kl": k1,
-    "k1": k1,
-    "mse": k2,
-    "k2": k2,
-    "low_var_kl": k3,
-    "k3": k3,
-    "abs": absolute,
-}
 
 
 def kl_estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Generator, Tensor
 from megarl.algo.hyperparameters import check_hyperparameters, hyperparameters_of, keyword_names, with_keys
 from megarl.algo.kl import FULL, kl_estimate, with_gradient_of_k2
 from megarl.algo.losses.ratio import HyperparameterError, importance_ratio
-from megarl.algo.losses.table import COLUMN_KEYWORDS, POLICY_LOSSES, SELECTIONS
 from megarl.algo.losses.value import value_loss
+from megarl.algo.registry import COLUMN_KEYWORDS, POLICY_LOSSES
 from megarl.algo.segments import clean
 from megarl.algo.tally import Tally
 from megarl.algo.verl_compat.losses import DocumentedLoss
@@ -54,13 +54,8 @@ class ActorLoss:
     def __post_init__(self) -> None:
         """Raises: ValueError for settings that do not fit together, before any model is there."""
         check_hyperparameters(self.policy_loss, self._clips(), self.args)
-        if self.kl_importance and not self.use_kl_loss:
-            raise ValueError("actor.kl_importance=true: has no effect without actor.use_kl_loss=true")
-        if self.kl_importance and self._kl_is_full:
-            raise ValueError(
-                f"actor.kl_importance=true: actor.kl_loss_type={self.kl_loss_type} is exact, it sums over the "
-                "vocabulary and samples nothing that a ratio could correct; expected it false"
-            )
+        assert self.use_kl_loss or not self.kl_importance, "kl_importance weighs the KL, and there is none"
+        assert not (self.kl_importance and self._kl_is_full), "the full KL samples nothing that a ratio could correct"
         try:
             self._rehearse()
         except HyperparameterError as error:
@@ -92,7 +87,8 @@ class ActorLoss:
 
         Raises: ValueError for a selection that returns anything but one truth value a token.
         """
-        function = SELECTIONS[self.policy_loss]
+        function = POLICY_LOSSES[self.policy_loss].select
+        assert function is not None, f"policy loss {self.policy_loss} selects no tokens"
         chosen = function(
             old_log_probs, advantages, mask, generator=generator, **hyperparameters_of(function, self.hyperparameters)
         )
@@ -105,7 +101,7 @@ class ActorLoss:
 
     def require_agg_mode(self, agg_mode: str) -> None:
         """Raises: ValueError for an aggregation that the policy loss, which aggregates by itself, does not have."""
-        function = POLICY_LOSSES[self.policy_loss]
+        function = POLICY_LOSSES[self.policy_loss].function
         modes = function.agg_modes if isinstance(function, DocumentedLoss) else None
         if modes is not None and agg_mode not in modes:
             raise ValueError(
@@ -167,7 +163,7 @@ class ActorLoss:
 
     @property
     def _column_keywords(self) -> tuple[str, ...]:
-        known = keyword_names(POLICY_LOSSES[self.policy_loss])
+        known = keyword_names(POLICY_LOSSES[self.policy_loss].function)
         return tuple(name for name in COLUMN_KEYWORDS if name in known)
 
     def _clips(self) -> dict[str, Any]:
@@ -185,7 +181,7 @@ class ActorLoss:
         return kl
 
     def _policy(self, *columns: Tensor, **extra: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        function = POLICY_LOSSES[self.policy_loss]
+        function = POLICY_LOSSES[self.policy_loss].function
         found = function(*columns, **extra, **hyperparameters_of(function, self.hyperparameters))
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
             raise ValueError(
@@ -203,7 +199,7 @@ class ActorLoss:
     def _rehearse(self) -> None:
         """Run the functions on two tokens: a wrong hyperparameter, name or shape is refused before a run starts."""
         x, mask, segment_ids = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
-        function = POLICY_LOSSES[self.policy_loss]
+        function = POLICY_LOSSES[self.policy_loss].function
         if isinstance(function, DocumentedLoss):
             function.rehearse(self.args)
         extra = {name: torch.zeros(2) for name in self._column_keywords}
@@ -214,7 +210,7 @@ class ActorLoss:
                     f"policy loss {self.policy_loss}: every loss reports {name}, use another name for its statistic"
                 )
         if "selected" in extra:
-            if self.policy_loss not in SELECTIONS:
+            if POLICY_LOSSES[self.policy_loss].select is None:
                 raise ValueError(
                     f"policy loss {self.policy_loss}: it takes `selected`, expected register_policy_loss(..., "
                     "select=...)"

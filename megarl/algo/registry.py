@@ -1,4 +1,4 @@
-"""How a user's file adds a choice by name: decorators that put functions into the tables of this room.
+"""The tables of the loss layer, and the decorators that put a function into them: ours and a user's alike.
 
     algorithm.plugins=[my_losses.py]   algorithm.policy_loss_fn=my_loss
 
@@ -9,13 +9,15 @@ are handed over by position, and two in another order would compute something el
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megarl.algo.advantages.table import ADV_ESTIMATORS
-from megarl.algo.kl import FULL, KL_ESTIMATORS
-from megarl.algo.losses.table import PER_SEQUENCE, POLICY_LOSSES, SELECTIONS, WITHOUT_RATIO, Selection
+from torch import Tensor
+
 from megarl.algo.verl_compat.estimators import DocumentedEstimator
 from megarl.algo.verl_compat.losses import DocumentedLoss
 from megarl.algo.verl_compat.signatures import is_documented_estimator, is_documented_loss
@@ -26,19 +28,63 @@ LOSS_FORM = ("log_probs", "old_log_probs", "advantages", "mask", "segment_ids")
 SELECTION_FORM = ("old_log_probs", "advantages", "mask")
 ESTIMATOR_FORM = ("rewards", "mask", "segment_ids")
 KL_FORM = ("log_probs", "ref_log_probs")
+COLUMN_KEYWORDS = ("selected", "rollout_log_probs")  # keywords of a loss that are columns, no hyperparameters
+FULL = "full"  # the name of the KL itself, which no estimator may have: see kl.py
+
+# f(old_log_probs, advantages, mask, *, generator, hyperparameters) -> [N] bool: which tokens of a whole optimizer step
+# the loss treats otherwise; made before the step is split, so that no split changes it.
+Selection = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss and what its decorator says of it: see register_policy_loss."""
+
+    function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    select: Selection | None = None
+    per_sequence: bool = False
+    uses_ratio: bool = True
+    uses_old: bool = True
+    agg_mode: str | None = None
+
+
+@dataclass(frozen=True)
+class AggMode:
+    """An aggregation: the scale of every sequence [B] from StepCounts, and whether it needs loss_scale_factor."""
+
+    function: Callable[[Any], Tensor]
+    needs_scale: bool = False
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+ADV_ESTIMATORS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+AGG_MODES: dict[str, AggMode] = {}
+
+
+def import_folder(package: str, path: Iterable[str]) -> None:
+    """Import every module of a package, so that its decorators run."""
+    for module in pkgutil.iter_modules(path):
+        importlib.import_module(f"{package}.{module.name}")
 
 
 def register_policy_loss(
-    name: str, *, select: Selection | None = None, per_sequence: bool = False, uses_ratio: bool = True
+    *names: str,
+    select: Selection | None = None,
+    per_sequence: bool = False,
+    uses_ratio: bool = True,
+    uses_old: bool = True,
+    agg_mode: str | None = None,
 ) -> Callable[[F], F]:
-    """Add a policy loss.
+    """Add a policy loss under a name, and others that mean the same.
 
     f(log_probs, old_log_probs, advantages, mask, segment_ids, *, hyperparameters) -> loss [T], {name: [T]}.
 
     `select`: f(old_log_probs, advantages, mask, *, generator, hyperparameters) -> [N] bool, made from a whole optimizer
     step; the loss gets it as the keyword `selected`.  `per_sequence`: a weight of rollout correction has to be one
     number a sequence.  `uses_ratio`: its gradient holds r, so that a weight beside it would count the same thing twice
-    where old_log_probs are the server's.
+    where old_log_probs are the server's.  `uses_old`: it reads old_log_probs.  `agg_mode`: the aggregation with which
+    it was published, where that matters; another one gives a warning.
 
     Example:
         @register_policy_loss("squared")
@@ -51,26 +97,20 @@ def register_policy_loss(
     def add(function: F) -> F:
         """The decorator: leaves the function as it is."""
         documented = is_documented_loss(function)
-        entry = DocumentedLoss(name, function) if documented else function
+        entry: Callable[..., Any] = DocumentedLoss(names[0], function) if documented else function
         if not documented:
-            _require_form("policy loss", name, function, LOSS_FORM, "hyperparameters after *")
+            _require_form("policy loss", names[0], function, LOSS_FORM, "hyperparameters after *")
         if select is not None:
-            _require_form(
-                "selection of policy loss", name, select, SELECTION_FORM, "generator and hyperparameters after *"
-            )
-        _add(POLICY_LOSSES, "policy loss", name, entry)
-        if select is not None:
-            SELECTIONS[name] = select
-        if per_sequence or documented:
-            PER_SEQUENCE.add(name)
-        if not uses_ratio:
-            WITHOUT_RATIO.add(name)
+            rest = "generator and hyperparameters after *"
+            _require_form("selection of policy loss", names[0], select, SELECTION_FORM, rest)
+        loss = PolicyLoss(entry, select, per_sequence or documented, uses_ratio, uses_old, agg_mode)
+        _add(POLICY_LOSSES, "policy loss", names, loss)
         return function
 
     return add
 
 
-def register_adv_est(name: str) -> Callable[[F], F]:
+def register_adv_est(*names: str) -> Callable[[F], F]:
     """Add an estimator: f(rewards, mask, segment_ids, *, what it asks for by name) -> (advantages [N], returns [N]).
 
     A function of verl's documented form, (rewards, values, dones, gamma, gae_lambda, **kwargs), works as it is.
@@ -80,35 +120,52 @@ def register_adv_est(name: str) -> Callable[[F], F]:
         """The decorator: leaves the function as it is."""
         entry: Callable[..., Any] = function
         if is_documented_estimator(function):
-            entry = DocumentedEstimator(name, function)
+            entry = DocumentedEstimator(names[0], function)
         else:
-            _require_form("advantage estimator", name, function, ESTIMATOR_FORM, "what it asks for after *")
-        _add(ADV_ESTIMATORS, "advantage estimator", name, entry)
+            _require_form("advantage estimator", names[0], function, ESTIMATOR_FORM, "what it asks for after *")
+        _add(ADV_ESTIMATORS, "advantage estimator", names, entry)
         return function
 
     return add
 
 
-def register_kl(name: str) -> Callable[[F], F]:
-    """Add a KL estimator: f(log_probs [T], ref_log_probs [T]) -> [T]."""
-    if name.endswith("+"):
-        raise ValueError(f'KL estimator {name!r}: expected a name without "+", which every name may carry')
-    if name == FULL:
-        raise ValueError(f"KL estimator {name!r} exists already: use another name")
+def register_kl(*names: str, zero_gradient: bool = False) -> Callable[[F], F]:
+    """Add a KL estimator: f(log_probs [T], ref_log_probs [T]) -> [T].
+
+    `zero_gradient`: as a loss its expected gradient is zero; of a built-in the configuration warns then.
+    """
+    for name in names:
+        if name.endswith("+"):
+            raise ValueError(f'KL estimator {name!r}: expected a name without "+", which every name may carry')
+        if name == FULL:
+            raise ValueError(f"KL estimator {name!r} exists already: use another name")
 
     def add(function: F) -> F:
         """The decorator: leaves the function as it is."""
-        _require_form("KL estimator", name, function, KL_FORM)
-        _add(KL_ESTIMATORS, "KL estimator", name, function)
+        _require_form("KL estimator", names[0], function, KL_FORM)
+        _add(KL_ESTIMATORS, "KL estimator", names, function)
         return function
 
     return add
 
 
-def _add(table: dict[str, Any], kind: str, name: str, function: Callable[..., Any]) -> None:
-    if name in table:
-        raise ValueError(f"{kind} {name!r} exists already: use another name")
-    table[name] = function
+def register_agg_mode(*names: str, needs_scale: bool = False) -> Callable[[F], F]:
+    """Add an aggregation: f(StepCounts) -> scale of every sequence, [B]; `needs_scale`: it reads loss_scale_factor."""
+
+    def add(function: F) -> F:
+        """The decorator: leaves the function as it is."""
+        _add(AGG_MODES, "aggregation", names, AggMode(function, needs_scale))
+        return function
+
+    return add
+
+
+def _add(table: dict[str, Any], kind: str, names: tuple[str, ...], entry: Any) -> None:
+    """All names or none."""
+    for name in names:
+        if name in table:
+            raise ValueError(f"{kind} {name!r} exists already: use another name")
+    table.update(dict.fromkeys(names, entry))
 
 
 def _require_form(kind: str, name: str, function: Callable[..., Any], form: tuple[str, ...], rest: str = "") -> None:

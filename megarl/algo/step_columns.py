@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.algo.aggregate import token_weights
 from megarl.algo.loss import ActorLoss, CriticLoss
-from megarl.algo.losses.table import PER_SEQUENCE, WITHOUT_RATIO
+from megarl.algo.registry import POLICY_LOSSES
 from megarl.algo.segments import clean, count_segments, segment_mean
 from megarl.sample import Batch
 
@@ -51,18 +51,15 @@ def step_columns(
     if bypass:
         batch = batch.with_columns(old_log_probs=_column(batch, "rollout_log_probs", "bypass=true"))
     if loss.use_rollout_weight:
-        if bypass and loss.policy_loss not in WITHOUT_RATIO:
-            raise ValueError(
-                f"algorithm.rollout_correction.bypass=true: the ratio of {loss.policy_loss} to the server's policy is "
-                "the correction, expected no rollout weight beside it"
-            )
+        twice = bypass and POLICY_LOSSES[loss.policy_loss].uses_ratio
+        assert not twice, f"the ratio of {loss.policy_loss} to the server's policy is the correction already"
         ratio_weight = _column(batch, "rollout_weight", "level")
         collapsed = rollout_weights(
             ratio_weight,
             mask != 0,
             batch.segment_ids,
             normalize=normalize,
-            per_sequence=loss.policy_loss in PER_SEQUENCE,
+            per_sequence=POLICY_LOSSES[loss.policy_loss].per_sequence,
         )
         batch = batch.with_columns(rollout_weight=collapsed)
     if "selected" in loss.columns:

@@ -1,70 +1,61 @@
 """The names a key may hold.
 
-They are written here as strings, so that a configuration is checked without torch; a test compares them with the tables
-of functions they stand for.
+Those of losses, estimators, KL terms, aggregations and rewards are read from the decorators of the functions, without
+importing torch; the others are written here, and a test compares them with the tables they stand for.
 """
 
-_PPO = ("ppo", "vanilla", "grpo")  # three names of one loss
-_GMPO = ("gmpo", "geo_mean")  # two names of one
-_PUBLISHED = ("gpg", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov")
-POLICY_LOSSES = (*_PPO, "reinforce", *_GMPO, *_PUBLISHED)
-LOSSES_WITHOUT_CLIP = ("reinforce", "gpg", "sapo", "dro", "kl_cov")
-LOSSES_WITH_DUAL_CLIP = _PPO
-LOSSES_WITHOUT_RATIO = ("reinforce", "gpg", "dro")  # of probabilities, in their gradient
-LOSSES_WITHOUT_OLD = ("reinforce", "gpg")  # know nothing of the policy that wrote
-SEQ_MEAN_WANTED = ("gspo", *_GMPO)  # were published with the mean over sequences of token means
-POLICY_LOSS_ARGS: dict[str, tuple[str, ...]] = {  # what a loss takes from algorithm.policy_loss_args
-    "sapo": ("tau_pos", "tau_neg"),
-    "dppo_tv": ("dppo_ratio_cap",),
-    "dppo_kl": ("dppo_ratio_cap",),
-    "dro": ("beta",),
-    "clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
-    "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
+from __future__ import annotations
+
+from megarl.declared import REQUIRED, constant, declared
+
+_LOSSES = declared("register_policy_loss", "algo/losses")
+POLICY_LOSSES = tuple(_LOSSES)
+LOSSES_WITHOUT_CLIP = tuple(name for name, loss in _LOSSES.items() if "clip_low" not in loss.settings)
+LOSSES_WITH_DUAL_CLIP = tuple(name for name, loss in _LOSSES.items() if "clip_c" in loss.settings)
+LOSSES_WITHOUT_RATIO = tuple(name for name, loss in _LOSSES.items() if not loss.options.get("uses_ratio", True))
+LOSSES_WITHOUT_OLD = tuple(name for name, loss in _LOSSES.items() if not loss.options.get("uses_old", True))
+AGG_MODE_OF_LOSS = {name: loss.options["agg_mode"] for name, loss in _LOSSES.items() if "agg_mode" in loss.options}
+_CLIPS = constant("algo/hyperparameters.py", "CLIP_KEYS")
+POLICY_LOSS_ARGS: dict[
+    str, dict[str, bool]
+] = {  # what a loss takes from algorithm.policy_loss_args -> has it a default?
+    name: {key: default != REQUIRED for key, default in loss.settings.items() if key not in _CLIPS}
+    for name, loss in _LOSSES.items()
 }
-POLICY_LOSS_ARGS_NEEDED = {"dro": ("beta",)}  # without a default
 
+_ESTIMATORS = declared("register_adv_est", "algo/advantages")
+ADV_ESTIMATORS = tuple(_ESTIMATORS)
 # These compare the completions of one prompt, so they need rollout.n > 1.
-GROUP_ESTIMATORS = (
-    "grpo",
-    "grpo_passk",
-    "gdpo",
-    "rloo",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "optimal_token_baseline",
+GROUP_ESTIMATORS = tuple(name for name, estimator in _ESTIMATORS.items() if "group_ids" in estimator.inputs)
+ESTIMATORS_WITHOUT_CRITIC = tuple(name for name, estimator in _ESTIMATORS.items() if "values" not in estimator.inputs)
+ESTIMATORS_WITH_LAMBDA = tuple(name for name, estimator in _ESTIMATORS.items() if "lam" in estimator.settings)
+ESTIMATORS_WITH_GAMMA = tuple(name for name, estimator in _ESTIMATORS.items() if "gamma" in estimator.settings)
+ESTIMATORS_WITH_STD = tuple(  # may divide by the standard deviation of the group
+    name for name, estimator in _ESTIMATORS.items() if "norm_adv_by_std_in_grpo" in estimator.settings
 )
-ESTIMATORS_WITHOUT_CRITIC = (*GROUP_ESTIMATORS, "remax", "reinforce_plus_plus")
-ADV_ESTIMATORS = ("gae", *ESTIMATORS_WITHOUT_CRITIC)
-ESTIMATORS_WITH_GAMMA = ("gae", "reinforce_plus_plus", "optimal_token_baseline")
-ESTIMATORS_WITH_STD = ("grpo", "grpo_passk", "gdpo")  # may divide by the standard deviation of the group
+ESTIMATORS_WITH_REWARD_WEIGHTS = tuple(
+    name for name, estimator in _ESTIMATORS.items() if "reward_weights" in estimator.settings
+)
 
-FULL_KL = ("full", "full+")  # of whole distributions rather than of the tokens that were chosen
-_KL_VALUES = ("kl", "k1", "mse", "k2", "low_var_kl", "k3", "abs", "full")
-KL_ESTIMATORS = _KL_VALUES + tuple(f"{name}+" for name in _KL_VALUES)  # "+": that value, the gradient of k2
-KL_PENALTIES = _KL_VALUES  # in the reward nothing is differentiated: "+" would change nothing
-KL_WITHOUT_GRADIENT = ("kl", "k1")  # as a loss: the expected gradient is zero
-KL_CONTROLLERS = ("fixed", "adaptive")
+_KL = declared("register_kl", "algo/kl.py")
+_FULL: str = constant("algo/registry.py", "FULL")
+FULL_KL = (_FULL, f"{_FULL}+")  # of whole distributions rather than of the tokens that were chosen
+KL_PENALTIES = (*_KL, _FULL)  # in the reward nothing is differentiated: "+" would change nothing
+KL_ESTIMATORS = KL_PENALTIES + tuple(f"{name}+" for name in KL_PENALTIES)  # "+": that value, the gradient of k2
+KL_WITHOUT_GRADIENT = tuple(name for name, kl in _KL.items() if kl.options.get("zero_gradient"))  # expected, as a loss
+KL_CONTROLLERS: tuple[str, ...] = constant("algo/kl.py", "KL_CONTROLLERS")
+
+_AGG_MODES = declared("register_agg_mode", "algo/aggregate.py")
+AGG_MODES = tuple(_AGG_MODES)
+AGG_MODES_OF = {name: mode.names for name, mode in _AGG_MODES.items()}  # all names of the same aggregation
+AGG_MODES_WITH_SCALE = tuple(name for name, mode in _AGG_MODES.items() if mode.options.get("needs_scale"))
+
+CORRECTION_LEVELS: tuple[str, ...] = constant("algo/correction.py", "LEVELS")
+REJECT_BY: tuple[str, ...] = constant("algo/correction.py", "REJECT_BY")
+REJECT_LEVELS: tuple[str, ...] = constant("algo/correction.py", "REJECT_LEVELS")
+REWARDS = tuple(declared("register_reward", "rewards"))
 
 METRICS_OF_VERL = ("seq_reward", "seq_final_reward")  # of dynamic sampling; here rewards are numbers of whole samples
-
-CORRECTION_LEVELS = ("token", "sequence", "geometric")
-REJECT_BY = ("ratio", "k1", "k2", "k3")
-REJECT_LEVELS = ("token", "sequence")
-
-AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-    "token-sum-norm",
-    "prompt-mean-token-mean",
-    "token_level",  # token-mean
-    "sample_level",  # seq-mean-token-mean
-)
-AGG_MODES_OF_SEQ_MEAN = ("seq-mean-token-mean", "sample_level")
-AGG_MODES_WITH_SCALE = ("seq-mean-token-sum-norm", "token-sum-norm")
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
 DEFAULT_MOMENTUM = {"adamw": 0.0, "sgd": 0.0, "muon": 0.95}
@@ -78,7 +69,6 @@ ENGINES = ("cpu", "sglang")
 PUSHES = ("auto", "gathered", "shared", "sharded")
 LORA_PUSHES = ("merged", "adapter")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-REWARDS = ("exact", "gsm8k", "gsm8k_strict", "math", "choice")
 REWARD_ERRORS = ("zero", "stop")
 OVERLONG_PROMPTS = ("error", "filter")
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")

@@ -88,7 +88,7 @@ TABLE = (
         "algorithm.adv_estimator={c.algorithm.adv_estimator} needs no critic",
         lambda c: not c.uses_critic,
     ),
-    UnusedKeys("algorithm.lam", f"{_ESTIMATOR} has no lambda", lambda c: _is_none_of(c, ("gae",))),
+    UnusedKeys("algorithm.lam", f"{_ESTIMATOR} has no lambda", lambda c: _is_none_of(c, names.ESTIMATORS_WITH_LAMBDA)),
     UnusedKeys(
         "algorithm.gamma",
         f"{_ESTIMATOR} scores whole completions",
@@ -99,7 +99,11 @@ TABLE = (
         f"{_ESTIMATOR} divides by no deviation of a group that could be left out",
         lambda c: _is_none_of(c, names.ESTIMATORS_WITH_STD),
     ),
-    UnusedKeys("algorithm.reward_weights", f"{_ESTIMATOR} is not gdpo", lambda c: _is_none_of(c, ("gdpo",))),
+    UnusedKeys(
+        "algorithm.reward_weights",
+        f"{_ESTIMATOR} compares one reward",
+        lambda c: _is_none_of(c, names.ESTIMATORS_WITH_REWARD_WEIGHTS),
+    ),
     UnusedKeys(
         "ref.*",
         "actor.use_kl_loss and algorithm.use_kl_in_reward are both false, so there is no reference",

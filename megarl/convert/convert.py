@@ -170,8 +170,7 @@ def _planned(request: Request, source: ModelFolder) -> ModelFolder:
     if source.has_adapters and request.dtype not in (None, source.dtype):
         raise ValueError(
             f"dtype={request.dtype}: the adapters in {source.path} were trained on {source.dtype}; expected that "
-            "first, "
-            "and then another type of what came out"
+            "first, and then another type of what came out"
         )
     form = cast(Format, request.format or ("megatron" if source.format == "hf" else "hf"))
     return ModelFolder(request.target, form, source.role, source.hf_folder, request.dtype or source.dtype)

@@ -98,8 +98,7 @@ def _part(sample: Sample, key: str, name: str) -> float:
         has = ", ".join(["reward", *sample.reward_extra])
         raise ValueError(
             f"algorithm.reward_weights.{key}: the reward of sample {name} has no number of that name; expected one "
-            "that "
-            f"reward.fn returns for every sample (here: {has})"
+            f"that reward.fn returns for every sample (here: {has})"
         )
     return sample.reward_extra[key]
 

@@ -132,8 +132,7 @@ class CpuModel:
         if nameless:
             raise ValueError(
                 f"{self.folder}: the cpu engine finds no tensor named {nameless[0]}, expected a folder that holds "
-                "every "
-                "parameter of the model under the hub's names"
+                "every parameter of the model under the hub's names"
             )
         return weights
 

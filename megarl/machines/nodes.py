@@ -139,8 +139,7 @@ def allow_files(num_nodes: int, ranks_per_node: int) -> None:
     if resource.RLIM_INFINITY != hard < wanted:
         raise ValueError(
             f"trainer.nnodes={num_nodes}: node 0 may open {hard} files; expected `ulimit -Hn` of {wanted} or more, "
-            "each "
-            "node and each rank is some connections"
+            "each node and each rank is some connections"
         )
     if resource.RLIM_INFINITY != soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -173,8 +172,7 @@ class Nodes:
         except OSError as error:
             raise ValueError(
                 f"trainer.master_addr={self._host} trainer.master_port={self._port}: {error.strerror}; expected an "
-                "address "
-                "of this machine, node 0, under which the others reach it, and a free port"
+                "address of this machine, node 0, under which the others reach it, and a free port"
             ) from error
         self._port = int(listener.getsockname()[1])
         self._listener = Listener(listener, self._token, self._let_in, name="nodes")

@@ -1,27 +1,26 @@
 """How good a completion is: a number for (prompt, completion), and the processes that compute it.
 
-Knows: the built-in rewards (`exact`, `gsm8k`, `math_answer`, `choice`), how a user's function is found (`load`), what
-may be returned (`result`), and the pool that runs it with a limit for each sample (`worker`, `pool`).
+Knows: the built-in rewards (functions with `@register_reward` in this folder), how a user's function is found (`load`),
+what may be returned (`result`), and the pool that runs it with a limit for each sample (`worker`, `pool`).
 Does not know: engines, tokenizers, how a reward becomes an advantage.
 Called by: the collector, through `pool.RewardPool`; the driver, to refuse a wrong `reward.fn` before anything starts.
 """
 
 from collections.abc import Callable
 
+from megarl.declared import declared
 from megarl.rewards.load import RewardFn, resolve
 
-# Addresses, not functions: nobody loads the mathematics of a reward that he does not use.
+# Addresses of the built-in ones: nobody loads the mathematics of a reward that he does not use.
 REWARDS: dict[str, str | RewardFn] = {
-    "exact": "megarl.rewards.exact:exact",
-    "gsm8k": "megarl.rewards.gsm8k:gsm8k",
-    "gsm8k_strict": "megarl.rewards.gsm8k:gsm8k_strict",
-    "math": "megarl.rewards.math_answer:math_answer",
-    "choice": "megarl.rewards.choice:choice",
+    name: found.address for name, found in declared("register_reward", "rewards").items()
 }
 
 
 def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
-    """Add a reward under a name, in a file of algorithm.plugins: f(prompt, completion) -> number or {"score": number}.
+    """Add a reward under a name: f(prompt, completion) -> number or {"score": number}.
+
+    A user's stands in a file of algorithm.plugins, a built-in in a file of this folder.
 
     Example:
         @register_reward("short")
@@ -30,7 +29,9 @@ def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
     """
 
     def add(function: RewardFn) -> RewardFn:
-        """The decorator: put the function into the table and leave it as it is."""
+        """The decorator: put the function into the table, unless it is the one there, and leave it as it is."""
+        if REWARDS.get(name) == f"{function.__module__}:{function.__qualname__}":
+            return function
         if name in REWARDS:
             raise ValueError(f"reward {name!r} exists already: use another name")
         REWARDS[name] = function

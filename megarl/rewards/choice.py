@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from megarl.rewards import register_reward
 from megarl.rewards.result import ground_truth_of
 from megarl.sample import Completion, Prompt
 
@@ -16,6 +17,7 @@ _PATTERNS = (
 )
 
 
+@register_reward("choice")
 def choice(prompt: Prompt, completion: Completion) -> float:
     """1.0 if the letter that the completion settles on is the ground truth's."""
     return float(chosen_letter(completion.text) == ground_truth_of(prompt).strip().strip("().").upper())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from megarl.rewards import register_reward
 from megarl.rewards.result import ground_truth_of
 from megarl.sample import Completion, Prompt
 
 
+@register_reward("exact")
 def exact(prompt: Prompt, completion: Completion) -> float:
     """1.0 if both texts are equal but for white space around them, else 0.0."""
     return float(completion.text.strip() == ground_truth_of(prompt).strip())

@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from decimal import Decimal, InvalidOperation
 
+from megarl.rewards import register_reward
 from megarl.rewards.result import ground_truth_of
 from megarl.sample import Completion, Prompt
 
 _NUMBER = re.compile(r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
+@register_reward("gsm8k")
 def gsm8k(prompt: Prompt, completion: Completion) -> float:
     """1.0 if the answer is right: the number after the last `####`, else in the last \\boxed{}, else the last one."""
     text, truth = completion.text, ground_truth_of(prompt)
@@ -28,6 +30,7 @@ def gsm8k(prompt: Prompt, completion: Completion) -> float:
     return 0.0
 
 
+@register_reward("gsm8k_strict")
 def gsm8k_strict(prompt: Prompt, completion: Completion) -> float:
     """1.0 if the number after the last `####` is right; an answer without the mark is wrong."""
     truth = ground_truth_of(prompt)

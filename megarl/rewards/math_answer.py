@@ -9,6 +9,7 @@ import logging
 
 from math_verify import parse, verify
 
+from megarl.rewards import register_reward
 from megarl.rewards.result import ground_truth_of
 from megarl.sample import Completion, Prompt
 
@@ -18,6 +19,7 @@ for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
+@register_reward("math")
 def math_answer(prompt: Prompt, completion: Completion) -> float:
     """1.0 if the two are equal, else 0.0; what cannot be read as an expression is wrong."""
     truth = ground_truth_of(prompt)

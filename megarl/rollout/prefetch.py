@@ -166,6 +166,5 @@ def _too_few(how: Filter, num_kept: int, wanted: int, num_seen: int) -> str:
     return (
         f"algorithm.filter_groups.max_num_gen_batches={how.max_batches}: {num_kept} of {num_seen} groups had "
         f"completions of different {how.metric}, and an iteration needs {wanted}; expected prompts that are neither "
-        "solved "
-        "nor hopeless, a larger rollout.n, more generation batches, or algorithm.filter_groups.refill=false"
+        "solved nor hopeless, a larger rollout.n, more generation batches, or algorithm.filter_groups.refill=false"
     )

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 
 from megarl.algo.advantages.estimate import check_estimator_args
-from megarl.algo.advantages.table import ADV_ESTIMATORS
 from megarl.algo.correction import Correction
 from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.kl import FULL, kl_estimate
 from megarl.algo.loss import ActorLoss, CriticLoss
-from megarl.algo.losses.table import WITHOUT_RATIO
+from megarl.algo.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from megarl.algo.reward_shaping import overlong_filter, overlong_penalty
 from megarl.config import Config, names, schema
 from megarl.config.settings import show
-from megarl.config.validate.algorithms import other_layout
+from megarl.config.validate.algorithms import bypass_contradictions, other_layout
 from megarl.roles.handles import Update
 from megarl.rollout.prefetch import Filter
 from megarl.sample import Batch, Stats
@@ -198,10 +197,9 @@ def actor_update(config: Config) -> Update:
         use_rollout_weight=algorithm.rollout_correction.level is not None,
     )
     loss.require_agg_mode(actor.loss_agg_mode)
-    how = algorithm.rollout_correction
-    if how.bypass and how.level is not None and loss.policy_loss not in WITHOUT_RATIO:
-        twice = f"with bypass=true the ratio of {loss.policy_loss} corrects already; expected null"
-        raise ValueError(f"algorithm.rollout_correction.level={how.level}: {twice}")
+    how, entry = algorithm.rollout_correction, POLICY_LOSSES[loss.policy_loss]
+    for sentence in bypass_contradictions(config, uses_ratio=entry.uses_ratio, uses_old=entry.uses_old):
+        raise ValueError(sentence)
     return replace(
         _update(actor, loss),
         normalize=how.normalize,

@@ -116,6 +116,5 @@ def check_shared_gpus(config: Config) -> None:
             raise ValueError(
                 f"rollout.tensor_model_parallel_size={len(gpus)}: server {index} stands on {len(common)} GPUs of the "
                 f"actor's and {len(gpus) - len(common)} others, and no push reaches such a server; expected servers "
-                "that "
-                "stand wholly on the actor's GPUs (actor.first_rank, actor.num_ranks) or wholly beside them"
+                "that stand wholly on the actor's GPUs (actor.first_rank, actor.num_ranks) or wholly beside them"
             )

@@ -43,8 +43,8 @@ def cube(log_probs, ref_log_probs):
 @pytest.fixture
 def tables():
     """What a test registers is gone afterwards."""
-    tables = (algo.POLICY_LOSSES, algo.SELECTIONS, algo.KL_ESTIMATORS, algo.ADV_ESTIMATORS)
-    kept = [(table, table.copy()) for table in (*tables, algo.PER_SEQUENCE, algo.WITHOUT_RATIO)]
+    tables = (algo.POLICY_LOSSES, algo.KL_ESTIMATORS, algo.ADV_ESTIMATORS)
+    kept = [(table, table.copy()) for table in tables]
     yield
     for table, before in kept:
         table.clear()
@@ -117,7 +117,8 @@ def test_a_users_selection_has_knobs_and_travels_as_a_column(tables):
     def without_large(log_probs, old_log_probs, advantages, mask, segment_ids, *, selected, scale=1.0):
         return -scale * advantages * log_probs * (1 - selected), {}
 
-    assert "without_large" in algo.PER_SEQUENCE & algo.WITHOUT_RATIO
+    entry = algo.POLICY_LOSSES["without_large"]
+    assert entry.per_sequence and not entry.uses_ratio
     for threshold, chosen in ((0.5, 1.0), (2.0, 0.0)):
         loss_fn = ActorLoss("without_large", args={"threshold": threshold, "scale": 2.0})
         step = step_columns(one_token(), loss=loss_fn, agg_mode="token-mean")
@@ -227,7 +228,7 @@ def test_annotations_defaults_and_any_keywords_are_free(tables):
 
     register_policy_loss("mine")(loss)
     register_kl("mine")(lambda log_probs, ref_log_probs, /: log_probs - ref_log_probs)
-    assert algo.POLICY_LOSSES["mine"] is loss
+    assert algo.POLICY_LOSSES["mine"].function is loss
 
 
 def test_a_kl_that_gives_one_number_is_refused_before_the_run(tables):

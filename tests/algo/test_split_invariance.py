@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algo import AGG_MODES, POLICY_LOSSES, ActorLoss, CriticLoss, step_columns
+from megarl.algo.registry import PolicyLoss
 from megarl.algo.verl_compat.losses import DocumentedLoss
 from megarl.sample import Batch, Stats, merge_stats
 
@@ -40,7 +41,7 @@ def documented(old_log_probs, log_probs, advantages, response_mask, loss_agg_mod
 @pytest.fixture(autouse=True)
 def documented_loss(monkeypatch):
     """One user's loss of the documented form beside the table."""
-    monkeypatch.setitem(POLICY_LOSSES, "documented", DocumentedLoss("documented", documented))
+    monkeypatch.setitem(POLICY_LOSSES, "documented", PolicyLoss(DocumentedLoss("documented", documented)))
 
 
 class Loss:

@@ -91,8 +91,7 @@ def named(sentence: str) -> list[list[str]]:
             EXPERTS,
             "tp=2",
             "actor.megatron.sp=false: a model with experts is trained over tp=2 in no other way; expected true; "
-            "nearest: "
-            "actor.megatron.sp=true, or actor.megatron.tp=1",
+            "nearest: actor.megatron.sp=true, or actor.megatron.tp=1",
         ),
         ("", "tp=3 pp=2", "actor.megatron.tp=3: tp*pp*cp = 3*2*1 = 6 does not divide 8 ranks of the actor; nearest: "),
         ("", "cp=5", "actor.megatron.cp=5: tp*pp*cp = 1*1*5 = 5 does not divide 8 ranks of the actor; nearest: "),

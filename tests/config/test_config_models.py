@@ -60,8 +60,7 @@ def test_a_folder_and_a_configuration_that_disagree_are_refused(tmp_path: Path) 
     )
     assert refusal(f"recipe={tmp_path}/a.yaml", f"model.path={there}") == (
         f"model.config.num_hidden_layers=4: the config.json of model.path={there} says 3; expected the same, or "
-        "another "
-        "model"
+        "another model"
     )
     (tmp_path / "b.yaml").write_text(
         f"model: {{path: {there}, config: {{num_hidden_layers: 3, rms_norm_eps: 1.0e-6}}}}"

@@ -78,7 +78,7 @@ from megarl.config.unused_keys import TABLE
         ("trainer.resume_mode=/nowhere", "expected auto, disable or the folder of a checkpoint"),
         ("trainer.save_freq=0", "trainer.save_freq=0: expected -1 (never) or at least 1"),
         ("reward.fn=bleu", "reward.fn=bleu: expected one of exact, gsm8k"),
-        ("algorithm.policy_loss_args.tau=1", "args.tau=1.0: algorithm.policy_loss_fn=ppo takes no numbers of its own"),
+        ("algorithm.policy_loss_args.tau=1", "args.tau=1.0: algorithm.policy_loss_fn=ppo takes no values of its own"),
         (
             "algorithm.policy_loss_fn=sapo algorithm.policy_loss_args.tau=1",
             "algorithm.policy_loss_args.tau=1.0: algorithm.policy_loss_fn=sapo takes tau_pos, tau_neg",
@@ -176,7 +176,11 @@ def test_an_estimator_that_compares_nothing_is_content_with_one_completion(estim
 @pytest.mark.parametrize("estimator", names.ADV_ESTIMATORS)
 def test_every_loss_runs_with_every_estimator(loss, estimator):
     words = [f"algorithm.policy_loss_fn={loss}", f"algorithm.adv_estimator={estimator}", "rollout.n=2"]
-    words += [f"algorithm.policy_loss_args.{name}=0.1" for name in names.POLICY_LOSS_ARGS_NEEDED.get(loss, ())]
+    words += [
+        f"algorithm.policy_loss_args.{name}=0.1"
+        for name, has_default in names.POLICY_LOSS_ARGS[loss].items()
+        if not has_default
+    ]
     words += ["algorithm.reward_weights.reward=1"] if estimator == "gdpo" else []
     words += ["actor.loss_agg_mode=seq-mean-token-mean", "actor.use_kl_loss=true", "actor.kl_loss_type=full"]
     config = load(*words)
@@ -222,7 +226,7 @@ def test_what_is_allowed_but_hardly_meant_is_warned_about():
     assert "expected k1+ or low_var_kl" in said("actor.use_kl_loss=true", "actor.kl_loss_type=k1")
     assert not said("actor.use_kl_loss=true", "actor.kl_loss_type=k1+")
     assert not said("actor.use_kl_loss=true", "actor.kl_loss_type=k1", "actor.kl_importance=true")
-    for loss in names.SEQ_MEAN_WANTED:
+    for loss in names.AGG_MODE_OF_LOSS:
         assert "expected seq-mean-token-mean" in said(f"algorithm.policy_loss_fn={loss}")
         assert not said(f"algorithm.policy_loss_fn={loss}", "actor.loss_agg_mode=sample_level")
 

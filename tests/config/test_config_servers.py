@@ -61,8 +61,7 @@ SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
             "rollout.placement=separate",
             "rollout.first_gpu=7",
             "rollout.first_gpu=7: GPUs 0 to 7 of each machine are the trainer's, and rollout.placement=separate; "
-            "expected "
-            "null or at least 8, rollout.placement=shared, or rollout.memory_fraction up to 0.5",
+            "expected null or at least 8, rollout.placement=shared, or rollout.memory_fraction up to 0.5",
         ),
         ("rollout.memory_fraction=0.85", "rollout.first_gpu=0", "rollout.first_gpu=0: GPUs 0 to 7 of each machine are"),
         (

@@ -63,9 +63,7 @@ def test_a_saved_position_continues_and_belongs_to_the_content(sums, tokenizer, 
 
 def test_a_long_prompt_is_refused_by_line_or_counted(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"prompt": "12"}, {"prompt": "12345"}, {"prompt": "1"}])
-    with pytest.raises(
-        ValueError, match=r"a.jsonl:2: the prompt has 5 tokens, data.max_prompt_length is 4; use a sh"
-    ):
+    with pytest.raises(ValueError, match=r"a.jsonl:2: the prompt has 5 tokens, data.max_prompt_length is 4; use a sh"):
         Prompts(path, tokenizer, max_prompt_length=4)
     prompts = Prompts(path, tokenizer, max_prompt_length=4, overlong="filter", shuffle=False)
     assert (prompts.num_filtered, len(prompts)) == (1, 2)

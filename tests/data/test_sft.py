@@ -44,9 +44,7 @@ def test_position_and_epochs(tmp_path, tokenizer):
 
 def test_long_and_empty_examples(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"prompt": "12+34=", "response": "46"}, {"prompt": "1", "response": "1"}])
-    with pytest.raises(
-        ValueError, match="a.jsonl:1: prompt and response have 9 tokens, sft.max_length is 8; use a s"
-    ):
+    with pytest.raises(ValueError, match="a.jsonl:1: prompt and response have 9 tokens, sft.max_length is 8; use a s"):
         SftExamples(path, tokenizer, max_length=8)
     assert SftExamples(path, tokenizer, max_length=8, overlong="filter").num_filtered == 1
     with pytest.raises(ValueError, match="sft.max_length=2: every example of .*a.jsonl is longer"):

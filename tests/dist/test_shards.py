@@ -108,9 +108,8 @@ def test_a_folder_without_a_checkpoint_is_refused_in_one_sentence(ranks: list) -
 def test_the_checkpoint_of_another_optimizer_is_refused_in_one_sentence(ranks: list) -> None:
     for rank in ranks:
         assert rank["other"].endswith(
-            "its optimizer had optim.name=adamw use_distributed_optimizer=false model.dtype=float32, "
-            "this one has optim.name=sgd use_distributed_optimizer=false model.dtype=float32; expected the same "
-            "settings"
+            "its optimizer had optim.name=adamw use_distributed_optimizer=false model.dtype=float32, this one has "
+            "optim.name=sgd use_distributed_optimizer=false model.dtype=float32; expected the same settings"
         )
 
 

@@ -215,7 +215,7 @@ def test_a_loss_of_ones_own_without_a_ratio_may_be_weighted_beside_a_bypass(mine
         ("algorithm.adv_estimator=no_such_estimator", "algorithm.adv_estimator='no_such_estimator': expected one of"),
         (
             "algorithm.adv_estimator=method_plain algorithm.adv_estimator_args.hwo=slow",
-            "algorithm.adv_estimator_args.hwo=slow: adv_estimator=method_plain has only how",
+            "algorithm.adv_estimator_args.hwo=slow: algorithm.adv_estimator=method_plain takes how",
         ),
         (
             "algorithm.adv_estimator=method_referred",

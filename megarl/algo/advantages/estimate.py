@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from megarl.algo.advantages.groups import Groups
-from megarl.algo.advantages.table import ADV_ESTIMATORS
 from megarl.algo.finite import require_finite
 from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.kl import kl_estimate
+from megarl.algo.registry import ADV_ESTIMATORS
 from megarl.algo.segments import clean, last_unmasked, segment_count, segment_mean
+from megarl.declared import argument_faults
 from megarl.sample import Batch, Stat, Stats
 
 # What an estimator may ask for that is not an argument of its own: settings with keys of their own, and data.
@@ -54,7 +55,7 @@ def estimate(
         sequences of token means: controller.update(stat.result(), int(stat.weight)).
     Raises: ValueError for an unknown name or a missing column; NonFiniteError for a number that is not finite.
     """
-    _own_arguments(adv_estimator, adv_estimator_args or {})
+    check_estimator_args(adv_estimator, adv_estimator_args or {})
     mask, segment_ids = batch.columns["response_mask"] != 0, batch.segment_ids
     inputs = {name: c for name, c in batch.columns.items() if c.is_floating_point()}
     require_finite(inputs, mask, segment_ids)
@@ -138,25 +139,14 @@ def check_estimator_args(adv_estimator: str, args: Mapping[str, Any]) -> None:
     """Raises: ValueError for an unknown estimator, for one of algorithm.adv_estimator_args that it has not, and for one
     that it needs and does not get; asked before a run starts, with no batch at hand.
     """
-    for name, has_default in _own_arguments(adv_estimator, args).items():
-        if name not in args and not has_default:
-            raise ValueError(
-                f"algorithm.adv_estimator={adv_estimator}: expected a value in algorithm.adv_estimator_args.{name}, "
-                "it has no default"
-            )
-
-
-def _own_arguments(adv_estimator: str, args: Mapping[str, Any]) -> dict[str, bool]:
-    """The arguments of this estimator that only adv_estimator_args can set: name -> has it a default?"""
     if adv_estimator not in ADV_ESTIMATORS:
         raise ValueError(f"algorithm.adv_estimator={adv_estimator!r}: expected one of {', '.join(ADV_ESTIMATORS)}")
     asked = keyword_names(ADV_ESTIMATORS[adv_estimator])
     own = {name: has_default for name, has_default in asked.items() if name not in SETTINGS + DATA}
-    for name, value in args.items():
-        if name not in own:
-            has = f"has only {', '.join(own)}" if own else "has none"
-            raise ValueError(f"algorithm.adv_estimator_args.{name}={value}: adv_estimator={adv_estimator} {has}")
-    return own
+    for sentence in argument_faults(
+        f"algorithm.adv_estimator={adv_estimator}", "algorithm.adv_estimator_args", own, args
+    ):
+        raise ValueError(sentence)
 
 
 def _asked_for(adv_estimator: str, batch: Batch, settings: Mapping[str, Any]) -> dict[str, Any]:

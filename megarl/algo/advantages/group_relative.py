@@ -12,10 +12,12 @@ from torch import Tensor
 
 from megarl.algo.advantages.gae import whiten
 from megarl.algo.advantages.groups import Groups, on_tokens, samples_of
+from megarl.algo.registry import register_adv_est
 
 Estimate = tuple[Tensor, Tensor]  # advantages [N], returns [N]
 
 
+@register_adv_est("grpo")
 def grpo(
     rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool
 ) -> Estimate:
@@ -25,6 +27,8 @@ def grpo(
 
     Papers: GRPO, arXiv:2402.03300; without the std, Dr.GRPO, arXiv:2503.20783.
 
+    When: no critic; right-or-wrong rewards.
+
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
     Returns: advantages, returns [N].
     """
@@ -33,6 +37,7 @@ def grpo(
     return on_tokens(A, mask, segment_ids), on_tokens(R, mask, segment_ids)
 
 
+@register_adv_est("grpo_passk")
 def grpo_passk(
     rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool
 ) -> Estimate:
@@ -41,6 +46,8 @@ def grpo_passk(
     A = R_max - R_second [/ (std_g + 1e-6)] for the best sample, 0 for the others
 
     Where several share the highest reward, the second is as high as the best and all get 0.  Paper: arXiv:2503.19595.
+
+    When: what counts is that one answer in k is right.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
     Returns: advantages, returns [N].
@@ -54,6 +61,7 @@ def grpo_passk(
     return on_tokens(A, mask, segment_ids), on_tokens(R, mask, segment_ids)
 
 
+@register_adv_est("gdpo")
 def gdpo(
     rewards: Tensor,
     mask: Tensor,
@@ -74,6 +82,8 @@ def gdpo(
     by its std, or its coefficient would cancel.  A sample with nobody to compare with stays 0 and out of the whitening.
     Paper: arXiv:2601.05242.
 
+    When: several rewards on different scales.
+
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B]; reward_parts [B, K]; reward_weights: K numbers;
         score [B] as it went into `rewards`; raw_score [B] before shaping (None: it was not shaped).
     Returns: advantages, returns [N].
@@ -90,12 +100,15 @@ def gdpo(
     return _whitened(A, groups, mask, segment_ids), on_tokens(R, mask, segment_ids)
 
 
+@register_adv_est("rloo")
 def rloo(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
     """Leave one out: relative to the mean of the others.
 
     A = n / (n - 1) (R - mean_g),   n = size of the group
 
     Paper: arXiv:2402.14740.
+
+    When: no critic, no division by a spread: unbiased.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
     Returns: advantages, returns [N].
@@ -106,12 +119,15 @@ def rloo(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tenso
     return on_tokens(A, mask, segment_ids), on_tokens(R, mask, segment_ids)
 
 
+@register_adv_est("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
     """Relative to the group's mean, then one scale for the whole batch.
 
     A = whiten(R - mean_g)
 
     A sample with nobody to compare with stays 0 and out of the whitening.  Paper: arXiv:2501.03262.
+
+    When: groups, and one scale for the batch.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
     Returns: advantages, returns [N].
@@ -120,12 +136,15 @@ def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, segment_ids: Ten
     return _whitened(groups.centred(R), groups, mask, segment_ids), on_tokens(R, mask, segment_ids)
 
 
+@register_adv_est("opo")
 def opo(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
     """Relative to the mean in which a sample counts as often as it has tokens: the baseline of least variance.
 
     A = R - sum_g(n R) / sum_g(n),   n = trainable tokens of a sample
 
     Paper: arXiv:2505.23585.
+
+    When: strictly on-policy; answers of very different length.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
     Returns: advantages, returns [N].
@@ -136,12 +155,15 @@ def opo(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor
     return on_tokens(A, mask, segment_ids), on_tokens(R, mask, segment_ids)
 
 
+@register_adv_est("gpg")
 def gpg(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
     """Relative to the group's mean, scaled up for the groups that teach nothing because all rewards are equal.
 
     A = alpha (R - mean_g),   alpha = samples / samples in groups with unequal rewards, 1 if there is none
 
     Paper: arXiv:2504.02546.
+
+    When: many groups teach nothing.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
     Returns: advantages, returns [N].

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from megarl.algo.advantages.gae import returns_to_go
 from megarl.algo.advantages.groups import samples_of
+from megarl.algo.registry import register_adv_est
 from megarl.algo.segments import segment_sum
 
 
+@register_adv_est("optimal_token_baseline")
 def optimal_token_baseline(
     rewards: Tensor,
     mask: Tensor,
@@ -27,6 +29,8 @@ def optimal_token_baseline(
     p = exp(l_old); G the discounted return to go; t counts the trainable tokens of a sample, and the sums run over the
     samples of its group that have a t-th one.  Where a single sample is left the baseline is 0 and A = G; a sample
     that never had anybody to compare with gets 0.  Paper: arXiv:2602.07078.
+
+    When: long answers, where a baseline per token lowers the variance.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B]; old_log_probs [N]; sum_pi_squared [N], the sum of
         the squared probabilities over the vocabulary.

@@ -12,11 +12,13 @@ from megarl.algo.losses.ratio import (
     require_distances,
     require_ratio_clips,
 )
+from megarl.algo.registry import register_policy_loss
 from megarl.algo.segments import count_segments, segment_mean
 
 GSPO_LOG_LIMIT = 10.0
 
 
+@register_policy_loss("ppo", "vanilla", "grpo")  # GRPO's loss is PPO's; what differs is the estimator
 def ppo(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -34,6 +36,9 @@ def ppo(
     where A < 0: L = min(L, -c A), so that one very unlikely token cannot dominate a step
 
     Papers: PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; unequal clips, arXiv:2503.14476 (DAPO).
+
+    When: the first choice; GRPO is this loss with `algorithm.adv_estimator=grpo`; a high side of 0.28 keeps the entropy
+    up longer (arXiv:2503.14476).
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how far the ratio may move; clip_c: c > 1, None switches the dual clip off.
@@ -54,6 +59,7 @@ def ppo(
     return loss, info
 
 
+@register_policy_loss("gspo", per_sequence=True, agg_mode="seq-mean-token-mean")
 def gspo(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -73,6 +79,9 @@ def gspo(
     loss_agg_mode=seq-mean-token-mean, which makes the objective one term a sequence.
     Paper: GSPO, arXiv:2507.18071 (this is its GSPO-token, equal to GSPO where A is the same over a sequence).
 
+    When: mixtures of experts and long answers, where the ratio of single tokens is noise; with
+    `actor.loss_agg_mode=seq-mean-token-mean`.
+
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how far the sequence's ratio may move.
     Returns: token loss [T]; pg_clipfrac [T], where the clip holds.
@@ -86,6 +95,7 @@ def gspo(
     return torch.maximum(loss_1, loss_2), {"pg_clipfrac": loss_2 > loss_1}
 
 
+@register_policy_loss("gmpo", "geo_mean", per_sequence=True, agg_mode="seq-mean-token-mean")
 def gmpo(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -104,6 +114,8 @@ def gmpo(
 
     Wants loss_agg_mode=seq-mean-token-mean, which makes the objective the mean of L_b.
     Paper: GMPO, arXiv:2507.20673.
+
+    When: as gspo, with clips per token; with `actor.loss_agg_mode=seq-mean-token-mean`.
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how far a token's log-ratio may move.

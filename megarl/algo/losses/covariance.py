@@ -19,61 +19,8 @@ from torch import Generator, Tensor
 
 from megarl.algo.losses.clipped import ppo
 from megarl.algo.losses.ratio import HyperparameterError, importance_ratio, require_positive
+from megarl.algo.registry import register_policy_loss
 from megarl.algo.segments import clean
-
-
-def clip_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    segment_ids: Tensor,
-    *,
-    selected: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO without dual clip, with no gradient from the selected tokens.
-
-    L = 0 where selected, else max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high))
-
-    The selected tokens stay in every denominator.  Paper: Clip-Cov, arXiv:2505.22617.
-
-    Args: log_probs, old_log_probs, advantages, selected [T]; mask [T] bool; segment_ids [T].
-        clip_low, clip_high: how far the ratio may move.
-    Returns: token loss [T]; pg_clipfrac [T], where the clip holds; cov_selected [T].
-    """
-    columns = (log_probs, old_log_probs, advantages, mask, segment_ids)
-    loss, info = ppo(*columns, clip_low=clip_low, clip_high=clip_high, clip_c=None)
-    chosen = selected != 0
-    return torch.where(chosen, 0.0, loss), {"pg_clipfrac": info["pg_clipfrac"] & ~chosen, "cov_selected": chosen}
-
-
-def kl_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    segment_ids: Tensor,
-    *,
-    selected: Tensor,
-    ppo_kl_coef: float = 0.1,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The unclipped surrogate, with a pull towards the old policy on the selected tokens.
-
-    L = -A r, plus ppo_kl_coef |l - l_old| where selected
-
-    Paper: KL-Cov, arXiv:2505.22617.
-
-    Args: log_probs, old_log_probs, advantages, selected [T]; mask [T] bool; segment_ids [T].
-        ppo_kl_coef: the strength of the pull, above 0.
-    Returns: token loss [T]; cov_selected [T].
-    """
-    require_positive(ppo_kl_coef=ppo_kl_coef)
-    chosen = selected != 0
-    pull = ppo_kl_coef * (log_probs - old_log_probs).abs()
-    loss = -advantages * importance_ratio(log_probs, old_log_probs) + torch.where(chosen, pull, 0.0)
-    return loss, {"cov_selected": chosen}
 
 
 def select_clip_cov(
@@ -115,6 +62,66 @@ def select_kl_cov(
     cov = covariance(old_log_probs, advantages, mask)[trainable]
     order = cov.argsort(descending=True, stable=True)
     return _at(trainable[order[: num_selected(kl_cov_ratio, mask, "kl_cov_ratio")]], mask)
+
+
+@register_policy_loss("clip_cov", select=select_clip_cov)
+def clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    *,
+    selected: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO without dual clip, with no gradient from the selected tokens.
+
+    L = 0 where selected, else max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high))
+
+    The selected tokens stay in every denominator.  Paper: Clip-Cov, arXiv:2505.22617.
+
+    When: the entropy collapses under `ppo`.
+
+    Args: log_probs, old_log_probs, advantages, selected [T]; mask [T] bool; segment_ids [T].
+        clip_low, clip_high: how far the ratio may move.
+    Returns: token loss [T]; pg_clipfrac [T], where the clip holds; cov_selected [T].
+    """
+    columns = (log_probs, old_log_probs, advantages, mask, segment_ids)
+    loss, info = ppo(*columns, clip_low=clip_low, clip_high=clip_high, clip_c=None)
+    chosen = selected != 0
+    return torch.where(chosen, 0.0, loss), {"pg_clipfrac": info["pg_clipfrac"] & ~chosen, "cov_selected": chosen}
+
+
+@register_policy_loss("kl_cov", select=select_kl_cov)
+def kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    *,
+    selected: Tensor,
+    ppo_kl_coef: float = 0.1,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The unclipped surrogate, with a pull towards the old policy on the selected tokens.
+
+    L = -A r, plus ppo_kl_coef |l - l_old| where selected
+
+    Paper: KL-Cov, arXiv:2505.22617.
+
+    When: the entropy collapses under `ppo`; without a clip.
+
+    Args: log_probs, old_log_probs, advantages, selected [T]; mask [T] bool; segment_ids [T].
+        ppo_kl_coef: the strength of the pull, above 0.
+    Returns: token loss [T]; cov_selected [T].
+    """
+    require_positive(ppo_kl_coef=ppo_kl_coef)
+    chosen = selected != 0
+    pull = ppo_kl_coef * (log_probs - old_log_probs).abs()
+    loss = -advantages * importance_ratio(log_probs, old_log_probs) + torch.where(chosen, pull, 0.0)
+    return loss, {"cov_selected": chosen}
 
 
 def covariance(old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from megarl.algo.losses.ratio import importance_ratio, require_distances, require_positive, require_ratio_clips
+from megarl.algo.registry import register_policy_loss
 
 
+@register_policy_loss("reinforce", uses_ratio=False, uses_old=False)
 def reinforce(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, segment_ids: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -17,12 +19,15 @@ def reinforce(
 
     Paper: Williams 1992, doi:10.1007/BF00992696.  On-policy only: old_log_probs are not used.
 
+    When: one optimizer step an iteration, `rollout.ahead=0`.
+
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
     Returns: token loss [T]; no statistics of its own.
     """
     return -advantages * log_probs, {}
 
 
+@register_policy_loss("gpg", uses_ratio=False, uses_old=False)
 def gpg(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, segment_ids: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -32,12 +37,15 @@ def gpg(
 
     Paper: GPG, arXiv:2504.02546.  On-policy only: old_log_probs are not used.
 
+    When: one optimizer step an iteration, with `algorithm.adv_estimator=gpg`, which holds its scale.
+
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
     Returns: token loss [T]; no statistics of its own.
     """
     return -advantages * log_probs, {}
 
 
+@register_policy_loss("cispo")
 def cispo(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -54,6 +62,8 @@ def cispo(
 
     Paper: CISPO, arXiv:2506.13585 (MiniMax-M1), which has clip_low = 1: no lower bound.
 
+    When: when rare tokens matter (reflection, turns of thought) and a clip would take their gradient.
+
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how far the weight may be from 1.
     Returns: token loss [T]; pg_clipfrac [T], where the weight is clipped.
@@ -64,6 +74,7 @@ def cispo(
     return -weight * advantages * log_probs, {"pg_clipfrac": weight != ratio}
 
 
+@register_policy_loss("sapo")
 def sapo(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -81,6 +92,8 @@ def sapo(
     At r = 1 the gradient is that of -A l, whatever tau is.
     Paper: SAPO, arXiv:2511.20347.
 
+    When: when clips are hit often and a gate that closes slowly loses less.
+
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         tau_pos, tau_neg: how fast the gate closes, above 0.
     Returns: token loss [T]; no statistics of its own.
@@ -91,6 +104,7 @@ def sapo(
     return -advantages * (tau * (ratio - 1)).sigmoid() * 4 / tau, {}
 
 
+@register_policy_loss("dppo_tv")
 def dppo_tv(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -110,6 +124,8 @@ def dppo_tv(
     A move back towards p_old always passes.
     Paper: DPPO, arXiv:2602.04879.
 
+    When: large vocabularies: the ratio of an unlikely token says little, its change in probability says all.
+
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how far a probability may move; dppo_ratio_cap: c.
     Returns: token loss [T]; pg_clipfrac [T], where v takes the gradient away.
@@ -120,6 +136,7 @@ def dppo_tv(
     return _dppo(log_probs, old_log_probs, advantages, inside, dppo_ratio_cap)
 
 
+@register_policy_loss("dppo_kl")
 def dppo_kl(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -139,6 +156,8 @@ def dppo_kl(
 
     Paper: DPPO, arXiv:2602.04879.
 
+    When: as `dppo_tv`.
+
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how large k may be; dppo_ratio_cap: c.
     Returns: token loss [T]; pg_clipfrac [T], where v takes the gradient away.
@@ -151,6 +170,7 @@ def dppo_kl(
     return _dppo(log_probs, old_log_probs, advantages, inside, dppo_ratio_cap)
 
 
+@register_policy_loss("dro", uses_ratio=False)
 def dro(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, segment_ids: Tensor, *, beta: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -159,6 +179,8 @@ def dro(
     L = -(l A - beta / 2 (l - l_old)^2)
 
     Paper: DRO, arXiv:2405.19107.
+
+    When: samples of other policies, where no ratio is to be trusted.
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         beta: the strength of the quadratic, above 0; there is no default.

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import show
+from megarl.declared import argument_faults
 from megarl.layout import KEYS
 
 
@@ -37,38 +38,29 @@ def advice(config: Config) -> Iterator[str]:
     if actor.use_kl_loss and actor.kl_loss_type in names.KL_WITHOUT_GRADIENT and not actor.kl_importance:
         wanted = f"{actor.kl_loss_type}+ or low_var_kl"
         yield f"actor.kl_loss_type={actor.kl_loss_type}: its expected gradient is zero; expected {wanted}"
-    if loss in names.SEQ_MEAN_WANTED and actor.loss_agg_mode not in names.AGG_MODES_OF_SEQ_MEAN:
-        wanted = "its paper means tokens, then sequences; expected seq-mean-token-mean"
-        yield f"actor.loss_agg_mode={actor.loss_agg_mode} with algorithm.policy_loss_fn={loss}: {wanted}"
+    mode = names.AGG_MODE_OF_LOSS.get(loss)
+    if mode is not None and actor.loss_agg_mode not in names.AGG_MODES_OF[mode]:
+        given = f"actor.loss_agg_mode={actor.loss_agg_mode} with algorithm.policy_loss_fn={loss}"
+        yield f"{given}: it was published with {mode}; expected that"
 
 
 def _policy_loss(config: Config) -> Iterator[str]:
     loss, given = config.algorithm.policy_loss_fn, config.algorithm.policy_loss_args
-    if loss not in names.POLICY_LOSSES:
-        return
-    known = names.POLICY_LOSS_ARGS.get(loss, ())
-    for name, value in given.items():
-        if name not in known:
-            takes = ", ".join(known) or "no numbers of its own"
-            yield f"algorithm.policy_loss_args.{name}={show(value)}: algorithm.policy_loss_fn={loss} takes {takes}"
-    for name in names.POLICY_LOSS_ARGS_NEEDED.get(loss, ()):
-        if name not in given:
-            yield (
-                f"algorithm.policy_loss_fn={loss}: expected algorithm.policy_loss_args.{name}=NUMBER, it has no default"
-            )
+    if loss in names.POLICY_LOSSES:
+        choice, shown = f"algorithm.policy_loss_fn={loss}", {name: show(value) for name, value in given.items()}
+        yield from argument_faults(choice, "algorithm.policy_loss_args", names.POLICY_LOSS_ARGS[loss], shown)
 
 
 def _estimator(config: Config) -> Iterator[str]:
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     if name in names.GROUP_ESTIMATORS and config.rollout.n == 1:
         yield f"rollout.n=1: algorithm.adv_estimator={name} compares completions of one prompt; expected at least 2"
-    if name == "gdpo" and not algorithm.reward_weights:
+    if name in names.ESTIMATORS_WITH_REWARD_WEIGHTS and not algorithm.reward_weights:
         wanted = "algorithm.reward_weights={NAME:WEIGHT,...}, the numbers of the reward function that it compares"
-        yield f"algorithm.adv_estimator=gdpo: expected {wanted}"
+        yield f"algorithm.adv_estimator={name}: expected {wanted}"
     if name in names.ADV_ESTIMATORS:
-        for key, value in algorithm.adv_estimator_args.items():
-            takes = f"algorithm.adv_estimator={name} takes no values of its own"
-            yield f"algorithm.adv_estimator_args.{key}={show(value)}: {takes}"
+        shown = {key: show(value) for key, value in algorithm.adv_estimator_args.items()}
+        yield from argument_faults(f"algorithm.adv_estimator={name}", "algorithm.adv_estimator_args", {}, shown)
 
 
 def _kl(config: Config) -> Iterator[str]:
@@ -106,13 +98,19 @@ def other_layout(config: Config, full: str) -> Iterator[str]:
 
 
 def _bypass(config: Config) -> Iterator[str]:
+    loss = config.algorithm.policy_loss_fn
+    if loss in names.POLICY_LOSSES:
+        uses_ratio, uses_old = loss not in names.LOSSES_WITHOUT_RATIO, loss not in names.LOSSES_WITHOUT_OLD
+        yield from bypass_contradictions(config, uses_ratio=uses_ratio, uses_old=uses_old)
+
+
+def bypass_contradictions(config: Config, *, uses_ratio: bool, uses_old: bool) -> Iterator[str]:
+    """One sentence where the loss's own ratio cannot correct, or corrects beside a weight that does the same."""
     how, loss = config.algorithm.rollout_correction, config.algorithm.policy_loss_fn
-    if not how.bypass:
-        return
-    if loss in names.LOSSES_WITHOUT_OLD:
+    if how.bypass and not uses_old:
         nothing = f"algorithm.policy_loss_fn={loss} has no ratio that it could change; expected false"
         yield f"algorithm.rollout_correction.bypass=true: {nothing}"
-    elif how.level is not None and loss in set(names.POLICY_LOSSES) - set(names.LOSSES_WITHOUT_RATIO):
+    elif how.bypass and how.level is not None and uses_ratio:
         twice = f"with bypass=true the ratio of {loss} corrects already; expected null"
         yield f"algorithm.rollout_correction.level={how.level}: {twice}"
 

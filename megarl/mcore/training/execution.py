@@ -45,8 +45,7 @@ class ExecutionOptions:
         if is_full and (self.recompute_method is None or layers is None or layers < 1):
             raise ValueError(
                 "recompute_granularity=full: expected recompute_method uniform or block and recompute_num_layers of "
-                "at "
-                f"least 1, has {self.recompute_method} and {layers}"
+                f"at least 1, has {self.recompute_method} and {layers}"
             )
         if not is_full and (self.recompute_method, layers) != (None, None):
             raise ValueError(

@@ -41,8 +41,7 @@ class StackedQKV(QKV):
         if tp_size % self.num_groups and self.num_groups % tp_size:
             raise ValueError(
                 f"{self.param}: {self.num_groups} key-value heads cannot be dealt to {tp_size} ranks; expected one "
-                "number "
-                "to divide the other"
+                "number to divide the other"
             )
         return max(1, self.num_groups // tp_size)
 

@@ -36,8 +36,7 @@ class MegatronSharding(Sharding):
         if len(self._chunks) != self.pp * self.vpp or sum(self._chunks) != self.num_layers:
             raise ValueError(
                 f"layers_per_chunk={list(self._chunks)}: expected {self.pp * self.vpp} numbers (pp*vpp) that sum to "
-                "the "
-                f"model's {self.num_layers} layers"
+                f"the model's {self.num_layers} layers"
             )
 
     @property

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.advantages.estimate import check_estimator_args, estimate
-from megarl.algo.advantages.table import ADV_ESTIMATORS
 from megarl.algo.finite import NonFiniteError
+from megarl.algo.registry import ADV_ESTIMATORS
 from megarl.sample import Batch, Stat
 
 BUILT_IN = (
@@ -273,7 +273,7 @@ def test_a_users_estimator_gets_its_own_arguments(monkeypatch):
     assert "algorithm/groups_of_one" in stats
     with pytest.raises(ValueError, match="adv_estimator=scaled_return needs scale"):
         estimate(batch, adv_estimator="scaled_return")
-    with pytest.raises(ValueError, match=r"adv_estimator_args.beta=1: .*scaled_return has only scale, shift$"):
+    with pytest.raises(ValueError, match=r"adv_estimator_args.beta=1: .*scaled_return takes scale, shift$"):
         check_estimator_args("scaled_return", {"beta": 1})
     with pytest.raises(ValueError, match=r"expected a value in algorithm.adv_estimator_args.scale, it has no default"):
         check_estimator_args("scaled_return", {"shift": 1})

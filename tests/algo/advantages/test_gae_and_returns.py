@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.advantages.gae import gae, returns_to_go, whiten
-from megarl.algo.advantages.table import gae_whitened, reinforce_plus_plus, remax
+from megarl.algo.advantages.single_sample import gae_whitened, reinforce_plus_plus, remax
 
 D = torch.float64
 

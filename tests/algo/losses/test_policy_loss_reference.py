@@ -47,8 +47,10 @@ def run(name, hyperparameters, packed, log_probs=None):
     col = {n: clean(batch.columns[n], mask) for n in (*NAMES, "selected")}
     if log_probs is not None:
         col["log_probs"] = clean(log_probs, mask)
-    extra = {"selected": col["selected"]} if "selected" in keyword_names(POLICY_LOSSES[name]) else {}
-    loss, info = POLICY_LOSSES[name](*(col[n] for n in NAMES), mask, batch.segment_ids, **extra, **hyperparameters)
+    extra = {"selected": col["selected"]} if "selected" in keyword_names(POLICY_LOSSES[name].function) else {}
+    loss, info = POLICY_LOSSES[name].function(
+        *(col[n] for n in NAMES), mask, batch.segment_ids, **extra, **hyperparameters
+    )
     assert all(column.shape == mask.shape for column in info.values())
     return loss, mask
 
@@ -128,9 +130,11 @@ def test_ratios_up_to_e45_stay_finite(name, hyperparameters, dtype):
     log_probs = (old + torch.tensor(FAR, dtype=dtype)).requires_grad_()
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0], dtype=dtype)
     mask = torch.ones(5, dtype=torch.bool)
-    extra = {"selected": mask} if "selected" in keyword_names(POLICY_LOSSES[name]) else {}
+    extra = {"selected": mask} if "selected" in keyword_names(POLICY_LOSSES[name].function) else {}
     for segment_ids in (torch.arange(5), torch.zeros(5, dtype=torch.int64)):
-        loss, _ = POLICY_LOSSES[name](log_probs, old, advantages, mask, segment_ids, **extra, **hyperparameters)
+        loss, _ = POLICY_LOSSES[name].function(
+            log_probs, old, advantages, mask, segment_ids, **extra, **hyperparameters
+        )
         (slope,) = torch.autograd.grad(loss.sum(), log_probs)
         assert loss.isfinite().all()
         assert slope.isfinite().all()

@@ -21,12 +21,10 @@ MODES = ["token_level", "sample_level"]
 @pytest.fixture
 def tables():
     """What a test registers is gone afterwards."""
-    dicts = [(t, dict(t)) for t in (algo.POLICY_LOSSES, algo.SELECTIONS)]
-    sets = [(t, set(t)) for t in (algo.PER_SEQUENCE, algo.WITHOUT_RATIO)]
+    before = dict(algo.POLICY_LOSSES)
     yield
-    for table, before in dicts + sets:
-        table.clear()
-        table.update(before)
+    algo.POLICY_LOSSES.clear()
+    algo.POLICY_LOSSES.update(before)
 
 
 @pytest.fixture
@@ -129,7 +127,7 @@ def test_no_trainable_token_is_zero_with_zero_gradients(printed):
 
 
 def test_a_weight_of_rollout_correction_is_one_number_a_sequence(printed):
-    assert "my_ppo_variant" in algo.PER_SEQUENCE
+    assert algo.POLICY_LOSSES["my_ppo_variant"].per_sequence
     weights = torch.tensor([2.0] * 5 + [0.5] * 25, dtype=D)
     loss = ActorLoss("my_ppo_variant", use_rollout_weight=True)
     step = step_columns(whole_step("token-mean").with_columns(rollout_weight=weights), loss=loss, agg_mode="token-mean")

@@ -1,30 +1,26 @@
-"""Advantage estimators: once per batch, on whole samples.
-
-An estimator is a function of packed columns, f(rewards [N], mask [N], segment_ids [N], *, ...), that returns
-(advantages [N], returns [N]).  Its keyword-only arguments are what it asks for, by name: any other column of the batch,
-`group_ids` and other rows [B], or a setting of estimate.py.  Masked tokens are no steps of the decision process.
-`advantages` is 0 at masked places.  Here: those that look at each sample alone, and the table of all.
-"""
+"""Advantage estimators that look at each sample alone: no prompt group takes part."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from megarl.algo.advantages.gae import gae, returns_to_go, whiten
-from megarl.algo.advantages.group_relative import gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
-from megarl.algo.advantages.token_baseline import optimal_token_baseline
+from megarl.algo.registry import register_adv_est
 from megarl.algo.segments import clean
 
-AdvEstimator = Callable[..., tuple[Tensor, Tensor]]
 
-
+@register_adv_est("gae")
 def gae_whitened(
     rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, values: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """returns.gae, whitened over the batch; the returns are those before whitening.
+    """Generalized advantage estimation, whitened over the batch; the returns are those before whitening.
+
+    delta_t = r_t + gamma V_{t'} - V_t,   A_t = delta_t + gamma lam A_{t'};   A whitened
+
+    Paper: arXiv:1506.02438.
+
+    When: a critic is affordable; one answer a prompt is enough; rewards under way.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; values [N].
     Returns: advantages, returns [N].
@@ -33,12 +29,15 @@ def gae_whitened(
     return whiten(advantages, mask), returns
 
 
+@register_adv_est("reinforce_plus_plus")
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, gamma: float) -> tuple[Tensor, Tensor]:
     """The return to go, against the mean and with the spread of the whole batch.
 
     A = whiten(G),   G_t = r_t + gamma G_{t'},   t' the next trainable token
 
     G is carried over masked tokens (public code restarts it there).  Paper: arXiv:2501.03262.
+
+    When: one answer a prompt, no critic.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N].
     Returns: advantages [N] and returns [N], which are G.
@@ -47,6 +46,7 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, g
     return whiten(returns, mask), returns
 
 
+@register_adv_est("remax")
 def remax(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, greedy_score: Tensor) -> tuple[Tensor, Tensor]:
     """The return to go, against the reward of a greedy completion of the same prompt.
 
@@ -54,24 +54,11 @@ def remax(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, greedy_score: T
 
     Paper: arXiv:2310.10505.
 
+    When: one answer a prompt, no critic; costs one greedy answer.
+
     Args: rewards [N]; mask [N] bool; segment_ids [N]; greedy_score [B], the same for all samples of a prompt.
     Returns: advantages [N] and returns [N], which are G.
     """
     returns = returns_to_go(rewards, mask, segment_ids, gamma=1.0)
     advantages = returns.double() - greedy_score.double()[segment_ids]
     return clean(advantages, mask).to(torch.float32), returns
-
-
-ADV_ESTIMATORS: dict[str, AdvEstimator] = {
-    "gae": gae_whitened,
-    "grpo": grpo,
-    "grpo_passk": grpo_passk,
-    "gdpo": gdpo,
-    "rloo": rloo,
-    "remax": remax,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "opo": opo,
-    "gpg": gpg,
-    "optimal_token_baseline": optimal_token_baseline,
-}
