@@ -83,8 +83,8 @@ def test_a_new_built_in_is_one_file(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     warned, lacks, too_many, row, last = done.stdout.splitlines()
     assert warned == (
-        "actor.loss_agg_mode=token-mean with algorithm.policy_loss_fn=coil: it was published with token-sum; "
-        "expected that"
+        "actor.loss_agg_mode=token-mean with algorithm.policy_loss_fn=coil: it was published with another; "
+        "expected token-sum"
     )
     assert lacks.endswith(
         "algorithm.policy_loss_fn=coil: expected a value in algorithm.policy_loss_args.strength, it has no default"

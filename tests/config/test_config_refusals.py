@@ -77,7 +77,7 @@ from megarl.config.unused_keys import TABLE
         ("trainer.experiment_name=..", "expected the plain name of a folder"),
         ("trainer.resume_mode=/nowhere", "expected auto, disable or the folder of a checkpoint"),
         ("trainer.save_freq=0", "trainer.save_freq=0: expected -1 (never) or at least 1"),
-        ("reward.fn=bleu", "reward.fn=bleu: expected one of exact, gsm8k"),
+        ("reward.fn=bleu", "reward.fn=bleu: expected one of choice, exact, gsm8k"),
         ("algorithm.policy_loss_args.tau=1", "args.tau=1.0: algorithm.policy_loss_fn=ppo takes no values of its own"),
         (
             "algorithm.policy_loss_fn=sapo algorithm.policy_loss_args.tau=1",
@@ -87,7 +87,7 @@ from megarl.config.unused_keys import TABLE
             "algorithm.policy_loss_fn=sapo algorithm.policy_loss_args.tau_pos=inf",
             "algorithm.policy_loss_args={tau_pos: inf}: expected finite numbers",
         ),
-        ("algorithm.policy_loss_fn=dro", "expected algorithm.policy_loss_args.beta=NUMBER, it has no default"),
+        ("algorithm.policy_loss_fn=dro", "expected a value in algorithm.policy_loss_args.beta, it has no default"),
         (
             "algorithm.adv_estimator_args.a=1",
             "algorithm.adv_estimator_args.a=1: algorithm.adv_estimator=gae takes no values of its own",
@@ -243,7 +243,7 @@ def test_what_is_allowed_but_hardly_meant_is_warned_about():
         ("algorithm.lam=0.9 algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax has no lambda"),
         ("algorithm.gamma=0.9 algorithm.adv_estimator=grpo", "algorithm.adv_estimator=grpo scores whole completions"),
         ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_estimator=gae divides by no deviation"),
-        ("algorithm.reward_weights.reward=1", "algorithm.adv_estimator=gae is not gdpo"),
+        ("algorithm.reward_weights.reward=1", "algorithm.adv_estimator=gae compares one reward"),
         ("actor.clip_ratio_high=0.3 algorithm.policy_loss_fn=kl_cov", "algorithm.policy_loss_fn=kl_cov has no clip"),
         ("actor.clip_ratio_c=5 algorithm.policy_loss_fn=cispo", "algorithm.policy_loss_fn=cispo has no dual clip"),
         ("algorithm.rollout_correction.truncate=3", "algorithm.rollout_correction.level=null, so there is no weight"),

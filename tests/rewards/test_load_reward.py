@@ -101,10 +101,10 @@ def test_an_installed_module_can_be_named():
     [
         (
             "exakt",
-            r"reward.fn=exakt: expected one of exact, gsm8k, gsm8k_strict, math, choice, or path/file.py:function",
+            r"reward.fn=exakt: expected one of choice, exact, gsm8k, gsm8k_strict, math, or path/file.py:function",
         ),
-        ("{path}", r"reward.fn=.*mine.py: expected one of exact"),
-        ("{path}:", r"mine.py:: expected one of exact"),
+        ("{path}", r"reward.fn=.*mine.py: expected one of choice"),
+        ("{path}:", r"mine.py:: expected one of choice"),
         ("gone/mine.py:f", r"reward.fn=gone/mine.py:f: there is no file .*gone/mine.py$"),
         ("{path}:gone", r"mine.py has no function 'gone'; it has ours, compute_score, .*later$"),
         ("{path}:number", r"has no function 'number'"),

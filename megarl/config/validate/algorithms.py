@@ -41,7 +41,7 @@ def advice(config: Config) -> Iterator[str]:
     mode = names.AGG_MODE_OF_LOSS.get(loss)
     if mode is not None and actor.loss_agg_mode not in names.AGG_MODES_OF[mode]:
         given = f"actor.loss_agg_mode={actor.loss_agg_mode} with algorithm.policy_loss_fn={loss}"
-        yield f"{given}: it was published with {mode}; expected that"
+        yield f"{given}: it was published with another; expected {mode}"
 
 
 def _policy_loss(config: Config) -> Iterator[str]:

@@ -4,23 +4,29 @@ import pytest
 
 from megarl.weights.verify.canary import Canary, disagreement
 
-IDS = (1, 2, 3)
+IDS = (1, 2, 3, 4)
+TRAINER = (-1.0, -2.0, -3.0)
 
 
 def test_answers_like_the_trainers_are_believed() -> None:
-    canary = Canary(IDS, (-1.0, -2.0), tolerance=0.1)
-    assert disagreement(canary, {"a": [-1.05, -2.0], "b": [-1.0, -1.95]}) == {}
+    canary = Canary(IDS, TRAINER, tolerance=0.1)
+    assert disagreement(canary, {"a": [-1.05, -2.0, -3.0], "b": [-1.0, -1.95, -3.05]}) == {}
 
 
-@pytest.mark.parametrize("answer", [[-1.0, -2.2], [-1.0], [], [-1.0, math.nan], [-1.0, -math.inf]])
+def test_a_single_token_that_is_far_off_is_no_alarm() -> None:
+    """In bfloat16 an improbable token may be; a tensor in the wrong place moves all."""
+    assert disagreement(Canary(IDS, TRAINER, tolerance=0.1), {"a": [-1.0, -2.0, -9.0]}) == {}
+
+
+@pytest.mark.parametrize("answer", [[-1.0, -2.2, -3.2], [-1.0], [], [-1.0, math.nan, -3.0], [-1.0, -math.inf, -3.0]])
 def test_an_answer_unlike_the_trainers_is_named(answer: list[float]) -> None:
-    found = disagreement(Canary(IDS, (-1.0, -2.0), tolerance=0.1), {"a": [-1.0, -2.0], "b": answer})
+    found = disagreement(Canary(IDS, TRAINER, tolerance=0.1), {"a": list(TRAINER), "b": answer})
     assert list(found) == ["b"] and found["b"].startswith("b answers the canary prompt with ")
 
 
 def test_without_a_trainer_one_of_three_stands_out_and_of_two_neither_is_believed() -> None:
     canary = Canary(IDS, tolerance=0.1)
-    same, other = [-1.0, -2.0], [-1.0, -2.2]
+    same, other = [-1.0, -2.0, -3.0], [-1.0, -2.2, -3.2]
     assert disagreement(canary, {"a": same, "b": same}) == {}
     assert set(disagreement(canary, {"a": same, "b": same, "c": other})) == {"c"}
     assert set(disagreement(canary, {"a": same, "b": other})) == {"a", "b"}
