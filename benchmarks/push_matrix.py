@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 from transformers.utils import logging
 
 from megarl.data.tiny import tiny_tokenizer
-from megarl.weights.mapping.server_tables import server_table
-from megarl.weights.reshard.layouts import ServerSharding
+from megarl.weights.mapping.server_map import server_table
 from megarl.weights.reshard.regions import box_size
+from megarl.weights.reshard.sharding import ServerSharding
 
 Engine = Literal["cpu", "sglang"]
 TRANSPORTS = ("gathered", "shared", "sharded")

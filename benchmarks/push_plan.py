@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from megarl.weights.mapping.server_tables import server_table
-from megarl.weights.mapping.tables import table_for
-from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
+from megarl.weights.mapping.families import table_for
+from megarl.weights.mapping.server_map import server_table
 from megarl.weights.reshard.plan import Plan
 from megarl.weights.reshard.regions import box_size
+from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
 
 # Qwen3-MoE's shape at the size of the largest open models of 2025.
 TRILLION: dict[str, Any] = {

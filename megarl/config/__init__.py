@@ -20,9 +20,9 @@ from megarl.config.compose import (
     recipe_names,
     to_yaml,
 )
-from megarl.config.errors import ConfigError
 from megarl.config.resolve import layout_of, resolved
 from megarl.config.schema import Config
+from megarl.config.settings import ConfigError
 from megarl.config.sweep import SweptRun, load_sweep
 from megarl.config.validate.layouts import used_roles
 from megarl.config.validate.models import model_config

@@ -18,13 +18,12 @@ from yaml import YAMLError
 
 import megarl
 from megarl.config import presets
-from megarl.config.errors import ConfigError
 from megarl.config.keys import FREE
 from megarl.config.names import COMMANDS
 from megarl.config.presets import find, is_path, read_preset
 from megarl.config.resolve import MICRO_BATCH_KEYS, followed_by_roles, settled, to_config
 from megarl.config.schema import Config
-from megarl.config.settings import Layer, Setting, from_command_line, from_file
+from megarl.config.settings import ConfigError, Layer, Setting, from_command_line, from_file
 from megarl.config.unused_keys import check_effect
 from megarl.config.validate.algorithms import advice
 from megarl.config.validate.layouts import check_layouts, failing_roles

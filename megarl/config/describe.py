@@ -11,10 +11,9 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from megarl.config.aliases import RENAMED
-from megarl.config.errors import ConfigError
 from megarl.config.keys import nearest, type_name
 from megarl.config.schema import Config
-from megarl.config.settings import show
+from megarl.config.settings import ConfigError, show
 from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
 
 # The unit of a number by the end of its key's name; the first that fits counts.

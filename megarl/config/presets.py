@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.config.errors import ConfigError
 from megarl.config.keys import nearest
-from megarl.config.settings import PRESET, Layer, Setting, from_content, read_yaml
+from megarl.config.settings import PRESET, ConfigError, Layer, Setting, from_content, read_yaml
 
 LAYOUTS = "layouts"
 

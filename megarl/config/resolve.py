@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.errors import ConfigError
 from megarl.config.names import DEFAULT_MOMENTUM
 from megarl.config.schema import Config, Megatron
+from megarl.config.settings import ConfigError
 from megarl.layout import KEYS, Layout
 
 _PLAIN = re.compile(r"\$\{([\w.]+)\}")

@@ -14,7 +14,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megarl.config.aliases import canonical
-from megarl.config.errors import ConfigError
 from megarl.config.keys import FREE, fits, followed, groups, leaf_types, mapping_of, nearest, type_name
 
 # Words that name a file, or a part of one, that the rest is laid over; `model` and `model.preset` are one.
@@ -24,6 +23,13 @@ WORDS = {
     "layout": "the name of one of the layouts of the model's preset",
 }
 PRESET = "model.preset"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be: one sentence with the key, the value and what is expected.
+
+    Example: "actor.clip_ratio=3.0: expected a number between 0 and 1, both excluded".
+    """
 
 
 @dataclass(frozen=True)
@@ -185,3 +191,6 @@ def _unknown(key: str) -> str:
     guess = nearest(key)
     hint = f"; did you mean {guess}?" if guess else "; `megarl config` prints them all"
     return f"there is no key {key}{hint}"
+
+
+"""The one exception of this room."""

@@ -16,9 +16,8 @@ from hydra.errors import HydraException
 
 from megarl.config.aliases import canonical
 from megarl.config.compose import load_config
-from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
-from megarl.config.settings import parse_override, show
+from megarl.config.settings import ConfigError, parse_override, show
 
 PLACE = ("trainer.default_local_dir", "trainer.experiment_name")  # each run's are made of the sweep's and its values
 _LONGEST_NAME = 120  # of a folder; file systems allow 255 bytes, and what is written beside it has longer names

@@ -11,10 +11,9 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from megarl.config import names
-from megarl.config.errors import ConfigError
 from megarl.config.resolve import data_parallel_size, layout_of
 from megarl.config.schema import Config, Optim
-from megarl.config.settings import Setting
+from megarl.config.settings import ConfigError, Setting
 from megarl.config.validate.layouts import ROLES
 from megarl.config.validate.models import group_of, has_folder
 from megarl.config.validate.values import value_of

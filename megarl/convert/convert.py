@@ -31,8 +31,8 @@ from megarl.convert.request import AXES, DTYPES, Request
 from megarl.group import Group
 from megarl.layout import Layout, misfits, numbers_of
 from megarl.weights.hf.folder import CONFIG
+from megarl.weights.mapping.families import Role, table_for
 from megarl.weights.mapping.names import some_names
-from megarl.weights.mapping.tables import Role, table_for
 
 EXIT_FAILED = 1
 REPORT = "failure.txt"

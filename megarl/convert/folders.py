@@ -24,8 +24,8 @@ from megarl.config import from_yaml
 from megarl.trainer.build import model_folder
 from megarl.trainer.checkpoint import MANIFEST
 from megarl.weights.hf.folder import CONFIG, copy_tokenizer, open_hf
+from megarl.weights.mapping.families import Role
 from megarl.weights.mapping.names import num_bytes
-from megarl.weights.mapping.tables import Role
 
 Format = Literal["hf", "megatron"]
 SHARDS = "metadata.json"  # Megatron writes it when a sharded checkpoint is complete

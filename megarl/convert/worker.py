@@ -27,8 +27,8 @@ from megarl.weights.hf.export import finish_folder, hf_sizes, hf_tensors, start_
 from megarl.weights.hf.folder import HFFolder, open_hf
 from megarl.weights.hf.gather import ModelParallel, local_parameters
 from megarl.weights.hf.load import check_names, check_tied, fill, load_hf
+from megarl.weights.mapping.families import Role, ignorable, table_for, tied
 from megarl.weights.mapping.names import num_bytes
-from megarl.weights.mapping.tables import Role, ignorable, table_for, tied
 from megarl.weights.push.buckets import Sizes
 
 Part = tuple[int, dict[str, str]]  # bytes, and the digest of each tensor where the job makes them

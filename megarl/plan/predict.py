@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megarl.plan.job import Job
 from megarl.plan.memory.gpu_budget import GpuBudget, fullest, gpu_budgets
-from megarl.plan.time import offload, pushing, serving
+from megarl.plan.time import serving, transfers
 from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.serving import Rollout, Server
 from megarl.plan.time.training import Training, scoring, training
@@ -76,7 +76,7 @@ def rollout_time(job: Job, constants: Constants = CONSTANTS) -> float:
 
 def push_time(job: Job, constants: Constants = CONSTANTS) -> float:
     """Seconds of update_weights alone."""
-    return pushing.push(job, constants)
+    return transfers.push(job, constants)
 
 
 def stage_times(job: Job, trained: Training, written: Rollout, constants: Constants) -> dict[str, float]:
@@ -85,11 +85,11 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
 
     def pass_s(name: str) -> float:
         role, memory = roles[name]
-        return scoring(job, role, constants) + offload.of_call(job, role, memory, constants, learns=False)
+        return scoring(job, role, constants) + transfers.offload_of_call(job, role, memory, constants, learns=False)
 
     def update_s(name: str, seconds: float) -> float:
         role, memory = roles[name]
-        return seconds + job.optimizer_steps * offload.of_call(job, role, memory, constants, learns=True)
+        return seconds + job.optimizer_steps * transfers.offload_of_call(job, role, memory, constants, learns=True)
 
     found = {"gen": written.seconds}
     if job.scores_old:
@@ -100,9 +100,11 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
         found["values"] = pass_s("critic")
         found["update_critic"] = update_s("critic", training(job, job.critic, constants).seconds)
     found["update_actor"] = update_s("actor", trained.seconds)
-    found["update_weights"] = pushing.push(job, constants) + offload.of_push(job, roles["actor"][1], constants)
-    turn = sum(offload.of_turn(job, role, memory, constants) for role, memory in roles.values())
-    found["other"] = constants.step_s + constants.sequence_s * job.sequences + turn + offload.of_servers(job, constants)
+    onloaded = transfers.offload_of_push(job, roles["actor"][1], constants)
+    found["update_weights"] = transfers.push(job, constants) + onloaded
+    turn = sum(transfers.offload_of_turn(job, role, memory, constants) for role, memory in roles.values())
+    servers = transfers.offload_of_servers(job, constants)
+    found["other"] = constants.step_s + constants.sequence_s * job.sequences + turn + servers
     return found
 
 

@@ -8,6 +8,6 @@ call it on every rank; `push/receiver.py` alone runs inside the servers, and so 
 nothing else.
 """
 
-from megarl.weights.mapping.tables import FAMILIES, table_for
+from megarl.weights.mapping.families import FAMILIES, table_for
 
 __all__ = ["FAMILIES", "table_for"]

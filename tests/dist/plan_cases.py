@@ -11,8 +11,8 @@ from plan_reference import Params, cut_by_hand, whole_tensors
 
 from megarl.weights.reshard.describe import from_json
 from megarl.weights.reshard.exchange import Link, agree, answer, check_messages, check_params, compare, receive, send
-from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
+from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
 from megarl.weights.verify.digests import digest
 
 CPU = torch.device("cpu")

@@ -15,8 +15,7 @@ from spread_tables import Model
 
 from megarl.weights.mapping.names import Rename
 from megarl.weights.reshard.describe import to_json
-from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
-from megarl.weights.reshard.sharding import Sharding
+from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding, Sharding
 
 pytestmark = pytest.mark.dist
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
-from megarl.config.errors import ConfigError
 from megarl.config.resolve import MICRO_BATCH_KEYS, cut_of, layout_of
 from megarl.config.schema import Config
-from megarl.config.settings import show
+from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_layouts, nearest_numbers
 from megarl.config.validate import models
 from megarl.layout import KEYS, Layout, ModelNumbers, misfits, rank_misfits, training_misfits

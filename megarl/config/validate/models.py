@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
-from megarl.config.settings import show
+from megarl.config.settings import ConfigError, show
 from megarl.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
 
 # Where a preset and the folder differ in one of these, one of them is another model.

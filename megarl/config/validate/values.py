@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import names
-from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
-from megarl.config.settings import show
+from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_numbers
 from megarl.config.validate import algorithms, models, servers, strategies
 from megarl.config.validate.layouts import ROLES, used_roles

@@ -15,8 +15,8 @@ from megatron.core.distributed import DistributedDataParallel, FullyShardedDataP
 from torch import Tensor, nn
 
 from megarl.mcore.models.model import Model
-from megarl.mcore.training import fsdp
 from megarl.mcore.training.optimizer import Optimizer
+from megarl.mcore.training.wrappers import fsdp_shards, gather_fsdp, release_fsdp
 
 SMALL = 8  # bytes: step counters and the like stay
 
@@ -95,7 +95,7 @@ class OffloadBuffer:
         gradients: list[Tensor] = []
         for chunk in self.model:
             if isinstance(chunk, FullyShardedDataParallel):
-                held, summed = fsdp.shards(chunk)
+                held, summed = fsdp_shards(chunk)
                 weights += held
                 gradients += summed
             weights += [*chunk.parameters(), *nn.Module.buffers(chunk)]  # DDP calls its own lists "buffers"
@@ -111,13 +111,13 @@ def synchronized(model: Model) -> Iterator[None]:
     """Within it, whoever is not a forward pass can read parameters: a collective where they are gathered late."""
     for chunk in model:
         if isinstance(chunk, FullyShardedDataParallel):
-            fsdp.gather(chunk)
+            gather_fsdp(chunk)
         elif isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)  # what the last step left to the next forward pass
     yield
     for chunk in model:
         if isinstance(chunk, FullyShardedDataParallel):
-            fsdp.rest(chunk)
+            release_fsdp(chunk)
 
 
 def _state_of(optimizer: Optimizer) -> Iterator[Any]:

@@ -15,10 +15,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.layout import Layout
 from megarl.mcore.models.layers import check_trainable
 from megarl.mcore.models.model import Model, unwrap
-from megarl.mcore.training import fsdp
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.muon import Muon, muon_matrices
-from megarl.mcore.training.one_process import OneProcess
+from megarl.mcore.training.wrappers import FsdpOptimizer, OneProcess, wrap_fsdp
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def wrap_for_training(model: Model, layout: Layout, engine: ExecutionOptions = E
     if engine.strategy == "none":
         return [OneProcess(chunk) for chunk in model]
     if engine.strategy == "fsdp":
-        return [fsdp.wrap(chunk) for chunk in model]
+        return [wrap_fsdp(chunk) for chunk in model]
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=layout.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
@@ -165,7 +164,7 @@ class Optimizer:
         elif settings.name == "muon":
             _replace_by_muon(self, config)
         if wrapper.use_megatron_fsdp:
-            self.inner.__class__ = fsdp.FsdpOptimizer  # which only saves and loads in another way
+            self.inner.__class__ = FsdpOptimizer  # which only saves and loads in another way
         config.grad_scale_func = self.inner.scale_loss
 
     @property
@@ -181,7 +180,7 @@ class Optimizer:
         dtype = "bfloat16" if config.bf16 else "float32"
         # Megatron gives experts that are dealt to ranks an optimizer of their own, with a state of another form.
         experts = " expert_model_parallel_size>1" if self._has_expert_ranks else ""
-        parts = f" strategy=fsdp ranks={dist.get_world_size()}" if isinstance(self.inner, fsdp.FsdpOptimizer) else ""
+        parts = f" strategy=fsdp ranks={dist.get_world_size()}" if isinstance(self.inner, FsdpOptimizer) else ""
         return (
             f"optim.name={self.settings.name} use_distributed_optimizer={sharded} model.dtype={dtype}{experts}{parts}"
         )

@@ -20,8 +20,8 @@ from megarl.weights.hf.export import BUFFER_BYTES
 from megarl.weights.hf.folder import HFFolder, write_whole
 from megarl.weights.hf.gather import ModelParallel, whole_tensors
 from megarl.weights.hf.load import check_names, fill
+from megarl.weights.mapping.families import HFConfig, table_for
 from megarl.weights.mapping.names import Op, Rename
-from megarl.weights.mapping.tables import HFConfig, table_for
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

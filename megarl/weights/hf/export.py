@@ -16,8 +16,8 @@ from megarl.layout import RANDOM_WEIGHTS
 from megarl.mcore.models.model import Model
 from megarl.weights.hf.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
 from megarl.weights.hf.gather import ModelParallel, local_parameters, owner_dtypes, whole_tensors
+from megarl.weights.mapping.families import HFConfig, Role, table_for
 from megarl.weights.mapping.names import num_bytes
-from megarl.weights.mapping.tables import HFConfig, Role, table_for
 from megarl.weights.push.buckets import Sizes
 from megarl.weights.push.report import Clock
 

@@ -14,8 +14,8 @@ from megarl.mcore.models.model import Model
 from megarl.weights.hf.folder import HFFolder, open_hf
 from megarl.weights.hf.gather import ModelParallel, local_parameters
 from megarl.weights.hf.merged import Merged
+from megarl.weights.mapping.families import HFConfig, Role, ignorable, table_for, tied
 from megarl.weights.mapping.names import Op, ShardCoordinate, some_names
-from megarl.weights.mapping.tables import HFConfig, Role, ignorable, table_for, tied
 
 
 def load_hf(model: Model, hf_folder: str | Path, hf_config: HFConfig, *, role: Role = "actor") -> None:

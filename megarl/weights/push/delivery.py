@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.weights.mapping import tables
+from megarl.weights.mapping.families import HFConfig, tied
 from megarl.weights.mapping.names import ShardCoordinate
-from megarl.weights.mapping.server_tables import EngineKind, server_table
-from megarl.weights.mapping.tables import HFConfig
+from megarl.weights.mapping.server_map import EngineKind, server_table
 from megarl.weights.push.buckets import Bucket, Sizes
 from megarl.weights.push.gpu_handles import take
 from megarl.weights.push.report import one_line
@@ -109,10 +108,10 @@ class BucketRound:
     def verify(self) -> None:
         """After the last bucket: servers that hold what they must are done."""
         expected = {layout: [rank.result() for rank in ranks] for layout, ranks in self._sums.items()}
-        targets, tied = self._targets, tables.tied(self._hf_config)
+        targets, copies = self._targets, tied(self._hf_config)
         with targets.clock("verify"):
             plain = [url for url in self.urls if targets.left[url].nature.is_plain]
-            checked = targets.attempt(lambda s: s.verify(expected[_layout(s)], tied), plain)
+            checked = targets.attempt(lambda s: s.verify(expected[_layout(s)], copies), plain)
             self._lead.verified |= checked
             targets.done |= {url: self._transports[url] for url in checked}
             others = targets.attempt(Server.look, self.urls)

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from megarl.mcore.models.model import Model
 from megarl.weights.hf.export import BUFFER_BYTES, hf_sizes, hf_tensors, save_hf
-from megarl.weights.mapping.tables import HFConfig
+from megarl.weights.mapping.families import HFConfig
 from megarl.weights.push.agreement import broadcast_json
 from megarl.weights.push.buckets import Sizes, fill_buckets
 from megarl.weights.push.channel import is_here

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import DTYPE_NAMES
+from megarl.weights.mapping.families import HFConfig
 from megarl.weights.mapping.names import ShardCoordinate, some_names
-from megarl.weights.mapping.server_tables import EngineKind, coordinates, is_enlarged
-from megarl.weights.mapping.tables import HFConfig
+from megarl.weights.mapping.server_map import EngineKind, coordinates, is_enlarged
 from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.channel import Meeting, leave, meet
 from megarl.weights.push.report import PushError

@@ -29,9 +29,9 @@ from megarl.mcore.models.model import Model, unwrap
 from megarl.rollout.client import ServerError
 from megarl.servers.weight_group import leave_weight_group
 from megarl.weights.hf.gather import local_parameters
+from megarl.weights.mapping.families import HFConfig, table_for
 from megarl.weights.mapping.names import some_names
-from megarl.weights.mapping.server_tables import EngineKind, server_table
-from megarl.weights.mapping.tables import HFConfig, table_for
+from megarl.weights.mapping.server_map import EngineKind, server_table
 from megarl.weights.push.agreement import gather_json
 from megarl.weights.push.buckets import Sizes
 from megarl.weights.push.channel import Meeting, own_address
@@ -41,8 +41,8 @@ from megarl.weights.push.shared import message
 from megarl.weights.push.targets import Lead
 from megarl.weights.reshard.describe import to_json
 from megarl.weights.reshard.exchange import Link, agree, compare, send
-from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
+from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
 from megarl.weights.reshard.transfers import Message
 from megarl.weights.verify.digests import Kind, digest
 

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from megarl.weights.mapping import server_ops, tables  # noqa: F401  (makes every kind of mapping known)
+from megarl.weights.mapping import families, server_map  # noqa: F401  (makes every kind of mapping known)
 from megarl.weights.mapping.names import Op
-from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
-from megarl.weights.reshard.sharding import Sharding
+from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding, Sharding
 
 _LAYOUTS: dict[str, type[Sharding]] = {"megatron": MegatronSharding, "server": ServerSharding}
 

@@ -8,7 +8,7 @@ from plan_jobs import FREE, GPU, HF, MOE, job
 from megarl.layout import Layout
 from megarl.plan.memory.count import whole
 from megarl.plan.memory.gpu_budget import fullest
-from megarl.plan.time import offload, pushing
+from megarl.plan.time import transfers
 from megarl.plan.time.flops import shape_of
 from megarl.plan.time.lengths import context_of, running, tail_of
 from megarl.plan.time.serving import Server, rollout
@@ -90,51 +90,57 @@ def test_a_server_over_machines_sums_through_adapters():
 
 def test_a_push_sends_each_gpu_its_own_part():
     apart = job(shared=False, num_ranks=4, server_gpus=2, num_servers=1)
-    assert pushing.push(apart, FREE) == pytest.approx(WEIGHTS / 2 / GPU.nic_bandwidth)
+    assert transfers.push(apart, FREE) == pytest.approx(WEIGHTS / 2 / GPU.nic_bandwidth)
     many = replace(apart, num_servers=8)  # four ranks send eight models
-    assert pushing.push(many, FREE) == pytest.approx(WEIGHTS * 2 / GPU.nic_bandwidth)
+    assert transfers.push(many, FREE) == pytest.approx(WEIGHTS * 2 / GPU.nic_bandwidth)
 
 
 def test_shared_gpus_have_some_of_it_near():
     near = job(num_ranks=8, layout=Layout(tp=8, sequence_parallel=True), server_gpus=8)
-    assert pushing.near_share(near) == 1
-    assert pushing.push(near, FREE) == pytest.approx(WEIGHTS / 8 / GPU.link_bandwidth)
+    assert transfers.near_share(near) == 1
+    assert transfers.push(near, FREE) == pytest.approx(WEIGHTS / 8 / GPU.link_bandwidth)
     far = job(num_ranks=32, layout=Layout(tp=8, pp=4, sequence_parallel=True), server_gpus=8, num_servers=4)
-    assert pushing.near_share(far) == 1 / 4
-    assert pushing.near_share(replace(far, shared=False)) == 0
+    assert transfers.near_share(far) == 1 / 4
+    assert transfers.near_share(replace(far, shared=False)) == 0
 
 
 def test_whole_tensors_are_gathered_and_sent():
     alone = job(shared=False, push="gathered")
-    assert pushing.push(alone, FREE) == pytest.approx(WEIGHTS / GPU.nic_bandwidth)
+    assert transfers.push(alone, FREE) == pytest.approx(WEIGHTS / GPU.nic_bandwidth)
     cut = replace(alone, layout=Layout(tp=2), num_ranks=2)
-    assert pushing.push(cut, FREE) == pytest.approx(WEIGHTS / GPU.nic_bandwidth + WEIGHTS / 2 / GPU.link_bandwidth)
+    assert transfers.push(cut, FREE) == pytest.approx(WEIGHTS / GPU.nic_bandwidth + WEIGHTS / 2 / GPU.link_bandwidth)
 
 
 def test_experts_go_stacked_unless_they_are_gathered():
-    assert pushing.tensors(job(hf=MOE)) == 4 * (12 + 3)
-    assert pushing.tensors(job(hf=MOE, push="gathered")) == 4 * (12 + 3 * 4)
+    assert transfers.tensors(job(hf=MOE)) == 4 * (12 + 3)
+    assert transfers.tensors(job(hf=MOE, push="gathered")) == 4 * (12 + 3 * 4)
 
 
 def test_an_offloaded_role_comes_and_goes_for_each_call():
     own = job(param_offload=True, optimizer_offload=True)
     held = fullest(own.actor)
-    assert offload.of_call(own, own.actor, held, FREE, learns=False) == pytest.approx(2 * held.weights / 1e8)
+    assert transfers.offload_of_call(own, own.actor, held, FREE, learns=False) == pytest.approx(2 * held.weights / 1e8)
     both = held.weights + held.optimizer
-    assert offload.of_call(own, own.actor, held, FREE, learns=True) == pytest.approx(2 * both / 1e8)
-    assert offload.of_turn(own, own.actor, held, FREE) == 0
+    assert transfers.offload_of_call(own, own.actor, held, FREE, learns=True) == pytest.approx(2 * both / 1e8)
+    assert transfers.offload_of_turn(own, own.actor, held, FREE) == 0
 
 
 def test_another_stays_for_the_whole_turn():
     own = job()
     held = fullest(own.actor)
-    assert offload.of_call(own, own.actor, held, FREE, learns=True) == 0
-    assert offload.of_turn(own, own.actor, held, FREE) == pytest.approx(2 * (held.weights + held.optimizer) / 1e8)
-    assert offload.of_turn(replace(own, shared=False), own.actor, held, FREE) == 0
-    assert offload.of_push(replace(own, shared=False), held, FREE) == 0 < offload.of_push(own, held, FREE)
+    assert transfers.offload_of_call(own, own.actor, held, FREE, learns=True) == 0
+    assert transfers.offload_of_turn(own, own.actor, held, FREE) == pytest.approx(
+        2 * (held.weights + held.optimizer) / 1e8
+    )
+    assert transfers.offload_of_turn(replace(own, shared=False), own.actor, held, FREE) == 0
+    assert (
+        transfers.offload_of_push(replace(own, shared=False), held, FREE)
+        == 0
+        < transfers.offload_of_push(own, held, FREE)
+    )
 
 
 def test_servers_that_share_sleep_and_wake():
     constants = replace(FREE, sleep_s=2.0, wake_s=3.0)
-    assert offload.of_servers(job(), constants) == 5.0
-    assert offload.of_servers(job(shared=False), constants) == 0.0
+    assert transfers.offload_of_servers(job(), constants) == 5.0
+    assert transfers.offload_of_servers(job(shared=False), constants) == 0.0

@@ -15,9 +15,9 @@ from megarl.layout import RANDOM_WEIGHTS
 from megarl.weights.hf.export import finish_folder
 from megarl.weights.hf.folder import open_hf
 from megarl.weights.hf.load import check_names
+from megarl.weights.mapping.families import ignorable, table_for
 from megarl.weights.mapping.names import ShardCoordinate
-from megarl.weights.mapping.server_tables import server_table
-from megarl.weights.mapping.tables import ignorable, table_for
+from megarl.weights.mapping.server_map import server_table
 from megarl.weights.push.buckets import plan_buckets
 
 CONFIG: dict[str, Any] = {

@@ -10,8 +10,8 @@ from spread_tables import LatentModel, Model
 
 from megarl.weights.mapping.names import GateUp, Rename, ValueHead
 from megarl.weights.reshard.describe import fingerprint, from_json, to_json
-from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
+from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
 
 MODEL = Model(num_experts=4)
 TRAINER = MegatronSharding(MODEL.trainer_table(), world_size=8, tp=2, pp=2, ep=2, etp=1)

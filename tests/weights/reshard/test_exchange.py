@@ -3,8 +3,8 @@ import torch
 
 from megarl.weights.mapping.names import Rename
 from megarl.weights.reshard.exchange import Link, check_messages, check_params
-from megarl.weights.reshard.layouts import ServerSharding
 from megarl.weights.reshard.plan import Plan
+from megarl.weights.reshard.sharding import ServerSharding
 
 SPREAD = ServerSharding((Rename("a", "a", (4, 2), 0), Rename("b", "b", (3,))), tp=2, dtypes=(("b", "float32"),))
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from plan_reference import UNTOUCHED, carry_out, cut_by_hand, whole_tensors
 
-from megarl.weights.mapping.server_tables import EngineKind, server_table
-from megarl.weights.mapping.tables import FAMILIES, table_for
+from megarl.weights.mapping.families import FAMILIES, table_for
+from megarl.weights.mapping.server_map import EngineKind, server_table
 from megarl.weights.reshard.describe import from_json, to_json
-from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
+from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
 
 DENSE: dict[str, Any] = {
     "hidden_size": 16,

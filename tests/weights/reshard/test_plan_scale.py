@@ -7,8 +7,8 @@ from plan_reference import by_peer
 from spread_tables import LatentModel
 
 from megarl.weights.reshard.describe import from_json, to_json
-from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
+from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
 
 MODEL = LatentModel()
 MESSAGE_BYTES = 32 << 20

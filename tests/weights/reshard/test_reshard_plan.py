@@ -8,8 +8,8 @@ from plan_reference import UNTOUCHED, by_peer, carry_out, cut_by_hand, whole_ten
 from spread_tables import Model
 
 from megarl.weights.mapping.names import Rename
-from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
 from megarl.weights.reshard.plan import Plan
+from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
 from megarl.weights.reshard.transfers import ALIGNMENT, pack
 
 SIZES = st.sampled_from([1, 2, 4])

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from spread_tables import Model
 
 from megarl.weights.mapping.names import Rename
-from megarl.weights.reshard.layouts import MegatronSharding, ServerSharding
+from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
 
 DENSE = Model().trainer_table()
 SIZES = st.sampled_from([1, 2, 4])

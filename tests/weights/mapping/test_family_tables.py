@@ -162,6 +162,6 @@ def test_attention_bias_that_the_family_does_not_have_is_refused() -> None:
 
 
 def test_tables_load_no_megatron() -> None:
-    code = "import sys, megarl.weights.mapping.tables; print([m for m in sys.modules if m.startswith('megatron')])"
+    code = "import sys, megarl.weights.mapping.families; print([m for m in sys.modules if m.startswith('megatron')])"
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

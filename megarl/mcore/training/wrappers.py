@@ -1,7 +1,8 @@
-"""Megatron-FSDP: parameters, gradients and optimizer state cut over data (and context) parallelism.
+"""The wrappers of strategies fsdp and none, in place of Megatron's DistributedDataParallel.
 
-A transformer layer's parameters are whole only while it computes; those outside of the layers, from the first forward
-pass of a step to its end.
+Megatron-FSDP cuts parameters, gradients and optimizer state over data (and context) parallelism.  A transformer layer's
+parameters are whole only while it computes; those outside of the layers, from the first forward pass of a step to its
+end.  `OneProcess` trains in one process: gradients are summed in float32 beside each parameter, and none is reduced.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallelConfig, FullyShardedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def wrap(chunk: nn.Module) -> FullyShardedDataParallel:
+def wrap_fsdp(chunk: nn.Module) -> FullyShardedDataParallel:
     """Cut a model; what it holds now is what it goes on with."""
     settings = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
@@ -37,23 +39,23 @@ def wrap(chunk: nn.Module) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(config, settings, chunk, fsdp_unit_modules=[TransformerLayer], device=where)
 
 
-def shards(chunk: FullyShardedDataParallel) -> tuple[list[Tensor], list[Tensor]]:
+def fsdp_shards(chunk: FullyShardedDataParallel) -> tuple[list[Tensor], list[Tensor]]:
     """The memory of a wrapped model at rest: of its weights, in both types where there are two, and its gradients."""
-    rest(chunk)
+    release_fsdp(chunk)
     groups = chunk.param_and_grad_buffer.parameter_groups
     held = [x for group in groups for x in (group.model_weight_buffer, group.main_weight_buffer) if x is not None]
     gradients = [group.main_grad_buffer for group in groups if group.main_grad_buffer is not None]
     return [x.data for x in held], [x.data for x in gradients]
 
 
-def gather(chunk: FullyShardedDataParallel) -> None:
-    """Make every parameter whole until `rest`; a collective."""
+def gather_fsdp(chunk: FullyShardedDataParallel) -> None:
+    """Make every parameter whole until `release_fsdp`; a collective."""
     chunk.start_param_sync(force_sync=True)
     chunk.module._replace_param_with_raw_if_needed()  # which that undoes on its way (megatron_fsdp:1103)
     chunk.module.is_param_fsdp_distributed = True  # so that a state_dict holds what is whole, and no parts
 
 
-def rest(chunk: FullyShardedDataParallel) -> None:
+def release_fsdp(chunk: FullyShardedDataParallel) -> None:
     """Leave each rank its part only."""
     chunk.module.is_param_fsdp_distributed = False
     chunk.module.synchronize_param_gather()
@@ -119,3 +121,35 @@ class FsdpOptimizer(DistributedOptimizer):
         for i, param in self._held():
             held = {"weight": param, **{name: self.optimizer.state[param][name] for name in MOMENTS}}
             yield from ((f"{i}.{name}", tensor._local_tensor) for name, tensor in held.items())
+
+
+class OneProcess(_BaseDataParallel):
+    """Stands where Megatron's DistributedDataParallel would, without its contiguous buffers and buckets."""
+
+    def __init__(self, chunk: nn.Module) -> None:
+        super().__init__(config=chunk.config, module=chunk)
+        self.ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        self.trained: list[Any] = [param for param in chunk.parameters() if param.requires_grad]
+        for param in self.trained:
+            param.main_grad = torch.zeros_like(param, dtype=torch.float32)
+            param.grad_added_to_main_grad = False
+            param.register_post_accumulate_grad_hook(_add_to_main)
+
+    def zero_grad_buffer(self) -> None:
+        for param in self.trained:
+            param.main_grad.zero_()
+            param.grad_added_to_main_grad = False
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:  # noqa: ARG002
+        """There is nobody to wait for."""
+
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        for param in self.trained:
+            param.main_grad *= scaling_factor
+
+
+def _add_to_main(param: Any) -> None:
+    """As Megatron's DDP does: a gradient that was added within the matrix product is not added again."""
+    if not param.grad_added_to_main_grad or getattr(param, "zero_out_wgrad", False):
+        param.main_grad.add_(param.grad)
+    param.grad = None

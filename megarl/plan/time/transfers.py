@@ -1,4 +1,6 @@
-"""Seconds of a push.
+"""Seconds of what moves between a step's passes: a push to the servers, and offload to host memory and back.
+
+Of a push (`job.push`):
 
 sharded, shared   each GPU of a server gets its own part from ranks that hold it; every replica of the actor sends
 gathered          whole tensors are gathered from the ranks that hold parts, and go to every server
@@ -8,8 +10,9 @@ from __future__ import annotations
 
 from math import ceil
 
-from megarl.plan.job import Job
+from megarl.plan.job import Job, Role
 from megarl.plan.memory.count import num_experts, sparse_layers, whole
+from megarl.plan.memory.memory import Memory
 from megarl.plan.time.constants import CONSTANTS, Constants
 
 DENSE_TENSORS, EXPERT_TENSORS = 12, 3  # of a layer, and of an expert, in Hugging Face's form
@@ -56,3 +59,30 @@ def _gather(job: Job, num_bytes: int, constants: Constants) -> float:
     is_near = size <= job.link_domain
     bandwidth = job.gpu.link_bandwidth if is_near else job.gpu.nic_bandwidth
     return num_bytes * (size - 1) / size / (bandwidth * constants.gather)
+
+
+def offload_of_call(job: Job, role: Role, held: Memory, constants: Constants, *, learns: bool) -> float:
+    """One pass over a batch, or one optimizer step."""
+    moved = held.weights if role.param_offload else 0
+    moved += held.optimizer if learns and role.optimizer_offload else 0
+    return _both_ways(job, moved, constants)
+
+
+def offload_of_push(job: Job, held: Memory, constants: Constants) -> float:
+    """The actor's weights, where they sleep between the trainer's turns."""
+    return _both_ways(job, held.weights if job.shared or job.param_offload else 0, constants)
+
+
+def offload_of_turn(job: Job, role: Role, held: Memory, constants: Constants) -> float:
+    """What stays for the turn, where there are turns."""
+    moved = (0 if role.param_offload else held.weights) + (0 if role.optimizer_offload else held.optimizer)
+    return _both_ways(job, moved if job.shared else 0, constants)
+
+
+def offload_of_servers(job: Job, constants: Constants) -> float:
+    """They give their memory back before the training and take it again behind it."""
+    return constants.sleep_s + constants.wake_s if job.shared else 0.0
+
+
+def _both_ways(job: Job, num_bytes: int, constants: Constants) -> float:
+    return 2 * num_bytes / (job.gpu.host_bandwidth * constants.host)
