@@ -2,9 +2,9 @@
 
 Knows: the keys (schema/), what each means (describe.py), the names a key may hold (names.py), the spellings of other
 documents (aliases.py), which values are impossible (validate/), which layouts would be possible instead (suggest.py),
-which keys would do nothing (unused_keys.py), and how presets, recipes, files and command line become one `Config`
-(compose.py) or, with several values of a key, one for each run of a sweep (sweep.py).  Does not know: tensors,
-processes, files of data; those are checked where they are read.
+which keys would do nothing (unused_keys.py), on which GPUs actor and servers stand (placement.py), and how presets,
+recipes, files and command line become one `Config` (compose.py) or, with several values of a key, one for each run of a
+sweep (sweep.py).  Does not know: tensors, processes, files of data; those are checked where they are read.
 Called by: the commands on the top floor, which hand plain values down; no lower room ever sees a `Config`.
 
     config, warnings = load_config(["recipe=quickstart", "actor.optim.lr=1e-4"])

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megarl.config import Config, layout_of, to_yaml, used_roles
+from megarl.config.placement import placements
 from megarl.config.validate.models import model_numbers
-from megarl.config.validate.servers import placements
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
 from megarl.group import Group

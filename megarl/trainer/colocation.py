@@ -1,4 +1,4 @@
-"""Servers that stand on the trainer's GPUs: which these are, and how they give memory back while the trainer computes.
+"""Servers that stand on the trainer's GPUs: how they give memory back while the trainer computes.
 
 `Colocation` knows which server gave what back, since stock SGLang dies of taking what it never gave.  It outlives a
 restart of the ranks; a server that is started again has given nothing.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
 from megarl.config import Config
-from megarl.config.validate.servers import placements
+from megarl.config.placement import check_shared_seats
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.weights.verify.canary import Canary, disagreement
 
@@ -84,37 +83,8 @@ class Colocation:
         return silent | disagreement(canary, heard)
 
 
-def gpu_seats(config: Config, urls: Sequence[str]) -> dict[str, Any] | None:
-    """The GPUs of the actor's ranks and of the servers', as weights.push.gpu_handles.Gpus has them; None: unknown."""
-    if config.rollout.urls:
-        return None
-    each, actor, servers = config.trainer.n_gpus_per_node, config.actor, {}
-    assert actor.num_ranks is not None, "settled when the configuration was read"
-    trainer = [f"{gpu // each}/{gpu % each}" for gpu in range(actor.first_rank, actor.first_rank + actor.num_ranks)]
-    for url, (machines, gpu) in zip(urls, placements(config, trains=True), strict=True):
-        on_each = range(config.rollout.tensor_model_parallel_size // len(machines))
-        servers[url] = [f"{machine}/{gpu + rank}" for machine in machines for rank in on_each]
-    return {"trainer": trainer, "servers": servers}
-
-
 def check_shared_gpus(config: Config) -> None:
-    """A server on GPUs of the actor is pushed to through memory that both map: the actor has to be on all of them."""
-    rollout, device = config.rollout, config.trainer.device
-    on_gpus = rollout.engine == "sglang" and (device == "cuda" or (device == "auto" and torch.cuda.is_available()))
-    if rollout.placement != "shared" or not on_gpus:
-        return
-    seats = gpu_seats(config, [str(index) for index in range(rollout.num_servers)])
-    assert seats is not None, "servers that run elsewhere share no GPU"
-    for index, gpus in seats["servers"].items():
-        common = set(gpus) & set(seats["trainer"])
-        if common and rollout.push not in ("auto", "shared"):
-            raise ValueError(
-                f"rollout.push={rollout.push}: NCCL joins no two processes of one GPU, and with "
-                "rollout.placement=shared ranks of the actor and of servers are such; expected auto or shared"
-            )
-        if common and common != set(gpus):
-            raise ValueError(
-                f"rollout.tensor_model_parallel_size={len(gpus)}: server {index} stands on {len(common)} GPUs of the "
-                f"actor's and {len(gpus) - len(common)} others, and no push reaches such a server; expected servers "
-                "that stand wholly on the actor's GPUs (actor.first_rank, actor.num_ranks) or wholly beside them"
-            )
+    """Refuse servers on the actor's GPUs that no push would reach (`check_shared_seats`)."""
+    device = config.trainer.device
+    if config.rollout.engine == "sglang" and (device == "cuda" or (device == "auto" and torch.cuda.is_available())):
+        check_shared_seats(config)

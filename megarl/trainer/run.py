@@ -19,6 +19,7 @@ from rich.console import Console
 
 from megarl.algo.kl import make_kl_controller
 from megarl.config import Config, from_yaml, layout_of, to_yaml
+from megarl.config.placement import gpu_seats
 from megarl.group import Group
 from megarl.layout import Layout
 from megarl.metrics.jsonl import drop_after
@@ -50,7 +51,7 @@ from megarl.trainer.build import (
     read_prompts,
     start_trackers,
 )
-from megarl.trainer.colocation import ALL, CACHE, check_shared_gpus, gpu_seats
+from megarl.trainer.colocation import ALL, CACHE, check_shared_gpus
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.server_manager import Push, ServerManager, Trusts
 from megarl.weights.verify.canary import Canary

@@ -3,7 +3,8 @@
 import pytest
 from config_helpers import DENSE, EXPERTS, load, refusal
 
-from megarl.config.validate.servers import EP, TP, placements, server_misfits
+from megarl.config.placement import placements
+from megarl.config.validate.servers import EP, TP, server_misfits
 from megarl.layout import ModelNumbers
 
 SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")

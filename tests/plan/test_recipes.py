@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config import config_dir, load_config, recipe_names
+from megarl.config.placement import gpu_seats
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import GPUS
 from megarl.plan.time.constants import CONSTANTS
 from megarl.plan.time.lengths import tail_of
-from megarl.trainer.colocation import check_shared_gpus, gpu_seats
+from megarl.trainer.colocation import check_shared_gpus
 from megarl.weights.push.gpu_handles import Gpus
 from megarl.weights.push.targets import Targets
 

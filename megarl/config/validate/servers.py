@@ -1,4 +1,4 @@
-"""Whether the rollout servers can hold the policy, and where they stand."""
+"""Whether the rollout servers can hold the policy, and whether there is room for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import log2
 from urllib.parse import urlsplit
 
+from megarl.config.placement import placements
 from megarl.config.schema import Config
 from megarl.config.suggest import divisors, nearest_numbers
 from megarl.config.validate import models
@@ -35,23 +36,6 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         yield from _shared(config)
     elif rollout.engine == "sglang" and config.trainer.device != "cpu":
         yield from _apart(config, trains=command != "evaluate")
-
-
-def placements(config: Config, *, trains: bool) -> list[tuple[range, int]]:
-    """Machines and first GPU of each server; `trains`: beside a trainer, else the machines are theirs alone.
-
-    Dealt evenly over the machines, in runs, one behind the other on each.  Those of placement=separate stand behind
-    the trainer's GPUs, each on one machine; others that want more GPUs than a machine has take whole machines.
-    """
-    rollout, trainer = config.rollout, config.trainer
-    size, each, count = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node, rollout.num_servers
-    apart = trains and rollout.placement == "separate"
-    if trainer.nnodes > 1 and size > each and not apart:
-        width = -(-size // each)
-        return [(range(index * width, (index + 1) * width), rollout.first_gpu or 0) for index in range(count)]
-    first = rollout.first_gpu if rollout.first_gpu is not None else each if apart else 0
-    nodes = [index * trainer.nnodes // count for index in range(count)]
-    return [(range(node, node + 1), first + (index - nodes.index(node)) * size) for index, node in enumerate(nodes)]
 
 
 def server_misfits(numbers: ModelNumbers, tp: int, ep: int) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,63 @@
+"""On which machines and GPUs the servers and the actor of a run stand: arithmetic on the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.config.schema import Config
+
+
+def placements(config: Config, *, trains: bool) -> list[tuple[range, int]]:
+    """Machines and first GPU of each server; `trains`: beside a trainer, else the machines are theirs alone.
+
+    Dealt evenly over the machines, in runs, one behind the other on each.  Those of placement=separate stand behind
+    the trainer's GPUs, each on one machine; others that want more GPUs than a machine has take whole machines.
+    """
+    rollout, trainer = config.rollout, config.trainer
+    size, each, count = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node, rollout.num_servers
+    apart = trains and rollout.placement == "separate"
+    if trainer.nnodes > 1 and size > each and not apart:
+        width = -(-size // each)
+        return [(range(index * width, (index + 1) * width), rollout.first_gpu or 0) for index in range(count)]
+    first = rollout.first_gpu if rollout.first_gpu is not None else each if apart else 0
+    nodes = [index * trainer.nnodes // count for index in range(count)]
+    return [(range(node, node + 1), first + (index - nodes.index(node)) * size) for index, node in enumerate(nodes)]
+
+
+def gpu_seats(config: Config, urls: Sequence[str]) -> dict[str, Any] | None:
+    """The GPUs of the actor's ranks and of the servers', as weights.push.gpu_handles.Gpus has them; None: unknown."""
+    if config.rollout.urls:
+        return None
+    each, actor, servers = config.trainer.n_gpus_per_node, config.actor, {}
+    assert actor.num_ranks is not None, "settled when the configuration was read"
+    trainer = [f"{gpu // each}/{gpu % each}" for gpu in range(actor.first_rank, actor.first_rank + actor.num_ranks)]
+    for url, (machines, gpu) in zip(urls, placements(config, trains=True), strict=True):
+        on_each = range(config.rollout.tensor_model_parallel_size // len(machines))
+        servers[url] = [f"{machine}/{gpu + rank}" for machine in machines for rank in on_each]
+    return {"trainer": trainer, "servers": servers}
+
+
+def check_shared_seats(config: Config) -> None:
+    """With placement=shared: a server on GPUs of the actor gets its weights through memory that both map.
+
+    Raises: ValueError for another push, and for a server that stands on GPUs of the actor's and on others.
+    """
+    rollout = config.rollout
+    if rollout.placement != "shared":
+        return
+    seats = gpu_seats(config, [str(index) for index in range(rollout.num_servers)])
+    assert seats is not None, "servers that run elsewhere share no GPU"
+    for index, gpus in seats["servers"].items():
+        common = set(gpus) & set(seats["trainer"])
+        if common and rollout.push not in ("auto", "shared"):
+            raise ValueError(
+                f"rollout.push={rollout.push}: NCCL joins no two processes of one GPU, and with "
+                "rollout.placement=shared ranks of the actor and of servers are such; expected auto or shared"
+            )
+        if common and common != set(gpus):
+            raise ValueError(
+                f"rollout.tensor_model_parallel_size={len(gpus)}: server {index} stands on {len(common)} GPUs of the "
+                f"actor's and {len(gpus) - len(common)} others, and no push reaches such a server; expected servers "
+                "that stand wholly on the actor's GPUs (actor.first_rank, actor.num_ranks) or wholly beside them"
+            )
