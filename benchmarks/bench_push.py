@@ -214,7 +214,7 @@ def ratios(rows: list[Row], copy: float) -> dict[str, float]:
 
 def parser() -> argparse.ArgumentParser:
     made = page.arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
-    made.add_argument("--engines", nargs="+", choices=("cpu", "sglang"), default=["cpu", "sglang"])
+    made.add_argument("--engines", nargs="+", choices=("hf", "sglang"), default=["hf", "sglang"])
     made.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     made.add_argument("--repeats", type=int, help="pushes after the first one (default 5; 1 with --quick)")
     made.add_argument("--minutes", type=float, default=6.5, help="no case begins later than this (default 6.5)")

@@ -36,7 +36,7 @@ from megarl.servers.sglang_environment import sglang_python
 from megarl.servers.supervisor import ServerDied, Servers, free_ports
 
 GOAL = 0.97
-ENGINES = ("cpu", "sglang", "instant")
+ENGINES = ("hf", "sglang", "instant")
 MAX_RUNNING = 512
 START_S = 600.0  # of the instant server, on a machine that is busy
 POSITIONS = {"cpu": 2048, "cuda": 32768}
@@ -169,8 +169,8 @@ def _flush(server: ServerClient, limit_s: float = 10.0, process: BaseProcess | N
 
 def obstacle(engine: str, device: str) -> str:
     """Why this engine cannot be measured here; "" where it can."""
-    if engine == "cpu" and device == "cuda":
-        return "cpu: not measured, it has no use for a GPU"
+    if engine == "hf" and device == "cuda":
+        return "hf: not measured, it has no use for a GPU"
     if engine == "sglang":
         try:
             sglang_python(None)

@@ -17,7 +17,7 @@ from megarl.weights.mapping.server_map import server_table
 from megarl.weights.reshard.regions import box_size
 from megarl.weights.reshard.sharding import ServerSharding
 
-Engine = Literal["cpu", "sglang"]
+Engine = Literal["hf", "sglang"]
 TRANSPORTS = ("gathered", "shared", "sharded")
 
 
@@ -98,13 +98,13 @@ def cpu_cases() -> list[Case]:
     """Two ranks on a machine without GPU; the smallest and most telling first, should the time not last."""
     tp, pp, dp = {"tp": 2}, {"pp": 2}, {"tp": 1}
     return [
-        *(Case(ServerSet("cpu", "34M"), layout) for layout in (tp, pp, dp)),
+        *(Case(ServerSet("hf", "34M"), layout) for layout in (tp, pp, dp)),
         *(Case(ServerSet("sglang", "34M"), layout) for layout in (tp, pp)),
         Case(ServerSet("sglang", "34M", tp=2), tp),
-        Case(ServerSet("cpu", "134M"), tp),
+        Case(ServerSet("hf", "134M"), tp),
         Case(ServerSet("sglang", "134M"), tp),
-        Case(ServerSet("cpu", "34M", replicas=2), tp),
-        Case(ServerSet("cpu", "1M"), tp),
+        Case(ServerSet("hf", "34M", replicas=2), tp),
+        Case(ServerSet("hf", "1M"), tp),
     ]
 
 
@@ -117,7 +117,7 @@ def gpu_cases(num_ranks: int) -> list[Case]:
 
 def quick_cases() -> list[Case]:
     """Whether everything still goes through, not how fast."""
-    return [Case(ServerSet("cpu", "1M"), {"tp": 2}), Case(ServerSet("sglang", "1M"), {"tp": 2})]
+    return [Case(ServerSet("hf", "1M"), {"tp": 2}), Case(ServerSet("sglang", "1M"), {"tp": 2})]
 
 
 def by_servers(cases: list[Case]) -> Iterator[tuple[ServerSet, list[Case]]]:

@@ -46,7 +46,7 @@ class Ring:
 
     @property
     def has_weights(self) -> bool:
-        return self.given.rollout.engine == "cpu"
+        return self.given.rollout.engine == "hf"
 
     @property
     def is_quickstart(self) -> bool:

@@ -42,7 +42,7 @@ def write_model(
     """
     if weights and (size := whole(hf)) > MOST_WRITTEN:
         raise ValueError(
-            f"rollout.engine=cpu: it reads weights from a folder, and {size / 1e9:.0f} billion are too many to make "
+            f"rollout.engine=hf: it reads weights from a folder, and {size / 1e9:.0f} billion are too many to make "
             f"one for; expected rollout.engine=sglang, or a model of at most {MOST_WRITTEN / 1e9:.0f} billion"
         )
     stops = stop_ids(hf["vocab_size"], response_tokens)

@@ -1,7 +1,7 @@
 """Spellings of other documents: what a PPO user may have in an old command line or YAML file.
 
-Tables only: a prefix that is dropped, names that are renamed, and keys that mean nothing here, each with what replaces
-it.  Everything else keeps its name, so that an unknown key is still refused.
+Tables only: a prefix that is dropped, names that are renamed, values that are renamed, and keys that mean nothing here,
+each with what replaces it.  Everything else keeps its name, so that an unknown key is still refused.
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ RENAMED |= {
     "rollout.gpu_memory_utilization": ("rollout.memory_fraction", None),
     "rollout.ep_size": ("rollout.expert_parallel_size", None),
 }
+
+# key -> another name of one of its values, and the name that it has here
+RENAMED_VALUES: dict[str, dict[str, str]] = {"rollout.engine": {"cpu": "hf"}}
 
 WITHOUT_MEANING = {
     "*.fsdp_config.*": "strategy=fsdp shards everything over all data-parallel ranks",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
-from megarl.config.aliases import RENAMED
+from megarl.config.aliases import RENAMED, RENAMED_VALUES
 from megarl.config.keys import nearest, type_name
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
@@ -92,7 +92,8 @@ def _default(value: Any) -> str:
 
 def _allowed(key: str) -> str:
     if key in CHOICES:
-        return " | ".join(CHOICES[key])
+        others = {ours: other for other, ours in RENAMED_VALUES.get(key, {}).items()}
+        return " | ".join(f"{name} (or {others[name]})" if name in others else name for name in CHOICES[key])
     if key in OPEN_CHOICES:
         return " | ".join((*OPEN_CHOICES[key], "a plug-in's name"))
     return RANGES[key][1] if key in RANGES else ""

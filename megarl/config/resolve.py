@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megarl.config.aliases import RENAMED_VALUES
 from megarl.config.names import DEFAULT_MOMENTUM
 from megarl.config.schema import Config, Megatron
 from megarl.config.settings import ConfigError
@@ -60,8 +61,11 @@ def resolved(config: Config) -> Config:
 
 
 def to_config(composed: DictConfig) -> Config:
-    """OmegaConf's form of a Config as dataclasses, references followed, in `composed` too."""
+    """OmegaConf's form of a Config as dataclasses, with references followed and values renamed, in `composed` too."""
     _put_in_references(composed)
+    for key, names in RENAMED_VALUES.items():
+        if (value := OmegaConf.select(composed, key)) in names:
+            OmegaConf.update(composed, key, names[value])
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:

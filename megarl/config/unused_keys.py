@@ -196,8 +196,8 @@ TABLE = (
     ),
     UnusedKeys(
         "rollout.memory_fraction rollout.first_gpu",
-        "rollout.engine=cpu uses no GPU",
-        lambda c: c.rollout.engine == "cpu",
+        "rollout.engine=hf uses no GPU",
+        lambda c: c.rollout.engine == "hf",
     ),
     UnusedKeys("rollout.first_gpu", "trainer.device=cpu uses no GPU", lambda c: c.trainer.device == "cpu"),
     UnusedKeys(

@@ -6,12 +6,12 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.hf_server.model import CpuModel
+from megarl.hf_server.model import HFModel
 from megarl.hf_server.running_batch import Call, Request
 from megarl.rollout.protocol import SamplingParams
 
 
-def read_call(body: Any, model: CpuModel, max_total_tokens: int) -> Call:
+def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
     """Check everything and build the call. Raises ValueError with a sentence for whatever the engine cannot serve."""
     if not isinstance(body, Mapping):
         raise ValueError("the body of /generate is not a JSON object")
@@ -48,7 +48,7 @@ def _rids(rid: Any, num_prompts: int) -> list[str]:
     return rids
 
 
-def _check_prompt(prompt: list[int], max_new_tokens: int, model: CpuModel, max_total_tokens: int) -> None:
+def _check_prompt(prompt: list[int], max_new_tokens: int, model: HFModel, max_total_tokens: int) -> None:
     if min(prompt) < 0 or max(prompt) >= model.vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < model.vocab_size)
         raise ValueError(f"input_ids holds {wrong}: expected token ids from 0 to {model.vocab_size - 1}")

@@ -19,8 +19,8 @@ import signal
 import torch
 from aiohttp import web
 
-from megarl.hf_server.model import CpuModel
-from megarl.hf_server.routes import CpuServer, logger
+from megarl.hf_server.model import HFModel
+from megarl.hf_server.routes import HFServer, logger
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.protocol import DTYPES
 from megarl.servers.launch import TOKEN_VARIABLE
@@ -67,8 +67,8 @@ def _is_loopback(host: str) -> bool:
 
 async def _serve(args: argparse.Namespace) -> int:
     """Serve until a signal or the engine's end; returns the exit code."""
-    model = CpuModel(args.model_path, DTYPES[args.dtype])
-    server = CpuServer(
+    model = HFModel(args.model_path, DTYPES[args.dtype])
+    server = HFServer(
         model,
         os.environ.get(TOKEN_VARIABLE, ""),
         group_timeout_s=args.group_timeout_s,

@@ -22,8 +22,8 @@ from megarl.hf_server.names import hub_tensors
 from megarl.rollout.protocol import DTYPE_NAMES, tensor_digest
 
 
-class CpuModel:
-    """Example: model = CpuModel("/models/tiny", torch.float32); model.vocab_size, model.eos_ids."""
+class HFModel:
+    """Example: model = HFModel("/models/tiny", torch.float32); model.vocab_size, model.eos_ids."""
 
     def __init__(self, folder: str, dtype: torch.dtype) -> None:
         transformers_logging.disable_progress_bar()
@@ -131,8 +131,9 @@ class CpuModel:
         nameless = sorted(name for name, tensor in held.items() if tensor.data_ptr() not in covered)
         if nameless:
             raise ValueError(
-                f"{self.folder}: the cpu engine finds no tensor named {nameless[0]}, expected a folder that holds "
-                "every parameter of the model under the hub's names"
+                f"{self.folder}: the hf engine finds no tensor named {nameless[0]}, expected a folder that holds "
+                "every "
+                "parameter of the model under the hub's names"
             )
         return weights
 
@@ -140,7 +141,7 @@ class CpuModel:
         """Raises ValueError for a model whose forward pass is more than what `_hidden` and `logits` do."""
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
-            raise ValueError(f"{self.folder}: the cpu engine serves full_attention layers only, found {sorted(kinds)}")
+            raise ValueError(f"{self.folder}: the hf engine serves full_attention layers only, found {sorted(kinds)}")
         rope = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope"):  # their angles depend on the longest row of the batch
             raise ValueError(f"{self.folder}: rope_type={rope!r}: expected one of default, linear, llama3, yarn")
@@ -154,7 +155,7 @@ class CpuModel:
         if not torch.allclose(ours.float(), theirs.float(), rtol=0.05, atol=0.05):
             kind = type(self._model).__name__
             raise ValueError(
-                f"{self.folder}: the cpu engine cannot serve {kind}, expected a relative of Llama or Mixtral"
+                f"{self.folder}: the hf engine cannot serve {kind}, expected a relative of Llama or Mixtral"
             )
 
 

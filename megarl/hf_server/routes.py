@@ -1,4 +1,4 @@
-"""The routes of the CPU server: SGLang's JSON on one side, the engine's orders on the other.
+"""The routes of the HF server: SGLang's JSON on one side, the engine's orders on the other.
 
 Every route but /health, which tells nothing, wants the token (401 without). Refused requests answer 400 and change
 nothing.
@@ -19,9 +19,9 @@ from typing import Any
 from aiohttp import web
 
 from megarl.hf_server.calls import read_call, write_reply
-from megarl.hf_server.model import CpuModel
+from megarl.hf_server.model import HFModel
 from megarl.hf_server.running_batch import Call
-from megarl.hf_server.scheduler import CpuEngine
+from megarl.hf_server.scheduler import HFEngine
 from megarl.hf_server.weights import WEIGHT_LOADER, WeightUpdates
 from megarl.rollout.protocol import PAUSE_MODES, Route
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("megarl.hf_server.main")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _MAX_BODY_BYTES = 64 << 20
-_ROUTES: dict[Route, tuple[str, str]] = {  # route -> methods, handler of CpuServer
+_ROUTES: dict[Route, tuple[str, str]] = {  # route -> methods, handler of HFServer
     Route.HEALTH: ("GET", "health"),
     Route.SERVER_INFO: ("GET", "server_info"),
     Route.MODEL_INFO: ("GET", "model_info"),
@@ -54,16 +54,16 @@ _UPDATE_ROUTES: dict[Route, str] = {  # route -> method of WeightUpdates, run in
 }
 
 
-class CpuServer:
-    """The HTTP side. Example: AppRunner(CpuServer(model, token, ...).app)."""
+class HFServer:
+    """The HTTP side. Example: AppRunner(HFServer(model, token, ...).app)."""
 
-    def __init__(self, model: CpuModel, token: str, *, group_timeout_s: float, **engine_settings: Any) -> None:
+    def __init__(self, model: HFModel, token: str, *, group_timeout_s: float, **engine_settings: Any) -> None:
         self._model, self._token = model, token.encode()
         self._loop = asyncio.get_running_loop()
         self._replies: dict[int, asyncio.Future[None]] = {}  # id(call) -> resolved when the call is complete
         self._started = time.time()
         self.ended: asyncio.Future[BaseException | None] = self._loop.create_future()
-        self.engine = CpuEngine(
+        self.engine = HFEngine(
             model,
             on_done=lambda calls: self._loop.call_soon_threadsafe(self._resolve, calls),
             on_death=lambda error: self._loop.call_soon_threadsafe(self.end, error),
@@ -118,7 +118,7 @@ class CpuServer:
     async def server_info(self, request: web.Request) -> web.Response:
         state = {"num_running_reqs": self.engine.num_running, "num_waiting_reqs": self.engine.num_waiting}
         info = {
-            "version": "megarl-cpu",
+            "version": "megarl-hf",
             "model_path": self._model.folder,
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "max_running_requests": self.engine.max_running,

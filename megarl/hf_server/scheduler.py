@@ -1,4 +1,4 @@
-"""The batching engine of the CPU server: one thread that admits, prefills, decodes and retires rows.
+"""The batching engine of the HF server: one thread that admits, prefills, decodes and retires rows.
 
 Everything that touches the model or the running rows happens in that thread, between two steps, so there are no locks
 on them: other threads hand over calls (`submit`) and small functions (`run_now`, `run_alone`).
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.hf_server.kv_cache import Decode, Prefill
-from megarl.hf_server.model import CpuModel
+from megarl.hf_server.model import HFModel
 from megarl.hf_server.running_batch import ABORTED, Call, Request, Running
 from megarl.hf_server.sampling import row_key
 
@@ -30,12 +30,12 @@ _GATHER_S = 0.001  # an idle engine waits until no call came for so long, so tha
 _GATHER_LIMIT_S = 0.02
 
 
-class CpuEngine:
-    """Example: engine = CpuEngine(model, on_done=reply, on_death=stop); engine.start(); engine.submit(call)."""
+class HFEngine:
+    """Example: engine = HFEngine(model, on_done=reply, on_death=stop); engine.start(); engine.submit(call)."""
 
     def __init__(
         self,
-        model: CpuModel,
+        model: HFModel,
         *,
         max_running: int,
         max_total_tokens: int | None,
@@ -283,7 +283,7 @@ def _run(order: Callable[[], Any], future: Future[Any]) -> None:
         future.set_exception(error)
 
 
-def _default_tokens(model: CpuModel) -> int:
+def _default_tokens(model: HFModel) -> int:
     """As many tokens as fit in 2 GiB of keys and values, and at least one whole context."""
     one = model.new_cache(1)
     one.reserve(1, 1, used=(0, 0))

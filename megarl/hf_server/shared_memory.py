@@ -1,4 +1,4 @@
-"""Reading what /update_weights_from_tensor brings to the CPU server, which is a pickle, without trusting it.
+"""Reading what /update_weights_from_tensor brings to the HF server, which is a pickle, without trusting it.
 
 A pickle may name any function to be called.  Here it gets none but those of an allow-list: those that put a tensor
 together over shared memory, plain values, and torch's data types.  Shared memory is opened only under the names that

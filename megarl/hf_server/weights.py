@@ -1,4 +1,4 @@
-"""Weight updates on the CPU server: groups, the update session, and the refusal of whatever does not fit the model.
+"""Weight updates on the HF server: groups, the update session, and the refusal of whatever does not fit the model.
 
 The methods block (a meeting, a broadcast, a file), so the HTTP side calls them in threads; one lock keeps their order.
 Tensors are received beside the model and copied into it by the engine's thread between two steps; a custom weight
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.hf_server.scheduler import CpuEngine
+from megarl.hf_server.scheduler import HFEngine
 from megarl.hf_server.shared_memory import one_payload, read_bucket, read_message
 from megarl.rollout.protocol import DTYPES, FLATTENED, Route
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
@@ -32,7 +32,7 @@ _DEFAULT_GROUP = "weight_update_group"
 
 
 class WeightUpdates:
-    def __init__(self, engine: CpuEngine, group_timeout_s: float) -> None:
+    def __init__(self, engine: HFEngine, group_timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = group_timeout_s
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -47,7 +47,7 @@ class WeightUpdates:
         if not 0 < rank < world_size:
             raise ValueError(f"rank_offset={rank}: expected 1 .. world_size-1 ({world_size - 1}); rank 0 sends")
         if backend != "gloo":
-            raise ValueError(f"backend={backend!r}: the cpu engine speaks gloo")
+            raise ValueError(f"backend={backend!r}: the hf engine speaks gloo")
         if name in self._groups:
             raise ValueError(f"group_name={name!r}: this server is already in that group, expected a new name")
         try:  # outside the lock: a meeting to which nobody comes must not stop other groups

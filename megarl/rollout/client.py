@@ -1,6 +1,6 @@
 """Calling servers: `Engine` gives one server orders, `EnginePool` (of `pool`) asks many for completions.
 
-Both speak only `protocol`, so the same client serves SGLang and the CPU server.
+Both speak only `protocol`, so the same client serves SGLang and the HF server.
 """
 
 from __future__ import annotations

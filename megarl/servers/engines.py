@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.servers.launch import MakeCommand, cpu_command
+from megarl.servers.launch import MakeCommand, hf_command
 from megarl.servers.sglang import sglang_command
 
-ENGINES: dict[str, MakeCommand] = {"cpu": cpu_command, "sglang": sglang_command}
+ENGINES: dict[str, MakeCommand] = {"hf": hf_command, "sglang": sglang_command}

@@ -17,7 +17,7 @@ TOKEN_VARIABLE = SERVER_VARIABLE  # the servers' key travels here: a command lin
 
 @dataclass(frozen=True)
 class EngineLaunch:
-    """One server.  Example: EngineLaunch("cpu", "/models/tiny", port=30000, max_running_requests=512)."""
+    """One server.  Example: EngineLaunch("hf", "/models/tiny", port=30000, max_running_requests=512)."""
 
     engine: str
     model_path: str
@@ -29,7 +29,7 @@ class EngineLaunch:
     max_total_tokens: int | None = None  # tokens held in the KV cache; None: the engine's own choice
     random_seed: int | None = None
     weight_version: int = 0  # stamp of the weights in `model_path`
-    num_threads: int = 1  # CPU threads of the cpu engine
+    num_threads: int = 1  # CPU threads of the hf engine
     index: int = 0  # which server of the run; the supervisor counts. Chooses cores, GPUs and the seed
     # The rest is for sglang only.
     python: str | None = None  # of SGLang's environment; None: MEGARL_SGLANG_PYTHON, else .venv-sglang/bin/python
@@ -66,11 +66,11 @@ class ServerCommand:
 MakeCommand = Callable[[EngineLaunch, Path], ServerCommand]
 
 
-def cpu_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
-    """Our CPU server, which ends when this process does."""
+def hf_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
+    """Our HF server, which ends when this process does."""
     if launch.tensor_parallel_size != 1:
         raise ValueError(
-            f"rollout.tensor_model_parallel_size={launch.tensor_parallel_size}: expected 1, the cpu engine is one "
+            f"rollout.tensor_model_parallel_size={launch.tensor_parallel_size}: expected 1, the hf engine is one "
             "process"
         )
     command = [sys.executable, "-m", "megarl.hf_server.main", "--die-with-parent", str(os.getpid())]

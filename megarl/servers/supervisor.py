@@ -81,7 +81,7 @@ class _Watched:
 class Servers:
     """Example:
 
-        with Servers([EngineLaunch("cpu", "/models/tiny")], token, "runs/x/logs") as servers:
+        with Servers([EngineLaunch("hf", "/models/tiny")], token, "runs/x/logs") as servers:
             servers.start()
             for event in servers.poll(): ...
 

@@ -49,7 +49,7 @@ def told(seconds: float, transport: str = "gathered", **fields: Any) -> dict[str
 
 
 def row(*pushes: dict[str, Any], transport: str = "gathered", useful: int = 10**9, note: str = "") -> Row:
-    return Row.of("1M", "tp2 pp1 dp1", "cpu tp1 x1", transport, useful, list(pushes), note)
+    return Row.of("1M", "tp2 pp1 dp1", "hf tp1 x1", transport, useful, list(pushes), note)
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -59,8 +59,8 @@ def sizes(folder: Path) -> dict[str, int]:
 
 def test_a_cpu_server_needs_every_byte_and_so_does_its_replica(model: Path) -> None:
     whole = sum(sizes(model).values())
-    assert useful_bytes(model, ServerSet("cpu", "1M"), "float32") == whole
-    assert useful_bytes(model, ServerSet("cpu", "1M", replicas=2), "bfloat16") == whole
+    assert useful_bytes(model, ServerSet("hf", "1M"), "float32") == whole
+    assert useful_bytes(model, ServerSet("hf", "1M", replicas=2), "bfloat16") == whole
 
 
 def test_ranks_of_a_server_share_what_is_cut_and_each_need_the_rest(model: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_case_that_failed_once_has_no_numbers() -> None:
 
 def test_a_note_of_several_rows_is_said_once() -> None:
     absent = [row(transport=transport, note="no environment") for transport in ("gathered", "shared")]
-    assert notes(absent) == ["1M tp2 pp1 dp1 cpu tp1 x1 gathered, 1M tp2 pp1 dp1 cpu tp1 x1 shared: no environment"]
+    assert notes(absent) == ["1M tp2 pp1 dp1 hf tp1 x1 gathered, 1M tp2 pp1 dp1 hf tp1 x1 shared: no environment"]
 
 
 def test_the_page_has_numbers_setting_and_notes() -> None:
@@ -129,10 +129,10 @@ def test_servers_are_started_once_for_all_cases_that_they_can_serve() -> None:
 
 def test_what_there_was_no_time_for_is_a_row_too(tmp_path: Path) -> None:
     options = Namespace(
-        device="cpu", minutes=0.0, quick=False, engines=["cpu"], transports=["gathered", "shared"], repeats=1
+        device="cpu", minutes=0.0, quick=False, engines=["hf"], transports=["gathered", "shared"], repeats=1
     )
     bench = bench_push.Bench(Console(quiet=True), tmp_path, options)
-    case = Case(ServerSet("cpu", "1M"), {"tp": 2})
+    case = Case(ServerSet("hf", "1M"), {"tp": 2})
     bench._run_servers(None, case.servers, [case])  # type: ignore[arg-type]  # no rank is asked
     assert [(r.transport, r.note) for r in bench.rows] == [
         ("gathered", "not run: the time was up"),
@@ -179,7 +179,7 @@ def test_a_rank_plans_a_trillion_parameters_in_little_memory() -> None:
 @pytest.mark.dist
 def test_a_whole_run_writes_its_page(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/bench_push.py", "--quick", "--engines", "cpu", "--json", "--out", str(tmp_path)],
+        [sys.executable, "benchmarks/bench_push.py", "--quick", "--engines", "hf", "--json", "--out", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -194,6 +194,6 @@ def test_a_whole_run_writes_its_page(tmp_path: Path) -> None:
     page = next(tmp_path.glob("push_quick_*.md"))
     text = page.read_text()
     for transport in ("gathered", "shared", "sharded"):
-        assert f"| 1M | tp2 pp1 dp1 | cpu tp1 x1 | {transport} |" in text
+        assert f"| 1M | tp2 pp1 dp1 | hf tp1 x1 | {transport} |" in text
     assert "Notes:" not in text, text
     assert str(page) in done.stdout.replace("\n", "")

@@ -31,7 +31,7 @@ def test_lengths_have_the_mean_that_was_asked_for_and_spread_around_it() -> None
 
 def test_an_engine_has_its_usual_sizes_where_none_are_given() -> None:
     plain = parser().parse_args(["--device", "cpu", "--turns", "2"])
-    assert (sized(plain, "cpu").prompts, sized(plain, "cpu").turns) == (SIZES["cpu"]["prompts"], 2)
+    assert (sized(plain, "hf").prompts, sized(plain, "hf").turns) == (SIZES["cpu"]["prompts"], 2)
     assert sized(plain, "sglang").prompts == SIZES["sglang on cpu"]["prompts"] < sized(plain, "instant").prompts
     on_gpu = parser().parse_args(["--device", "cuda"])
     assert sized(on_gpu, "sglang").new_tokens == SIZES["cuda"]["new_tokens"]
@@ -77,7 +77,7 @@ def test_clients_take_turns_and_the_first_does_not_count() -> None:
 def test_the_ratio_is_the_median_of_the_turns() -> None:
     ring, bare = Timed(100, [1.0, 2.0, 4.0], [0.1] * 3), Timed(100, [1.0, 1.0, 3.0], [0.05] * 3)
     assert ratio(ring, bare) == 0.75
-    row = ring.row("cpu", "ring")
+    row = ring.row("hf", "ring")
     assert (row["tokens/s"], row["slowest"], row["fastest"], row["client CPU us/token"]) == (50, 25, 100, 1000)
 
 
@@ -86,7 +86,7 @@ def test_the_ratio_is_the_median_of_the_turns() -> None:
     [
         (("--engines", "sglang"), "--engines sglang: expected one that is here; sglang: not measured"),
         (("--engines", "instant"), "--engines instant: expected one that is here"),
-        (("--engines", "cpu", "--new-tokens", "4096"), "--new-tokens 4096: the longest completion has"),
+        (("--engines", "hf", "--new-tokens", "4096"), "--new-tokens 4096: the longest completion has"),
         (("--model", "/nowhere"), "--model /nowhere: expected a folder with a Hugging Face config.json"),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_server_that_ends_is_noticed_at_once(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.long
 @pytest.mark.dist
 def test_a_whole_run_prints_its_ratio_last(tmp_path: Path) -> None:
-    words = ["--device", "cpu", "--quick", "--engines", "cpu", "instant", "--json", "--out", str(tmp_path)]
+    words = ["--device", "cpu", "--quick", "--engines", "hf", "instant", "--json", "--out", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "benchmarks/bench_rollout.py", *words],
         cwd=ROOT,
@@ -131,10 +131,10 @@ def test_a_whole_run_prints_its_ratio_last(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    assert list(said)[-2:] == ["ring_over_bare_cpu", "ring_over_bare"] and said["ring_over_bare"] > 0
+    assert list(said)[-2:] == ["ring_over_bare_hf", "ring_over_bare"] and said["ring_over_bare"] > 0
     assert [(row["engine"], row["client"]) for row in said["rows"]] == [
-        ("cpu", "ring"),
-        ("cpu", "bare"),
+        ("hf", "ring"),
+        ("hf", "bare"),
         ("instant", "ring"),
         ("instant", "bare"),
     ]

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from config_helpers import BASE, KEYS, load, refusal
 
-from megarl.config import Config, load_config
+from megarl.config import Config, from_yaml, load_config, to_yaml
 from megarl.config.aliases import canonical
+from megarl.config.describe import description
 from megarl.config.validate.values import value_of
 
 DOCUMENTS = Path(__file__).parents[1] / "fixtures/source_documents"
@@ -195,3 +196,9 @@ def test_a_key_without_meaning_warns_once_and_says_what_replaces_it(word, instea
     _, warnings = load_config([*BASE, word, word])
     assert len(warnings) == 1
     assert instead in warnings[0]
+
+
+def test_the_engine_cpu_is_another_name_of_hf():
+    assert load("rollout.engine=cpu") == load("rollout.engine=hf")
+    assert from_yaml(to_yaml(load()).replace("engine: hf", "engine: cpu")) == load()
+    assert description("rollout.engine").allowed == "hf (or cpu) | sglang"

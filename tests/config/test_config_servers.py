@@ -88,10 +88,10 @@ def test_wider_servers_on_shared_gpus_are_fewer() -> None:
         load(*shared, *words.split())
 
 
-def test_the_cpu_engine_is_one_process() -> None:
+def test_the_hf_engine_is_one_process() -> None:
     for key in (TP, EP):
-        assert refusal(f"{key}=2") == f"{key}=2: expected 1, because rollout.engine=cpu is one process"
-    assert refusal("rollout.router=true").startswith("rollout.router=true: rollout.engine=cpu has no router")
+        assert refusal(f"{key}=2") == f"{key}=2: expected 1, because rollout.engine=hf is one process"
+    assert refusal("rollout.router=true").startswith("rollout.router=true: rollout.engine=hf has no router")
 
 
 def test_servers_may_be_wider_than_keys_and_values_and_than_a_machine() -> None:
@@ -152,8 +152,8 @@ def test_an_expert_is_shared_by_what_is_left() -> None:
         ("rollout.num_servers=2 rollout.urls=['http://a:1']", "rollout.urls names servers that run already"),
         ("rollout.host=b rollout.urls=['http://a:1']", "rollout.urls names servers that run already"),
         ("rollout.host=b trainer.nnodes=2", "with trainer.nnodes=2 servers listen at the addresses of their machines"),
-        ("rollout.memory_fraction=0.5", "rollout.engine=cpu uses no GPU"),
-        ("rollout.first_gpu=2", "rollout.engine=cpu uses no GPU"),
+        ("rollout.memory_fraction=0.5", "rollout.engine=hf uses no GPU"),
+        ("rollout.first_gpu=2", "rollout.engine=hf uses no GPU"),
         ("rollout.first_gpu=2 rollout.engine=sglang trainer.device=cpu", "trainer.device=cpu uses no GPU"),
     ],
 )

@@ -18,8 +18,8 @@ from megarl.servers.launch import TOKEN_VARIABLE
 from megarl.servers.supervisor import free_ports
 
 
-class CpuServer:
-    """Example: with CpuServer(folder) as server: server.url, server.pid; server.restart()"""
+class HFServer:
+    """Example: with HFServer(folder) as server: server.url, server.pid; server.restart()"""
 
     def __init__(self, folder: Path, *, group_timeout_s: float = 60.0) -> None:
         (self._port,) = free_ports(["127.0.0.1"])

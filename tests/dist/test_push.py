@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from push_cases import K_PROJ, O_PROJ, build, connect, push, ranks_that_go_on
-from push_servers import CpuServer
+from push_servers import HFServer
 from spawn import Ranks
 from tiny_models import write_model
 
@@ -34,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(folder: Path) -> Iterator[list[CpuServer]]:
-    with CpuServer(folder) as first, CpuServer(folder) as second:
+def servers(folder: Path) -> Iterator[list[HFServer]]:
+    with HFServer(folder) as first, HFServer(folder) as second:
         yield [first.wait(), second.wait()]
 
 
@@ -47,7 +47,7 @@ def ranks(folder: Path) -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def connected(ranks: Ranks, servers: list[CpuServer]) -> Callable[..., Push]:
+def connected(ranks: Ranks, servers: list[HFServer]) -> Callable[..., Push]:
     """Have the ranks push by a transport to both servers: the function that pushes, and returns what rank 0 knows."""
 
     def make(transport: str, **settings: Any) -> Push:

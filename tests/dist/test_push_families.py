@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from push_cases import build, connect, push
-from push_servers import CpuServer
+from push_servers import HFServer
 from spawn import Ranks
 from tiny_models import write_model
 
@@ -36,7 +36,7 @@ def ranks() -> Iterator[Ranks]:
 )
 def served(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = write_model(tmp_path_factory.mktemp("model"), request.param, tied=False)
-    with CpuServer(Path(folder)) as server:
+    with HFServer(Path(folder)) as server:
         ranks.run(build, str(folder), Layout(**CASES[request.param]), timeout_s=240)
         yield request.param, server.wait()
         ranks.run(connect, [], "auto", {}, timeout_s=120)

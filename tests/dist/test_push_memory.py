@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from push_cases import build, connect, push
-from push_servers import CpuServer
+from push_servers import HFServer
 from spawn import Ranks
 from tiny_models import write_model
 
@@ -31,11 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(folder: Path) -> Iterator[tuple[Ranks, list[CpuServer]]]:
+def running(folder: Path) -> Iterator[tuple[Ranks, list[HFServer]]]:
     # Else the allocator keeps freed blocks of up to 32 MB, and what is taken from these would not be seen.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-        with CpuServer(folder) as first, CpuServer(folder) as second, Ranks(2) as ranks:
+        with HFServer(folder) as first, HFServer(folder) as second, Ranks(2) as ranks:
             ranks.run(build, str(folder), Layout(tp=2), timeout_s=240)
             yield ranks, [first.wait(), second.wait()]
 

@@ -3,7 +3,7 @@
 from server_fixtures import (  # noqa: F401
     any_served,
     any_server,
-    cpu_served,
+    hf_served,
     model_path,
     other_path,
     reference,

@@ -1,4 +1,4 @@
-"""The CPU server's model of every family: its two forward passes against transformers', and its tensors' hub names."""
+"""The HF server's model of every family: its two forward passes against transformers', and its tensors' hub names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.data.tiny import FAMILIES, write_tiny_model
 from megarl.hf_server.kv_cache import Decode, Prefill
-from megarl.hf_server.model import CpuModel
+from megarl.hf_server.model import HFModel
 from megarl.rollout.protocol import DTYPE_NAMES, tensor_digest
 
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
@@ -50,7 +50,7 @@ def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
     return write(tmp_path / "a", 1, MODELS[request.param]), write(tmp_path / "b", 2, MODELS[request.param])
 
 
-def logits_in_two_ways(model: CpuModel, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
+def logits_in_two_ways(model: HFModel, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
     """[T] -> [T - prompt + 1, V]: of the prompt's last token in one pass, then of each further token by itself."""
     cache = model.new_cache(max_tokens=len(tokens))
     cache.reserve(1, len(tokens), used=(0, 0))
@@ -64,7 +64,7 @@ def logits_in_two_ways(model: CpuModel, tokens: torch.Tensor, prompt: int) -> to
 
 
 def test_tensors_pushed_under_hub_names_make_the_model_of_their_folder(folders: tuple[str, str]) -> None:
-    held, pushed = CpuModel(folders[0], torch.float32), load_file(f"{folders[1]}/model.safetensors")
+    held, pushed = HFModel(folders[0], torch.float32), load_file(f"{folders[1]}/model.safetensors")
     tokens = torch.arange(7, 19) * 5 % held.vocab_size
     before = logits_in_two_ways(held, tokens, prompt=6)
     held.check_weights(
@@ -72,7 +72,7 @@ def test_tensors_pushed_under_hub_names_make_the_model_of_their_folder(folders: 
     )
     held.load_weights(pushed)
     assert held.checksums() == {name: tensor_digest(tensor) for name, tensor in pushed.items()}
-    assert held.checksums() == CpuModel(folders[1], torch.float32).checksums()
+    assert held.checksums() == HFModel(folders[1], torch.float32).checksums()
     after = logits_in_two_ways(held, tokens, prompt=6)
     assert (after - before).abs().max() > 0.1
     theirs = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
@@ -82,13 +82,13 @@ def test_tensors_pushed_under_hub_names_make_the_model_of_their_folder(folders: 
 
 
 def test_a_folder_is_read_under_hub_names(folders: tuple[str, str]) -> None:
-    held = CpuModel(folders[0], torch.float32)
+    held = HFModel(folders[0], torch.float32)
     held.load_weights(held.read_folder(folders[1]))
-    assert held.checksums() == CpuModel(folders[1], torch.float32).checksums()
+    assert held.checksums() == HFModel(folders[1], torch.float32).checksums()
 
 
 def test_experts_that_do_not_fit_are_listed(tmp_path: Path) -> None:
-    held = CpuModel(write(tmp_path / "a", 1, {"family": "mixtral"}), torch.float32)
+    held = HFModel(write(tmp_path / "a", 1, {"family": "mixtral"}), torch.float32)
     names = [
         f"model.layers.0.block_sparse_moe.experts.{name}.weight" for name in ("0.w1", "1.w2", "4.w3", "2.gate_proj")
     ]

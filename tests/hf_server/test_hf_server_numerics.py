@@ -1,4 +1,4 @@
-"""The CPU server's tokens and log-probs against transformers' own, and against itself in other company."""
+"""The HF server's tokens and log-probs against transformers' own, and against itself in other company."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_server import CONTEXT, EOS, VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from megarl.hf_server.model import CpuModel
+from megarl.hf_server.model import HFModel
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 
@@ -122,7 +122,7 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 
 
 def test_a_tied_model_holds_its_shared_weight_once(tied_path):
-    names = set(CpuModel(tied_path, torch.float32).weights)
+    names = set(HFModel(tied_path, torch.float32).weights)
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
 
@@ -132,14 +132,14 @@ def test_a_tied_folder_that_stores_both_names_answers_to_both(tied_path, tmp_pat
     tensors = load_file(f"{tied_path}/model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "both/model.safetensors", metadata={"format": "pt"})
-    model = CpuModel(str(tmp_path / "both"), torch.float32)
+    model = HFModel(str(tmp_path / "both"), torch.float32)
     assert model.weights["lm_head.weight"] is model.weights["model.embed_tokens.weight"]
 
 
 @pytest.mark.parametrize(("config", "kind"), [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM)])
 def test_other_families_are_served(config, kind, tmp_path):
     kind(config(**SHAPE, eos_token_id=[3, 4])).save_pretrained(tmp_path)
-    model = CpuModel(str(tmp_path), torch.bfloat16)
+    model = HFModel(str(tmp_path), torch.bfloat16)
     assert model.eos_ids == (3, 4)
     assert model.vocab_size == 40
     assert all(tensor.dtype == torch.bfloat16 for tensor in model.weights.values())
@@ -149,9 +149,9 @@ def test_a_model_with_a_sliding_window_is_refused(tmp_path):
     config = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="sliding_attention"):
-        CpuModel(str(tmp_path), torch.float32)
+        HFModel(str(tmp_path), torch.float32)
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path):
     with pytest.raises((ValueError, OSError), match=str(tmp_path)):
-        CpuModel(str(tmp_path), torch.float32)
+        HFModel(str(tmp_path), torch.float32)

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from tiny_server import VOCAB
 
 from megarl.hf_server.calls import read_call, write_reply
-from megarl.hf_server.model import CpuModel
+from megarl.hf_server.model import HFModel
 from megarl.hf_server.running_batch import Call
 from megarl.hf_server.sampling import draw, row_key, uniforms
-from megarl.hf_server.scheduler import CpuEngine, _prefill_groups
+from megarl.hf_server.scheduler import HFEngine, _prefill_groups
 from megarl.rollout.protocol import SamplingParams, parse_completions
 
 
 @pytest.fixture(scope="module")
 def model(model_path):
-    return CpuModel(model_path, torch.float32)
+    return HFModel(model_path, torch.float32)
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def running(model, **limits):
     """An engine and a function that answers bodies, all submitted at once."""
     deaths, done = [], threading.Semaphore(0)
     limits = {"max_running": 8, "max_total_tokens": None, **limits}
-    engine = CpuEngine(
+    engine = HFEngine(
         model,
         random_seed=3,
         weight_version="0",
@@ -155,7 +155,7 @@ def test_retracted_rows_of_one_prompt_are_prefilled_apart():
 
 
 def test_bfloat16_is_served_as_transformers_computes_it(model_path, reference):
-    model = CpuModel(model_path, torch.bfloat16)
+    model = HFModel(model_path, torch.bfloat16)
     with running(model) as (_, answer):
         prompt = [5, 9, 12, 3]
         (reply,) = answer([body(prompt, max_new_tokens=20, sampling_seed=1, ignore_eos=True)])

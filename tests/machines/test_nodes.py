@@ -153,7 +153,7 @@ def test_a_machine_that_is_lost_takes_its_processes_with_it_and_may_come_back(tm
 def test_a_server_of_another_machine_is_started_watched_and_ended_there(two: Nodes, tmp_path: Path) -> None:
     machine = two.machine(1)
     (port,) = machine.free_ports(["127.0.0.2"])
-    launch = EngineLaunch("cpu", "/no/such/model", host="127.0.0.2", port=port)
+    launch = EngineLaunch("hf", "/no/such/model", host="127.0.0.2", port=port)
     log = tmp_path / "server.log"
     server = machine.start(launch, "not used there", log)
     assert psutil.pid_exists(server.pid)

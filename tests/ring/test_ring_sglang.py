@@ -1,4 +1,4 @@
-"""Whole small runs whose completions stock SGLang writes; the same with our CPU server is in test_ring.py."""
+"""Whole small runs whose completions stock SGLang writes; the same with our HF server is in test_ring.py."""
 
 from __future__ import annotations
 

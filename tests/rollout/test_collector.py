@@ -69,14 +69,14 @@ def prompts(count, first=0, ground_truth=None):
 
 
 @pytest.fixture
-def make_collector(cpu_served, tmp_path):
+def make_collector(hf_served, tmp_path):
     streams = []
 
     def make(**options):
-        settings = {"urls": [cpu_served.url], "token": cpu_served.token, "timeout_s": 200}
+        settings = {"urls": [hf_served.url], "token": hf_served.token, "timeout_s": 200}
         settings |= {"make_scorer": partial(Scorer, bonus=0.5), **options}
         collector = CollectorClient(
-            tokenizer_path=cpu_served.model_path, log_path=tmp_path / "collector.log", **settings
+            tokenizer_path=hf_served.model_path, log_path=tmp_path / "collector.log", **settings
         )
         streams.append(collector)
         return collector

@@ -98,7 +98,7 @@ def test_abilities_go_by_the_version():
     assert Abilities.of("0.5.17") == Abilities(update_sessions=False, version_spans=False, flush_beside_queue=False)
     assert Abilities.of("0.5.20") == Abilities(update_sessions=False, version_spans=True, flush_beside_queue=False)
     everything = Abilities(update_sessions=True, version_spans=True, flush_beside_queue=True)
-    for version in ("0.5.21", "0.5.23.post1", "0.6.0", "1.0.0", "megarl-cpu", "0.7.dev3", ""):
+    for version in ("0.5.21", "0.5.23.post1", "0.6.0", "1.0.0", "megarl-hf", "0.7.dev3", ""):
         assert Abilities.of(version) == everything
 
 

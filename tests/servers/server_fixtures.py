@@ -35,8 +35,8 @@ def reference(model_path: str) -> Qwen3ForCausalLM:
 
 
 @pytest.fixture(scope="session")
-def cpu_served(model_path: str, other_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    variant, logs = VARIANTS["cpu"], tmp_path_factory.mktemp("logs")
+def hf_served(model_path: str, other_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    variant, logs = VARIANTS["hf"], tmp_path_factory.mktemp("logs")
     with (
         running(variant, model_path, logs) as servers,
         served_by(servers, variant, model_path, other_path, logs) as served,
@@ -58,8 +58,8 @@ def any_served(
     """The servers of one variant after the other."""
     variant, logs = VARIANTS[request.param], tmp_path_factory.mktemp(request.param)
     with ExitStack() as stack:
-        if variant.engine == "cpu":
-            yield request.getfixturevalue("cpu_served")
+        if variant.engine == "hf":
+            yield request.getfixturevalue("hf_served")
             return
         if (variant.version, variant.tensor_parallel_size) == (CURRENT, 1):
             servers = request.getfixturevalue("sglang_pair")
@@ -69,10 +69,10 @@ def any_served(
 
 
 @pytest.fixture
-def server(cpu_served: Served) -> Iterator[Served]:
+def server(hf_served: Served) -> Iterator[Served]:
     """Our own server, handed back as it was found."""
-    yield cpu_served
-    restore(cpu_served)
+    yield hf_served
+    restore(hf_served)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def restore(served: Served) -> None:
     served.check()
     served.engine.abort(everything=True)
     served.engine.resume()
-    if served.variant.engine == "cpu":  # stock SGLang dies of a resume without a release
+    if served.variant.engine == "hf":  # stock SGLang dies of a resume without a release
         served.engine.resume_memory()
     for engine in served.engine.engines:
         if engine.model_info()["weight_version"] != "0" or engine.checksums() != served.checksums:

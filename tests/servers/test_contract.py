@@ -1,7 +1,7 @@
 """What every rollout server must answer, whoever wrote it: each route, and each way to be refused.
 
-Where stock SGLang dies of a request instead of refusing it, our side never sends that request: `test_cpu_refusals` has
-what our own server says to it, `test_pool` and `test_protocol` that it is not sent.
+Where stock SGLang dies of a request instead of refusing it, our side never sends that request:
+`test_hf_server_refusals` has what our own server says to it, `test_pool` and `test_protocol` that it is not sent.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def test_an_update_that_would_flush_running_requests_is_refused(server, backgrou
     before = server.engine.checksums()
     with pytest.raises(ServerError, match="answered 400"):
         server.engine.update_from_disk(server.other_path, version=1, flush_cache=True)
-    if server.variant.engine == "cpu":  # SGLang refuses only the flush, when the weights are the new ones already
+    if server.variant.engine == "hf":  # SGLang refuses only the flush, when the weights are the new ones already
         assert server.engine.checksums() == before
     server.engine.abort(everything=True)
     server.engine.resume()  # what an in_place pause keeps, SGLang aborts only after it
@@ -305,13 +305,13 @@ def test_checksums_are_sha256_of_the_bytes_of_what_each_rank_holds(server):
             whole = [name for name in expected if name in checksums and is_whole(server, name)]
             assert len(whole) >= 9
             assert {name: checksums[name] for name in whole} == {name: expected[name] for name in whole}
-    if server.variant.engine == "cpu":
+    if server.variant.engine == "hf":
         assert server.engine.checksums() == expected
 
 
 def is_whole(server, name):
     """Whether every rank of the server holds the whole tensor, unpadded."""
-    if server.variant.engine == "cpu" or "norm" in name:
+    if server.variant.engine == "hf" or "norm" in name:
         return True
     return server.variant.tensor_parallel_size == 1 and "embed" not in name and "lm_head" not in name
 

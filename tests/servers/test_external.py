@@ -164,7 +164,7 @@ def test_a_machine_that_is_gone_leaves_no_half_of_a_server(tmp_path: Path) -> No
 def test_a_server_waits_for_its_machine_without_losing_restarts(tmp_path: Path) -> None:
     machine = FakeMachine()
     patience = Supervision(max_restarts=1, rest_s=0.0)
-    servers = Servers([LAUNCH.__class__("cpu", "/m", port=1)], TOKEN, tmp_path, patience, [machine])
+    servers = Servers([LAUNCH.__class__("hf", "/m", port=1)], TOKEN, tmp_path, patience, [machine])
     server = servers._servers[0]
     server.process.spawn()
     server.state = State.SERVING

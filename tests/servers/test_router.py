@@ -28,7 +28,7 @@ PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
 @pytest.fixture(scope="module")
 def servers(model_path, tmp_path_factory):
     """Server number i writes at version i."""
-    with Servers([EngineLaunch("cpu", model_path)] * 2, TOKEN, tmp_path_factory.mktemp("logs")) as servers:
+    with Servers([EngineLaunch("hf", model_path)] * 2, TOKEN, tmp_path_factory.mktemp("logs")) as servers:
         servers.start()
         ServerClient(servers.urls[1], TOKEN).update_from_disk(model_path, version=1)
         yield servers

@@ -21,7 +21,7 @@ from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.servers.engines import ENGINES
-from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch, ServerCommand, cpu_command
+from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch, ServerCommand, hf_command
 from megarl.servers.server_process import ServerProcess
 from megarl.servers.supervisor import ServerDied, Servers, State, Supervision, free_ports
 
@@ -77,20 +77,20 @@ def events_until(servers, count):
 
 
 def test_the_token_is_in_the_environment_and_not_on_the_command_line():
-    command = cpu_command(EngineLaunch("cpu", "/m", port=5, max_total_tokens=9, random_seed=3), Path("/f")).argv
+    command = hf_command(EngineLaunch("hf", "/m", port=5, max_total_tokens=9, random_seed=3), Path("/f")).argv
     assert command[1:3] == ["-m", "megarl.hf_server.main"]
     assert "--max-total-tokens 9" in " ".join(command)
     assert not any("token" in part and "tokens" not in part for part in command)
 
 
-def test_the_cpu_engine_has_no_tensor_parallelism():
+def test_the_hf_engine_has_no_tensor_parallelism():
     with pytest.raises(ValueError, match="tensor_model_parallel_size=2"):
-        cpu_command(EngineLaunch("cpu", "/m", port=5, tensor_parallel_size=2), Path("/f"))
+        hf_command(EngineLaunch("hf", "/m", port=5, tensor_parallel_size=2), Path("/f"))
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(ValueError, match="rollout.engine='cpi': expected one of cpu, sglang"):
-        Servers([EngineLaunch("cpi", "/m")], TOKEN, "/tmp")
+    with pytest.raises(ValueError, match="rollout.engine='hff': expected one of hf, sglang"):
+        Servers([EngineLaunch("hff", "/m")], TOKEN, "/tmp")
 
 
 def test_free_ports_differ_and_can_be_bound():
@@ -102,16 +102,16 @@ def test_free_ports_differ_and_can_be_bound():
 
 
 def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", python_command("import sys; sys.exit('no model here')"))
-    servers = Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path / "logs")
+    monkeypatch.setitem(ENGINES, "hf", python_command("import sys; sys.exit('no model here')"))
+    servers = Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path / "logs")
     with pytest.raises(ServerDied, match=r"server 0 .*exit code 1.*server_0\.log(?s:.*)no model here"):
         servers.start()
     assert servers.pids[0] is not None and not alive(servers.pids[0])
 
 
 def test_a_server_that_never_serves_is_given_up_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", python_command("import time; time.sleep(600)"))
-    servers = Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, Supervision(start_timeout_s=0.5))
+    monkeypatch.setitem(ENGINES, "hf", python_command("import time; time.sleep(600)"))
+    servers = Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(start_timeout_s=0.5))
     with pytest.raises(ServerDied, match=r"server 0 did not serve within 0\.5 s"):
         servers.start()
     assert servers.pids[0] is not None and not alive(servers.pids[0])
@@ -133,19 +133,19 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(tmp_path, monkeypatch, code
     def command(launch, folder):
         return ServerCommand([sys.executable, "-c", code, str(launch.port)], dict(os.environ))
 
-    monkeypatch.setitem(ENGINES, "cpu", command)
+    monkeypatch.setitem(ENGINES, "hf", command)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         busy = taken.getsockname()[1]
-        with Servers([EngineLaunch("cpu", "/m", port=busy)], TOKEN, tmp_path) as servers:
+        with Servers([EngineLaunch("hf", "/m", port=busy)], TOKEN, tmp_path) as servers:
             servers.start()
             assert servers.urls != [f"http://127.0.0.1:{busy}"]
 
 
 def test_a_restarted_server_keeps_its_url_and_the_others_their_process(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    monkeypatch.setitem(ENGINES, "hf", healthy_command)
     progress = []
-    with Servers([EngineLaunch("cpu", "/m")] * 2, TOKEN, tmp_path) as servers:
+    with Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path) as servers:
         servers.start(lambda ready, total: progress.append((ready, total)))
         assert progress == [(1, 2), (2, 2)]
         urls, (first, second) = servers.urls, servers.pids
@@ -164,9 +164,9 @@ def test_a_restarted_server_keeps_its_url_and_the_others_their_process(tmp_path,
 
 
 def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    monkeypatch.setitem(ENGINES, "hf", healthy_command)
     patience = Supervision(answer_within_s=0.5, ask_every_s=0, rest_s=0.01)
-    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, patience) as servers:
+    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, patience) as servers:
         servers.start()
         (hung,) = servers.pids
         os.kill(hung, signal.SIGSTOP)
@@ -177,8 +177,8 @@ def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch):
 
 
 def test_polling_a_healthy_server_says_nothing(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
-    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, Supervision(ask_every_s=0)) as servers:
+    monkeypatch.setitem(ENGINES, "hf", healthy_command)
+    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(ask_every_s=0)) as servers:
         servers.start()
         for _ in range(50):
             assert servers.poll() == []
@@ -186,8 +186,8 @@ def test_polling_a_healthy_server_says_nothing(tmp_path, monkeypatch):
 
 
 def test_a_server_told_to_start_again_does_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
-    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, Supervision(rest_s=0.01)) as servers:
+    monkeypatch.setitem(ENGINES, "hf", healthy_command)
+    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(rest_s=0.01)) as servers:
         servers.start()
         (stopped,) = servers.restart(0, "it failed two pushes")
         assert stopped.state is State.RESTING
@@ -201,11 +201,11 @@ def test_a_server_told_to_start_again_does_so(tmp_path, monkeypatch):
 
 
 def test_a_server_that_dies_too_often_is_given_up_and_the_others_serve_on(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    monkeypatch.setitem(ENGINES, "hf", healthy_command)
     patience = Supervision(max_restarts=2, rest_s=0.01)
-    with Servers([EngineLaunch("cpu", "/m")] * 2, TOKEN, tmp_path, patience) as servers:
+    with Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path, patience) as servers:
         servers.start()
-        monkeypatch.setitem(ENGINES, "cpu", python_command("import sys; sys.exit('no model here')"))
+        monkeypatch.setitem(ENGINES, "hf", python_command("import sys; sys.exit('no model here')"))
         os.kill(servers.pids[0], signal.SIGKILL)
         died, gone = events_until(servers, 2)
         assert (died.state, gone.state) == (State.RESTING, State.OUT)
@@ -216,8 +216,8 @@ def test_a_server_that_dies_too_often_is_given_up_and_the_others_serve_on(tmp_pa
 
 
 def test_a_server_that_served_long_has_all_its_restarts_again(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
-    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, Supervision(rest_s=0, settled_after_s=0)) as servers:
+    monkeypatch.setitem(ENGINES, "hf", healthy_command)
+    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(rest_s=0, settled_after_s=0)) as servers:
         servers.start()
         for incarnation in range(2, 7):
             os.kill(servers.pids[0], signal.SIGKILL)
@@ -225,9 +225,9 @@ def test_a_server_that_served_long_has_all_its_restarts_again(tmp_path, monkeypa
 
 
 def test_a_server_that_was_of_no_use_has_no_restart_forgiven(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
+    monkeypatch.setitem(ENGINES, "hf", healthy_command)
     patience = Supervision(rest_s=0, settled_after_s=0, max_restarts=1)
-    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, patience) as servers:
+    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, patience) as servers:
         servers.start()
         assert [event.state for event in servers.restart(0, "its weights are wrong")] == [State.RESTING]
         events_until(servers, 1)
@@ -238,10 +238,10 @@ def test_a_server_that_cannot_even_be_spawned_is_out_and_the_others_serve_on(tmp
     def no_room(launch, folder):
         raise OSError("no space left on device")
 
-    monkeypatch.setitem(ENGINES, "cpu", healthy_command)
-    with Servers([EngineLaunch("cpu", "/m")] * 2, TOKEN, tmp_path, Supervision(max_restarts=1, rest_s=0)) as servers:
+    monkeypatch.setitem(ENGINES, "hf", healthy_command)
+    with Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path, Supervision(max_restarts=1, rest_s=0)) as servers:
         servers.start()
-        monkeypatch.setitem(ENGINES, "cpu", no_room)
+        monkeypatch.setitem(ENGINES, "hf", no_room)
         os.kill(servers.pids[0], signal.SIGKILL)
         died, gone = events_until(servers, 2)
         assert (died.state, gone.state) == (State.RESTING, State.OUT)
@@ -257,8 +257,8 @@ def test_the_folder_of_a_server_goes_with_it(tmp_path, monkeypatch):
         (folder / "socket").touch()
         return healthy_command(launch, folder)
 
-    monkeypatch.setitem(ENGINES, "cpu", command)
-    with Servers([EngineLaunch("cpu", "/m")], TOKEN, tmp_path, Supervision(rest_s=0)) as servers:
+    monkeypatch.setitem(ENGINES, "hf", command)
+    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(rest_s=0)) as servers:
         servers.start()
         servers.restart(0, "a test")
         events_until(servers, 1)
@@ -270,8 +270,8 @@ def test_children_of_a_server_end_with_it(tmp_path, monkeypatch):
     code = (
         "import subprocess, sys; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); child.wait()"
     )
-    monkeypatch.setitem(ENGINES, "cpu", python_command(code))
-    server = ServerProcess(EngineLaunch("cpu", "/m", port=1), TOKEN, tmp_path / "log", name="server")
+    monkeypatch.setitem(ENGINES, "hf", python_command(code))
+    server = ServerProcess(EngineLaunch("hf", "/m", port=1), TOKEN, tmp_path / "log", name="server")
     server.spawn()
     wait_for(lambda: server.log.read_text().endswith("\n"))
     child = int(server.log.read_text())
@@ -282,7 +282,7 @@ def test_children_of_a_server_end_with_it(tmp_path, monkeypatch):
 
 def test_a_server_does_not_bind_to_the_world_without_a_token(monkeypatch, capsys):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    monkeypatch.setattr(sys, "argv", ["cpu", "--model-path", "/m", "--port", "1", "--host", "0.0.0.0"])
+    monkeypatch.setattr(sys, "argv", ["hf", "--model-path", "/m", "--port", "1", "--host", "0.0.0.0"])
     with pytest.raises(SystemExit, match="2"):
         main.main()
     assert TOKEN_VARIABLE in capsys.readouterr().err
@@ -293,7 +293,7 @@ def is_writing(engine):
 
 
 def test_one_of_two_servers_is_killed_and_the_work_goes_on(server, model_path, tmp_path):
-    with Servers([EngineLaunch("cpu", model_path)], TOKEN, tmp_path) as servers:
+    with Servers([EngineLaunch("hf", model_path)], TOKEN, tmp_path) as servers:
         servers.start()
         (victim,) = servers.pids
 

@@ -42,7 +42,7 @@ CURRENT, OLD = "0.5.23", "0.5.17"  # of SGLang
 class Variant:
     """One way to serve: how many servers of what, and whether completions are asked of a router before them."""
 
-    engine: str = "cpu"
+    engine: str = "hf"
     version: str = CURRENT
     servers: int = 1
     tensor_parallel_size: int = 1
@@ -51,14 +51,14 @@ class Variant:
 
 # The old version has one rank here: a second one changes only where weights lie, and test_push_sglang.py pushes those.
 VARIANTS = {
-    "cpu": Variant(),
+    "hf": Variant(),
     "sglang": Variant("sglang"),
     "sglang_old": Variant("sglang", OLD),
     "sglang_tp2": Variant("sglang", tensor_parallel_size=2),
     "sglang_replicas": Variant("sglang", servers=2),
     "sglang_smg": Variant("sglang", servers=2, router=True),
 }
-MARKS = dict.fromkeys(VARIANTS, [pytest.mark.sglang]) | {"cpu": []}
+MARKS = dict.fromkeys(VARIANTS, [pytest.mark.sglang]) | {"hf": []}
 MARKS["sglang_replicas"] = [pytest.mark.sglang, pytest.mark.long]  # the same two servers as behind the router
 PARAMS = [pytest.param(name, id=name, marks=MARKS[name]) for name in VARIANTS]
 
@@ -106,7 +106,7 @@ class Served:
 
     def num_running(self) -> int:
         """Completions being written, over all servers."""
-        if self.variant.engine == "cpu":
+        if self.variant.engine == "hf":
             return self.engine.server_info()["internal_states"][0]["num_running_reqs"]
         return sum(load["num_running_reqs"] for load in self._loads())
 

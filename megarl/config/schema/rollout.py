@@ -22,7 +22,7 @@ class SGLang:
 
 @dataclass
 class Rollout:
-    engine: str = "cpu"  # cpu | sglang: which program writes the completions
+    engine: str = "hf"  # the program that generates: hf (transformers' modelling code) | sglang
     sglang: SGLang = field(default_factory=SGLang)
     n: int = 1  # completions per prompt: the size of a group
     temperature: float = 1.0  # of the softmax; the trainer's log-probs are scaled by it too

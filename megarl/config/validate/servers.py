@@ -22,10 +22,10 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     rollout = config.rollout
     if command not in ("train", "config", "evaluate", "serve"):
         return
-    if rollout.engine == "cpu":
+    if rollout.engine == "hf":
         for key, size in ((TP, rollout.tensor_model_parallel_size), (EP, rollout.expert_parallel_size)):
             if size != 1:
-                yield f"{key}={size}: expected 1, because rollout.engine=cpu is one process"
+                yield f"{key}={size}: expected 1, because rollout.engine=hf is one process"
     else:
         yield from _sizes(config)
     if rollout.router and rollout.engine != "sglang":

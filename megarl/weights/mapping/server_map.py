@@ -1,6 +1,6 @@
 """What the ranks of a server hold, in the words of `names`: the parameters' own names, and the HF tensors inside.
 
-The CPU server holds HF tensors as they are.  SGLang fuses some of them into one parameter and cuts most over its ranks;
+The HF server holds HF tensors as they are.  SGLang fuses some of them into one parameter and cuts most over its ranks;
 how, is read off the HF names, which say the same for every family.  A server's gate_up_proj is a `GateUp`, its
 row-parallel and replicated layers are `Rename`; the classes here are the rest of its fused layers.
 """
@@ -15,7 +15,7 @@ from typing import Literal
 from megarl.weights.mapping.families import HFConfig, table_for
 from megarl.weights.mapping.names import QKV, GateUp, Op, Piece, Rename, Shape, ShardCoordinate
 
-EngineKind = Literal["cpu", "sglang"]
+EngineKind = Literal["hf", "sglang"]
 Shapes = Mapping[str, Shape]
 
 _CUT_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj)\.weight$")
@@ -188,7 +188,7 @@ def _round_up(number: int, multiple: int) -> int:
 def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
     """Every parameter of the server's model, under the server's names, in the order of the trainer's export."""
     shapes = {name: shape for op in table_for(hf_config) for name, shape in op.hf_shapes.items()}
-    if engine == "cpu":
+    if engine == "hf":
         return [Rename(name, name, shape) for name, shape in shapes.items()]
     return [op for name in shapes if (op := _sglang(name, shapes, hf_config)) is not None]
 
@@ -204,7 +204,7 @@ def is_enlarged(engine: EngineKind, hf_config: HFConfig, tp: int) -> bool:
 
     It rounds feed-forward sizes up to 32 a rank, and numbers of heads up to one a rank.
     """
-    if engine == "cpu":
+    if engine == "hf":
         return False
     sizes = [hf_config.get(key) or 0 for key in ("intermediate_size", "moe_intermediate_size")]
     heads = [hf_config["num_attention_heads"], hf_config.get("num_key_value_heads") or tp]

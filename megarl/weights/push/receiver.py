@@ -1,7 +1,7 @@
 """What runs inside a server's processes when the trainer's ranks send slices straight to them.
 
 SGLang calls `load` in each of its ranks as a custom weight loader of /update_weights_from_tensor, and `setup` as a
-plug-in when a process starts; the CPU server calls `load` too.  What comes in the place of named tensors is a text: how
+plug-in when a process starts; the HF server calls `load` too.  What comes in the place of named tensors is a text: how
 to meet the trainer, and how the model lies on both sides.  From that this rank derives what it will get from whom,
 writes it into the parameters as it comes, reads them again, and tells each sender the digests of what it now holds.
 

@@ -44,7 +44,7 @@ class Nature:
     @classmethod
     def read(cls, info: Mapping[str, Any], hf_config: HFConfig) -> Nature:
         on_gpu, tp = info.get("device", "cpu") != "cpu", int(info.get("tp_size") or 1)
-        engine: EngineKind = "cpu" if info.get("version") == "megarl-cpu" else "sglang"
+        engine: EngineKind = "hf" if info.get("version") == "megarl-hf" else "sglang"
         stages = max(int(info.get(key) or 1) for key in ("pp_size", "dp_size"))
         return cls(
             engine=engine,

@@ -107,9 +107,9 @@ MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok
 MOE |= {"head_dim": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def test_the_cpu_server_holds_hf_tensors_as_they_are() -> None:
+def test_the_hf_server_holds_hf_tensors_as_they_are() -> None:
     shapes = {name: shape for op in table_for(DENSE) for name, shape in op.hf_shapes.items()}
-    assert {op.param: op.shape_at(ShardCoordinate()) for op in server_table("cpu", DENSE)} == shapes
+    assert {op.param: op.shape_at(ShardCoordinate()) for op in server_table("hf", DENSE)} == shapes
 
 
 def test_qwen2_in_sglang_by_hand() -> None:
@@ -165,4 +165,4 @@ def test_sizes_that_sglang_rounds_up_without_a_gpu() -> None:
     assert not is_enlarged("sglang", aligned, 2)
     assert is_enlarged("sglang", aligned, 4)  # 64 are not 32 for each of 4 ranks; nor are 2 heads one for each
     assert is_enlarged("sglang", DENSE, 1)
-    assert not is_enlarged("cpu", DENSE, 1)
+    assert not is_enlarged("hf", DENSE, 1)

@@ -33,8 +33,8 @@ def test_what_a_server_says_of_itself() -> None:
     nature = Nature.read(ON_GPU | {"custom_weight_loader": [RECEIVER]}, CONFIG)
     assert (nature.engine, len(nature.coordinates), nature.hashes, nature.first_gpu) == ("sglang", 2, "words", 4)
     assert nature.is_plain and nature.has_receiver and nature.started == '{"s": 1.5}'
-    ours = Nature.read({"version": "megarl-cpu", "device": "cpu"}, CONFIG)
-    assert (ours.engine, ours.coordinates, ours.hashes, ours.first_gpu) == ("cpu", (ShardCoordinate(),), "sha256", None)
+    ours = Nature.read({"version": "megarl-hf", "device": "cpu"}, CONFIG)
+    assert (ours.engine, ours.coordinates, ours.hashes, ours.first_gpu) == ("hf", (ShardCoordinate(),), "sha256", None)
     assert ours.is_plain and not ours.has_receiver
 
 

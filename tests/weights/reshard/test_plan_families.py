@@ -41,7 +41,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["cpu", "sglang"])
+@pytest.mark.parametrize("engine", ["hf", "sglang"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_weights_arrive(family: str, engine: EngineKind) -> None:
     config = DENSE | {"model_type": family} | OWN.get(family, {})
