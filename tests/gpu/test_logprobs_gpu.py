@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "mcore"))  # for `triton_cases`
-
-from logprobs_plain import ALL, fused_columns, plain_columns, total  # noqa: E402
-from tensor_memory import peak_bytes  # noqa: E402
-from triton_cases import all_cases, compare  # noqa: E402
+from logprobs_plain import ALL, fused_columns, plain_columns, total
+from tensor_memory import peak_bytes
+from triton_cases import all_cases, compare
 
 from megarl.mcore.logprobs import (
     fused,
     fused_torch,
-    fused_triton,  # noqa: E402
+    fused_triton,
 )
-from megarl.mcore.logprobs.logprobs import keep_hidden  # noqa: E402
+from megarl.mcore.logprobs.logprobs import keep_hidden
 
 pytestmark = pytest.mark.gpu
 

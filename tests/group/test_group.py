@@ -14,13 +14,13 @@ from megarl.group import Group, RankError
 from megarl.layout import Layout
 
 pytestmark = pytest.mark.dist
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).parents[1] / "helpers"  # echo_worker
 
 
 @pytest.fixture(scope="module", autouse=True)
 def worker_on_path() -> Iterator[None]:
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HELPERS), *([before] if before else [])])
     yield
     if before is None:
         del os.environ["PYTHONPATH"]

@@ -22,7 +22,7 @@ from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import MachineGone
 
 pytestmark = pytest.mark.dist
-WORKERS = Path(__file__).parents[1] / "group"  # echo_worker
+WORKERS = Path(__file__).parents[1] / "helpers"  # echo_worker
 TOKEN = "the secret of these tests"
 
 

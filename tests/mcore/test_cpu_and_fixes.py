@@ -50,7 +50,8 @@ WITHOUT = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A process of its own: what is done to torch.cuda stays there."""
     out, here = tmp_path_factory.mktemp("shims") / "found.json", Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": str(Path(megarl.__file__).parents[1]), "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([str(Path(megarl.__file__).parents[1]), str(here.parent / "helpers")])
+    env = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     env |= {"CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, str(here / "shim_cases.py"), str(out)], env=env, check=True, timeout=120)
     return json.loads(out.read_text())

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 def run(interpret: str, cache: Path) -> dict[str, Any]:
-    paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "TRITON_INTERPRET": interpret, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, str(HERE / "triton_cases.py")]
+    command = [sys.executable, str(ROOT / "tests/helpers/triton_cases.py")]
     env["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FRONT = (ROOT / "README.md").read_text()
 BOOK = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 PAGE = "\n".join((FRONT, *BOOK.values()))
