@@ -46,7 +46,7 @@ def configuration() -> str:
         page += [f"## {group}", "", "| key | meaning | default | unit | allowed | also accepted |"]
         page += ["| --- | --- | --- | --- | --- | --- |"]
         for key in keys:
-            spellings = ", ".join(f"`{name}`" for name in key.spellings)
+            spellings = ", ".join(re.sub(r"^\S+", r"`\g<0>`", name) for name in key.spellings)
             cells = (f"`{key.key}`", key.meaning, f"`{key.default}`", key.unit, key.allowed or key.kind, spellings)
             page.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         page += [""]
@@ -64,7 +64,8 @@ open. An unknown key and a value of another type or outside of its range are ref
 typed key that would do nothing.
 
 The groups `actor`, `rollout`, `ref` and `model` are verl's; `actor_rollout_ref.` in front of a key is accepted and
-dropped. [coming_from_verl.md](coming_from_verl.md) has the differences.
+dropped. [coming_from_verl.md](coming_from_verl.md) has the differences. A spelling with `(entry NAME)` sets only that
+entry of the list or mapping.
 
 """.splitlines()
 

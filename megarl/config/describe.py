@@ -46,7 +46,7 @@ class Description:
     meaning: str
     unit: str  # of a number, where it has one
     allowed: str  # the range of a number, or the names; "" = any
-    spellings: tuple[str, ...]  # other keys that mean the same
+    spellings: tuple[str, ...]  # other keys that mean the same, or "KEY (entry NAME)": one entry of a list or mapping
 
 
 @cache
@@ -79,7 +79,11 @@ def _walk(node: Any, prefix: str) -> list[Description]:
                 meaning=meanings[item.name],
                 unit=next((unit for end, unit in _UNITS if key.endswith(end)), ""),
                 allowed=_allowed(key),
-                spellings=tuple(other for other, (ours, place) in RENAMED.items() if ours == key and place is None),
+                spellings=tuple(
+                    other if place is None else f"{other} (entry {place})"
+                    for other, (ours, place) in RENAMED.items()
+                    if ours == key
+                ),
             )
         )
     return out

@@ -20,6 +20,14 @@ def test_a_key_with_its_range_and_a_default_of_its_own() -> None:
     assert found.spellings == ("algorithm.gae_lambda",)
 
 
+def test_other_keys_for_one_entry_are_named_with_it() -> None:
+    assert description("critic.optim.betas").spellings == (
+        "critic.optim.beta1 (entry 0)",
+        "critic.optim.beta2 (entry 1)",
+    )
+    assert "actor.tau_pos (entry tau_pos)" in description("algorithm.policy_loss_args").spellings
+
+
 def test_a_key_that_follows_another_keeps_the_meaning_that_it_has_there() -> None:
     found = description("critic.megatron.tensor_model_parallel_size")
     assert found.default == "= actor.megatron.tensor_model_parallel_size"

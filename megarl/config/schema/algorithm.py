@@ -52,9 +52,9 @@ class Algorithm:
     gamma: float = 1.0  # discount per token
     lam: float = 1.0  # gae: 0 trusts the critic, 1 trusts the rewards
     norm_adv_by_std_in_grpo: bool = True  # grpo: divide by the group's standard deviation; false = Dr.GRPO
-    reward_weights: dict[str, float] = field(
-        default_factory=dict
-    )  # gdpo: of each number of the reward, `reward` itself
+    reward_weights: dict[str, float] = field(  # gdpo: name -> weight, of the numbers that the reward function returns;
+        default_factory=dict  # the name `reward` stands for the reward itself
+    )
     advantage_clip: float | None = None  # advantages are clamped to this size; null = not
     use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference) from every token's reward
     kl_penalty: str = "kl"  # its estimator

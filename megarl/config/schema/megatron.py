@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from omegaconf import II
 
@@ -47,6 +47,15 @@ class FollowsActor(Megatron):
     context_parallel_size: int = II("actor.megatron.context_parallel_size")
     sequence_parallel: bool = II("actor.megatron.sequence_parallel")
     use_distributed_optimizer: bool = II("actor.megatron.use_distributed_optimizer")
+    virtual_pipeline_model_parallel_size: int | None = field(  # interleaved stages of each pipeline rank;
+        default=None  # null = as the actor's where both have as many pipeline ranks, else 1
+    )
+    num_layers_in_first_pipeline_stage: int | None = field(  # layers of the first pipeline rank;
+        default=None  # null = as the actor's where both have as many pipeline ranks, else as the others
+    )
+    num_layers_in_last_pipeline_stage: int | None = field(  # layers of the last pipeline rank;
+        default=None  # null = as the actor's where both have as many pipeline ranks, else as the others
+    )
     expert_model_parallel_size: int | None = II("actor.megatron.expert_model_parallel_size")
     expert_tensor_parallel_size: int | None = II("actor.megatron.expert_tensor_parallel_size")
     transformer_impl: str = II("actor.megatron.transformer_impl")

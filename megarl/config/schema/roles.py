@@ -33,8 +33,8 @@ class Lora:
 @dataclass
 class Actor:
     strategy: str = "megatron"  # megatron | fsdp (Megatron-FSDP) | none (one rank, no wrapper)
-    num_ranks: int | None = None  # of the trainer's ranks, so many hold the role; null = all from first_rank on
-    first_rank: int = 0  # the first of them
+    num_ranks: int | None = None  # how many of the trainer's ranks hold the role; null = all from first_rank on
+    first_rank: int = 0  # the first rank that holds the role
     ppo_mini_batch_size: int = II("data.train_batch_size")  # prompts per optimizer step, over all ranks
     # How a step is cut into micro-batches; at most one of the three is set, and none of them changes the result.
     ppo_micro_batch_size: int | None = None  # sequences over all data-parallel ranks; resolved into the next key

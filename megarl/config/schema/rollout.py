@@ -47,5 +47,5 @@ class Rollout:
     bucket_bytes: int = 67108864  # weights are sent to the servers in pieces of this size
     push: str = "auto"  # gathered | shared | sharded: the way of the weights; auto = the fastest that works here
     check_every: int = 100  # pushes between comparisons with what servers read from an exported folder; 0 = none
-    max_restarts: int = 3  # a server that died oftener stays out
+    max_restarts: int = 3  # restarts of one server, then it stays out; ten minutes of service reset the count
     start_timeout_s: float = 1800.0  # a server that loads its model for longer counts as dead

@@ -32,7 +32,9 @@ def advice(config: Config) -> Iterator[str]:
     actor, algorithm, loss = config.actor, config.algorithm, config.algorithm.policy_loss_fn
     for key, value, off in (("top_p", config.rollout.top_p, 1.0), ("top_k", config.rollout.top_k, -1)):
         if value != off:
-            yield f"rollout.{key}={value}: log-probs of the trainer are over all tokens, those of the server over fewer"
+            drawn = "tokens are drawn from a renormalized part of the distribution"
+            biased = "log-probs of server and trainer are over all tokens, so the probability ratio is biased"
+            yield f"rollout.{key}={value}: {drawn}, and {biased}"
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
         yield "actor.use_kl_loss=true and algorithm.use_kl_in_reward=true: the KL penalty counts twice"
     if actor.use_kl_loss and actor.kl_loss_type in names.KL_WITHOUT_GRADIENT and not actor.kl_importance:
