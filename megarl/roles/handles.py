@@ -43,7 +43,7 @@ class Update:
 
 @dataclass(frozen=True)
 class PushSettings:
-    """Where weights are pushed."""
+    """Where weights are pushed and how: what stays the same from push to push."""
 
     urls: tuple[str, ...]
     token: str
@@ -51,6 +51,7 @@ class PushSettings:
     bucket_bytes: int = 64 * 2**20
     timeout_s: float = 120.0
     pause_mode: str = "retract"  # what happens to requests that run during a push: retract | in_place | abort
+    adapters_kept: int = 0  # adapters that a server holds at a time; 0: servers get whole weights, adapters merged
     transport: str = "auto"  # of the weights into a server: shared | sharded | gathered | auto
     check_every: int = 0  # pushes between comparisons with what servers read from an exported folder; 0: none
     # On which GPUs trainer and servers stand, as the fields of a weights.push.gpu_handles.Gpus; None: nobody knows.
@@ -218,13 +219,12 @@ class Actor(Trainable):
         """
         return self._columns(batch, names, reference=reference)
 
+    def connect(self, settings: PushSettings) -> None:
+        """Tell the ranks, once after `load`, how `push` reaches the servers.  No server is asked for anything yet."""
+        self.group.call("connect", {"role": self.name, "settings": asdict(settings)})
+
     def push(
-        self,
-        servers: PushSettings,
-        version: int,
-        *,
-        only: Sequence[str] | None = None,
-        canary: dict[str, Any] | None = None,
+        self, version: int, *, only: Sequence[str] | None = None, canary: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Give servers these weights and verify what they hold; returns the report (weights.push.report.PushReport).
 
@@ -232,19 +232,7 @@ class Actor(Trainable):
         are named in the report, which may be all of them; it raises only for a failure of the ranks.
         """
         which = {"only": None if only is None else list(only), "canary": canary}
-        arguments = {"role": self.name, "version": version, **which, **asdict(servers)}
-        return self.group.call_leader("push", arguments).result
-
-    def push_adapter(
-        self, servers: PushSettings, version: int, *, only: Sequence[str], keep: int, canary: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        """Give servers the adapters alone; the report, and under "adapter" the name that completions have to ask for.
-
-        `keep`: adapters that a server holds at a time.  The rest as in `push`.
-        """
-        which = {"only": list(only), "keep": keep, "canary": canary}
-        arguments = {"role": self.name, "version": version, **which, **asdict(servers)}
-        return self.group.call_leader("push_adapter", arguments).result
+        return self.group.call_leader("push", {"role": self.name, "version": version, **which}).result
 
 
 @dataclass

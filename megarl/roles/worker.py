@@ -54,8 +54,7 @@ class Role:
     parameters: OffloadBuffer
     gradients: OffloadBuffer  # the buffers, which only an update needs
     moments: OffloadBuffer  # of the optimizer
-    pusher: Pusher | None = None
-    adapter_pusher: AdapterPusher | None = None
+    pusher: Pusher | AdapterPusher | None = None  # once the driver has said how servers are reached
     last_loss: tuple[dict[str, Any], Any] | None = None
 
     def loss(self, settings: dict[str, Any]) -> Any:
@@ -80,7 +79,7 @@ class Worker:
         self.share: Any
 
     def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
-        methods = [self.setup, self.load, self.columns, self.update, self.push, self.push_adapter]
+        methods = [self.setup, self.load, self.columns, self.update, self.connect, self.push]
         methods += [self.save, self.restore, self.export, self.offload, self.onload]
         return {method.__name__: method for method in methods}
 
@@ -196,44 +195,23 @@ class Worker:
         name = arguments["reference"]
         return None if name is None else self.roles[name].model
 
-    def push(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Give the servers the weights and verify what they hold; the report is rank 0's."""
+    def connect(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Settle how `push` reaches the servers; the driver asks for it once in the life of these ranks."""
         role = self.roles[arguments["role"]]
-        if role.pusher is None:
-            role.pusher = Pusher(
-                arguments["urls"],
-                arguments["token"],
-                role.hf,
-                dtype=DTYPES[arguments["dtype"]],
-                transport=arguments["transport"],
-                bucket_bytes=arguments["bucket_bytes"],
-                timeout_s=arguments["timeout_s"],
-                check_every=arguments["check_every"],
-                source_folder=role.source_folder,
-                gpus=Gpus(**arguments["gpus"]) if arguments["gpus"] else None,
-            )
+        assert role.pusher is None, f"role {arguments['role']} is connected to its servers already"
+        role.pusher = _pusher(role, arguments["settings"])
+        return {}, {}
+
+    def push(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Give the servers the weights, or the adapters alone, and verify what they hold; the report is rank 0's."""
         canary = Canary.from_json(arguments["canary"]) if arguments["canary"] else None
-        which = {"pause_mode": arguments["pause_mode"], "only": arguments["only"], "canary": canary}
         try:
-            with self.readable(arguments["role"]):
-                report = role.pusher.push(role.model, arguments["version"], **which)
+            with self.readable(arguments["role"]) as role:
+                assert role.pusher is not None, f"role {arguments['role']} is not connected to its servers yet"
+                report = role.pusher.push(role.model, arguments["version"], only=arguments["only"], canary=canary)
         except PushError as error:  # of servers, not of this rank: the driver judges what it means that all failed
             report = error.report
         return asdict(report) if report else {}, {}
-
-    def push_adapter(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Give the servers the adapters beside the base that they hold; the report is rank 0's."""
-        role = self.roles[arguments["role"]]
-        if role.adapter_pusher is None:
-            where = {"base_model": role.source_folder, "keep": arguments["keep"], "timeout_s": arguments["timeout_s"]}
-            role.adapter_pusher = AdapterPusher(arguments["urls"], arguments["token"], role.hf, **where)
-        canary = Canary.from_json(arguments["canary"]) if arguments["canary"] else None
-        with self.readable(arguments["role"]):
-            found = role.adapter_pusher.push(role.model, arguments["version"], only=arguments["only"], canary=canary)
-        if found is None:
-            return {}, {}
-        report, name = found
-        return {**asdict(report), "adapter": name}, {}
 
     def save(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         with self.readable(arguments["role"], learns=True) as role:
@@ -251,6 +229,26 @@ class Worker:
             if arguments["adapter"] is not None:
                 save_peft(role.model, role.hf, arguments["adapter"], base_model=role.source_folder)
         return {}, {}
+
+
+def _pusher(role: Role, settings: dict[str, Any]) -> Pusher | AdapterPusher:
+    """`settings`: the fields of a handles.PushSettings."""
+    urls, token, timeout_s = settings["urls"], settings["token"], settings["timeout_s"]
+    if keep := settings["adapters_kept"]:
+        return AdapterPusher(urls, token, role.hf, base_model=role.source_folder, keep=keep, timeout_s=timeout_s)
+    return Pusher(
+        urls,
+        token,
+        role.hf,
+        dtype=DTYPES[settings["dtype"]],
+        transport=settings["transport"],
+        bucket_bytes=settings["bucket_bytes"],
+        timeout_s=timeout_s,
+        pause_mode=settings["pause_mode"],
+        check_every=settings["check_every"],
+        source_folder=role.source_folder,
+        gpus=Gpus(**settings["gpus"]) if settings["gpus"] else None,
+    )
 
 
 def _references(arguments: dict[str, Any]) -> list[str]:

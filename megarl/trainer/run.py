@@ -157,11 +157,12 @@ class Run:
         router = self._infrastructure.router
         self._start_stream([router.url] if router else processes.urls, token)
         asked = Routed(router, self.collector) if router else self.collector
-        self.server_manager = self._make_fleet(processes, asked, token)
+        self.server_manager = self._make_fleet(processes, asked)
         for group in self._groups.values():
             group.start()
         self.server_manager.release_memory()
         self._load_roles()
+        self.actor.connect(self._push_settings(processes.urls, token))
         if self.resumed_from is not None:
             checkpoint.restore(self.resumed_from, self.trainable)
             self.prompts.load_state_dict(self.resumed_from.state["prompts"])
@@ -169,28 +170,33 @@ class Run:
         self._end_turn()
         (self.dir / "summary.json").unlink(missing_ok=True)  # only a run that came to its end has one
 
-    def _make_fleet(self, processes: supervisor.Servers, asked: Trusts, token: str) -> ServerManager:
+    def _make_fleet(self, processes: supervisor.Servers, asked: Trusts) -> ServerManager:
         """Servers that share the trainer's GPUs get the canary once they have room for it, all others with the push."""
         longest = min(CANARY_TOKENS, self.config.data.max_prompt_length + self.config.data.max_response_length)
         words = (token for prompt in self.prompts.all(CANARY_TOKENS) for token in prompt.token_ids)
         ids = list(islice(words, longest))
         colocation, lora = self._infrastructure.colocation, self.config.actor.lora
         if colocation is None:
-            return ServerManager(processes, asked, self._pusher(processes.urls, token, ids), self._warn)
+            return ServerManager(processes, asked, self._pusher(ids), self._warn)
         return ServerManager(
             processes,
             asked,
-            self._pusher(processes.urls, token, None),
+            self._pusher(None),
             self._warn,
             colocation,
             canary=lambda: Canary.from_json(self._canary(ids)),
             lends=[CACHE] if lora.rank and lora.push == "adapter" else ALL,  # no push brings back the base's weights
         )
 
-    def _pusher(self, urls: Sequence[str], token: str, ids: list[int] | None) -> Push:
+    def _pusher(self, ids: list[int] | None) -> Push:
         """How the server manager pushes the actor's weights to some of its servers; `ids`: the canary's tokens."""
-        rollout = self.config.rollout
-        servers = PushSettings(
+        canary = lambda: None if ids is None else self._canary(ids)  # noqa: E731
+        return lambda only, version: self.actor.push(version, only=only, canary=canary())
+
+    def _push_settings(self, urls: Sequence[str], token: str) -> PushSettings:
+        """How the ranks reach the servers; adapters alone where actor.lora.push asks for that."""
+        rollout, lora = self.config.rollout, self.config.actor.lora
+        return PushSettings(
             urls=tuple(urls),
             token=token,
             dtype=rollout.dtype,
@@ -198,18 +204,12 @@ class Run:
             # A push waits for a server a few times, and the call of it must outlive that.
             timeout_s=min(rollout.request_timeout_s, self.config.trainer.call_timeout_s / 6),
             pause_mode="in_place" if rollout.ahead else "retract",
+            # Those of completions under way, and the new one.
+            adapters_kept=rollout.ahead + 2 if lora.rank and lora.push == "adapter" else 0,
             transport=rollout.push,
             check_every=rollout.check_every,
             gpus=gpu_seats(self.config, urls),
         )
-        canary = lambda: None if ids is None else self._canary(ids)  # noqa: E731
-        lora = self.config.actor.lora
-        if lora.rank and lora.push == "adapter":
-            keep = rollout.ahead + 2  # those of completions under way, and the new one
-            return lambda only, version: self.actor.push_adapter(
-                servers, version, only=only, keep=keep, canary=canary()
-            )
-        return lambda only, version: self.actor.push(servers, version, only=only, canary=canary())
 
     def _canary(self, ids: list[int]) -> dict[str, Any]:
         """A prompt, and its log-probs under the actor, which every server has to repeat after a push."""

@@ -168,7 +168,7 @@ class ServerManager:
             if url in report["transports"]:
                 self._failures.pop(url, None)
                 self.holding.add(url)
-                self._collector.trust(url, self.version, report.get("adapter"))
+                self._collector.trust(url, self.version, report["adapter"])
             elif url in report["failed"]:
                 self._failed(url, report["failed"][url])
         return report
@@ -185,7 +185,7 @@ class ServerManager:
         report = self._push(awake, self.version)
         began = time.monotonic()
         full = self._in_turn(list(report["transports"]), lambda url: colocation.resume_memory(url, [CACHE]))
-        report["failed"] |= (wrong := colocation.examine(canary, full, report.get("adapter")))
+        report["failed"] |= (wrong := colocation.examine(canary, full, report["adapter"]))
         report["transports"] = {
             url: transport for url, transport in report["transports"].items() if url in full and url not in wrong
         }

@@ -33,11 +33,10 @@ def push_twice(folder: str, url: str, token: str, out: str, prompt: list[int]) -
         columns = forward_only(lora.model, [micro], lora.outputs, CPU)
         said = _of_last_stage(columns[0]["log_probs"] if columns else None, len(prompt))
         canary = Canary(tuple(prompt), tuple(said[1:].tolist()), tolerance=1e-4)
-        answer = pusher.push(lora.model, version, canary=canary)
+        report = pusher.push(lora.model, version, canary=canary)
         name = f"actor-{version}-{version}"
-        if answer is not None:
-            report, told = answer
-            assert (told, report.failed, report.ways) == (name, {}, {url: "adapter"})
+        if report is not None:
+            assert (report.adapter, report.failed, report.transports) == (name, {}, {url: "adapter"})
             found["bytes"] = report.num_bytes
         found["columns"][name] = said
         save_hf(lora.model, lora.hf, Path(out) / name, source_folder=folder)

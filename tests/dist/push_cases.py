@@ -68,6 +68,8 @@ def push(version: int, fault: str, how: dict[str, Any]) -> dict[str, Any]:
         how["canary"] = _canary(error_of_canary)
     name, _, argument = fault.partition(" ")
     with ExitStack() as stack:
+        if (mode := how.pop("pause_mode", None)) is not None:
+            stack.enter_context(mock.patch.object(_held["pusher"], "_pause_mode", mode))
         for patch in FAULTS[name](argument) if fault else ():
             stack.enter_context(patch)
         try:

@@ -349,22 +349,36 @@ def test_plain_numbers_travel_to_the_ranks() -> None:
     actor = make_actor(group)
     assert actor.load("folder", dtype="bfloat16", optim={"lr": 0.1}, plugins=("mine.py",)) == 7
     assert actor.hidden_size == 16, "for packing"
-    assert actor.push(PushSettings(("http://a",), "secret", pause_mode="in_place"), 3) == {"version": 3}
+    actor.connect(PushSettings(("http://a",), "secret", pause_mode="in_place"))
+    assert actor.push(3) == {"version": 3}
     actor.save(Path("x"))
     actor.restore(Path("x"))
     actor.export(Path("y"))
     Critic("critic", group, Packing()).load("folder")
     methods = [method for method, _, _ in group.calls]
-    assert methods == ["load", "push", "save", "restore", "export", "load"]
-    load, push = group.calls[0][1], group.calls[1][1]
+    assert methods == ["load", "connect", "push", "save", "restore", "export", "load"]
+    load, connect = group.calls[0][1], group.calls[1][1]
     assert load == {
         "role": "actor", "kind": "actor", "folder": "folder", "dtype": "bfloat16", "optim": {"lr": 0.1}, "lora": None,
         "plugins": ["mine.py"], "engine": {},
     }  # fmt: skip
-    assert (push["role"], push["version"], push["urls"], push["pause_mode"]) == ("actor", 3, ("http://a",), "in_place")
-    assert [call[1]["folder"] for call in group.calls[2:5]] == ["x", "x", "y"]
-    assert group.calls[5][1]["kind"] == "critic"
-    assert group.calls[5][1]["optim"] is None
+    assert connect["role"] == "actor"
+    assert (connect["settings"]["urls"], connect["settings"]["pause_mode"]) == (("http://a",), "in_place")
+    assert [call[1]["folder"] for call in group.calls[3:6]] == ["x", "x", "y"]
+    assert group.calls[6][1]["kind"] == "critic"
+    assert group.calls[6][1]["optim"] is None
+
+
+def test_the_settings_of_pushes_are_sent_once() -> None:
+    group: Any = NotingGroup(1, lambda *_: Reply({"version": 3}, {}))
+    actor = make_actor(group)
+    actor.connect(PushSettings(("http://a", "http://b"), "secret"))
+    actor.push(3, only=["http://a"], canary={"prompt_ids": [5]})
+    actor.push(4)
+    assert [call[:2] for call in group.calls[1:]] == [
+        ("push", {"role": "actor", "version": 3, "only": ["http://a"], "canary": {"prompt_ids": [5]}}),
+        ("push", {"role": "actor", "version": 4, "only": None, "canary": None}),
+    ]
 
 
 def test_payloads_of_a_plan_rebuild_the_batch() -> None:

@@ -44,7 +44,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, list[set[str]]]:
     def look(*_: Any, **__: Any) -> None:
         seen.append(onloaded(role))
 
-    role.pusher = role.adapter_pusher = FakePusher()  # type: ignore[assignment]
+    role.pusher = FakePusher()  # type: ignore[assignment]
     monkeypatch.setattr(worker_module, "save_hf", look)
     monkeypatch.setattr(worker_module.checkpoint, "save", look)
     monkeypatch.setattr(worker_module.checkpoint, "load", look)
@@ -58,7 +58,6 @@ WHERE = {"role": "actor", "folder": "/nowhere", "adapter": None, "canary": None,
     ("method", "wanted"),
     [
         (Worker.push, {"parameters"}),
-        (Worker.push_adapter, {"parameters"}),
         (Worker.export, {"parameters"}),
         (Worker.save, ALL),
         (Worker.restore, ALL),
@@ -66,7 +65,7 @@ WHERE = {"role": "actor", "folder": "/nowhere", "adapter": None, "canary": None,
 )
 def test_only_what_learns_wakes_more_than_weights(seen: Any, method: Callable[..., Any], wanted: set[str]) -> None:
     worker, found = seen
-    method(worker, {**WHERE, "pause_mode": "retract"}, {})
+    method(worker, WHERE, {})
     assert found == [wanted]
     assert onloaded(worker.roles["actor"]) == set(), "it sleeps again"
 

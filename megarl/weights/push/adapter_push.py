@@ -51,8 +51,8 @@ class AdapterPusher:
 
     def push(
         self, model: Model, version: int, *, only: Sequence[str] | None = None, canary: Canary | None = None
-    ) -> tuple[PushReport, str] | None:
-        """Every rank calls it; world rank 0 gets the report, and the name by which completions ask for the adapter.
+    ) -> PushReport | None:
+        """Every rank calls it; world rank 0 gets the report, with the name by which completions ask for the adapter.
 
         `only`: to these urls alone.  Peak extra memory on rank 0: the adapters three times.
         """
@@ -75,9 +75,8 @@ class AdapterPusher:
         transports = {url: "adapter" for url in urls if url not in failed}
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         verified = len(tensors) * len(transports)
-        return PushReport(
-            version, len(tensors), num_bytes, verified, transports, failed, {}, [], dict(clock.seconds)
-        ), name
+        seconds = dict(clock.seconds)
+        return PushReport(version, len(tensors), num_bytes, verified, transports, failed, {}, [], seconds, adapter=name)
 
     def close(self) -> None:
         for engine in self._engines.values():

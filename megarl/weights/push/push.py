@@ -64,13 +64,15 @@ class Pusher:
         transport: str = "auto",
         bucket_bytes: int = BUFFER_BYTES,
         timeout_s: float = 120.0,
+        pause_mode: str = "retract",
         check_every: int = 0,
         source_folder: str | Path | None = None,
         export_folder: str | Path | None = None,
         gpus: Gpus | None = None,
     ) -> None:
         """`dtype`: what the servers hold (None: what the trainer does); `timeout_s` limits every single wait; `gpus`:
-        on which the trainer and its servers stand, as far as that is known.
+        on which the trainer and its servers stand, as far as that is known.  `pause_mode`: abort | retract | in_place
+        (running completions go on, with new weights and their old KV cache).
 
         Every `check_every`-th push (0: none) also writes the model into `export_folder` (which all servers must see;
         None: a temporary one, for those of this machine) with the files of `source_folder`, has servers load that, and
@@ -86,7 +88,7 @@ class Pusher:
         self._urls, self._token, self._hf_config, self._dtype = tuple(urls), token, hf_config, dtype
         self._transport, self._bucket_bytes, self._timeout_s = transport, bucket_bytes, timeout_s
         self._check_every, self._source_folder, self._export_folder = check_every, source_folder, export_folder
-        self._gpus = gpus or Gpus()
+        self._pause_mode, self._gpus = pause_mode, gpus or Gpus()
         self._num_pushes = 0
         self._sizes: Sizes = {}
         self._servers: dict[str, Server] = {}
@@ -100,13 +102,11 @@ class Pusher:
         model: Model,
         version: int,
         *,
-        pause_mode: str = "retract",
         only: Sequence[str] | None = None,
         canary: Canary | None = None,
     ) -> PushReport | None:
         """Every rank calls it; world rank 0 gets the report, or PushError where no server took the weights.
 
-        `pause_mode`: abort | retract | in_place (running completions go on, with new weights and their old KV cache).
         `only`: push to these servers alone; what is known of the others is kept.
         """
         self._sizes = self._sizes or hf_sizes(model, self._hf_config, dtype=self._dtype)
@@ -115,7 +115,7 @@ class Pusher:
                 self._follow(model, order)
             return None
         try:
-            lead = self._begin(self._urls if only is None else only, version, pause_mode)
+            lead = self._begin(self._urls if only is None else only, version)
             while (order := self._next_order(lead)) is not None:
                 self._follow(model, broadcast_json(order), lead)
         finally:
@@ -179,7 +179,7 @@ class Pusher:
 
     # ---- what rank 0 does
 
-    def _begin(self, urls: Sequence[str], version: int, pause_mode: str) -> Lead:
+    def _begin(self, urls: Sequence[str], version: int) -> Lead:
         """Find the servers, choose their transports, and pause them."""
         wait(self._cleaning, timeout=2 * CLEANING_S)
         self._cleaning = [task for task in self._cleaning if not task.done()]
@@ -196,11 +196,11 @@ class Pusher:
                 lambda s: s.join(backend), [u for u, transport in targets.waiting().items() if transport == "gathered"]
             )
         with targets.clock("pause"):
-            targets.each(lambda server: server.pause(pause_mode))
+            targets.each(lambda server: server.pause(self._pause_mode))
             targets.each(Server.open)
         self._num_pushes += 1
         due = self._check_every and self._num_pushes % self._check_every == 0
-        return Lead(targets, version, flush_cache=pause_mode != "in_place", compares=bool(due))
+        return Lead(targets, version, flush_cache=self._pause_mode != "in_place", compares=bool(due))
 
     def _next_order(self, lead: Lead) -> dict[str, Any] | None:
         """What all ranks do next; None: the servers that are left have been given the weights."""

@@ -29,6 +29,7 @@ class PushReport:
     timings: dict[str, float]
     # urls of `transports` whose checksums cannot be computed, and were not compared: they only changed when they had to
     unverified: list[str] = field(default_factory=list)
+    adapter: str | None = None  # the name that completions have to ask for, where an adapter was pushed
 
 
 class PushError(RuntimeError):
