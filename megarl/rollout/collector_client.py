@@ -96,14 +96,11 @@ class CollectorClient:
         return ticket
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None:
-        """The server at `url` holds this version of the weights, verified: it may write, and what it wrote counts.
-
-        `adapter`: see EnginePool.trust.
-        """
+        """See rollout.trust."""
         self._send(Trust(url, version, adapter))
 
     def fence(self, url: str) -> None:
-        """Nobody knows what the server at `url` holds: what it is writing is written again, elsewhere or later."""
+        """See rollout.trust."""
         self._send(Fence(url))
 
     def next(

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from megarl.rollout.protocol import auth_headers, error_message
+from megarl.rollout.trust import Trusts
 from megarl.servers.launch import EngineLaunch, ServerCommand, flags
 from megarl.servers.server_process import ServerProcess, ThisMachine, free_ports
 from megarl.servers.sglang_environment import foreign_environment, sglang_python
@@ -136,3 +137,28 @@ class Router:
             message = error_message(reply.text, reply.reason_phrase)
             raise RouterError(f"the router: {method} {path} answered {reply.status_code}: {message}")
         return reply
+
+
+class Routed:
+    """Trust in servers behind the router, of which alone `collector` asks: one that is not trusted gets no work there.
+
+    Example: Routed(router, collector).trust("http://10.0.0.3:30000", 7)
+    """
+
+    def __init__(self, router: Router, collector: Trusts) -> None:
+        self._router, self._collector = router, collector
+        self._trusted: dict[str, tuple[int, str | None]] = {}
+
+    def trust(self, url: str, version: int, adapter: str | None = None) -> None:
+        """The server holds this version, verified: the router may give it work, and what it wrote counts."""
+        self._trusted[url] = version, adapter
+        self._router.add(url)
+        self._collector.trust(self._router.url, version, adapter)
+
+    def fence(self, url: str) -> None:
+        """No work for it.  Nobody knows what of the router's work it has: all of it is asked for again."""
+        self._router.remove(url)
+        if self._trusted.pop(url, None) is not None:
+            self._collector.fence(self._router.url)
+            for version, adapter in dict.fromkeys(self._trusted.values()):
+                self._collector.trust(self._router.url, version, adapter)

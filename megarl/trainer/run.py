@@ -32,9 +32,10 @@ from megarl.rollout.client import ServerClient
 from megarl.rollout.collector_client import CollectorClient
 from megarl.rollout.prefetch import Prefetcher
 from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.trust import Trusts
 from megarl.sample import Batch
 from megarl.servers import supervisor
-from megarl.servers.routed import Routed
+from megarl.servers.router import Routed
 from megarl.servers.sglang_environment import sglang_python
 from megarl.trainer import checkpoint
 from megarl.trainer.algorithm import REFERENCE, make_algorithm
@@ -53,7 +54,7 @@ from megarl.trainer.build import (
 )
 from megarl.trainer.colocation import ALL, CACHE, check_shared_gpus
 from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.server_manager import Push, ServerManager, Trusts
+from megarl.trainer.server_manager import Push, ServerManager
 from megarl.weights.verify.canary import Canary
 
 # A server's log-probs of the canary may differ so much: other kernels and another order of sums; what it shall find,

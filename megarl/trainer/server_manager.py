@@ -15,9 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.rollout.client import ServerError
+from megarl.rollout.trust import Trusts
 from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
 from megarl.trainer.colocation import ALL, CACHE, WEIGHTS, Colocation
 from megarl.weights.verify.canary import Canary
@@ -26,14 +27,6 @@ Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weig
 
 _TEND_EVERY_S = 0.5
 _PATIENCE = 2  # failed pushes in a row that a server may have before it is started again
-
-
-class Trusts(Protocol):
-    """Who is told which servers may write: a rollout.collector_client.CollectorClient."""
-
-    def trust(self, url: str, version: int, adapter: str | None = None) -> None: ...
-
-    def fence(self, url: str) -> None: ...
 
 
 def is_verified(report: dict[str, Any]) -> bool:

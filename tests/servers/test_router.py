@@ -1,4 +1,4 @@
-"""The real router smg before two servers of ours, which are told apart by the version that they stamp."""
+"""The real router smg before two servers of ours, told apart by the version that they stamp, and trust behind it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,11 +17,11 @@ from megarl.rollout.client import ServerClient
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import Route, SamplingParams, generate_body
 from megarl.servers.launch import EngineLaunch
-from megarl.servers.router import Router
+from megarl.servers.router import Routed, Router
 from megarl.servers.server_process import ServerDied
 from megarl.servers.supervisor import Servers
 
-pytestmark = pytest.mark.sglang
+sglang = pytest.mark.sglang  # has the router
 
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
@@ -51,6 +52,7 @@ def writers(router, count=20):
     return Counter(completion.versions[0].version for group in asyncio.run(ask()) for completion in group)
 
 
+@sglang
 def test_both_servers_work_and_a_removed_one_does_not(router, servers):
     assert router.urls == sorted(servers.urls)
     assert set(writers(router)) == {0, 1}
@@ -64,6 +66,7 @@ def test_both_servers_work_and_a_removed_one_does_not(router, servers):
     assert set(writers(router)) == {0, 1}
 
 
+@sglang
 def test_without_servers_a_request_fails_and_later_succeeds(router, servers):
     for url in servers.urls:
         router.remove(url)
@@ -78,6 +81,7 @@ def test_without_servers_a_request_fails_and_later_succeeds(router, servers):
     assert writers(router) == {1: 20}
 
 
+@sglang
 def test_the_router_wants_the_token_and_does_not_show_it(router, tmp_path):
     for token in ("", "wrong"):
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -96,6 +100,7 @@ def command_lines():
             continue
 
 
+@sglang
 def test_a_router_that_ended_is_named_with_its_log(servers, tmp_path):
     with Router(TOKEN, tmp_path / "router.log", python=sglang_of(CURRENT)) as router:
         router.start(servers.urls)
@@ -106,7 +111,66 @@ def test_a_router_that_ended_is_named_with_its_log(servers, tmp_path):
             router.check()
 
 
+@sglang
 def test_a_router_that_cannot_start_says_why(servers, tmp_path):
     router = Router(TOKEN, tmp_path / "router.log", python=sglang_of(CURRENT), args=("--no-such-option",))
     with pytest.raises(ServerDied, match="no-such-option"):
         router.start(servers.urls)
+
+
+A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
+
+
+class Notes:
+    """A router and a collector that write down what they are told."""
+
+    url = ROUTER
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Any, ...]] = []
+
+    def add(self, url: str) -> None:
+        self.said.append(("add", url))
+
+    def remove(self, url: str) -> None:
+        self.said.append(("remove", url))
+
+    def trust(self, url: str, version: int, adapter: str | None = None) -> None:
+        self.said.append(("trust", url, version, adapter))
+
+    def fence(self, url: str) -> None:
+        self.said.append(("fence", url))
+
+
+def test_a_server_gets_work_before_its_version_counts() -> None:
+    notes: Any = Notes()
+    Routed(notes, notes).trust(A, 7)
+    assert notes.said == [("add", A), ("trust", ROUTER, 7, None)]
+
+
+def test_the_work_of_a_fenced_server_is_asked_for_again_of_the_others() -> None:
+    notes: Any = Notes()
+    routed = Routed(notes, notes)
+    routed.trust(A, 7)
+    routed.trust(B, 7)
+    notes.said.clear()
+    routed.fence(A)
+    assert notes.said == [("remove", A), ("fence", ROUTER), ("trust", ROUTER, 7, None)]
+
+
+def test_a_server_that_was_never_trusted_takes_nothing_with_it() -> None:
+    notes: Any = Notes()
+    routed = Routed(notes, notes)
+    routed.trust(B, 7)
+    notes.said.clear()
+    routed.fence(A)
+    assert notes.said == [("remove", A)]
+
+
+def test_without_any_server_nothing_is_asked_for() -> None:
+    notes: Any = Notes()
+    routed = Routed(notes, notes)
+    routed.trust(A, 7)
+    notes.said.clear()
+    routed.fence(A)
+    assert notes.said == [("remove", A), ("fence", ROUTER)]
