@@ -17,13 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.layout import Layout
 from megarl.machines.nodes import Nodes
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Listener, Tensors
+from megarl.processes.handle import ProcessHandle
 from megarl.processes.links import Direct, Link, RankMessage, Relayed
-from megarl.processes.ranks import RanksLaunch, RanksProcess, Share, shares
+from megarl.processes.ranks import END_S, RanksLaunch, RanksProcess, Share, shares
 from megarl.sockets import listen
 
 SILENCE_S = 60.0  # without a sign for so long, a rank counts as lost
@@ -49,19 +50,6 @@ class Reply:
 
     result: dict[str, Any]
     tensors: Tensors
-
-
-class Process(Protocol):
-    """A machine's ranks: processes.ranks.RanksProcess, or those of another machine."""
-
-    @property
-    def port(self) -> int:
-        """Of the store at which the ranks of the group meet, where rank 0 is among these."""
-        ...
-
-    def exit_code(self) -> int | None: ...
-
-    def end(self) -> None: ...
 
 
 class Group:
@@ -97,7 +85,7 @@ class Group:
         self._shares = shares(first_rank, num_ranks, nodes.ranks_per_node if nodes else first_rank + num_ranks)
         self._token = secrets.token_hex(16)
         self._links: list[Link] = []
-        self._processes: list[Process] = []
+        self._processes: list[ProcessHandle] = []  # one a share
         self._home = ""  # where the ranks of this machine call
         self._listener: Listener | None = None
         self._arrivals: queue.SimpleQueue[tuple[Connection, dict[str, Any]]] = queue.SimpleQueue()
@@ -133,20 +121,22 @@ class Group:
                 self.num_ranks, address, **meeting,
             )  # fmt: skip
             try:
-                self._start_share(share, launch)
+                meeting["master_port"] = self._start_share(share, launch)
             except OSError as error:
                 raise RankError(f"group {self.name}: its ranks could not be started: {error}") from error
-            meeting["master_port"] = self._processes[0].port
 
-    def _start_share(self, share: Share, launch: RanksLaunch) -> None:
+    def _start_share(self, share: Share, launch: RanksLaunch) -> int:
+        """Returns the port of the store at which the ranks of the group meet."""
         if share.node == 0 or self._nodes is None:
-            self._processes.append(RanksProcess(launch, self._home, self._token))
-            return
+            ranks_here = RanksProcess(launch, self._home, self._token)
+            self._processes.append(ranks_here)
+            return ranks_here.port
         process, connection = self._nodes.start_ranks(share.node, launch)
         self._processes.append(process)
         connection.sock.settimeout(SILENCE_S)
         ranks = range(share.first_rank, share.first_rank + share.num_ranks)
         self._links.append(Relayed(connection, tuple(ranks)))
+        return process.port
 
     def start(self) -> None:
         """Wait until each rank has called home, and make their process groups."""
@@ -304,7 +294,7 @@ class Group:
                 continue  # gone already, which is what we want
         if self._processes:
             with ThreadPoolExecutor(len(self._processes)) as threads:
-                list(threads.map(lambda process: process.end(), self._processes))
+                list(threads.map(lambda process: process.end(END_S), self._processes))
         for link in self._links:
             link.close()
         if self._listener is not None:

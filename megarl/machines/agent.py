@@ -19,11 +19,11 @@ from megarl import __version__
 from megarl.auth import derived
 from megarl.machines.nodes import JOIN_S, SILENCE_S, allow_all_files
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, WireRefused, connect
-from megarl.processes.lifetime import last_lines
+from megarl.processes.handle import ProcessHandle
 from megarl.processes.ranks import RanksLaunch, RanksProcess
 from megarl.processes.relay import Relay
 from megarl.servers.launch import EngineLaunch
-from megarl.servers.server_process import Handle, LocalServer, free_ports
+from megarl.servers.server_process import LocalServer, free_ports
 
 WORKERS = ("megarl.roles.worker",)
 _CONNECT_S = 10.0
@@ -36,7 +36,7 @@ class DriverLost(RuntimeError):
 
 @dataclass
 class Ranks:
-    """Ranks of a group on this node, and the relay to them."""
+    """Ranks of a group on this node and the relay to them, as one ProcessHandle."""
 
     process: RanksProcess
     relay: Relay
@@ -49,14 +49,14 @@ class Ranks:
         return self.process.exit_code()
 
     def log_tail(self) -> str:
-        return last_lines(self.process.log)
+        return self.process.log_tail()
 
     def ask_to_end(self) -> None:
         """They end with the connection.  The driver asks otherwise, over the relay."""
         self.relay.close()
 
     def end(self, grace_s: float) -> None:
-        self.process.end()
+        self.process.end(grace_s)
         self.relay.close()
 
 
@@ -73,7 +73,7 @@ class Agent:
         self._node, self._address, self._token, self._source = node, address, token, source
         self._workers = workers
         self._own = ""  # the address of this node, once it has called the driver
-        self._jobs: dict[int, Handle] = {}
+        self._jobs: dict[int, ProcessHandle] = {}
         self._told: set[int] = set()  # jobs whose end the driver knows
         self._done = threading.Event()
         self._orders: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

@@ -20,7 +20,7 @@ from typing import Any
 
 from megarl import __version__
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Listener
-from megarl.processes.ranks import RanksLaunch
+from megarl.processes.ranks import END_S, RanksLaunch
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machine, MachineGone
 from megarl.sockets import listen
@@ -40,7 +40,7 @@ class NodeLost(RuntimeError):
 
 @dataclass
 class RemoteJob:
-    """A process on another node."""
+    """A process on another node: a processes.handle.ProcessHandle."""
 
     member: _Member
     number: int
@@ -63,7 +63,7 @@ class RemoteJob:
         with suppress(NodeLost):
             self.member.order("ask", job=self.number)
 
-    def end(self, grace_s: float = 0.0) -> None:
+    def end(self, grace_s: float) -> None:
         with suppress(NodeLost):  # it is gone with its node
             self.member.order("end", job=self.number, grace_s=grace_s)
 
@@ -220,7 +220,7 @@ class Nodes:
             try:
                 return job, connections.get(timeout=_RELAY_S)
             except queue.Empty:
-                job.end()
+                job.end(END_S)
                 raise
         except queue.Empty as error:
             raise NodeLost(f"node {node} opened no connection for its ranks") from error

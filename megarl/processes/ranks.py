@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.auth import without_tokens
+from megarl.processes.lifetime import last_lines
 from megarl.sockets import host_store, interface_variables
 
 ADDRESS, TOKEN, PARENT = "MEGARL_GROUP_ADDRESS", "MEGARL_GROUP_TOKEN", "MEGARL_PARENT_PID"
 FIRST_GPU = "MEGARL_FIRST_GPU"
-_END_S = 10.0  # for each of: asked over the wire, terminated
+END_S = 10.0  # for each of: asked over the wire, terminated
 _LOOK_S = 0.05
 
 
@@ -62,7 +63,9 @@ def shares(first_rank: int, num_ranks: int, per_node: int) -> list[Share]:
 
 
 class RanksProcess:
-    """The processes of a share, one a rank.  They call home at `address`, and end when that connection does.
+    """The processes of a share, one a rank: a processes.handle.ProcessHandle.
+
+    They call home at `address`, and end when that connection does.
 
     The store of the group is served here where rank 0 is: a store of torchrun's would listen on all interfaces, and
     its rendezvous unpickles what anyone puts there. Ranks die with the thread that makes this: see processes.lifetime.
@@ -82,7 +85,7 @@ class RanksProcess:
             for local, path in enumerate(self._logs):
                 self._processes.append(_start(launch.worker, path, shared | _world(launch, local, self.port)))
         except BaseException:
-            self.end()
+            self.end(END_S)
             raise
 
     @property
@@ -101,7 +104,16 @@ class RanksProcess:
             return self._processes[failed].returncode
         return None if None in [process.poll() for process in self._processes] else 0
 
-    def end(self) -> None:
+    def log_tail(self) -> str:
+        return last_lines(self.log)
+
+    def ask_to_end(self) -> None:
+        """Terminate those that run.  A group asks in another way before, over their connections."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    def end(self, grace_s: float) -> None:
         """They have been asked over their connections: wait for that unless one failed, then terminate, then kill.
 
         Whatever a rank started ends with it. A second call does nothing: the numbers may be other processes' by then.
@@ -110,25 +122,20 @@ class RanksProcess:
             return
         self._ended = True
         if self._processes and not self.exit_code():
-            self._wait(_END_S)
-        self._signal(signal.SIGTERM)
-        self._wait(_END_S)
+            self._wait(grace_s)
+        self.ask_to_end()
+        self._wait(END_S)
         for process in self._processes:
             with suppress(ProcessLookupError, PermissionError):  # its session holds the writers that Megatron forks
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # one in the kernel's hands, such as a driver's, ends when it can
-                process.wait(_END_S)
+                process.wait(END_S)
         self._store = None
 
     def _first_failed(self) -> int | None:
         if self._failed is None:
             self._failed = next((local for local, process in enumerate(self._processes) if process.poll()), None)
         return self._failed
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(number)
 
     def _wait(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megarl.processes.handle import ProcessHandle
 from megarl.rollout.client import ServerClient
 from megarl.servers.launch import EngineLaunch
-from megarl.servers.server_process import Handle, ServerProcess
+from megarl.servers.server_process import ServerProcess
 
 
-class _Elsewhere:
-    """No process of ours: to us it ends when we have no more use for it."""
+class NotOurs:
+    """A ProcessHandle of a process that is somebody else's: to us it ends when we have no more use for it."""
 
     pid = 0
 
@@ -33,24 +33,17 @@ class _Elsewhere:
         self._code = 0
 
 
-class Elsewhere:
-    """The machine of such servers."""
-
-    def free_ports(self, hosts: Sequence[str]) -> list[int]:
-        raise OSError("a server that runs already has its port")
-
-    def start(self, launch: EngineLaunch, token: str, log: Path) -> Handle:
-        """Nothing is started: either it runs, or whoever owns it starts it again."""
-        return _Elsewhere()
-
-
 class RunningServer(ServerProcess):
     """As a ServerProcess; that it was started again, with the weights of its folder, is found out by asking it."""
 
     def __init__(self, url: str, token: str, index: int) -> None:
         launch = EngineLaunch("running", "", index=index, **place(url))
-        super().__init__(launch, token, Path("that of who started it"), name=f"server {index}", machine=Elsewhere())
+        super().__init__(launch, token, Path("that of who started it"), name=f"server {index}")
         self._started: Any = None  # what it says of its start
+
+    def _start(self) -> ProcessHandle:
+        """Nothing is started: either it runs, or whoever owns it starts it again."""
+        return NotOurs()
 
     def wait_until_serving(self, limit_s: float) -> None:
         super().wait_until_serving(limit_s)

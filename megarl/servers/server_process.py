@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.processes.handle import ProcessHandle
 from megarl.processes.lifetime import last_lines
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.engines import ENGINES
@@ -40,31 +41,16 @@ class MachineGone(OSError):
     """Nothing can be started there until the machine is back."""
 
 
-class Handle(Protocol):
-    """A process of servers or ranks, wherever it runs."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def exit_code(self) -> int | None: ...
-
-    def log_tail(self) -> str: ...
-
-    def ask_to_end(self) -> None: ...
-
-    def end(self, grace_s: float) -> None: ...
-
-
 class Machine(Protocol):
     """Where servers are started.  Both raise OSError where that cannot be done there now."""
 
     def free_ports(self, hosts: Sequence[str]) -> list[int]: ...
 
-    def start(self, launch: EngineLaunch, token: str, log: Path) -> Handle: ...
+    def start(self, launch: EngineLaunch, token: str, log: Path) -> ProcessHandle: ...
 
 
 class LocalServer:
-    """A server's process on this machine.  Raises ValueError for a launch that its engine cannot do.
+    """A server's process on this machine, a ProcessHandle.  Raises ValueError for a launch that its engine cannot do.
 
     Start it from a thread that lives as long as the server shall: see `lifetime`.
     """
@@ -124,7 +110,7 @@ class ThisMachine:
     def free_ports(self, hosts: Sequence[str]) -> list[int]:
         return free_ports(hosts)
 
-    def start(self, launch: EngineLaunch, token: str, log: Path) -> Handle:
+    def start(self, launch: EngineLaunch, token: str, log: Path) -> ProcessHandle:
         return LocalServer(launch, token, log, self.make_command)
 
 
@@ -140,8 +126,8 @@ class Machines:
     def free_ports(self, hosts: Sequence[str]) -> list[int]:
         return self.parts[0][0].free_ports(hosts)
 
-    def start(self, launch: EngineLaunch, token: str, log: Path) -> Handle:
-        started: list[Handle] = []
+    def start(self, launch: EngineLaunch, token: str, log: Path) -> ProcessHandle:
+        started: list[ProcessHandle] = []
         try:
             for number, (machine, address) in enumerate(self.parts):
                 where: dict[str, Any] = {
@@ -158,9 +144,9 @@ class Machines:
 
 
 class _Together:
-    """The processes of one server: it lives while all of them do."""
+    """The processes of one server as one ProcessHandle: it lives while all of them do."""
 
-    def __init__(self, handles: Sequence[Handle]) -> None:
+    def __init__(self, handles: Sequence[ProcessHandle]) -> None:
         self._handles = handles
 
     @property
@@ -195,7 +181,7 @@ class ServerProcess:
         self.launch, self.log, self.name, self.machine = launch, log, name, machine
         self.incarnation = 0  # counts the processes of this server
         self._token = token
-        self._handle: Handle | None = None
+        self._handle: ProcessHandle | None = None
 
     @property
     def pid(self) -> int | None:
@@ -210,8 +196,11 @@ class ServerProcess:
         assert not self.alive, f"{self.name} is running already"
         if self._handle is not None:
             self._handle.end(0)
-        self._handle = self.machine.start(self.launch, self._token, self.log)
+        self._handle = self._start()
         self.incarnation += 1
+
+    def _start(self) -> ProcessHandle:
+        return self.machine.start(self.launch, self._token, self.log)
 
     def wait_until_serving(self, limit_s: float) -> None:
         """Return when the server says that it can serve; ServerDied when it ends, or the limit passes, before that."""

@@ -33,7 +33,7 @@ class Threads:
     def exit_code(self) -> int | None:
         return None
 
-    def end(self) -> None:
+    def end(self, grace_s: float) -> None:
         for thread in self.threads:
             thread.join()
         for stranger in self.strangers:

@@ -78,10 +78,10 @@ def test_when_a_rank_fails_the_others_are_ended_and_its_log_is_the_one_to_read(
         time.sleep(0.01)
     assert ranks.exit_code() == 3, "that of the rank which failed; the others sleep"
     assert ranks.log == tmp_path / "rank_1.log"
-    assert "the shelf is empty" in ranks.log.read_text()
-    ranks.end()  # the others would sleep for longer than this test may take
+    assert "the shelf is empty" in ranks.log_tail()
+    ranks.end(1.0)  # the others would sleep for longer than this test may take
     monkeypatch.setattr("os.killpg", lambda *_: pytest.fail("these numbers may be other processes' by now"))
-    ranks.end()
+    ranks.end(1.0)
 
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
