@@ -27,7 +27,7 @@ from megarl.processes.lifetime import die_with_parent
 from megarl.rewards.pool import RewardPool
 from megarl.rollout.collector_client import CollectorClient
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body
-from megarl.sample import LostRollout, Prompt
+from megarl.sample import LostRollout, Prompt, Sample
 
 NUM_LENGTHS = 8  # of a distribution: so many lengths, each equally often
 LIMIT_S = 1800.0
@@ -100,7 +100,11 @@ class RingClient:
             some = list(same)
             prompts = [request.prompt for request in some]
             tickets.append(self._collector.submit(prompts, n=some[0].n, params=some[0].params))
-        groups = [group for ticket in tickets for group in self._collector.next(ticket, timeout_s=LIMIT_S)]
+        groups: list[list[Sample] | LostRollout] = []
+        for ticket in tickets:
+            while not self._collector.ready(ticket, limit_s=LIMIT_S):
+                pass
+            groups += self._collector.take(ticket)
         for group in groups:
             if isinstance(group, LostRollout):
                 raise RuntimeError(f"our client lost a rollout: {group.reason}")

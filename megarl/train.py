@@ -26,7 +26,7 @@ from megarl.metrics.report import write_samples
 from megarl.metrics.stats import batch_stats, finalise
 from megarl.sample import Batch, Sample, Stat, Stats
 from megarl.trainer.artifacts import finish, remember
-from megarl.trainer.evaluate import Evaluation, evaluate
+from megarl.trainer.evaluate import Evaluation, submit_evaluation, take_evaluation
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.run import Run
 from megarl.trainer.server_manager import is_verified
@@ -69,9 +69,10 @@ def train_step(run: Run, step: int, totals: Totals) -> dict[str, Any]:
     """One iteration, from prompts to pushed weights; returns the position of the prompts behind it."""
     timer = run.timer
     with timer("gen"):
-        iteration = run.prefetcher.next(
-            lambda done, total: run.trackers.stage("gen", done, total), watch=run.server_manager.check_servers
-        )
+        while not run.prefetcher.ready():
+            run.server_manager.check_servers()
+            run.trackers.stage("gen", *run.prefetcher.progress)
+        iteration = run.prefetcher.take()
     with samples_named(iteration.groups), run.trainers_turn():
         batch, stats = learn(run, iteration.groups, step)
     with timer("update_weights"):
@@ -142,18 +143,11 @@ def push(run: Run, version: int, totals: Totals) -> dict[str, Any]:
 
 def measure(run: Run, step: int) -> Evaluation:
     """The score on the held-out prompts."""
-    val = run.config.rollout.val_kwargs
-    found = evaluate(
-        run.collector,
-        run.val_prompts,
-        n=val.n,
-        temperature=val.temperature,
-        top_p=val.top_p,
-        max_new_tokens=run.config.data.max_response_length,
-        seed=run.config.rollout.seed,
-        on_progress=lambda done, total: run.trackers.stage("evaluate", done, total),
-        watch=run.server_manager.check_servers,
-    )
+    ticket = submit_evaluation(run.collector, run.val_prompts, run.config)
+    while not run.collector.ready(ticket):
+        run.server_manager.check_servers()
+        run.trackers.stage("evaluate", *run.collector.progress(ticket))
+    found = take_evaluation(run.collector, ticket)
     if run.val_prompts:
         run.trackers.log(step, found.metrics())
     run.timer.start()

@@ -14,7 +14,7 @@ class Timer:
         timer = Timer(on_stage=trackers.stage)
         timer.start()
         with timer("gen"):
-            groups = stream.next()
+            batch = prefetcher.take()
         metrics |= timer.finish(num_tokens=batch.num_tokens)      # timing_s/gen, timing_s/step, perf/...
 
     A stage inside a stage has its own time and counts once in the accounts.  The same name twice adds up.

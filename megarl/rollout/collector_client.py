@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,23 @@ from megarl.rollout.protocol import SamplingParams
 from megarl.sample import LostRollout, Prompt, Sample
 
 _CLOSE_S = 5.0
-_WATCH_S = 1.0
 
 
 class CollectorError(RuntimeError):
     """The collector failed, ended, or did not answer in time. One sentence, with the path of its log."""
+
+
+@dataclass
+class _Awaited:
+    """The prompts of a ticket, and those of its groups that are here."""
+
+    prompts: list[Prompt]
+    groups: dict[int, PackedGroup] = field(default_factory=dict)  # by the index of the prompt
+    awaited_since: float = 0.0  # time.monotonic() when `ready` was first asked; 0: not yet
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.groups) == len(self.prompts)
 
 
 class CollectorClient:
@@ -44,7 +57,9 @@ class CollectorClient:
         "gsm8k", 2),
                         timeout_s=120, log_path=run / "logs/collector.log")
         ticket = collector.submit(prompts, n=8, params=SamplingParams(max_new_tokens=256))
-        groups = collector.next(ticket, timeout_s=600)     # one entry a prompt, in the order of the prompts
+        while not collector.ready(ticket):
+            ...                               # look after the servers
+        groups = collector.take(ticket)       # one entry a prompt, in the order of the prompts
         collector.close()
 
     `make_scorer` is pickled into the child and called there. Start a CollectorClient from a thread that lives as long
@@ -74,8 +89,7 @@ class CollectorClient:
         self._process = context.Process(target=run_collector, args=(theirs, settings), name="collector")
         self._process.start()
         theirs.close()
-        self._prompts: dict[int, list[Prompt]] = {}
-        self._groups: dict[int, dict[int, PackedGroup]] = {}
+        self._orders: dict[int, _Awaited] = {}  # by ticket
         self._num_tickets = 0
         # multiprocessing would wait for the child at exit, and the child for us
         atexit.register(self.close)
@@ -85,13 +99,12 @@ class CollectorClient:
         return self._process.pid
 
     def submit(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams, greedy: bool = False) -> int:
-        """Start writing n completions of every prompt; returns the ticket to ask `next` with.
+        """Start writing n completions of every prompt; returns the ticket to ask `ready` and `take` with.
 
         `greedy`: a further, greedy completion of each, whose reward every sample of the group then knows.
         """
         ticket, self._num_tickets = self._num_tickets, self._num_tickets + 1
-        self._prompts[ticket] = list(prompts)
-        self._groups[ticket] = {}
+        self._orders[ticket] = _Awaited(list(prompts))
         self._send(Order(ticket, list(prompts), n, params, greedy))
         return ticket
 
@@ -103,34 +116,34 @@ class CollectorClient:
         """See rollout.trust."""
         self._send(Fence(url))
 
-    def next(
-        self,
-        ticket: int,
-        on_progress: Callable[[int, int], None] | None = None,
-        timeout_s: float = 3600.0,
-        watch: Callable[[], None] | None = None,
-    ) -> list[list[Sample] | LostRollout]:
-        """The groups of a ticket in the order of its prompts; waits for them, at most `timeout_s`.
+    def ready(self, ticket: int, timeout_s: float = 1.0, *, limit_s: float = 3600.0) -> bool:
+        """Whether all groups of a ticket are here; waits for news of any ticket, at most `timeout_s`.
 
-        `on_progress(done, total)` is called as groups arrive, `watch()` then and at least every second. Raises
-        CollectorError when the collector failed or ended, or when the time is over; KeyError for a ticket that was
-        never given or is taken already.
+        Raises CollectorError when the collector failed or ended, or when groups are missing `limit_s` after this was
+        first asked; KeyError for a ticket that was never given or is taken already.
         """
-        prompts, groups = self._prompts[ticket], self._groups[ticket]
-        deadline = time.monotonic() + timeout_s
-        while len(groups) < len(prompts):
-            if self._receive(min(deadline, time.monotonic() + _WATCH_S)):
-                if on_progress is not None:
-                    on_progress(len(groups), len(prompts))
-            elif time.monotonic() >= deadline:
-                raise CollectorError(
-                    f"the collector finished {len(groups)} of {len(prompts)} prompts within {timeout_s:g} s; "
-                    f"its log: {self._log_path}"
-                )
-            if watch is not None:
-                watch()
-        del self._prompts[ticket], self._groups[ticket]
-        return [unpack(groups[index], prompt) for index, prompt in enumerate(prompts)]
+        order = self._orders[ticket]
+        order.awaited_since = order.awaited_since or time.monotonic()
+        deadline = order.awaited_since + limit_s
+        if order.is_complete or self._receive(min(deadline, time.monotonic() + timeout_s)):
+            return order.is_complete
+        if time.monotonic() >= deadline:
+            done, total = self.progress(ticket)
+            raise CollectorError(
+                f"the collector finished {done} of {total} prompts within {limit_s:g} s; its log: {self._log_path}"
+            )
+        return False
+
+    def progress(self, ticket: int) -> tuple[int, int]:
+        """How many groups of a ticket are here, and how many it has."""
+        order = self._orders[ticket]
+        return len(order.groups), len(order.prompts)
+
+    def take(self, ticket: int) -> list[list[Sample] | LostRollout]:
+        """The groups of a ticket that is ready, in the order of its prompts."""
+        order = self._orders.pop(ticket)
+        assert order.is_complete, f"ticket {ticket} is not ready"
+        return [unpack(order.groups[index], prompt) for index, prompt in enumerate(order.prompts)]
 
     def close(self) -> None:
         """End the child, whatever it is doing."""
@@ -168,8 +181,8 @@ class CollectorClient:
         if kind == "error":
             raise CollectorError(f"the collector failed: {content[0]}; its log: {self._log_path}")
         ticket, index, group = content
-        if ticket in self._groups:
-            self._groups[ticket][index] = group
+        if ticket in self._orders:
+            self._orders[ticket].groups[index] = group
 
     def _ended(self) -> CollectorError:
         self._process.join(_CLOSE_S)

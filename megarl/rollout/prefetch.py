@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -67,17 +67,28 @@ class RolloutBatch:
         return {"rollout/lost": float(len(self.lost))} | {f"rollout/{name}": n for name, n in self.counts.items()}
 
 
-@dataclass(frozen=True)
-class _Order:
-    """An iteration that was asked for, and what its further generation batches are asked with."""
+@dataclass
+class _Iteration:
+    """An iteration that was asked for, and what of it is here."""
 
-    ticket: int
+    ticket: int  # of its latest generation batch
     before: dict[str, Any]  # position of its first prompt
-    params: SamplingParams
+    params: SamplingParams  # its further generation batches are asked with these too
+    kept: list[list[Sample]] = field(default_factory=list)
+    lost: list[LostRollout] = field(default_factory=list)
+    num_seen: int = 0  # groups that were not lost
+    num_batches: int = 0  # generation batches that are here
+    is_complete: bool = False
 
 
 class Prefetcher:
     """Asks for iterations first_step .. num_steps - 1, each of `num_prompts` prompts with n completions.
+
+    Example:
+
+        while not prefetcher.ready():
+            ...                               # look after the servers
+        batch = prefetcher.take()
 
     `greedy`: a greedy completion of each prompt too.  `keep`: dynamic sampling; None keeps every group.
     """
@@ -99,44 +110,57 @@ class Prefetcher:
         self._collector, self._prompts = collector, prompts
         self._num_prompts, self._n, self._params, self._greedy, self._keep = num_prompts, n, params, greedy, keep
         self._ahead, self._next_step, self._num_steps = ahead, first_step, num_steps
-        self._under_way: deque[_Order] = deque()
+        self._under_way: deque[_Iteration] = deque()
 
-    def next(
-        self,
-        on_progress: Callable[[int, int], None] | None = None,
-        timeout_s: float = 3600.0,
-        watch: Callable[[], None] | None = None,
-    ) -> RolloutBatch:
-        """The next iteration (see CollectorClient.next); raises a RuntimeError when every group of it was lost.
+    def ready(self, timeout_s: float = 1.0) -> bool:
+        """Whether the next iteration is complete; waits for news of it as CollectorClient.ready does.
 
-        Of dynamic sampling that may not refill it may have no group; one that may, and finds too few within the allowed
-        generation batches, raises a RuntimeError.
+        It asks for what is to be under way, and for more where dynamic sampling has kept too few.  Raises a
+        RuntimeError when every group of a generation batch was lost, and when dynamic sampling that may refill finds
+        too few within the allowed generation batches.
         """
         while len(self._under_way) <= self._ahead and self._next_step < self._num_steps:
             self._submit()
-        order = self._under_way.popleft()
+        iteration = self._under_way[0]
+        if not iteration.is_complete and self._collector.ready(iteration.ticket, timeout_s):
+            self._add(iteration, self._collector.take(iteration.ticket))
+        return iteration.is_complete
 
-        def take(ticket: int) -> tuple[list[list[Sample]], list[LostRollout]]:
-            found: Sequence[list[Sample] | LostRollout] = self._collector.next(ticket, on_progress, timeout_s, watch)
-            groups = [group for group in found if not isinstance(group, LostRollout)]
-            lost = [group for group in found if isinstance(group, LostRollout)]
-            if not groups:
-                raise RuntimeError(f"all {len(lost)} prompts of an iteration were lost; the first: {lost[0].reason}")
-            return groups, lost
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Groups that are here, and all, of the generation batch that the next iteration waits for."""
+        return self._collector.progress(self._under_way[0].ticket)
 
-        groups, lost = take(order.ticket)
+    def take(self) -> RolloutBatch:
+        """The next iteration, once it is ready.  Of dynamic sampling that may not refill it may have no group."""
+        iteration = self._under_way.popleft()
+        assert iteration.is_complete, "an iteration is taken when it is ready"
+        kept, lost = iteration.kept, iteration.lost
         if self._keep is None:
-            return RolloutBatch(groups, lost, self._position())
-        kept, num_seen, num_batches = [group for group in groups if self._keep.keeps(group)], len(groups), 1
-        while self._keep.refill and len(kept) < self._num_prompts:
-            if num_batches == self._keep.max_batches:
-                raise RuntimeError(_too_few(self._keep, len(kept), self._num_prompts, num_seen))
-            missing = self._num_prompts - len(kept)
-            groups, more_lost = take(self._ask(self._guess(missing, len(kept) / num_seen), order.params))
-            kept += [group for group in groups if self._keep.keeps(group)]
-            lost, num_seen, num_batches = lost + more_lost, num_seen + len(groups), num_batches + 1
-        counts = {"dropped_share": 1 - len(kept) / num_seen, "gen_batches": float(num_batches)}
+            return RolloutBatch(kept, lost, self._position())
+        dropped = 1 - len(kept) / iteration.num_seen
+        counts = {"dropped_share": dropped, "gen_batches": float(iteration.num_batches)}
         return RolloutBatch(kept[: self._num_prompts], lost, self._position(), counts)
+
+    def _add(self, iteration: _Iteration, found: Sequence[list[Sample] | LostRollout]) -> None:
+        """A generation batch is here: either the iteration is complete with it, or another one is asked for."""
+        groups = [group for group in found if not isinstance(group, LostRollout)]
+        lost = [group for group in found if isinstance(group, LostRollout)]
+        if not groups:
+            raise RuntimeError(f"all {len(lost)} prompts of an iteration were lost; the first: {lost[0].reason}")
+        keep = self._keep
+        iteration.kept += groups if keep is None else [group for group in groups if keep.keeps(group)]
+        iteration.lost += lost
+        iteration.num_seen += len(groups)
+        iteration.num_batches += 1
+        num_kept = len(iteration.kept)
+        if keep is None or not keep.refill or num_kept >= self._num_prompts:
+            iteration.is_complete = True
+        elif iteration.num_batches == keep.max_batches:
+            raise RuntimeError(_too_few(keep, num_kept, self._num_prompts, iteration.num_seen))
+        else:
+            count = self._guess(self._num_prompts - num_kept, num_kept / iteration.num_seen)
+            iteration.ticket = self._ask(count, iteration.params)
 
     def _guess(self, missing: int, share_kept: float) -> int:
         """So many prompts will probably fill the gap; never more than a whole batch."""
@@ -156,7 +180,7 @@ class Prefetcher:
         params = (
             self._params if seed is None else replace(self._params, sampling_seed=(seed * 1_000_003 + step) & MAX_SEED)
         )
-        self._under_way.append(_Order(self._ask(self._num_prompts, params), before, params))
+        self._under_way.append(_Iteration(self._ask(self._num_prompts, params), before, params))
 
     def _ask(self, count: int, params: SamplingParams) -> int:
         return self._collector.submit(self._prompts.take(count), n=self._n, params=params, greedy=self._greedy)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -64,27 +63,25 @@ def _prompt(group: list[Sample] | LostRollout) -> Prompt:
     return group.prompt if isinstance(group, LostRollout) else group[0].prompt
 
 
-def evaluate(
-    collector: CollectorClient,
-    prompts: Sequence[Prompt],
-    *,
-    n: int,
-    temperature: float,
-    top_p: float,
-    max_new_tokens: int,
-    seed: int | None,
-    on_progress: Callable[[int, int], None] | None = None,
-    watch: Callable[[], None] | None = None,
-) -> Evaluation:
-    """Write and score n completions of each prompt with the weights that the servers hold now.
+def submit_evaluation(collector: CollectorClient, prompts: Sequence[Prompt], config: Config) -> int:
+    """Have the servers write completions of held-out prompts with the weights that they hold now; returns the ticket.
 
-    The last two as in CollectorClient.next.
+    Which prompts, and how they are answered: data.val_* and rollout.val_kwargs.
     """
-    if not prompts:
-        return Evaluation([])
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, sampling_seed=seed)
-    groups = collector.next(collector.submit(prompts, n=n, params=params), on_progress, watch=watch)
-    if all(isinstance(group, LostRollout) for group in groups):
+    val = config.rollout.val_kwargs
+    params = SamplingParams(
+        temperature=val.temperature,
+        top_p=val.top_p,
+        max_new_tokens=config.data.max_response_length,
+        sampling_seed=config.rollout.seed,
+    )
+    return collector.submit(prompts, n=val.n, params=params)
+
+
+def take_evaluation(collector: CollectorClient, ticket: int) -> Evaluation:
+    """The scores, once the ticket is ready.  Raises RuntimeError where every prompt was lost."""
+    groups = collector.take(ticket)
+    if groups and all(isinstance(group, LostRollout) for group in groups):
         reason = next(group.reason for group in groups if isinstance(group, LostRollout))
         raise RuntimeError(f"every prompt of the evaluation was lost; the first: {reason}")
     return Evaluation(groups)
@@ -137,7 +134,6 @@ def main(config: Config) -> int:
     prompts = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts).all(
         config.data.val_max_samples
     )
-    val = config.rollout.val_kwargs
     with Infrastructure(config, trains=False) as infrastructure, console.status("starting the servers") as status:
         servers, router = infrastructure.serve(), infrastructure.router
         if router is not None:
@@ -146,17 +142,12 @@ def main(config: Config) -> int:
         with closing(
             make_collector(config, [router.url] if router else servers.urls, infrastructure.server_token)
         ) as collector:
-            found = evaluate(
-                collector,
-                prompts,
-                n=val.n,
-                temperature=val.temperature,
-                top_p=val.top_p,
-                max_new_tokens=config.data.max_response_length,
-                seed=config.rollout.seed,
-                on_progress=lambda done, total: status.update(f"evaluating: {done} of {total} prompts"),
-                watch=partial(look_after, servers, router),
-            )
+            ticket = submit_evaluation(collector, prompts, config)
+            while not collector.ready(ticket):
+                done, total = collector.progress(ticket)
+                status.update(f"evaluating: {done} of {total} prompts")
+                look_after(servers, router)
+            found = take_evaluation(collector, ticket)
     for name, value in found.metrics().items():
         console.print(f"{name} {value:.4f}", highlight=False)
     return 0

@@ -68,6 +68,12 @@ def prompts(count, first=0, ground_truth=None):
     return [Prompt(f"0-{first + i}", [5, 6, 2 + i % 20], "x", ground_truth) for i in range(count)]
 
 
+def groups_of(collector, ticket, limit_s=200):
+    while not collector.ready(ticket, limit_s=limit_s):
+        pass
+    return collector.take(ticket)
+
+
 @pytest.fixture
 def make_collector(hf_served, tmp_path):
     streams = []
@@ -91,8 +97,10 @@ def test_groups_come_back_in_the_order_of_their_prompts_and_tickets_in_any(serve
     progress = []
     first = collector.submit(prompts(20), n=3, params=PARAMS)
     second = collector.submit(prompts(5, first=20), n=2, params=PARAMS)
-    late = collector.next(second, timeout_s=200)
-    early = collector.next(first, lambda done, total: progress.append((done, total)), timeout_s=200)
+    late = groups_of(collector, second)
+    while not collector.ready(first, limit_s=200):
+        progress.append(collector.progress(first))
+    early = collector.take(first)
     assert [group[0].prompt.uid for group in [*early, *late]] == [f"0-{i}" for i in range(25)]
     assert {len(group) for group in early} == {3} and {len(group) for group in late} == {2}
     assert all(done <= total == 20 for done, total in progress)
@@ -103,9 +111,9 @@ def test_groups_come_back_in_the_order_of_their_prompts_and_tickets_in_any(serve
         visible = [ALPHABET[token - 2] for token in sample.completion.token_ids if token >= 2]
         assert sample.completion.text == "".join(visible), "special tokens are no text"
     with pytest.raises(KeyError):
-        collector.next(first)
+        collector.ready(first)
 
-    again = collector.next(collector.submit(prompts(20), n=3, params=PARAMS))
+    again = groups_of(collector, collector.submit(prompts(20), n=3, params=PARAMS))
     for group, same in zip(early, again, strict=True):
         assert [s.completion.token_ids for s in group] == [s.completion.token_ids for s in same]
 
@@ -115,15 +123,16 @@ def test_groups_come_back_in_the_order_of_their_prompts_and_tickets_in_any(serve
         assert time.monotonic() < deadline
         time.sleep(0.01)
     server.engine.abort(everything=True)
-    (lost,) = collector.next(aborted, timeout_s=200)
+    (lost,) = groups_of(collector, aborted)
     assert isinstance(lost, LostRollout) and "2 of 2 completions were aborted" in lost.reason
 
     ticket = collector.submit(prompts(1, ground_truth="slow"), n=1, params=PARAMS)
+    assert not collector.ready(ticket, timeout_s=0.0), "it waits no longer than one asks it to"
     with pytest.raises(CollectorError, match=r"0 of 1 prompts within 0\.2 s.*collector\.log"):
-        collector.next(ticket, timeout_s=0.2)
+        groups_of(collector, ticket, limit_s=0.2)
     os.kill(collector.pid, signal.SIGKILL)
     with pytest.raises(CollectorError, match=r"ended with exit code -9.*collector\.log"):
-        collector.next(ticket, timeout_s=200)
+        groups_of(collector, ticket)
     with pytest.raises(CollectorError, match="exit code -9"):
         collector.submit(prompts(1), n=1, params=PARAMS)
 
@@ -139,7 +148,7 @@ def likeliest_tokens(model, prompt_ids, count):
 
 def test_the_greedy_completion_that_a_server_writes_is_the_likeliest_one(server, make_collector):
     collector = make_collector(make_scorer=Reader)
-    groups = collector.next(collector.submit(prompts(6), n=3, params=PARAMS, greedy=True), timeout_s=200)
+    groups = groups_of(collector, collector.submit(prompts(6), n=3, params=PARAMS, greedy=True))
     model = Qwen3ForCausalLM.from_pretrained(server.model_path, dtype=torch.float32).eval()
     for group in groups:
         (greedy,) = {sample.greedy_reward for sample in group}
@@ -152,7 +161,7 @@ def test_a_broken_reward_reaches_the_driver_as_one_error(server, make_collector)
     collector = make_collector()
     ticket = collector.submit([*prompts(3), *prompts(1, ground_truth="boom")], n=1, params=PARAMS)
     with pytest.raises(CollectorError, match=r"RuntimeError: the reward is broken.*collector\.log"):
-        collector.next(ticket, timeout_s=200)
+        groups_of(collector, ticket)
 
 
 class FakePool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megarl.config import Config
+from megarl.config import Config, resolved
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
 from megarl.trainer import evaluate
 from megarl.trainer.evaluate import look_after
@@ -85,6 +86,30 @@ def test_completions_are_asked_of_the_router_where_there_is_one(
     assert asked == ([A, B] if router is None else [ROUTER])
     if router is not None:
         assert router.working == [A, B]
+
+
+def test_the_servers_are_looked_after_while_their_completions_are_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers, looks = [False, False, True], []
+    sample = SimpleNamespace(reward=0.5, prompt=SimpleNamespace(data_source=""))
+    collector = SimpleNamespace(
+        submit=lambda prompts, **how: 7,
+        ready=lambda ticket: answers.pop(0),
+        progress=lambda ticket: (0, 1),
+        take=lambda ticket: [[sample]],
+        close=lambda: None,
+    )
+    infrastructure = nullcontext(SimpleNamespace(serve=Servers, router=None, server_token="token"))
+    monkeypatch.setattr(evaluate, "Infrastructure", lambda *_, **__: infrastructure)
+    monkeypatch.setattr(evaluate, "make_collector", lambda *_: collector)
+    monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: SimpleNamespace(all=lambda _: ["a prompt"]))
+    monkeypatch.setattr(evaluate, "look_after", lambda servers, router: looks.append(servers.urls))
+    config = resolved(Config())
+    config.data.val_files = ["a.jsonl"]
+    assert evaluate.main(config) == 0
+    assert looks == [[A, B]] * 2
+    assert "val/score 0.5000" in capsys.readouterr().out
 
 
 def test_a_server_that_died_gets_no_work_until_it_is_back_and_without_any_it_ends() -> None:

@@ -39,10 +39,32 @@ def test_an_iteration_without_a_group_is_a_skipped_step() -> None:
     assert {name: stat.result() for name, stat in stats.items()} == {"actor/skipped_steps": 1.0}
 
 
+class Waited:
+    """A Prefetcher whose next iteration is ready at the third question."""
+
+    def __init__(self, iteration: RolloutBatch) -> None:
+        self.iteration, self.questions = iteration, 0
+
+    def ready(self) -> bool:
+        self.questions += 1
+        return self.questions > 2
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.questions, 4
+
+    def take(self) -> RolloutBatch:
+        return self.iteration
+
+
 def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Path) -> None:
-    """Versions count iterations, so the servers get the next number; nobody computes anything."""
+    """Versions count iterations, so the servers get the next number; nobody computes anything.
+
+    While it is waited for, the servers are looked after.
+    """
     logged: list[tuple[int, dict[str, float]]] = []
     pushed: list[int] = []
+    waiting: list[Any] = []
     iteration = RolloutBatch([], [], {"position": 4}, {"dropped_share": 1.0, "gen_batches": 1.0})
 
     def push(version: int) -> dict[str, Any]:
@@ -52,14 +74,19 @@ def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Pat
     run: Any = SimpleNamespace(
         config=SimpleNamespace(trainer=SimpleNamespace(num_ranks=1)),
         dir=tmp_path,
-        prefetcher=SimpleNamespace(next=lambda *_, **__: iteration),
-        server_manager=SimpleNamespace(push=push, check_servers=None, metrics=lambda report: {}),
+        prefetcher=Waited(iteration),
+        server_manager=SimpleNamespace(
+            push=push, check_servers=lambda: waiting.append("checked"), metrics=lambda report: {}
+        ),
         timer=Timer(),
-        trackers=SimpleNamespace(log=lambda step, metrics: logged.append((step, metrics))),
+        trackers=SimpleNamespace(
+            log=lambda step, metrics: logged.append((step, metrics)), stage=lambda *progress: waiting.append(progress)
+        ),
         trainers_turn=nullcontext,
     )
     assert train_step(run, 3, Totals(0.0, {})) == {"position": 4}
     assert pushed == [4]
+    assert waiting == ["checked", ("gen", 1, 4), "checked", ("gen", 2, 4)]
     ((step, metrics),) = logged
     assert step == 4
     assert metrics["actor/skipped_steps"] == metrics["rollout/dropped_share"] == 1.0
