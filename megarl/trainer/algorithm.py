@@ -16,7 +16,7 @@ import torch
 from megarl.algo.advantages.estimate import check_estimator_args
 from megarl.algo.correction import Correction
 from megarl.algo.hyperparameters import keyword_names
-from megarl.algo.kl import FULL, kl_estimate
+from megarl.algo.kl import FULL, AdaptiveKL, FixedKL, kl_estimate, make_kl_controller
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from megarl.algo.reward_shaping import overlong_filter, overlong_penalty
@@ -52,6 +52,10 @@ class Algorithm:
     wants_greedy: bool  # ... the reward of a greedy completion of each prompt?
     reward_parts: tuple[str, ...]  # numbers of the reward that the estimator wants apart
     keep: Filter | None  # of dynamic sampling
+    kl: FixedKL | AdaptiveKL  # controller of the coefficient of the KL in the reward: the one thing here that moves
+    critic_warmup: int  # steps of the critic alone, at the beginning
+    shuffle_rewards: bool  # the control experiment
+    seed: int
 
     @property
     def reference(self) -> str | None:
@@ -71,10 +75,11 @@ def make_algorithm(config: Config) -> Algorithm:
     """Raises ValueError, one sentence, for settings that the loss layer refuses."""
     algorithm = config.algorithm
     actor, reads = actor_update(config), _read_by_advantages(config)
+    learns_values, kl = "values" in reads, algorithm.kl_ctrl
     asked = keyword_names(ADV_ESTIMATORS[algorithm.adv_estimator])
     return Algorithm(
         actor=actor,
-        critic=critic_update(config) if "values" in reads else None,
+        critic=critic_update(config) if learns_values else None,
         advantages=_advantages(config),
         correction=Correction(**vars(algorithm.rollout_correction)),
         shaping=_shaping(config),
@@ -83,6 +88,10 @@ def make_algorithm(config: Config) -> Algorithm:
         wants_greedy="greedy_score" in reads,
         reward_parts=tuple(algorithm.reward_weights) if "reward_parts" in asked else (),
         keep=_filter(config),
+        kl=make_kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon),
+        critic_warmup=config.trainer.critic_warmup if learns_values else 0,
+        shuffle_rewards=config.reward.shuffle,
+        seed=config.trainer.seed,
     )
 
 

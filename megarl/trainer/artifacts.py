@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -13,6 +13,7 @@ from megarl.metrics.report import Answer, prompt_text, samples_table, write_summ
 from megarl.rewards import load_reward
 from megarl.trainer.evaluate import Evaluation, transformers_accuracy
 from megarl.trainer.run import Run
+from megarl.trainer.run_log import Totals
 
 BEFORE = "answers_before.json"
 NUM_ANSWERS = 12
@@ -40,11 +41,6 @@ MORE = {  # what only some runs leave
 }
 
 
-class Totals(Protocol):
-    def state_dict(self) -> dict[str, Any]:
-        """Numbers over the whole run, with `wall_s` among them."""
-
-
 def remember(folder: Path, before: Evaluation) -> None:
     """Keep what the untrained model said, for the comparison at the end, which may be in another process."""
     content = {"accuracy": before.accuracy, "answers": before.answers()}
@@ -56,7 +52,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     console = Console()
     run.trackers.stage("writing the model")
     run.server_manager.release_memory()  # nobody is asked any more, and the actor wants room
-    run.actor.export(run.dir / "hf", adapter=run.dir / "adapter" if run.config.actor.lora.rank else None)
+    run.roles.actor.export(run.dir / "hf", adapter=run.dir / "adapter" if run.config.actor.lora.rank else None)
     summary: dict[str, Any] = {"steps": run.num_steps, "prompts_filtered": run.num_filtered}
     before_file = run.dir / BEFORE
     before = json.loads(before_file.read_text()) if before_file.exists() else None

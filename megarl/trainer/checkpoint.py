@@ -10,9 +10,11 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from megarl.config import Config
 
 MANIFEST = "manifest.json"
 
@@ -89,6 +91,22 @@ def all_checkpoints(root: Path) -> list[Checkpoint]:
     """The finished checkpoints under `root`, oldest step first."""
     found = [_read(folder) for folder in sorted(root.glob("step_*"))]
     return sorted((c for c in found if c is not None), key=lambda c: c.step)
+
+
+def changes(before: Config, now: Config) -> list[str]:
+    """Settings that differ, as `key old -> new`, but for those that only say how long and where to."""
+    old, new = _flat(asdict(before)), _flat(asdict(now))
+    free = ("trainer.total_training_steps", "trainer.total_epochs", "trainer.logger", "trainer.resume_mode")
+    changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in free]
+    return [f"{key} {old.get(key)} -> {new.get(key)}" for key in changed]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
 
 
 def _forget(folder: Path) -> None:

@@ -63,28 +63,48 @@ def _prompt(group: list[Sample] | LostRollout) -> Prompt:
     return group.prompt if isinstance(group, LostRollout) else group[0].prompt
 
 
-def submit_evaluation(collector: CollectorClient, prompts: Sequence[Prompt], config: Config) -> int:
-    """Have the servers write completions of held-out prompts with the weights that they hold now; returns the ticket.
+class Evaluator:
+    """Asks for completions of held-out prompts: which, and how many of each, say data.val_* and rollout.val_kwargs.
 
-    Which prompts, and how they are answered: data.val_* and rollout.val_kwargs.
+    Example:
+
+        evaluator.submit()                    # to the servers, with the weights that they hold now
+        while not evaluator.ready():
+            ...                               # look after the servers
+        found = evaluator.take()
     """
-    val = config.rollout.val_kwargs
-    params = SamplingParams(
-        temperature=val.temperature,
-        top_p=val.top_p,
-        max_new_tokens=config.data.max_response_length,
-        sampling_seed=config.rollout.seed,
-    )
-    return collector.submit(prompts, n=val.n, params=params)
 
+    def __init__(self, collector: CollectorClient, prompts: Sequence[Prompt], config: Config) -> None:
+        val = config.rollout.val_kwargs
+        self._collector, self.prompts, self._n = collector, prompts, val.n
+        self._params = SamplingParams(
+            temperature=val.temperature,
+            top_p=val.top_p,
+            max_new_tokens=config.data.max_response_length,
+            sampling_seed=config.rollout.seed,
+        )
+        self._ticket = -1
 
-def take_evaluation(collector: CollectorClient, ticket: int) -> Evaluation:
-    """The scores, once the ticket is ready.  Raises RuntimeError where every prompt was lost."""
-    groups = collector.take(ticket)
-    if groups and all(isinstance(group, LostRollout) for group in groups):
-        reason = next(group.reason for group in groups if isinstance(group, LostRollout))
-        raise RuntimeError(f"every prompt of the evaluation was lost; the first: {reason}")
-    return Evaluation(groups)
+    def submit(self) -> None:
+        """Have the servers write."""
+        self._ticket = self._collector.submit(self.prompts, n=self._n, params=self._params)
+
+    def ready(self) -> bool:
+        """Whether all completions are here, scored; waits for news of them as CollectorClient.ready does."""
+        return self._collector.ready(self._ticket)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Prompts that are done, and all."""
+        return self._collector.progress(self._ticket)
+
+    def take(self) -> Evaluation:
+        """What came of it, once it is ready.  Raises RuntimeError where every prompt was lost."""
+        groups = self._collector.take(self._ticket)
+        if groups and all(isinstance(group, LostRollout) for group in groups):
+            reason = next(group.reason for group in groups if isinstance(group, LostRollout))
+            raise RuntimeError(f"every prompt of the evaluation was lost; the first: {reason}")
+        return Evaluation(groups)
 
 
 @torch.inference_mode()
@@ -142,12 +162,13 @@ def main(config: Config) -> int:
         with closing(
             make_collector(config, [router.url] if router else servers.urls, infrastructure.server_token)
         ) as collector:
-            ticket = submit_evaluation(collector, prompts, config)
-            while not collector.ready(ticket):
-                done, total = collector.progress(ticket)
-                status.update(f"evaluating: {done} of {total} prompts")
+            evaluator = Evaluator(collector, prompts, config)
+            evaluator.submit()
+            while not evaluator.ready():
                 look_after(servers, router)
-            found = take_evaluation(collector, ticket)
+                done, total = evaluator.progress
+                status.update(f"evaluating: {done} of {total} prompts")
+            found = evaluator.take()
     for name, value in found.metrics().items():
         console.print(f"{name} {value:.4f}", highlight=False)
     return 0

@@ -7,9 +7,8 @@ that share a layout share a Group, a role with a layout of its own gets one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +16,6 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from megarl.algo.kl import make_kl_controller
 from megarl.config import Config, from_yaml, layout_of, to_yaml
 from megarl.config.placement import gpu_seats
 from megarl.group import Group
@@ -27,7 +25,7 @@ from megarl.metrics.timer import Timer
 from megarl.metrics.trackers import Trackers
 from megarl.plugins import load_plugins
 from megarl.rewards import REWARDS, load_reward
-from megarl.roles.handles import Actor, Critic, Packing, PushSettings, Reference, Role
+from megarl.roles.handles import PushSettings
 from megarl.rollout.client import ServerClient
 from megarl.rollout.collector_client import CollectorClient
 from megarl.rollout.prefetch import Prefetcher
@@ -38,22 +36,19 @@ from megarl.servers import supervisor
 from megarl.servers.router import Routed
 from megarl.servers.sglang_environment import sglang_python
 from megarl.trainer import checkpoint
-from megarl.trainer.algorithm import REFERENCE, make_algorithm
+from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import (
-    engine_settings,
-    lora_settings,
     make_collector,
     make_group,
     model_folder,
-    optim_settings,
-    optimizer_steps,
-    plugins,
     ranks_address,
     read_prompts,
     start_trackers,
 )
 from megarl.trainer.colocation import ALL, CACHE, check_shared_gpus
+from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.roles import Roles, load_roles, make_roles, trainers_turn
 from megarl.trainer.server_manager import Push, ServerManager
 from megarl.weights.verify.canary import Canary
 
@@ -69,12 +64,12 @@ class Run:
     Example: with Infrastructure(config) as infrastructure, Run(config, infrastructure) as run: ...
     """
 
-    actor: Actor
-    critic: Critic | None = None
-    reference: Reference | None = None
+    roles: Roles
     server_manager: ServerManager
     collector: CollectorClient
     prefetcher: Prefetcher
+    evaluator: Evaluator
+    timer: Timer
     trackers: Trackers
 
     def __init__(
@@ -105,13 +100,11 @@ class Run:
                 f"data.train_batch_size={config.data.train_batch_size}: one epoch has {len(self.prompts)} prompts; "
                 "use a smaller batch, more epochs, or trainer.total_training_steps"
             )
-        self.warmup = config.trainer.critic_warmup if self.algorithm.critic else 0
-        if self.warmup >= self.num_steps:
+        warmup = self.algorithm.critic_warmup
+        if warmup >= self.num_steps:
             raise ValueError(
-                f"trainer.critic_warmup={self.warmup}: expected fewer than the {self.num_steps} steps of the run"
+                f"trainer.critic_warmup={warmup}: expected fewer than the {self.num_steps} steps of the run"
             )
-        kl = config.algorithm.kl_ctrl
-        self.kl = make_kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon)
         self.resumed_from = resume or checkpoint.find(config.trainer.resume_mode, self.checkpoints)
         self.last_save = resume
         self.first_step = self.resumed_from.step if self.resumed_from else 0
@@ -121,11 +114,6 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         return self.dir / "checkpoints"
-
-    @property
-    def trainable(self) -> dict[str, Actor | Critic]:
-        """The roles that a checkpoint holds."""
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def __enter__(self) -> Self:
         try:
@@ -150,28 +138,28 @@ class Run:
         self.timer = Timer(on_stage=self.trackers.stage)
 
         self.trackers.stage("starting ranks")
-        self._make_roles()
+        self.roles = make_roles(config, self.algorithm, self._group_of)
         self.trackers.stage("starting servers")
         token, processes = self._infrastructure.server_token, self._infrastructure.serve()
         if config.rollout.ahead:
             check_version_spans(processes.urls, token)
         router = self._infrastructure.router
-        self._start_stream([router.url] if router else processes.urls, token)
+        self._start_collector([router.url] if router else processes.urls, token)
         asked = Routed(router, self.collector) if router else self.collector
-        self.server_manager = self._make_fleet(processes, asked)
+        self.server_manager = self._make_server_manager(processes, asked)
         for group in self._groups.values():
             group.start()
         self.server_manager.release_memory()
-        self._load_roles()
-        self.actor.connect(self._push_settings(processes.urls, token))
+        load_roles(self.roles, config, self.num_steps, self.algorithm.critic_warmup)
+        self.roles.actor.connect(self._push_settings(processes.urls, token))
         if self.resumed_from is not None:
-            checkpoint.restore(self.resumed_from, self.trainable)
+            checkpoint.restore(self.resumed_from, self.roles.trainable)
             self.prompts.load_state_dict(self.resumed_from.state["prompts"])
-            self.kl.load_state_dict(self.resumed_from.state["kl"])
-        self._end_turn()
+            self.algorithm.kl.load_state_dict(self.resumed_from.state["kl"])
+        self.roles.offload()
         (self.dir / "summary.json").unlink(missing_ok=True)  # only a run that came to its end has one
 
-    def _make_fleet(self, processes: supervisor.Servers, asked: Trusts) -> ServerManager:
+    def _make_server_manager(self, processes: supervisor.Servers, asked: Trusts) -> ServerManager:
         """Servers that share the trainer's GPUs get the canary once they have room for it, all others with the push."""
         longest = min(CANARY_TOKENS, self.config.data.max_prompt_length + self.config.data.max_response_length)
         words = (token for prompt in self.prompts.all(CANARY_TOKENS) for token in prompt.token_ids)
@@ -192,7 +180,7 @@ class Run:
     def _pusher(self, ids: list[int] | None) -> Push:
         """How the server manager pushes the actor's weights to some of its servers; `ids`: the canary's tokens."""
         canary = lambda: None if ids is None else self._canary(ids)  # noqa: E731
-        return lambda only, version: self.actor.push(version, only=only, canary=canary())
+        return lambda only, version: self.roles.actor.push(version, only=only, canary=canary())
 
     def _push_settings(self, urls: Sequence[str], token: str) -> PushSettings:
         """How the ranks reach the servers; adapters alone where actor.lora.push asks for that."""
@@ -215,7 +203,7 @@ class Run:
     def _canary(self, ids: list[int]) -> dict[str, Any]:
         """A prompt, and its log-probs under the actor, which every server has to repeat after a push."""
         batch = Batch(torch.tensor(ids), torch.tensor([len(ids)]), {})
-        log_probs = self.actor.log_probs(batch, temperature=1.0)[1:].tolist()
+        log_probs = self.roles.actor.log_probs(batch, temperature=1.0)[1:].tolist()
         return {"prompt_ids": ids, "log_probs": log_probs, "tolerance": CANARY_TOLERANCE[self.config.rollout.dtype]}
 
     def _warn(self, sentence: str) -> None:
@@ -226,7 +214,7 @@ class Run:
         if self.resumed_from is None:
             return
         file, console = self.dir / "config.yaml", Console(stderr=True, soft_wrap=True)
-        changed = changes(from_yaml(file.read_text()), self.config) if file.exists() else []
+        changed = checkpoint.changes(from_yaml(file.read_text()), self.config) if file.exists() else []
         if changed and self.first_step >= self.num_steps:
             raise ValueError(
                 f"{self.dir} is finished, with other settings ({', '.join(changed)}); use another "
@@ -235,32 +223,6 @@ class Run:
         for change in changed:
             console.print(f"warning: changed since the run began: {change}", markup=False, highlight=False)
         console.print(f"going on from step {self.first_step} ({self.resumed_from.folder})", highlight=False)
-
-    def _make_roles(self) -> None:
-        config = self.config
-        critic, reference = config.critic, config.ref
-        temperature = config.rollout.temperature
-        self.actor = Actor(
-            "actor",
-            self._group_of(config.actor),
-            Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu),
-            temperature,
-            update_settings=self.algorithm.actor,
-        )
-        if self.algorithm.critic:
-            self.critic = Critic(
-                "critic",
-                self._group_of(critic),
-                Packing(critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu),
-                update_settings=self.algorithm.critic,
-            )
-        if config.uses_reference:
-            self.reference = Reference(
-                REFERENCE,
-                self._group_of(reference),
-                Packing(reference.log_prob_max_token_len_per_gpu, reference.log_prob_micro_batch_size_per_gpu),
-                temperature,
-            )
 
     def _group_of(self, role: Any) -> Group:
         """The ranks of a role's keys, shared with the roles of the same layout on the same ranks."""
@@ -272,27 +234,7 @@ class Run:
             self._groups[world] = self._stack.enter_context(group)
         return self._groups[world]
 
-    def _load_roles(self) -> None:
-        config = self.config
-        dtype = config.model.dtype
-        steps_a = optimizer_steps(config, config.actor, self.num_steps - self.warmup)
-        self.actor.load(
-            self.model_path,
-            dtype=dtype,
-            optim=optim_settings(config.actor, steps_a),
-            plugins=plugins(config),
-            lora=lora_settings(config),
-            engine=engine_settings(config.actor),
-        )
-        if self.critic:
-            steps = optimizer_steps(config, config.critic, self.num_steps)
-            optim, engine = optim_settings(config.critic, steps), engine_settings(config.critic)
-            self.critic.load(model_folder(config.critic.model.path), dtype=dtype, optim=optim, engine=engine)
-        if self.reference:
-            engine = engine_settings(config.ref)
-            self.reference.load(model_folder(config.ref.model.path), dtype=dtype, engine=engine)
-
-    def _start_stream(self, urls: Sequence[str], token: str) -> None:
+    def _start_collector(self, urls: Sequence[str], token: str) -> None:
         config = self.config
         self.collector = make_collector(config, urls, token, fenced=True)
         self._stack.callback(self.collector.close)
@@ -314,33 +256,7 @@ class Run:
             greedy=self.algorithm.wants_greedy,
             keep=self.algorithm.keep,
         )
-
-    @contextmanager
-    def trainers_turn(self) -> Iterator[None]:
-        """The GPUs are the trainer's, where servers share them; afterwards they want a push.  Else nothing happens."""
-        if self._infrastructure.colocation is None:
-            yield
-            return
-        with self.timer("turn"):
-            self.server_manager.release_memory()
-            for role in self._residents:
-                role.onload()
-        yield
-        with self.timer("turn"):
-            self._end_turn()
-
-    def _end_turn(self) -> None:
-        for role in self._residents:
-            role.offload()
-
-    @property
-    def _residents(self) -> list[Role]:
-        """Roles that stay on the GPUs for a whole turn of the trainer: those not moved for each call in any case."""
-        if self.config.rollout.placement != "shared":
-            return []
-        nodes: dict[str, Any] = {"actor": self.config.actor, "critic": self.config.critic, REFERENCE: self.config.ref}
-        roles = [role for role in (self.actor, self.critic, self.reference) if role is not None]
-        return [role for role in roles if not nodes[role.name].megatron.param_offload]
+        self.evaluator = Evaluator(self.collector, self.val_prompts, config)
 
     def save(self, step: int, position: dict[str, Any], totals: dict[str, Any]) -> None:
         """A checkpoint after `step` iterations; `position` is that of the prompts behind them.
@@ -348,11 +264,12 @@ class Run:
         The random state is the seed: completions, orders and shuffles are functions of it and the step or prompt,
         and with dropout at 0 no rank draws a random number.
         """
-        state = {"prompts": position, "kl": self.kl.state_dict(), "totals": totals, "seed": self.config.trainer.seed}
+        algorithm = self.algorithm
+        state = {"prompts": position, "kl": algorithm.kl.state_dict(), "totals": totals, "seed": algorithm.seed}
         keep = self.config.trainer.max_checkpoints_to_keep
-        with self.trainers_turn():
-            self.last_save = checkpoint.save(self.checkpoints, step, self.trainable, state, keep=keep)
-        if self._infrastructure.colocation is not None:  # the servers have given away what they were pushed
+        with trainers_turn(self.roles, self.server_manager, self.timer):
+            self.last_save = checkpoint.save(self.checkpoints, step, self.roles.trainable, state, keep=keep)
+        if self.server_manager.shares_gpus:  # the servers have given away what they were pushed
             self.server_manager.push(step)
 
 
@@ -365,22 +282,6 @@ def check_vocabularies(policy: str, reference: str, config: Config) -> None:
             f"ref.model.path={config.ref.model.path}: its vocabulary has {theirs} tokens, and {compared}; "
             "expected a model with the same vocabulary"
         )
-
-
-def changes(before: Config, now: Config) -> list[str]:
-    """Settings that differ, as `key old -> new`, but for those that only say how long and where to."""
-    old, new = flat(asdict(before)), flat(asdict(now))
-    free = ("trainer.total_training_steps", "trainer.total_epochs", "trainer.logger", "trainer.resume_mode")
-    changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in free]
-    return [f"{key} {old.get(key)} -> {new.get(key)}" for key in changed]
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return out
 
 
 def check_version_spans(urls: Sequence[str], token: str) -> None:

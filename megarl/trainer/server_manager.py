@@ -64,6 +64,11 @@ class ServerManager:
         self._last_reason = ""
         self._tended = 0.0
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether servers stand on the trainer's GPUs, and so take turns with it."""
+        return self._colocation is not None
+
     def push(self, version: int) -> dict[str, Any]:
         """The trainer's weights into every server that lives; returns the report, once at least one holds them.
 

@@ -10,8 +10,9 @@ import pytest
 
 from megarl.rollout.client import ServerError
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
-from megarl.train import Totals, push
+from megarl.train import push
 from megarl.trainer import server_manager as fleet_module
+from megarl.trainer.run_log import Totals
 from megarl.trainer.server_manager import ServerManager
 from megarl.weights.push.report import PushReport
 from megarl.weights.verify.canary import Canary
@@ -127,7 +128,7 @@ def test_slower_ways_are_counted_and_told_those_of_repairs_too(parts) -> None:
 def test_a_push_counts_as_verified_if_its_report_says_so_of_every_server(change, verified) -> None:
     report = asdict(PushReport(3, 1, 4, 0, {A: "gathered", B: "gathered"}, {}, {}, [], {})) | change
     totals = Totals(0.0, {})
-    push(SimpleNamespace(server_manager=SimpleNamespace(push=lambda version: report)), 3, totals)
+    push(3, SimpleNamespace(push=lambda version: report), totals)
     assert (totals.pushes, totals.pushes_verified) == (1, verified)
 
 

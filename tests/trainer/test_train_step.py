@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,12 @@ from megarl.algo.finite import NonFiniteError
 from megarl.metrics.timer import Timer
 from megarl.rollout.prefetch import RolloutBatch
 from megarl.sample import Batch, Completion, Prompt, Sample, VersionSpan
-from megarl.train import Totals, learn, samples_named, shuffle_rewards, train_step
+from megarl.train import learn, measure, samples_named, shuffle_rewards, train_step
 from megarl.trainer.artifacts import finish
+from megarl.trainer.evaluate import Evaluation
+from megarl.trainer.roles import Roles
 from megarl.trainer.run import Run
+from megarl.trainer.run_log import RunLog, Totals
 
 
 def test_rewards_that_are_shuffled_stay_together() -> None:
@@ -33,17 +35,22 @@ def test_rewards_that_are_shuffled_stay_together() -> None:
 
 
 def test_an_iteration_without_a_group_is_a_skipped_step() -> None:
-    no_run: Any = None
-    batch, stats = learn(no_run, [], 5)
+    nothing: Any = None
+    batch, stats = learn(5, [], nothing, nothing, Timer())
     assert batch is None
     assert {name: stat.result() for name, stat in stats.items()} == {"actor/skipped_steps": 1.0}
 
 
 class Waited:
-    """A Prefetcher whose next iteration is ready at the third question."""
+    """A Prefetcher or an Evaluator that is ready at the third question."""
 
-    def __init__(self, iteration: RolloutBatch) -> None:
-        self.iteration, self.questions = iteration, 0
+    prompts = ("a prompt",)
+
+    def __init__(self, found: RolloutBatch | Evaluation) -> None:
+        self.found, self.questions = found, 0
+
+    def submit(self) -> None:
+        """The servers write."""
 
     def ready(self) -> bool:
         self.questions += 1
@@ -53,46 +60,62 @@ class Waited:
     def progress(self) -> tuple[int, int]:
         return self.questions, 4
 
-    def take(self) -> RolloutBatch:
-        return self.iteration
+    def take(self) -> RolloutBatch | Evaluation:
+        return self.found
+
+
+class Noted:
+    """A server manager and trackers that write down what they are told; pushes succeed."""
+
+    shares_gpus = False
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.pushed: list[int] = []
+        self.waiting: list[Any] = []
+
+    def push(self, version: int) -> dict[str, Any]:
+        self.pushed.append(version)
+        return {"timings": {}, "num_verified": 3, "compared": [], "unverified": []}
+
+    def check_servers(self) -> None:
+        self.waiting.append("checked")
+
+    def metrics(self, report: dict[str, Any]) -> dict[str, float]:
+        return {}
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.logged.append((step, metrics))
+
+    def stage(self, *progress: Any) -> None:
+        self.waiting.append(progress)
 
 
 def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Path) -> None:
-    """Versions count iterations, so the servers get the next number; nobody computes anything.
-
-    While it is waited for, the servers are looked after.
-    """
-    logged: list[tuple[int, dict[str, float]]] = []
-    pushed: list[int] = []
-    waiting: list[Any] = []
-    iteration = RolloutBatch([], [], {"position": 4}, {"dropped_share": 1.0, "gen_batches": 1.0})
-
-    def push(version: int) -> dict[str, Any]:
-        pushed.append(version)
-        return {"timings": {}, "num_verified": 3, "compared": [], "unverified": []}
-
-    run: Any = SimpleNamespace(
-        config=SimpleNamespace(trainer=SimpleNamespace(num_ranks=1)),
-        dir=tmp_path,
-        prefetcher=Waited(iteration),
-        server_manager=SimpleNamespace(
-            push=push, check_servers=lambda: waiting.append("checked"), metrics=lambda report: {}
-        ),
-        timer=Timer(),
-        trackers=SimpleNamespace(
-            log=lambda step, metrics: logged.append((step, metrics)), stage=lambda *progress: waiting.append(progress)
-        ),
-        trainers_turn=nullcontext,
-    )
-    assert train_step(run, 3, Totals(0.0, {})) == {"position": 4}
-    assert pushed == [4]
-    assert waiting == ["checked", ("gen", 1, 4), "checked", ("gen", 2, 4)]
-    ((step, metrics),) = logged
+    """Versions count iterations, so the servers get the next number; nobody computes anything."""
+    said: Any = Noted()
+    prefetcher: Any = Waited(RolloutBatch([], [], {"position": 4}, {"dropped_share": 1.0, "gen_batches": 1.0}))
+    algorithm: Any = SimpleNamespace(kl=None)
+    nobody: Any = None
+    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path / "samples.jsonl", 1)
+    assert train_step(3, prefetcher, Roles(nobody), algorithm, said, log) == {"position": 4}
+    assert said.pushed == [4]
+    ((step, metrics),) = said.logged
     assert step == 4
     assert metrics["actor/skipped_steps"] == metrics["rollout/dropped_share"] == 1.0
     assert metrics["perf/total_num_tokens"] == 0
     assert "critic/score/mean" not in metrics
     assert (tmp_path / "samples.jsonl").read_text() == ""
+    assert said.waiting == ["checked", ("gen", 1, 4), "checked", ("gen", 2, 4)], "servers, while the batch is awaited"
+
+
+def test_the_servers_are_looked_after_while_an_evaluation_is_awaited(tmp_path: Path) -> None:
+    said: Any = Noted()
+    evaluator: Any = Waited(Evaluation([]))
+    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path / "samples.jsonl", 1)
+    assert measure(3, evaluator, said, log) is evaluator.found
+    assert said.waiting == ["checked", ("evaluate", 1, 4), "checked", ("evaluate", 2, 4)]
+    assert said.logged == [(3, {"val/score": 0.0, "val/lost": 0.0})]
 
 
 def test_a_number_that_is_not_finite_is_told_with_its_sample() -> None:
@@ -115,30 +138,25 @@ def test_a_place_is_counted_on_from_the_sequences_before() -> None:
 
 def test_a_save_is_a_turn_of_the_trainer_behind_which_servers_are_pushed_again(tmp_path: Path) -> None:
     story: list[Any] = []
-    run: Any = Run.__new__(Run)
-    run.config = SimpleNamespace(
-        trainer=SimpleNamespace(seed=7, max_checkpoints_to_keep=1, run_dir=tmp_path),
-        rollout=SimpleNamespace(placement="shared"),
-        actor=SimpleNamespace(megatron=SimpleNamespace(param_offload=False)),
-        critic=None,
-        ref=None,
-    )
-    run.dir, run.kl, run.timer = tmp_path, SimpleNamespace(state_dict=dict), Timer()
-    run.actor = SimpleNamespace(
-        name="actor",
+    actor: Any = SimpleNamespace(
         onload=lambda: story.append("onload"),
         offload=lambda: story.append("offload"),
         save=lambda folder: story.append(("save", folder.name)),
     )
+    run: Any = Run.__new__(Run)
+    run.config = SimpleNamespace(trainer=SimpleNamespace(max_checkpoints_to_keep=1))
+    run.dir, run.timer, run.roles = tmp_path, Timer(), Roles(actor, residents=(actor,))
+    run.algorithm = SimpleNamespace(kl=SimpleNamespace(state_dict=dict), seed=7)
     run.server_manager = SimpleNamespace(
-        release_memory=lambda: story.append("servers release"), push=lambda v: story.append(("push", v))
+        shares_gpus=True,
+        release_memory=lambda: story.append("servers release"),
+        push=lambda v: story.append(("push", v)),
     )
-    run._infrastructure = SimpleNamespace(colocation=object())
     run.save(3, {"position": 4}, {})
     assert story == ["servers release", "onload", ("save", "actor"), "offload", ("push", 3)]
     assert run.last_save.state == {"prompts": {"position": 4}, "kl": {}, "totals": {}, "seed": 7}
     del story[:]
-    run._infrastructure.colocation = None
+    run.server_manager.shares_gpus = False
     run.save(4, {"position": 5}, {})
     assert ("push", 4) not in story, "those on GPUs of their own hold what they were pushed"
 
@@ -153,7 +171,7 @@ def test_a_model_is_written_when_the_servers_have_given_their_memory_back(tmp_pa
         server_manager=SimpleNamespace(
             release_memory=lambda: story.append("servers release"), counts={"servers_died": 0}
         ),
-        actor=SimpleNamespace(export=lambda folder, adapter: story.append(folder.name)),
+        roles=SimpleNamespace(actor=SimpleNamespace(export=lambda folder, adapter: story.append(folder.name))),
         num_steps=3,
         num_filtered=0,
         val_prompts=[],

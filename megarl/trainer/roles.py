@@ -1,0 +1,109 @@
+"""The models of a run: made from the configuration, loaded, and on the GPUs while it is the trainer's turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config import Config
+from megarl.group import Group
+from megarl.metrics.timer import Timer
+from megarl.roles.handles import Actor, Critic, Packing, Reference, Role
+from megarl.trainer.algorithm import REFERENCE, Algorithm
+from megarl.trainer.build import (
+    engine_settings,
+    lora_settings,
+    model_folder,
+    optim_settings,
+    optimizer_steps,
+    plugins,
+)
+from megarl.trainer.server_manager import ServerManager
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The policy, and what an algorithm may need beside it."""
+
+    actor: Actor
+    critic: Critic | None = None
+    reference: Reference | None = None
+    residents: tuple[Role, ...] = ()  # on the GPUs for a whole turn of the trainer, where servers share these
+
+    @property
+    def trainable(self) -> dict[str, Actor | Critic]:
+        """What a checkpoint holds."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+
+    def offload(self) -> None:
+        """The trainer's turn is over: the residents leave the GPUs."""
+        for role in self.residents:
+            role.offload()
+
+
+def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], Group]) -> Roles:
+    """Roles without weights; `group_of`: the ranks of a role's keys."""
+    temperature = config.rollout.temperature
+    actor = Actor(
+        "actor",
+        group_of(config.actor),
+        Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu),
+        temperature,
+        update_settings=algorithm.actor,
+    )
+    critic, reference = None, None
+    if algorithm.critic:
+        critic = Critic(
+            "critic",
+            group_of(config.critic),
+            Packing(config.critic.ppo_max_token_len_per_gpu, config.critic.ppo_micro_batch_size_per_gpu),
+            update_settings=algorithm.critic,
+        )
+    if config.uses_reference:
+        reference = Reference(
+            REFERENCE,
+            group_of(config.ref),
+            Packing(config.ref.log_prob_max_token_len_per_gpu, config.ref.log_prob_micro_batch_size_per_gpu),
+            temperature,
+        )
+    made: list[tuple[Role | None, Any]] = [(actor, config.actor), (critic, config.critic), (reference, config.ref)]
+    shared = config.rollout.placement == "shared"  # those with param_offload are moved for each call in any case
+    residents = tuple(role for role, keys in made if role and shared and not keys.megatron.param_offload)
+    return Roles(actor, critic, reference, residents)
+
+
+def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int) -> None:
+    """Give them the weights of their folders, and optimizers for so many steps of the run."""
+    dtype = config.model.dtype
+    roles.actor.load(
+        model_folder(config.model.path),
+        dtype=dtype,
+        optim=optim_settings(config.actor, optimizer_steps(config, config.actor, num_steps - critic_warmup)),
+        plugins=plugins(config),
+        lora=lora_settings(config),
+        engine=engine_settings(config.actor),
+    )
+    if roles.critic:
+        optim = optim_settings(config.critic, optimizer_steps(config, config.critic, num_steps))
+        engine = engine_settings(config.critic)
+        roles.critic.load(model_folder(config.critic.model.path), dtype=dtype, optim=optim, engine=engine)
+    if roles.reference:
+        engine = engine_settings(config.ref)
+        roles.reference.load(model_folder(config.ref.model.path), dtype=dtype, engine=engine)
+
+
+@contextmanager
+def trainers_turn(roles: Roles, server_manager: ServerManager, timer: Timer) -> Iterator[None]:
+    """The GPUs are the trainer's, where servers share them; afterwards they want a push.  Else nothing happens."""
+    if not server_manager.shares_gpus:
+        yield
+        return
+    with timer("turn"):
+        server_manager.release_memory()
+        for role in roles.residents:
+            role.onload()
+    yield
+    with timer("turn"):
+        roles.offload()

@@ -1,0 +1,50 @@
+"""Where the seconds and the numbers of a run go: of each step, and over all of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.metrics.timer import Timer
+from megarl.metrics.trackers import Trackers
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """Example: with log.timer("gen"): ...; log.trackers.log(step, metrics); log.totals.add(metrics)."""
+
+    timer: Timer
+    trackers: Trackers
+    totals: Totals
+    samples: Path  # file of some completions of every step
+    num_devices: int  # among which the tokens of a second are counted
+
+
+class Totals:
+    """Numbers over the whole run, resumed with it."""
+
+    def __init__(self, began: float, saved: dict[str, Any]) -> None:
+        self.began = began - saved.get("wall_s", 0.0)
+        self.pushes = saved.get("pushes", 0)
+        self.pushes_verified = saved.get("pushes_verified", 0)
+        self.log_prob_gap_max = saved.get("log_prob_gap_max", 0.0)
+        self.first_ppo_kl_max = saved.get("first_ppo_kl_max", 0.0)
+        self.lost_rollouts = saved.get("lost_rollouts", 0)
+        self.last_score: float | None = saved.get("last_score")
+
+    def add(self, metrics: dict[str, float]) -> None:
+        self.log_prob_gap_max = max(self.log_prob_gap_max, metrics.get("rollout_corr/log_prob_gap_max", 0.0))
+        self.first_ppo_kl_max = max(self.first_ppo_kl_max, abs(metrics.get("actor/first_ppo_kl", 0.0)))
+        self.lost_rollouts += int(metrics["rollout/lost"])
+        self.last_score = metrics.get("critic/score/mean", self.last_score)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "began"} | {
+            "wall_s": round(self.wall_s, 1)
+        }
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self.began
