@@ -12,7 +12,7 @@ import queue
 import secrets
 import selectors
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -76,12 +76,15 @@ class Group:
         seed: int = 0,
         call_timeout_s: float = 600.0,
         start_timeout_s: float = 180.0,
+        environment: Mapping[str, str] | None = None,
         worker: str = "megarl.roles.worker",
     ) -> None:
+        """`environment`: variables of the ranks, where the user has not set them."""
         self.name, self.num_ranks, self.call_timeout_s = name, num_ranks, call_timeout_s
         self._setup = {"layout": asdict(layout), "device": device, "seed": seed, "timeout_s": call_timeout_s}
         self._start_timeout_s, self._worker, self._log_dir = start_timeout_s, worker, log_dir.absolute()
         self._nodes, self._address, self._device = nodes, address, device
+        self._environment = tuple((environment or {}).items())
         self._shares = shares(first_rank, num_ranks, nodes.ranks_per_node if nodes else first_rank + num_ranks)
         self._token = secrets.token_hex(16)
         self._links: list[Link] = []
@@ -118,7 +121,7 @@ class Group:
             address = self._nodes.address(share.node) if self._nodes is not None else self._address
             launch = RanksLaunch(
                 self._worker, self._device, str(logs), share.num_ranks, share.first_gpu, share.first_rank,
-                self.num_ranks, address, **meeting,
+                self.num_ranks, address, environment=self._environment, **meeting,
             )  # fmt: skip
             try:
                 meeting["master_port"] = self._start_share(share, launch)

@@ -6,6 +6,7 @@ whose calls they relay.  An agent that is lost takes its processes with it; when
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import queue
 import resource
@@ -151,6 +152,11 @@ def allow_all_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def address_of(host: str) -> str:
+    """The first address of a name.  Raises OSError for one that is not known."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
 class Nodes:
     """Example: with Nodes(2, 8, "10.0.0.1", 29500, token) as nodes: nodes.wait(); Group(..., nodes=nodes)"""
 
@@ -167,7 +173,12 @@ class Nodes:
     def __enter__(self) -> Nodes:
         allow_files(self.num_nodes, self.ranks_per_node)
         try:
-            self._host = str(socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)[0][4][0])
+            name, self._host = self._host, address_of(self._host)
+            if name not in (self._host, "localhost") and ipaddress.ip_address(self._host).is_loopback:
+                raise ValueError(
+                    f"trainer.master_addr={name}: on this machine the name means {self._host}, which no other machine "
+                    "reaches; expected node 0's address in their network"
+                )
             listener = listen(self._host, self._port)
         except OSError as error:
             raise ValueError(

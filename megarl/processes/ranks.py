@@ -48,6 +48,7 @@ class RanksLaunch:
     address: str = "127.0.0.1"  # of this machine; gloo and NCCL listen at the interface that has it
     master_address: str = "127.0.0.1"  # where the machine of rank 0 hosts the store of the group
     master_port: int = 0  # 0 where rank 0 is: a free one is taken
+    environment: tuple[tuple[str, str], ...] = ()  # variables of the ranks, where the user has not set them
 
 
 def shares(first_rank: int, num_ranks: int, per_node: int) -> list[Share]:
@@ -162,7 +163,7 @@ def _environment(launch: RanksLaunch) -> dict[str, str]:
         env["CUDA_VISIBLE_DEVICES"] = ""  # Megatron takes CUDA wherever torch sees it
     if launch.device != "cuda":
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.num_ranks)))
-    return env
+    return dict(launch.environment) | env
 
 
 def _world(launch: RanksLaunch, local: int, port: int) -> dict[str, str]:

@@ -68,6 +68,7 @@ class Role:
     temperature: float = 1.0
     kind: str = field(default="actor", init=False)
     hidden_size: int = field(default=1024, init=False)  # of the loaded model: what attention weighs beside the rest
+    lacks_transformer_engine: bool = field(default=False, init=False)  # on a GPU, where it would be taken
 
     def load(
         self,
@@ -88,6 +89,7 @@ class Role:
         arguments["engine"] = engine or {}
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         self.hidden_size = replies[0].result["hidden_size"]
+        self.lacks_transformer_engine = bool(replies[0].result["lacks_transformer_engine"])
         return int(replies[0].result["parameters_per_rank"])
 
     def offload(self) -> None:

@@ -119,7 +119,8 @@ class Worker:
         rest = [parameters, gradients] if engine.param_offload else []
         for buffer in [*rest, moments] if engine.optimizer_offload else rest:
             buffer.offload()
-        return {"parameters_per_rank": own, "hidden_size": hf["hidden_size"]}, {}
+        sizes = {"parameters_per_rank": own, "hidden_size": hf["hidden_size"]}
+        return sizes | {"lacks_transformer_engine": engine.lacks_transformer_engine}, {}
 
     def offload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Put all of a role into host memory: how many bytes left the device.  A call onloads what it needs."""

@@ -58,11 +58,14 @@ def make_group(
     config: Config, role: Any, name: str, *, nodes: Nodes | None = None, address: str = "127.0.0.1"
 ) -> Group:
     """The world of a role's layout, on the role's own ranks; on one machine they listen at `address`."""
-    trainer = config.trainer
+    trainer, layout = config.trainer, layout_of(role.megatron)
+    # Communication of TP and CP overlaps with computation only if one hardware queue keeps their order; Megatron-FSDP
+    # wants several.
+    needs_order = (layout.tp > 1 or layout.cp > 1) and role.strategy != "fsdp"
     return Group(
         name,
         role.num_ranks,
-        layout_of(role.megatron),
+        layout,
         log_dir=trainer.run_dir / "logs" / name,
         nodes=nodes,
         first_rank=role.first_rank,
@@ -70,6 +73,8 @@ def make_group(
         device=trainer.device,
         seed=trainer.seed,
         call_timeout_s=trainer.call_timeout_s,
+        start_timeout_s=trainer.start_timeout_s,
+        environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_order else None,
     )
 
 

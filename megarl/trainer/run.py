@@ -151,6 +151,11 @@ class Run:
             group.start()
         self.server_manager.release_memory()
         load_roles(self.roles, config, self.num_steps, self.algorithm.critic_warmup)
+        if self.roles.actor.lacks_transformer_engine:
+            self._warn(
+                "Transformer-Engine is not installed: Megatron's local layers are slower and take more memory than "
+                "`megarl plan` says; install it, or set transformer_impl=local"
+            )
         self.roles.actor.connect(self._push_settings(processes.urls, token))
         if self.resumed_from is not None:
             checkpoint.restore(self.resumed_from, self.roles.trainable)

@@ -16,6 +16,7 @@ import torch
 from megarl.group import Group, RankError
 from megarl.layout import Layout
 from megarl.machines import NodeLost, Nodes
+from megarl.machines import nodes as nodes_module
 from megarl.machines.agent import Agent, DriverLost
 from megarl.machines.nodes import allow_files
 from megarl.servers.launch import EngineLaunch
@@ -202,3 +203,12 @@ def test_the_driver_listens_at_one_address_of_its_own_only() -> None:
         Nodes(2, 1, "203.0.113.9", 0, TOKEN).__enter__()
     with Nodes(2, 1, "127.0.0.1", 0, TOKEN) as nodes:
         assert nodes._listener._listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_name_that_means_loopback_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of Debian's kind map the own name to 127.0.1.1: the others would wait for a machine that hears nobody."""
+    monkeypatch.setattr(nodes_module, "address_of", lambda name: "127.0.1.1")
+    with pytest.raises(
+        ValueError, match=r"trainer.master_addr=node-0: on this machine the name means 127.0.1.1, which"
+    ):
+        Nodes(2, 1, "node-0", 0, TOKEN).__enter__()

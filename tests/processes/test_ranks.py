@@ -59,6 +59,14 @@ def test_ranks_know_their_first_gpu_and_not_the_runs_token(monkeypatch: pytest.M
     assert "a secret of the whole run" not in env.values()
 
 
+def test_a_users_variable_wins_over_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = RanksLaunch("worker", "cuda", "logs", 2, environment=(("CUDA_DEVICE_MAX_CONNECTIONS", "1"),))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert _environment(launch)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert _environment(launch)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
 def test_ranks_of_one_machine_listen_on_loopback_unless_the_user_chose_an_interface(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -85,7 +85,15 @@ def test_adapters_are_allowed_for(make):
 
 
 def test_nothing_of_the_trainers_environment_leaks(make, monkeypatch):
-    for name in ("VIRTUAL_ENV", "RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PYTHONHOME"):
+    for name in (
+        "VIRTUAL_ENV",
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "TORCHELASTIC_RUN_ID",
+        "PYTHONHOME",
+        "PYTORCH_ALLOC_CONF",
+    ):
         monkeypatch.setenv(name, "/trainer")
     monkeypatch.setenv("PYTHONPATH", "/trainer")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")

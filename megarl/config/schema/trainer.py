@@ -31,6 +31,7 @@ class Trainer:
     prepare: str | None = None  # module whose prepare(config) makes the model folder when it is missing
     max_restarts: int = 0  # how often ranks that failed are started again, from the last checkpoint
     check_only: bool = False  # print how everything lies over the ranks, and end
+    start_timeout_s: float = 600.0  # ranks that import and meet for longer stop the run
     call_timeout_s: float = 600.0  # a call to the ranks that takes longer stops the run
 
     @property

@@ -146,6 +146,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "trainer.critic_warmup": _AT_LEAST_0,
     "trainer.max_checkpoints_to_keep": _AT_LEAST_1,
     "trainer.call_timeout_s": _ABOVE_0,
+    "trainer.start_timeout_s": _ABOVE_0,
     "sft.epochs": _AT_LEAST_1,
     "sft.batch_size": _AT_LEAST_1,
     "sft.max_length": (lambda v: v >= 2, "at least 2"),

@@ -83,6 +83,7 @@ def experts(hf: HFConfig, *, ffn: int, renormalised: bool, layers: int | list[in
         "moe_router_topk": chosen,
         "moe_router_pre_softmax": not renormalised,
         "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",  # in bfloat16 rounding alone would choose other experts
     }
 
 

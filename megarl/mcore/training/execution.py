@@ -62,6 +62,11 @@ class ExecutionOptions:
             )
         return self.transformer_impl != "local" and has_transformer_engine()
 
+    @property
+    def lacks_transformer_engine(self) -> bool:
+        """Whether `auto` takes the local layers on a GPU: slower, with more activations than the planner counts."""
+        return self.transformer_impl == "auto" and torch.cuda.is_available() and not has_transformer_engine()
+
     def for_adapters(self) -> ExecutionOptions:
         """The same with our linears, which adapters are made for.  ValueError where others are asked for."""
         if self.transformer_impl == "transformer_engine":
