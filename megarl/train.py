@@ -51,6 +51,7 @@ def train(config: Config) -> dict[str, Any]:
             except (RankError, NodeLost) as error:
                 infrastructure.forgive(error)
                 run = Run(config, infrastructure, resume=run.last_save)
+                began = time.monotonic()  # the time before is in the totals of that save
 
 
 def train_loop(run: Run, began: float) -> dict[str, Any]:

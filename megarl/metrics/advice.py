@@ -263,7 +263,7 @@ RULES: tuple[Rule, ...] = (
         3,
         signals.gap_without_lag,
         "server and trainer disagree about the same weights by over 0.05 nats a token; compare rollout.dtype with "
-        "model.dtype, look at rollout.top_p and rollout.top_k, set rollout.check_every=1; "
+        "model.dtype, set rollout.check_every=1; "
         "algorithm.rollout_correction.level=token makes up for a part",
     ),
     Rule(

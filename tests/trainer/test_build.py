@@ -14,7 +14,7 @@ from megarl.trainer.build import make_group
         (["trainer.n_gpus_per_node=2", "actor.megatron.tensor_model_parallel_size=2"], True),
         (["trainer.n_gpus_per_node=2", "actor.megatron.context_parallel_size=2"], True),
         (["trainer.n_gpus_per_node=2"], False),
-        (["trainer.n_gpus_per_node=2", "actor.megatron.tensor_model_parallel_size=2", "actor.strategy=fsdp"], False),
+        (["trainer.n_gpus_per_node=4", "actor.megatron.tensor_model_parallel_size=2", "actor.strategy=fsdp"], False),
     ],
 )
 def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str], ordered: bool) -> None:

@@ -1,7 +1,7 @@
 """What each kind of rank holds at its fullest, part by part: at work, in a save, in a push, and while servers write.
 
 A role without offload stays where it is while others work, and its bytes are in everybody's `others`; where servers
-share the GPUs all of the trainer sleeps while they write (megarl/trainer/run.py: trainers_turn).
+share the GPUs all of the trainer sleeps while they write (megarl/trainer/roles.py: trainers_turn).
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def test_a_users_estimator_gets_its_own_arguments(monkeypatch):
     assert out.columns["advantages"].tolist() == [2, 6]
     assert "algorithm/groups_of_one" in stats
     with pytest.raises(
-        ValueError, match="adv_estimator=scaled_return : expected a value in algorithm.adv_estimator_args.scale"
+        ValueError, match="adv_estimator=scaled_return: expected a value in algorithm.adv_estimator_args.scale"
     ):
         estimate(batch, adv_estimator="scaled_return")
     with pytest.raises(ValueError, match=r"adv_estimator_args.beta=1: .*scaled_return takes scale, shift$"):
