@@ -15,7 +15,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,17 +74,23 @@ def pins_of(file: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-def resolve(asked: Installation, python: str) -> str | None:
-    """What is wrong with it for this version of Python ("3.12"), in the resolver's words; None if it resolves."""
+def compile_pins(
+    requirements: Iterable[str], python: str, glibc: str, constraints: Iterable[Path], *options: str
+) -> subprocess.CompletedProcess[str]:
+    """uv's answer to which versions these requirements take, from the package index alone."""
     command = [*UV, "pip", "compile", "--quiet", "--no-config", "--no-python-downloads", "--only-binary=:all:"]
     command += [f"--no-binary={name}" for name in SDISTS]
-    command += [f"--python-version={python}", f"--python-platform=x86_64-manylinux_{asked.glibc}"]
-    command += [f"--constraint={file}" for file in asked.constraints]
-    command += [] if asked.dependencies else ["--no-deps"]
+    command += [f"--python-version={python}", f"--python-platform=x86_64-manylinux_{glibc}"]
+    command += [f"--constraint={file}" for file in constraints]
     variables = {k: v for k, v in os.environ.items() if not k.startswith("UV_") or k in KEPT_VARIABLES}
-    found = subprocess.run(
-        [*command, "-"], input="\n".join(asked.requirements), env=variables, capture_output=True, text=True
-    )
+    text = "\n".join(requirements)
+    return subprocess.run([*command, *options, "-"], input=text, env=variables, capture_output=True, text=True)
+
+
+def resolve(asked: Installation, python: str) -> str | None:
+    """What is wrong with it for this version of Python ("3.12"), in the resolver's words; None if it resolves."""
+    options = [] if asked.dependencies else ["--no-deps"]
+    found = compile_pins(asked.requirements, python, asked.glibc, asked.constraints, *options)
     if found.returncode == 0:
         return None
     said = [line for line in found.stderr.splitlines() if not line.startswith("warning:")]
