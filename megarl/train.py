@@ -1,6 +1,6 @@
-"""The ring: prompts -> rollout -> columns -> advantages -> gradient -> weights -> the next rollout.
+"""The training loop: prompts -> rollout -> columns -> advantages -> gradient -> weight sync -> the next rollout.
 
-An ordinary program of one process.  What it calls may run on one CPU rank or on thousands of GPUs; nothing here knows.
+It runs in one process, the driver.  The same code drives one CPU rank or thousands of GPUs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ from megarl.trainer.server_manager import ServerManager, is_verified
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Run to the end; returns the summary that it also writes.  Ranks that fail may start again, beside the servers."""
+    """Train to the end; returns the summary, which is also written to a file.
+
+    Failed ranks are restarted from the last checkpoint while the servers keep running; after trainer.max_restarts
+    restarts their error is raised.
+    """
     began = time.monotonic()
     prepare(config)
     with Infrastructure(config) as infrastructure:
@@ -55,20 +59,20 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def train_loop(run: Run, began: float) -> dict[str, Any]:
-    """Step after step, with an evaluation and a checkpoint every so many."""
+    """All steps of a run, with an evaluation every trainer.test_freq and a checkpoint every trainer.save_freq steps."""
     trainer, servers, evaluator = run.config.trainer, run.server_manager, run.evaluator
     totals = Totals(began, run.resumed_from.state["totals"] if run.resumed_from else {})
     log = RunLog(run.timer, run.trackers, totals, run.dir / "samples.jsonl", trainer.num_ranks)
     push(run.first_step, servers, totals)
     if run.first_step == 0 and trainer.val_before_train:
         remember(run.dir, measure(0, evaluator, servers, log))
-    log.timer.start()  # starting everything is no part of the first step
+    log.timer.start()  # the startup does not count as part of the first step
     for step in range(run.first_step, run.num_steps):
         position = train_step(step, run.prefetcher, run.roles, run.algorithm, servers, log)
         if due(step + 1, trainer.test_freq) and step + 1 < run.num_steps:
             measure(step + 1, evaluator, servers, log)
         if due(step + 1, trainer.save_freq) or (step + 1 == run.num_steps and trainer.save_freq > 0):
-            with log.timer("save_checkpoint"):  # counted with the next step, as all that comes after a step
+            with log.timer("save_checkpoint"):  # its time counts towards the next step
                 run.save(step + 1, position, totals.state_dict())
     return finish(run, measure(run.num_steps, evaluator, servers, log), totals)
 
@@ -76,7 +80,7 @@ def train_loop(run: Run, began: float) -> dict[str, Any]:
 def train_step(
     step: int, prefetcher: Prefetcher, roles: Roles, algorithm: Algorithm, servers: ServerManager, log: RunLog
 ) -> dict[str, Any]:
-    """One iteration, from prompts to pushed weights; returns the position of the prompts behind it."""
+    """One iteration, from prompts to pushed weights; returns the position in the prompts after it."""
     timer = log.timer
     with timer("gen"):
         while not prefetcher.ready():
@@ -104,10 +108,10 @@ def train_step(
 def learn(
     step: int, groups: Sequence[Sequence[Sample]], roles: Roles, algorithm: Algorithm, timer: Timer
 ) -> tuple[Batch | None, Stats]:
-    """Scored groups -> columns -> advantages -> gradients; dynamic sampling may have left no group to learn from."""
+    """Scored groups -> columns -> advantages -> gradients; no batch if dynamic sampling dropped all groups."""
     if not groups:
         return None, {"actor/skipped_steps": Stat("sum", 1.0)}
-    seed = algorithm.seed * 1_000_003 + step  # of this step's shuffles: no two seeds share a sequence of them
+    seed = algorithm.seed * 1_000_003 + step  # for shuffles; no two seeds give the same sequence
     with timer("batch"):
         batch = make_batch(groups, reward_parts=algorithm.reward_parts)
         if algorithm.shuffle_rewards:
@@ -137,7 +141,7 @@ def learn(
 
 @contextmanager
 def samples_named(groups: Sequence[Sequence[Sample]]) -> Iterator[None]:
-    """A number that is not finite is told with the name of the sample in which it was found."""
+    """Adds to a NonFiniteError the name of the sample in which the number was found."""
     try:
         yield
     except NonFiniteError as error:
@@ -145,7 +149,7 @@ def samples_named(groups: Sequence[Sequence[Sample]]) -> Iterator[None]:
 
 
 def push(version: int, servers: ServerManager, totals: Totals) -> dict[str, Any]:
-    """The actor's weights into every server that lives; who does not hold them, verified, writes nothing."""
+    """Push the actor's weights to every live server; a server without verified weights does not generate."""
     totals.pushes += 1
     report = servers.push(version)
     totals.pushes_verified += is_verified(report)
@@ -166,14 +170,14 @@ def measure(step: int, evaluator: Evaluator, servers: ServerManager, log: RunLog
 
 
 def steer_kl(kl: FixedKL | AdaptiveKL, stats: Stats) -> None:
-    """The controller of the KL in the reward looks at what it caused."""
+    """Update the controller of the KL coefficient with the KL penalty of this step."""
     current: Stat | None = stats.get("actor/reward_kl_penalty")
     if current is not None:
         kl.update(current.result(), int(current.weight))
 
 
 def shuffle_rewards(batch: Batch, seed: int) -> Batch:
-    """The control experiment: the same rewards, given to the wrong samples."""
+    """The control experiment: the same rewards, assigned to random samples."""
     order = torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(seed))
     return batch.with_per_sequence(
         **{name: batch.per_sequence[name][order] for name in ("score", "reward_parts") if name in batch.per_sequence}
@@ -185,7 +189,7 @@ def due(step: int, every: int) -> bool:
 
 
 def prepare(config: Config) -> None:
-    """Let the recipe make its model folder, where it names a module for that and the folder is missing."""
+    """Import the module trainer.prepare, if it is set, to make the model folder, if that is missing."""
     if config.trainer.prepare and not (Path(config.model.path) / "config.json").exists():
         import_module(config.trainer.prepare).prepare(config)
 

@@ -1,8 +1,7 @@
-"""What the loop of `train.py` is made of, and the other stages of a run.
+"""The parts of the training loop in `train.py`, and the other stages of a run.
 
-`run` starts and ends the parts of a run, which `build` makes from the configuration; `roles` are its models, and
-`run_log` has its seconds and numbers; `infrastructure` outlives a restart of the ranks; `algorithm` is the algorithm
-as plain values; `server_manager` knows which servers may generate, `colocation` shares GPUs with them; `checkpoint`
-saves and resumes, `artifacts` is what a run leaves behind; `sft` and `evaluate` are stages of their own, and
-`quickstart` makes what its recipe needs.
+`run` starts and ends the parts of a run; `build` makes them from the configuration. `roles` are the models, `run_log`
+records times and metrics, `infrastructure` outlives a restart of the ranks, `algorithm` is the algorithm as plain
+values. `server_manager` knows which servers may generate, `colocation` shares GPUs with them. `checkpoint` saves and
+resumes, `artifacts` writes the results. `sft` and `evaluate` are separate stages; `quickstart` prepares its recipe.
 """

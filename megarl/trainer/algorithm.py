@@ -1,7 +1,7 @@
-"""The algorithm of a run as plain values: what an iteration asks for, computes and trains with.
+"""The algorithm of a run as plain values: estimator, loss, corrections, filters and the KL controller.
 
-Made from the configuration before any process starts, with the plug-ins loaded: what does not fit together is refused
-here, where the loss layer's own functions tell what they need.
+Made from the configuration before any process starts, after the plug-ins are loaded.  The signatures of estimators and
+losses tell which data they need; settings that contradict these needs are refused here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.rollout.prefetch import Filter
 from megarl.sample import Batch, Stats
 
 REFERENCE = "ref"  # the role of the reference
-# Settings with keys of their own, and the arguments of an estimator by which it reads them.
+# Keys of the `algorithm` group, and the arguments through which an estimator reads them.
 READERS = {
     "gamma": {"gamma"},
     "lam": {"lam"},
@@ -43,27 +43,27 @@ class Algorithm:
     """Example: algorithm = make_algorithm(config); estimate(batch, kl_coef=0.001, **algorithm.advantages)."""
 
     actor: Update
-    critic: Update | None  # None: the estimator wants no values
-    advantages: Mapping[str, Any]  # arguments of estimate(), all but the coefficient that a controller steers
+    critic: Update | None  # None: the estimator does not use values
+    advantages: Mapping[str, Any]  # arguments of estimate(), except the KL coefficient, which the controller sets
     correction: Correction
     shaping: tuple[Shaping, ...]
-    columns: tuple[str, ...]  # of the actor's pass before the first optimizer step
-    reads_reference: bool  # does anything want the reference's log-probs?
-    wants_greedy: bool  # ... the reward of a greedy completion of each prompt?
-    reward_parts: tuple[str, ...]  # numbers of the reward that the estimator wants apart
+    columns: tuple[str, ...]  # computed by the actor's forward pass before the first optimizer step
+    reads_reference: bool  # the estimator, the KL penalty or the loss uses the reference's log-probs
+    wants_greedy: bool  # the estimator uses the reward of a greedy completion of each prompt
+    reward_parts: tuple[str, ...]  # components of the reward that the estimator gets separately
     keep: Filter | None  # of dynamic sampling
-    kl: FixedKL | AdaptiveKL  # controller of the coefficient of the KL in the reward: the one thing here that moves
-    critic_warmup: int  # steps of the critic alone, at the beginning
+    kl: FixedKL | AdaptiveKL  # controller of the coefficient of the KL in the reward: the only mutable field
+    critic_warmup: int  # first steps, in which only the critic is trained
     shuffle_rewards: bool  # the control experiment
     seed: int
 
     @property
     def reference(self) -> str | None:
-        """The role that the actor's first pass compares with, token for token of the vocabulary."""
+        """The role with which the actor's first pass computes a KL over the whole vocabulary; None: no such KL."""
         return REFERENCE if "full_kl" in self.columns else None
 
     def shape(self, batch: Batch) -> tuple[Batch, Stats]:
-        """What overlong completions cost."""
+        """Apply the penalty and the filter of overlong completions."""
         stats: Stats = {}
         for shaping in self.shaping:
             batch, found = shaping(batch)
@@ -96,7 +96,7 @@ def make_algorithm(config: Config) -> Algorithm:
 
 
 def _read_by_advantages(config: Config) -> set[str]:
-    """Columns and rows that the estimator, and the KL in the reward, cannot do without."""
+    """Names of the data that the estimator and the KL in the reward require."""
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     check_estimator_args(name, algorithm.adv_estimator_args)
     asked = keyword_names(ADV_ESTIMATORS[name])
@@ -110,9 +110,9 @@ def _read_by_advantages(config: Config) -> set[str]:
 
 
 def _require_readers(config: Config, asked: set[str]) -> None:
-    """Raises: ValueError for a setting that a plug-in's estimator does not ask for; the configuration knows the others.
+    """Raises: ValueError for a setting that a plug-in's estimator does not read; the schema checks built-in estimators.
 
-    A value from a recipe is refused as a typed one is: what is not the default was set for something.
+    Any value other than the default is refused, whether it comes from a recipe or from the command line.
     """
     algorithm, usual = config.algorithm, schema.Algorithm()
     if algorithm.adv_estimator in names.ADV_ESTIMATORS:
@@ -125,7 +125,7 @@ def _require_readers(config: Config, asked: set[str]) -> None:
 
 
 def _require_data(config: Config, reads: set[str]) -> None:
-    """Raises: ValueError for data that the estimator cannot do without, and that these settings do not make."""
+    """Raises: ValueError for data that the estimator requires and that these settings do not produce."""
     algorithm, choice = config.algorithm, f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     reference = "actor.use_kl_loss=true or algorithm.use_kl_in_reward=true, else there is no reference"
     conditions = {
@@ -148,7 +148,7 @@ def _require_data(config: Config, reads: set[str]) -> None:
 
 
 def _rehearse_kl(name: str) -> None:
-    """Raises: ValueError for an estimator of the KL in the reward that is unknown, or does not give a column."""
+    """Raises: ValueError for a KL estimator that is unknown or that does not return one value per token."""
     if name == FULL:
         return
     try:
@@ -190,7 +190,7 @@ def _filter(config: Config) -> Filter | None:
 
 
 def actor_update(config: Config) -> Update:
-    """How the policy learns from a batch."""
+    """The policy's update from the configuration.  Raises ValueError for contradictory settings."""
     actor, algorithm = config.actor, config.algorithm
     loss = ActorLoss(
         policy_loss=algorithm.policy_loss_fn,
@@ -218,7 +218,7 @@ def actor_update(config: Config) -> Update:
 
 
 def critic_update(config: Config) -> Update:
-    """How the value function learns from a batch."""
+    """The critic's update from the configuration."""
     return _update(config.critic, CriticLoss(config.critic.cliprange_value))
 
 

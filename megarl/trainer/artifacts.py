@@ -1,4 +1,4 @@
-"""What a run leaves behind: the model, what it says now and said before, a picture, and a page that explains."""
+"""The results of a run: the exported model, its answers before and after, a learning curve, and a README.md."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ PAGE = """# {name}
 ![learning curve](learning_curve.png)
 """
 
-MORE = {  # what only some runs leave
+MORE = {  # files that only some runs have
     "adapter": "| `adapter/` | what was trained of it, a folder that `peft` loads on the model it began with |\n",
     "advice.jsonl": "| `advice.jsonl` | what the curves called for while the run went on |\n",
 }
 
 
 def remember(folder: Path, before: Evaluation) -> None:
-    """Keep what the untrained model said, for the comparison at the end, which may be in another process."""
+    """Save the answers of the untrained model for the comparison at the end, which may run in another process."""
     content = {"accuracy": before.accuracy, "answers": before.answers()}
     (folder / BEFORE).write_text(json.dumps(content))
 
@@ -51,7 +51,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     """Write everything and show the answers; returns the summary."""
     console = Console()
     run.trackers.stage("writing the model")
-    run.server_manager.release_memory()  # nobody is asked any more, and the actor wants room
+    run.server_manager.release_memory()  # there is no more generation, and the export needs GPU memory
     run.roles.actor.export(run.dir / "hf", adapter=run.dir / "adapter" if run.config.actor.lora.rank else None)
     summary: dict[str, Any] = {"steps": run.num_steps, "prompts_filtered": run.num_filtered}
     before_file = run.dir / BEFORE

@@ -1,4 +1,4 @@
-"""From the configuration to the parts of a run: each function reads the keys of one part, and makes it."""
+"""Makes the parts of a run from the configuration: each function reads the keys of one part."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from megarl.weights.push.channel import own_address
 
 
 def model_folder(path: str) -> str:
-    """A folder as it is; a hub name becomes the folder of its snapshot, downloaded where there is a network."""
+    """A folder as it is; for a hub name the folder of its snapshot, which is downloaded if it is not cached."""
     if Path(path).is_dir():
         return path
     from huggingface_hub import snapshot_download  # pulls in a network stack that a local run does not need
 
     try:
         return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
-    except Exception as error:  # no network, no such name, no right to it: the hub has an exception for each
+    except Exception as error:  # no network, unknown name, no access: the hub raises a different exception for each
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"model.path={path}: neither a folder nor a name that the hub gives ({reason})") from error
 
 
 def engine_settings(role: Any) -> dict[str, Any]:
-    """How a role's layout is computed, as mcore.training.execution.Engine names it."""
+    """How a role's layout is computed: fields of mcore.training.execution.ExecutionOptions."""
     names = ["transformer_impl", "recompute_granularity", "recompute_method", "recompute_num_layers"]
     names += ["overlap_grad_reduce", "overlap_param_gather", "param_offload", "optimizer_offload"]
     chosen = {name: getattr(role.megatron, name) for name in names if hasattr(role.megatron, name)}
@@ -49,7 +49,7 @@ def engine_settings(role: Any) -> dict[str, Any]:
 
 
 def make_nodes(config: Config, token: str) -> Nodes:
-    """The further machines of a run, which will call this one."""
+    """The nodes of a run; the other nodes connect to this one at trainer.master_addr."""
     trainer = config.trainer
     return Nodes(trainer.nnodes, trainer.n_gpus_per_node, trainer.master_addr, trainer.master_port, token)
 
@@ -57,7 +57,7 @@ def make_nodes(config: Config, token: str) -> Nodes:
 def make_group(
     config: Config, role: Any, name: str, *, nodes: Nodes | None = None, address: str = "127.0.0.1"
 ) -> Group:
-    """The world of a role's layout, on the role's own ranks; on one machine they listen at `address`."""
+    """The process group of a role's layout on the role's ranks; on one machine the ranks listen at `address`."""
     trainer, layout = config.trainer, layout_of(role.megatron)
     # Communication of TP and CP overlaps with computation only if one hardware queue keeps their order; Megatron-FSDP
     # wants several.
@@ -79,9 +79,9 @@ def make_group(
 
 
 def ranks_address(config: Config) -> str:
-    """Where the ranks of a run on one machine listen: on loopback, unless servers elsewhere join groups with them.
+    """Where the ranks of a single-machine run listen: on loopback, unless servers elsewhere join groups with them.
 
-    Raises ValueError for a server whose name nobody knows.
+    Raises ValueError for a server whose host name cannot be resolved.
     """
     rollout = config.rollout
     urls = rollout.urls or [EngineLaunch("", "", host=rollout.host, port=80).url]
@@ -103,12 +103,12 @@ def start_trackers(config: Config, num_steps: int, resume_step: int | None) -> T
 
 
 def optimizer_steps(config: Config, role: Any, num_iterations: int) -> int:
-    """Optimizer steps of a role in so many iterations."""
+    """Optimizer steps of a role in `num_iterations` iterations."""
     return max(1, num_iterations * role.ppo_epochs * -(-config.data.train_batch_size // role.ppo_mini_batch_size))
 
 
 def optim_settings(role: Any, total_steps: int) -> dict[str, Any]:
-    """The `optim` group of a role as mcore.training.optimizer.OptimSettings names it."""
+    """The `optim` group of a role as fields of mcore.training.optimizer.OptimSettings."""
     optim = role.optim
     return {
         "name": optim.name,
@@ -126,7 +126,7 @@ def optim_settings(role: Any, total_steps: int) -> dict[str, Any]:
 
 
 def lora_settings(config: Config) -> dict[str, Any] | None:
-    """What the actor's `load` wants to know of its adapters; None trains all weights."""
+    """The `lora` argument of the actor's `load`; None trains all weights."""
     lora = config.actor.lora
     if lora.rank == 0:
         return None
@@ -134,7 +134,7 @@ def lora_settings(config: Config) -> dict[str, Any] | None:
 
 
 def server_launch(config: Config) -> EngineLaunch:
-    """How a rollout server of the run is started, with the weights of model.path; its place is left open."""
+    """How a rollout server of the run is started, with the weights of model.path; machine and GPU are not yet set."""
     rollout, lora = config.rollout, config.actor.lora
     return EngineLaunch(
         rollout.engine,
@@ -157,13 +157,13 @@ def server_launch(config: Config) -> EngineLaunch:
 
 
 def supervision(config: Config) -> supervisor.Supervision:
-    """How patient one is with the servers."""
+    """Start timeout and maximum restarts of the servers."""
     rollout = config.rollout
     return supervisor.Supervision(start_timeout_s=rollout.start_timeout_s, max_restarts=rollout.max_restarts)
 
 
 def make_servers(config: Config, token: str, nodes: Nodes | None = None, *, trains: bool = True) -> supervisor.Servers:
-    """The rollout servers of a run, not yet started, or those that run already.  `trains`: beside a trainer."""
+    """The rollout servers of a run, not yet started, or those of rollout.urls.  `trains`: a trainer uses GPUs too."""
     rollout = config.rollout
     if rollout.urls:
         return supervisor.Servers.at(rollout.urls, token, supervision(config))
@@ -182,7 +182,7 @@ def server_places(config: Config) -> list[tuple[range, int]]:
 
 
 def check_gpus(config: Config, *, trains: bool) -> None:
-    """Refuse servers for which this machine has too few GPUs: the others are like it."""
+    """Refuse servers for which this machine has too few GPUs; the other machines are assumed to be equal."""
     gpus, size = torch.cuda.device_count(), config.rollout.tensor_model_parallel_size
     if config.rollout.engine != "sglang" or config.rollout.urls or config.trainer.device == "cpu" or not gpus:
         return
@@ -195,18 +195,18 @@ def check_gpus(config: Config, *, trains: bool) -> None:
 
 
 def _in_flight_args(config: Config) -> list[str]:
-    """Pushed in place, SGLang keeps its cache, and would begin new completions with prefixes that old weights made."""
+    """No prefix cache: in-place pushes keep it, and new completions would reuse KV computed with old weights."""
     return ["--disable-radix-cache"] if config.rollout.engine == "sglang" and config.rollout.ahead else []
 
 
 def plugins(config: Config) -> list[str]:
-    """The user's modules and files, by names that hold in every process."""
+    """The user's modules, and files as absolute paths, which are valid in every process."""
     specs = config.algorithm.plugins
     return [str(Path(spec).expanduser().resolve()) if spec.endswith(".py") else spec for spec in specs]
 
 
 def make_collector(config: Config, urls: Sequence[str], token: str, *, fenced: bool = False) -> CollectorClient:
-    """The collector of a run, started; `fenced`: it asks a server only once that is trusted."""
+    """The collector of a run, started; `fenced`: it sends requests to a server only once that is trusted."""
     reward = config.reward
     return CollectorClient(
         urls=urls,
@@ -222,7 +222,10 @@ def make_collector(config: Config, urls: Sequence[str], token: str, *, fenced: b
 
 
 def check_ids(config: Config, highest: int) -> None:
-    """A critic or reference with fewer tokens than the actor needs those of the tokenizer; the others are padding."""
+    """A critic or reference may have a smaller vocabulary than the actor, but must cover all ids of the tokenizer.
+
+    Token ids above `highest` are padding.  Raises ValueError for a smaller one.
+    """
     ours = model_numbers(config, "actor").vocab_size
     for role in set(used_roles(config, "train")) - {"actor"}:
         theirs = model_numbers(config, role).vocab_size
@@ -235,7 +238,7 @@ def check_ids(config: Config, highest: int) -> None:
 
 
 def read_prompts(config: Config, files: Sequence[str], *, overlong: str) -> Prompts:
-    """The prompts of these files as the run tokenises them."""
+    """The prompts of these files, tokenised as the run needs them."""
     data = config.data
     tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
     check_ids(config, max(tokenizer.get_vocab().values()))

@@ -1,7 +1,7 @@
-"""Everything a run needs to go on after a crash: one folder a step, whose manifest is written last.
+"""Checkpoints of a run: one folder per saved step, whose manifest is written last.
 
-A folder without a manifest is an unfinished save and does not exist for a reader.  The manifest is plain JSON; models
-and optimizers lie beside it as Megatron's sharded checkpoints, which load into another layout too.
+A folder without a manifest is an unfinished save, and readers ignore it.  The manifest is plain JSON; models and
+optimizers are beside it as Megatron's sharded checkpoints, which can be loaded into another parallel layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 
 
 class Saves(Protocol):
-    """A role, as far as a checkpoint cares."""
+    """The part of a role that a checkpoint uses."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -29,20 +29,20 @@ class Saves(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finished save.  `state` is what the driver put in: step, data position, KL controller, seed."""
+    """A finished save.  `state` is the driver's: position in the prompts, KL controller, totals, seed."""
 
     folder: Path
-    step: int  # iterations done
+    step: int  # finished iterations
     state: dict[str, Any]
 
 
 def save(root: Path, step: int, roles: Mapping[str, Saves], state: dict[str, Any], *, keep: int) -> Checkpoint:
-    """Write `root/step_N`, then forget all but the newest `keep`.
+    """Write `root/step_N`, then delete all but the newest `keep` checkpoints.
 
-    Later steps under `root` are forgotten too: they belong to a run that this one, begun again further back, replaces.
+    Checkpoints of later steps are deleted too: they are of a run that this one replaces, resumed from an earlier step.
     """
     folder = root / f"step_{step:08d}"
-    _forget(folder)  # of a run that died while it wrote, or that was resumed from an older step
+    _forget(folder)  # left by a run that died during the save, or that is resumed from an earlier step
     folder.mkdir(parents=True)
     for name, role in roles.items():
         role.save(folder / name)
@@ -60,7 +60,7 @@ def save(root: Path, step: int, roles: Mapping[str, Saves], state: dict[str, Any
 
 
 def restore(checkpoint: Checkpoint, roles: Mapping[str, Saves]) -> None:
-    """Fill every role.  Raises ValueError where the checkpoint was made by other roles."""
+    """Load the state of every role.  Raises ValueError if the checkpoint has other roles."""
     saved = json.loads((checkpoint.folder / MANIFEST).read_text())["roles"]
     if saved != sorted(roles):
         raise ValueError(
@@ -72,7 +72,10 @@ def restore(checkpoint: Checkpoint, roles: Mapping[str, Saves]) -> None:
 
 
 def find(resume_mode: str, root: Path) -> Checkpoint | None:
-    """auto: the newest checkpoint under `root`, if there is one; disable: none; else the folder of a checkpoint."""
+    """auto: the newest checkpoint under `root`, if there is one; disable: none; otherwise the folder of a checkpoint.
+
+    Raises ValueError for a folder without a finished checkpoint.
+    """
     if resume_mode == "disable":
         return None
     if resume_mode == "auto":
@@ -94,7 +97,7 @@ def all_checkpoints(root: Path) -> list[Checkpoint]:
 
 
 def changes(before: Config, now: Config) -> list[str]:
-    """Settings that differ, as `key old -> new`, but for those that only say how long and where to."""
+    """Settings that differ, as `key old -> new`, except the run's length, its loggers and its resume mode."""
     old, new = _flat(asdict(before)), _flat(asdict(now))
     free = ("trainer.total_training_steps", "trainer.total_epochs", "trainer.logger", "trainer.resume_mode")
     changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in free]
@@ -110,7 +113,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _forget(folder: Path) -> None:
-    """Remove a checkpoint, if it is there; the manifest first, so that what an interruption leaves does not count."""
+    """Delete a checkpoint, if it exists; the manifest first, so that an interrupted deletion leaves no valid one."""
     (folder / MANIFEST).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)

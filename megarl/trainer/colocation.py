@@ -1,7 +1,7 @@
-"""Servers that stand on the trainer's GPUs: how they give memory back while the trainer computes.
+"""Colocation of servers and trainer on the same GPUs: servers release their memory while the trainer computes.
 
-`Colocation` knows which server gave what back, since stock SGLang dies of taking what it never gave.  It outlives a
-restart of the ranks; a server that is started again has given nothing.
+`Colocation` records what each server has released, because stock SGLang crashes if it resumes memory that it has not
+released.  The record outlives a restart of the ranks; a restarted server has released nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Colocation:
         self._given: dict[str, tuple[str, ...]] = {}
 
     def release_memory(self, url: str, what: Sequence[str] = ALL) -> None:
-        """The server ends what it still writes and gives memory back.  Raises ServerError where it does not.
+        """Abort the server's running requests and release its memory.  Raises ServerError if that fails.
 
-        Weights that were given back are lost: they want a push.
+        Released weights are lost: the server needs a push before it generates again.
         """
         lent = self._given.get(url, ())
         new = tuple(each for each in what if each not in lent)
@@ -38,14 +38,17 @@ class Colocation:
             return
         engine = ServerClient(url, self._token, timeout_s=self._timeout_s)
         try:
-            engine.pause("abort")  # it refuses to give memory while a request runs that nobody waits for any more
+            engine.pause("abort")  # the server refuses to release memory while a request runs, even an abandoned one
             engine.release_memory(new)
         finally:
             engine.close()
         self._given[url] = (*lent, *new)
 
     def resume_memory(self, url: str, what: Sequence[str] = ALL) -> None:
-        """It takes back what it gave of this, and with the last of it serves again.  Raises ServerError where not."""
+        """Resume the released memory of these kinds; with all of it back, the server continues generation.
+
+        Raises ServerError if that fails.
+        """
         lent = self._given.get(url, ())
         back = tuple(each for each in lent if each in what)
         if not back:
@@ -61,11 +64,11 @@ class Colocation:
         self._given[url] = rest
 
     def forget(self, url: str) -> None:
-        """The process that had given is gone."""
+        """Clear the record of a server whose process has ended."""
         self._given.pop(url, None)
 
     def examine(self, canary: Canary, urls: Sequence[str], adapter: str | None = None) -> dict[str, str]:
-        """url -> why it is not to be believed, of servers that have all their memory again."""
+        """url -> why the canary failed, for servers that have resumed all their memory."""
 
         def ask(url: str) -> list[float] | str:
             engine = ServerClient(url, self._token, timeout_s=self._timeout_s)
@@ -84,7 +87,7 @@ class Colocation:
 
 
 def check_shared_gpus(config: Config) -> None:
-    """Refuse servers on the actor's GPUs that no push would reach (`check_shared_seats`)."""
+    """Refuse servers on the actor's GPUs that no push could reach (`check_shared_seats`)."""
     device = config.trainer.device
     if config.rollout.engine == "sglang" and (device == "cuda" or (device == "auto" and torch.cuda.is_available())):
         check_shared_seats(config)

@@ -26,18 +26,18 @@ from megarl.trainer.infrastructure import Infrastructure
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The groups in the order of the prompts; a lost group counts as failed."""
+    """The groups in the order of the prompts; a lost group scores 0."""
 
     groups: list[list[Sample] | LostRollout]
 
     @property
     def accuracy(self) -> float:
-        """Mean over prompts of the mean reward of their completions; 0 over nothing."""
+        """Mean over prompts of the mean reward of their completions; 0 without prompts."""
         scores = [self._score(group) for group in self.groups]
         return sum(scores) / len(scores) if scores else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """val/score, and val/SOURCE/score where there are several data sources."""
+        """val/score and val/lost, and val/SOURCE/score if there are several data sources."""
         out = {"val/score": self.accuracy, "val/lost": float(sum(isinstance(g, LostRollout) for g in self.groups))}
         sources = {_prompt(group).data_source for group in self.groups}
         for source in sorted(sources) if len(sources) > 1 else ():
@@ -64,7 +64,7 @@ def _prompt(group: list[Sample] | LostRollout) -> Prompt:
 
 
 class Evaluator:
-    """Asks for completions of held-out prompts: which, and how many of each, say data.val_* and rollout.val_kwargs.
+    """Generates completions of held-out prompts: data.val_* and rollout.val_kwargs say which and how many of each.
 
     Example:
 
@@ -86,20 +86,20 @@ class Evaluator:
         self._ticket = -1
 
     def submit(self) -> None:
-        """Have the servers write."""
+        """Start generation."""
         self._ticket = self._collector.submit(self.prompts, n=self._n, params=self._params)
 
     def ready(self) -> bool:
-        """Whether all completions are here, scored; waits for news of them as CollectorClient.ready does."""
+        """Whether all completions are generated and scored; waits up to 1 s, as CollectorClient.ready does."""
         return self._collector.ready(self._ticket)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Prompts that are done, and all."""
+        """(finished prompts, all prompts)."""
         return self._collector.progress(self._ticket)
 
     def take(self) -> Evaluation:
-        """What came of it, once it is ready.  Raises RuntimeError where every prompt was lost."""
+        """The evaluation, once it is ready.  Raises RuntimeError if every prompt was lost."""
         groups = self._collector.take(self._ticket)
         if groups and all(isinstance(group, LostRollout) for group in groups):
             reason = next(group.reason for group in groups if isinstance(group, LostRollout))
@@ -111,9 +111,9 @@ class Evaluator:
 def transformers_accuracy(
     folder: str, prompts: Sequence[Prompt], reward: Callable[[Prompt, Completion], Any], *, max_new_tokens: int
 ) -> float:
-    """Greedy accuracy of an HF folder as transformers' own `generate` writes it, one prompt after another length.
+    """Greedy accuracy of an HF folder with transformers' own `generate`.
 
-    Prompts of one length share a batch, so nothing is padded.
+    Prompts of equal length share a batch, so nothing is padded.
     """
     tokenizer = load_tokenizer(folder)
     logging.disable_progress_bar()
@@ -135,9 +135,9 @@ def transformers_accuracy(
 
 
 def look_after(servers: Servers, router: Router | None) -> None:
-    """A server that died is started again, with the same weights.  Raises ServerDied when none, or no router, is left.
+    """Restart servers that died, with the same weights.  Raises ServerDied if no server, or no router, is left.
 
-    The router does not notice by itself.
+    The router is told which servers come and go, because it does not notice by itself.
     """
     for event in servers.poll():
         if router is not None:

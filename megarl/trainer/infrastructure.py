@@ -1,4 +1,4 @@
-"""What a run stands on, and what stays where it is when ranks fail and are started again: other nodes, and servers."""
+"""What survives a restart of the ranks: the other nodes, the rollout servers and their router."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from megarl.trainer.colocation import Colocation
 class Infrastructure:
     """Example: with Infrastructure(config) as infrastructure, Run(config, infrastructure) as run: ..."""
 
-    nodes: Nodes | None = None  # None: this machine is all there is
-    router: Router | None = None  # where rollout.router asks for one: completions are asked of it
+    nodes: Nodes | None = None  # None: the run uses this machine only
+    router: Router | None = None  # with rollout.router: generation requests go to it
     _servers: Servers | None = None
 
     def __init__(self, config: Config, *, trains: bool = True, serves: bool = True) -> None:
-        """`trains`, `serves`: there will be a trainer, and servers; without a trainer all GPUs are theirs.
+        """`trains`, `serves`: the run has a trainer, has servers; without a trainer servers may use all GPUs.
 
-        Raises ValueError where this machine lacks GPUs for its servers.
+        Raises ValueError if this machine has too few GPUs for its servers.
         """
         self.config, self._trains = config, trains
         if serves:
@@ -41,7 +41,7 @@ class Infrastructure:
         given = needed_token(os.environ, why) if nnodes > 1 else given_token(os.environ)
         self._token = given or secrets.token_hex(16)
         self.server_token = server_token(os.environ, self._token)
-        # Servers that share the trainer's GPUs give memory back and take it again; None: each has its own.
+        # For servers that share the trainer's GPUs; None: servers have their own GPUs.
         shared, timeout_s = config.rollout.placement == "shared", config.rollout.request_timeout_s
         self.colocation = Colocation(self.server_token, timeout_s=timeout_s) if shared else None
         self._restarts = 0
@@ -59,19 +59,19 @@ class Infrastructure:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, trace)  # other machines are told why
+        self._stack.__exit__(kind, error, trace)  # tells the other nodes the reason
 
     def _wait_for_nodes(self) -> None:
         if (nodes := self.nodes) is not None:
             nodes.wait(on_wait=lambda missing: _say(f"waiting for nodes {missing} of {nodes.num_nodes}"))
 
     def serve(self) -> Servers:
-        """The servers, started if they are not yet, with their router, which has to be told which of them may work.
+        """The servers, started on the first call, with their router, which begins without any server.
 
-        NodeLost where a machine goes meanwhile.
+        Raises NodeLost if a machine is lost meanwhile.
         """
         if self._servers is None:
-            with ExitStack() as stack:  # of what is to stay
+            with ExitStack() as stack:
                 try:
                     made = make_servers(self.config, self.server_token, self.nodes, trains=self._trains)
                     servers = stack.enter_context(made)
@@ -91,9 +91,9 @@ class Infrastructure:
         return Router(self.server_token, log, python=self.config.rollout.sglang.python)
 
     def forgive(self, error: Exception) -> None:
-        """Count a failure of the ranks after which they may be started again, or raise it: there have been too many.
+        """Count a failure of the ranks; raises it again after trainer.max_restarts restarts.
 
-        Returns when all machines are there to start them.
+        Returns when all nodes are connected, so that the ranks can be restarted.
         """
         allowed = self.config.trainer.max_restarts
         if self._restarts == allowed:

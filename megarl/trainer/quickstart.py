@@ -1,4 +1,4 @@
-"""What recipe=quickstart needs before it can learn: a task in files, a tiny model, and its cold start.
+"""Prepares recipe=quickstart: writes the task's files and a tiny model, and runs its cold start (SFT).
 
 Each part is made once and kept; an interrupted one is made again.
 """
@@ -15,8 +15,8 @@ from megarl.data.arithmetic import write_task
 from megarl.data.tiny import write_tiny_model
 from megarl.trainer.sft import sft
 
-# Three problems in four carry, and the teacher forgets the carry in three demonstrations of five: its pupil answers
-# well in form and, most often, wrongly.  Each problem is shown twice, so that the habit is learnt and not the row.
+# 75 % of the problems have a carry, and 60 % of the demonstrations forget it: after SFT the model's answers have the
+# right format and are mostly wrong.  Each problem has two demonstrations, so that the model does not memorize one.
 COLD_START = Path("runs/quickstart_sft/hf")
 TASK: dict[str, Any] = {"num_sft": 3200, "num_test": 256, "careless": 0.6, "demonstrations": 2, "carrying": 0.75}
 MODEL: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 256}

@@ -1,4 +1,4 @@
-"""The models of a run: made from the configuration, loaded, and on the GPUs while it is the trainer's turn."""
+"""The models of a run: made from the configuration, loaded, and onloaded to shared GPUs for the training phase."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from megarl.trainer.server_manager import ServerManager
 
 @dataclass(frozen=True)
 class Roles:
-    """The policy, and what an algorithm may need beside it."""
+    """The policy, and the critic and the reference if the algorithm needs them."""
 
     actor: Actor
     critic: Critic | None = None
     reference: Reference | None = None
-    residents: tuple[Role, ...] = ()  # on the GPUs for a whole turn of the trainer, where servers share these
+    residents: tuple[Role, ...] = ()  # stay on the GPUs during the whole training phase, if servers share the GPUs
 
     @property
     def trainable(self) -> dict[str, Actor | Critic]:
-        """What a checkpoint holds."""
+        """The roles that a checkpoint contains."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def offload(self) -> None:
-        """The trainer's turn is over: the residents leave the GPUs."""
+        """Offload the residents at the end of the training phase."""
         for role in self.residents:
             role.offload()
 
 
 def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], Group]) -> Roles:
-    """Roles without weights; `group_of`: the ranks of a role's keys."""
+    """Roles without weights; `group_of` returns the ranks for the configuration of a role."""
     temperature = config.rollout.temperature
     actor = Actor(
         "actor",
@@ -69,13 +69,13 @@ def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], G
             temperature,
         )
     made: list[tuple[Role | None, Any]] = [(actor, config.actor), (critic, config.critic), (reference, config.ref)]
-    shared = config.rollout.placement == "shared"  # those with param_offload are moved for each call in any case
+    shared = config.rollout.placement == "shared"  # roles with param_offload are moved for each call anyway
     residents = tuple(role for role, keys in made if role and shared and not keys.megatron.param_offload)
     return Roles(actor, critic, reference, residents)
 
 
 def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int) -> None:
-    """Give them the weights of their folders, and optimizers for so many steps of the run."""
+    """Load the weights of their folders, and make optimizers for a run of `num_steps` steps."""
     dtype = config.model.dtype
     roles.actor.load(
         model_folder(config.model.path),
@@ -96,7 +96,10 @@ def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int)
 
 @contextmanager
 def trainers_turn(roles: Roles, server_manager: ServerManager, timer: Timer) -> Iterator[None]:
-    """The GPUs are the trainer's, where servers share them; afterwards they want a push.  Else nothing happens."""
+    """The training phase on shared GPUs: servers release memory, roles are onloaded, and offloaded at the end.
+
+    The servers need a push afterwards.  Does nothing if servers have their own GPUs.
+    """
     if not server_manager.shares_gpus:
         yield
         return

@@ -1,7 +1,7 @@
-"""What a run is made of, started in one place and ended in reverse order whatever happens.
+"""Starts the parts of a run: ranks, servers and collector; ends them in reverse order, also after an error.
 
-Servers and ranks start side by side; the servers are the infrastructure's and outlive this run of the ranks.  Roles
-that share a layout share a Group, a role with a layout of its own gets one.
+The servers belong to the infrastructure and outlive a restart of the ranks.  Roles with the same layout on the same
+ranks share a Group; a role with another layout gets its own.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from megarl.trainer.roles import Roles, load_roles, make_roles, trainers_turn
 from megarl.trainer.server_manager import Push, ServerManager
 from megarl.weights.verify.canary import Canary
 
-# A server's log-probs of the canary may differ so much: other kernels and another order of sums; what it shall find,
-# tensors in the wrong place, is off by whole units.
+# Maximum difference of a server's log-probs of the canary: its kernels and its order of summation are different.
+# Tensors in the wrong place, which the canary has to detect, cause differences of 1 and more.
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 CANARY_TOKENS = 64
 
@@ -75,15 +75,15 @@ class Run:
     def __init__(
         self, config: Config, infrastructure: Infrastructure, resume: checkpoint.Checkpoint | None = None
     ) -> None:
-        """`resume`: go on from there; None: from where trainer.resume_mode says."""
+        """`resume`: the checkpoint to resume from; None: the one that trainer.resume_mode selects."""
         self.config, self._infrastructure = config, infrastructure
         self.dir = config.trainer.run_dir
         self.model_path = model_folder(config.model.path)
         if config.rollout.engine == "sglang" and (not config.rollout.urls or config.rollout.router):
-            sglang_python(config.rollout.sglang.python)  # refuses a missing one before anything starts
+            sglang_python(config.rollout.sglang.python)  # raises if it is missing
         check_shared_gpus(config)
         load_plugins(config.algorithm.plugins)
-        if not isinstance(REWARDS.get(config.reward.fn), str):  # a user's function, in a file or a plug-in
+        if not isinstance(REWARDS.get(config.reward.fn), str):  # a user's function from a file or a plug-in
             load_reward(config.reward.fn)
         self.algorithm = make_algorithm(config)
         if self.algorithm.reference or self.algorithm.actor.reference:
@@ -162,10 +162,10 @@ class Run:
             self.prompts.load_state_dict(self.resumed_from.state["prompts"])
             self.algorithm.kl.load_state_dict(self.resumed_from.state["kl"])
         self.roles.offload()
-        (self.dir / "summary.json").unlink(missing_ok=True)  # only a run that came to its end has one
+        (self.dir / "summary.json").unlink(missing_ok=True)  # only a finished run has one
 
     def _make_server_manager(self, processes: supervisor.Servers, asked: Trusts) -> ServerManager:
-        """Servers that share the trainer's GPUs get the canary once they have room for it, all others with the push."""
+        """Servers on shared GPUs get the canary when they have resumed their KV cache, all others with the push."""
         longest = min(CANARY_TOKENS, self.config.data.max_prompt_length + self.config.data.max_response_length)
         words = (token for prompt in self.prompts.all(CANARY_TOKENS) for token in prompt.token_ids)
         ids = list(islice(words, longest))
@@ -179,26 +179,26 @@ class Run:
             self._warn,
             colocation,
             canary=lambda: Canary.from_json(self._canary(ids)),
-            lends=[CACHE] if lora.rank and lora.push == "adapter" else ALL,  # no push brings back the base's weights
+            lends=[CACHE] if lora.rank and lora.push == "adapter" else ALL,  # adapter pushes do not restore the base
         )
 
     def _pusher(self, ids: list[int] | None) -> Push:
-        """How the server manager pushes the actor's weights to some of its servers; `ids`: the canary's tokens."""
+        """The function that pushes the actor's weights to some servers; `ids`: the canary's tokens, None: no canary."""
         canary = lambda: None if ids is None else self._canary(ids)  # noqa: E731
         return lambda only, version: self.roles.actor.push(version, only=only, canary=canary())
 
     def _push_settings(self, urls: Sequence[str], token: str) -> PushSettings:
-        """How the ranks reach the servers; adapters alone where actor.lora.push asks for that."""
+        """How the ranks reach the servers; only adapters are pushed if actor.lora.push=adapter."""
         rollout, lora = self.config.rollout, self.config.actor.lora
         return PushSettings(
             urls=tuple(urls),
             token=token,
             dtype=rollout.dtype,
             bucket_bytes=rollout.bucket_bytes,
-            # A push waits for a server a few times, and the call of it must outlive that.
+            # A push waits for a server several times, and must end before the call of the ranks times out.
             timeout_s=min(rollout.request_timeout_s, self.config.trainer.call_timeout_s / 6),
             pause_mode="in_place" if rollout.ahead else "retract",
-            # Those of completions under way, and the new one.
+            # Adapters of running completions, and the new one.
             adapters_kept=rollout.ahead + 2 if lora.rank and lora.push == "adapter" else 0,
             transport=rollout.push,
             check_every=rollout.check_every,
@@ -206,7 +206,7 @@ class Run:
         )
 
     def _canary(self, ids: list[int]) -> dict[str, Any]:
-        """A prompt, and its log-probs under the actor, which every server has to repeat after a push."""
+        """A prompt and its log-probs under the actor, which every server has to reproduce after a push."""
         batch = Batch(torch.tensor(ids), torch.tensor([len(ids)]), {})
         log_probs = self.roles.actor.log_probs(batch, temperature=1.0)[1:].tolist()
         return {"prompt_ids": ids, "log_probs": log_probs, "tolerance": CANARY_TOLERANCE[self.config.rollout.dtype]}
@@ -215,7 +215,10 @@ class Run:
         Console(stderr=True, soft_wrap=True).print(f"warning: {sentence}", markup=False, highlight=False)
 
     def _say_what_resumes(self) -> None:
-        """Tell from where the run goes on and which settings differ; a finished run is not presented under new ones."""
+        """Print the step to resume from and the settings that differ.
+
+        Raises ValueError for a finished run with other settings: its results must not appear under the new ones.
+        """
         if self.resumed_from is None:
             return
         file, console = self.dir / "config.yaml", Console(stderr=True, soft_wrap=True)
@@ -230,7 +233,7 @@ class Run:
         console.print(f"going on from step {self.first_step} ({self.resumed_from.folder})", highlight=False)
 
     def _group_of(self, role: Any) -> Group:
-        """The ranks of a role's keys, shared with the roles of the same layout on the same ranks."""
+        """The Group of a role's configuration, shared by all roles of the same layout on the same ranks."""
         world = layout_of(role.megatron), role.first_rank, role.num_ranks
         if world not in self._groups:
             nodes, name = self._infrastructure.nodes, f"ranks_{len(self._groups)}"
@@ -264,22 +267,22 @@ class Run:
         self.evaluator = Evaluator(self.collector, self.val_prompts, config)
 
     def save(self, step: int, position: dict[str, Any], totals: dict[str, Any]) -> None:
-        """A checkpoint after `step` iterations; `position` is that of the prompts behind them.
+        """Save a checkpoint after `step` iterations; `position`: the position in the prompts after them.
 
-        The random state is the seed: completions, orders and shuffles are functions of it and the step or prompt,
-        and with dropout at 0 no rank draws a random number.
+        The seed is the whole random state: completions, orders and shuffles depend only on it and the step or prompt,
+        and ranks draw no random numbers because dropout is 0.
         """
         algorithm = self.algorithm
         state = {"prompts": position, "kl": algorithm.kl.state_dict(), "totals": totals, "seed": algorithm.seed}
         keep = self.config.trainer.max_checkpoints_to_keep
         with trainers_turn(self.roles, self.server_manager, self.timer):
             self.last_save = checkpoint.save(self.checkpoints, step, self.roles.trainable, state, keep=keep)
-        if self.server_manager.shares_gpus:  # the servers have given away what they were pushed
+        if self.server_manager.shares_gpus:  # the servers have released the weights of their last push
             self.server_manager.push(step)
 
 
 def check_vocabularies(policy: str, reference: str, config: Config) -> None:
-    """A full KL compares two distributions, token for token of one vocabulary.  Args: policy, reference: folders."""
+    """Raises ValueError if the models of two folders have different vocabulary sizes, so that no full KL exists."""
     ours, theirs = (json.loads((Path(f) / "config.json").read_text())["vocab_size"] for f in (policy, reference))
     if ours != theirs:
         compared = f"a full KL compares them token for token with the {ours} of model.path={config.model.path}"
@@ -290,7 +293,10 @@ def check_vocabularies(policy: str, reference: str, config: Config) -> None:
 
 
 def check_version_spans(urls: Sequence[str], token: str) -> None:
-    """Ahead of the training a completion outlives a push, and its server has to tell which weights wrote what of it."""
+    """Raises ValueError for a server that does not report the weights version of each token.
+
+    With rollout.ahead > 0 a push may come in the middle of a completion.
+    """
     for url in urls:
         engine = ServerClient(url, token)
         spans = engine.abilities.version_spans

@@ -1,4 +1,4 @@
-"""Where the seconds and the numbers of a run go: of each step, and over all of them."""
+"""Times and metrics of a run: of each step, and totals over all steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class RunLog:
     timer: Timer
     trackers: Trackers
     totals: Totals
-    samples: Path  # file of some completions of every step
-    num_devices: int  # among which the tokens of a second are counted
+    samples: Path  # file with some completions of every step
+    num_devices: int  # for throughput per device
 
 
 class Totals:
-    """Numbers over the whole run, resumed with it."""
+    """Totals over the whole run, saved in its checkpoints."""
 
     def __init__(self, began: float, saved: dict[str, Any]) -> None:
         self.began = began - saved.get("wall_s", 0.0)

@@ -1,12 +1,12 @@
-"""The servers of a run as the ring sees them: each is out of service until it holds the trainer's weights, verified.
+"""The servers of a run as the training loop sees them: none serves before it holds the trainer's weights, verified.
 
-A server that died is started again by its supervisor, one that failed a push is pushed again and, failing twice in a
-row, started again; none of them is asked for anything before its next verified push.  The run stops only when no server
-is left.
+The supervisor restarts a server that died.  A failed push is repeated; after two failed pushes in a row the server is
+restarted.  No such server gets requests before its next verified push.  The run stops only when no server is left.
 
-Servers on the trainer's GPUs are pushed to in turns with it: they have given all their memory back, the trainer says
-what it makes of the canary, they take room for weights alone, are pushed to, take that for their cache, and are asked
-for the canary.  None is started there while the trainer works.
+A push to servers on the trainer's GPUs (colocation) has these steps: the servers have released all their memory; the
+trainer computes the canary's log-probs; the servers resume the memory of the weights; the weights are pushed; the
+servers resume the KV cache; their log-probs of the canary are compared.  No server is started on these GPUs while the
+trainer uses them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megarl.weights.verify.canary import Canary
 Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weights.push.report.PushReport as a dict
 
 _TEND_EVERY_S = 0.5
-_PATIENCE = 2  # failed pushes in a row that a server may have before it is started again
+_PATIENCE = 2  # failed pushes in a row after which a server is restarted
 
 
 def is_verified(report: dict[str, Any]) -> bool:
-    """Whether all servers that hold this push were found to, by their digests or a comparison."""
+    """Whether all servers that got this push were verified, by digests or by a comparison."""
     return bool(report["num_verified"] or report["compared"]) and not report["unverified"]
 
 
@@ -47,8 +47,8 @@ class ServerManager:
         canary: Callable[[], Canary] | None = None,
         lends: Sequence[str] = ALL,
     ) -> None:
-        """`colocation`: of servers that share the trainer's GPUs, whose canary the trainer computes when it is asked
-        to, and which give it what they `lend`; None where each has its own, and the push brings the canary."""
+        """`colocation`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the
+        canary.  With colocation, `canary` computes it on the trainer, and servers release the memory in `lends`."""
         self._servers, self._collector, self._push, self._warn, self._colocation = (
             servers,
             collector,
@@ -58,7 +58,7 @@ class ServerManager:
         )
         self._canary, self._lends = canary, lends
         self.version: int | None = None  # of the last push
-        self.holding: set[str] = set()  # servers that hold it, verified
+        self.holding: set[str] = set()  # servers that hold this version, verified
         self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
         self._failures: Counter[str] = Counter()  # failed pushes in a row
         self._last_reason = ""
@@ -66,11 +66,11 @@ class ServerManager:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether servers stand on the trainer's GPUs, and so take turns with it."""
+        """Whether servers and trainer share GPUs (colocation), and so use them in separate phases."""
         return self._colocation is not None
 
     def push(self, version: int) -> dict[str, Any]:
-        """The trainer's weights into every server that lives; returns the report, once at least one holds them.
+        """Push the trainer's weights to every live server; returns the report once at least one holds them.
 
         Raises ServerDied when no server is left.
         """
@@ -83,7 +83,7 @@ class ServerManager:
         return report
 
     def check_servers(self) -> None:
-        """Look after the servers; cheap while there is nothing to do, a push where a server lags behind.
+        """Restart dead servers and push to servers that lack the current version; cheap if there is nothing to do.
 
         Call it only while the trainer holds the weights of the last push.
         """
@@ -91,9 +91,9 @@ class ServerManager:
             self._repair()
 
     def release_memory(self) -> None:
-        """Servers that share the trainer's GPUs give their memory back; from then on only a push lets them serve.
+        """Servers that share the trainer's GPUs release their memory; after that they need a push to serve again.
 
-        One that is being started is waited for: it loads a model into the room that the trainer wants.
+        Waits for servers that are starting: they load a model into the memory that the trainer needs.
         """
         if (colocation := self._colocation) is None:
             return
@@ -103,7 +103,10 @@ class ServerManager:
         self._in_turn(self._serving(), lambda url: colocation.release_memory(url, self._lends))
 
     def _in_turn(self, urls: Sequence[str], act: Callable[[str], None]) -> list[str]:
-        """The servers that did it; one that did not is started again, which frees its memory too."""
+        """Call `act` for all servers in parallel; returns those where it succeeded.
+
+        A server that fails is restarted, which frees its memory too.
+        """
         with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="turn") as threads:
             orders = {url: threads.submit(act, url) for url in urls}
         failures = {url: order.exception() for url, order in orders.items()}
@@ -116,17 +119,17 @@ class ServerManager:
         return [url for url, error in failures.items() if error is None]
 
     def metrics(self, report: dict[str, Any]) -> dict[str, float]:
-        """Numbers for the log of a step, whose push gave this report; what is counted is counted since the start."""
+        """Metrics of a step whose push returned this report; counts are totals since the start."""
         out = {f"push/{name}": float(count) for name, count in self.counts.items()}
         out["push/servers"] = float(len(self.holding))
         out["push/compared"] = float(len(report["compared"]))
         return out | {"push/tensors_verified": float(report["num_verified"])}
 
     def _repair(self) -> dict[str, Any] | None:
-        """Push to servers that came back or failed; the report of that, if there were any."""
+        """Push to servers that were restarted or whose push failed; returns the report, None if there are none."""
         self._look()
         if self._colocation is not None and (self.holding or State.STARTING in self._servers.states):
-            self._tended = time.monotonic()  # on these GPUs is no room for the trainer before its next turn
+            self._tended = time.monotonic()  # until the next phase the trainer has no memory for a push
             return None
         lagging = [url for url in self._serving() if url not in self.holding]
         report = self._deliver(lagging) if lagging and self.version is not None else None
@@ -140,7 +143,7 @@ class ServerManager:
         ]
 
     def _look(self, *, starts: bool = True) -> None:
-        """Take dead servers out of service, and start them again if that may be now."""
+        """Take dead servers out of service, and restart them if `starts`.  Raises ServerDied if no server is left."""
         self._note(self._servers.poll(starts=starts))
         if all(state is State.OUT for state in self._servers.states):
             raise ServerDied(f"no server is left; {self._last_reason}")
@@ -172,7 +175,10 @@ class ServerManager:
         return report
 
     def _push_in_turn(self, colocation: Colocation, urls: Sequence[str]) -> dict[str, Any]:
-        """One that did not take its memory back is neither among the report's transports nor its failures."""
+        """A push in colocation.
+
+        A server that failed to resume memory is in neither the transports nor the failures of the report.
+        """
         assert self.version is not None and self._canary is not None, "a push in colocation has a version and a canary"
         self.release_memory()
         canary = self._canary()

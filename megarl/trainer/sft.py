@@ -1,4 +1,4 @@
-"""Supervised training on prompts and responses, with the engine of the ring: packed rows, prompts masked out.
+"""Supervised fine-tuning on prompts and responses, with the actor of the RL loop: packed rows, prompts masked out.
 
 The loss is REINFORCE with an advantage of 1 on every response token: -log p, averaged over the step's response tokens.
 """
@@ -27,7 +27,7 @@ from megarl.trainer.infrastructure import Infrastructure
 
 
 def sft(config: Config) -> dict[str, Any]:
-    """Train to the end of sft.epochs, write `hf/` into the run's folder, return the summary."""
+    """Train for sft.epochs, write `hf/` into the run's folder, return the summary."""
     folder, settings = config.trainer.run_dir, config.sft
     model_path = model_folder(config.model.path)
     tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
@@ -80,7 +80,7 @@ def sft(config: Config) -> dict[str, Any]:
 
 
 def supervised(batch: Batch) -> Batch:
-    """The columns that make REINFORCE the cross entropy."""
+    """Add the columns with which REINFORCE is the cross entropy: advantages 1, old log-probs 0."""
     ones, zeros = torch.ones(batch.num_tokens), torch.zeros(batch.num_tokens)
     groups = torch.arange(batch.num_sequences)
     return replace(batch, per_sequence={"group": groups}).with_columns(advantages=ones, old_log_probs=zeros)
