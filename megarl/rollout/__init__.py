@@ -1,8 +1,8 @@
-"""How completions are asked for, and how prompts become scored samples.
+"""Rollout: requests completions from servers and turns prompts into scored samples.
 
-Knows: SGLang's routes and JSON (`protocol`), how to call one server or many (`client`, `pool`), how one prompt
-becomes a scored group (`collect`) in a process of its own (`collector`, asked by `collector_client`), and the
-iterations that are asked for ahead (`prefetch`); work goes to trusted servers only (`trust`). `hf_server/` answers
-the same routes on a CPU, `servers/` starts the processes.
-Does not know: Megatron, losses, what a reward is (a scoring object is passed in), or where weights come from.
+`protocol`: SGLang's routes and JSON. `client`, `pool`: calls to one server, to many. `collect`: one prompt becomes a
+scored group, in a separate process (`collector`, controlled by `collector_client`). `prefetch`: iterations requested
+ahead of training. `trust`: only trusted servers get requests. `hf_server/` serves the same routes with transformers;
+`servers/` starts the processes.
+Nothing here depends on Megatron, losses, rewards (a scoring object is passed in), or the source of the weights.
 """

@@ -1,6 +1,6 @@
-"""Calling servers: `Engine` gives one server orders, `EnginePool` (of `pool`) asks many for completions.
+"""HTTP client of one server, `ServerClient`; `EnginePool` (of `pool`) requests completions from many.
 
-Both speak only `protocol`, so the same client serves SGLang and the HF server.
+Both use only `protocol`, so they work with SGLang and the HF server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ServerClient", "ServerError", "EnginePool", "RolloutFailed"]
 
 
 class ServerError(RuntimeError):
-    """A server refused or failed an order. One sentence: url, route, status (0: no answer), message."""
+    """A server refused a request or failed. One sentence: url, route, status (0: no answer), message."""
 
     def __init__(self, url: str, route: str, status: int, message: str) -> None:
         super().__init__(f"{url}{route} answered {status}: {message}" if status else f"{url}{route} failed: {message}")
@@ -27,15 +27,15 @@ class ServerError(RuntimeError):
 
 
 class ServerClient:
-    """Orders to one server.
+    """Calls to one server.
 
-    Example: engine = Engine("http://127.0.0.1:30000", token, timeout_s=60); engine.pause("retract"); engine.resume()
+    Example: server = ServerClient("http://127.0.0.1:30000", token, timeout_s=60); server.pause(); server.resume()
     Every method raises ServerError when the server refuses, fails, or does not answer within `timeout_s`.
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float = 120.0) -> None:
         self.url = url.rstrip("/")
-        # trust_env=False: a proxy of the environment must never see the token, nor stand before a loopback server
+        # trust_env=False: a proxy from the environment must neither see the token nor get requests for loopback
         headers = auth_headers(token)
         self._http = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=_certificates())
         self._abilities: Abilities | None = None
@@ -46,7 +46,7 @@ class ServerClient:
     # ---- questions
 
     def health(self) -> None:
-        """Returns when the server says that it can serve."""
+        """Health check: returns if the server can serve."""
         self._call(Route.HEALTH, method="GET")
 
     def server_info(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class ServerClient:
 
     @property
     def abilities(self) -> Abilities:
-        """What this server's version can do; asked of it once."""
+        """Features of this server's version; requested once."""
         if self._abilities is None:
             self._abilities = Abilities.of(str(self.server_info().get("version", "")))
         return self._abilities
@@ -63,7 +63,7 @@ class ServerClient:
         return self._json(Route.MODEL_INFO, method="GET")
 
     def checksums(self) -> dict[str, str]:
-        """Digest of every tensor the server holds, by name; of several tensor-parallel ranks as "rank:name"."""
+        """Digest of every tensor the server holds, by name; with several tensor-parallel ranks by "rank:name"."""
         ranks = self.rank_checksums()
         if len(ranks) == 1:
             return ranks[0]
@@ -76,7 +76,7 @@ class ServerClient:
         ]
 
     def prompt_log_probs(self, prompt_ids: Sequence[int], adapter: str | None = None) -> list[float]:
-        """Log-probs of a prompt's tokens but the first, whatever of it is in the server's cache."""
+        """Log-probs of all tokens of a prompt except the first, also of those in the server's prefix cache."""
         body: dict[str, Any] = {"input_ids": list(prompt_ids), "return_logprob": True, "logprob_start_len": 0}
         body |= {} if adapter is None else {"lora_path": adapter}
         body["sampling_params"] = SamplingParams(temperature=0.0, max_new_tokens=1).to_json()
@@ -90,25 +90,25 @@ class ServerClient:
     # ---- running
 
     def pause(self, mode: str = "retract") -> None:
-        """abort: end what runs; retract: send it back to the queue, to be prefilled anew; in_place: keep its KV."""
+        """abort: end running requests; retract: requeue them, with a new prefill later; in_place: keep their KV."""
         self._call(Route.PAUSE, {"mode": mode})
 
     def resume(self) -> None:
         self._call(Route.CONTINUE, {})
 
     def abort(self, rid: str = "", *, everything: bool = False) -> None:
-        """End one request, or all; they answer with what they have written."""
+        """End one request, or all; they return the tokens generated so far."""
         self._call(Route.ABORT, {"rid": rid, "abort_all": everything})
 
     def flush_cache(self) -> None:
         self._call(Route.FLUSH_CACHE, {})
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Give memory back ("weights", "kv_cache"; None: all). No completion may be running on the server."""
+        """Release memory ("weights", "kv_cache"; None: all). No completion may be running on the server."""
         self._call(Route.RELEASE_MEMORY, {} if tags is None else {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Take it again; only what was released, or else stock SGLang dies."""
+        """Resume released memory. Stock SGLang crashes if the memory was not released."""
         self._call(Route.RESUME_MEMORY, {} if tags is None else {"tags": list(tags)})
 
     # ---- weights
@@ -116,7 +116,7 @@ class ServerClient:
     def init_group(
         self, master_address: str, master_port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Join a weight group; answers only when all members have joined, so call it in a thread of its own."""
+        """Join a weight group; returns only when all members have joined, so call it in a separate thread."""
         body = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
         body |= {"world_size": world_size, "group_name": group_name, "backend": backend}
         self._accepted(Route.INIT_GROUP, body)
@@ -125,7 +125,7 @@ class ServerClient:
         self._accepted(Route.DESTROY_GROUP, {"group_name": group_name})
 
     def begin_update(self) -> None:
-        """Open an update session; a server from before sessions has no such route, and needs none."""
+        """Open an update session; does nothing for server versions without update sessions."""
         if self.abilities.update_sessions:
             self._accepted(Route.BEGIN_UPDATE, {})
 
@@ -146,9 +146,9 @@ class ServerClient:
     ) -> None:
         """Have the server receive these tensors from rank 0 of the group.
 
-        Answers after the broadcasts, so call it in a thread. Plain: one broadcast a tensor, in order. Flattened: one
-        broadcast of all their bytes, end to end. A refused update takes part in no broadcast. `version` stamps the
-        tokens written from now on: give it with the last bucket.
+        Returns after the broadcasts, so call it in a thread. Plain: one broadcast per tensor, in order. Flattened: one
+        broadcast of all their bytes, concatenated. A server that refuses the update joins no broadcast. `version`
+        stamps the tokens generated from now on: pass it with the last bucket.
         """
         body: dict[str, Any] = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(s) for s in shapes]}
         body |= {"group_name": group_name, "load_format": FLATTENED if flattened else None}
@@ -162,7 +162,7 @@ class ServerClient:
         version: int | None = None,
         flush_cache: bool = True,
     ) -> None:
-        """Have each tensor-parallel rank of the server load its payload: base64 of pickled handles of shared memory."""
+        """Each tensor-parallel rank of the server loads its payload: base64 of pickled handles of shared memory."""
         body: dict[str, Any] = {"serialized_named_tensors": list(payloads), "load_format": load_format}
         self._accepted(Route.UPDATE_FROM_TENSOR, body | self._after_update(version, flush_cache))
 
@@ -178,16 +178,16 @@ class ServerClient:
     def load_adapter(
         self, name: str, config: Mapping[str, Any], payload: str, checksums: Mapping[str, str], *, tp_size: int
     ) -> None:
-        """Have the server add a LoRA adapter; `name` is what /generate's lora_path asks for, and must be new.
+        """Add a LoRA adapter to the server; requests to /generate select it with lora_path.  `name` must be new.
 
-        `config`: PEFT's adapter_config.json.  `payload`: base64 of the pickled {PEFT's name: whole tensor}.  A server
-        that finds another sha256 than `checksums` (64 hex digits of each tensor's bytes) ends itself.
+        `config`: PEFT's adapter_config.json.  `payload`: base64 of the pickled {PEFT's name: whole tensor}.  The server
+        process ends itself if a tensor's sha256 differs from `checksums` (64 hex digits of each tensor's bytes).
         """
         body: dict[str, Any] = {"lora_name": name, "config_dict": dict(config), "expected_checksums": dict(checksums)}
         self._accepted(Route.LOAD_ADAPTER, {**body, "serialized_named_tensors": [payload] * tp_size})
 
     def unload_adapter(self, name: str) -> None:
-        """Answers when the last completion that uses the adapter has ended: never while such a one is paused."""
+        """Returns when the last completion that uses the adapter has ended; hangs while such a completion is paused."""
         self._accepted(Route.UNLOAD_ADAPTER, {"lora_name": name})
 
     # ---- the wire
@@ -212,7 +212,7 @@ class ServerClient:
         return value
 
     def _accepted(self, route: Route, body: dict[str, Any]) -> dict[str, Any]:
-        """For routes that answer {"success": ..., "message": ...}."""
+        """For routes that return {"success": ..., "message": ...}."""
         value = self._json(route, body)
         if value.get("success") is not True:
             raise ServerError(self.url, route, 200, str(value.get("message", value)))
@@ -221,5 +221,5 @@ class ServerClient:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """By which an https server is known.  Reading them takes longer than most orders, and engines come and go."""
+    """The CA certificates for https.  Cached: reading them takes longer than most calls, and many clients are made."""
     return httpx.create_ssl_context(trust_env=False)

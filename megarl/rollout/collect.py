@@ -1,4 +1,4 @@
-"""One prompt's way: asked, written, given text, scored. A request that no server answered becomes a value."""
+"""Generates and scores the completions of one prompt. If generation fails, the result is a `LostRollout`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.sample import Completion, LostRollout, Prompt, Sample
 
 
 class Scored(Protocol):
-    """What a reward says of one completion: the number to learn from, and further numbers to log."""
+    """The result of a reward for one completion: the reward to train with, and further numbers to log."""
 
     @property
     def reward(self) -> float: ...
@@ -36,11 +36,11 @@ async def collect_group(
     decode: Callable[[list[int]], str],
     greedy: bool = False,
 ) -> list[Sample] | LostRollout:
-    """n scored completions of one prompt; a LostRollout when the servers gave none, or aborted one of them.
+    """n scored completions of one prompt; a LostRollout if the request failed or a completion was aborted.
 
-    `decode` turns a completion's tokens into text, special tokens left out. With params.sampling_seed every prompt has
-    a seed of its own, made of it and the prompt's uid. With `greedy` each sample also knows the reward of a greedy
-    completion, written beside the n. What `score` raises goes through: that is no lost rollout.
+    `decode` turns a completion's tokens into text without special tokens. With params.sampling_seed every prompt has
+    its own seed, made of this one and the prompt's uid. With `greedy` one more, greedy completion is generated, and
+    each sample has its reward. Exceptions of `score` are raised.
     """
     asked = [(n, for_prompt(params, prompt.uid))] + ([(1, params.as_greedy())] if greedy else [])
     try:
@@ -64,7 +64,7 @@ async def collect_group(
 
 
 def for_prompt(params: SamplingParams, uid: str) -> SamplingParams:
-    """The same parameters with a seed for this prompt: one seed for all would give all the same random numbers."""
+    """The same parameters with a seed for this prompt: with one seed all prompts would get the same random numbers."""
     if params.sampling_seed is None:
         return params
     digest = hashlib.sha256(f"{params.sampling_seed}:{uid}".encode()).digest()

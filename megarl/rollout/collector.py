@@ -1,8 +1,8 @@
-"""The child process behind `CollectorClient`: an asyncio loop that asks servers for completions and scores them.
+"""The child process behind `CollectorClient`: an asyncio loop that requests completions from servers and scores them.
 
-Talks over one pipe. In: `Order`s, and who may be asked (`Trust`, `Fence`). Out: lists of messages, as many in one
-pickle as are waiting: ("group", ticket, index, packed group) and, at most once, ("error", sentence).
-A group travels as plain tuples, without its prompt, which the driver still has: pickling is the price of the process.
+It talks to the driver over one pipe. In: `Order`s, and which servers to use (`Trust`, `Fence`). Out: lists of all
+waiting messages: ("group", ticket, index, packed group) and, at most once, ("error", sentence).
+A group is sent as plain tuples and without its prompt, which the driver still has, to make pickling cheap.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 
 logger = logging.getLogger("megarl.rollout.collector")
 
-PackedGroup = list[tuple[Any, ...]] | str  # one tuple a sample, or why the group is lost
+PackedGroup = list[tuple[Any, ...]] | str  # one tuple per sample, or why the group is lost
 
 
 class Scorer(Protocol):
-    """A reward with a life: `start` and `stop` run in the child, around all scoring."""
+    """A reward with resources: `start` and `stop` run in the child, before and after all scoring."""
 
     def start(self) -> None: ...
 
@@ -49,7 +49,7 @@ class CollectorSettings:
     tokenizer_path: str
     timeout_s: float  # of one attempt of one request
     max_in_flight: int
-    fenced: bool  # no server may be asked before a `Trust`
+    fenced: bool  # a server gets no request before a `Trust` names it
     make_scorer: Callable[[], Scorer]
     log_path: str
     parent_pid: int
@@ -61,7 +61,7 @@ class Order:
     prompts: list[Prompt]
     n: int
     params: SamplingParams
-    greedy: bool = False  # a greedy completion of each prompt too
+    greedy: bool = False  # also a greedy completion of each prompt
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Trust:
 
 @dataclass(frozen=True)
 class Fence:
-    """Nobody knows what the server holds."""
+    """The server's weights are not verified."""
 
     url: str
 
@@ -84,9 +84,9 @@ Message = Order | Trust | Fence
 
 
 def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
-    """The child's main function: until the pipe closes, or something fails."""
+    """The child's main function; returns when the pipe is closed or after an error."""
     die_with_parent(settings.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which then closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and closes the pipe
     _log_to(settings.log_path)
     outbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
     sender = threading.Thread(target=_send_all, args=(pipe, outbox))
@@ -106,7 +106,7 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
 
 
 def _log_to(path: str) -> None:
-    """Everything this process or its workers write goes to the log file."""
+    """Send stdout, stderr and the log of this process and its workers to the log file."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -114,14 +114,14 @@ def _log_to(path: str) -> None:
 
 
 def _send_all(pipe: Connection, outbox: queue.SimpleQueue[Any]) -> None:
-    """A thread: a full pipe blocks here, not the loop that keeps the servers busy."""
+    """Runs in a thread: a full pipe blocks this thread, not the loop that sends requests to servers."""
     while True:
         messages = [outbox.get()]
         while not outbox.empty():
             messages.append(outbox.get())
         try:
             pipe.send([message for message in messages if message is not None])
-        except BrokenPipeError:  # the driver closed its end: nobody wants the rest
+        except BrokenPipeError:  # the driver closed its end
             return
         if messages[-1] is None:
             return
@@ -176,14 +176,14 @@ async def _collect(
 
 
 class _Closed(Exception):
-    """The pipe closed: cancels what is still under way."""
+    """The pipe is closed: cancels all running tasks."""
 
 
 def _read_all(pipe: Connection, loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[Message | None]) -> None:
     while True:
         try:
             order = pipe.recv()
-        except (EOFError, OSError):  # the driver closed its end, or is gone
+        except (EOFError, OSError):  # the driver closed its end, or died
             order = None
         if loop.is_closed():
             return

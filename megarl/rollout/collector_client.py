@@ -1,6 +1,6 @@
-"""The driver's end of the rollout: hand over prompts, take scored groups, several batches under way if one likes.
+"""The driver's side of the rollout: submit prompts, take scored groups; several batches may be in flight.
 
-The work is done by a child process (`collector`), so that writing, decoding and scoring go on while the driver trains.
+A child process (`collector`) does the work, so that generation, decoding and scoring go on while the driver trains.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _CLOSE_S = 5.0
 
 
 class CollectorError(RuntimeError):
-    """The collector failed, ended, or did not answer in time. One sentence, with the path of its log."""
+    """The collector failed, ended, or did not finish in time. One sentence, with the path of its log."""
 
 
 @dataclass
 class _Awaited:
-    """The prompts of a ticket, and those of its groups that are here."""
+    """The prompts of a ticket, and its finished groups."""
 
     prompts: list[Prompt]
     groups: dict[int, PackedGroup] = field(default_factory=dict)  # by the index of the prompt
-    awaited_since: float = 0.0  # time.monotonic() when `ready` was first asked; 0: not yet
+    awaited_since: float = 0.0  # time.monotonic() of the first call of `ready`; 0: not yet called
 
     @property
     def is_complete(self) -> bool:
@@ -53,17 +53,17 @@ class _Awaited:
 class CollectorClient:
     """Example:
 
-        collector = CollectorClient(urls=urls, token=token, tokenizer_path=path, make_scorer=partial(RewardPool,
-        "gsm8k", 2),
-                        timeout_s=120, log_path=run / "logs/collector.log")
+        collector = CollectorClient(
+            urls=urls, token=token, tokenizer_path=path, make_scorer=partial(RewardPool, "gsm8k", 2),
+            timeout_s=120, log_path=run / "logs/collector.log")
         ticket = collector.submit(prompts, n=8, params=SamplingParams(max_new_tokens=256))
         while not collector.ready(ticket):
             ...                               # look after the servers
-        groups = collector.take(ticket)       # one entry a prompt, in the order of the prompts
+        groups = collector.take(ticket)       # one entry per prompt, in the order of the prompts
         collector.close()
 
-    `make_scorer` is pickled into the child and called there. Start a CollectorClient from a thread that lives as long
-    as it. With `fenced`, no server is asked before `trust` names it.
+    `make_scorer` is pickled into the child and called there. Create a CollectorClient in a thread that lives as long
+    as it. With `fenced`, a server gets no request before `trust` names it.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class CollectorClient:
             tuple(urls), token, tokenizer_path, timeout_s, max_in_flight, fenced, make_scorer, self._log_path,
             os.getpid(),
         )  # fmt: skip
-        context = multiprocessing.get_context("spawn")  # a fork would copy the driver's threads' locks
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks that the driver's threads hold
         self._pipe, theirs = context.Pipe()
-        # not a daemon: those may not have children, and the reward's workers are children of the collector
+        # not a daemon: daemons may not have children, and the reward's workers are children of the collector
         self._process = context.Process(target=run_collector, args=(theirs, settings), name="collector")
         self._process.start()
         theirs.close()
         self._orders: dict[int, _Awaited] = {}  # by ticket
         self._num_tickets = 0
-        # multiprocessing would wait for the child at exit, and the child for us
+        # without this, at exit multiprocessing would wait for the child, and the child for this process
         atexit.register(self.close)
 
     @property
@@ -99,9 +99,9 @@ class CollectorClient:
         return self._process.pid
 
     def submit(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams, greedy: bool = False) -> int:
-        """Start writing n completions of every prompt; returns the ticket to ask `ready` and `take` with.
+        """Start the generation of n completions per prompt; returns the ticket for `ready` and `take`.
 
-        `greedy`: a further, greedy completion of each, whose reward every sample of the group then knows.
+        `greedy`: generate one more, greedy completion per prompt; each sample of the group gets its reward.
         """
         ticket, self._num_tickets = self._num_tickets, self._num_tickets + 1
         self._orders[ticket] = _Awaited(list(prompts))
@@ -117,10 +117,10 @@ class CollectorClient:
         self._send(Fence(url))
 
     def ready(self, ticket: int, timeout_s: float = 1.0, *, limit_s: float = 3600.0) -> bool:
-        """Whether all groups of a ticket are here; waits for news of any ticket, at most `timeout_s`.
+        """Whether all groups of a ticket are here; waits up to `timeout_s` for a message about any ticket.
 
-        Raises CollectorError when the collector failed or ended, or when groups are missing `limit_s` after this was
-        first asked; KeyError for a ticket that was never given or is taken already.
+        Raises CollectorError if the collector failed or ended, or if groups are missing `limit_s` after the first
+        call for this ticket; KeyError for an unknown ticket and for one that is already taken.
         """
         order = self._orders[ticket]
         order.awaited_since = order.awaited_since or time.monotonic()
@@ -135,18 +135,18 @@ class CollectorClient:
         return False
 
     def progress(self, ticket: int) -> tuple[int, int]:
-        """How many groups of a ticket are here, and how many it has."""
+        """(finished groups, all groups) of a ticket."""
         order = self._orders[ticket]
         return len(order.groups), len(order.prompts)
 
     def take(self, ticket: int) -> list[list[Sample] | LostRollout]:
-        """The groups of a ticket that is ready, in the order of its prompts."""
+        """The groups of a ready ticket, in the order of its prompts."""
         order = self._orders.pop(ticket)
         assert order.is_complete, f"ticket {ticket} is not ready"
         return [unpack(order.groups[index], prompt) for index, prompt in enumerate(order.prompts)]
 
     def close(self) -> None:
-        """End the child, whatever it is doing."""
+        """End the child, by signals if it does not end by itself."""
         atexit.unregister(self.close)
         self._pipe.close()
         for end in (lambda: None, self._process.terminate, self._process.kill):
@@ -163,7 +163,7 @@ class CollectorClient:
             raise self._ended() from None
 
     def _receive(self, deadline: float) -> bool:
-        """Take what the child sent, of any ticket; False when nothing came before the deadline."""
+        """Receive the child's messages, of any ticket; False if none came before the deadline."""
         ready = wait([self._pipe, self._process.sentinel], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             return False

@@ -1,12 +1,12 @@
-"""Many servers as one: completions come from the least loaded, and from another one when a server fails.
+"""Load balancing over servers: a request goes to the least loaded one, and to another one if that fails.
 
-A server writes only while it is trusted: `fence` takes it out of service together with all that it is writing, `trust`
-lets it write with one more version of the weights, and a completion is handed out only when every version that touched
-it was trusted on the server that wrote it.
+Only trusted servers generate.  `fence` takes a server out of service and cancels its requests.  `trust` adds a version
+of the weights to those that the server may generate with.  A completion is returned only when all versions that
+generated a part of it are trusted on its server.
 
-Every wait has an end: a request's attempts are counted, each attempt has a time limit, and a server that failed rests
-for a time that doubles up to a limit before it is asked again.  Only while all servers are fenced the pool waits for
-whoever fenced them.
+All waits are bounded: a request has a limited number of attempts, each attempt has a timeout, and a server that failed
+gets no request for a time that doubles with each failure up to a limit.  The exception: while all servers are fenced,
+the pool waits for a `trust` without a timeout.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ _CONNECT_S = 10.0
 
 
 class RolloutFailed(RuntimeError):
-    """No server wrote these completions; the message holds the reason of every attempt."""
+    """No server generated these completions; the message has the reason of every failed attempt."""
 
 
 class _ServerFailed(RuntimeError):
-    """This attempt failed for a reason that another server, or a later moment, may not have."""
+    """This attempt failed; a retry on another server, or later, may succeed."""
 
 
 class _TakenOut(RuntimeError):
-    """The server was fenced meanwhile: no fault of its own, and none of the request's."""
+    """The request was cancelled by a fence; not counted as an attempt."""
 
 
 @dataclass(eq=False)
 class _Server:
     url: str
-    load: int = 0  # completions asked of it and not yet answered
+    load: int = 0  # requested completions without an answer yet
     failures: int = 0  # in a row
     resting_until: float = 0.0  # time.monotonic()
     fenced: bool = False
-    trusted: set[int] | None = None  # versions of the weights; None: nobody verifies them, so any
-    adapter: tuple[str, int] | None = None  # what completions are asked with: its name, and the version that it is
-    asks: set[asyncio.Task[Any]] = field(default_factory=set)  # what it is writing for us
+    trusted: set[int] | None = None  # versions of the weights; None: not verified, all versions are accepted
+    adapter: tuple[str, int] | None = None  # name and version of the adapter that requests select
+    asks: set[asyncio.Task[Any]] = field(default_factory=set)  # running requests
 
     def unverified(self, completions: Sequence[Completion]) -> list[int]:
-        """Versions that touched these completions and are not, or not yet, trusted."""
+        """Versions that generated parts of these completions and are not, or not yet, trusted."""
         if self.trusted is None:
             return []
         return sorted({span.version for c in completions for span in c.versions} - self.trusted)
@@ -62,8 +62,8 @@ class _Server:
 class EnginePool:
     """Example: async with EnginePool(urls, token, timeout_s=120) as pool: await pool.generate([5, 6], 8, params).
 
-    `max_in_flight` requests are on the wire at once, over all servers; the others wait here, without a socket.
-    `timeout_s` limits one attempt, `retries` the number of further attempts.  `fenced`: nobody serves before `trust`.
+    At most `max_in_flight` requests are sent at a time, over all servers; the others wait here, without a socket.
+    `timeout_s`: of one attempt.  `retries`: after the first attempt.  `fenced`: servers need a `trust` first.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EnginePool:
         self._slots = asyncio.Semaphore(max_in_flight)
         self._numbers = itertools.count()  # of attempts
         self._session: aiohttp.ClientSession | None = None
-        self._changed = asyncio.Event()  # replaced by a new one whenever a fence or a trust changes
+        self._changed = asyncio.Event()  # set, and replaced by a new one, at each fence and trust
 
     async def __aenter__(self) -> EnginePool:
         self._session = aiohttp.ClientSession(
@@ -102,10 +102,10 @@ class EnginePool:
         await self._session.close()
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None:
-        """The server holds this version, verified: let it write, and hand out what was written with it.
+        """The server holds this version, verified: send it requests, and return completions of this version.
 
-        `adapter`: the version is the adapter of this name over the server's weights.  Then every completion is asked
-        with it, and of that version from its first token to its last: a server never changes a running one's adapter.
+        `adapter`: this version is the adapter of this name on top of the server's weights.  Requests then select it,
+        and a completion has this version for all its tokens: a server never changes the adapter of a running request.
         """
         server = self._named(url)
         server.trusted = (server.trusted or set()) | {version}
@@ -114,7 +114,7 @@ class EnginePool:
         self._tell()
 
     def fence(self, url: str) -> None:
-        """Ask this server for nothing, and give what it is writing to others; it has to earn all trust again."""
+        """Send this server no requests, retry its running ones elsewhere, and forget all its trusted versions."""
         server = self._named(url)
         server.fenced, server.trusted = True, set()
         for ask in server.asks:
@@ -131,9 +131,9 @@ class EnginePool:
     async def generate(
         self, prompt_ids: Sequence[int], n: int, params: SamplingParams, rid: str | None = None
     ) -> list[Completion]:
-        """n completions of one prompt, without text; an aborted one has finish_reason "abort" and what it wrote.
+        """n completions of one prompt, without text; an aborted one has finish_reason "abort" and its tokens so far.
 
-        Raises RolloutFailed when the request is refused, or when all attempts failed.
+        Raises RolloutFailed if the request is refused, or if all attempts failed.
         """
         self._check(prompt_ids)
         rid = rid or uuid.uuid4().hex
@@ -144,7 +144,7 @@ class EnginePool:
                 server = await self._pick(tried)
                 tried.add(server)
                 try:
-                    # A new name each time: the attempt that was given up may still be dying on its server.
+                    # A new request id for each attempt: the previous attempt may still be running on its server.
                     return await self._ask(server, prompt_ids, n, params, f"{rid}.{next(self._numbers)}")
                 except _TakenOut:
                     continue
@@ -165,7 +165,7 @@ class EnginePool:
             this = asyncio.current_task()
             if this is not None and this.cancelling():
                 raise
-            raise _TakenOut from None  # not we were cancelled, but what we waited for: by a fence
+            raise _TakenOut from None  # a fence cancelled the request, nobody cancelled this task
         finally:
             server.load -= n
             server.asks.discard(ask)
@@ -174,14 +174,14 @@ class EnginePool:
     async def _written(
         self, server: _Server, body: dict[str, Any], n: int, adapter: tuple[str, int] | None
     ) -> list[Completion]:
-        """What the server answers, once all its versions are trusted; a fence cancels the wait for that."""
+        """The server's completions, once all their versions are trusted; a fence cancels this wait."""
         value = await self._post(server, body if adapter is None else {**body, "lora_path": adapter[0]})
         server.failures = 0
         try:
             completions = parse_completions(value, n)
         except ValueError as error:
             raise RolloutFailed(f"{server.url}: {error}") from error
-        if adapter is not None:  # the server's stamp is that of the weights below
+        if adapter is not None:  # the server reports the version of the base weights
             completions = [replace(c, versions=_one_span(adapter[1], len(c.token_ids))) for c in completions]
         deadline = time.monotonic() + self._timeout_s
         while unverified := server.unverified(completions):
@@ -204,7 +204,7 @@ class EnginePool:
             raise _ServerFailed(f"{type(error).__name__} {error}") from error
 
     async def _pick(self, tried: Collection[_Server]) -> _Server:
-        """The least loaded server that neither is fenced nor rests, one not yet tried if there is any."""
+        """The least loaded server that is not fenced and not resting; servers not yet tried come first."""
         while True:
             now = time.monotonic()
             free = [server for server in self._servers if not server.fenced]
@@ -218,13 +218,13 @@ class EnginePool:
 
     def _rest(self, server: _Server) -> None:
         now = time.monotonic()
-        if server.resting_until > now:  # one death fails many requests at once, and counts once
+        if server.resting_until > now:  # one crash fails many requests at once, but counts once
             return
         server.resting_until = now + min(self._rest_s * 2**server.failures, _LONGEST_REST_S)
         server.failures += 1
 
     def _check(self, prompt_ids: Sequence[int]) -> None:
-        """A stock server dies of an id outside its vocabulary, so that is refused on this side."""
+        """Refuse ids outside the vocabulary, because a stock server crashes on them."""
         if not prompt_ids:
             raise RolloutFailed("the prompt is empty")
         if self._vocab_size is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
@@ -236,7 +236,7 @@ def _one_span(version: int, num_tokens: int) -> tuple[VersionSpan, ...]:
 
 
 def _refusal(url: str, status: int, message: str) -> RuntimeError:
-    """5xx and "try later" are the server's trouble; any other refusal would be the same everywhere."""
+    """5xx, 408 and 429 are retried on another server; any other status would be the same on all servers."""
     if status >= 500 or status in (408, 429):
         return _ServerFailed(f"status {status}: {message}")
     return RolloutFailed(f"{url} refused the request with status {status}: {message}")

@@ -1,9 +1,10 @@
-"""The groups of one iteration after another, with as many iterations under way as the run allows.
+"""Prefetch: requests the completions of the next iterations while the driver trains, as far as staleness allows.
 
-`ahead=0` asks for an iteration's completions only when the driver wants them: on-policy.  With `ahead=k`, up to k
-further iterations are being written while the driver trains; a sample is then at most k pushes old when it began.
+`ahead=0` requests an iteration's completions only when the driver waits for them: on-policy.  With `ahead=k`, up to k
+further iterations are generated while the driver trains; the staleness of a sample's first token is at most k pushes.
 
-Dynamic sampling drops groups that teach nothing and, if wanted, asks for more prompts until the iteration is full.
+Dynamic sampling drops groups whose rewards are all equal and, with refill, requests more prompts until the iteration
+is full.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megarl.rollout.collector_client import CollectorClient
 from megarl.rollout.protocol import MAX_SEED, SamplingParams
 from megarl.sample import REWARD_ERROR, LostRollout, Prompt, Sample
 
-FEWEST_KEPT = 0.1  # share of groups that is expected to be kept, at the least, when a gap is filled
+FEWEST_KEPT = 0.1  # lower bound of the expected share of kept groups, for the size of a refill
 
 
 class PromptSource(Protocol):
@@ -30,18 +31,18 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True)
 class Filter:
-    """Which groups are kept, and what happens for the others.  Example: Filter("score", refill=False)."""
+    """Which groups dynamic sampling keeps, and whether it replaces the others.  Example: Filter(refill=False)."""
 
-    metric: str = "score"  # the reward, or one of its further numbers
-    refill: bool = True  # ask for other prompts in their place
+    metric: str = "score"  # the reward, or one of its extra numbers
+    refill: bool = True  # request other prompts for dropped groups
     max_batches: int = 10  # generation batches of one iteration, the first included
 
     def keeps(self, group: Sequence[Sample]) -> bool:
-        """Do its completions differ in the metric?"""
+        """Whether the metric differs between the group's completions."""
         return is_informative([self._value(sample, at) for at, sample in enumerate(group)])
 
     def _value(self, sample: Sample, at: int) -> float:
-        if self.metric == "score" or REWARD_ERROR in sample.reward_extra:  # of a reward that failed all is 0
+        if self.metric == "score" or REWARD_ERROR in sample.reward_extra:  # after a reward error it is 0
             return sample.reward
         if self.metric not in sample.reward_extra:
             has = ", ".join(sample.reward_extra) or "none"
@@ -54,12 +55,12 @@ class Filter:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What was written for one step."""
+    """The rollout of one training step."""
 
     groups: list[list[Sample]]
     lost: list[LostRollout]
-    position: dict[str, Any]  # of the prompts, behind this iteration: what a checkpoint saves
-    counts: dict[str, float] = field(default_factory=dict)  # of dynamic sampling, for the log
+    position: dict[str, Any]  # in the prompts, after this iteration: what a checkpoint saves
+    counts: dict[str, float] = field(default_factory=dict)  # metrics of dynamic sampling
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -69,11 +70,11 @@ class RolloutBatch:
 
 @dataclass
 class _Iteration:
-    """An iteration that was asked for, and what of it is here."""
+    """A requested iteration, and its groups so far."""
 
     ticket: int  # of its latest generation batch
     before: dict[str, Any]  # position of its first prompt
-    params: SamplingParams  # its further generation batches are asked with these too
+    params: SamplingParams  # of all its generation batches
     kept: list[list[Sample]] = field(default_factory=list)
     lost: list[LostRollout] = field(default_factory=list)
     num_seen: int = 0  # groups that were not lost
@@ -82,7 +83,7 @@ class _Iteration:
 
 
 class Prefetcher:
-    """Asks for iterations first_step .. num_steps - 1, each of `num_prompts` prompts with n completions.
+    """Requests iterations first_step .. num_steps - 1, each of `num_prompts` prompts with n completions.
 
     Example:
 
@@ -90,7 +91,7 @@ class Prefetcher:
             ...                               # look after the servers
         batch = prefetcher.take()
 
-    `greedy`: a greedy completion of each prompt too.  `keep`: dynamic sampling; None keeps every group.
+    `greedy`: also a greedy completion of each prompt.  `keep`: dynamic sampling; None keeps every group.
     """
 
     def __init__(
@@ -113,11 +114,11 @@ class Prefetcher:
         self._under_way: deque[_Iteration] = deque()
 
     def ready(self, timeout_s: float = 1.0) -> bool:
-        """Whether the next iteration is complete; waits for news of it as CollectorClient.ready does.
+        """Whether the next iteration is complete; waits up to `timeout_s`, as CollectorClient.ready does.
 
-        It asks for what is to be under way, and for more where dynamic sampling has kept too few.  Raises a
-        RuntimeError when every group of a generation batch was lost, and when dynamic sampling that may refill finds
-        too few within the allowed generation batches.
+        It also requests further iterations up to `ahead`, and another generation batch if dynamic sampling kept too
+        few groups.  Raises RuntimeError if every group of a generation batch was lost, or if dynamic sampling with
+        refill keeps too few groups within the allowed generation batches.
         """
         while len(self._under_way) <= self._ahead and self._next_step < self._num_steps:
             self._submit()
@@ -128,11 +129,11 @@ class Prefetcher:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Groups that are here, and all, of the generation batch that the next iteration waits for."""
+        """(finished groups, all groups) of the generation batch that the next iteration waits for."""
         return self._collector.progress(self._under_way[0].ticket)
 
     def take(self) -> RolloutBatch:
-        """The next iteration, once it is ready.  Of dynamic sampling that may not refill it may have no group."""
+        """The next iteration, once it is ready.  With dynamic sampling without refill it may have no group."""
         iteration = self._under_way.popleft()
         assert iteration.is_complete, "an iteration is taken when it is ready"
         kept, lost = iteration.kept, iteration.lost
@@ -143,7 +144,7 @@ class Prefetcher:
         return RolloutBatch(kept[: self._num_prompts], lost, self._position(), counts)
 
     def _add(self, iteration: _Iteration, found: Sequence[list[Sample] | LostRollout]) -> None:
-        """A generation batch is here: either the iteration is complete with it, or another one is asked for."""
+        """Add a generation batch; if the iteration is not complete with it, request another one."""
         groups = [group for group in found if not isinstance(group, LostRollout)]
         lost = [group for group in found if isinstance(group, LostRollout)]
         if not groups:
@@ -163,20 +164,20 @@ class Prefetcher:
             iteration.ticket = self._ask(count, iteration.params)
 
     def _guess(self, missing: int, share_kept: float) -> int:
-        """So many prompts will probably fill the gap; never more than a whole batch."""
+        """How many prompts will probably fill the gap; at most a whole batch."""
         return min(self._num_prompts, math.ceil(missing / max(share_kept, FEWEST_KEPT)))
 
     def _position(self) -> dict[str, Any]:
-        """Where a resumed run takes its prompts: at the first of the iterations that are under way.
+        """Where a resumed run continues in the prompts: at the first of the iterations that are in flight.
 
-        Prompts that filled this iteration were taken behind those and may be visited again; none is left out.
+        Refills took prompts after those of the iterations in flight; a resumed run may use them again, and skips none.
         """
         return self._under_way[0].before if self._under_way else self._prompts.state_dict()
 
     def _submit(self) -> None:
         step, self._next_step = self._next_step, self._next_step + 1
         before, seed = self._prompts.state_dict(), self._params.sampling_seed
-        # A seed of its own for each step: a resumed run draws what the run that died would have drawn.
+        # A separate seed for each step: a resumed run samples what the run that died would have sampled.
         params = (
             self._params if seed is None else replace(self._params, sampling_seed=(seed * 1_000_003 + step) & MAX_SEED)
         )

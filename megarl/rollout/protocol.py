@@ -1,7 +1,7 @@
-"""SGLang's wire, as far as a trainer needs it: routes, request bodies, replies, dtype names, the digest of a tensor.
+"""The part of SGLang's HTTP API that a trainer uses: routes, request bodies, replies, dtype names, tensor digests.
 
-Nothing here sends anything. Leaves out what needs text on the server (stop strings, grammars): prompts and completions
-are token ids, and text is made where the tokenizer is.
+Nothing here sends anything. There is no support for features that need text on the server (stop strings, grammars):
+prompts and completions are token ids; the collector, which has the tokenizer, decodes them.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Route(StrEnum):
 
 @dataclass(frozen=True)
 class Abilities:
-    """What only some versions of a server can do."""
+    """Features that only some versions of a server have."""
 
-    update_sessions: bool  # pushed weights go between begin and end of an update
-    version_spans: bool  # a completion tells which weights wrote which of its tokens, not only which wrote its last
-    # An update flushes the prefix cache although requests are waiting, which are those that a pause sent back. Without
-    # this the server dies of such a flush, so it has to run without a prefix cache.
+    update_sessions: bool  # weights are pushed between begin and end of an update
+    version_spans: bool  # a completion has the weights version of each token, not only of the last one
+    # An update flushes the prefix cache although requests are waiting (those that a pause retracted). Without this
+    # feature such a flush crashes the server, so it has to run without a prefix cache.
     flush_beside_queue: bool
 
     @staticmethod
     def of(version: str) -> Abilities:
-        """By the version that /server_info tells: of SGLang, or of our own server, which can do everything."""
+        """By the version in /server_info: of SGLang, or of our HF server, which has all features."""
         numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
         if len(numbers) < 3:  # ours, or a development version
             return Abilities(update_sessions=True, version_spans=True, flush_beside_queue=True)
@@ -71,20 +71,20 @@ FLATTENED = "flattened_bucket"  # load_format: one broadcast of the uint8 concat
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-# Keys that change how text is shown, never which tokens are drawn: taken and ignored where there is no text.
+# Keys that change the text, never the sampled tokens: accepted and ignored, because there is no text.
 _TEXT_ONLY_KEYS = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"})
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are drawn.  Example: SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=256)."""
+    """How completions are sampled.  Example: SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=256)."""
 
     temperature: float = 1.0  # 0 = greedy; then log-probs are of the softmax at temperature 1
     top_p: float = 1.0
     top_k: int = -1  # -1: all
     max_new_tokens: int = 128
-    sampling_seed: int | None = None  # None: drawn from the server's own seed
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence tokens
+    sampling_seed: int | None = None  # None: the server's seed is used
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence tokens
     ignore_eos: bool = False  # neither EOS nor stop_token_ids end a completion
 
     def __post_init__(self) -> None:
@@ -103,11 +103,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def as_greedy(self) -> SamplingParams:
-        """As long a completion, of the likeliest token each time."""
+        """Greedy sampling with the same length limit."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1, sampling_seed=None)
 
     def to_json(self, n: int = 1) -> dict[str, Any]:
-        """The body's `sampling_params` for `n` completions of every prompt."""
+        """The `sampling_params` of a request body for `n` completions per prompt."""
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         out["stop_token_ids"] = list(self.stop_token_ids)
         if self.sampling_seed is None:
@@ -116,7 +116,7 @@ class SamplingParams:
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> tuple[SamplingParams, int]:
-        """What a server reads: the parameters and n. Raises ValueError for an unknown key or an impossible value."""
+        """Parse `sampling_params` on a server: parameters and n. Raises ValueError for unknown keys or bad values."""
         if not isinstance(body, Mapping):
             raise ValueError(f"sampling_params={body!r}: expected an object")
         values = {key: value for key, value in body.items() if key not in _TEXT_ONLY_KEYS and value is not None}
@@ -139,7 +139,7 @@ def _check(name: str, value: Any, kind: Any, wanted: str, allowed: Any) -> None:
 
 
 def generate_body(prompt_ids: Sequence[int], n: int, params: SamplingParams, rid: str) -> dict[str, Any]:
-    """The body of /generate for `n` completions of one prompt, with their log-probs but not the prompt's."""
+    """The body of /generate for `n` completions of one prompt, with log-probs of the completions only."""
     return {
         "input_ids": list(prompt_ids),
         "sampling_params": params.to_json(n),
@@ -150,7 +150,7 @@ def generate_body(prompt_ids: Sequence[int], n: int, params: SamplingParams, rid
 
 
 def parse_completions(reply: Any, n: int) -> list[Completion]:
-    """The n completions of a /generate reply, without text. Raises ValueError when the reply is not what was asked."""
+    """The n completions of a /generate reply, without text. Raises ValueError for a reply of another shape."""
     items = reply if isinstance(reply, list) else [reply]
     if len(items) != n:
         raise ValueError(f"the reply of {Route.GENERATE} holds {len(items)} completions, expected {n}")
@@ -174,7 +174,7 @@ def _completion(item: Any) -> Completion:
 
 
 def _versions(meta: Mapping[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Spans as the server gave them; an older server stamps only the whole completion."""
+    """Version spans as the server reports them; an older server reports one version for the whole completion."""
     if num_tokens == 0:
         return ()
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": num_tokens}]
@@ -196,7 +196,7 @@ def auth_headers(token: str) -> dict[str, str]:
 
 
 def error_message(text: str, otherwise: str) -> str:
-    """The sentence inside an error reply, whichever of SGLang's shapes it has; `otherwise` where it is empty."""
+    """The message in an error reply, in any of SGLang's formats; `otherwise` if the reply is empty."""
     try:
         value = json.loads(text)
     except ValueError:  # plain text
@@ -209,6 +209,6 @@ def error_message(text: str, otherwise: str) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """16 hex digits of sha256 over the bytes of a tensor in row-major order: what SGLang answers for one on a CPU."""
+    """16 hex digits of sha256 over a tensor's bytes in row-major order, as SGLang computes it for CPU tensors."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]

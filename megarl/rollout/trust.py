@@ -1,4 +1,4 @@
-"""Which servers may generate: the one protocol of all who are told so, from the pool of requests up to the driver."""
+"""The protocol `Trusts`: which servers may generate, with which weights; pool, collector and router implement it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ class Trusts(Protocol):
     """An EnginePool, the CollectorClient before it, or the servers.router.Routed between it and a router."""
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None:
-        """The server at `url` holds this version of the weights, verified: it may generate, and what it did counts.
+        """The server at `url` holds this version of the weights, verified: it may generate, and its completions count.
 
-        `adapter`: the version is the adapter of this name over the server's weights.
+        `adapter`: the version is the adapter of this name on top of the server's weights.
         """
 
     def fence(self, url: str) -> None:
-        """Nobody knows what the server at `url` holds: what it is generating is asked for again, elsewhere or later."""
+        """The weights of the server at `url` are not verified: its running requests are retried elsewhere or later."""
