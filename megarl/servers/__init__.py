@@ -1,10 +1,8 @@
-"""Rollout servers as processes: their command lines, their start, watch and restart, and their meeting with the
-trainer.
+"""Rollout servers as processes: command lines, start, health checks, restart, and the process group with the trainer.
 
-Knows: what a server is started with (`launch`), the two programs (`engines`: SGLang in an environment of its own,
-`sglang` and `sglang_environment`, and hf_server/), how one is started here or on another machine and looked after
-(`server_process`, `supervisor`), servers that run already (`external`), SGLang's router (`router`), and
-the process group of a push (`weight_group`). `sglang_server`, `router_server` and `sglang_cpu/` run in SGLang's
-environment.
-Does not know: Megatron, losses, prompts, or where weights come from.
+`launch`: how a server is started. `engines`: the two programs, hf_server/ and SGLang in its own environment (`sglang`,
+`sglang_environment`). `server_process`, `supervisor`: start on this or another machine, health checks and restarts.
+`external`: servers that run already. `router`: SGLang's router. `weight_group`: the process group of a push.
+`sglang_server`, `router_server` and `sglang_cpu/` run in SGLang's environment.
+Nothing here depends on Megatron, losses, prompts, or the source of the weights.
 """

@@ -1,4 +1,4 @@
-"""The programs that a run's servers can be: a name of `rollout.engine` -> what makes its command line."""
+"""The server programs: a name of `rollout.engine` -> the function that makes its command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that somebody else started and looks after, for example launch/servers.sh: watched, never ended."""
+"""A server that another program started, for example launch/servers.sh: health-checked, but never ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.servers.server_process import ServerProcess
 
 
 class NotOurs:
-    """A ProcessHandle of a process that is somebody else's: to us it ends when we have no more use for it."""
+    """A ProcessHandle for a process of another owner: `end` marks it as ended and does nothing to it."""
 
     pid = 0
 
@@ -27,22 +27,25 @@ class NotOurs:
         return ""
 
     def ask_to_end(self) -> None:
-        """It is not ours to end."""
+        """Does nothing: the owner ends it."""
 
     def end(self, grace_s: float) -> None:
         self._code = 0
 
 
 class RunningServer(ServerProcess):
-    """As a ServerProcess; that it was started again, with the weights of its folder, is found out by asking it."""
+    """A ServerProcess of another owner.
+
+    A changed startup_time in /server_info shows that the owner restarted it, so that its pushed weights are lost.
+    """
 
     def __init__(self, url: str, token: str, index: int) -> None:
         launch = EngineLaunch("running", "", index=index, **place(url))
         super().__init__(launch, token, Path("that of who started it"), name=f"server {index}")
-        self._started: Any = None  # what it says of its start
+        self._started: Any = None  # its startup_time
 
     def _start(self) -> ProcessHandle:
-        """Nothing is started: either it runs, or whoever owns it starts it again."""
+        """Starts nothing: the server runs, or its owner restarts it."""
         return NotOurs()
 
     def wait_until_serving(self, limit_s: float) -> None:
@@ -55,7 +58,7 @@ class RunningServer(ServerProcess):
 
 
 def place(url: str) -> dict[str, Any]:
-    """http://10.0.0.3:30000 -> its host and port; where its ranks meet is its own business."""
+    """http://10.0.0.3:30000 -> its host and port, as fields of EngineLaunch.  Raises ValueError for another form."""
     parts = urlsplit(url)
     try:
         port = parts.port

@@ -1,4 +1,4 @@
-"""How a server process is started: the plain values of one launch, and the command of our own engine."""
+"""How a server process is started: the plain values of one launch, and the command line of the HF server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl.auth import SERVER_VARIABLE, without_tokens
 from megarl.sockets import interface_variables
 
-TOKEN_VARIABLE = SERVER_VARIABLE  # the servers' key travels here: a command line can be read by every user
+TOKEN_VARIABLE = SERVER_VARIABLE  # passes the servers' key: every user can read a command line
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class EngineLaunch:
     dtype: str = "float32"
     tensor_parallel_size: int = 1
     max_running_requests: int = 512  # completions decoded at once
-    max_total_tokens: int | None = None  # tokens held in the KV cache; None: the engine's own choice
+    max_total_tokens: int | None = None  # tokens held in the KV cache; None: the engine's default
     random_seed: int | None = None
-    weight_version: int = 0  # stamp of the weights in `model_path`
+    weight_version: int = 0  # version of the weights in `model_path`
     num_threads: int = 1  # CPU threads of the hf engine
-    index: int = 0  # which server of the run; the supervisor counts. Chooses cores, GPUs and the seed
+    index: int = 0  # number of the server, set by the supervisor; determines cores, GPUs and the seed
     # The rest is for sglang only.
     python: str | None = None  # of SGLang's environment; None: MEGARL_SGLANG_PYTHON, else .venv-sglang/bin/python
     args: tuple[str, ...] = ()  # passed on to SGLang as they are, after ours
-    device: str | None = None  # "cpu" or "cuda"; None: cuda where this machine has a device
-    first_gpu: int | None = None  # None: server after server takes the next tensor_parallel_size GPUs
-    group_port: int | None = None  # where its ranks meet; None: the supervisor picks a free one
-    memory_fraction: float | None = None  # of a GPU's memory, for weights and KV cache; None: SGLang's choice
-    expert_parallel_size: int = 1  # of its tensor_parallel_size ranks, so many among which experts are dealt
-    num_machines: int = 1  # over which its ranks lie
-    machine: int = 0  # which of these this is; the first one serves, the others follow
-    meeting_host: str | None = None  # address of the first, whose group_port is where they meet
-    memory_saver: bool = False  # lets release_memory really free GPU memory
-    lora_rank: int = 0  # of adapters that can be loaded; 0: none can
+    device: str | None = None  # "cpu" or "cuda"; None: cuda if this machine has a device
+    first_gpu: int | None = None  # None: each server takes the next tensor_parallel_size GPUs
+    group_port: int | None = None  # for the rendezvous of its ranks; None: the supervisor picks a free one
+    memory_fraction: float | None = None  # of a GPU's memory, for weights and KV cache; None: SGLang's default
+    expert_parallel_size: int = 1  # number of its tensor_parallel_size ranks over which experts are distributed
+    num_machines: int = 1  # over which its ranks are distributed
+    machine: int = 0  # number of this machine among them; the first one serves HTTP
+    meeting_host: str | None = None  # address of the first machine; the rendezvous is at its group_port
+    memory_saver: bool = False  # needed for release_memory to free GPU memory
+    lora_rank: int = 0  # maximum rank of loaded adapters; 0: no adapters
     lora_targets: tuple[str, ...] = ()  # Hugging Face module names, such as "q_proj"
 
     @property
@@ -55,19 +55,19 @@ class EngineLaunch:
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """What to run and the whole environment to run it in, but for the token, which the supervisor adds."""
+    """A command and its whole environment, except the token, which the supervisor adds."""
 
     argv: list[str]
     environment: dict[str, str]
-    stop_signal: signal.Signals = signal.SIGTERM  # what the process is asked to end with
+    stop_signal: signal.Signals = signal.SIGTERM  # sent first to end the process
 
 
-# An engine: it may put files into the folder, which is the server's own and goes when the server does.
+# An engine: may put files into the folder, which belongs to the server and is deleted when the server ends.
 MakeCommand = Callable[[EngineLaunch, Path], ServerCommand]
 
 
 def hf_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
-    """Our HF server, which ends when this process does."""
+    """The command of the HF server, which ends when this process ends."""
     if launch.tensor_parallel_size != 1:
         raise ValueError(
             f"rollout.tensor_model_parallel_size={launch.tensor_parallel_size}: expected 1, the hf engine is one "
@@ -91,5 +91,5 @@ def hf_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
 
 
 def flags(options: Mapping[str, object]) -> list[str]:
-    """The command line of these options; None leaves one out."""
+    """The command line of these options; options with the value None are left out."""
     return [word for flag, value in options.items() if value is not None for word in (flag, str(value))]

@@ -1,8 +1,8 @@
-"""The router `smg` in front of several servers: completions are asked of it, orders go to the servers themselves.
+"""The router `smg` in front of several servers: generation requests go to it, all other calls to the servers directly.
 
-A server behind it writes only while it is a worker: `remove` fences it (what it is writing is still delivered), `add`
-gives it work again. After `remove` the router keeps a server's name for some seconds, so `add` may have to wait.
-The router does not soon notice a server that is gone: whoever watches the servers removes it.
+A server gets requests from the router only while it is a worker: `remove` fences it (running requests still finish),
+`add` makes it a worker again. After `remove` the router keeps a server's name for some seconds, so `add` may wait.
+The router is slow to notice dead servers: the driver, which health-checks the servers, has to remove them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from megarl.servers.sglang_environment import foreign_environment, sglang_python
 
 _POLL_S = 0.05
 _START_S = 60.0
-_WORKER_S = 60.0  # limit of adding or removing one server
-_READY = "ready"  # a worker's status when it is given work
+_WORKER_S = 60.0  # timeout of adding one server
+_READY = "ready"  # status of a worker that gets requests
 
 
 class RouterError(RuntimeError):
-    """The router refused an order or did not carry it out; one sentence."""
+    """The router refused a call or did not carry it out; one sentence."""
 
 
 def smg_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
-    """The command of the router; of the launch it needs host, port, group_port (where it shows its metrics), python."""
+    """The command of the router; it uses host, port, group_port (for its metrics), python and args of the launch."""
     python = sglang_python(launch.python)
     options = {"--host": launch.host, "--port": launch.port, "--log-level": "warn", "--policy": "least_load"}
     options |= {"--prometheus-host": launch.host, "--prometheus-port": launch.group_port}  # else on every interface
     argv = [str(python), "-m", "megarl.servers.router_server", str(os.getpid()), *flags(options), *launch.args]
-    # Asked to end, it waits for 5 s; it has nothing to save.
+    # SIGKILL: on SIGTERM it waits for 5 s, and it has nothing to save.
     return ServerCommand(argv, foreign_environment(python, folder, launch.host), stop_signal=signal.SIGKILL)
 
 
@@ -49,7 +49,7 @@ class Router:
             router.start(servers.urls)
             pool = EnginePool([router.url], token, timeout_s=120)
 
-    Start it from a thread that lives as long as it shall: see `lifetime`.
+    Start it in a thread that lives as long as the router: see `lifetime`.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Router:
         return self._process.pid
 
     def start(self, urls: Sequence[str]) -> None:
-        """Start the router and give it these servers, which must be serving.
+        """Start the router and add these servers, which must be serving.
 
-        Raises ServerDied when it does not serve, RouterError when it does not take a server.
+        Raises ServerDied if the router does not serve, RouterError if it does not accept a server.
         """
         try:
             self._process.spawn()
@@ -99,11 +99,11 @@ class Router:
             raise self._process.died()
 
     def add(self, url: str) -> None:
-        """Have the server at `url` work; returns when it does. Raises RouterError when that does not happen."""
+        """Make the server at `url` a worker; returns when it is ready. Raises RouterError after 60 s."""
         deadline = time.monotonic() + _WORKER_S
         status = self._status(url)
         while status != _READY:
-            if status is None:  # not "draining", where its name would still be taken
+            if status is None:  # not "draining": then its name is still in use
                 self._ask("POST", "/workers", {"url": url, "api_key": self._token}, accept=(202, 409))
             if time.monotonic() > deadline:
                 raise RouterError(f"the router did not begin to use {url} within {_WORKER_S:g} s")
@@ -111,14 +111,14 @@ class Router:
             status = self._status(url)
 
     def remove(self, url: str) -> None:
-        """Give the server at `url` no more work; returns at once. No error where it has none."""
+        """Send the server at `url` no more requests; returns at once. No error if it is not a worker."""
         worker = self._workers().get(url)
         if worker is not None and worker["status"] == _READY:
             self._ask("DELETE", f"/workers/{worker['id']}", accept=(202, 404))
 
     @property
     def urls(self) -> list[str]:
-        """The servers that are given work."""
+        """The servers that get requests."""
         return sorted(url for url, worker in self._workers().items() if worker["status"] == _READY)
 
     def _status(self, url: str) -> str | None:
@@ -140,7 +140,7 @@ class Router:
 
 
 class Routed:
-    """Trust in servers behind the router, of which alone `collector` asks: one that is not trusted gets no work there.
+    """Trust in servers behind a router: only trusted servers are its workers; `collector` knows only the router's url.
 
     Example: Routed(router, collector).trust("http://10.0.0.3:30000", 7)
     """
@@ -150,13 +150,13 @@ class Routed:
         self._trusted: dict[str, tuple[int, str | None]] = {}
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None:
-        """The server holds this version, verified: the router may give it work, and what it wrote counts."""
+        """The server holds this version, verified: the router may send it requests, and its completions count."""
         self._trusted[url] = version, adapter
         self._router.add(url)
         self._collector.trust(self._router.url, version, adapter)
 
     def fence(self, url: str) -> None:
-        """No work for it.  Nobody knows what of the router's work it has: all of it is asked for again."""
+        """Remove the server.  All running requests of the router are retried: which of them it has is unknown."""
         self._router.remove(url)
         if self._trusted.pop(url, None) is not None:
             self._collector.fence(self._router.url)

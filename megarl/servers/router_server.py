@@ -1,4 +1,4 @@
-"""What runs inside SGLang's environment as the router: `smg`, which learns the token and ends with its parent.
+"""The router process in SGLang's environment: `smg`, with the token from a variable; it ends with its parent.
 
 MEGARL_SERVER_TOKEN=... python -m megarl.servers.router_server PARENT_PID --host 127.0.0.1 --port 30000 ...
 """
@@ -19,7 +19,7 @@ def main() -> None:
 
     token = os.environ.pop(TOKEN_VARIABLE, "")
     if token:
-        arguments += ["--api-key", token]  # read in this process: a command line can be read by every user
+        arguments += ["--api-key", token]  # added within this process: every user can read a command line
     launch_router(parse_router_args(arguments))
 
 

@@ -1,7 +1,7 @@
-"""The process of one server, with its log and a folder of its own: spawned, watched, ended together with its children.
+"""The process of one server, with its log and its own folder: spawned, health-checked, ended with its children.
 
-A server is a session of its own: Ctrl-C reaches only the driver, which then stops the servers. It also ends when the
-process that started it is killed.  It may run on another machine, or be somebody else's that is only watched.
+A server has its own session: Ctrl-C reaches only the driver, which then stops the servers. It also ends when the
+process that started it is killed.  It may run on another machine, or belong to another program (`external`).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from megarl.servers.engines import ENGINES
 from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch, MakeCommand
 
 PORT_TAKEN = "address already in use"
-_QUIET_PORTS = range(20_000, 32_000)  # Linux hands out 32768 and above, other systems 49152 and above
+_QUIET_PORTS = range(20_000, 32_000)  # ephemeral ports are 32768 and above on Linux, 49152 and above elsewhere
 _POLL_S = 0.1
 _STOP_S = 5.0
 _QUESTION_S = 10.0
 
 
 class ServerDied(RuntimeError):
-    """A server ended, or does not serve; the message names its log and shows its last lines."""
+    """A server ended, or does not serve; the message has the path of its log and the last lines of it."""
 
 
 class MachineGone(OSError):
-    """Nothing can be started there until the machine is back."""
+    """Nothing can be started on a machine until it is connected again."""
 
 
 class Machine(Protocol):
-    """Where servers are started.  Both raise OSError where that cannot be done there now."""
+    """A machine on which servers are started.  Both methods raise OSError if that is not possible now."""
 
     def free_ports(self, hosts: Sequence[str]) -> list[int]: ...
 
@@ -50,9 +50,9 @@ class Machine(Protocol):
 
 
 class LocalServer:
-    """A server's process on this machine, a ProcessHandle.  Raises ValueError for a launch that its engine cannot do.
+    """A server's process on this machine, a ProcessHandle.  Raises ValueError for a launch its engine does not support.
 
-    Start it from a thread that lives as long as the server shall: see `lifetime`.
+    Start it in a thread that lives as long as the server: see `lifetime`.
     """
 
     def __init__(self, launch: EngineLaunch, token: str, log: Path, make_command: MakeCommand | None = None) -> None:
@@ -81,7 +81,7 @@ class LocalServer:
         return self._process.poll()
 
     def log_tail(self) -> str:
-        """The last lines that it logged, and whether its port was taken: SGLang has more to say behind that."""
+        """The last lines of its log, and the line about a taken port, after which SGLang logs more lines."""
         return last_lines(self._log, self._log_start, keep=PORT_TAKEN)
 
     def ask_to_end(self) -> None:
@@ -89,14 +89,14 @@ class LocalServer:
             self._process.send_signal(self._stop_signal)
 
     def end(self, grace_s: float) -> None:
-        """End it, first asked and then, after `grace_s`, killed; and whatever it left behind."""
-        if self._ended:  # by now its number may be another process's
+        """Send the stop signal, kill it after `grace_s`, kill its children, and delete its folder."""
+        if self._ended:  # by now another process may have its pid
             return
         self._ended = True
         self.ask_to_end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
-        # Its own session: the group holds it and its children only, which may outlive it for a moment.
+        # Its session's process group has only it and its children, which may outlive it for a moment.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -119,7 +119,7 @@ HERE = ThisMachine()
 
 @dataclass(frozen=True)
 class Machines:
-    """Several machines for one server: it serves at the first, whose address is the launch's host."""
+    """Several machines for one server; HTTP is served by the first, whose address is the launch's host."""
 
     parts: tuple[tuple[Machine, str], ...]  # each with its address
 
@@ -144,7 +144,7 @@ class Machines:
 
 
 class _Together:
-    """The processes of one server as one ProcessHandle: it lives while all of them do."""
+    """The processes of one server as one ProcessHandle: alive while all of them are."""
 
     def __init__(self, handles: Sequence[ProcessHandle]) -> None:
         self._handles = handles
@@ -157,7 +157,7 @@ class _Together:
         return next((code for handle in self._handles if (code := handle.exit_code()) is not None), None)
 
     def log_tail(self) -> str:
-        """Of the one that ended, or else of the first."""
+        """The tail of the first log whose process ended; if none ended, of the first log."""
         ended = [handle for handle in self._handles if handle.exit_code() is not None]
         return (ended or self._handles)[0].log_tail()
 
@@ -174,7 +174,7 @@ class _Together:
 class ServerProcess:
     """Example: server = ServerProcess(launch, token, Path("x.log"), name="server 0"); server.spawn(); ...; server.end()
 
-    Spawn it from a thread that lives as long as the server shall: see `lifetime`.
+    Spawn it in a thread that lives as long as the server: see `lifetime`.
     """
 
     def __init__(self, launch: EngineLaunch, token: str, log: Path, *, name: str, machine: Machine = HERE) -> None:
@@ -192,7 +192,7 @@ class ServerProcess:
         return self._handle is not None and self._handle.exit_code() is None
 
     def spawn(self) -> None:
-        """Start the process; it does not serve yet. Raises ValueError for a launch that its engine cannot do."""
+        """Start the process; it does not serve yet. Raises ValueError for a launch its engine does not support."""
         assert not self.alive, f"{self.name} is running already"
         if self._handle is not None:
             self._handle.end(0)
@@ -203,15 +203,15 @@ class ServerProcess:
         return self.machine.start(self.launch, self._token, self.log)
 
     def wait_until_serving(self, limit_s: float) -> None:
-        """Return when the server says that it can serve; ServerDied when it ends, or the limit passes, before that."""
+        """Return when the server's health check succeeds. Raises ServerDied if it ends, or after the limit."""
         self._wait_for(ServerClient.health, "did not serve", limit_s)
 
     def wait_for_answer(self, limit_s: float) -> None:
-        """Return when the server answers a question that its scheduler must answer, which health is not in SGLang."""
+        """Return when the server's scheduler answers /server_info; SGLang's health check does not involve it."""
         self._wait_for(ServerClient.server_info, "did not answer", limit_s)
 
     def _wait_for(self, question: Callable[[ServerClient], Any], failing: str, limit_s: float) -> Any:
-        """What it answered."""
+        """Repeat `question` until it succeeds; returns the answer."""
         deadline = time.monotonic() + limit_s
         engine = ServerClient(self.launch.url, self._token, timeout_s=min(_QUESTION_S, limit_s))
         with contextlib.closing(engine):
@@ -225,14 +225,14 @@ class ServerProcess:
         raise self.died()
 
     def died(self, how: str | None = None) -> ServerDied:
-        """Why the server is of no use: `how`, or else how its process ended."""
+        """The error for a server that is not usable: because of `how`, or because its process ended."""
         if how is None:
             code = None if self._handle is None else self._handle.exit_code()
             how = "was never started" if code is None else f"(pid {self.pid}) ended with exit code {code}"
         return ServerDied(f"{self.name} {how}; its log: {self.log}{self.log_tail()}")
 
     def log_tail(self) -> str:
-        """The last lines that this incarnation logged."""
+        """The last lines in the log of the current process."""
         return "" if self._handle is None else self._handle.log_tail()
 
     def ask_to_end(self) -> None:
@@ -240,7 +240,7 @@ class ServerProcess:
             self._handle.ask_to_end()
 
     def end(self, grace_s: float = _STOP_S) -> None:
-        """End the process, first asked and then, after `grace_s`, killed; and whatever it left behind."""
+        """End the process: with its stop signal, and with SIGKILL after `grace_s`; its children end too."""
         if self._handle is not None:
             self._handle.end(grace_s)
 
@@ -248,8 +248,8 @@ class ServerProcess:
 def free_ports(hosts: Sequence[str]) -> list[int]:
     """One free port on each of these hosts; all are held until all are chosen, so they differ.
 
-    They lie below those that a system hands out by itself: a server that starts for a minute would lose one of them to
-    any connection that is made meanwhile.
+    They are below the ephemeral ports: while a server starts, which may take a minute, any outgoing connection could
+    take an ephemeral port.
     """
     with contextlib.ExitStack() as held:
         return [_hold_port(host, held) for host in hosts]
@@ -257,7 +257,7 @@ def free_ports(hosts: Sequence[str]) -> list[int]:
 
 def _hold_port(host: str, held: contextlib.ExitStack) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in (*random.SystemRandom().sample(_QUIET_PORTS, 100), 0):  # 0: the system's own choice, at last
+    for port in (*random.SystemRandom().sample(_QUIET_PORTS, 100), 0):  # 0: at last, any port that the system chooses
         chosen = socket.socket(family, socket.SOCK_STREAM)
         try:
             chosen.bind((host, port))

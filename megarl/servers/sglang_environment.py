@@ -1,7 +1,7 @@
-"""Running a process of SGLang's Python environment, whose packages have nothing to do with ours.
+"""Environment variables and import path of processes in SGLang's Python environment, whose packages differ from ours.
 
-It must be able to import this package and nothing else of our environment: a folder on its path holds one link to the
-package, and the description of plug-ins for SGLang.
+Such a process can import this package and nothing else of our environment: a folder on its path has a link to the
+package and the entry points of the SGLang plug-ins.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megarl.sockets import interface_variables
 PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
 DEFAULT_PYTHON = ".venv-sglang/bin/python"
 
-# What a trainer's launcher and a trainer set for themselves, and an active virtual environment for its Python.
-# expandable_segments, which trainers like, is what SGLang's release of memory refuses to work with.
+# Variables that a trainer, its launcher or an active virtual environment set for themselves; not passed on.
+# SGLang refuses to release memory with expandable_segments, which trainers often set.
 _OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CUDA_DEVICE_MAX_CONNECTIONS"}) | frozenset(
     {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
     | {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"}
@@ -28,16 +28,16 @@ _OURS_PREFIX = "TORCHELASTIC_"
 
 
 def sglang_python(configured: str | None) -> Path:
-    """Python of SGLang's environment: the configured one, that of the variable, or the one launch/ makes.
+    """Python of SGLang's environment: `configured`, or from MEGARL_SGLANG_PYTHON, or .venv-sglang/bin/python.
 
-    Raises ValueError when there is none.
+    Raises ValueError if it does not exist.
     """
     name, found = f"rollout.sglang.python={configured}", configured
     if found is None:
         name, found = f"{PYTHON_VARIABLE}={os.environ.get(PYTHON_VARIABLE)}", os.environ.get(PYTHON_VARIABLE)
     if found is None:
         name, found = f"{DEFAULT_PYTHON} in {Path.cwd()}", DEFAULT_PYTHON
-    python = Path(found).absolute()  # not resolved: the link in a virtual environment is what makes it one
+    python = Path(found).absolute()  # not resolved: Python finds its virtual environment by the link
     if not python.is_file() or not os.access(python, os.X_OK):
         raise ValueError(
             f"{name}: no Python there, expected that of an environment with SGLang: run `bash launch/sglang_cpu.sh` "
@@ -51,13 +51,13 @@ def foreign_environment(
 ) -> dict[str, str]:
     """The environment variables of such a process, whose temporary files go into `folder`.
 
-    `host` is where it serves, `path` further folders to import from, `plugins` the text of an entry_points.txt.
+    `host`: its address.  `path`: further folders to import from.  `plugins`: the text of an entry_points.txt.
     """
     ours = without_tokens(os.environ)
     kept = {key: value for key, value in ours.items() if key not in _OURS and not key.startswith(_OURS_PREFIX)}
-    temporary = folder / "tmp"  # SGLang leaves the files of its sockets behind
+    temporary = folder / "tmp"  # SGLang does not delete its socket files
     temporary.mkdir()
-    # SGLang asks its own url, with the token: a proxy must never see that.
+    # SGLang sends requests with the token to its own url: a proxy must not see them.
     no_proxy = ",".join(filter(None, (kept.get("no_proxy"), kept.get("NO_PROXY"), "127.0.0.1,localhost", host)))
     return (
         interface_variables(host)
@@ -65,7 +65,7 @@ def foreign_environment(
         | {
             "PATH": f"{python.parent}:{kept.get('PATH', os.defpath)}",
             "PYTHONPATH": ":".join(map(str, (_importable(folder, plugins), *path))),
-            "PYTHONSAFEPATH": "1",  # `-m` would put the working directory first
+            "PYTHONSAFEPATH": "1",  # otherwise `-m` puts the working directory first
             "TMPDIR": str(temporary),
             "no_proxy": no_proxy,
             "NO_PROXY": no_proxy,

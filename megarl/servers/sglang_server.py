@@ -1,10 +1,10 @@
-"""What runs inside SGLang's environment: SGLang's own server, which learns the token and ends with its parent.
+"""The server process in SGLang's environment: SGLang's own server, with the token from a variable.
 
     MEGARL_SERVER_TOKEN=... python -m megarl.servers.sglang_server PARENT_PID --model-path DIR --port 30000 ...
 
-SGLang takes its key only from the command line, which every user of the machine can read; here it goes from the
-environment into SGLang's own reading of the command line, within the process. SGLang's worker processes are its
-children and end with it.
+SGLang takes its key only from the command line, which every user of the machine can read. This module reads it from the
+environment and adds it to the arguments that SGLang parses, within the process. The server ends with its parent;
+SGLang's worker processes are its children and end with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.servers.launch import TOKEN_VARIABLE
 def main() -> None:
     parent, arguments = int(sys.argv[1]), sys.argv[2:]
     die_with_parent(parent)
-    # Not at the top: only SGLang's environment has it, and its workers, which import this file again, need none of it.
+    # Not at the top: only SGLang's environment has it, and SGLang's workers, which import this file, do not need it.
     from sglang import __version__ as version
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def hide_in_logs(secret: str) -> None:
-    """Every log record of this process shows stars in place of `secret`: SGLang logs all its settings."""
+    """Replace `secret` by stars in all log records of this process: SGLang logs all its settings."""
     make = logging.getLogRecordFactory()
 
     def make_without(*args: object, **options: object) -> logging.LogRecord:

@@ -1,13 +1,13 @@
-"""The servers of a run: started together, watched, restarted when they die, ended with the run.
+"""The servers of a run: started together, health-checked, restarted when they die, ended with the run.
 
-`start` brings all servers to SERVING; from then on `poll` moves each of them on:
+`start` brings all servers to SERVING; afterwards `poll` changes their states:
 
     SERVING --it ends, or does not answer--> RESTING --after a rest--> STARTING --it answers--> SERVING
     STARTING --it ends, or takes too long--> RESTING
     a server that has used up its restarts goes OUT instead of RESTING
 
-A server started again is the same url and another process, with the weights of its model folder.  Servers may run on
-several machines; those that run already (`at`) are watched alike, and left to whoever started them.
+A restarted server has the same url and is a new process, with the weights of its model folder.  Servers may run on
+several machines.  Those that run already (`at`) are health-checked too, but never ended.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ _LONGEST_REST_S = 60.0
 class State(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
-    RESTING = "resting"  # its process is gone, the next one comes after a rest
-    OUT = "out"  # its process is gone, and no other comes
+    RESTING = "resting"  # its process has ended, and is restarted after a rest
+    OUT = "out"  # its process has ended, and is not restarted
 
 
 @dataclass(frozen=True)
 class ServerEvent:
-    """A server stopped serving (RESTING, or OUT for good), serves again (SERVING), or did not come back (OUT)."""
+    """A server stopped serving (RESTING, or OUT for good), serves again (SERVING), or could not be restarted (OUT)."""
 
     index: int
     url: str
     state: State
     incarnation: int  # number of the process, from 1
-    reason: str = ""  # why it does not serve: a sentence, and the end of its log
+    reason: str = ""  # why it does not serve: a sentence, and the tail of its log
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """How patient `Servers` is."""
+    """Timeouts and limits of `Servers`."""
 
-    start_timeout_s: float = 1800.0  # of one that loads its model
-    answer_within_s: float = 180.0  # a serving server that answers nothing for so long counts as dead
-    ask_every_s: float = 5.0
-    max_restarts: int = 3  # of one server, until it has served for `settled_after_s`
+    start_timeout_s: float = 1800.0  # includes loading the model
+    answer_within_s: float = 180.0  # timeout of a health check; after it a serving server counts as dead
+    ask_every_s: float = 5.0  # interval of health checks
+    max_restarts: int = 3  # of one server; the count is reset after it has served for `settled_after_s`
     settled_after_s: float = 600.0
     rest_s: float = 1.0  # before the first restart; doubles with each
 
@@ -73,9 +73,9 @@ class _Watched:
     process: ServerProcess
     state: State = State.STARTING
     since: float = 0.0  # time.monotonic() when this state began
-    restarts: int = 0  # since the server last was settled
-    answer: Future[None] | None = None  # to the question whether it serves, or still does
-    asked: float = 0.0
+    restarts: int = 0  # since the count was last reset
+    answer: Future[None] | None = None  # of the running health check
+    asked: float = 0.0  # time.monotonic() of the last health check
 
 
 class Servers:
@@ -85,7 +85,7 @@ class Servers:
             servers.start()
             for event in servers.poll(): ...
 
-    Start and poll it from a thread that lives as long as the servers shall: see `lifetime`.
+    Start and poll it in a thread that lives as long as the servers: see `lifetime`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Servers:
         supervision: Supervision | None = None,
         machines: Sequence[Machine] | None = None,
     ) -> None:
-        """`machines`: where each of them is started; None: here."""
+        """`machines`: of each server; None: this machine."""
         for launch in launches:
             if launch.engine not in ENGINES:
                 raise ValueError(f"rollout.engine={launch.engine!r}: expected one of {', '.join(sorted(ENGINES))}")
@@ -116,7 +116,7 @@ class Servers:
 
     @classmethod
     def at(cls, urls: Sequence[str], token: str, supervision: Supervision | None = None) -> Servers:
-        """Servers that run already, or will be by and by: somebody else starts and ends them."""
+        """Servers that another program starts and ends; they run already, or will run soon."""
         servers = cls.__new__(cls)
         processes = [RunningServer(url, token, index) for index, url in enumerate(urls)]
         servers._watch(processes, supervision or Supervision())
@@ -147,9 +147,9 @@ class Servers:
         return [server.process.pid for server in self._servers]
 
     def start(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Start all, and return when all serve; `on_progress(ready, total)` is told as they come up.
+        """Start all, and return when all serve; calls `on_progress(ready, total)` after each.
 
-        Raises ServerDied when one ends or does not serve within the limit; then all are stopped.
+        Raises ServerDied if one ends or does not serve within the limit; then all are stopped.
         """
         processes = [server.process for server in self._servers]
         try:
@@ -166,17 +166,17 @@ class Servers:
             raise
 
     def watch_too(self, check: Callable[[], None]) -> None:
-        """Have `poll` call this as well: it raises ServerDied where what the servers are reached through has ended."""
+        """Let `poll` call `check` too: it raises ServerDied if, for example, the router in front of them has ended."""
         self._companions.append(check)
 
     def check(self) -> None:
-        """Raises ServerDied when a server has ended, whether or not it will be started again."""
+        """Raises ServerDied if a server has ended, whether or not it will be restarted."""
         for server in self._servers:
             if not server.process.alive:
                 raise server.process.died()
 
     def poll(self, *, starts: bool = True) -> list[ServerEvent]:
-        """What changed since the last call. Does not wait, and `starts` servers again whose rest is over."""
+        """The changes since the last call. Does not wait. `starts`: restart servers whose rest is over."""
         for check in self._companions:
             check()
         events: list[ServerEvent] = []
@@ -188,14 +188,14 @@ class Servers:
         return events
 
     def restart(self, index: int, reason: str) -> list[ServerEvent]:
-        """End server `index`, and have `poll` start it again as if it had died; returns the event of that."""
+        """End server `index`; `poll` restarts it as if it had died. Returns the event of its end, if it was serving."""
         server = self._servers[index]
         if server.state in (State.STARTING, State.SERVING):
             return self._fail(server, server.process.died(f"is to start again: {reason}"), settles=False)
         return []
 
     def stop(self) -> None:
-        """End all: first asked, then killed."""
+        """End all: with their stop signals, then with SIGKILL."""
         for server in self._servers:
             server.process.ask_to_end()
         for server in self._servers:
@@ -203,7 +203,7 @@ class Servers:
         self._askers.shutdown(wait=False, cancel_futures=True)
 
     def _look_at(self, server: _Watched) -> list[ServerEvent]:
-        """Move on a server whose process should be alive."""
+        """Update the state of a server whose process should be alive."""
         failure, answered = _news(server)
         if failure is not None:
             return self._fail(server, failure)
@@ -215,12 +215,15 @@ class Servers:
         return []
 
     def _ask(self, server: _Watched, question: Callable[[float], None], limit_s: float) -> None:
-        """Have a thread wait for the server's answer; `_news` reads it."""
+        """Start a health check in a thread; `_news` reads its result."""
         server.asked = time.monotonic()
         server.answer = self._askers.submit(question, limit_s)
 
     def _fail(self, server: _Watched, failure: ServerDied, *, settles: bool = True) -> list[ServerEvent]:
-        """`settles`: a long life before this forgives earlier restarts; not that of a server that was of no use."""
+        """End a server and decide whether it is restarted.
+
+        `settles`: reset the count of restarts if it served for `settled_after_s`; False for a restart on request.
+        """
         was_serving = server.state is State.SERVING
         if settles and was_serving and time.monotonic() - server.since >= self._patience.settled_after_s:
             server.restarts = 0
@@ -236,11 +239,11 @@ class Servers:
 
     def _start_again(self, server: _Watched) -> list[ServerEvent]:
         try:
-            server.process.spawn()  # in this thread, which outlives the server; the asking threads need not
-        except MachineGone:  # no fault of the server's: wait for its machine
+            server.process.spawn()  # in this thread, which outlives the server; threads of health checks may not
+        except MachineGone:  # not counted as a restart: wait for its machine
             server.since = time.monotonic()
             return []
-        except OSError as error:  # a full disk, or no more processes: of this server alone, as far as one knows
+        except OSError as error:  # for example a full disk; assumed to concern this server only
             server.restarts += 1
             return self._fail(server, ServerDied(f"server {server.process.launch.index} did not start: {error}"))
         server.restarts += 1
@@ -255,7 +258,7 @@ class Servers:
 
 
 def _news(server: _Watched) -> tuple[ServerDied | None, bool]:
-    """Why the server is of no use, if it is not; and whether it has answered since it was asked."""
+    """(failure of the server, or None; whether the last health check has succeeded)."""
     if not server.process.alive:
         return server.process.died(), False
     if server.answer is None or not server.answer.done():
@@ -266,13 +269,13 @@ def _news(server: _Watched) -> tuple[ServerDied | None, bool]:
 
 
 def _numbered(launch: EngineLaunch, index: int) -> EngineLaunch:
-    """With its place in the run, and a seed of its own: of one seed all would draw the same random numbers."""
+    """With its index and its own seed: with one seed all servers would draw the same random numbers."""
     seed = None if launch.random_seed is None else launch.random_seed + index
     return replace(launch, index=index, random_seed=seed)
 
 
 def _choose_ports(processes: Sequence[ServerProcess]) -> None:
-    """Give every launch the ports it lacks: one to serve at, and one where its ranks meet."""
+    """Set the missing ports of every launch: one for HTTP, and one for the rendezvous of its ranks."""
     by_machine: dict[Machine, list[ServerProcess]] = {}
     for process in processes:
         if process.launch.port is None or process.launch.group_port is None:
@@ -285,7 +288,7 @@ def _choose_ports(processes: Sequence[ServerProcess]) -> None:
 
 
 def _wait_or_move(process: ServerProcess, limit_s: float) -> None:
-    """Between our choice of a free port and the server's use of it, another may take it: then choose again."""
+    """Wait until it serves; choose new ports, up to 3 times, if another process took one before the server used it."""
     for _ in range(_PORT_TRIES):
         try:
             return process.wait_until_serving(limit_s)

@@ -1,8 +1,8 @@
-"""The process group over which weights travel from trainer ranks to one server: rank 0 sends, the others receive.
+"""The process group for weight sync from trainer ranks to one server: rank 0 sends, the others receive.
 
-It is a world of its own beside torch's default group (which may exist or not) and meets the others through a store at
-`master_address:master_port`, hosted by rank 0 at that address alone. The order of store prefixes is the wire format,
-that of SGLang's `init_custom_process_group`, so a stock server joins it.
+It is independent of torch's default group, which may exist or not. The rendezvous is a store at
+`master_address:master_port`, which rank 0 hosts at that address only. The store prefixes have the same order as in
+SGLang's `init_custom_process_group`, so that a stock server can join.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def join_weight_group(
 ) -> dist.ProcessGroup:
     """Join, and return when all `world_size` members have.
 
-    `listener`: of rank 0, a socket that listens there, which is used up; without one torch would listen on every
-    interface. `timeout_s` limits the meeting and every later collective. Raises RuntimeError (torch's DistError is one)
-    past the limit, ValueError when this process has a group of that name. Use
+    `listener`: required from rank 0, a socket that listens at that address; it is consumed. Without one torch would
+    listen on every interface. `timeout_s`: of the rendezvous and of every later collective. Raises RuntimeError
+    (torch's DistError is one) after the timeout, ValueError if this process has a group of that name. Use
     `dist.broadcast(tensor, src=0, group=group)`.
     """
     if group_name in c10d._world.pg_names.values():
@@ -43,13 +43,13 @@ def join_weight_group(
     group, _ = c10d._new_process_group_helper(
         world_size,
         rank,
-        [],  # no parent ranks: torch then asks for no default group
+        [],  # no parent ranks: torch then needs no default group
         c10d.Backend(backend),
         c10d.PrefixStore(group_name, store),
         group_name=c10d.GroupName(group_name),
         timeout=timeout,
     )
-    # Lets dist.broadcast translate `src`: ranks of this group are their own global ranks.
+    # dist.broadcast translates `src` by this table: here the ranks of the group are also the global ranks.
     c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
 
@@ -57,6 +57,6 @@ def join_weight_group(
 def leave_weight_group(group: dist.ProcessGroup) -> None:
     """Close the group on this side; its name can be used again.
 
-    Let go of it then: one that lives on until Python ends can end the process with an abort of gloo's threads.
+    Drop all references to it: a group object that exists at Python's exit can abort the process in gloo's threads.
     """
     dist.destroy_process_group(group)

@@ -1,8 +1,8 @@
-"""A plug-in of SGLang for machines without an accelerator: makes SGLang wait for no device where there is none.
+"""A plug-in of SGLang for machines without an accelerator: replaces calls that need CUDA, pinned memory or Triton.
 
-`/weights_checker` synchronises with CUDA before it reads a clock, in some versions without asking whether it is there.
-Adapters are kept in page-locked memory, which torch cannot make without an accelerator: ordinary memory does.
-Multi-latent attention (DeepSeek) has no way of its own registered for plain torch, and would take Triton's.
+Some versions of `/weights_checker` synchronise with CUDA without a check whether it is available.
+SGLang keeps adapters in pinned memory, which torch cannot allocate without an accelerator; here it is pageable memory.
+Multi-latent attention (DeepSeek) has no handler registered for `torch_native`, and would use Triton's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def setup() -> None:
 
 
 def _attend_to_latents() -> None:
-    """Have plain torch attend to the cached latents themselves, also in prefill: it reads nothing but the cache."""
+    """Let torch_native use the absorbed form of MLA, also in prefill: it attends only to the cached latents."""
     package = "sglang.srt.models.deepseek_common"
     registry = import_module(f"{package}.attention_backend_handler").AttentionBackendRegistry
     latent = import_module(f"{package}.attention_forward_methods").AttnForwardMethod.MLA

@@ -1,7 +1,7 @@
-"""Stands where SGLang's compiled kernels would be, on a machine without an accelerator.
+"""Stub of SGLang's compiled kernels for machines without an accelerator.
 
-SGLang imports names from here when it starts and calls none of them on the `torch_native` path. A call is therefore a
-mistake, and says so.
+SGLang imports names from here at its start and calls none of them with `torch_native`; a call raises
+NotImplementedError.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Stands where torchvision would be: SGLang imports it for its image models, which have no place here.
+"""Stub of torchvision, which SGLang imports for its image models; these are not used here.
 
-Only what those files name while they are imported exists. Every function raises when it is called.
+It has only the names that SGLang needs at import. Every function raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 __version__ = "0.0.0"
-__path__: list[str] = []  # makes this module a package: its parts are put into sys.modules below
+__path__: list[str] = []  # makes this module a package: its submodules are added to sys.modules below
 
 
 class InterpolationMode(enum.Enum):
@@ -34,7 +34,7 @@ class ImageReadMode(enum.Enum):
 
 
 class _Part(types.ModuleType):
-    """A module of which any function can be imported and none be called."""
+    """A module from which any function can be imported; a call of it raises NotImplementedError."""
 
     __path__: list[str] = []
 

@@ -1,8 +1,8 @@
-"""Stands where Triton would be: SGLang and torch define kernels with it while imported, and launch none on a CPU.
+"""Stub of Triton: SGLang and torch define kernels with it at import, but launch none on a CPU.
 
-Any name can be imported. In lower case it is a module that can also be called, and then is a decorator which changes
-nothing; in upper case it is an empty class. A kernel "defined" so is its plain Python function: a launch,
-`kernel[grid](...)`, is a TypeError.
+Any name can be imported. A lower-case name is a module that can also be called, as a decorator without effect; a name
+with an initial capital is an empty class. A decorated kernel stays a plain Python function: a launch,
+`kernel[grid](...)`, raises TypeError.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class _Anything(types.ModuleType):
         return value
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Both `@jit` and `@jit(option=1)`."""
+        """Handles both `@jit` and `@jit(option=1)`."""
         if len(args) == 1 and not options and callable(args[0]):
             return args[0]
         return _unchanged
 
     def __bool__(self) -> bool:
-        return False  # what asks "is this part of Triton there?" must hear no
+        return False  # checks for optional parts of Triton must find them missing
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -67,7 +67,7 @@ def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Constexpr:
-    """`tl.constexpr`: a type in annotations, a box around constants."""
+    """`tl.constexpr`: a type in annotations, a wrapper of constants."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -88,7 +88,7 @@ _root.__path__ = []
 _root.language.constexpr = _Constexpr
 for _name in _TYPES.split():
     setattr(_root.language, _name, _class(_name))
-_root.backends.backends = {}  # torch asks here for a Triton it could compile with: there is none
+_root.backends.backends = {}  # torch looks here for a Triton backend to compile with: none
 
 
 def cdiv(a: int, b: int) -> int:
