@@ -1,7 +1,7 @@
-"""A small server of our own: transformers' modelling code behind SGLang's routes, on a CPU.
+"""The HF server, a small rollout server: transformers' modelling code behind SGLang's routes, on a CPU.
 
-`main` is the program, `routes` has the routes, `calls` what a request says, `scheduler` the continuous batching over
-`running_batch`, `model` the forward pass with `kv_cache`, `sampling` the draws that depend on nothing but their row;
-`weights` takes pushes, from `shared_memory` too, and `names` are the tensors that a push may bring.
-It knows the protocol of `rollout/`; it does not know the trainer, and nothing of ours imports it but its own program.
+`main`: the program. `routes`: the HTTP routes. `calls`: the JSON of /generate. `scheduler`: continuous batching over
+`running_batch`. `model`: the forward pass with `kv_cache`. `sampling`: batch-invariant sampling. `weights`: receives
+pushes, also through `shared_memory`. `names`: the tensors that a push may contain.
+It uses the protocol of `rollout/` and nothing of the trainer. Only its own program imports it.
 """

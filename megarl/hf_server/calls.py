@@ -1,4 +1,4 @@
-"""The JSON of /generate on the server's side: a body becomes a `Call`, a finished call becomes the reply."""
+"""The JSON of /generate on the server: reads a body into a `Call`, and writes the reply of a finished call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.rollout.protocol import SamplingParams
 
 
 def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
-    """Check everything and build the call. Raises ValueError with a sentence for whatever the engine cannot serve."""
+    """Check the body and build the call. Raises ValueError with a sentence for anything the engine does not support."""
     if not isinstance(body, Mapping):
         raise ValueError("the body of /generate is not a JSON object")
     params, n = SamplingParams.from_json(body.get("sampling_params") or {})
@@ -60,7 +60,7 @@ def _check_prompt(prompt: list[int], max_new_tokens: int, model: HFModel, max_to
 
 
 def write_reply(call: Call, body: Mapping[str, Any]) -> Any:
-    """One object for one completion, else a flat list: all completions of the first prompt, then of the next."""
+    """One object for one completion, otherwise a flat list: completions of the first prompt, then of the next."""
     with_log_probs = bool(body.get("return_logprob"))
     several = sum(row.rid == call.rows[0].rid for row in call.rows) > 1
     items = [_item(row, with_log_probs, several) for row in call.rows]
@@ -89,7 +89,7 @@ def _item(row: Request, with_log_probs: bool, several: bool) -> dict[str, Any]:
 
 
 def _spans(row: Request) -> list[dict[str, Any]]:
-    if not row.versions:  # aborted before its turn
+    if not row.versions:  # aborted while it was waiting
         return []
     ends = [*(start for _, start in row.versions[1:]), len(row.token_ids)]
     return [
@@ -100,7 +100,7 @@ def _spans(row: Request) -> list[dict[str, Any]]:
 
 
 def _prompt_log_probs(row: Request) -> list[list[Any]]:
-    """[log-prob, token, text] from the asked position on; the first of them has no log-prob, as in SGLang."""
+    """[log-prob, token, text] from the requested position on; the first entry has no log-prob, as in SGLang."""
     start = row.prompt_log_probs_from
     if start is None or row.prompt_log_probs is None:
         return []

@@ -1,9 +1,9 @@
-"""Keys and values of the running rows, in slots of one tensor [2 * layers, slots, positions, kv_heads, head_dim].
+"""The KV cache of the running requests: one tensor [2 * layers, slots, positions, kv_heads, head_dim].
 
-Row i of the running batch owns slot i. Keys and values may be narrower than head_dim (of latent attention they are the
-latent and the rotated part, of one head): they stand in the first columns. Two short-lived views play the part of
-transformers' cache during a forward pass: `Prefill` writes whole prompts (one into as many slots as it has
-completions), `Decode` one token a row.
+Row i of the running batch uses slot i. Keys and values may be narrower than head_dim: with latent attention they are
+the latent and the rotary part, of one head. They use the first columns. Two temporary views implement transformers'
+cache interface in a forward pass: `Prefill` writes whole prompts, each into one slot per completion; `Decode` writes
+one token per row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LENGTH_STEP = 16  # positions are reserved in multiples of this, so that the tensor seldom grows
+_LENGTH_STEP = 16  # positions are reserved in multiples of this, so that the tensor is rarely reallocated
 
 
 class KVSlots:
@@ -24,16 +24,16 @@ class KVSlots:
         self.data = self._zeros(0, 0)
 
     def _zeros(self, slots: int, positions: int) -> Tensor:
-        # zeros, not empty: a masked position still multiplies its value by 0, and 0 * NaN is NaN
+        # zeros, not empty: the value at a masked position is multiplied by 0, and 0 * NaN is NaN
         layers, heads, dim = self._shape
         return torch.zeros(layers, slots, positions, heads, dim, dtype=self._dtype)
 
     def fits(self, slots: int, positions: int) -> bool:
-        """Whether that many rows of that length stay within the limit of tokens."""
+        """Whether `slots` rows of `positions` tokens stay within the limit of tokens."""
         return slots * positions <= self.max_tokens
 
     def reserve(self, slots: int, positions: int, used: tuple[int, int]) -> None:
-        """Make room for `slots` rows of `positions` tokens; the first `used` (slots, positions) keep their content."""
+        """Allocate for `slots` rows of `positions` tokens; the first `used` (slots, positions) keep their content."""
         assert self.fits(slots, positions), f"{slots} rows of {positions} tokens exceed {self.max_tokens}"
         have_slots, have_positions = self.data.shape[1:3]
         if slots <= have_slots and positions <= have_positions:
@@ -56,7 +56,7 @@ class KVSlots:
 
 
 class _View:
-    """What transformers' attention layers call: `update` stores new keys and values and returns all to attend to."""
+    """The cache of transformers' attention layers: `update` stores new keys and values, and returns all to attend to."""
 
     is_compileable = False
 

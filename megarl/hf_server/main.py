@@ -2,8 +2,8 @@
 
     MEGARL_SERVER_TOKEN=... python -m megarl.hf_server.main --model-path DIR --port 30000
 
-The process ends when its engine fails: whoever supervises it then knows, and no request waits for an answer that cannot
-come. `routes` has the routes, `scheduler` the batching, `model` the model.
+The process ends when its engine fails, so that its supervisor notices and no request waits without end.
+`routes` has the routes, `scheduler` the batching, `model` the model.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def _is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: it may resolve to anything
+    except ValueError:  # a host name: it may resolve to any address
         return False
 
 
 async def _serve(args: argparse.Namespace) -> int:
-    """Serve until a signal or the engine's end; returns the exit code."""
+    """Serve until a signal comes or the engine fails; returns the exit code."""
     model = HFModel(args.model_path, DTYPES[args.dtype])
     server = HFServer(
         model,

@@ -1,9 +1,9 @@
-"""A language model out of an HF folder: its two forward passes, its named weights, its digests.
+"""A language model from an HF folder: its two forward passes, its named weights, its digests.
 
-Uses transformers' modelling code, so that the server is an opinion on the weights that shares no line with the trainer.
-Serves models whose layers all attend to the whole past, or to the same window of it, and whose logits are the output
-embedding of the last hidden state (Llama, Mistral, Qwen2, Qwen3, Mixtral, DeepSeek-V3 and their relatives); any other
-is refused at the start.
+It uses transformers' modelling code, so that it is a check of the weights that shares no code with the trainer.
+Supported are models whose layers all use full causal attention or the same sliding window, and whose logits are the
+output embedding of the last hidden state (Llama, Mistral, Qwen2, Qwen3, Mixtral, DeepSeek-V3 and their relatives).
+Other models are refused at the start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HFModel:
         self._head = self._model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]
         self.context_length: int = self.config.max_position_embeddings
-        self._window: int | None = getattr(self.config, "sliding_window", None)  # tokens seen, oneself included
+        self._window: int | None = getattr(self.config, "sliding_window", None)  # in tokens, including the current one
         self.eos_ids = _eos_ids(folder, self._model)
         self.weights = self._named_weights(_safetensors_files(folder))
         self._check_served()
@@ -48,12 +48,12 @@ class HFModel:
         config = self.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if (latent := getattr(config, "kv_lora_rank", None)) is not None:  # transformers keeps what all heads share
+        if (latent := getattr(config, "kv_lora_rank", None)) is not None:  # transformers caches what all heads share
             heads, head_dim = 1, max(latent, config.qk_rope_head_dim)
         return KVSlots(config.num_hidden_layers, heads, head_dim, self.dtype, max_tokens)
 
     def prefill(self, tokens: Tensor, cache: Prefill) -> Tensor:
-        """Sequences [S, P], padded on the right with anything (nothing looks ahead) -> hidden states [S, P, H]."""
+        """Sequences [S, P], right-padded with any token (attention is causal) -> hidden states [S, P, H]."""
         at = torch.arange(tokens.shape[1])
         return self._hidden(tokens, at[None], self._mask(at[:, None], at)[None, None], cache)
 
@@ -63,7 +63,7 @@ class HFModel:
         return self.logits(self._hidden(tokens[:, None], positions[:, None], mask, cache)[:, 0])
 
     def _mask(self, at: Tensor, of: Tensor) -> Tensor:
-        """0 or -inf, added to the scores that tokens at positions `at` [.., 1] give those at `of` [K] -> [.., K]."""
+        """0 or -inf, added to the attention scores: query positions `at` [.., 1], key positions `of` [K] -> [.., K]."""
         hidden = of > at
         if self._window is not None:
             hidden = hidden | (of <= at - self._window)
@@ -82,7 +82,7 @@ class HFModel:
     # ---- weights
 
     def check_weights(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError that lists every name that is unknown or has another shape or dtype than the one held."""
+        """Raises ValueError that lists every name that is unknown or has another shape or dtype than in the model."""
         wrong = []
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             held = self.weights.get(name)
@@ -96,12 +96,12 @@ class HFModel:
             raise ValueError("nothing was loaded, because of " + "; ".join(wrong))
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy checked tensors into the model."""
+        """Copy tensors that `check_weights` accepted into the model."""
         for name, tensor in tensors.items():
             self.weights[name].copy_(tensor)
 
     def read_folder(self, folder: str) -> dict[str, Tensor]:
-        """All weights of another folder in the dtype held, checked. Raises ValueError, also for a missing name."""
+        """All weights of another folder in the model's dtypes, checked. Raises ValueError, also for a missing name."""
         tensors: dict[str, Tensor] = {}
         for file in _safetensors_files(folder):
             with safe_open(file, framework="pt") as opened:
@@ -120,7 +120,7 @@ class HFModel:
         return {name: tensor_digest(tensor) for name, tensor in self.weights.items()}
 
     def _named_weights(self, files: Sequence[Path]) -> dict[str, Tensor]:
-        """The weights under the names that the folder holds: of tied weights only the stored name."""
+        """The weights by their names in the folder: of tied weights only the stored name."""
         held = hub_tensors(self._model, self.config.model_type)
         stored: set[str] = set()
         for file in files:
@@ -138,12 +138,12 @@ class HFModel:
         return weights
 
     def _check_served(self) -> None:
-        """Raises ValueError for a model whose forward pass is more than what `_hidden` and `logits` do."""
+        """Raises ValueError for a model whose forward pass differs from `_hidden` and `logits`."""
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(f"{self.folder}: the hf engine serves full_attention layers only, found {sorted(kinds)}")
         rope = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")
-        if rope in ("dynamic", "longrope"):  # their angles depend on the longest row of the batch
+        if rope in ("dynamic", "longrope"):  # their angles depend on the longest sequence in the batch
             raise ValueError(f"{self.folder}: rope_type={rope!r}: expected one of default, linear, llama3, yarn")
         tokens = torch.arange(3)[None] % self.vocab_size
         cache = self.new_cache(max_tokens=3)
@@ -151,7 +151,7 @@ class HFModel:
         with torch.inference_mode():
             ours = self.logits(self.prefill(tokens, Prefill(cache, 0, torch.zeros(1, dtype=torch.int64))))
             theirs = self._model(input_ids=tokens, use_cache=False).logits
-        # far above rounding even in bfloat16, far below any scaling or capping of the logits
+        # a tolerance far above rounding even in bfloat16, far below the effect of a scaling or capping of the logits
         if not torch.allclose(ours.float(), theirs.float(), rtol=0.05, atol=0.05):
             kind = type(self._model).__name__
             raise ValueError(
@@ -167,7 +167,7 @@ def _safetensors_files(folder: str) -> list[Path]:
 
 
 def _eos_ids(folder: str, model: torch.nn.Module) -> tuple[int, ...]:
-    """Every end-of-sequence id that the configuration, the generation configuration or the tokenizer names."""
+    """All end-of-sequence ids of the configuration, the generation configuration and the tokenizer."""
     found: set[int] = set()
     for source in (model.config, model.generation_config):
         ids = getattr(source, "eos_token_id", None)

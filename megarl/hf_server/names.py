@@ -1,8 +1,7 @@
-"""A model's tensors under the names of hub folders, where transformers' modules hold them under others.
+"""Maps the tensors of transformers' modules to the names in hub folders, which differ for experts.
 
-Its modules keep all experts of a layer in two stacked parameters; hub folders, trainers and other servers know each
-expert's matrices by themselves.  Here every such matrix is a view of the stack, so that what is copied into it is in
-the model.
+Transformers keeps all experts of a layer in two stacked parameters; in hub folders, trainers and other servers each
+expert has its own matrices.  Here each such matrix is a view of the stack, so that a copy into it changes the model.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 
 class ExpertNames(NamedTuple):
-    """What hub folders call the module with the experts, and gate, up and down of one of them."""
+    """Names in hub folders: the module with the experts, and gate, up and down of one expert."""
 
     module: str = "mlp"
     gate: str = "gate_proj"
@@ -23,11 +22,11 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
 
 
-EXPERT_NAMES = {"mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2")}  # others are as Qwen3-MoE
+EXPERT_NAMES = {"mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2")}  # others have the names of Qwen3-MoE
 
 
 def hub_tensors(model: torch.nn.Module, model_type: str) -> dict[str, Tensor]:
-    """Every parameter, and every buffer that is saved, under its hub name; tied ones under each of their names."""
+    """Every parameter and every saved buffer by its hub name; tied ones under each of their names."""
     names = EXPERT_NAMES.get(model_type, ExpertNames())
     stacked = {name.rpartition(".")[0] for name, _ in model.named_parameters() if name.endswith("experts.gate_up_proj")}
     found: dict[str, Tensor] = {}
@@ -51,6 +50,6 @@ def _saved(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _is_sparse(module: str, stacked: set[str]) -> bool:
-    """Whether a module is the router or the experts of a layer that has some."""
+    """Whether a module is the router or the experts of an MoE layer."""
     layer = module.rpartition(".")[0]
     return f"{layer}.experts" in stacked

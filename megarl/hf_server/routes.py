@@ -1,7 +1,7 @@
-"""The routes of the HF server: SGLang's JSON on one side, the engine's orders on the other.
+"""The routes of the HF server: turns SGLang's JSON into calls of the engine.
 
-Every route but /health, which tells nothing, wants the token (401 without). Refused requests answer 400 and change
-nothing.
+Every route except /health, whose reply has no content, requires the token (401 without). Refused requests return 400
+and change nothing.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class HFServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Token first; refusals become 400 with SGLang's JSON, anything unforeseen 500 with a traceback in the log."""
+        """Check the token; refusals become 400 in SGLang's JSON, unexpected errors 500 with a traceback in the log."""
         given = request.headers.get("Authorization", "").encode()
         open_to_all = request.path == Route.HEALTH  # as in SGLang, whose router relies on it
         if self._token and not open_to_all and not hmac.compare_digest(given, b"Bearer " + self._token):
@@ -98,12 +98,12 @@ class HFServer:
 
     def _resolve(self, calls: list[Call]) -> None:
         for call in calls:
-            reply = self._replies.pop(id(call), None)  # gone when the client hung up
+            reply = self._replies.pop(id(call), None)  # None if the client has disconnected
             if reply is not None and not reply.done():
                 reply.set_result(None)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Resolve `ended`, with the engine's error if it failed; nobody is left waiting."""
+        """Resolve `ended`, with the engine's error if it failed, and fail all waiting requests."""
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(RuntimeError(f"the server ends: {error or 'it was asked to'}"))
@@ -158,7 +158,7 @@ class HFServer:
         self.engine.submit(call)
         try:
             await reply
-        except asyncio.CancelledError:  # the client hung up: nobody wants the rest
+        except asyncio.CancelledError:  # the client has disconnected
             self._replies.pop(id(call), None)
             self.engine.run_now(lambda: self.engine.abort(lambda row: row.call is call))
             raise
@@ -190,7 +190,7 @@ class HFServer:
         return web.Response(text="Cache flushed.")
 
     async def release_memory(self, request: web.Request) -> web.Response:
-        """Gives back the KV cache; weights stay, as in SGLang without its memory saver."""
+        """Releases the KV cache; weights stay, as in SGLang without its memory saver."""
         if _has_kv_cache(await _json_body(request)):
             await asyncio.wrap_future(self.engine.run_now(self.engine.release))
         return web.Response()
@@ -211,7 +211,7 @@ class HFServer:
 
 
 def _in_thread(method: Callable[[Mapping[str, Any]], str]) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A handler around a blocking method that returns a message."""
+    """A handler that runs a blocking method in a thread; the method returns a message."""
 
     async def handler(request: web.Request) -> web.Response:
         message = await asyncio.to_thread(method, await _json_body(request))
@@ -221,7 +221,7 @@ def _in_thread(method: Callable[[Mapping[str, Any]], str]) -> Callable[[web.Requ
 
 
 async def _json_body(request: web.Request) -> Mapping[str, Any]:
-    """The JSON object of the body; a body that is missing counts as an empty object."""
+    """The JSON object of the body; a missing body counts as an empty object."""
     raw = await request.read()
     if not raw:
         return {}

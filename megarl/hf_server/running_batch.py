@@ -1,4 +1,4 @@
-"""A completion from arrival to reply (`Row`), the call that waits for it (`Call`), those now decoded (`Running`)."""
+"""One completion from arrival to reply (`Request`), the call it belongs to (`Call`), the decoded batch (`Running`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megarl.rollout.protocol import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A completion. Rows of one prompt share the `prompt` list itself, and by it are known to share a prefill."""
+    """One completion. Requests of one prompt share the same `prompt` list object, and so share a prefill."""
 
     call: Call
-    index: int  # which of the prompt's n completions
+    index: int  # among the prompt's n completions
     rid: str
     prompt: list[int]
     params: SamplingParams
@@ -28,13 +28,13 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     prompt_log_probs: list[float] | None = None  # of tokens 1.. of the prompt, at temperature 1
-    versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token written by it)
+    versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token generated with it)
     num_retractions: int = 0
     finish: dict[str, Any] | None = None
 
     @property
     def sequence(self) -> list[int]:
-        """What is known of it: after a retraction the completion so far is prefilled with the prompt."""
+        """Prompt and tokens so far: after a retraction both are prefilled."""
         return self.prompt + self.token_ids if self.token_ids else self.prompt
 
     @property
@@ -42,7 +42,7 @@ class Request:
         return len(self.prompt) + self.params.max_new_tokens
 
     def stamp(self, version: str, start: int) -> None:
-        """Tokens from `start` on are written by weights `version`."""
+        """Record that tokens from `start` on are generated with weights `version`."""
         if self.versions and self.versions[-1][1] == start:
             self.versions.pop()
         if not self.versions or self.versions[-1][0] != version:
@@ -56,18 +56,18 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One /generate request: complete when none of its rows is pending."""
+    """One call of /generate: complete when none of its requests is pending."""
 
     rows: list[Request] = field(default_factory=list)
     pending: int = 0
 
     def add(self, n: int, *shared: Any, **options: Any) -> None:
-        """Ask for n rows that share everything but their index; `shared` are the fields of Row from `rid` on."""
+        """Add n requests that differ only in their index; `shared` are the fields of Request from `rid` on."""
         self.rows += [Request(self, index, *shared, **options) for index in range(n)]
         self.pending += n
 
     def set_keys(self, default_seed: int) -> None:
-        """Give every row its randomness: from its own seed, or from `default_seed` and its place in the call."""
+        """Set the random key of each request: from its own seed, or from `default_seed` and its place in the call."""
         for place, row in enumerate(self.rows):
             seed = row.params.sampling_seed
             row.key = row_key(default_seed, place) if seed is None else row_key(seed, row.index)
@@ -91,12 +91,12 @@ _TABLES = {"tokens": torch.int64, "log_probs": torch.float32, "stops": torch.int
 
 
 class Running:
-    """The rows being decoded: row i is entry i of every column, and only the first `count` entries mean anything."""
+    """The requests being decoded: request i is entry i of every column; only the first `count` entries are valid."""
 
     def __init__(self, capacity: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.rows: list[Request] = []
-        self.max_length = 0  # the longest that any row since the last idle moment may grow
+        self.max_length = 0  # largest possible length of all requests since the batch was last empty
         self._columns = {name: torch.zeros(capacity, dtype=dtype) for name, dtype in _COLUMNS.items()}
         self._columns |= {name: torch.full((capacity, 1), -1, dtype=dtype) for name, dtype in _TABLES.items()}
 
@@ -105,11 +105,11 @@ class Running:
         return len(self.rows)
 
     def column(self, name: str) -> Tensor:
-        """A view of the running rows' entries."""
+        """A view of the valid entries."""
         return self._columns[name][: self.count]
 
     def add(self, rows: Sequence[Request]) -> None:
-        """Append rows whose sequence so far was just prefilled."""
+        """Append requests whose sequence so far was just prefilled."""
         part = slice(self.count, self.count + len(rows))
         params = [row.params for row in rows]
         values = {
@@ -134,7 +134,7 @@ class Running:
                 self._columns["log_probs"][place, : len(row.log_probs)] = torch.tensor(row.log_probs)
 
     def draw_next(self, logits: Tensor, first: int = 0) -> Tensor:
-        """Draw a token for every row from `first` on out of logits [R, V]; returns the places of rows now complete."""
+        """Sample a token for each row from `first` on from logits [R, V]; returns the places of complete rows."""
         part = {name: column[first : self.count] for name, column in self._columns.items()}
         uniform = uniforms(part["key"], part["num_new"])
         tokens, log_probs = draw(logits, part["temperature"], part["top_p"], part["top_k"], uniform)
@@ -148,7 +148,7 @@ class Running:
         return (part["stopped"] | (part["num_new"] >= part["max_new"])).nonzero()[:, 0] + first
 
     def collect(self, places: Tensor) -> list[Request]:
-        """The rows at `places`, with what they wrote so far copied into them; a complete one is marked as finished."""
+        """The requests at `places`, with their tokens so far copied into them; complete ones are marked as finished."""
         columns = [self._columns[name][places].tolist() for name in ("num_new", "tokens", "log_probs", "stopped")]
         out = []
         for place, n, tokens, log_probs, stopped in zip(places.tolist(), *columns, strict=True):
@@ -162,7 +162,7 @@ class Running:
         return out
 
     def remove(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Drop rows; the last ones move into the holes. Returns (source, target) of the moves, for the KV cache."""
+        """Remove rows; the last rows move into the gaps. Returns (source, target) of the moves, for the KV cache."""
         kept = torch.ones(self.count, dtype=torch.bool)
         kept[places] = False
         left = int(kept.sum())
@@ -182,7 +182,7 @@ class Running:
         table[part] = torch.tensor([[*s, *[-1] * (width - len(s))] for s in stops])  # -1 is no token
 
     def _table(self, name: str, width: int) -> Tensor:
-        """The table, first widened where it is narrower than `width`."""
+        """The table, widened first if it is narrower than `width`."""
         table = self._columns[name]
         if table.shape[1] < width:
             wide = torch.full((len(table), width), -1, dtype=table.dtype)

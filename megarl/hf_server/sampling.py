@@ -1,7 +1,7 @@
-"""Drawing the next token of many rows at once, and the log-probs of what was drawn.
+"""Samples the next token of many rows at once, and computes the log-probs of the sampled tokens.
 
-Randomness is counter-based: the uniform number of a token is a hash of (row key, index of the token in its completion),
-so a row draws the same whatever else is in the batch, whenever it joins, and after it was retracted.
+Randomness is counter-based: the uniform number of a token is a hash of (row key, index of the token in its completion).
+So the sampled tokens do not depend on the other rows of the batch, on the time a row joins it, or on retractions.
 R rows, V vocabulary.
 """
 
@@ -39,7 +39,7 @@ def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row by inverting its cumulative distribution at `uniform`.
+    """Sample one token per row: invert the cumulative distribution at `uniform`.
 
     log_probs are of softmax(logits / temperature), not renormalised over top-p and top-k; a greedy row (temperature 0)
     takes the largest logit and its log-prob at temperature 1.
@@ -73,7 +73,7 @@ def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uni
 
 
 def _draw_narrowed(probs: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> Tensor:
-    """Keep the k likeliest tokens, of those the shortest prefix that reaches mass p of the whole; draw among them."""
+    """Sample among the k likeliest tokens, restricted to the shortest prefix whose probability reaches p of the whole."""
     probs, order = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = probs.cumsum(-1) - probs
     rank = torch.arange(probs.shape[1])
@@ -83,9 +83,9 @@ def _draw_narrowed(probs: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor)
 
 
 def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
-    """First index whose cumulated probability exceeds uniform * total; its own probability is then above 0."""
+    """First index whose cumulative probability exceeds uniform * total; so its own probability is above 0."""
     cumulated = probs.cumsum(-1)
     total = cumulated[:, -1]
-    # uniform * total may round up to total itself, beyond which there is no index
+    # uniform * total may round up to total, which no cumulative probability exceeds
     target = torch.minimum(uniform * total, total * (1 - 2.0**-52))
     return torch.searchsorted(cumulated, target[:, None], right=True)[:, 0]

@@ -1,7 +1,7 @@
-"""The batching engine of the HF server: one thread that admits, prefills, decodes and retires rows.
+"""Continuous batching of the HF server: one thread that admits, prefills, decodes and retires requests.
 
-Everything that touches the model or the running rows happens in that thread, between two steps, so there are no locks
-on them: other threads hand over calls (`submit`) and small functions (`run_now`, `run_alone`).
+Only this thread uses the model and the running batch, so they need no locks. Other threads hand over calls (`submit`)
+and small functions (`run_now`, `run_alone`), which it runs between two steps.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megarl.hf_server.sampling import row_key
 
 T = TypeVar("T")
 
-_MAX_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass: bounds its activations
-_FREE_PADDING, _MAX_PADDING = 64, 0.25  # prompts share a pass while padding is below this many tokens or this share
+_MAX_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass; bounds its activation memory
+_FREE_PADDING, _MAX_PADDING = 64, 0.25  # prompts share a pass while padding is at most this many tokens or this share
 _DEFAULT_CACHE_BYTES = 2 << 30
-_GATHER_S = 0.001  # an idle engine waits until no call came for so long, so that a burst becomes one batch
+_GATHER_S = 0.001  # an idle engine waits until no call came for this time, so that a burst becomes one batch
 _GATHER_LIMIT_S = 0.02
 
 
@@ -46,7 +46,7 @@ class HFEngine:
     ) -> None:
         self.model, self.max_running, self.weight_version = model, max_running, weight_version
         self.paused = False
-        self.released = False  # the KV cache is given back; nothing runs until it is resumed
+        self.released = False  # the KV cache is released; nothing is admitted until it is resumed
         self.max_total_tokens = max_total_tokens or _default_tokens(model)
         self._cache = model.new_cache(self.max_total_tokens)
         self._running = Running(max_running, model.vocab_size)
@@ -84,17 +84,17 @@ class HFEngine:
         return len(self._waiting) + sum(len(call.rows) for call in self._inbox)
 
     def submit(self, call: Call) -> None:
-        """Queue a call's rows; `on_done` later receives it, in the engine's thread."""
+        """Queue a call; `on_done` receives it when it is complete, in the engine's thread."""
         with self._changed:
             self._inbox.append(call)
             self._changed.notify()
 
     def run_now(self, order: Callable[[], T]) -> Future[T]:
-        """Run between two steps, rows or not."""
+        """Run between two steps, also while requests are running."""
         return self._hand_over(order, self._orders)
 
     def run_alone(self, order: Callable[[], T]) -> Future[T]:
-        """Run between two steps, at once while paused, else when all running rows are complete; none starts before."""
+        """Run between two steps: at once while paused, otherwise after all running requests; until then none starts."""
         return self._hand_over(order, self._lone_orders)
 
     def _hand_over(self, order: Callable[[], T], orders: Any) -> Future[T]:
@@ -107,7 +107,7 @@ class HFEngine:
     # ---- orders: these run in the engine's thread, through run_now or run_alone
 
     def pause(self, mode: str) -> None:
-        """abort ends all rows; retract sends them back to the queue without their KV; in_place keeps everything."""
+        """abort: end all requests; retract: put them back into the queue without their KV; in_place: keep all."""
         self.paused = True
         if mode == "abort":
             self.abort(lambda row: True)
@@ -118,7 +118,7 @@ class HFEngine:
         self.paused = False
 
     def abort(self, wanted: Callable[[Request], bool]) -> None:
-        """End the running and waiting rows that are wanted; they keep what they have written."""
+        """End the running and waiting requests that match; they keep their tokens so far."""
         running = self._take([place for place, row in enumerate(self._running.rows) if wanted(row)])
         waiting = [row for row in self._waiting if wanted(row)]
         self._waiting = deque(row for row in self._waiting if not wanted(row))
@@ -127,13 +127,13 @@ class HFEngine:
         self._report([*running, *waiting])
 
     def set_version(self, version: str) -> None:
-        """Tokens drawn from now on carry this version."""
+        """Tokens sampled from now on have this version."""
         self.weight_version = version
         for row, num_new in zip(self._running.rows, self._running.column("num_new").tolist(), strict=True):
             row.stamp(version, num_new)
 
     def flush_cache(self) -> None:
-        """Nothing outlives its row in this cache; like SGLang, refuse (ValueError) while rows hold keys and values."""
+        """Nothing to flush: KV does not outlive its request. As SGLang, raises ValueError while requests have KV."""
         if self._running.count:
             raise ValueError(f"the cache cannot be flushed while {self._running.count} completions are running")
 
@@ -143,7 +143,7 @@ class HFEngine:
         self.released = True
 
     def take_back(self) -> None:
-        """The cache may grow again."""
+        """Resume the KV cache: it may be allocated again."""
         self.released = False
 
     # ---- the thread
@@ -158,7 +158,7 @@ class HFEngine:
                         self._admit()
                     if self._running.count and not self.paused:
                         self._step()
-        except BaseException as error:  # the thread's end must reach the process: a server that never answers is worse
+        except BaseException as error:  # ends the process: a server that never answers would be worse
             self._on_death(error)
 
     def _wait_for_work(self) -> None:
@@ -170,7 +170,7 @@ class HFEngine:
             self._gather()
 
     def _take_in(self) -> None:
-        """Queue the new calls, then run the orders: an order may be about a call that came just before it."""
+        """Queue the new calls, then run the orders: an order may concern a call that came just before it."""
         with self._changed:
             calls, self._inbox = self._inbox, []
             orders, self._orders = self._orders, []
@@ -216,7 +216,7 @@ class HFEngine:
                 self._prefill(sequences)
 
     def _prefill(self, sequences: Sequence[list[Request]]) -> None:
-        """One pass over distinct sequences; each may serve several rows."""
+        """One pass over distinct sequences; several requests may share one."""
         tokens, lengths = _right_padded([rows[0].sequence for rows in sequences])
         source = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor([len(rows) for rows in sequences]))
         first = self._running.count
@@ -239,7 +239,7 @@ class HFEngine:
             row.prompt_log_probs = scores
 
     def _step(self) -> None:
-        """One token for every running row."""
+        """One token for every running request."""
         positions = self._running.column("length") - 1
         length = self._used_positions() + 1
         logits = self.model.decode(
@@ -248,7 +248,7 @@ class HFEngine:
         self._retire(self._running.draw_next(logits))
 
     def _used_positions(self) -> int:
-        """Positions of the cache that hold something: every token of a row but its last."""
+        """Positions in use: the KV of all tokens of the longest request except its last."""
         return int(self._running.column("length").max()) - 1 if self._running.count else 0
 
     def _retire(self, places: Tensor) -> None:
@@ -256,7 +256,7 @@ class HFEngine:
             self._report(self._take(places.tolist()))
 
     def _take(self, places: Sequence[int]) -> list[Request]:
-        """Out of the running rows, with what they have written."""
+        """Remove requests from the running batch; returns them with their tokens so far."""
         if not places:
             return []
         chosen, used = torch.tensor(places), self._used_positions()
@@ -279,19 +279,19 @@ class HFEngine:
 def _run(order: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(order())
-    except ValueError as error:  # a refusal belongs to whoever gave the order; anything else ends the engine
+    except ValueError as error:  # a refusal is returned to the caller; any other error ends the engine
         future.set_exception(error)
 
 
 def _default_tokens(model: HFModel) -> int:
-    """As many tokens as fit in 2 GiB of keys and values, and at least one whole context."""
+    """As many tokens as fit into 2 GiB of keys and values, but at least one whole context."""
     one = model.new_cache(1)
     one.reserve(1, 1, used=(0, 0))
     return max(model.context_length, _DEFAULT_CACHE_BYTES // one.data.nbytes)
 
 
 def _prefill_groups(rows: Sequence[Request]) -> list[list[list[Request]]]:
-    """Rows of one prompt together, prompts of similar length in one pass: passes -> sequences -> rows."""
+    """Requests of one prompt share a sequence, sequences of similar length a pass: passes -> sequences -> requests."""
     shared: dict[int, list[Request]] = {}
     for row in rows:
         shared.setdefault(id(row) if row.token_ids else id(row.prompt), []).append(row)

@@ -1,9 +1,9 @@
-"""Reading what /update_weights_from_tensor brings to the HF server, which is a pickle, without trusting it.
+"""Unpickles the payload of /update_weights_from_tensor on the HF server, without trust in the sender.
 
-A pickle may name any function to be called.  Here it gets none but those of an allow-list: those that put a tensor
-together over shared memory, plain values, and torch's data types.  Shared memory is opened only under the names that
-torch gives, through a manager that belongs to the same user.  What remains to somebody who has the server's token is to
-show the server memory that this user shares already.
+A pickle may call any function.  Here only an allow-list is available: the functions that rebuild a tensor over shared
+memory, plain values, and torch's dtypes.  Shared memory is opened only under names that torch creates, through a
+manager socket of the same user.  A sender with the server's token can still make the server read memory that this user
+already shares, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.multiprocessing import reductions
 
 from megarl.rollout.protocol import DTYPES
 
-_PATIENCE = 5  # attempts: torch gives its manager a second to answer, and a busy machine may not give it to the manager
+_PATIENCE = 5  # attempts: torch waits one second for its manager, which may be too short on a busy machine
 _HANDLE = re.compile(r"/torch_\d+_\d+_\d+")
 
 
 def read_bucket(text: str) -> dict[str, Tensor]:
-    """Named tensors over memory that another process shares; ValueError for anything else."""
+    """Named tensors over memory that another process shares.  Raises ValueError for any other payload."""
     value = _load(text)
     if not isinstance(value, Mapping) or set(value) != {"flattened_tensor", "metadata"}:
         raise ValueError("the payload is no flattened bucket: expected flattened_tensor and metadata")
@@ -40,7 +40,7 @@ def read_bucket(text: str) -> dict[str, Tensor]:
 
 
 def read_message(text: str) -> list[tuple[str, Tensor]]:
-    """The list of named tensors for a custom loader; ValueError for anything else."""
+    """The list of named tensors for a custom weight loader.  Raises ValueError for any other payload."""
     value = _load(text)
     if not isinstance(value, list) or not all(
         isinstance(item, tuple) and [type(part) for part in item] == [str, Tensor] for item in value
@@ -62,7 +62,7 @@ def _load(text: str) -> Any:
         return _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
     except ValueError:
         raise
-    except Exception as error:  # a pickle can fail in any way
+    except Exception as error:  # a pickle can raise any exception
         raise ValueError(f"the payload cannot be read: {type(error).__name__} {error}") from error
 
 
@@ -101,7 +101,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def one_payload(payloads: Sequence[Any]) -> str:
-    """The payload of this server's only rank."""
+    """The payload of this server's only rank.  Raises ValueError if there is not exactly one."""
     if len(payloads) != 1 or not isinstance(payloads[0], str):
         raise ValueError(f"serialized_named_tensors has {len(payloads)} entries: expected one text, for the only rank")
     return payloads[0]

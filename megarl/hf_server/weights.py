@@ -1,9 +1,9 @@
-"""Weight updates on the HF server: groups, the update session, and the refusal of whatever does not fit the model.
+"""Weight updates on the HF server: weight groups, the update session, and checks of names, shapes and dtypes.
 
-The methods block (a meeting, a broadcast, a file), so the HTTP side calls them in threads; one lock keeps their order.
-Tensors are received beside the model and copied into it by the engine's thread between two steps; a custom weight
-loader writes into the model itself, in that thread. A refusal is a ValueError, and leaves the model as it was, but for
-a transfer of such a loader that fails under way.
+The methods block (a rendezvous, a broadcast, a file), so the HTTP side calls them in threads; a lock serializes them.
+Tensors are received into separate memory, and the engine's thread copies them into the model between two steps.  A
+custom weight loader writes into the model directly, in that thread.  A refusal is a ValueError and leaves the model
+unchanged, except when a transfer of such a loader fails halfway.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megarl.hf_server.shared_memory import one_payload, read_bucket, read_messag
 from megarl.rollout.protocol import DTYPES, FLATTENED, Route
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
 
-# The custom weight loader: it has the tensors come straight into the model.  Imported when it is asked for, as SGLang
-# does with the same one, because it belongs to whoever sends the weights and not to servers.
+# The custom weight loader, which receives tensors directly into the model.  Imported only when it is used, as SGLang
+# does, because it belongs to the sender of weights and not to servers.
 WEIGHT_LOADER = "megarl.weights.push.receiver.load"
 
 _DEFAULT_GROUP = "weight_update_group"
@@ -40,7 +40,7 @@ class WeightUpdates:
         self._lock = threading.Lock()
 
     def init_group(self, body: Mapping[str, Any]) -> str:
-        """Blocks until all members joined or the time is over."""
+        """Join a weight group; blocks until all members have joined or the timeout is over."""
         name, backend = body.get("group_name", _DEFAULT_GROUP), body.get("backend", "nccl")
         rank, world_size = _field(body, "rank_offset", int), _field(body, "world_size", int)
         address, port = _field(body, "master_address", str), _field(body, "master_port", int)
@@ -50,9 +50,9 @@ class WeightUpdates:
             raise ValueError(f"backend={backend!r}: the hf engine speaks gloo")
         if name in self._groups:
             raise ValueError(f"group_name={name!r}: this server is already in that group, expected a new name")
-        try:  # outside the lock: a meeting to which nobody comes must not stop other groups
+        try:  # outside the lock: a rendezvous without peers must not block other groups
             group = join_weight_group(address, port, rank, world_size, name, backend, self._timeout_s)
-        except RuntimeError as error:  # torch's word for a meeting that failed or took too long
+        except RuntimeError as error:  # torch's error for a failed rendezvous or a timeout
             raise ValueError(f"joining {name!r} at {address}:{port} failed: {_first_line(error)}") from error
         with self._lock:
             self._groups[name] = group
@@ -79,7 +79,7 @@ class WeightUpdates:
         return "weight update ended"
 
     def from_distributed(self, body: Mapping[str, Any]) -> str:
-        """Receive named tensors from rank 0 of a group, all of them checked before the first byte is awaited."""
+        """Receive named tensors from rank 0 of a group; names, shapes and dtypes are checked before the broadcast."""
         with self._lock:
             self._check_open()
             group = self._group(body.get("group_name", _DEFAULT_GROUP))
@@ -96,13 +96,13 @@ class WeightUpdates:
             receive = _receive_flattened if load_format == FLATTENED else _receive_each
             try:
                 tensors = receive(group, names, dtypes, shapes)
-            except RuntimeError as error:  # torch's word for a peer that is gone or silent
+            except RuntimeError as error:  # torch's error for a lost peer or a timeout
                 raise ValueError(f"nothing was loaded, because the broadcast failed: {_first_line(error)}") from error
             self._apply(tensors, body)
         return f"loaded {len(tensors)} tensors"
 
     def from_tensor(self, body: Mapping[str, Any]) -> str:
-        """Map a bucket in memory that another process of this machine shares, or run the custom weight loader."""
+        """Load a bucket in memory that another process of this machine shares, or run the custom weight loader."""
         with self._lock:
             self._check_open()
             text, load_format = one_payload(_field(body, "serialized_named_tensors", list)), body.get("load_format")
@@ -150,7 +150,7 @@ class WeightUpdates:
         def load() -> None:
             try:
                 loader(model, named_tensors)
-            except RuntimeError as error:  # its word, and torch's, for a transfer that did not come about
+            except RuntimeError as error:  # the loader's and torch's error for a failed transfer
                 raise ValueError(
                     f"the weights may be mixed, because the transfer failed: {_first_line(error)}"
                 ) from error
@@ -158,7 +158,7 @@ class WeightUpdates:
         self._order(load, body)
 
     def _order(self, load: Callable[[], None], body: Mapping[str, Any]) -> None:
-        """Run between two steps of the engine, and stamp the version there."""
+        """Run `load` between two steps of the engine, and set the version with it."""
         version = body.get("weight_version")
 
         def order() -> None:
@@ -184,7 +184,7 @@ def _receive_each(
 def _receive_flattened(
     group: dist.ProcessGroup, names: list[str], dtypes: list[str], shapes: list[list[int]]
 ) -> dict[str, Tensor]:
-    """One broadcast of all bytes end to end; tensors are views of it, so each starts at a multiple of its item size."""
+    """One broadcast of all bytes; the tensors are views of them, so each must start at a multiple of its item size."""
     sizes = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     for name, dtype, start in zip(names, dtypes, starts, strict=True):
