@@ -1,14 +1,14 @@
-"""What the model is asked, and how whole sequences become packed micro-batches.
+"""Data: prompts and examples from files, ragged batches, and their packing into micro-batches.
 
-Knows: files and rows (`readers`, `fields`), the order of visits and its saved position (`order`), tokenizers and chat
-templates (`chat`), prompts for reinforcement learning (`prompts`), examples for supervised training (`sft`), the
-ragged `Batch` (`batch`), the spread of sequences over ranks and micro-batches (`packing`); and two makers of things
-to try the house with: a verifiable task (`arithmetic`) and a tiny model (`tiny`).
-Does not know: engines, Megatron, losses, rewards.
-Called by: the driver (prompts, batch), the roles (packing), the supervised stage (sft), the collector (prompts' nouns).
+`readers`, `fields`: files and rows. `order`: the data order and its saved position. `chat`: tokenizers and chat
+templates. `prompts`: prompts for RL. `sft`: examples for supervised fine-tuning. `batch`: the ragged `Batch`.
+`packing`: distributes sequences over ranks and micro-batches. For tests and the quickstart: a verifiable task
+(`arithmetic`) and a tiny model (`tiny`).
+Nothing here depends on engines, Megatron, losses or rewards.
+Called by: the driver (prompts, batch), the roles (packing), the SFT stage (sft).
 """
 
 from megarl.data.readers import read_dataset_folder, read_jsonl, read_parquet
 
-# How a file is read, by the end of its name; a folder is what `datasets.save_to_disk` wrote.
+# Reader by file extension; "" is a folder that `datasets.save_to_disk` wrote.
 FILE_KINDS = {".jsonl": read_jsonl, ".json": read_jsonl, ".parquet": read_parquet, "": read_dataset_folder}

@@ -1,12 +1,12 @@
-"""A verifiable task made here: sums such as "12+34=" with the answer "46", and a careless teacher of it.
+"""Writes a verifiable task: sums such as "12+34=" with the answer "46", and flawed demonstrations for the cold start.
 
-`python -m megarl.data.arithmetic FOLDER` writes, as a user's data would come,
+`python -m megarl.data.arithmetic FOLDER` writes these files, in the format of a user's data:
     sft.jsonl     {"prompt": "17+25=", "response": "32"}                                       the cold start
     train.jsonl   {"prompt": "56+78=", "ground_truth": "134", "data_source": "arithmetic"}     reinforcement learning
     test.jsonl    the same                                                                     evaluation
-    manifest.json sizes and digests; written last, so that it stands for a complete folder
-No prompt is in two of the files.  The teacher of the cold start forgets the carry in a share of its demonstrations, so
-what it teaches answers well in form and often wrongly; the rewards of reinforcement learning know the right answer.
+    manifest.json sizes and digests; written last, so that it marks a complete folder
+No prompt is in two of the files.  A share of the demonstrations forgets the carry.  So after the cold start the model's
+answers have the right format and are often wrong; the rewards of reinforcement learning use the right answers.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def write_task(
     All pairs low..high x low..high are shuffled by `seed`; `num_test` of them go to the evaluation, `num_sft` to the
     cold start, the rest to reinforcement learning.
     careless: share of the demonstrations in which a carry of the units is forgotten ("17+25=" -> "32").
-    demonstrations: rows of sft.jsonl for each of its problems, each careless or not by itself.
-    carrying: share of problems with such a carry, made by leaving out some of the others; None: as they come.
-    Raises ValueError when nothing would be left for reinforcement learning.
+    demonstrations: rows of sft.jsonl for each of its problems; each is careless or not independently.
+    carrying: share of problems with such a carry, reached by leaving out some of the others; None: leave out none.
+    Raises ValueError if no problem would be left for reinforcement learning.
     """
     rng = random.Random(seed)
     problems = _problems(low, high, carrying, rng)
@@ -52,7 +52,7 @@ def write_task(
     shown = [(a, b, rng.random() < careless) for _ in range(demonstrations) for a, b in sft]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.json").unlink(missing_ok=True)  # while files change, nothing claims to be complete
+    (folder / "manifest.json").unlink(missing_ok=True)  # the folder is not complete while files change
     files = {
         "sft.jsonl": [
             {"prompt": f"{a}+{b}=", "response": str(without_carry(a, b) if wrong else a + b)} for a, b, wrong in shown
@@ -79,7 +79,7 @@ def has_carry(a: int, b: int) -> bool:
 
 
 def _problems(low: int, high: int, carrying: float | None, rng: random.Random) -> list[tuple[int, int]]:
-    """All pairs in a random order, thinned out to the wanted share of carries."""
+    """All pairs in a random order, without some of those without carry, to reach the share `carrying`."""
     numbers = range(low, high + 1)
     pairs = [(a, b) for a in numbers for b in numbers]
     rng.shuffle(pairs)
@@ -106,7 +106,7 @@ def _write_rows(path: Path, rows: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line: a folder, and the sizes."""
+    """The command line: a folder, the seed and the sizes."""
     parser = argparse.ArgumentParser(description="Write a verifiable arithmetic task as JSONL files.")
     parser.add_argument("folder")
     parser.add_argument("--seed", type=int, default=0)

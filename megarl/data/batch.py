@@ -1,4 +1,4 @@
-"""Scored groups to one ragged Batch, and a Batch to the mini-batches of its optimizer steps."""
+"""Makes one ragged Batch from scored groups, and splits a Batch into the mini-batches of its optimizer steps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megarl.sample import REWARD_ERROR, Batch, Sample
 
 
 def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str] = ()) -> Batch:
-    """All samples of all groups, end to end, prompt then completion.
+    """All samples of all groups, concatenated, each as prompt and completion.
 
     columns [N] float32
         response_mask       1 on the completion's tokens, its stop token included
-        rollout_log_probs   what the server wrote; 0 on the prompt
-    rows [B]
+        rollout_log_probs   as the server reported them; 0 on the prompt
+    per_sequence [B]
         score               float32, the reward
         group               int64, index into `groups`: samples of one visit of one prompt
-        version_min, version_max   int64, oldest and newest weights that wrote a token
-        truncated           float32, 1 where the length limit ended the completion
-        greedy_score        float32, the reward of a greedy completion, where one was asked for
-        reward_parts        [B, K] float32, the numbers of the reward that are named, where any is
+        version_min, version_max   int64, oldest and newest weights that generated a token
+        truncated           float32, 1 if the length limit ended the completion
+        greedy_score        float32, the reward of a greedy completion, if all samples have one
+        reward_parts        [B, K] float32, the numbers of the reward that `reward_parts` names, if any
     """
     samples = [sample for group in groups for sample in group]
     assert samples, "a batch needs at least one sample"
@@ -71,9 +71,9 @@ def sample_names(groups: Sequence[Sequence[Sample]]) -> list[str]:
 def mini_batches(batch: Batch, prompts_per_step: int, *, seed: int | None) -> list[Batch]:
     """The batches of the optimizer steps of one epoch: whole prompt groups, `prompts_per_step` of them in each.
 
-    Where lost rollouts left a number of groups that does not divide, there are as many steps as it takes and their
-    sizes differ by at most one group, so that no step rests on a handful of leftovers.
-    `seed` shuffles the groups (None: as they came); rows["group"] keeps its numbers.
+    If the number of groups is not a multiple, because rollouts were lost, the number of steps is rounded up and their
+    sizes differ by at most one group, so that no step has only a few groups.
+    `seed` shuffles the groups (None: keeps their order); per_sequence["group"] keeps its numbers.
     """
     assert prompts_per_step > 0, "a step needs at least one prompt"
     group = batch.per_sequence["group"]
@@ -89,7 +89,7 @@ def mini_batches(batch: Batch, prompts_per_step: int, *, seed: int | None) -> li
 
 
 def _part(sample: Sample, key: str, name: str) -> float:
-    """One of the numbers that a reward function returned; all are 0 where it failed."""
+    """One of the numbers that a reward function returned; 0 if it failed."""
     if key == "reward":
         return sample.reward
     if REWARD_ERROR in sample.reward_extra:

@@ -1,4 +1,4 @@
-"""Tokenizers: loading one, and turning text or chat messages into token ids."""
+"""Loads tokenizers, and turns text or chat messages into token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Text = str | list[dict[str, str]]
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder (or hub name).  Raises ValueError of one sentence when there is none."""
+    """The tokenizer of a Hugging Face folder (or hub name).  Raises ValueError of one sentence if there is none."""
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -20,21 +20,21 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: Text) -> list[int]:
-    """Token ids of a string as it stands, or of chat messages with the header of the answer that is to come."""
+    """Token ids of a string as it is, or of chat messages followed by the header of the assistant's answer."""
     return encode_many(tokenizer, [text])[0]
 
 
 def encode_many(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], *, system_prompt: str | None = None
 ) -> list[list[int]]:
-    """The same for many at once, which fast tokenizers do in parallel.
+    """The same for many texts, which fast tokenizers encode in parallel.
 
-    With a system prompt, strings become a user's message and messages without a system turn get one.
-    Raises ValueError when messages meet a tokenizer without a chat template.
+    With a system prompt, strings become a user's message, and messages without a system message get one.
+    Raises ValueError for messages if the tokenizer has no chat template.
     """
     texts = [_with_system(text, system_prompt) for text in texts]
     rendered = [text if isinstance(text, str) else _render(tokenizer, text) for text in texts]
-    # A chat template writes its own special tokens; for plain text the tokenizer decides.
+    # A chat template adds its own special tokens; for plain text the tokenizer adds them.
     ids: list[list[int]] = [[] for _ in texts]
     for is_chat in (False, True):
         where = [i for i, text in enumerate(texts) if isinstance(text, list) == is_chat]
@@ -46,7 +46,7 @@ def encode_many(
 
 
 def encode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[str]) -> list[list[int]]:
-    """Answers as a model would have written them: no special tokens but the end-of-sequence token at the end."""
+    """Answers as a model would generate them: without special tokens except the end-of-sequence token at the end."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"model.tokenizer_path={tokenizer.name_or_path}: expected a tokenizer with an end-of-text token"
@@ -60,7 +60,7 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _encode_strings(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, add_special_tokens: bool) -> Any:
-    # verbose=False: the tokenizer's own warning about long texts; our limit is data.max_prompt_length.
+    # verbose=False: no warning of the tokenizer about long texts; the limit is data.max_prompt_length.
     return tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False)[
         "input_ids"
     ]

@@ -1,8 +1,8 @@
-"""What a row means: the shapes of data set that are read without conversion.
+"""Reads prompts and examples from rows: the supported data set formats.
 
-{"prompt": "12+34=", "ground_truth": "46", "data_source": "arithmetic"}      a string, sent as it is
+{"prompt": "12+34=", "ground_truth": "46", "data_source": "arithmetic"}      a string, used as it is
 {"prompt": [{"role": "user", "content": "..."}], ...}                        chat messages
-{"messages": [...], "ground_truth": "46"}                                    the same under its common name
+{"messages": [...], "ground_truth": "46"}                                    the same with the common key
 {"question": "...", "answer": "... #### 42"}                                 GSM8K
 {"prompt": [...], "reward_model": {"ground_truth": "42"}}                    the parquet rows of verl's examples
 """
@@ -19,13 +19,13 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Question:
-    """A row as the reward will see it, not tokenised yet."""
+    """A row with the fields that the reward needs, not tokenised yet."""
 
     where: str
     text: str | Messages
     ground_truth: str | None
     data_source: str
-    extra: dict[str, Any]  # every field that is not one of the above
+    extra: dict[str, Any]  # all other fields
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,10 @@ def question_of(row: Record, *, prompt_key: str, ground_truth_key: str, has_chat
 
 
 def example_of(row: Record, *, prompt_key: str, response_key: str, has_chat_template: bool) -> Example:
-    """A row for supervised training: prompt and response, messages that end with an answer, or GSM8K's own."""
+    """A row for SFT: prompt and response, messages that end with an answer, or GSM8K's question and answer.
+
+    Raises ValueError that starts with file:line.
+    """
     fields = row.fields
     if fields.get(response_key) is not None and fields.get(prompt_key) is not None:
         return Example(row.where, _text(row.where, prompt_key, fields[prompt_key]), _response(row, response_key))
@@ -76,7 +79,7 @@ def example_of(row: Record, *, prompt_key: str, response_key: str, has_chat_temp
 
 
 def gsm8k_answer(answer: str) -> str | None:
-    """The number behind the last `####`, thousands commas removed; None where there is none.
+    """The number after the last `####`, without thousands separators; None without a mark.
 
     >>> gsm8k_answer("She has 1,000 + 5 = 1005. #### 1,005")
     '1005'
@@ -101,7 +104,7 @@ def _text(where: str, key: str, value: Any) -> str | Messages:
 
 
 def _ground_truth(where: str, fields: dict[str, Any], key: str, is_question: bool) -> str | None:
-    """The expected answer, taken out of `fields` where it has a key of its own; None where the row has none."""
+    """The expected answer, removed from `fields` if it has its own key; None if the row has none."""
     value = fields.pop(key, None)
     if value is None and isinstance(fields.get("reward_model"), dict):
         value = fields["reward_model"].get("ground_truth")

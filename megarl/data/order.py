@@ -1,4 +1,4 @@
-"""In which order rows are visited, for ever, and where in it one stands."""
+"""The endless order in which rows are used, epoch after epoch, with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 
 class Visits:
-    """Epoch after epoch over `num_rows` rows; epoch e is a permutation made from (seed, e) alone.
+    """Epoch after epoch over `num_rows` rows; epoch e is a permutation that depends only on (seed, e).
 
-    A position is three plain values, so that a run goes on where it stopped without replaying anything.
+    A position is three plain values, so that a resumed run continues without replaying the order.
     Example: Visits(3, shuffle=False, seed=0, fingerprint="3-ab").next(4) == [(0, 0), (0, 1), (0, 2), (1, 0)].
     """
 
@@ -41,7 +41,7 @@ class Visits:
         return {"epoch": self._epoch, "position": self._position, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position.  Raises ValueError when it was saved over other data."""
+        """Go to a saved position.  Raises ValueError if it was saved with other data."""
         if state["fingerprint"] != self.fingerprint:
             raise ValueError(
                 f"the saved data position belongs to other data (rows and content {state['fingerprint']}, "

@@ -1,8 +1,8 @@
-"""Which sequences share a micro-batch, and which rank runs it.
+"""Sequence packing and load balancing: which sequences share a micro-batch, and which rank runs it.
 
-Every rank runs equally many micro-batches, because a gradient reduction or an expert exchange waits for all of them;
-the k-th micro-batches of all ranks cost about the same, and so do the ranks' sums.  A micro-batch without sequences is
-a dummy: the rank runs a row of weight 0.  None of this changes a result, only how long it takes.
+All ranks run the same number of micro-batches, because gradient reduction and expert all-to-all wait for all ranks.
+The k-th micro-batches of all ranks have about the same cost, and so do the ranks' sums.  A micro-batch without
+sequences is a dummy: the rank runs a row of weight 0.  Packing never changes a result, only the time.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def plan(
     max_sequences: int | None = None,
     hidden_size: int = 1024,
 ) -> list[RankPlan]:
-    """Spread sequences of these lengths over `num_ranks` ranks: the fewest micro-batches, then the most even ones.
+    """Distribute sequences of these lengths over `num_ranks` ranks: few micro-batches first, then even costs.
 
     A micro-batch holds at most `max_tokens` tokens, or at most `max_sequences` sequences; give one of the two.
-    The cost of a sequence of length L is L * (12 * hidden_size + L): the linear layers' and causal attention's
-    operations are in the ratio 24 h^2 to 2 h L for a token.
-    Raises ValueError when a sequence alone exceeds `max_tokens`.
+    The cost of a sequence of length L is L * (12 * hidden_size + L): per token, the operations of the linear layers
+    and of causal attention have the ratio 24 h^2 to 2 h L.
+    Raises ValueError if a single sequence exceeds `max_tokens`.
     """
     assert (max_tokens is None) != (max_sequences is None), "give max_tokens or max_sequences, not both"
     size = np.asarray(lengths, dtype=np.int64)
@@ -71,7 +71,7 @@ def plan(
 
 
 def unpack(plans: Sequence[RankPlan], parts: Sequence[Tensor], lengths: Sequence[int] | Tensor) -> Tensor:
-    """Undo a plan for a column: parts[r] holds rank r's tokens in its order -> [N] in the order of the batch."""
+    """Undo a plan for a column: parts[r], the tokens of rank r in its order -> [N] in the order of the batch."""
     order = torch.tensor([index for rank in plans for index in rank.indices], dtype=torch.int64)
     flat = torch.cat(list(parts))
     all_lengths = torch.as_tensor(lengths, dtype=torch.int64)
@@ -85,7 +85,7 @@ def unpack(plans: Sequence[RankPlan], parts: Sequence[Tensor], lengths: Sequence
 def _bins_by_tokens(
     longest_first: np.ndarray, size: np.ndarray, cost: np.ndarray, num_ranks: int, max_tokens: int
 ) -> list[list[int]]:
-    """The fewest bins that even placing or best-fit-decreasing finds (rounded up to the ranks), even where it fits."""
+    """The fewest bins, a multiple of the ranks, that `_even_bins` or `_best_fit` finds, with even costs if possible."""
     fewest = _round_up(-(-int(size.sum()) // max_tokens), num_ranks)
     if (even := _even_bins(longest_first, size, cost, fewest, max_tokens)) is not None:
         return even
@@ -99,8 +99,8 @@ def _bins_by_tokens(
 def _best_fit(longest_first: np.ndarray, size: np.ndarray, capacity: int) -> list[list[int]]:
     """Best-fit-decreasing: each sequence goes where it leaves the least room; at most 11/9 of the optimal count."""
     bins: list[list[int]] = []
-    rooms: list[int] = []  # tokens left in some bin, each number once, sorted
-    having: dict[int, list[int]] = {}  # tokens left -> a heap of the bins with so much room
+    rooms: list[int] = []  # free tokens of the bins, each number once, sorted
+    having: dict[int, list[int]] = {}  # free tokens -> a heap of the bins with this number
     for index, need in zip(longest_first.tolist(), size[longest_first].tolist(), strict=True):
         at = bisect_left(rooms, need)
         if at == len(rooms):
@@ -123,9 +123,9 @@ def _best_fit(longest_first: np.ndarray, size: np.ndarray, capacity: int) -> lis
 def _even_bins(
     longest_first: np.ndarray, size: np.ndarray, cost: np.ndarray, num_bins: int, capacity: int
 ) -> list[list[int]] | None:
-    """Longest first into the cheapest bin with room; None when a sequence finds no room in any.
+    """Longest first, each into the cheapest bin with room; None if a sequence fits into no bin.
 
-    A bin without room waits aside until sequences are short enough for it, so that the cheapest is always at hand.
+    A bin without room is set aside until sequences are short enough for it, so that the heap's first bin always fits.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [capacity] * num_bins
@@ -149,7 +149,7 @@ def _even_bins(
 
 
 def _evened(bins: list[list[int]], size: np.ndarray, cost: np.ndarray, capacity: int) -> list[list[int]]:
-    """Dear bins share out with cheap ones, as far as the capacity lets them; their number stays."""
+    """Move sequences between expensive and cheap bins, within the capacity; the number of bins stays."""
     needs, prices = size.tolist(), cost.tolist()
     totals = [sum(prices[i] for i in members) for members in bins]
     for _ in range(_EVENING_PASSES):
@@ -165,7 +165,7 @@ def _evened(bins: list[list[int]], size: np.ndarray, cost: np.ndarray, capacity:
 def _halves(
     longest_first: list[int], needs: list[int], prices: list[int], capacity: int, *, below: int
 ) -> tuple[list[int], list[int]] | None:
-    """Two bins, each the cheaper one while there is room; None where that fails or one costs `below` or more."""
+    """Two bins, each sequence in the cheaper one if it fits; None if that fails or one costs `below` or more."""
     one: list[int] = []
     other: list[int] = []
     room, other_room, spent, other_spent = capacity, capacity, 0, 0
@@ -183,9 +183,9 @@ def _halves(
 
 
 def _deal(bins: list[list[int]], cost: np.ndarray, num_ranks: int) -> list[RankPlan]:
-    """Bins of like cost run at the same time; within such a round the dearest goes to the rank with the least so far.
+    """Bins of similar cost run at the same time; in each such round the rank with the lowest sum gets the costliest.
 
-    Dear rounds come first: if memory does not suffice, it shows at once.
+    Expensive rounds come first, so that a lack of memory shows at once.
     """
     prices = cost.tolist()
     totals = [sum(prices[i] for i in members) for members in bins]

@@ -1,4 +1,4 @@
-"""The prompts of a run: read and checked once, then handed out for ever in a saved order."""
+"""The prompts of a run: read and checked once, then handed out epoch after epoch, with a saved position."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Prompts:
             raise ValueError(f"data.max_prompt_length={max_prompt_length}: every prompt of {files} is longer")
         self.num_filtered = len(fits) - len(self._rows)
         self._questions: list[Question] = [questions[row] for row in self._rows]
-        # int32 arrays: a list of Python integers would take several times the memory for a large data set.
+        # int32 arrays: lists of Python integers would take several times the memory.
         self._token_ids = [np.asarray(encoded[row], dtype=np.int32) for row in self._rows]
         fingerprint = f"{len(self._rows)}-{content_digest(files)}"
         self._visits = Visits(len(self._rows), shuffle=shuffle, seed=seed, fingerprint=fingerprint)
@@ -74,7 +74,7 @@ class Prompts:
         return self._visits.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position.  Raises ValueError when it was saved over other data."""
+        """Continue from a saved position.  Raises ValueError if it was saved with other data."""
         self._visits.load_state_dict(state)
 
     def _prompt(self, index: int, visit: str) -> Prompt:
@@ -90,7 +90,7 @@ class Prompts:
 
 
 def _fits(where: str, num_tokens: int, limit: int, overlong: str) -> bool:
-    """Whether a prompt is kept.  Raises ValueError for an empty one, and for a long one unless those are filtered."""
+    """Whether a prompt is kept.  Raises ValueError for an empty one, and for a long one unless overlong="filter"."""
     assert overlong in ("error", "filter"), f"overlong is {overlong!r}, expected error or filter"
     if num_tokens == 0:
         raise ValueError(f"{where}: the prompt is empty; expected at least one token")

@@ -1,4 +1,4 @@
-"""Files to rows, each with the place it came from, so that a complaint about a row can name it."""
+"""Reads files into rows; each row knows its file and line, for error messages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 
 class Record(NamedTuple):
-    """One row of a file.  Example: Row("train.jsonl:3", {"prompt": "12+34=", "ground_truth": "46"})."""
+    """One row of a file.  Example: Record("train.jsonl:3", {"prompt": "12+34=", "ground_truth": "46"})."""
 
     where: str  # file:line of a JSONL file, file:row (from 1) of the other kinds
     fields: dict[str, Any]
 
 
 def read_jsonl(path: Path) -> Iterator[Record]:
-    """One JSON object a line; empty lines are skipped."""
+    """One JSON object per line; empty lines are skipped."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -25,7 +25,7 @@ def read_jsonl(path: Path) -> Iterator[Record]:
             where = f"{path}:{number}"
             try:
                 fields = json.loads(line)
-            except ValueError as error:  # bad JSON and bad UTF-8 alike
+            except ValueError as error:  # bad JSON or bad UTF-8
                 raise ValueError(f"{where}: not JSON ({error}); expected one JSON object a line") from None
             if not isinstance(fields, dict):
                 raise ValueError(f"{where}: a JSON {type(fields).__name__}; expected one JSON object a line")
@@ -34,7 +34,7 @@ def read_jsonl(path: Path) -> Iterator[Record]:
 
 def read_parquet(path: Path) -> Iterator[Record]:
     """The rows of a parquet file, read in batches."""
-    from pyarrow import ArrowInvalid, parquet  # heavy: only who has such a file waits for it
+    from pyarrow import ArrowInvalid, parquet  # slow import, only needed for such files
 
     number = 0
     try:
@@ -53,16 +53,16 @@ def read_dataset_folder(path: Path) -> Iterator[Record]:
         raise ValueError(f"{path}: a folder of several splits; name one of them ({splits})")
     if not (path / "dataset_info.json").exists():
         raise ValueError(f"{path}: not a folder of `datasets.save_to_disk` (it has no dataset_info.json)")
-    from datasets import load_from_disk  # heavy: only who has such a folder waits for it
+    from datasets import load_from_disk  # slow import, only needed for such folders
 
     for number, fields in enumerate(load_from_disk(str(path)), start=1):
         yield Record(f"{path}:{number}", dict(fields))
 
 
 def read_rows(files: str | Sequence[str], kinds: Mapping[str, Any]) -> list[Record]:
-    """All rows of these files in order.  `kinds` is the room's table of readers by the end of a file's name.
+    """All rows of these files in order.  `kinds`: readers by file extension, as data.FILE_KINDS.
 
-    Raises ValueError, naming the file, for one that is missing, of an unknown kind, or without any row.
+    Raises ValueError, naming the file, for one that is missing, of an unknown kind, or without rows.
     """
     rows: list[Record] = []
     for path in paths_of(files):
@@ -86,7 +86,7 @@ def paths_of(files: str | Sequence[str]) -> list[Path]:
 
 
 def content_digest(files: str | Sequence[str]) -> str:
-    """16 hexadecimal digits that change when a byte of the files changes, not when they move."""
+    """16 hexadecimal digits that depend on the bytes of the files, not on their paths."""
     digest = hashlib.blake2b(digest_size=8)
     for path in paths_of(files):
         parts = sorted(part for part in path.rglob("*") if part.is_file()) if path.is_dir() else [path]

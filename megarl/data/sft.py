@@ -1,4 +1,4 @@
-"""Examples for supervised training: prompt and response in one sequence, the prompt masked out of the loss."""
+"""Examples for supervised fine-tuning: prompt and response in one sequence, the prompt masked out of the loss."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SftExamples:
         return len(self._sequences)
 
     def take(self, count: int) -> Batch:
-        """The next `count` examples, for ever; column response_mask is 1 on the response and its last token."""
+        """The next `count` examples, without end; column response_mask is 1 on the response and its last token."""
         rows = [row for _, row in self._visits.next(count)]
         lengths = np.array([len(self._sequences[row]) for row in rows])
         prompt_lengths = np.array([self._prompt_lengths[row] for row in rows])
@@ -77,12 +77,15 @@ class SftExamples:
         return self._visits.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position.  Raises ValueError when it was saved over other data."""
+        """Continue from a saved position.  Raises ValueError if it was saved with other data."""
         self._visits.load_state_dict(state)
 
 
 def _fits(where: str, num_prompt: int, num_response: int, limit: int, overlong: str) -> bool:
-    """Whether an example is kept.  An empty prompt is refused: nothing would predict the response's first token."""
+    """Whether an example is kept.  Raises ValueError for an empty prompt: nothing predicts the response's first token.
+
+    Raises ValueError for a long example unless overlong="filter".
+    """
     if num_prompt == 0:
         raise ValueError(f"{where}: the prompt is empty; expected at least one token")
     if num_prompt + num_response > limit and overlong == "error":

@@ -1,7 +1,7 @@
-"""A tiny model with random weights and a tokenizer of single characters, as an ordinary Hugging Face folder.
+"""Writes a tiny model with random weights and a tokenizer of single characters, as an ordinary Hugging Face folder.
 
-It goes through every door that a real model goes through (config.json, safetensors, tokenizer, chat template) and is
-small enough for two CPU cores.  Randomly initialised: a cold start has to teach it to answer at all.
+It is loaded as a real model is (config.json, safetensors, tokenizer, chat template) and is small enough for two CPU
+cores.  Its weights are random, so it needs a cold start (SFT) before RL.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-# The class of each family's config, and what it gets beside the sizes that all share.
+# The config class of each family, and its settings in addition to the common sizes.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
     "qwen2": (Qwen2Config, {}),
@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "kv_lora_rank": 48,
             "qk_nope_head_dim": 32,
             "qk_rope_head_dim": 16,
-            "head_dim": 16,  # what transformers calls the part that rope turns
+            "head_dim": 16,  # transformers' name for the rotary part
             "v_head_dim": 32,
             "first_k_dense_replace": 1,
             "n_routed_experts": 4,
@@ -57,11 +57,11 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "moe_intermediate_size": 96,
             "n_group": 1,
             "topk_group": 1,
-            "moe_layer_freq": 1,  # not transformers' own, as the next two: SGLang reads them
+            "moe_layer_freq": 1,  # this and the next two are read by SGLang, not by transformers
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
             "num_nextn_predict_layers": 0,
-            "rope_parameters": {  # as in the real one; without a GPU, SGLang knows no other
+            "rope_parameters": {  # as in the real model; the only type that SGLang supports without a GPU
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
                 "factor": 4.0,
@@ -85,7 +85,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character of printable ASCII; anything else is <unk>.  `<eos>` ends an answer."""
+    """One token per character of printable ASCII; other characters are <unk>.  `<eos>` ends an answer."""
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -120,9 +120,9 @@ def write_tiny_model(
 ) -> Path:
     """Write config, weights and tokenizer; returns the folder.  The same arguments always give the same weights.
 
-    `settings`: further keys of the family's config.json, over those of FAMILIES.
-    The folder appears complete or not at all.  Raises ValueError for an unknown family, impossible sizes, or a folder
-    that already holds something.
+    `settings`: further keys of the family's config.json; they override those of FAMILIES.
+    The folder is written atomically.  Raises ValueError for an unknown family, impossible sizes, or a folder that is
+    not empty.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -147,7 +147,7 @@ def write_tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it was
+    with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
@@ -164,7 +164,7 @@ def write_tiny_model(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bar for a file that is written in an instant."""
+    """Without progress bars."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -175,7 +175,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_sizes(family: str, sizes: dict[str, int]) -> None:
-    """Raises ValueError when the sizes cannot make a model of this family."""
+    """Raises ValueError for an unknown family, or sizes that it does not support."""
     if family not in FAMILIES:
         raise ValueError(f"family={family!r}: expected one of {', '.join(FAMILIES)}")
     hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]

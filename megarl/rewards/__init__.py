@@ -1,8 +1,8 @@
-"""How good a completion is: a number for (prompt, completion), and the processes that compute it.
+"""Reward functions of (prompt, completion), and the worker processes that run them.
 
-Knows: the built-in rewards (functions with `@register_reward` in this folder), how a user's function is found (`load`),
-what may be returned (`result`), and the pool that runs it with a limit for each sample (`worker`, `pool`).
-Does not know: engines, tokenizers, how a reward becomes an advantage.
+Built-in rewards are functions with `@register_reward` in this folder. `load` finds a user's function, `result` checks
+what it returns, `pool` and `worker` run it in processes with a timeout for each sample.
+Nothing here depends on engines, tokenizers or advantages.
 Called by: the collector, through `pool.RewardPool`; the driver, to refuse a wrong `reward.fn` before anything starts.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from megarl.declared import declared
 from megarl.rewards.load import RewardFn, resolve
 
-# Addresses of the built-in ones: nobody loads the mathematics of a reward that he does not use.
+# Addresses of the built-in ones, so that only the modules of rewards in use are imported.
 REWARDS: dict[str, str | RewardFn] = {
     name: found.address for name, found in declared("register_reward", "rewards").items()
 }
@@ -20,7 +20,7 @@ REWARDS: dict[str, str | RewardFn] = {
 def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
     """Add a reward under a name: f(prompt, completion) -> number or {"score": number}.
 
-    A user's stands in a file of algorithm.plugins, a built-in in a file of this folder.
+    A user's reward is in a file of algorithm.plugins, a built-in one in a file of this folder.
 
     Example:
         @register_reward("short")
@@ -29,7 +29,7 @@ def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
     """
 
     def add(function: RewardFn) -> RewardFn:
-        """The decorator: put the function into the table, unless it is the one there, and leave it as it is."""
+        """The decorator: add the function to the table, unless it is there already, and return it unchanged."""
         if REWARDS.get(name) == f"{function.__module__}:{function.__qualname__}":
             return function
         if name in REWARDS:
@@ -43,6 +43,6 @@ def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
 def load_reward(fn: str) -> RewardFn:
     """The function behind `reward.fn`: a name of REWARDS, "path/file.py:function", or "package.module:function".
 
-    Raises ValueError of one sentence when there is no such function or it takes other arguments.
+    Raises ValueError of one sentence if there is no such function or it takes other arguments.
     """
     return resolve(fn, REWARDS)

@@ -1,4 +1,4 @@
-"""Reward 1 when a multiple-choice question is answered with the right letter."""
+"""Reward 1 if a multiple-choice question is answered with the right letter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.rewards import register_reward
 from megarl.rewards.result import ground_truth_of
 from megarl.sample import Completion, Prompt
 
-# The most explicit way of saying it wins, and within one way the last place in the text.
+# From the most to the least explicit: the first pattern that matches is used, and its last match in the text.
 _PATTERNS = (
     re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}"),
     re.compile(r"####\s*\(?([A-Z])\b"),
@@ -19,12 +19,12 @@ _PATTERNS = (
 
 @register_reward("choice")
 def choice(prompt: Prompt, completion: Completion) -> float:
-    """1.0 if the letter that the completion settles on is the ground truth's."""
+    """1.0 if the letter that the completion chooses is the ground truth's, else 0.0."""
     return float(chosen_letter(completion.text) == ground_truth_of(prompt).strip().strip("().").upper())
 
 
 def chosen_letter(text: str) -> str | None:
-    r"""The letter in \boxed{}, after ####, after "answer is", else the last capital that stands alone; None without.
+    r"""The letter in \boxed{}, after ####, after "answer is", else the last single capital letter; None without any.
 
     >>> chosen_letter("A is too small, so the answer is (B).")
     'B'

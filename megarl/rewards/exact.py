@@ -1,4 +1,4 @@
-"""Reward 1 when the completion is the ground truth, character by character."""
+"""Reward 1 if the completion equals the ground truth, character by character."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from megarl.sample import Completion, Prompt
 
 @register_reward("exact")
 def exact(prompt: Prompt, completion: Completion) -> float:
-    """1.0 if both texts are equal but for white space around them, else 0.0."""
+    """1.0 if both texts are equal after white space around them is removed, else 0.0."""
     return float(completion.text.strip() == ground_truth_of(prompt).strip())

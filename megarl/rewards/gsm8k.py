@@ -1,8 +1,8 @@
-"""Reward 1 when the final number of a completion is the ground truth.
+"""Reward 1 if the final number of a completion is the ground truth.
 
 Grade-school mathematics (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168) marks the answer with `####`.
-`gsm8k` finds the answer of a model that forgets the mark; `gsm8k_strict` pays for the mark as well, which is what
-published runs of PPO on this data set use.
+`gsm8k` also accepts answers without the mark; `gsm8k_strict` requires the mark, as published runs of PPO on this data
+set do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gsm8k_strict(prompt: Prompt, completion: Completion) -> float:
 
 
 def to_decimal(text: str) -> Decimal | None:
-    """A number as written by people: commas, $ and % are dropped; None when it is none.
+    """A number as people write it: commas, $ and % are removed; None if the text is no number.
 
     >>> to_decimal(" $1,234.50 ")
     Decimal('1234.50')
@@ -51,7 +51,7 @@ def to_decimal(text: str) -> Decimal | None:
 
 
 def _same(answer: str, ground_truth: str) -> bool:
-    """Equal as numbers: 42, 42.0 and $42 are one answer."""
+    """Equal as numbers: 42, 42.0 and $42 are the same answer."""
     number = to_decimal(answer)
     return number is not None and number == to_decimal(ground_truth)
 
@@ -62,6 +62,6 @@ def _after_mark(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...}."""
+    r"""The content of the last \boxed{...}."""
     _, mark, rest = text.rpartition(r"\boxed{")
     return rest.partition("}")[0] if mark else None

@@ -1,4 +1,4 @@
-"""From the text of `reward.fn` to a function of (prompt, completion)."""
+"""Finds the function that `reward.fn` names, and adapts it to the arguments (prompt, completion)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def resolve(fn: str, table: Mapping[str, str | RewardFn]) -> RewardFn:
-    """Find and adapt the function.  `table` gives the addresses of short names, or what a plug-in registered.
+    """Find and adapt the function.  `table`: addresses of short names, or functions that a plug-in registered.
 
     Raises ValueError of one sentence: unknown name, missing file, failing import, no such function, other arguments.
     """
@@ -61,7 +61,7 @@ def _module_from_file(fn: str, path: Path) -> ModuleType:
 
 
 def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
-    """Our own signature as it is; verl's by the names of its parameters."""
+    """Return a function of (prompt, completion) as it is; wrap one with verl's parameter names."""
     if inspect.iscoroutinefunction(function):
         raise ValueError(
             f"reward.fn={fn}: the function is async; expected an ordinary one, each runs in a process pool"
@@ -69,7 +69,7 @@ def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return function  # built in C: it says nothing about its arguments
+        return function  # built in C: its arguments are unknown
     if "solution_str" in parameters:
         return _from_verl(fn, function, parameters)
     try:
@@ -95,7 +95,7 @@ def _from_verl(fn: str, function: Callable[..., Any], parameters: Mapping[str, i
             "data_source": prompt.data_source,
             "solution_str": completion.text,
             "ground_truth": prompt.ground_truth,
-            # verl's rows hold these fields in a column of that name; other data sets have them at the top.
+            # verl's rows have these fields in a column extra_info; other data sets have them at the top level.
             "extra_info": prompt.extra.get("extra_info", prompt.extra),
         }
         return function(**{name: values[name] for name in wanted})

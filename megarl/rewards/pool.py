@@ -1,8 +1,8 @@
-"""Rewards in processes of their own: a slow, hanging or crashing function stops neither the rollouts nor the run.
+"""Runs rewards in worker processes: a slow, hanging or crashing function stops neither the rollout nor the run.
 
-Each sample has its limit inside the process (a signal, which breaks into any loop of Python).  A function that hangs
-where no signal reaches it, or takes its process down, is caught from outside: its process is replaced and the samples
-of its task are run again one by one, so that the fault falls on the one that has it.
+Each sample has a timeout inside the process (a signal, which interrupts any Python code).  If a function hangs where
+signals do not reach it, or crashes its process, the process is replaced and the samples of its task are run again one
+by one, so that only the faulty sample fails.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from megarl.sample import REWARD_ERROR, Completion, Prompt
 
 log = logging.getLogger(__name__)
 
-BUDGET_S = 0.25  # a task begins no further sample after this
-GRACE_S = 2.0  # beyond budget and limit, before a process is given up
-FIRST_TASK = 8  # samples of a task before anything is known about their cost
-MAX_RESTARTS = 3  # pools in a row that break before any answer
-MAX_LOGGED = 10  # errors written out; all are counted
+BUDGET_S = 0.25  # a task starts no further sample after this time
+GRACE_S = 2.0  # after budget and timeout, before a process is killed
+FIRST_TASK = 8  # samples of a task before their cost is known
+MAX_RESTARTS = 3  # restarts in a row without any result
+MAX_LOGGED = 10  # logged errors; all are counted
 
 
 class RewardError(RuntimeError):
-    """The reward function failed and the run asked to stop for that (reward.on_error=stop), or no process lives."""
+    """The reward function failed with reward.on_error=stop, or the worker processes cannot run."""
 
 
 @dataclass
@@ -46,15 +46,15 @@ class _Job:
     completion: Completion
     uid: str
     outcome: asyncio.Future[Outcome]
-    alone: bool = False  # its task died: run it by itself
+    alone: bool = False  # its task died: run it in a task of its own
 
 
 class RewardPool:
-    """`num_workers` processes that run one reward function.
+    """`num_workers` worker processes that run one reward function.
 
     Example: pool = RewardPool("gsm8k"); pool.start(); results = await pool.score(prompt, completions); pool.stop()
     `plugins`: modules or files that may register the function's name.
-    Raises ValueError in the constructor when `fn` names no function.  `num_errors` counts the samples that failed.
+    The constructor raises ValueError if `fn` names no function.  `num_errors` counts the samples that failed.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class RewardPool:
         self._task_size = FIRST_TASK
 
     def start(self) -> None:
-        """Start the processes; takes about three seconds the first time, while their common ancestor imports."""
-        context = multiprocessing.get_context("forkserver")  # the caller has threads, which a plain fork would break
+        """Start the processes; the first time this takes about three seconds, while the fork server imports."""
+        context = multiprocessing.get_context("forkserver")  # the caller has threads: a plain fork is not safe
         context.set_forkserver_preload(["__main__", "megarl.rewards.worker"])
         arguments = (self._fn, self._timeout_s, self._plugins)
         self._pool = ProcessPool(self._num_workers, initializer=start_worker, initargs=arguments, context=context)
         self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
 
     def stop(self) -> None:
-        """End the processes; who still waits for a score is cancelled."""
+        """End the processes and cancel waiting samples."""
         while self._waiting:
             self._waiting.popleft().outcome.cancel()
         if self._pool is not None:
@@ -127,7 +127,7 @@ class RewardPool:
         return RewardResult(0.0, {REWARD_ERROR: 1.0})
 
     def _pump_soon(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Send work after this turn of the loop: groups that arrive together share a task."""
+        """Send work after this iteration of the event loop, so that groups that arrive together share a task."""
         if not self._pump_due:
             self._pump_due = True
             loop.call_soon(self._pump, loop)
@@ -148,7 +148,7 @@ class RewardPool:
             asyncio.wrap_future(task, loop=loop).add_done_callback(partial(self._done, loop, jobs))
 
     def _take(self) -> list[_Job]:
-        """The next task: a fair share of what waits, no more than fits the budget, and an `alone` job by itself."""
+        """The next task: an equal share of the waiting jobs, at most what fits the budget; an `alone` job by itself."""
         free = self._num_workers - self._in_flight
         size = min(self._task_size, math.ceil(len(self._waiting) / free))
         jobs = [self._waiting.popleft()]
@@ -157,7 +157,7 @@ class RewardPool:
         return jobs
 
     def _done(self, loop: asyncio.AbstractEventLoop, jobs: list[_Job], task: asyncio.Future) -> None:
-        """A task came back: settle its samples and send the next."""
+        """A task has ended: settle its samples and send the next."""
         self._in_flight -= 1
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
@@ -174,10 +174,10 @@ class RewardPool:
 
     def _answered(self, jobs: list[_Job], outcomes: list[Outcome], seconds: float) -> None:
         self._restarts = 0
-        for job, outcome in zip(jobs, outcomes, strict=False):  # a task out of budget answers for its first samples
+        for job, outcome in zip(jobs, outcomes, strict=False):  # after its budget a task returns only its first samples
             _settle(job, outcome)
         self._waiting.extendleft(reversed(jobs[len(outcomes) :]))
-        # Half the budget's worth, growing fourfold at most: one quick sample says little about the next.
+        # As many as take half the budget; at most 4 times as many as before, because costs differ between samples.
         affordable = int(0.5 * BUDGET_S * len(outcomes) / max(seconds, 1e-6))
         self._task_size = max(1, min(affordable, max(4 * self._task_size, 64)))
 
@@ -195,7 +195,7 @@ class RewardPool:
         self._waiting.extendleft(reversed(jobs))
 
     def _restart(self) -> None:
-        """A new pool instead of a broken one."""
+        """Replace a broken pool by a new one."""
         assert self._pool is not None, "only a started pool breaks"
         self._restarts += 1
         log.warning("the reward processes ended; starting new ones (%d of %d)", self._restarts, MAX_RESTARTS)
@@ -205,7 +205,7 @@ class RewardPool:
 
 
 def _settle(job: _Job, outcome: Outcome | RewardError) -> None:
-    """Hand over an outcome, unless the caller has given up waiting."""
+    """Set the outcome of a job, unless its caller was cancelled."""
     if job.outcome.done():
         return
     if isinstance(outcome, RewardError):
@@ -215,6 +215,6 @@ def _settle(job: _Job, outcome: Outcome | RewardError) -> None:
 
 
 def _absolute(fn: str) -> str:
-    """A file's address that holds in every process, whatever its working directory."""
+    """The address with an absolute file path, which is valid in any working directory."""
     place, colon, name = fn.rpartition(":")
     return f"{Path(place).expanduser().resolve()}:{name}" if colon and place.endswith(".py") else fn

@@ -1,4 +1,4 @@
-"""What the ring takes from a reward function's return value."""
+"""Checks the return value of a reward function and converts it to a `RewardResult`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class RewardResult:
     """Example: RewardResult(1.0, {"format": 1.0})."""
 
     reward: float
-    extra: dict[str, float] = field(default_factory=dict)  # further numbers: for the log, and for who names them
+    extra: dict[str, float] = field(default_factory=dict)  # further numbers, for the log and for settings
 
 
 def to_result(value: Any) -> RewardResult:
-    """A finite number, or a dict whose "score" is one; its other numbers become `extra`, what is no number is left out.
+    """Convert a finite number, or a dict whose "score" is one; its other numbers become `extra`, the rest is dropped.
 
-    Raises TypeError or ValueError for anything else: a reward of NaN would spread through a whole group's advantages.
+    Raises TypeError or ValueError for anything else: a reward of NaN would make all advantages of its group NaN.
     """
     if not isinstance(value, dict):
         return RewardResult(_finite(value))
@@ -32,7 +32,7 @@ def to_result(value: Any) -> RewardResult:
 
 
 def ground_truth_of(prompt: Prompt) -> str:
-    """The expected answer.  Raises ValueError when the row had none, which a comparison cannot do without."""
+    """The expected answer.  Raises ValueError if the row has none."""
     if prompt.ground_truth is None:
         raise ValueError("the prompt has no ground truth; expected data.ground_truth_key to name a field of the row")
     return prompt.ground_truth
@@ -48,7 +48,7 @@ def _finite(value: Any) -> float:
 
 
 def _number(value: Any) -> float | None:
-    """Python, numpy and torch numbers alike as a float; None for text and for whatever is not one number."""
+    """Python, numpy and torch numbers as a float; None for text and for anything that is not a single number."""
     if isinstance(value, (str, bytes)):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What runs inside a reward process: the function on one sample after another, each under its own limit."""
+"""The code of a reward worker process: runs the function on one sample after another, each with a timeout."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megarl.rewards.result import RewardResult, to_result
 from megarl.sample import Completion, Prompt
 
 Job = tuple[Prompt, Completion]
-Outcome = RewardResult | str  # a result, or what went wrong
+Outcome = RewardResult | str  # a result, or an error message
 
 
 class _TimeUpError(BaseException):
-    """Not an Exception: a function that catches those may not swallow its own limit."""
+    """Not an Exception, so that a reward function that catches Exception does not catch its own timeout."""
 
 
 class _Settings:
-    """What the process was started with, and whether a sample's limit is running."""
+    """The settings of the process, and whether a sample's timeout is running."""
 
     reward: RewardFn | None = None
     timeout_s: float = 0.0
@@ -35,19 +35,19 @@ class _Settings:
 
 def start_worker(fn: str, timeout_s: float, plugins: Sequence[str] = ()) -> None:
     """Called once in every new process."""
-    # A thread, because the main one may sit in a function that never ends when the run is killed.
+    # A thread, because the main thread may be in a function that never returns when the run is killed.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     load_plugins(plugins)
     _Settings.reward = load_reward(fn)
     _Settings.timeout_s = timeout_s
     signal.signal(signal.SIGALRM, _on_alarm)
-    gc.freeze()  # else a collection walks through every imported module, and copies those pages: 0.15 s in mid-step
+    gc.freeze()  # else a collection visits all imported modules and copies their pages: 0.15 s within a step
 
 
 def run_jobs(jobs: list[Job], budget_s: float) -> tuple[list[Outcome], float]:
-    """Outcomes of the first jobs, as many as begin within `budget_s`, and the seconds spent.
+    """Outcomes of the first jobs, as many as start within `budget_s`, and the seconds spent.
 
-    The caller asks again for the rest: so one task never lasts longer than the budget and one sample's limit.
+    The caller sends the rest again: so a task never lasts longer than the budget plus the timeout of one sample.
     """
     start = time.monotonic()
     outcomes: list[Outcome] = []
@@ -59,7 +59,7 @@ def run_jobs(jobs: list[Job], budget_s: float) -> tuple[list[Outcome], float]:
 
 
 def run_one(prompt: Prompt, completion: Completion) -> Outcome:
-    """The function on one sample; an exception, a bad return value or too long a time becomes a sentence."""
+    """Run the function on one sample; an exception, a bad return value or a timeout becomes a sentence."""
     assert _Settings.reward is not None, "start_worker comes first"
     try:
         _arm(_Settings.timeout_s)
@@ -83,12 +83,12 @@ def _end_with_parent() -> None:
 
 def _arm(timeout_s: float) -> None:
     _Settings.armed = True
-    # Again every second: the first may fall into a place that swallows it, such as a destructor.
+    # Again every second: the first exception may be lost, for example in a destructor.
     signal.setitimer(signal.ITIMER_REAL, timeout_s, 1.0)
 
 
 def _disarm() -> None:
-    _Settings.armed = False  # before the timer: a signal on its way must find nobody to stop
+    _Settings.armed = False  # before the timer: a signal that is already pending must have no effect
     signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
