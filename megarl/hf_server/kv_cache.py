@@ -56,7 +56,7 @@ class KVSlots:
 
 
 class _View:
-    """The cache of transformers' attention layers: `update` stores new keys and values, and returns all to attend to."""
+    """The cache of transformers' attention layers: `update` stores new keys and values, returns those to attend to."""
 
     is_compileable = False
 

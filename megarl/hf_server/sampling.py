@@ -73,7 +73,7 @@ def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uni
 
 
 def _draw_narrowed(probs: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> Tensor:
-    """Sample among the k likeliest tokens, restricted to the shortest prefix whose probability reaches p of the whole."""
+    """Keep the k likeliest tokens, and of these the shortest prefix that reaches mass p of the whole; sample there."""
     probs, order = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = probs.cumsum(-1) - probs
     rank = torch.arange(probs.shape[1])
