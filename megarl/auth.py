@@ -1,7 +1,7 @@
-"""The run's secret, by which its processes on several machines know each other.
+"""The run's secret token, with which its processes on several machines authenticate each other.
 
-It travels in the environment or in a file that only its owner can read, never on a command line.  What serves another
-purpose, such as the key of the rollout servers, is derived from it, so that who learns the one does not know the other.
+It is passed in the environment or in a file that only its owner can read, never on a command line.  Keys for other
+purposes, such as that of the rollout servers, are derived from it, so that a leaked key does not reveal the token.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 VARIABLE, FILE_VARIABLE = "MEGARL_TOKEN", "MEGARL_TOKEN_FILE"
-SERVER_VARIABLE = "MEGARL_SERVER_TOKEN"  # of servers that were started with a key of their own
+SERVER_VARIABLE = "MEGARL_SERVER_TOKEN"  # of servers that were started with their own key
 _ENOUGH = 16  # characters
 
 
 def given_token(environment: Mapping[str, str]) -> str | None:
-    """The token of the environment, or of the file that it names; None where it has neither.
+    """The token in the environment, or in the file that it names; None if there is neither.
 
-    Raises ValueError for a file that others can read, and for a token that could be guessed.
+    Raises ValueError for a file that others can read, and for a token of fewer than 16 characters.
     """
     token, source = environment.get(VARIABLE), VARIABLE
     if token is None and (name := environment.get(FILE_VARIABLE)):
@@ -31,7 +31,7 @@ def given_token(environment: Mapping[str, str]) -> str | None:
 
 
 def needed_token(environment: Mapping[str, str], why: str) -> str:
-    """The same where there must be one: `why` says who asks."""
+    """The same, but raises ValueError if there is no token; `why` begins the message."""
     token = given_token(environment)
     if token is None:
         raise ValueError(
@@ -47,12 +47,12 @@ def server_token(environment: Mapping[str, str], token: str) -> str:
 
 
 def derived(token: str, purpose: str) -> str:
-    """Another secret, from which the first cannot be found."""
+    """Another secret, from which the token cannot be computed."""
     return hmac.new(token.encode(), purpose.encode(), hashlib.sha256).hexdigest()
 
 
 def without_tokens(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that does not need them."""
+    """The environment without tokens, for a process that does not need them."""
     return {k: v for k, v in environment.items() if k not in (VARIABLE, FILE_VARIABLE, SERVER_VARIABLE)}
 
 

@@ -1,7 +1,7 @@
-"""`megarl COMMAND [key=value ...]`: the front door for a person at a terminal.
+"""The command line `megarl COMMAND [key=value ...]`: its commands, help pages and error messages.
 
-Knows the commands and how their mistakes are told: a wrong setting is one sentence and exit code 2, never a traceback.
-Each command lives in a module of its own, which is loaded only when it is asked for: help answers at once.
+A wrong setting gives one sentence and exit code 2, never a traceback.  The module of a command is imported only when
+the command runs, so that help is fast.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megarl.plan.command.report import report
 
 
 class Command(NamedTuple):
-    """`module.function(config) -> exit code` does the work; those of convert and plan take a request instead."""
+    """`module.function(config) -> exit code` runs the command; convert and plan take a request instead of a config."""
 
     module: str
     function: str
@@ -105,7 +105,7 @@ COMMANDS = {
 
 SWEEP = Command("megarl.commands.sweep", "main", "`megarl train -m`: a run of each combination of values")
 
-OVER_NODES = ("train", "sft", "evaluate", "node")  # on all but the first machine each of them is the last
+OVER_NODES = ("train", "sft", "evaluate", "node")  # on all machines but the first, these run `node`
 
 GROUPS = {
     "data": "files of prompts, batch size, lengths",
@@ -137,7 +137,7 @@ EXIT_INTERRUPTED = 130
 def main(argv: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
     if argv is None:  # this is the process's own command line
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # asked to end, it ends what it started, in order
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends it as Ctrl-C does, in order
     words = list(sys.argv[1:] if argv is None else argv)
     debug = _take_flag(words, "--debug")
     help_wanted = _take_flag(words, "--help", "-h")
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_config(config: Config) -> int:
-    """The body of `megarl config`: YAML on stdout, fit for `--config`."""
+    """`megarl config`: YAML on stdout, which `--config` accepts."""
     Console(soft_wrap=True).print(to_yaml(config), markup=False, highlight=False, end="")
     return 0
 
@@ -185,19 +185,19 @@ def _run(name: str, words: list[str]) -> int:
         name = "node" if config.trainer.node_rank else name
     try:
         return _work_of(COMMANDS[name])(config)
-    except (RuntimeError, FloatingPointError) as error:  # of ranks, servers, collector, push: a sentence each
+    except (RuntimeError, FloatingPointError) as error:  # of ranks, servers, collector or push, with one sentence
         return _stopped(config, error)
 
 
 def _run_several(name: str, words: list[str]) -> int:
-    """All of them are checked before the first one starts."""
+    """Run a sweep; all its configurations are checked before the first run starts."""
     if name != "train":
         raise ValueError(f"megarl {name} -m: only `megarl train` makes several runs, expected it without -m")
     return _work_of(SWEEP)(load_sweep(_overrides(words)))
 
 
 def _stopped(config: Config, error: Exception) -> int:
-    """One sentence, and all that is known in a file of the run; what the run saved is there for the next try."""
+    """Print one sentence, and write the traceback and the ranks' reports to logs/failure.txt of the run."""
     report = config.trainer.run_dir / "logs" / "failure.txt"
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text("".join(traceback.format_exception(error)) + getattr(error, "report", ""))
@@ -210,7 +210,7 @@ def _work_of(command: Command) -> Callable[..., int]:
 
 
 def _overrides(words: list[str]) -> list[str]:
-    """`--config FILE` and `--config=FILE` are `recipe=FILE`; everything else is key=value already."""
+    """Replace `--config FILE` and `--config=FILE` by `recipe=FILE`; all other words are key=value already."""
     out: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -242,7 +242,7 @@ def _complain(sentence: str) -> None:
 
 
 def _help(words: list[str], console: Console) -> None:
-    """The page of all commands, that of one, or what is known of keys."""
+    """Print the page of all commands, that of one command, or the descriptions of keys."""
     if not words:
         return _print_help(console)
     name, *keys = words

@@ -1,12 +1,12 @@
-"""What the built-in choices declare: read from the source of their decorators, so that nothing is imported for it.
+"""Reads names, options and arguments of built-in losses, estimators and rewards from source, without imports.
 
     @register_policy_loss("gmpo", "geo_mean", per_sequence=True, agg_mode="seq-mean-token-mean")
     def gmpo(log_probs: Tensor, ..., *, clip_low: float = 0.4, clip_high: float = 0.4) -> ...
 
-A configuration is checked, and the tables of the documentation are written, in a process without torch.  Both read here
-what the function is called, what its decorator says, and its keyword-only arguments; so a built-in loss, estimator, KL
-estimator, aggregation or reward is one function in one file.  A decorator's arguments have to be literals, but for a
-function of the same file (`select=`), whose keyword-only arguments then count as the loss's own.
+The configuration is checked, and the tables of the documentation are written, in processes without torch.  Both get
+from here the name of the function, the options of its decorator, and its keyword-only arguments; so a built-in loss,
+estimator, KL estimator, aggregation or reward is one function in one file.  A decorator's arguments must be literals,
+except for a function of the same file (`select=`), whose keyword-only arguments then count as the loss's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parent
-REQUIRED = "required"  # the default of an argument that has none
+REQUIRED = "required"  # stands for the default of an argument without one
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Declared:
 
 @cache
 def declared(decorator: str, where: str) -> dict[str, Declared]:
-    """Every name and alias that `decorator` gives in a folder or file of the package -> what is declared.
+    """All names and aliases that `decorator` declares in a folder or file of the package -> the declaration.
 
     Args: decorator: "register_policy_loss"; where: "algo/losses", "algo/kl.py".
     """
@@ -57,7 +57,10 @@ def declared(decorator: str, where: str) -> dict[str, Declared]:
 
 
 def constant(where: str, name: str) -> Any:
-    """The literal at the top level of a file of the package.  Example: constant("algo/registry.py", "FULL")."""
+    """The literal value of a top-level name in a file of the package.
+
+    Example: constant("algo/registry.py", "FULL").
+    """
     for node in ast.parse((PACKAGE / where).read_text()).body:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -71,10 +74,10 @@ def constant(where: str, name: str) -> Any:
 
 
 def argument_faults(choice: str, key: str, known: Mapping[str, bool], given: Mapping[str, Any]) -> Iterator[str]:
-    """One sentence for each argument that a choice does not take, and for each that it lacks.
+    """One sentence for each argument that a choice does not accept, and for each required one that is missing.
 
     Args: choice: "algorithm.policy_loss_fn=dro"; key: the mapping with its arguments, "algorithm.policy_loss_args";
-        known: name -> has it a default?; given: the mapping's content.
+        known: name -> whether it has a default; given: the mapping's content.
     """
     for name, value in given.items():
         if name not in known:
@@ -108,7 +111,7 @@ def _in_file(path: Path, decorator: str) -> Iterator[Declared]:
 
 
 def _arguments(functions: list[ast.FunctionDef]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The keyword-only arguments of these functions: tensors, and all others but the random generator."""
+    """The keyword-only arguments of these functions: tensors, and all others except `generator`."""
     inputs: list[str] = []
     settings: dict[str, Any] = {}
     for function in functions:

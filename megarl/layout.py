@@ -1,6 +1,6 @@
-"""How a model lies over the ranks of a group, and whether it can: numbers only, no torch, no Megatron.
+"""The parallel layout of a model over the ranks of a group, and whether it fits: numbers only, no torch, no Megatron.
 
-The configuration asks before a process starts, and `mcore` once more before it builds a model, by the same table.
+The configuration checks it before a process starts, and `mcore` again before it builds a model, with the same rules.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-# A key of config.json, true: the folder has no weights, and models keep those that Megatron made them with, from the
-# run's seed.  For measurements only: no published model has it.
+# A key of config.json; if true, the folder has no weights, and models keep Megatron's random initialisation from the
+# run's seed.  For benchmarks only: no published model has it.
 RANDOM_WEIGHTS = "megarl_random_weights"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one model lies over the ranks of a group; data parallelism is what is left of the world.
+    """The parallel sizes of one model in a group; the data-parallel size is the number of ranks / (tp*pp*cp).
 
-    Dense layers lie over tp*cp*dp ranks of a pipeline stage.  The experts of the same layers lie over the same ranks in
-    their own way: cut over `etp`, dealt to `ep`, and copied over what is left.  So expert parallelism takes its ranks
-    from those of tensor, context and data parallelism: it adds none, and the data of a step is split as without it.
+    Dense layers use the tp*cp*dp ranks of a pipeline stage.  The experts of the same layers use the same ranks in
+    another way: split over `etp`, distributed over `ep`, replicated over the rest.  So expert parallelism adds no
+    ranks: it uses those of tensor, context and data parallelism, and the data of a step is split as without it.
     """
 
     tp: int = 1  # tensor parallel
@@ -29,10 +29,10 @@ class Layout:
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     ep: int = 1  # expert parallel
-    etp: int | None = None  # tensor parallel inside an expert; None: as tp
+    etp: int | None = None  # tensor parallel inside an expert; None: equal to tp
     vpp: int = 1  # interleaved stages of each pipeline rank
     first_stage_layers: int | None = None  # layers of the first pipeline rank; None: as many as the others
-    last_stage_layers: int | None = None  # and of the last
+    last_stage_layers: int | None = None  # the same for the last
 
     @property
     def expert_tp(self) -> int:
@@ -40,11 +40,11 @@ class Layout:
 
     @property
     def model_size(self) -> int:
-        """Ranks that one data-parallel replica takes; with experts over several replicas, these hold the model."""
+        """Ranks of one data-parallel replica; experts may be distributed over several replicas."""
         return self.tp * self.pp * self.cp
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas among which the sequences of a step are split.  ValueError where a size does not divide."""
+        """Replicas among which the sequences of a step are split.  Raises ValueError if a size does not divide."""
         if misfit := next(rank_misfits(self, world_size), None):
             raise ValueError(misfit.sentence)
         return world_size // self.model_size
@@ -60,7 +60,7 @@ class Layout:
         return [left // even if layers is None else layers for layers in own]
 
     def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of each piece of the model in its order; piece i lies on pipeline rank i % pp.  ValueError as below.
+        """Layers of each model chunk in order; chunk i is on pipeline rank i % pp.  Raises ValueError for a misfit.
 
         Example: Layout(pp=2, vpp=2, last_stage_layers=2).layers_per_chunk(6) -> (2, 1, 2, 1).
         """
@@ -69,7 +69,7 @@ class Layout:
         return tuple(layers // self.vpp for layers in self.stage_layers(num_layers)) * self.vpp
 
 
-# fields of Layout, and the keys of a role's `megatron` group and of Megatron itself that they stand for
+# fields of Layout -> keys of a role's `megatron` group, which have Megatron's names
 KEYS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -86,7 +86,7 @@ KEYS = {
 
 @dataclass(frozen=True)
 class ModelNumbers:
-    """What a layout must fit, by the names of Hugging Face's config.json; None is not known, or not there."""
+    """Sizes of a model that a layout must fit, named as in Hugging Face's config.json; None: unknown or not present."""
 
     num_hidden_layers: int | None = None
     num_attention_heads: int | None = None
@@ -97,14 +97,14 @@ class ModelNumbers:
     max_position_embeddings: int | None = None
     num_experts: int | None = None
     expert_intermediate_size: int | None = None  # of one expert
-    shared_intermediate_size: int | None = None  # of the experts that every token passes, together
-    q_lora_rank: int | None = None  # multi-latent attention: the latent of queries
-    kv_latent_size: int | None = None  # and of keys and values, positions included
-    dense_layers: tuple[int, ...] = ()  # of a model with experts, the layers that have none, counted from 0
+    shared_intermediate_size: int | None = None  # of all shared experts together
+    q_lora_rank: int | None = None  # multi-latent attention: size of the latent of queries
+    kv_latent_size: int | None = None  # and of keys and values, with the rotary part
+    dense_layers: tuple[int, ...] = ()  # in a model with experts, the layers without experts, from 0
 
 
 def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
-    """The numbers in a config.json, or in a part of one."""
+    """The numbers in a config.json, which may be incomplete."""
     experts = _first(hf, "num_experts", "num_local_experts", "n_routed_experts")
     expert_size = _first(hf, "moe_intermediate_size", "intermediate_size") if experts else None
     shared, latent = hf.get("n_shared_experts"), hf.get("kv_lora_rank")
@@ -126,14 +126,14 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
 
 
 def _dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers without experts: the first of DeepSeek-V3, and those that Qwen3-MoE's config.json names or steps over."""
+    """Layers without experts: the first of DeepSeek-V3, and Qwen3-MoE's mlp_only_layers and decoder_sparse_step."""
     first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step") or 1
     named, layers = hf.get("mlp_only_layers") or (), range(hf.get("num_hidden_layers") or 0)
     return tuple(i for i in layers if i < first or (i + 1) % step or i in named)
 
 
 def _longest(hf: Mapping[str, Any]) -> int | None:
-    """Positions that the model knows; a scaled rope may add to what it was taught first."""
+    """Maximum positions of the model; a scaled rope may extend those of its pretraining."""
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     taught, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
     known = hf.get("max_position_embeddings")
@@ -150,7 +150,7 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 
 class Misfit(NamedTuple):
-    """One thing that cannot be: the field of Layout that is at fault, and a sentence that begins with its key."""
+    """A value that does not fit: the field of Layout, and a sentence that begins with its key."""
 
     field: str
     sentence: str
@@ -170,8 +170,8 @@ _DIVIDES = (
 
 
 def misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
-    """Everything about a model that does not fit a layout.  What is not known of the model is not asked."""
-    if wrong := list(_own_misfits(layout)):  # sizes below 1 could not be divided by
+    """All reasons why a model does not fit a layout.  Unknown sizes of the model are not checked."""
+    if wrong := list(_own_misfits(layout)):  # sizes may be 0, and are divisors below
         yield from wrong
         return
     if not numbers.num_experts and numbers.num_hidden_layers is not None:
@@ -186,7 +186,7 @@ def misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
 
 
 def training_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
-    """What fits by `misfits`, and still cannot be trained: experts have an optimizer of their own on every rank."""
+    """Misfits of training only: with ep > 1 each pipeline rank needs experts, since these have their own optimizer."""
     if layout.ep == 1 or not numbers.num_experts or numbers.num_hidden_layers is None:
         return
     chunks = layout.layers_per_chunk(numbers.num_hidden_layers)
@@ -210,7 +210,7 @@ def _without_experts(layout: Layout) -> Iterator[Misfit]:
 
 
 def _own_misfits(layout: Layout) -> Iterator[Misfit]:
-    """What cannot be whatever the model is."""
+    """Misfits of the layout itself, for any model."""
     for field in KEYS:
         size = getattr(layout, field)
         if size is not None and not isinstance(size, bool) and size < 1:
@@ -251,7 +251,7 @@ def _layer_misfits(layout: Layout, num_layers: int) -> Iterator[Misfit]:
 
 
 def rank_misfits(layout: Layout, num_ranks: int) -> Iterator[Misfit]:
-    """What does not divide the ranks that hold the model; these sentences begin with no key."""
+    """Products of sizes that do not divide the number of ranks; these sentences do not begin with a key."""
     for name, sizes, fields in (
         ("tp*pp*cp", (layout.tp, layout.pp, layout.cp), ("tp", "pp", "cp")),
         ("ep*etp*pp", (layout.ep, layout.expert_tp, layout.pp), ("ep", "tp" if layout.etp is None else "etp", "pp")),

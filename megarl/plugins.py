@@ -1,4 +1,4 @@
-"""A user's modules and files: imported, they fill the tables of the rooms by the `register_*` decorators."""
+"""Loads a user's plug-ins: modules and files whose `register_*` decorators fill the tables of losses, rewards etc."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
 
-# Where a file as verl's documentation prints it takes the decorators from, and where they are here.
+# The module from which files in verl's documentation import the decorators -> where they are here.
 DOCUMENTED = {"verl.trainer.ppo.core_algos": "megarl.algo"}
 
 
 def load_plugins(specs: Sequence[str]) -> None:
     """Import each module ("my_package.losses") or file ("my/losses.py"), whose decorators fill the tables.
 
-    The same file twice is loaded once.  In a file, `from verl.trainer.ppo.core_algos import register_policy_loss` means
+    A file is loaded only once.  In a file, `from verl.trainer.ppo.core_algos import register_policy_loss` means
     `from megarl.algo import register_policy_loss`, whether verl is installed or not.
-    Raises: ValueError for a file or module that is not there, or that imports what is not there; whatever else the
-        plugin itself raises.
+    Raises: ValueError for a file or module that does not exist, or whose imports fail; any other exception of the
+        plug-in itself.
     """
     for spec in specs:
         try:
@@ -53,12 +53,12 @@ def _load_file(spec: str) -> None:
     try:
         exec(_code(path), module.__dict__)
     except BaseException:
-        del sys.modules[name]  # so that a second try runs it again
+        del sys.modules[name]  # so that a retry runs it again
         raise
 
 
 def _code(path: Path) -> CodeType:
-    """The file's code, each line where it stands in the file, with the imports of DOCUMENTED led to this package."""
+    """The file's code with its line numbers; imports from DOCUMENTED modules are redirected to this package."""
     tree = ast.parse(path.read_bytes(), str(path))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in DOCUMENTED:

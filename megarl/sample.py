@@ -1,8 +1,8 @@
-"""The nouns of the ring, in the order in which they are born.
+"""The data types of the training loop, from `Prompt` to `LossOutput`, in the order in which they are made.
 
-Ragged outside, packed inside: whatever travels between the rooms is one of these, and sequences are never padded.
-Column t of a sequence describes token t: `log_probs[t]` is the log-probability of token t given the tokens before it
-(0 for a sequence's first token, which nothing predicts) and `values[t]` is the value just before token t is chosen.
+All packages exchange these types.  Batches are ragged, micro-batches packed; sequences are never padded.
+Entry t of a column describes token t: `log_probs[t]` is the log-probability of token t given the tokens before it
+(0 for a sequence's first token, which nothing predicts) and `values[t]` is the value just before token t is sampled.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 class Prompt:
     """One question.  Example: Prompt("0-17", [12, 34], "12+34=", "46", "arithmetic")."""
 
-    uid: str  # epoch and row of the file: two visits of the same row are two groups
+    uid: str  # epoch and row of the file: the same row in two epochs gives two groups
     token_ids: list[int]
-    text: str | list[dict[str, str]]  # what the file held: a string, or chat messages
+    text: str | list[dict[str, str]]  # as in the file: a string, or chat messages
     ground_truth: str | None = None
     data_source: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)  # every other field of the row, for the reward
+    extra: dict[str, Any] = field(default_factory=dict)  # all other fields of the row, for the reward
 
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens `start` (inclusive) to `end` (exclusive) of a completion were written by weights `version`."""
+    """Tokens `start` (inclusive) to `end` (exclusive) of a completion were generated with weights `version`."""
 
     version: int
     start: int
@@ -38,32 +38,32 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a server wrote.  Example: token_ids [4, 6, 1], log_probs [-0.1, -0.7, -0.0], finish_reason "stop"."""
+    """A generated completion.  Example: token_ids [4, 6, 1], log_probs [-0.1, -0.7, -0.0], finish_reason "stop"."""
 
     token_ids: list[int]  # the stop token included
-    log_probs: list[float]  # of the temperature-scaled softmax, as the server saw it
+    log_probs: list[float]  # of the temperature-scaled softmax, as the server computed it
     finish_reason: str  # stop | length | abort
     versions: tuple[VersionSpan, ...]
     text: str = ""
 
 
-REWARD_ERROR = "reward_error"  # the further number, 1.0, of a reward function that failed on a sample
+REWARD_ERROR = "reward_error"  # extra number, 1.0, of a sample on which the reward function failed
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, one completion of it, and what the reward said."""
+    """A prompt, one completion of it, and its reward."""
 
     prompt: Prompt
     completion: Completion
     reward: float
-    reward_extra: dict[str, float] = field(default_factory=dict)  # further numbers of a reward function
-    greedy_reward: float | None = None  # of a greedy completion of the same prompt, where one was asked for
+    reward_extra: dict[str, float] = field(default_factory=dict)  # extra numbers of the reward function
+    greedy_reward: float | None = None  # of a greedy completion of the same prompt, if one was requested
 
 
 @dataclass(frozen=True)
 class LostRollout:
-    """A completion that never came: a value, so that one bad request does not stop a run."""
+    """A prompt without completions: a value, not an exception, so that one failed request does not stop a run."""
 
     prompt: Prompt
     reason: str
@@ -71,12 +71,12 @@ class LostRollout:
 
 @dataclass(frozen=True)
 class Batch:
-    """B whole sequences, end to end; N is the sum of their lengths.
+    """B whole sequences, concatenated; N is the sum of their lengths.
 
     Example, two sequences "ab|c" and "a|bc" (prompt|response):
         tokens   a b c a b c      lengths 3 3
-        columns["response_mask"]   0 0 1 0 1 1        [N], one number a token
-        per_sequence["group"]      0 1                [B], one number a sequence
+        columns["response_mask"]   0 0 1 0 1 1        [N], one number per token
+        per_sequence["group"]      0 1                [B], one number per sequence
     """
 
     tokens: Tensor  # [N] int64
@@ -117,7 +117,7 @@ class Batch:
         return replace(self, per_sequence={**self.per_sequence, **numbers})
 
     def keep_columns(self, *names: str) -> Batch:
-        """The same sequences with only these columns and no numbers a sequence: what travels to a rank."""
+        """The same sequences with only these columns and without per_sequence: what is sent to a rank."""
         return replace(self, columns={n: self.columns[n] for n in names}, per_sequence={})
 
     def select(self, indices: Sequence[int]) -> Batch:
@@ -142,7 +142,7 @@ def segment_ids(lengths: Tensor) -> Tensor:
 
 
 def token_positions(lengths: Tensor, indices: Tensor) -> Tensor:
-    """Where the tokens of sequences `indices` stand in the flat [N] order, in the order of `indices`."""
+    """Positions of the tokens of sequences `indices` in the flat [N] order, in the order of `indices`."""
     if len(indices) == 0:
         return torch.zeros(0, dtype=torch.int64)
     starts = (lengths.cumsum(0) - lengths)[indices]
@@ -153,9 +153,9 @@ def token_positions(lengths: Tensor, indices: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes: a few sequences packed into one row.
+    """The input of one forward pass: a few sequences packed into one row.
 
-    A dummy keeps the number of micro-batches equal on all data-parallel ranks; it counts for nothing.
+    A dummy keeps the number of micro-batches equal on all data-parallel ranks; it has weight 0.
     """
 
     batch: Batch
@@ -164,7 +164,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Stat:
-    """A number that knows how it is reduced: a mean travels as sum and weight, so nobody averages averages."""
+    """A number and how it is reduced: a mean is kept as sum and weight, so that merged means are weighted correctly."""
 
     kind: str  # mean | sum | max | min
     value: float  # mean: the weighted sum
@@ -188,7 +188,7 @@ Stats = dict[str, Stat]
 
 
 def merge_stats(parts: Sequence[Stats]) -> Stats:
-    """One dictionary out of many; a name that only some have is merged over those."""
+    """Merge dictionaries of statistics; a name that only some have is merged over these."""
     out: Stats = {}
     for part in parts:
         for name, stat in part.items():
@@ -198,7 +198,7 @@ def merge_stats(parts: Sequence[Stats]) -> Stats:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a loss function returns for one micro-batch: a scalar to differentiate, and statistics."""
+    """The result of a loss function for one micro-batch: a scalar to differentiate, and statistics."""
 
     loss: Tensor  # [] the sum of weight * token_loss over the micro-batch
     stats: Stats

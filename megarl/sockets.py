@@ -1,4 +1,4 @@
-"""Where the processes of a run listen: each at one address, never on all interfaces."""
+"""Listening sockets, rendezvous stores and network interfaces: each at one address, never on all interfaces."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def host_store(address: str, port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
-    """The store at which the ranks of a world meet, served by this process at exactly this address.
+    """The store for the rendezvous of a group's ranks, hosted by this process at exactly this address.
 
-    torch's own store and torchrun's listen on every interface. Nothing that is put into this store is unpickled.
-    The world ends with the returned object; `store.port` is the port. Raises OSError where it cannot listen there.
+    torch's own store and torchrun's listen on every interface. Values in this store are never unpickled.
+    The store is closed with the returned object; `store.port` is the port. Raises OSError if it cannot listen there.
     """
-    from torch.distributed import TCPStore  # seconds of importing, for those alone who host a store
+    from torch.distributed import TCPStore  # a slow import, only needed to host a store
 
     listener = listen(address, port)
     port = int(listener.getsockname()[1])
@@ -36,7 +36,10 @@ def host_store(address: str, port: int = 0, *, timeout_s: float = 300.0) -> TCPS
 
 
 def interface_of(address: str) -> str | None:
-    """Name of this machine's network interface with this address or name; every loopback address is the loopback's."""
+    """Name of this machine's interface with this address or host name; any loopback address gives the loopback's.
+
+    None if no interface has it.
+    """
     wanted = ipaddress.ip_address(socket.getaddrinfo(address, None)[0][4][0])
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
@@ -49,9 +52,9 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """Environment variables that have gloo and NCCL listen at this machine's interface with that address.
+    """Environment variables that make gloo and NCCL use this machine's interface with that address.
 
-    Without them gloo takes the address that the machine's name resolves to. Empty where no interface has it.
+    Without them gloo uses the address that the machine's name resolves to. Empty if no interface has the address.
     """
     name = interface_of(address)
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # =: exactly it

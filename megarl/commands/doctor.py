@@ -1,6 +1,6 @@
-"""`megarl doctor`: has this machine what a run needs?  Looks only; changes nothing and starts nothing.
+"""`megarl doctor`: checks whether this machine has what a run needs; changes nothing and starts nothing.
 
-Needs nothing that it looks for: a missing package is a row of the table.
+It runs without the packages that it checks: a missing package is a row of the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.config import Config
 OK, NOTE, FAIL = "ok", "note", "fail"
 _COLOURS = {OK: "green", NOTE: "yellow", FAIL: "red"}
 
-# What the tests ran with.  Another version is a note; another megatron-core is a failure, because its insides are used.
+# The tested versions.  Another version is a note; another megatron-core is a failure, because its internals are used.
 TESTED = {
     "torch": "2.13.0",
     "megatron-core": "0.16.1",
@@ -75,7 +75,7 @@ def main(config: Config) -> int:
 
 
 def examine(device: str) -> list[Finding]:
-    """Everything that is looked at, in the order it is shown.  device: auto | cpu | cuda, what the run is to use."""
+    """All findings, in the order of the table.  device: auto | cpu | cuda, as trainer.device."""
     return [
         _python(),
         *(_package(name, tested) for name, tested in TESTED.items()),
@@ -103,7 +103,7 @@ def _package(name: str, tested: str) -> Finding:
         found = version(name)
     except PackageNotFoundError:
         return Finding(name, "missing", tested, FAIL)
-    if found.partition("+")[0] == tested:  # torch says 2.13.0+cpu
+    if found.partition("+")[0] == tested:  # for example torch 2.13.0+cpu
         return Finding(name, found, tested, OK)
     return Finding(name, found, tested, FAIL if name == "megatron-core" else NOTE)
 
@@ -129,7 +129,7 @@ def _space(subject: str, free: int, wanted: int) -> Finding:
 
 
 def _loopback() -> Finding:
-    """Ranks and servers of one machine speak over 127.0.0.1."""
+    """Ranks and servers of one machine communicate over 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()

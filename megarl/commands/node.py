@@ -1,4 +1,4 @@
-"""`megarl node`: one of the further machines of a run, which does what the driver on the first tells it."""
+"""`megarl node`: an additional machine of a run, which starts ranks and servers for the driver on machine 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.machines.agent import Agent
 
 
 def main(config: Config) -> int:
-    """Returns when the run has ended well; raises RuntimeError (DriverLost) otherwise."""
+    """Returns when the run has ended without an error; raises RuntimeError (DriverLost) otherwise."""
     trainer = config.trainer
     if not 0 < trainer.node_rank < trainer.nnodes:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""`megarl serve`: those servers of rollout.urls whose host is this machine, started, watched and started again.
+"""`megarl serve`: starts, health-checks and restarts the servers of rollout.urls whose host is this machine.
 
-It takes the very settings of the run, so that one list of words does for trainers and servers.
+It takes the same settings as the run, so that trainers and servers can be started with the same arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK_S = 1.0
 
 
 def main(config: Config) -> int:
-    """Serves until it is interrupted; raises ServerDied when no server is left."""
+    """Serves until it is interrupted; raises ServerDied if no server is left."""
     console, launches = Console(soft_wrap=True), launches_here(config)
     key = os.environ.get(SERVER_VARIABLE) or server_token({}, needed_token(os.environ, "megarl serve"))
     logs = config.trainer.run_dir / "logs" / f"servers_{socket.gethostname()}"
@@ -42,7 +42,10 @@ def main(config: Config) -> int:
 
 
 def launches_here(config: Config) -> list[EngineLaunch]:
-    """One launch for each url of this machine, in their order; they take its GPUs from rollout.first_gpu (0) on."""
+    """One launch for each url of this machine, in their order; they use its GPUs from rollout.first_gpu (0) on.
+
+    Raises ValueError if no url is of this machine.
+    """
     rollout, launch = config.rollout, server_launch(config)
     found: list[EngineLaunch] = []
     for number, url in enumerate(rollout.urls):
@@ -60,7 +63,7 @@ def launches_here(config: Config) -> list[EngineLaunch]:
 
 
 def own_address_of(host: str) -> str | None:
-    """The address that a name has, if it is one of this machine; None if it is another's."""
+    """The address of a host name if it is one of this machine, otherwise None."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:

@@ -1,7 +1,7 @@
-"""`megarl train -m`: one run after another, each in a process of its own, and a table of what became of them.
+"""`megarl train -m`: one run after another, each in its own process, and a table of the results.
 
-A run that fails costs the others nothing.  The same command again goes on: a run that is finished is left alone, any
-other goes on from its last checkpoint, as `megarl train` does.
+A failed run does not affect the others.  The same command resumes a sweep: finished runs are skipped, others resume
+from their last checkpoint, as `megarl train` does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILE = "sweep.json"
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one run; None where it is not known, such as an accuracy without data.val_files."""
+    """The result of one run; None if a value is unknown, for example an accuracy without data.val_files."""
 
     values: dict[str, Any]
     folder: str
@@ -38,7 +38,7 @@ class Result:
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     last_score: float | None = None  # mean over the samples of the last iteration
-    seconds: float | None = None  # of the run, earlier starts included; of this start where it did not finish
+    seconds: float | None = None  # of the run with its earlier starts; if it did not finish, of this start
 
 
 def main(runs: Sequence[SweptRun]) -> int:
@@ -59,9 +59,9 @@ def main(runs: Sequence[SweptRun]) -> int:
 def sweep(
     runs: Sequence[SweptRun], start: Callable[[SweptRun], int], say: Callable[[str], object] = lambda line: None
 ) -> list[Result]:
-    """Start the runs that are not finished, one after another; returns, and keeps in sweep.json, what became of each.
+    """Start the runs that are not finished, one after another; returns their results, which are also in sweep.json.
 
-    start: does a run and returns its exit code, or raises KeyboardInterrupt, which ends the sweep.
+    start: executes a run and returns its exit code, or raises KeyboardInterrupt, which ends the sweep.
     """
     results = [Result(dict(run.values), str(run.config.trainer.run_dir)) for run in runs]
     finished = [is_finished(run.config) for run in runs]
@@ -82,11 +82,11 @@ def sweep(
 
 
 def train(run: SweptRun) -> int:
-    """`megarl train` of one run, which ends when this process is interrupted or killed."""
+    """`megarl train` of one run in a process that ends when this one is interrupted or killed."""
     parent = os.getpid()
     process = subprocess.Popen(
         [sys.executable, "-m", "megarl", "train", *run.words],
-        process_group=0,  # Ctrl-C at the terminal reaches this process alone, which hands it on once
+        process_group=0,  # Ctrl-C at the terminal reaches only this process, which sends SIGTERM once
         preexec_fn=lambda: die_with_parent(parent),
     )
     try:
@@ -96,11 +96,11 @@ def train(run: SweptRun) -> int:
         process.wait()
         raise
     finally:
-        process.kill()  # for who does not want to wait and interrupts again
+        process.kill()  # in case of a second Ctrl-C during the wait
 
 
 def is_finished(config: Config) -> bool:
-    """Does its folder hold the end of a run with these settings?  A run that shall not be resumed is made again."""
+    """Whether its folder has a finished run with these settings; always False with trainer.resume_mode=disable."""
     now = config.trainer
     written, summary = now.run_dir / "config.yaml", now.run_dir / "summary.json"
     if now.resume_mode == "disable" or not (written.exists() and summary.exists()):
@@ -114,7 +114,7 @@ def is_finished(config: Config) -> bool:
 
 
 def print_table(results: Sequence[Result]) -> None:
-    """A row for each run, on stdout; the folders stand in that of the sweep, which is named below."""
+    """Print a row for each run; the folders are inside that of the sweep, which `main` prints below."""
     table = Table(title="runs of the sweep", title_justify="left")
     keys = list(results[0].values)
     for name in (*keys, "state", "before", "after", "last score", "seconds", "folder"):
@@ -149,7 +149,7 @@ def _file(runs: Sequence[SweptRun]) -> Path:
 
 
 def _write(file: Path, results: Sequence[Result]) -> None:
-    """There as a whole or not at all; rows of other sweeps in the same folder stay."""
+    """Write sweep.json atomically; rows of other sweeps in the same folder stay."""
     file.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(file.read_text())["runs"] if file.exists() else []
     ours = {result.folder for result in results}

@@ -1,6 +1,6 @@
-"""Where this process stands among the machines of a run: what Slurm or Kubernetes tell in the environment.
+"""Which machine of a run this is: its number and the first machine's address, from Slurm's or Kubernetes' variables.
 
-They are asked only where the settings say that there are several machines, and only for what the settings leave open.
+They are read only if trainer.nnodes > 1, and only for settings that still have their defaults.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import replace
 from megarl.config import Config
 from megarl.config.schema import Trainer
 
-NODE_ADDRESS = "MEGARL_NODE_ADDR"  # this machine's own address, where it has several and another would be taken
-# variables that hold the number of this machine in the job
+NODE_ADDRESS = "MEGARL_NODE_ADDR"  # the address to use of this machine, if it has several
+# variables with the number of this machine in the job
 _RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 
 
 def placed(config: Config, environment: Mapping[str, str]) -> Config:
-    """The same run with trainer.node_rank and trainer.master_addr, where the environment knows them and they are unset.
+    """The same run with trainer.node_rank and trainer.master_addr from the environment, if they have their defaults.
 
-    Raises ValueError where the environment has another number of machines than the settings, or is torchrun's.
+    Raises ValueError if the environment has another number of machines than the settings, or is torchrun's.
     """
     trainer, unset = config.trainer, Trainer()
     _refuse_torchrun(environment)
@@ -38,7 +38,7 @@ def placed(config: Config, environment: Mapping[str, str]) -> Config:
 
 
 def _check(nnodes: int, environment: Mapping[str, str]) -> None:
-    """One process on each of so many machines is what we want."""
+    """Raises ValueError unless Slurm runs one process on each of `nnodes` machines."""
     given = environment.get("SLURM_STEP_NUM_NODES", "")
     if given.isdigit() and int(given) != nnodes:
         raise ValueError(
