@@ -157,7 +157,7 @@ def push(version: int, servers: ServerManager, totals: Totals) -> dict[str, Any]
 
 
 def measure(step: int, evaluator: Evaluator, servers: ServerManager, log: RunLog) -> Evaluation:
-    """The score on the held-out prompts."""
+    """Evaluate the held-out prompts and log the score."""
     evaluator.submit()
     while not evaluator.ready():
         servers.check_servers()

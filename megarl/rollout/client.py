@@ -144,7 +144,7 @@ class ServerClient:
         flattened: bool = False,
         flush_cache: bool = True,
     ) -> None:
-        """Have the server receive these tensors from rank 0 of the group.
+        """The server receives these tensors from rank 0 of the group.
 
         Returns after the broadcasts, so call it in a thread. Plain: one broadcast per tensor, in order. Flattened: one
         broadcast of all their bytes, concatenated. A server that refuses the update joins no broadcast. `version`
@@ -170,7 +170,7 @@ class ServerClient:
         self._accepted(Route.UPDATE_FROM_DISK, {"model_path": model_path, **self._after_update(version, flush_cache)})
 
     def _after_update(self, version: int | None, flush_cache: bool) -> dict[str, Any]:
-        flush = flush_cache and self.abilities.flush_beside_queue  # else there is no prefix cache
+        flush = flush_cache and self.abilities.flush_beside_queue  # otherwise the server runs without a prefix cache
         return {"flush_cache": flush, "weight_version": None if version is None else str(version)}
 
     # ---- adapters

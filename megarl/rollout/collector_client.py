@@ -58,7 +58,7 @@ class CollectorClient:
             timeout_s=120, log_path=run / "logs/collector.log")
         ticket = collector.submit(prompts, n=8, params=SamplingParams(max_new_tokens=256))
         while not collector.ready(ticket):
-            ...                               # look after the servers
+            ...                               # check the servers
         groups = collector.take(ticket)       # one entry per prompt, in the order of the prompts
         collector.close()
 

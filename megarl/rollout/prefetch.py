@@ -88,7 +88,7 @@ class Prefetcher:
     Example:
 
         while not prefetcher.ready():
-            ...                               # look after the servers
+            ...                               # check the servers
         batch = prefetcher.take()
 
     `greedy`: also a greedy completion of each prompt.  `keep`: dynamic sampling; None keeps every group.

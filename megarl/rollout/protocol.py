@@ -59,7 +59,7 @@ class Abilities:
     def of(version: str) -> Abilities:
         """By the version in /server_info: of SGLang, or of our HF server, which has all features."""
         numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
-        if len(numbers) < 3:  # ours, or a development version
+        if len(numbers) < 3:  # our HF server, or a development version of SGLang
             return Abilities(update_sessions=True, version_spans=True, flush_beside_queue=True)
         since_21 = numbers >= (0, 5, 21)
         return Abilities(update_sessions=since_21, version_spans=numbers >= (0, 5, 20), flush_beside_queue=since_21)

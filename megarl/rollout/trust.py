@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Trusts(Protocol):
-    """An EnginePool, the CollectorClient before it, or the servers.router.Routed between it and a router."""
+    """Implemented by EnginePool, by CollectorClient, and by servers.router.Routed for servers behind a router."""
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None:
         """The server at `url` holds this version of the weights, verified: it may generate, and its completions count.

@@ -21,7 +21,11 @@ ALL = (WEIGHTS, CACHE)
 
 
 class Colocation:
-    """Example: it.release_memory(url); ... train ...; it.resume_memory(url, [WEIGHTS]); push; it.resume_memory(url)."""
+    """Example:
+
+    colocation.release_memory(url); ... train ...
+    colocation.resume_memory(url, [WEIGHTS]); ... push ...; colocation.resume_memory(url)
+    """
 
     def __init__(self, token: str, *, timeout_s: float) -> None:
         self._token, self._timeout_s = token, timeout_s

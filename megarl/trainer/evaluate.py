@@ -70,7 +70,7 @@ class Evaluator:
 
         evaluator.submit()                    # to the servers, with the weights that they hold now
         while not evaluator.ready():
-            ...                               # look after the servers
+            ...                               # check the servers
         found = evaluator.take()
     """
 
