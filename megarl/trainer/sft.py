@@ -27,7 +27,7 @@ from megarl.trainer.infrastructure import Infrastructure
 
 
 def sft(config: Config) -> dict[str, Any]:
-    """Train for sft.epochs, write `hf/` into the run's folder, return the summary."""
+    """Train for trainer.total_training_steps or sft.epochs, write `hf/` into the run's folder, return the summary."""
     folder, settings = config.trainer.run_dir, config.sft
     model_path = model_folder(config.model.path)
     tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
