@@ -83,7 +83,7 @@ class Role:
         """Build the model on the ranks from an HF folder; returns parameters a rank of the last stage holds.
 
         `lora` freezes the model and trains adapters: {"rank": 16, "alpha": 32, "targets": ["q_proj", ...], "seed": 0}.
-        `engine`: the fields of an mcore.training.execution.Engine that are not its defaults.
+        `engine`: the fields of an mcore.training.execution.ExecutionOptions that are not its defaults.
         """
         arguments = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins), "lora": lora}
         arguments["engine"] = engine or {}
