@@ -1,1 +1,1 @@
-"""One push: the transports, what servers are asked, and what came of it."""
+"""One push of weights: the transports, the requests to servers, and the report."""

@@ -1,8 +1,8 @@
-"""Giving servers the adapters of a LoRA model beside the weights of its base, which they keep.
+"""Pushing only the adapters of a LoRA model; the servers keep the base weights.
 
-Nothing is paused: each version is an adapter of a new name, completions ask for it by name, and those that run keep the
-one they began with.  The servers compare the sha256 of every tensor, and a canary prompt is asked under the new name,
-which vouches for the base below as well.
+No server is paused: each version is an adapter with a new name, completions ask for it by name, and running completions
+keep the adapter they began with.  The servers compare the SHA-256 of every tensor.  A canary prompt is sent with the
+new name, which checks the base weights too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from megarl.weights.verify.canary import Canary, disagreement
 
 
 class AdapterPusher:
-    """Lives on every rank; only world rank 0 speaks to the servers.
+    """Exists on every rank; only world rank 0 talks to the servers.
 
-    `keep`: adapters a server holds at a time; older ones are dropped, when no completion can be using them any more.
+    `keep`: number of adapters a server holds at a time; older ones are unloaded, when no completion uses them any more.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class AdapterPusher:
     ) -> None:
         self._hf_config, self._base_model, self._keep = hf_config, base_model, keep
         self._engines = {url: ServerClient(url, token, timeout_s=timeout_s) for url in urls}
-        self._held: dict[str, deque[str]] = defaultdict(deque)  # url -> names, the oldest first
+        self._held: dict[str, deque[str]] = defaultdict(deque)  # url -> names of adapters, the oldest first
         self._num_pushes = 0
 
     def push(
         self, model: Model, version: int, *, only: Sequence[str] | None = None, canary: Canary | None = None
     ) -> PushReport | None:
-        """Every rank calls it; world rank 0 gets the report, with the name by which completions ask for the adapter.
+        """Every rank calls it; world rank 0 gets the report, with the adapter's name for completions.
 
-        `only`: to these urls alone.  Peak extra memory on rank 0: the adapters three times.
+        `only`: push to these urls only.  Peak extra memory on rank 0: the adapters three times.
         """
         self._num_pushes += 1
         if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
@@ -67,8 +67,8 @@ class AdapterPusher:
             with clock("gather"):
                 tensors = on_cpu(stream)
         finally:
-            deque(stream, maxlen=0)  # the other ranks wait for us in its collectives
-        name = f"actor-{version}-{self._num_pushes}"  # a server never takes one name twice
+            deque(stream, maxlen=0)  # finish the stream's collectives: the other ranks wait in them
+        name = f"actor-{version}-{self._num_pushes}"  # a server refuses a name that it has had before
         urls = list(self._engines) if only is None else list(only)
         config = peft_config(settings_in(model), self._base_model)
         failed = self._give(urls, name, tensors, config, canary, clock)
@@ -116,13 +116,13 @@ class AdapterPusher:
             try:
                 self._engines[url].unload_adapter(held.popleft())
             except ServerError as error:
-                if error.status != 400:  # 400: it was started anew and has no such adapter
+                if error.status != 400:  # 400: the server was restarted and has no such adapter
                     raise
 
 
 def give_adapter(engine: ServerClient, name: str, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
-    """One server takes an adapter that is there as a whole; PushError where it does not."""
-    # Pickled here, with the bytes inside: SGLang unpickles tensors and nothing else.
+    """Load a complete adapter into one server; PushError if the server refuses it."""
+    # Pickled here, with the bytes inside: SGLang unpickles only tensors.
     payload = base64.b64encode(pickle.dumps(tensors)).decode()
     digests = {n: hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy().data).hexdigest() for n, t in tensors.items()}
     try:

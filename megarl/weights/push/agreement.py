@@ -1,4 +1,4 @@
-"""Plain values that the ranks of the trainer tell each other: JSON in tensors, so that no rank unpickles anything."""
+"""Collectives of the trainer's ranks for plain values: JSON in tensors, so that no rank unpickles anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def gather_json(value: Any) -> list[Any]:
-    """What every rank of the world passed, in the order of ranks, on every rank; tuples come back as lists.
+    """Gather the values of all ranks of the world on every rank, in rank order; tuples come back as lists.
 
     A collective. Peak extra memory: the longest text times the number of ranks.
     """
@@ -26,7 +26,7 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def broadcast_json(value: Any) -> Any:
-    """What rank 0 of the world passed, on every rank.  A collective."""
+    """Return on every rank the value that rank 0 of the world passed.  A collective."""
     mine = _encode(value if dist.get_rank() == 0 else None)
     size = torch.tensor([len(mine)], device=mine.device)
     dist.broadcast(size, src=0)
@@ -36,7 +36,7 @@ def broadcast_json(value: Any) -> Any:
 
 
 def _encode(value: Any) -> Tensor:
-    """[bytes] uint8 on a device with which the world can communicate."""
+    """[bytes] uint8 on a device that the world's backend supports."""
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
 

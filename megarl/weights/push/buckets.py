@@ -1,4 +1,4 @@
-"""Which tensors travel together: consecutive ones of one type, up to a number of bytes."""
+"""Buckets: consecutive tensors of one dtype that are sent together, up to a number of bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NewBuffer = Callable[[int, torch.device], Tensor]
 
 @dataclass(frozen=True)
 class Bucket:
-    """One message: the bytes of its tensors end to end, in row-major order.
+    """One message: the bytes of its tensors one after another, in row-major order.
 
     Example: names ["a", "b"], shapes [(2,), (3,)], float32: `data` holds 20 bytes, of which a has the first 8.
     """
@@ -35,9 +35,9 @@ class Bucket:
 
 
 def plan_buckets(sizes: Sizes, bucket_bytes: int) -> list[list[str]]:
-    """Names of each bucket; one type a bucket, as its receiver reads offsets that are aligned to that type.
+    """Names of each bucket; a bucket has one dtype, because its receiver reads offsets aligned to that dtype.
 
-    A tensor larger than `bucket_bytes` has a bucket of its own, and so have two larger ones that must not be parted.
+    A tensor larger than `bucket_bytes` has a bucket of its own; so have two larger tensors that must stay together.
     """
     plan: list[list[str]] = []
     filled, current = 0, None
@@ -52,7 +52,7 @@ def plan_buckets(sizes: Sizes, bucket_bytes: int) -> list[list[str]]:
 
 
 def _inseparable(sizes: Sizes) -> Iterator[list[str]]:
-    """Each tensor by itself, but for two neighbours that SGLang fuses: it forgets one that comes without the other."""
+    """Each tensor alone, except two neighbours that SGLang fuses: it drops one that comes without the other."""
     run: list[str] = []
     for name in sizes:
         if run and not _are_fused(run[-1], name):
@@ -75,10 +75,10 @@ def fill_buckets(
     new_buffer: NewBuffer | None = None,
     clock: Clock | None = None,
 ) -> Iterator[Bucket]:
-    """The tensors of `stream`, which come in the order of `sizes`, as buckets that share one buffer.
+    """The tensors of `stream`, in the order of `sizes`, as buckets that share one buffer.
 
-    `new_buffer` makes that buffer: [bytes] uint8 on the given device, ordinary memory by default.  `clock` is told of
-    the seconds in which `stream` gathers a tensor, and in which tensors are brought into the bucket (convert).
+    `new_buffer` makes that buffer: [bytes] uint8 on the given device, ordinary memory by default.  `clock` counts the
+    seconds in which `stream` gathers a tensor (gather), and in which tensors are copied into the bucket (convert).
     """
     clock = clock or Clock()
     buffer: Tensor | None = None

@@ -1,4 +1,4 @@
-"""One round of buckets, as world rank 0 sends them: the same buckets to servers that map and that receive them."""
+"""One round of buckets from world rank 0: the same buckets for `shared` (mapped) and `gathered` (broadcast) servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.weights.verify.digests import Kind, RankDigests
 
 
 class _Layout(NamedTuple):
-    """Servers with the same one hold the same under the same names."""
+    """Servers of the same layout hold the same parameters under the same names."""
 
     engine: EngineKind
     coordinates: tuple[ShardCoordinate, ...]
@@ -32,10 +32,10 @@ class _Layout(NamedTuple):
 
 
 class BucketRound:
-    """Gives the servers that wait for it bucket after bucket, and computes meanwhile what they must then hold."""
+    """Sends the waiting servers one bucket after another, and meanwhile computes the digests that they must report."""
 
     def __init__(self, lead: Lead, hf_config: HFConfig, sizes: Sizes) -> None:
-        """Joins those that are to receive, and opens an update on all."""
+        """Join the groups of `gathered` servers, and begin an update on all servers of the round."""
         self._lead, self._targets, self._hf_config = lead, lead.targets, hf_config
         self._transports = {
             url: transport for url, transport in self._targets.waiting().items() if transport != "sharded"
@@ -57,12 +57,12 @@ class BucketRound:
 
     @property
     def urls(self) -> list[str]:
-        """The servers that still take part: the rest have been dropped, or wait for another round."""
+        """The servers that still take part: the others were dropped or wait for another round."""
         waiting = self._targets.waiting()
         return [url for url, transport in self._transports.items() if waiting.get(url) == transport]
 
     def new_buffer(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Memory that servers of this machine can map, if any of them wants to."""
+        """A buffer; on a CPU it is in shared memory if any server uses `shared`."""
         shared = [url for url in self.urls if self._transports[url] == "shared"]
         if shared and device.type == "cpu":
             try:
@@ -73,7 +73,7 @@ class BucketRound:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def send(self, bucket: Bucket, handles: Mapping[str, list[str]] | None) -> None:
-        """`handles`: of the bucket on each GPU; None: it lies in this process' memory alone."""
+        """`handles`: of the bucket on each GPU; None: the bucket is only in this process' memory."""
         version, flush = (self._lead.version, self._lead.flush_cache) if bucket.is_last else (None, False)
         targets, start = self._targets, time.perf_counter()
         orders = targets.start(lambda server: server.send(bucket, version, flush), self._of("gathered"))
@@ -106,7 +106,7 @@ class BucketRound:
                     rank.add(name, tensor)
 
     def verify(self) -> None:
-        """After the last bucket: servers that hold what they must are done."""
+        """After the last bucket: servers with the expected checksums are done."""
         expected = {layout: [rank.result() for rank in ranks] for layout, ranks in self._sums.items()}
         targets, copies = self._targets, tied(self._hf_config)
         with targets.clock("verify"):
@@ -131,10 +131,10 @@ def _layout(server: Server) -> _Layout:
 
 
 def disagreements(servers: Mapping[str, Server], weights: Mapping[str, str]) -> dict[str, str]:
-    """url -> reason, for servers whose checksums are not computed here, as those of quantized weights.
+    """url -> reason, for servers whose checksums are not computed here, such as those of quantized weights.
 
-    Since the last good push their checksums must have changed when the trainer's `weights` (for each url any text that
-    tells them apart) did, and only then, and must be the same on all servers of one layout.
+    Since the last good push their checksums must have changed if and only if the trainer's `weights` changed (for each
+    url a text that identifies the weights).  They must be the same on all servers of one layout.
     """
     faults: dict[str, str] = {}
     same: dict[_Layout, list[str]] = defaultdict(list)

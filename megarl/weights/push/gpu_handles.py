@@ -1,8 +1,8 @@
-"""CUDA memory that servers map: each trainer rank shares its own GPU's copy of a bucket with the server rank there.
+"""CUDA IPC handles: each trainer rank shares its GPU's copy of a bucket with the server rank on the same GPU.
 
-So no bucket crosses from one GPU to another, nor to another machine.  Who stands where tells whoever started them
-(`Gpus`); without it a server is taken to be on the machine of rank 0.  Trainer and servers must number the GPUs of a
-machine alike.
+So no bucket is copied to another GPU or another machine.  The code that starts trainer and servers tells their GPUs
+(`Gpus`); without it a server is assumed to be on the machine of rank 0.  Trainer and servers must number the GPUs of a
+machine in the same way.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Gpus:
     A GPU is named by its machine and its number there.
     """
 
-    trainer: Sequence[str] = ()  # of each rank; empty: nobody said
-    servers: Mapping[str, Sequence[str]] = field(default_factory=dict)  # url -> of each rank
+    trainer: Sequence[str] = ()  # GPU of each rank; empty: not known
+    servers: Mapping[str, Sequence[str]] = field(default_factory=dict)  # url -> GPU of each rank
 
 
 def gpus_of(server: Server) -> list[str]:
-    """The GPU of each rank of a server; none of one without GPUs."""
+    """The GPU of each rank of a server; empty for a server without GPUs."""
     first = server.nature.first_gpu
     if first is None:
         return []
@@ -41,14 +41,14 @@ def gpus_of(server: Server) -> list[str]:
 
 
 def wanted_handles(servers: Iterable[Server]) -> dict[str, int]:
-    """GPU -> how many ranks of servers want its memory; each handle is opened once."""
+    """GPU -> number of server ranks that map its memory; each needs a handle of its own."""
     return dict(Counter(gpu for server in servers for gpu in gpus_of(server)))
 
 
 def exchange(bucket: Bucket, wanted: Mapping[str, int], trainer: Sequence[str]) -> dict[str, list[str]]:
-    """GPU -> handles of the bucket in its memory; a collective of all ranks, each of which has filled its own.
+    """GPU -> handles of the bucket in its memory; a collective of all ranks, and each has filled its own copy.
 
-    `trainer`: their GPUs, where they were told.
+    `trainer`: the GPUs of the ranks, if they are known.
     """
     mine = trainer[dist.get_rank()] if trainer else _name(torch.cuda.current_device())
     torch.cuda.synchronize()

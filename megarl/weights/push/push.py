@@ -1,11 +1,12 @@
-"""Putting the trainer's weights into the servers, and proving that they arrived.
+"""Pushes the trainer's weights to the servers, and verifies that they arrived.
 
-There are three transports.  `gathered`: rank 0 gathers every tensor and sends it in buckets over a weight group of
-its own with the server.  `shared`: a server on the same machine maps the buckets.  `sharded`: every rank sends the
-slices that a rank of the server needs straight to it.  A faster transport that fails gives way to a slower one.  Each
-server is paused, given the weights, asked for the digests of what it then holds, and writes again only if these are
-what the trainer computed; the first time that its process is sent slices, it must hold the same after whole tensors
-too.  One that fails is left paused and named in the report; it holds up nobody longer than its own limit.
+There are three transports.  `gathered`: rank 0 gathers every tensor and broadcasts it in buckets over a weight group
+with each server.  `shared`: a server on the same machine maps the buckets.  `sharded`: every rank sends its slices
+straight to the server ranks that need them.  If a transport fails, the push falls back to a slower one.  Each server is
+paused, gets the weights and reports the digests of what it then holds.  It resumes generation only if they equal the
+digests that the trainer computed.  The first time that a server process gets slices, it must also hold the same after
+whole tensors.  A server that fails stays paused and is named in the report; the others wait for it no longer than its
+timeout.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ __all__ = ["Canary", "PushError", "PushReport", "Pusher"]
 
 logger = logging.getLogger("megarl.push")
 
-_MAX_THREADS = 512  # one for each server that is given an order
+_MAX_THREADS = 512  # one for each concurrent request to a server
 
 
 class Pusher:
-    """Lives on every rank; groups are made when they are first needed, and anew for a server that was started again.
+    """Exists on every rank; groups are made when they are first needed, and again for a server that was restarted.
 
-    Peak extra memory: one bucket on each rank that sends; beside it what `hf_tensors` needs where tensors are gathered
-    (behind the first slices too), or what `ShardedSender` says.
+    Peak extra memory: one bucket on each rank that sends; in addition what `hf_tensors` needs if tensors are gathered
+    (also after the first slices), or what `ShardedSender` says.
     """
 
     def __init__(
@@ -70,14 +71,15 @@ class Pusher:
         export_folder: str | Path | None = None,
         gpus: Gpus | None = None,
     ) -> None:
-        """`dtype`: what the servers hold (None: what the trainer does); `timeout_s` limits every single wait; `gpus`:
-        on which the trainer and its servers stand, as far as that is known.  `pause_mode`: abort | retract | in_place
-        (running completions go on, with new weights and their old KV cache).
+        """`dtype`: the servers' dtype (None: the trainer's); `timeout_s` limits every single wait; `gpus`: the GPUs of
+        the trainer and its servers, as far as they are known.  `pause_mode`: abort | retract | in_place (running
+        completions go on, with new weights and their old KV cache).
 
-        Every `check_every`-th push (0: none) also writes the model into `export_folder` (which all servers must see;
-        None: a temporary one, for those of this machine) with the files of `source_folder`, has servers load that, and
-        compares their checksums with those they had from the push: this trusts no arithmetic of ours on digests.  It is
-        done at once for a server whose digests cannot be computed, as of quantized weights, which is left out else.
+        Every `check_every`-th push (0: none) also writes the model into `export_folder` with the files of
+        `source_folder`, makes servers load it, and compares their checksums with those after the push.  This check does
+        not depend on our own computation of digests.  All servers must be able to read `export_folder`; None: a
+        temporary folder, for servers on this machine only.  A server whose digests cannot be computed, such as one with
+        quantized weights, is checked in this way at its first push too, and is dropped if that is not possible.
         """
         if transport not in ("auto", *TRANSPORTS):
             raise ValueError(f"transport={transport!r}: expected auto, {', '.join(TRANSPORTS)}")
@@ -105,9 +107,9 @@ class Pusher:
         only: Sequence[str] | None = None,
         canary: Canary | None = None,
     ) -> PushReport | None:
-        """Every rank calls it; world rank 0 gets the report, or PushError where no server took the weights.
+        """Every rank calls it; world rank 0 gets the report, or PushError if no server took the weights.
 
-        `only`: push to these servers alone; what is known of the others is kept.
+        `only`: push to these servers only; the state of the others is kept.
         """
         self._sizes = self._sizes or hf_sizes(model, self._hf_config, dtype=self._dtype)
         if dist.get_rank() != 0:
@@ -119,7 +121,7 @@ class Pusher:
             while (order := self._next_order(lead)) is not None:
                 self._follow(model, broadcast_json(order), lead)
         finally:
-            broadcast_json(None)  # whatever happened, the other ranks are not left waiting
+            broadcast_json(None)  # after an error too, so that the other ranks do not wait forever
         return self._finish(lead, canary)
 
     def close(self) -> None:
@@ -155,11 +157,11 @@ class Pusher:
                 if round_:
                     round_.send(bucket, texts)
                 if handles:
-                    dist.barrier()  # by now the servers have let go of the buffers
+                    dist.barrier()  # by now the servers have released the buffers
             if round_:
                 round_.verify()
         finally:
-            deque(stream, maxlen=0)  # the other ranks wait for us in its collectives
+            deque(stream, maxlen=0)  # finish the stream's collectives: the other ranks wait in them
 
     def _export(self, model: Model, folder: str, lead: Lead | None) -> None:
         """Compare with what the servers hold after reading the same weights from a folder."""
@@ -170,7 +172,7 @@ class Pusher:
                 with lead.targets.clock("compare"):
                     order = lambda server: server.compare(folder, lead.version)  # noqa: E731
                     lead.compared |= set(lead.targets.each(order, self._readers(lead)))
-        except (OSError, SafetensorError) as error:  # on rank 0, which alone writes
+        except (OSError, SafetensorError) as error:  # only on rank 0, which writes
             if lead:
                 _go_without_folder(lead, error)
         finally:
@@ -180,7 +182,7 @@ class Pusher:
     # ---- what rank 0 does
 
     def _begin(self, urls: Sequence[str], version: int) -> Lead:
-        """Find the servers, choose their transports, and pause them."""
+        """Probe the servers, choose their transports, and pause them."""
         wait(self._cleaning, timeout=2 * CLEANING_S)
         self._cleaning = [task for task in self._cleaning if not task.done()]
         for url in urls:
@@ -203,7 +205,7 @@ class Pusher:
         return Lead(targets, version, flush_cache=self._pause_mode != "in_place", compares=bool(due))
 
     def _next_order(self, lead: Lead) -> dict[str, Any] | None:
-        """What all ranks do next; None: the servers that are left have been given the weights."""
+        """What all ranks do next; None: all remaining servers have the weights."""
         waiting = lead.targets.waiting()
         if sharded := [url for url, transport in waiting.items() if transport == "sharded"]:
             return {"what": "sharded", "offers": self._sender.offers(lead, sharded)}
@@ -232,7 +234,7 @@ class Pusher:
         return [url for url in lead.targets.left if self._export_folder is not None or is_here(url)]
 
     def _finish(self, lead: Lead, canary: Canary | None) -> PushReport:
-        """Let the servers that hold the weights write again; those that failed stay paused, and are tidied up after."""
+        """Resume generation on the servers that hold the weights; failed servers stay paused and are cleaned up."""
         targets = lead.targets
         with targets.clock("resume"):
             targets.each(Server.resume)
@@ -248,23 +250,23 @@ class Pusher:
 
 
 def _go_without_folder(lead: Lead, error: Exception) -> None:
-    """A full disk is no fault of the servers that their digests have vouched for."""
+    """Servers that were verified by digests stay in the push: a full disk is not their fault."""
     logger.warning("the servers were not compared with an exported folder: %s", one_line(error))
     lead.drop_unvouched(one_line(error))
 
 
 def in_first_copy() -> bool:
-    """Whether this rank belongs to the first copy of the model: rank 0, and who gathers with it.
+    """Whether this rank belongs to the first copy of the model: rank 0 and the ranks that gather with it.
 
-    Ranks of a pipeline stage are numbered in the order of tensor parallelism, and of experts' tensor and then expert
-    parallelism; so a copy is a run of them.
+    Ranks of a pipeline stage are numbered by tensor-parallel rank first; for experts by expert-tensor-parallel rank,
+    then expert-parallel rank.  So the ranks of a copy are consecutive within a stage.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     return dist.get_rank() % (dist.get_world_size() // stages) < _ranks_of_copy() // stages
 
 
 def _ranks_of_copy() -> int:
-    """Ranks over which one copy of the model is gathered."""
+    """Number of ranks over which one copy of the model is gathered."""
     ps = parallel_state
     experts = ps.get_expert_tensor_parallel_world_size() * ps.get_expert_model_parallel_world_size()
     of_stage = math.lcm(ps.get_tensor_model_parallel_world_size(), experts)
@@ -272,6 +274,6 @@ def _ranks_of_copy() -> int:
 
 
 def _use_device(device: int | None) -> None:
-    """Threads do not inherit the device of the one that starts them."""
+    """Set the CUDA device of a thread, which does not inherit it from the thread that starts it."""
     if device is not None:
         torch.cuda.set_device(device)

@@ -1,11 +1,12 @@
-"""What runs inside a server's processes when the trainer's ranks send slices straight to them.
+"""Runs inside a server's processes and receives the slices that the trainer's ranks send to them.
 
 SGLang calls `load` in each of its ranks as a custom weight loader of /update_weights_from_tensor, and `setup` as a
-plug-in when a process starts; the HF server calls `load` too.  What comes in the place of named tensors is a text: how
-to meet the trainer, and how the model lies on both sides.  From that this rank derives what it will get from whom,
-writes it into the parameters as it comes, reads them again, and tells each sender the digests of what it now holds.
+plug-in when a process starts; the HF server calls `load` too.  Instead of named tensors `load` gets a text: the
+rendezvous with the trainer, and the layout of the model on both sides.  From that this rank derives which slices it
+will receive from which rank, writes them into the parameters as they arrive, reads them again, and sends each sender
+the digests of what it now holds.
 
-Imports nothing that the environment of a server need not have.
+Imports only packages that every server's environment has.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from megarl.weights.verify.digests import Kind, digest
 logger = logging.getLogger("megarl.receiver")
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-_UNLIKE = "0" * 64  # no fingerprint: says that this rank cannot take part
+_UNLIKE = "0" * 64  # not a real fingerprint: tells the others that this rank cannot take part
 
-_groups: dict[str, dist.ProcessGroup] = {}  # the one that is in use
+_groups: dict[str, dist.ProcessGroup] = {}  # name -> group; only the group in use
 
 
 def setup() -> None:
-    """Have SGLang refuse an update from tensors that fails, where it would end the server."""
+    """Make SGLang report a failed update from tensors as refused, instead of ending the server."""
     registry = import_module("sglang.srt.plugins.hook_registry")
     registry.HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", _refuse, registry.HookType.AROUND)
 
@@ -45,21 +46,21 @@ def setup() -> None:
 def _refuse(update: Callable[..., tuple[bool, str]], *arguments: Any, **named: Any) -> tuple[bool, str]:
     try:
         return update(*arguments, **named)
-    except Exception as error:  # nobody else looks after it: SGLang's loop would end with it
+    except Exception as error:  # nothing else catches it: SGLang's event loop would end
         logger.exception("an update of the weights failed")
         return False, f"{type(error).__name__}: {error}"
 
 
 @torch.inference_mode()
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Take part in one transfer; RuntimeError or ValueError says why it did not come about.
+    """Take part in one transfer; RuntimeError or ValueError says why it failed.
 
-    `model`: anything with named_parameters().  `named_tensors`: one, whose name is the text that `invitation` made.
-    Peak extra memory: the bytes of two messages.
+    `model`: anything with named_parameters().  `named_tensors`: one pair, whose name is the JSON text that
+    `ShardedSender` made.  Peak extra memory: the bytes of two messages.
     """
     ((text, _),) = named_tensors
     told = json.loads(text)
-    if not told:  # a sender that only wants to know whether it can be received
+    if not told:  # the sender only tests that this loader can be called
         return
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device
@@ -72,7 +73,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         if (written := receive(messages, params, link)) != num_bytes:
             raise RuntimeError(f"rank {told['rank']} of the server was sent {written} bytes, expected {num_bytes}")
         if (derive := getattr(model, "post_load_weights", None)) is not None:
-            derive()  # what SGLang's own loading makes of the weights at its end
+            derive()  # as SGLang's own loading does at its end: compute what it derives from the weights
         answer(messages, params, link, digest=partial(digest, kind=kind))
     except BaseException:
         leave_weight_group(_groups.pop(told["meeting"]["group_name"]))
@@ -80,9 +81,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _prepare(told: dict[str, Any], params: dict[str, Tensor], link: Link) -> tuple[list[Message], int]:
-    """The messages that will come, and the bytes of the parameters that they fill.
+    """The messages that this rank will receive, and the bytes of the parameters that they fill.
 
-    All members learn at once if this rank and the trainer do not fit together.
+    If this rank and the trainer do not match, all members of the group learn it at once.
     """
     rank, message_bytes = told["rank"], told["message_bytes"]
     try:
@@ -107,7 +108,7 @@ def _plan(trainer: str, server: str) -> Plan:
 
 
 def _meet(meeting: dict[str, Any], rank: int) -> dist.ProcessGroup:
-    """The group of this name; one with another name is that of a trainer that is gone, or that left it."""
+    """The group of this name, joined if it is new; groups of other names belong to old trainers and are left."""
     name = meeting["group_name"]
     if name not in _groups:
         for old in list(_groups):

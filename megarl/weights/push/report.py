@@ -1,4 +1,4 @@
-"""What came of a push: who holds the weights now, who does not and why, and where the seconds went."""
+"""The report of a push: which servers hold the weights, which failed and why, and the seconds of each phase."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ class PushReport:
     num_tensors: int  # of the model, under their HF names
     num_bytes: int  # of one copy of the model
     num_verified: int  # digests found equal, summed over servers
-    transports: dict[str, str]  # url -> transport: the servers that hold this version, verified, and write again
-    failed: dict[str, str]  # url -> reason: those that must not be used; paused where they could be reached
+    transports: dict[str, str]  # url -> transport: the servers that hold this version, verified, and generate again
+    failed: dict[str, str]  # url -> reason: servers that must not be used; paused if they could be reached
     fallbacks: dict[
         str, list[str]
     ]  # url -> "transport: reason" of each faster transport that failed before a slower one was used
-    # urls whose checksums were also those of what they themselves make of whole tensors: of an exported folder or, the
-    # first time that a server process was sent slices, of buckets that were sent after these
+    # urls whose checksums were the same after the server itself loaded whole tensors: from an exported folder or, the
+    # first time that a server process was sent slices, from buckets that were sent after the slices
     compared: list[str]
     # seconds of rank 0, or of the slowest sender, by phase: join, pause, gather, convert, send, load, verify, resume
     timings: dict[str, float]
-    # urls of `transports` whose checksums cannot be computed, and were not compared: they only changed when they had to
+    # urls of `transports` whose checksums cannot be computed and were not compared with a folder in this push; it was
+    # only checked that they changed exactly when the weights changed
     unverified: list[str] = field(default_factory=list)
-    adapter: str | None = None  # the name that completions have to ask for, where an adapter was pushed
+    adapter: str | None = None  # the name that completions have to use, if an adapter was pushed
 
 
 class PushError(RuntimeError):
-    """Servers do not hold the trainer's weights; one sentence names them, and the tensors where it can.
+    """Servers do not hold the trainer's weights; the message names them, and the tensors if they are known.
 
-    Raised by a push that no server took, and then `report` says the same in parts.
+    Raised by a push if no server took the weights; then `report` has the details.
     """
 
     report: PushReport | None = None
 
 
 class Clock:
-    """Sums the seconds of phases; of one phase inside another, each second belongs to the inner one."""
+    """Sums the seconds of phases; time in a nested phase counts for the inner phase only."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -68,7 +69,7 @@ class Clock:
         self.seconds[phase] += now - since
 
     def split(self, phase: str, of: str, seconds: float) -> None:
-        """Count `seconds` of those that phase `of` has had as seconds of another."""
+        """Move `seconds` from phase `of` to `phase`."""
         self.seconds[of] -= seconds
         self.seconds[phase] += seconds
 

@@ -1,4 +1,4 @@
-"""One rollout server as the sender of weights sees it: what it is, its orders, its weight group, what it must hold."""
+"""One rollout server of a push: its properties, the requests to it, its weight group, and the check of its weights."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from megarl.weights.push.channel import Meeting, leave, meet
 from megarl.weights.push.report import PushError
 from megarl.weights.verify.digests import Kind
 
-_TRANSFER_S = 24 * 3600.0  # of slices, in all
-CLEANING_S = 5.0  # the limit of each order to a server that has failed already
+_TRANSFER_S = 24 * 3600.0  # limit of a whole transfer of slices
+CLEANING_S = 5.0  # the timeout of each request to a server that has already failed
 RECEIVER = "megarl.weights.push.receiver.load"  # the custom weight loader of servers in sharded transfers
 
 
 @dataclass(frozen=True)
 class Nature:
-    """What a server says of itself."""
+    """What a server reports about itself."""
 
     engine: EngineKind
     coordinates: tuple[ShardCoordinate, ...]  # of its ranks
     hashes: Kind
     first_gpu: int | None  # None: on a CPU
     is_plain: (
-        bool  # it holds the tensors as they are, cut over its ranks: neither quantized, padded nor cut into stages
+        bool  # it holds the tensors unchanged, cut over its ranks: not quantized, padded, pipeline- or data-parallel
     )
     has_receiver: bool
-    started: str  # another one after a restart
+    started: str  # differs after a restart
 
     @classmethod
     def read(cls, info: Mapping[str, Any], hf_config: HFConfig) -> Nature:
@@ -71,16 +71,16 @@ class Server:
     """Each method raises ServerError, PushError or torch's RuntimeError within `timeout_s`."""
 
     def __init__(self, url: str, token: str, hf_config: HFConfig, timeout_s: float, gpus: Sequence[str] = ()) -> None:
-        """`gpus`: those of its ranks, by names that hold on all machines; empty: nobody said where it stands."""
+        """`gpus`: the GPUs of its ranks, by names that are unique over all machines; empty: not known."""
         self.url, self._token, self._hf_config, self._timeout_s = url, token, hf_config, timeout_s
         self.gpus = tuple(gpus)
         self.engine = ServerClient(url, token, timeout_s=timeout_s)
         self.nature: Nature
-        self.held: list[dict[str, str]] = []  # checksums of its ranks when they were last looked at
-        # Of the last good push, where not all its checksums were computed: these, and what tells its weights apart.
+        self.held: list[dict[str, str]] = []  # checksums of its ranks when they were last read
+        # Of the last good push whose checksums were not all computed here: its checksums, and a text for its weights.
         self.held_then: list[dict[str, str]] = []
         self.pushed = ""
-        self.fits_slices: bool | None = None  # whether slices left in this process what whole tensors do; None: unknown
+        self.fits_slices: bool | None = None  # do slices leave this process the same as whole tensors? None: unknown
         self._started = ""
         self._is_open = False
         self._group: dist.ProcessGroup | None = None
@@ -89,7 +89,7 @@ class Server:
     # ---- orders
 
     def probe(self) -> None:
-        """Learn what it is; finds a dead server before anyone waits for it, and a restarted one by its start."""
+        """Read its properties; a dead server fails here, before others wait for it, and a restart is detected."""
         self.nature = Nature.read(self.engine.server_info(), self._hf_config)
         if self._started and self.nature.started != self._started:
             self.held, self.held_then, self.pushed, self._is_open = [], [], "", False
@@ -101,7 +101,7 @@ class Server:
         self.engine.pause(mode)
 
     def open(self) -> None:
-        """Begin an update, unless one is open; one that somebody else left open is ended first."""
+        """Begin an update, unless one is open; an update that another client left open is ended first."""
         if self._is_open:
             return
         try:
@@ -134,7 +134,7 @@ class Server:
     # ---- weights over a group
 
     def join(self, backend: str) -> None:
-        """Meet the server's ranks in a new group, rank 0 here; nothing where that is done."""
+        """Make a group with the server's ranks, with this process as rank 0, unless there is one."""
         if self._group is not None:
             return
         meeting, listener = Meeting.host(self.url, 1 + len(self.nature.coordinates), backend, self._timeout_s)
@@ -152,7 +152,7 @@ class Server:
         )
 
     def send(self, bucket: Bucket, version: int | None, flush_cache: bool) -> Spent:
-        """Broadcast a bucket and have it loaded.  A refusal is raised at once, though the broadcast waits on."""
+        """Broadcast a bucket; the server loads it.  A refusal is raised at once, while the broadcast still waits."""
         start = time.perf_counter()
         sent: list[float] = []
         work = self._broadcast(bucket)
@@ -179,13 +179,13 @@ class Server:
         )
 
     def map(self, texts: Sequence[str], version: int | None, flush_cache: bool) -> Spent:
-        """Have it load a bucket from memory that it shares with this machine's senders, one text for each rank."""
+        """Make it load a bucket from memory shared with senders on this machine; one text for each rank."""
         start = time.perf_counter()
         self.engine.update_from_tensor(texts, version=version, flush_cache=flush_cache)
         return Spent(0.0, time.perf_counter() - start)
 
     def take_part(self, texts: Sequence[str], version: int, flush_cache: bool) -> None:
-        """Have its ranks receive slices; answers at the end of the transfer, whose own waits are limited."""
+        """Make its ranks receive slices; returns at the end of the transfer.  Each wait inside has its own timeout."""
         engine = ServerClient(self.url, self._token, timeout_s=_TRANSFER_S)
         try:
             engine.update_from_tensor(texts, load_format=RECEIVER, version=version, flush_cache=flush_cache)
@@ -193,11 +193,11 @@ class Server:
             engine.close()
 
     def greet(self, texts: Sequence[str]) -> None:
-        """Call its receiver with texts that ask for nothing."""
+        """Call its receiver with texts that start no transfer."""
         self.engine.update_from_tensor(texts, load_format=RECEIVER, flush_cache=False)
 
     def leave(self) -> None:
-        """Close the group on both sides, as far as the other can still be told."""
+        """Close the group on both sides, as far as the server still answers."""
         if self._group is not None:
             group, self._group = self._group, None
             engine = ServerClient(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
@@ -205,14 +205,14 @@ class Server:
             engine.close()
 
     def fence(self) -> None:
-        """After a failure: it writes nothing, if it can still be told.  Raises nothing."""
+        """After a failure: pause it, if it still answers.  Raises nothing."""
         engine = ServerClient(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
         with suppress(ServerError):
             engine.pause("retract")
         engine.close()
 
     def abandon(self) -> None:
-        """After a failure: no group of ours, and no open update.  Raises nothing; may take `timeout_s`."""
+        """After a failure: leave its group and end an open update.  Raises nothing; may take `timeout_s`."""
         engine = ServerClient(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
         if self._is_open:
             with suppress(ServerError):
@@ -224,17 +224,17 @@ class Server:
     # ---- the check
 
     def look(self) -> list[dict[str, str]]:
-        """Checksums of each of its ranks, when the update is closed: what SGLang makes of weights it makes there."""
+        """Checksums of each of its ranks; the update is ended first, because SGLang then post-processes the weights."""
         self.close_update()
         self.held = self.engine.rank_checksums()
         return self.held
 
     def remember(self, weights: str) -> None:
-        """Its present checksums are those of a good push of `weights`."""
+        """Store its present checksums as those of a good push of `weights`."""
         self.held_then, self.pushed = self.held, weights
 
     def verify(self, expected: Sequence[Mapping[str, str]], tied: Mapping[str, str]) -> int:
-        """Compare what its ranks hold with what they must hold; the number of equal digests, or PushError."""
+        """Compare its ranks' digests with the expected ones; returns the number of equal digests, or PushError."""
         self.look()
         if len(self.held) != len(expected):
             raise PushError(f"{self.url} answered for {len(self.held)} ranks, expected {len(expected)}")
@@ -256,7 +256,7 @@ class Server:
 def check_digests(who: str, held: Mapping[str, str], sent: Mapping[str, str], tied: Mapping[str, str]) -> None:
     """PushError unless the server holds exactly the tensors that were sent.
 
-    `tied`: names that a server may hold besides, when they equal the tensor that they are tied to.
+    `tied`: names that a server may hold in addition, if they equal the tensor that they are tied to.
     """
     differ = [name for name in sent if name in held and held[name] != sent[name]]
     missing = [name for name in sent if name not in held]

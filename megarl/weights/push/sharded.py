@@ -1,8 +1,8 @@
-"""The trainer's side of transfers from rank to rank: every rank sends what each server rank needs of its slices.
+"""The trainer's side of `sharded` pushes: every rank sends the slices that it holds to the server ranks that need them.
 
-Rank 0 has a server's ranks run `receiver.load`; they and the trainer's ranks that have something to send meet in a
-group, one for each server.  Every part that has been sent is checked by its sender against the digest of what the
-server holds in its place, so nothing is gathered, neither to send nor to check.
+Rank 0 makes a server's ranks run `receiver.load`.  They join one process group for each server, with the trainer's
+ranks that have something to send.  The sender of each part compares its digest with the digest of what the server now
+holds there, so nothing is gathered, neither to send nor to check.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
 from megarl.weights.reshard.transfers import Message
 from megarl.weights.verify.digests import Kind, digest
 
-HELLO = "{}"  # a text by which a receiver only shows that it is there
-_ENOUGH_BYTES = 1 << 20  # of a message: smaller ones, for the sake of many servers, would cost more time than memory
+HELLO = "{}"  # a text that only tests whether the receiver can be called
+_ENOUGH_BYTES = 1 << 20  # of a message: with many servers messages get smaller, but below this the time costs too much
 
 
 class _Layout(NamedTuple):
-    """Of a server."""
+    """The layout of a server."""
 
     engine: EngineKind
     tp: int
@@ -60,7 +60,7 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class _Route:
-    """What the trainer and the servers of one layout must know of each other."""
+    """What the trainer and the servers of one layout must know about each other."""
 
     trainer: str  # the shardings as text
     server: str
@@ -70,7 +70,7 @@ class _Route:
 
 
 class _Claim(NamedTuple):
-    """What each rank of the trainer says of itself before anything is sent to servers of a new layout."""
+    """What each rank of the trainer reports before anything is sent to servers of a new layout."""
 
     error: str  # why it cannot take part
     fingerprint: str
@@ -79,20 +79,20 @@ class _Claim(NamedTuple):
 
 @dataclass
 class _Outcome:
-    """Of one server on one rank."""
+    """Outcome of the transfer to one server on one rank."""
 
-    error: str = ""  # why the transfer did not come about
-    wrong: list[str] = field(default_factory=list)  # parts that the server holds otherwise than they were sent
+    error: str = ""  # why the transfer failed
+    wrong: list[str] = field(default_factory=list)  # parts that on the server differ from what was sent
     num_parts: int = 0
     sent: str = ""  # 64 hex digits of the digests of all parts
     seconds: dict[str, float] = field(default_factory=dict)  # join, convert, send, verify
 
 
 class ShardedSender:
-    """Lives on every rank; keeps the groups with servers until a transfer fails or a server was started again.
+    """Exists on every rank; keeps the groups with servers until a transfer fails or a server was restarted.
 
-    Peak extra memory: one bucket on each rank, or 2 MiB for each server where that is more; of a model with adapters
-    also up to four merged weights, and one for each server.
+    Peak extra memory: one bucket on each rank, or 2 MiB for each server if that is more.  A model with adapters also
+    needs up to four merged weights, plus one for each server.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class ShardedSender:
         self._message_bytes = max(most // max(1, num_servers), min(most, _ENOUGH_BYTES))
         self._routes: dict[_Layout, _Route] = {}
         self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # url -> name, group
-        self._meetings: dict[str, tuple[str, Meeting]] = {}  # on rank 0: url -> start of the server, meeting
-        self._listeners: dict[str, socket.socket] = {}  # on rank 0, of meetings that it has not joined yet
+        self._meetings: dict[str, tuple[str, Meeting]] = {}  # on rank 0: url -> server's start, rendezvous
+        self._listeners: dict[str, socket.socket] = {}  # on rank 0: url -> socket of a rendezvous not joined yet
 
     # ---- on rank 0
 
     def offers(self, lead: Lead, urls: Sequence[str]) -> list[dict[str, Any]]:
-        """What all ranks have to know to send to these servers; those without a working receiver fall back."""
+        """What all ranks need to know to send to these servers; servers without a working receiver fall back."""
         targets, new = lead.targets, []
         for url in urls:
             started, _ = self._meetings.get(url, ("", None))
@@ -145,7 +145,7 @@ class ShardedSender:
     # ---- on every rank
 
     def send(self, model: Model, offers: Sequence[Mapping[str, Any]], sizes: Sizes, lead: Lead | None) -> None:
-        """To all of these servers at once; each has a group and a thread of its own, and none waits for another."""
+        """Send to all of these servers in parallel; each has its own group and thread, so none waits for another."""
         offers = self._possible(offers, model, sizes, lead)
         start = time.perf_counter()
         answers: dict[str, Future[None]] = {}
@@ -167,7 +167,7 @@ class ShardedSender:
     def _possible(
         self, offers: Sequence[Mapping[str, Any]], model: Model, sizes: Sizes, lead: Lead | None
     ) -> list[Mapping[str, Any]]:
-        """Those of servers that hold the same model as the trainer, which all ranks find out alike."""
+        """The offers of servers that hold the same model as the trainer; the result is the same on all ranks."""
         faults = {_Layout(*offer["layout"]): "" for offer in offers}
         for layout in faults:
             try:
@@ -180,7 +180,7 @@ class ShardedSender:
         return [offer for offer in offers if not faults[_Layout(*offer["layout"])]]
 
     def _prepare(self, layout: _Layout, model: Model, sizes: Sizes) -> None:
-        """A collective of all ranks where the layout is new; ValueError on all of them if any cannot take part."""
+        """A collective of all ranks if the layout is new; ValueError on all of them if any cannot take part."""
         if layout in self._routes:
             return
         route: _Route | None = None
@@ -194,7 +194,7 @@ class ShardedSender:
         self._routes[layout] = replace(route, members=members)
 
     def _route(self, layout: _Layout, model: Model, sizes: Sizes) -> _Route:
-        """As this rank derives it, without members."""
+        """The route as this rank derives it, without members."""
         trainer, server = _trainer_spread(model, self._hf_config, sizes), self._server_spread(layout, sizes)
         rank, params, plan = dist.get_rank(), local_parameters(model), Plan(trainer, server)
         if lacking := [name for name in trainer.shapes(rank) if name not in params]:
@@ -222,7 +222,7 @@ class ShardedSender:
             with clock("verify"):
                 outcome.wrong = compare(route.messages, digests, link)
             outcome.num_parts, outcome.sent = len(digests), hashlib.sha256("".join(digests).encode()).hexdigest()
-        except (RuntimeError, ValueError) as error:  # torch's word for a peer that is gone or silent; a disagreement
+        except (RuntimeError, ValueError) as error:  # a peer is gone or does not answer (torch); fingerprints differ
             outcome.error = one_line(error)
         outcome.seconds = dict(clock.seconds)
         return outcome
@@ -232,7 +232,7 @@ class ShardedSender:
         meeting = Meeting(**{**offer["meeting"], "world_size": len(route.members) + layout.tp})
         known = self._groups.get(url)
         if known is None or known[0] != meeting.name:
-            if known is not None:  # of a server that was started again since
+            if known is not None:  # the old group of a server that was restarted
                 self._threads.submit(_leave, known[1])
             group = meeting.join(route.members[dist.get_rank()], self._listeners.pop(url, None))
             known = self._groups[url] = (meeting.name, group)
@@ -240,7 +240,7 @@ class ShardedSender:
         return Link(known[1], ranks, _device(), self._timeout_s)
 
     def _forget(self, url: str) -> Future[None] | None:
-        """Leave the group with a server, which may take until the limit if the other side is silent."""
+        """Leave the group with a server; if the other side does not answer, this may last until the timeout."""
         self._meetings.pop(url, None)
         self._forget_listener(url)
         known = self._groups.pop(url, None)
@@ -262,7 +262,7 @@ def _leave(group: dist.ProcessGroup) -> None:
 
 
 class _Recent(Mapping[str, Tensor]):
-    """Parameters by name, the last few kept: those of a model with adapters are merged anew at every look-up."""
+    """Parameters by name with a cache of the last four: each look-up in a model with adapters merges them again."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params, self._get = params, lru_cache(maxsize=4)(params.__getitem__)
@@ -278,7 +278,7 @@ class _Recent(Mapping[str, Tensor]):
 
 
 def _members(claims: Sequence[_Claim]) -> dict[int, int]:
-    """Rank of the trainer -> rank in the group, of rank 0 and those that send; ValueError unless all claims agree."""
+    """Rank of the trainer -> rank in the group, for rank 0 and all senders; ValueError unless all claims agree."""
     if error := next((claim.error for claim in claims if claim.error), ""):
         raise ValueError(error)
     if others := [str(rank) for rank, claim in enumerate(claims) if claim.fingerprint != claims[0].fingerprint]:
@@ -291,7 +291,7 @@ def _members(claims: Sequence[_Claim]) -> dict[int, int]:
 
 
 def _greet(server: Server) -> None:
-    """Find out that the receiver can be loaded and called, before anyone waits for it in a group."""
+    """Test that the receiver can be loaded and called, before any rank waits for it in a group."""
     server.open()  # a failed faster transport has closed the update
     server.greet([message(HELLO)] * len(server.nature.coordinates))
 
@@ -303,7 +303,7 @@ def _conclude(
     seconds: float,
     timeout_s: float,
 ) -> None:
-    """What rank 0 makes of what all ranks found and the servers answered."""
+    """On rank 0: decide from the outcomes of all ranks and the servers' answers which servers are done."""
     targets = lead.targets
     with targets.clock("load"):
         wait(list(answers.values()), timeout=timeout_s)
@@ -335,7 +335,7 @@ def _refusal(answer: Future[None]) -> str:
 
 
 def _trainer_spread(model: Model, hf_config: HFConfig, sizes: Sizes) -> MegatronSharding:
-    """How this model lies over the ranks; they are numbered in Megatron's default order."""
+    """The sharding of this model over the ranks, which are numbered in Megatron's default order."""
     ps, table = parallel_state, tuple(table_for(hf_config))
     return MegatronSharding(
         table,
@@ -352,20 +352,20 @@ def _trainer_spread(model: Model, hf_config: HFConfig, sizes: Sizes) -> Megatron
 
 
 def _types(table: Sequence[Any], sizes: Sizes) -> dict[str, Any]:
-    """`dtype` and `dtypes` of a sharding, in which the parameters travel."""
+    """`dtype` and `dtypes` of a sharding: the types in which the parameters are sent."""
     types = {op.param: str(sizes[next(iter(op.hf_shapes))][1]).removeprefix("torch.") for op in table}
     most = max(set(types.values()), key=list(types.values()).count)
     return {"dtype": most, "dtypes": tuple((param, dtype) for param, dtype in types.items() if dtype != most)}
 
 
 def _join_arguments(meeting: Mapping[str, Any]) -> dict[str, Any]:
-    """What join_weight_group takes, but for the rank."""
+    """The arguments of join_weight_group, except the rank."""
     renamed = {"name": "group_name", "address": "master_address", "port": "master_port"}
     return {renamed.get(key, key): value for key, value in meeting.items()}
 
 
 def _address(url: str) -> str:
-    """The address of this machine for the server and for all ranks of the trainer."""
+    """An address of this machine that the server and all ranks of the trainer can reach."""
     address = own_address(url)
     return own_address(f"http://{os.environ['MASTER_ADDR']}") if address.startswith("127.") else address
 

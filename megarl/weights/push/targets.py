@@ -1,7 +1,7 @@
-"""The servers of one push and what becomes of each: who is left, by which transport it is served, why it was given up.
+"""The servers of one push: which are left, which transport each uses, and why the others were dropped.
 
-A server that fails is taken out where it fails, and the others go on.  Every order has a limit, so a step lasts as long
-as the slowest server that is left, or as the limit where one is silent; the next step is without it.
+A server that fails is dropped at once, and the others go on.  Every request has a timeout, so a step lasts as long as
+the slowest remaining server, or until the timeout if a server does not answer; the next step is without that server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.weights.push.servers import Server
 T = TypeVar("T")
 logger = logging.getLogger("megarl.push")
 
-TRANSPORTS = ("shared", "sharded", "gathered")  # the last is possible for every server, and the slowest
+TRANSPORTS = ("shared", "sharded", "gathered")  # the last is the slowest and works unless the server uses our GPUs
 FAILURES = (ServerError, PushError, RuntimeError, OSError, ValueError)  # of one server or the connection to it
 
 
@@ -31,22 +31,22 @@ class Targets:
     def __init__(self, servers: Mapping[str, Server], threads: Executor) -> None:
         self.left = dict(servers)  # those that have not failed
         self.failed: dict[str, str] = {}  # url -> reason
-        self.silent: set[str] = set()  # of those, the ones that do not answer any more
-        self.done: dict[str, str] = {}  # url -> the transport by which it got the weights, verified
-        self.fallbacks: dict[str, list[str]] = {}  # url -> sentences, in the order of what was tried
+        self.silent: set[str] = set()  # the failed servers that do not answer any more
+        self.done: dict[str, str] = {}  # url -> transport: servers that got the weights and were verified
+        self.fallbacks: dict[str, list[str]] = {}  # url -> "transport: reason", in the order of the attempts
         self.clock = Clock()
         self._threads = threads
         self._transports: dict[str, list[str]] = {}  # url -> transports still to be tried
 
     def choose(self, wanted: str, *, on_gpu: bool, is_cut: bool, gpus: Collection[str] = ()) -> None:
-        """Which transports are possible for each server, fastest first; `wanted`: auto, or one of TRANSPORTS.
+        """Choose the possible transports of each server, fastest first; `wanted`: auto, or one of TRANSPORTS.
 
-        A server for which none is possible is dropped.  On the trainer's GPUs, which are `gpus`, only `shared` is: NCCL
-        joins no two processes of one.
+        A server without a possible transport is dropped.  On the trainer's GPUs (`gpus`) only `shared` is possible:
+        NCCL cannot join two processes on one GPU.
 
-        Mapping a bucket is faster than sending it, but not than sending slices of a model that `is_cut`, which for
-        buckets has to be gathered: measured, a whole model takes 0.17 s by shared and 0.26 s by sharded, and one that
-        two ranks have half of each 0.55 s and 0.25 s (100 MB, two cores).
+        Mapping a bucket is faster than sending it.  But if the model `is_cut` over ranks, its buckets have to be
+        gathered first, and sending slices is faster.  Measured (100 MB, two cores): a whole model takes 0.17 s by
+        shared and 0.26 s by sharded; a model of which each of two ranks has half takes 0.55 s and 0.25 s.
         """
         order = ("sharded", "shared", "gathered") if is_cut else TRANSPORTS
         for url, server in list(self.left.items()):
@@ -61,7 +61,7 @@ class Targets:
                     self.warn(url, wanted, f"it needs {obstacles[wanted]}")
 
     def send_on(self, url: str) -> str:
-        """Have it given the weights once more, by the next transport; returns the one that it leaves behind."""
+        """Push to this server again, by its next transport; returns the transport that was used until now."""
         self.done.pop(url, None)
         transport, *self._transports[url] = self._transports[url]
         return transport
@@ -75,18 +75,18 @@ class Targets:
         }
 
     def each(self, order: Callable[[Server], T], urls: Iterable[str] | None = None) -> dict[str, T]:
-        """Give servers (None: all that are left) an order at the same time; those that fail are dropped."""
+        """Call `order` for these servers (None: all that are left) in parallel; servers that fail are dropped."""
         return self._settle(self.start(order, list(self.left if urls is None else urls)), self.drop)
 
     def attempt(self, order: Callable[[Server], T], urls: Iterable[str]) -> dict[str, T]:
-        """As `each`, but those that fail are tried again by a slower transport, where there is one."""
+        """Like `each`, but a server that fails falls back to a slower transport, if there is one."""
         return self.finish(self.start(order, urls))
 
     def start(self, order: Callable[[Server], T], urls: Iterable[str]) -> dict[str, Future[T]]:
         return {url: self._threads.submit(order, self.left[url]) for url in urls}
 
     def finish(self, started: Mapping[str, Future[T]]) -> dict[str, T]:
-        """What `attempt` returns, of orders that were given before."""
+        """Wait for calls begun by `start`; returns what `attempt` returns."""
         return self._settle(started, self.fall_back)
 
     def _settle(self, started: Mapping[str, Future[T]], on_failure: Callable[[str, str], None]) -> dict[str, T]:
@@ -99,14 +99,14 @@ class Targets:
         return results
 
     def drop(self, url: str, reason: str) -> None:
-        """It gets nothing more in this push."""
+        """Exclude this server from the rest of the push."""
         logger.warning("%s is left out: %s", url, reason)
         self.failed[url] = reason
         self.done.pop(url, None)
         del self.left[url]
 
     def fall_back(self, url: str, reason: str) -> None:
-        """Its transport failed: a slower one if there is any and the server still answers, else it is dropped."""
+        """After a failed transport: use a slower one if there is any and the server still answers, else drop it."""
         is_there = self.left[url].is_there()
         if len(self._transports[url]) == 1 or not is_there:
             self.drop(url, reason)
@@ -120,19 +120,19 @@ class Targets:
 
 
 class Lead:
-    """What rank 0 knows of one push."""
+    """Rank 0's state of one push."""
 
     def __init__(self, targets: Targets, version: int, *, flush_cache: bool, compares: bool) -> None:
         self.targets, self.version, self.flush_cache, self.compares = targets, version, flush_cache, compares
-        self.sent: dict[str, str] = {}  # url -> the digests of the slices that it was sent, until its own are looked at
-        # url -> these, and its checksums: of servers that whole tensors are sent to as well, to see where they put them
+        self.sent: dict[str, str] = {}  # url -> digests of the slices sent to it, until its checksums are read
+        # url -> (those digests, its checksums): servers that get whole tensors too, to compare where these are placed
         self.slices: dict[str, tuple[str, list[dict[str, str]]]] = {}
         self.verified: dict[str, int] = {}  # url -> digests found equal
-        self.unvouched: set[str] = set()  # servers whose checksums cannot be computed and have none to be compared with
+        self.unvouched: set[str] = set()  # servers whose checksums cannot be computed, at their first good push
         self.compared: set[str] = set()
 
     def drop_unvouched(self, reason: str) -> None:
-        """Nothing is known of these but that they answered."""
+        """Drop servers whose weights neither digests nor an exported folder have verified."""
         for url in sorted(self.unvouched & set(self.targets.left) - self.compared):
             self.targets.drop(url, f"{url} has checksums that only an exported folder could vouch for: {reason}")
 
@@ -159,7 +159,7 @@ class Lead:
 
 
 def _obstacle(server: Server, transport: str, wanted: str, on_gpu: bool, gpus: Collection[str]) -> str | None:
-    """What a transport needs and this server lacks; None where it is possible."""
+    """What this server lacks for a transport; None if the transport is possible."""
     nature = server.nature
     if on_gpu and nature.first_gpu is not None and server.gpus:
         common = set(server.gpus) & set(gpus)
@@ -178,6 +178,6 @@ def _obstacle(server: Server, transport: str, wanted: str, on_gpu: bool, gpus: C
             return "a server on this machine"
         if (nature.first_gpu is not None) != on_gpu:
             return "a trainer and a server that both use GPUs, or both none"
-        # Whether they use the same GPUs a server does not tell: whoever configures them must.
+        # The server does not report whether it uses the trainer's GPUs, so the configuration must say so.
         return "rollout.push=shared, on GPUs" if on_gpu and wanted == "auto" else None
     return None
