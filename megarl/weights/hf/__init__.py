@@ -1,1 +1,1 @@
-"""Tensors under Hugging Face names: loading a folder, gathering, exporting, LoRA adapters in PEFT's format."""
+"""Tensors with Hugging Face names: loading a folder, gathering, exporting, LoRA adapters in PEFT's format."""

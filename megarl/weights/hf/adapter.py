@@ -1,4 +1,4 @@
-"""The adapters of a LoRA model under PEFT's names: streamed, saved in PEFT's format, and loaded."""
+"""Streams, saves and loads the adapters of a LoRA model under PEFT's names and in PEFT's format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's wrapper around the model
 
-# Kinds of adapters of PEFT's that are more than B A: (key of its config, the value that means none).
+# PEFT's kinds of adapters that are more than B A: key of its config -> values that mean it is not used.
 OTHER_KINDS: dict[str, tuple[Any, ...]] = {
     "use_rslora": (None, False),
     "use_dora": (None, False),
@@ -43,7 +43,7 @@ OTHER_KINDS: dict[str, tuple[Any, ...]] = {
 
 
 def adapter_table(hf_config: HFConfig, settings: LoraSettings) -> list[Op]:
-    """A and B of every adapted projection, in the order of the model: the mappings of their parameters."""
+    """The mappings of A and B of every adapted projection, in the order of the model."""
     table: list[Op] = []
     for op in table_for(hf_config):
         for name, shape in op.hf_shapes.items():
@@ -55,7 +55,7 @@ def adapter_table(hf_config: HFConfig, settings: LoraSettings) -> list[Op]:
 
 
 def _pair(op: Op, module: str, target: str, shape: tuple[int, ...], rank: int) -> list[Op]:
-    """The weight's rows are those of B, its columns those of A, and both are cut as the weight is."""
+    """B has the weight's rows and A its columns; where the weight is cut, B or A is cut in the same way."""
     cut_at = op.pieces(0, 1)[0].dim  # 0: rows
     param = f"{op.param.removesuffix('.weight')}.lora.{target}"
     a, b = f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
@@ -66,7 +66,7 @@ def _pair(op: Op, module: str, target: str, shape: tuple[int, ...], rank: int) -
 
 
 def adapter_parameters(model: Model) -> dict[str, Tensor]:
-    """A and B that this rank holds, by their names in the whole model."""
+    """The A and B that this rank holds, by their names in the whole model."""
     return {
         f"{path}.lora.{name}": param.detach()
         for path, linear in adapted(model)
@@ -75,16 +75,16 @@ def adapter_parameters(model: Model) -> dict[str, Tensor]:
 
 
 def adapter_tensors(model: Model, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
-    """(PEFT's name, whole tensor) on every rank of a replica; all ranks must finish it.
+    """(PEFT's name, whole tensor) on every rank of a replica; all ranks must iterate to the end.
 
-    A tensor may share memory with the model: use it before the next one is asked for, and never write to it.
+    A tensor may share memory with the model: use it before you request the next one, and never write to it.
     """
     table = adapter_table(hf_config, settings_in(model))
     return whole_tensors(table, adapter_parameters(model), _replica(), buffer_bytes=BUFFER_BYTES)
 
 
 def peft_config(settings: LoraSettings, base_model: str) -> dict[str, Any]:
-    """What PEFT and SGLang read in adapter_config.json; `base_model`: folder or hub name of the base."""
+    """The adapter_config.json that PEFT and SGLang read; `base_model`: folder or hub name of the base."""
     whole = float(settings.alpha).is_integer()
     return {
         "peft_type": "LORA",
@@ -101,9 +101,9 @@ def peft_config(settings: LoraSettings, base_model: str) -> dict[str, Any]:
 
 
 def save_peft(model: Model, hf_config: HFConfig, folder: str | Path, *, base_model: str) -> None:
-    """Write a folder that `peft` loads, from world rank 0; adapter_config.json comes last.
+    """Write a folder that `peft` loads, from world rank 0; adapter_config.json is written last.
 
-    Every rank of rank 0's replica must call it.  An adapter that is there already is replaced.
+    Every rank of rank 0's replica must call it.  An adapter that already exists there is replaced.
     """
     stream = adapter_tensors(model, hf_config)
     try:
@@ -116,11 +116,11 @@ def save_peft(model: Model, hf_config: HFConfig, folder: str | Path, *, base_mod
             config = json.dumps(peft_config(settings_in(model), base_model), indent=2) + "\n"
             write_whole(folder / CONFIG, lambda path: path.write_text(config))
     finally:
-        deque(stream, maxlen=0)  # a full disk on rank 0 must not leave the other ranks waiting in the stream
+        deque(stream, maxlen=0)  # after an error on rank 0 too (full disk): the other ranks wait in its collectives
 
 
 def read_peft_settings(folder: str | Path) -> LoraSettings:
-    """Rank, alpha and targets of an adapter.  ValueError where there is none, or one that is not plain LoRA."""
+    """Rank, alpha and targets of an adapter.  ValueError if there is none or it is not plain LoRA."""
     file = Path(folder) / CONFIG
     if not file.is_file():
         raise ValueError(f"{folder}: there is no {CONFIG}; expected the folder of a PEFT adapter")
@@ -137,9 +137,9 @@ def read_peft_settings(folder: str | Path) -> LoraSettings:
 
 
 def load_peft(model: Model, hf_config: HFConfig, folder: str | Path) -> None:
-    """Fill the adapters of this rank from a folder of PEFT's; no communication.  Load before the optimizer is made.
+    """Load the adapters of this rank from a PEFT folder; no communication.  Load before the optimizer is made.
 
-    ValueError where rank, alpha or targets are not the model's, and for tensors missing, too many or of another shape.
+    ValueError if rank, alpha or targets differ from the model's, or for missing, unknown or wrongly shaped tensors.
     """
     own, theirs = settings_in(model), read_peft_settings(folder)
     if (own.rank, own.alpha, set(own.targets)) != (theirs.rank, theirs.alpha, set(theirs.targets)):
@@ -156,7 +156,7 @@ def on_cpu(stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _replica() -> ModelParallel:
-    """Where this rank stands in its replica: no expert is adapted, so other replicas' experts do not matter."""
+    """This rank's place in its replica; without expert parallelism, because experts have no adapters."""
     where = ModelParallel.current()
     return replace(
         where, coordinate=replace(where.coordinate, ep_rank=0, ep=1, etp_rank=0, etp=1), ep_group=None, etp_group=None

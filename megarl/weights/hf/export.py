@@ -1,4 +1,4 @@
-"""From the model's shards to HF tensors, as a stream or as a folder that `transformers` loads."""
+"""Exports the model's shards as HF tensors: as a stream, or as a folder that `transformers` loads."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def hf_tensors(
     buffer_bytes: int = BUFFER_BYTES,
     clock: Clock | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor) on every rank of a copy of the model, in the order of the table; all must finish it.
+    """(HF name, whole tensor) on every rank of a copy of the model, in table order; all must iterate to the end.
 
-    Where experts lie over several data-parallel replicas, these are one copy (see `gather`): let all ranks call it.
-    `dtype` None keeps each parameter's own, as do mappings with `keeps_dtype`.  A tensor may share memory with the
-    model: use it before the next one is asked for, and never write to it.  Peak extra memory: about twice the larger of
-    `buffer_bytes` and the largest parameter.  `clock` is told of the seconds that mapping and casting take, as
+    If experts are distributed over several data-parallel replicas, these form one copy (see `gather`): let all ranks
+    call it.  `dtype` None keeps each parameter's own type; so do mappings with `keeps_dtype`.  A tensor may share
+    memory with the model: use it before you request the next one, and never write to it.  Peak extra memory: about
+    twice the larger of `buffer_bytes` and the largest parameter.  `clock` counts the seconds of mapping and casting as
     `convert`.
     """
     clock = clock or Clock()
@@ -52,7 +52,7 @@ def hf_tensors(
 
 
 def hf_sizes(model: Model, hf_config: HFConfig, *, role: Role = "actor", dtype: torch.dtype | None = None) -> Sizes:
-    """HF name -> shape and type of what `hf_tensors` will bring, in its order; a collective of one small message."""
+    """HF name -> shape and type of what `hf_tensors` yields, in its order; a collective of one small message."""
     table = table_for(hf_config, role=role)
     own = owner_dtypes(table, local_parameters(model), ModelParallel.current())
     types = [d if op.keeps_dtype else dtype or d for op, d in zip(table, own, strict=True)]
@@ -71,8 +71,8 @@ def save_hf(
 ) -> None:
     """Write an HF folder from world rank 0: weights, tokenizer files of `source_folder`, and config.json last.
 
-    Every rank of rank 0's copy of the model must call it, so let all ranks do.  A folder without config.json is an
-    unfinished one.  A critic is written as a sequence classifier with one label, which `transformers` loads too.
+    Every rank of rank 0's copy of the model must call it, so let all ranks call it.  A folder without config.json is
+    not finished.  A critic is written as a sequence classifier with one label, which `transformers` loads too.
     """
     sizes = hf_sizes(model, hf_config, role=role, dtype=dtype)
     stream = hf_tensors(model, hf_config, role=role, dtype=dtype)
@@ -84,18 +84,18 @@ def save_hf(
             writer.finish()
             finish_folder(Path(folder), Path(source_folder), role, next(d for _, d in sizes.values()))
     finally:
-        deque(stream, maxlen=0)  # a full disk on rank 0 must not leave the other ranks waiting in the stream
+        deque(stream, maxlen=0)  # after an error on rank 0 too (full disk): the other ranks wait in its collectives
 
 
 def start_folder(folder: Path, sizes: Sizes, shard_bytes: int = SHARD_BYTES) -> HFWriter:
-    """A writer for tensors that come in the order of `sizes`; what lay in `folder` is no model from now on."""
+    """A writer for tensors in the order of `sizes`; deletes config and weights that are in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     clear_weights(folder)
     return HFWriter(folder, {n: num_bytes(shape, dtype) for n, (shape, dtype) in sizes.items()}, shard_bytes)
 
 
 def finish_folder(folder: Path, source_folder: Path, role: Role, dtype: torch.dtype) -> None:
-    """Put the tokenizer's files beside the weights, and then config.json, which makes it a model."""
+    """Copy the tokenizer's files to the weights, then write config.json, which marks the folder as complete."""
     config = _config_to_write(source_folder, role, dtype)
     copy_tokenizer(source_folder, folder)
     write_whole(folder / CONFIG, lambda p: p.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n"))
@@ -104,10 +104,10 @@ def finish_folder(folder: Path, source_folder: Path, role: Role, dtype: torch.dt
 def _config_to_write(source_folder: Path, role: Role, dtype: torch.dtype) -> dict[str, Any]:
     config = json.loads((source_folder / CONFIG).read_text())
     config.pop("torch_dtype", None)  # the older name of "dtype"
-    config.pop(RANDOM_WEIGHTS, None)  # now there are some
+    config.pop(RANDOM_WEIGHTS, None)  # now there are weights
     config["dtype"] = str(dtype).removeprefix("torch.")
     if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # the model has none: see tables.ignorable
+        config["num_nextn_predict_layers"] = 0  # the model has none: see families.ignorable
     if role == "critic":
         decoder = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
         config |= {

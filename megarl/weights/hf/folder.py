@@ -1,4 +1,4 @@
-"""An HF model folder on disk: safetensors read by slices, and written shard by shard."""
+"""Reads an HF model folder's safetensors by slices, and writes them file by file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = "config.json"
 
 
 class HFFolder:
-    """Shapes of all tensors, and slices of any of them; nothing is read before it is asked for."""
+    """Shapes of all tensors, and slices of any of them; data is read only on request."""
 
     def __init__(self, folder: Path, files: list[Any]):
         self.folder = folder
@@ -35,7 +35,7 @@ class HFFolder:
 
 @contextmanager
 def open_hf(folder: str | Path) -> Iterator[HFFolder]:
-    """Map the weight files of `folder`; ValueError where there are none or one is missing."""
+    """Map the weight files of `folder`; ValueError if there are none or one is missing."""
     folder = Path(folder)
     with ExitStack() as stack:
         paths = _weight_files(folder)
@@ -57,7 +57,7 @@ def _weight_files(folder: Path) -> list[Path]:
 class HFWriter:
     """Writes weight files of at most `shard_bytes` (a larger tensor gets its own); peak memory is one such file.
 
-    The order is known from `sizes` (name -> bytes) before the first tensor comes, so the final names are, too.
+    `sizes` (name -> bytes, in order) is known before the first tensor, so the final file names are known too.
     """
 
     def __init__(self, folder: Path, sizes: dict[str, int], shard_bytes: int):
@@ -68,7 +68,7 @@ class HFWriter:
         self._left = list(sizes)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Tensors come in the order of `sizes`."""
+        """Add the next tensor in the order of `sizes`."""
         assert self._left and self._left[0] == name, f"got {name}, expected {self._left[:1]}"
         self._left.pop(0)
         self._waiting[name] = tensor.detach().cpu().clone()
@@ -77,7 +77,7 @@ class HFWriter:
             self._waiting = {}
 
     def finish(self) -> None:
-        """The index, where there is more than one file."""
+        """Write the index if there is more than one file."""
         assert not self._left, f"tensors that never came: {self._left}"
         if set(self._file_of.values()) == {SINGLE}:
             return
@@ -97,20 +97,20 @@ def _assign_files(sizes: dict[str, int], shard_bytes: int) -> dict[str, str]:
 
 
 def write_whole(path: Path, write: Any) -> None:
-    """Let `write(path)` fill a file under another name first, so that a half-written file never has the real one."""
+    """Call `write(path)` with a temporary name, then rename, so that no half-written file has the final name."""
     partial = path.with_name(path.name + ".partial")
     write(partial)
     os.replace(partial, path)
 
 
 def clear_weights(folder: Path) -> None:
-    """Make `folder` no model any more: config first, then weights, so that an interrupted rewrite is never loaded."""
+    """Delete the model in `folder`: config first, then weights, so that an interrupted rewrite is never loaded."""
     for path in [folder / CONFIG, folder / INDEX, *folder.glob("*.safetensors"), *folder.glob("*.partial")]:
         path.unlink(missing_ok=True)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy what a model folder holds beside config and weights: tokenizer, chat template, generation settings."""
+    """Copy the other files of a model folder than config and weights: tokenizer, chat template, generation settings."""
     for path in _companions(source):
         shutil.copyfile(path, folder / path.name)
 

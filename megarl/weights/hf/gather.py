@@ -1,9 +1,9 @@
-"""From the shards of one copy of the model to whole tensors with HF names, streamed.
+"""Gathers the shards of one copy of the model into a stream of whole tensors with HF names.
 
-A copy of the model is a data-parallel replica, or as many of them as its experts are dealt to.  Its ranks run the same
-table in the same order; shapes come from the table, so no names or shapes travel.  Consecutive parameters of the same
-owners share a buffer: one broadcast over the pipeline, for experts one from the expert-parallel rank that has them, and
-one all-gather over the ranks that each hold a part.
+A copy of the model is one data-parallel replica, or several if its experts are distributed over several.  Its ranks
+process the same table in the same order; shapes come from the table, so no names or shapes are sent.  Consecutive
+parameters of the same owners share a buffer.  Each buffer takes one broadcast over the pipeline stages, for experts
+another from the expert-parallel rank that has them, and one all-gather over the ranks that each hold a part.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class ModelParallel:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who has a parameter: every rank of one stage, or of an expert's the ranks at one expert-parallel rank."""
+    """The ranks that have a parameter: those of one stage, and for an expert those of one expert-parallel rank."""
 
     stage: int
-    ep_rank: int | None  # None: of no one expert
+    ep_rank: int | None  # None: not of a single expert
     axis: str  # the ranks over which it is cut, as in `Op`
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive parameters of one owner that travel in one buffer."""
+    """Consecutive parameters of one owner that are sent in one buffer."""
 
     ops: tuple[Op, ...]
     owner: Owner
@@ -71,8 +71,8 @@ class Run:
 def local_parameters(model: Model) -> Mapping[str, Tensor]:
     """Parameters of this rank, and its routers' biases, under the names of the whole model.
 
-    These number layers and experts over all ranks, and are those of Megatron's layers without Transformer-Engine, which
-    hold every expert as a module of its own.  Adapted weights have their adapters merged in, when they are looked up.
+    In these names layers and experts are numbered over all ranks.  They are the names of Megatron's layers without
+    Transformer Engine, in which every expert is a module of its own.  Looking up an adapted weight merges its adapters.
     """
     out: dict[str, Tensor] = {}
     for gpt in map(unwrap, model):
@@ -104,10 +104,10 @@ def whole_tensors(
     buffer_bytes: int,
     clock: Clock | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor) of every parameter on every rank of the copy: a collective that all must finish.
+    """(HF name, whole tensor) of every parameter on every rank of the copy: a collective, to be iterated to the end.
 
-    A tensor is valid until the next one is asked for.  Peak extra memory: about twice the larger of `buffer_bytes` and
-    the largest parameter (of experts: of one expert).  `clock` is told of the seconds that mapping takes, as `convert`.
+    A tensor is valid until the next one is requested.  Peak extra memory: about twice the larger of `buffer_bytes` and
+    the largest parameter (of experts: of one expert).  `clock` counts the seconds of mapping as `convert`.
     """
     clock = clock or Clock()
     for run in _runs(table, _owners(table, params, where), where.coordinate, buffer_bytes):
@@ -119,12 +119,12 @@ def whole_tensors(
 
 
 def owner_dtypes(table: Sequence[Op], params: Mapping[str, Tensor], where: ModelParallel) -> list[torch.dtype]:
-    """The type of each parameter of the table, the same answer on every rank of the copy; a collective."""
+    """The type of each parameter of the table, the same on every rank of the copy; a collective."""
     return [owner.dtype for owner in _owners(table, params, where)]
 
 
 def _owners(table: Sequence[Op], params: Mapping[str, Tensor], where: ModelParallel) -> list[Owner]:
-    """Of each parameter: small all-reduces, as no stage knows the types of the others, and no rank other experts."""
+    """The owner of each parameter, by small all-reduces: a rank knows neither other stages' types nor other experts."""
     known = {name for op in table for name in (op.param, *op.copies)}
     assert not (unknown := sorted(set(params) - known)), f"the table has no mapping for {', '.join(unknown)}"
     codes = [
@@ -148,7 +148,7 @@ def _ep_rank(op: Op, coordinate: ShardCoordinate) -> int | None:
     if op.expert is None:
         return None
     number, count = op.expert
-    return number // (count // coordinate.ep)  # as `Op.held_by` deals them
+    return number // (count // coordinate.ep)  # as in `Op.held_by`
 
 
 def _runs(
@@ -167,7 +167,7 @@ def _runs(
 
 
 def _exchange(run: Run, params: Mapping[str, Tensor], where: ModelParallel) -> list[list[Tensor]]:
-    """Shards of the run's parameters: [rank of the axis][op]; what is not sharded is the same at every rank."""
+    """Shards of the run's parameters: [rank of the axis][op]; unsharded parameters are the same on every rank."""
     owner, coordinate = run.owner, where.coordinate
     num_parts = run.ops[0].cut(coordinate)[1]
     is_expert_rank = owner.ep_rank in (None, coordinate.ep_rank)

@@ -1,4 +1,4 @@
-"""From an HF folder into the parameters of this rank: only its own slices are read, one at a time."""
+"""Loads an HF folder into the parameters of this rank: only its own slices are read, one at a time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megarl.weights.mapping.names import Op, ShardCoordinate, some_names
 def load_hf(model: Model, hf_folder: str | Path, hf_config: HFConfig, *, role: Role = "actor") -> None:
     """Fill the model chunks of this rank; no communication, peak extra memory one slice.
 
-    Load before the optimizer is made (its fp32 master weights start as copies).  A critic takes its trunk from an
-    actor's folder too: output rows are passed over, and without a value head the model keeps its own.
-    ValueError lists the tensors that are missing, too many or of another shape.
+    Load before the optimizer is made (its fp32 master weights start as copies).  A critic can load its trunk from an
+    actor's folder: output rows are skipped, and if there is no value head, the model keeps its own.
+    ValueError lists the tensors that are missing, unknown or of another shape.
     """
     if hf_config.get(RANDOM_WEIGHTS) is True:
         _keep_random(Path(hf_folder))
@@ -77,7 +77,7 @@ def fill(params: Mapping[str, Tensor], table: Sequence[Op], folder: HFFolder, co
         targets = [params[name] for name in (op.param, *op.copies) if name in params]
         left -= {op.param, *op.copies}
         if not targets or not all(name in folder.shapes for name in op.hf_shapes):
-            continue  # another stage's or expert rank's, or a value head that the folder does not have
+            continue  # of another stage or expert-parallel rank, or a value head that the folder does not have
         for param in targets:
             _fill_one(param, op, folder, coordinate)
     assert not left, f"the table has no mapping for {', '.join(sorted(left))}"
@@ -96,7 +96,7 @@ def _fill_one(param: Tensor, op: Op, folder: HFFolder, coordinate: ShardCoordina
 
 
 def check_tied(folder: HFFolder, pairs: Mapping[str, str], table: Sequence[Op], coordinate: ShardCoordinate) -> None:
-    """A folder that says its embeddings are tied, and yet holds output rows of its own, must mean the same rows."""
+    """ValueError if a folder says that its embeddings are tied, but holds output rows that differ from them."""
     for name, original in pairs.items():
         pieces = [p for op in table for p in op.pieces_at(coordinate) if p.hf_name == original]
         for p in pieces if name in folder.shapes else []:

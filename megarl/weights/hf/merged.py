@@ -1,4 +1,4 @@
-"""The parameters of a model with adapters as those of one without: merged when they are looked up, never stored."""
+"""The parameters of a model with adapters as plain weights: merged at each look-up, never stored."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megarl.mcore.models.model import Model
 
 
 class Merged(Mapping[str, Tensor]):
-    """Parameters of this rank by their names in the whole model; those of the adapters are not among them.
+    """Parameters of this rank by their names in the whole model, without those of the adapters.
 
     A look-up of an adapted weight makes a new tensor, base + scaling * B A rounded once to the base's type: peak extra
-    memory is what the caller holds at a time.  Read only: what is written into such a tensor is lost.
+    memory is what the caller holds at a time.  Read only: writes into such a tensor are lost.
     """
 
     def __init__(self, params: Mapping[str, Tensor], model: Model) -> None:
-        """`params`: all of them, adapters too."""
+        """`params`: all parameters, including the adapters'."""
         linears = dict(adapted(model))
         self._linears: dict[str, Any] = {f"{path}.weight": linear for path, linear in linears.items()}
         inside = tuple(f"{path}.lora." for path in linears)

@@ -1,1 +1,1 @@
-"""One table of names for trainer and servers each, and the operations that the tables are made of."""
+"""The tables that map names and slices of parameters to HF tensors, one for the trainer and one per kind of server."""

@@ -1,6 +1,6 @@
 """One table of mappings per model family, made from the numbers of an HF `config.json`.
 
-A family is added by one entry of FAMILIES; nothing else in this room knows model names.
+A family is added by one entry of FAMILIES; nothing else in this folder knows names of model families.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megarl.weights.mapping.names import QKV, GateUp, Op, Rename, ValueHead, Vocab
 
-VOCAB_MULTIPLE = 8  # as the models are built: mcore.models.model.padded_vocab_size
+VOCAB_MULTIPLE = 8  # the same as mcore.models.model.padded_vocab_size uses
 
 HFConfig = Mapping[str, Any]
 Role = Literal["actor", "critic"]
@@ -21,7 +21,7 @@ Role = Literal["actor", "critic"]
 
 @dataclass(frozen=True)
 class RouterBias(Rename):
-    """float32 in every folder, trainer and server, whatever type the weights have."""
+    """Is float32 in every folder, trainer and server, whatever type the weights have."""
 
     keeps_dtype = True
 
@@ -29,8 +29,8 @@ class RouterBias(Rename):
 def table_for(hf_config: HFConfig, *, role: Role = "actor", vocab_multiple: int = VOCAB_MULTIPLE) -> list[Op]:
     """Every parameter of the model, in the order of export: embedding, layers, final norm, head.
 
-    `vocab_multiple`: rows of the vocabulary that each tensor-parallel rank's share is a multiple of.
-    A critic has a value head in place of the output rows.
+    `vocab_multiple`: the vocabulary rows of each tensor-parallel rank are padded to a multiple of this.
+    A critic has a value head instead of the output rows.
     """
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
@@ -46,7 +46,7 @@ def is_tied(hf_config: HFConfig) -> bool:
 
 
 def tied(hf_config: HFConfig) -> dict[str, str]:
-    """HF names that a folder or a server may hold besides the table's, and the tensor that each is tied to."""
+    """HF names that a folder or a server may hold in addition to the table's -> the tensor that each is tied to."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if is_tied(hf_config) else {}
 
 
@@ -60,9 +60,9 @@ class Ignorable(Container[str]):
 
 
 def ignorable(hf_config: HFConfig, role: Role) -> Container[str]:
-    """HF names that a folder may hold and this model does not.
+    """HF names that a folder may hold although this model does not have them.
 
-    Output rows of a critic, the tied of tied ones, and layers after the last that predict further tokens.
+    These are a critic's output rows, output rows that are tied, and multi-token-prediction layers after the last layer.
     """
     names = {"lm_head.weight"} if role == "critic" else set(tied(hf_config))
     return Ignorable(frozenset(names), _layers_of_further_tokens(hf_config))
@@ -71,7 +71,7 @@ def ignorable(hf_config: HFConfig, role: Role) -> Container[str]:
 def _decoder(c: HFConfig, role: Role, vocab_multiple: int, layers: Iterable[Op]) -> list[Op]:
     """Embedding, layers, final norm, and the head of the role."""
     hidden = c["hidden_size"]
-    tied_copy = ("output_layer.weight",) if is_tied(c) and role == "actor" else ()  # of a last stage that is not first
+    tied_copy = ("output_layer.weight",) if is_tied(c) and role == "actor" else ()  # if the last stage is not the first
     embedding = Vocab(
         "embedding.word_embeddings.weight",
         "model.embed_tokens.weight",
@@ -90,7 +90,7 @@ def _decoder(c: HFConfig, role: Role, vocab_multiple: int, layers: Iterable[Op])
 
 
 def _dense(c: HFConfig, *, role: Role, vocab_multiple: int, qkv_bias: bool = False, qk_norm: bool = False) -> list[Op]:
-    """Decoders of Llama's shape: grouped-query attention, a gated feed-forward, RMS norms before both."""
+    """Decoders like Llama's: grouped-query attention, a gated feed-forward, RMS norms before both."""
     layers = (
         [*_attention(c, i, qkv_bias, qk_norm), *_feed_forward(c, i, f"model.layers.{i}.mlp", c["intermediate_size"])]
         for i in range(c["num_hidden_layers"])
@@ -99,7 +99,7 @@ def _dense(c: HFConfig, *, role: Role, vocab_multiple: int, qkv_bias: bool = Fal
 
 
 def _qwen3_moe(c: HFConfig, *, role: Role, vocab_multiple: int) -> list[Op]:
-    """Qwen3 whose feed-forwards are experts, but in the layers that config.json leaves dense."""
+    """Qwen3 with experts as feed-forwards, except in the layers that config.json leaves dense."""
     step, plain = c.get("decoder_sparse_step") or 1, c.get("mlp_only_layers") or ()
     ops: list[Op] = []
     for i in range(c["num_hidden_layers"]):
@@ -125,7 +125,7 @@ def _deepseek_v3(c: HFConfig, *, role: Role, vocab_multiple: int) -> list[Op]:
 
 
 def _attention(c: HFConfig, layer: int, qkv_bias: bool, qk_norm: bool) -> list[Op]:
-    """The norm before it included."""
+    """One layer's attention, with the norm before it."""
     if c.get("attention_bias", qkv_bias) not in (qkv_bias, None):
         raise ValueError(
             f"attention_bias={c['attention_bias']} is not supported for model_type={c['model_type']!r}; expected "
@@ -159,12 +159,12 @@ def _norm_of_mlp(c: HFConfig, layer: int) -> Op:
 
 
 def _feed_forward(c: HFConfig, layer: int, mlp: str, ffn: int) -> list[Op]:
-    """The norm before it included.  `mlp`: the module's HF name."""
+    """A dense feed-forward with the norm before it.  `mlp`: the module's HF name."""
     return [_norm_of_mlp(c, layer), *_gated(f"decoder.layers.{layer}.mlp", mlp, ffn, c["hidden_size"])]
 
 
 def num_experts(c: HFConfig) -> int:
-    """The hub's files and those of transformers 5 name it differently."""
+    """The number of routed experts; configs of the hub and of transformers 5 use different keys."""
     return c["num_experts"] if c.get("num_experts") is not None else c["num_local_experts"]
 
 
@@ -175,7 +175,7 @@ def _experts(
     ffn: int,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[Op]:
-    """The norm, the router, and each expert on its own.  `names`: of an expert's gate, up and down in the HF module."""
+    """The norm, the router, and each expert separately.  `names`: the HF names of an expert's gate, up and down."""
     hidden, mg, count = c["hidden_size"], f"decoder.layers.{layer}.mlp", num_experts(c)
     ops: list[Op] = [
         _norm_of_mlp(c, layer),
@@ -190,9 +190,9 @@ def _experts(
 
 
 def _deepseek_layers(c: HFConfig) -> list[Op]:
-    """All layers, and at the end the routers' biases: a run of one type, where the weights have another.
+    """All layers, and at the end the routers' biases, which have another type than the weights and so stay together.
 
-    Tensors of latents stand together, as servers fuse them.
+    The two latent projections (q_a, kv_a) are neighbours, because servers fuse them.
     """
     ops: list[Op] = []
     biases: list[Op] = []
@@ -207,13 +207,13 @@ def _deepseek_layers(c: HFConfig) -> list[Op]:
 
 
 def _layers_of_further_tokens(c: HFConfig) -> tuple[str, ...]:
-    """Prefixes of HF names of layers that predict further tokens, which are neither trained nor served here."""
+    """Prefixes of HF names of multi-token-prediction layers, which are neither trained nor served here."""
     first = c["num_hidden_layers"]
     return tuple(f"model.layers.{i}." for i in range(first, first + (c.get("num_nextn_predict_layers") or 0)))
 
 
 def _latent_attention(c: HFConfig, layer: int) -> list[Op]:
-    """The norms before and after it included."""
+    """Multi-head latent attention, with the norms before and after it."""
     hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
     nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
     hf, mg = f"model.layers.{layer}", f"decoder.layers.{layer}"
@@ -257,7 +257,7 @@ def _router_bias(c: HFConfig, layer: int) -> Op:
 
 
 def _gated(mg: str, hf: str, ffn: int, hidden: int, expert: tuple[int, int] | None = None) -> list[Op]:
-    """A gated feed-forward: a dense layer's, the shared experts' as one, or one routed expert's."""
+    """A gated feed-forward: of a dense layer, of all shared experts as one, or of one routed expert."""
     axis: Any = "tp" if expert is None else "etp"
     gate, up, down = (f"{hf}.{name}_proj.weight" for name in ("gate", "up", "down"))
     return [

@@ -1,9 +1,9 @@
-"""How one parameter of a rank is made of tensors with Hugging Face (HF) names: data, read in both directions.
+"""Mappings: how one parameter of a rank is composed of tensors with Hugging Face (HF) names, for both directions.
 
-A mapping lists pieces: runs of rows (or of columns) that stand both in an HF tensor and in the shard that one rank
-holds.  Copying the pieces one way loads a shard, copying them the other way exports it, and whoever plans a transfer
-reads from them which slice of which tensor a rank owns.  Trainers and servers are described by the same mappings.
-Names of parameters carry the numbers of layer and expert in the whole model, not in the part that a rank holds.
+A mapping lists pieces: runs of rows (or columns) that are both in an HF tensor and in the shard of one rank.  Copying
+the pieces one way loads a shard, copying them the other way exports it, and transfer plans read from them which slice
+of which tensor a rank owns.  The same mappings describe trainers and servers.  Parameter names contain the layer and
+expert numbers of the whole model, not of the part that a rank holds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShardCoordinate:
-    """Where a rank stands among those over which the weights of one layer are cut.
+    """The position of a rank among the ranks over which the weights of one layer are cut.
 
-    Dense parameters are cut over `tp` ranks.  Experts are dealt to `ep` ranks, and each is cut over `etp` ranks.
+    Dense parameters are cut over `tp` ranks.  Experts are distributed over `ep` ranks, each is cut over `etp` ranks.
     """
 
     tp_rank: int = 0
@@ -44,7 +44,7 @@ class Piece:
     hf_start: int
     shard_start: int
     length: int
-    index: int | None = None  # of a shard that stacks several experts' tensors: which of them
+    index: int | None = None  # in a shard that stacks several experts' tensors: the index of the expert
 
     def of_hf(self, tensor: Tensor) -> Tensor:
         return tensor.narrow(self.dim, self.hf_start, self.length)
@@ -55,24 +55,24 @@ class Piece:
 
 @dataclass(frozen=True)
 class Op(ABC):
-    """One parameter and the HF tensors it is made of; subclasses say where the pieces are."""
+    """One parameter and the HF tensors it is composed of; subclasses define where the pieces are."""
 
     param: str  # e.g. decoder.layers.3.mlp.linear_fc1.weight
     copies: tuple[str, ...] = field(default=(), kw_only=True)  # parameters with the same content on other stages
     axis: Literal["tp", "etp"] = field(default="tp", kw_only=True)  # the ranks over which the parameter is cut
-    expert: tuple[int, int] | None = field(default=None, kw_only=True)  # (number, of how many); None: of no one expert
+    expert: tuple[int, int] | None = field(default=None, kw_only=True)  # (number, count); None: not of a single expert
 
     required = True  # an HF folder without these tensors is refused
-    keeps_dtype = False  # where the model is cast to another type
+    keeps_dtype = False  # whether it keeps its type when the model is cast to another
 
     @property
     def is_sharded(self) -> bool:
-        """False where every tensor-parallel rank holds the whole parameter."""
+        """False if every tensor-parallel rank holds the whole parameter."""
         return True
 
     @property
     def layer(self) -> int | None:
-        """The transformer layer in the whole model, None for what belongs to no layer."""
+        """The number of its transformer layer in the whole model; None if it belongs to no layer."""
         found = re.match(r"(?:decoder|model)\.layers\.(\d+)\.", self.param)
         return int(found[1]) if found else None
 
@@ -81,7 +81,7 @@ class Op(ABC):
         return (coordinate.tp_rank, coordinate.tp) if self.axis == "tp" else (coordinate.etp_rank, coordinate.etp)
 
     def held_by(self, coordinate: ShardCoordinate) -> bool:
-        """Whether a rank at `coordinate` holds this parameter; experts are dealt to expert ranks in runs."""
+        """Whether a rank at `coordinate` holds this parameter; each expert-parallel rank has a run of the experts."""
         if self.expert is None:
             return True
         number, count = self.expert
@@ -92,7 +92,7 @@ class Op(ABC):
         return number // (count // coordinate.ep) == coordinate.ep_rank
 
     def pieces_at(self, coordinate: ShardCoordinate) -> list[Piece]:
-        """What the rank at `coordinate` owns of this parameter; nothing of another rank's expert."""
+        """The pieces that the rank at `coordinate` owns; none if the expert is another rank's."""
         return self.pieces(*self.cut(coordinate)) if self.held_by(coordinate) else []
 
     def shape_at(self, coordinate: ShardCoordinate) -> Shape:
@@ -110,7 +110,7 @@ class Op(ABC):
 
     @abstractmethod
     def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
-        """What rank `tp_rank` owns; shard rows in no piece are padding."""
+        """The pieces that rank `tp_rank` owns; shard rows in no piece are padding."""
 
     def to_megatron(self, tensors: Mapping[str, Tensor], tp_rank: int = 0, tp_size: int = 1) -> Tensor:
         """Whole HF tensors -> a rank's shard, padding zero; tp_size=1 gives the whole parameter."""
@@ -122,9 +122,9 @@ class Op(ABC):
         return shard
 
     def to_hf(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The shards of all tensor-parallel ranks (one suffices if not sharded) -> whole HF tensors, contiguous.
+        """The shards of all tensor-parallel ranks (a single one if not sharded) -> whole HF tensors, contiguous.
 
-        A tensor that stands in the first shard as it is shares that shard's memory.
+        The tensors share the first shard's memory if each of them is one contiguous part of it.
         """
         tp_size = len(shards)
         whole = self._alias(shards[0]) if tp_size == 1 or not self.is_sharded else None
@@ -138,7 +138,7 @@ class Op(ABC):
         return out
 
     def _alias(self, shard: Tensor) -> dict[str, Tensor] | None:
-        """Views of a shard whose HF tensors each stand in it in one run of rows, else None."""
+        """Views of a shard if each HF tensor is one run of rows in it, else None."""
         pieces, shapes = self.pieces(0, 1), self.hf_shapes
         if len(pieces) != len(shapes) or not shard.is_contiguous():
             return None
@@ -242,7 +242,7 @@ class GateUp(Op):
 
 @dataclass(frozen=True)
 class Vocab(Op):
-    """Rows of the vocabulary, padded with zeros at the end so that every rank holds a multiple of `multiple`."""
+    """The rows of the vocabulary, padded with zeros at the end so that every rank holds a multiple of `multiple`."""
 
     hf_name: str
     vocab_size: int
@@ -265,7 +265,7 @@ class Vocab(Op):
 
 @dataclass(frozen=True)
 class ValueHead(Rename):
-    """The critic's head [1, hidden], whole on every rank; a folder without one leaves it as the model made it."""
+    """The critic's head [1, hidden], whole on every rank; if a folder has none, the model keeps its initial values."""
 
     required = False
 

@@ -1,8 +1,8 @@
-"""What the ranks of a server hold, in the words of `names`: the parameters' own names, and the HF tensors inside.
+"""The tables of servers: each server parameter and its HF tensors, as mappings of `names`.
 
-The HF server holds HF tensors as they are.  SGLang fuses some of them into one parameter and cuts most over its ranks;
-how, is read off the HF names, which say the same for every family.  A server's gate_up_proj is a `GateUp`, its
-row-parallel and replicated layers are `Rename`; the classes here are the rest of its fused layers.
+The HF server holds HF tensors unchanged.  SGLang fuses some of them into one parameter and cuts most over its ranks.
+How it does so follows from the HF names, in the same way for every family.  A server's gate_up_proj is a `GateUp`, its
+row-parallel and replicated layers are `Rename`; the classes here are its other fused layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shapes = Mapping[str, Shape]
 _CUT_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj)\.weight$")
 _CUT_BY_ROWS = re.compile(r"\.(q_b_proj|kv_b_proj)\.weight$")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.weight$")
-# of an expert's tensors: those that begin a stack, the parameter, what lies over one another in it, and the cut
+# first tensor of a stack of experts -> the parameter, the tensors stacked in it by rows, and the dimension of the cut
 _STACKS: Mapping[str, tuple[str, tuple[str, ...], int]] = {
     "gate_proj": ("w13_weight", ("gate_proj", "up_proj"), 0),
     "w1": ("w13_weight", ("w1", "w3"), 0),
@@ -29,7 +29,7 @@ _STACKS: Mapping[str, tuple[str, tuple[str, ...], int]] = {
     "w2": ("w2_weight", ("w2",), 1),
 }
 
-VOCAB_PADDING = 64  # rows of the whole vocabulary that SGLang rounds up to
+VOCAB_PADDING = 64  # SGLang rounds the rows of the whole vocabulary up to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class StackedQKV(QKV):
 
 @dataclass(frozen=True)
 class StackedRows(Op):
-    """Several tensors over one another, e.g. q_a_proj over kv_a_proj_with_mqa.
+    """Several tensors stacked by rows, e.g. q_a_proj above kv_a_proj_with_mqa.
 
     `parts`: (HF name, rows) from top to bottom.  If `is_cut`, a rank holds its share of the rows of each part, else
-    every rank holds them all.  `hidden` is None for a bias.
+    every rank holds all rows.  `hidden` is None for a bias.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -106,7 +106,7 @@ class StackedRows(Op):
 class StackedExperts(Op):
     """The experts of one layer as one tensor [experts of the rank, rows, columns].
 
-    `names`: HF names with {} for the expert's number, whose tensors (each of `shape`) lie over one another: gate and up
+    `names`: HF names with {} for the expert's number; their tensors (each of `shape`) are stacked by rows: gate and up
     in w13_weight (`dim` 0: a rank holds its share of the rows of each), down in w2_weight (`dim` 1: of the columns).
     """
 
@@ -156,7 +156,7 @@ class StackedExperts(Op):
 
 @dataclass(frozen=True)
 class StackedVocab(Op):
-    """Rows of the vocabulary, padded at the end to VOCAB_PADDING, or to that times the ranks where they do not divide.
+    """Rows of the vocabulary, padded to a multiple of VOCAB_PADDING; if ranks do not divide it, of VOCAB_PADDING * tp.
 
     Example: 151,936 rows on 4 ranks are 37,984 each; 100 rows on 3 ranks are padded to 192, 64 each.
     """
@@ -194,15 +194,15 @@ def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
 
 
 def coordinates(tp: int, ep: int = 1) -> list[ShardCoordinate]:
-    """Where each rank of an SGLang server stands: experts are dealt to `ep` groups of neighbouring ranks."""
+    """The coordinate of each rank of an SGLang server: `ep` groups of neighbouring ranks share the experts."""
     etp = tp // ep
     return [ShardCoordinate(rank, tp, rank // etp, ep, rank % etp, etp) for rank in range(tp)]
 
 
 def is_enlarged(engine: EngineKind, hf_config: HFConfig, tp: int) -> bool:
-    """Whether an SGLang server without GPU makes the model larger than it is, so that it divides over its ranks.
+    """Whether an SGLang server without GPU pads the model so that it divides over the ranks.
 
-    It rounds feed-forward sizes up to 32 a rank, and numbers of heads up to one a rank.
+    It rounds feed-forward sizes up to a multiple of 32 per rank, and numbers of heads up to a multiple of the ranks.
     """
     if engine == "hf":
         return False
@@ -212,7 +212,7 @@ def is_enlarged(engine: EngineKind, hf_config: HFConfig, tp: int) -> bool:
 
 
 def _sglang(name: str, shapes: Shapes, config: HFConfig) -> Op | None:
-    """The parameter that begins with the tensor `name`; None where another tensor begins it."""
+    """The parameter that begins with the tensor `name`; None if the tensor is a later part of a fused parameter."""
     shape = shapes[name]
     if re.search(r"(embed_tokens|lm_head)\.weight$", name):
         return StackedVocab(name, name, *shape)
@@ -232,7 +232,7 @@ def _sglang(name: str, shapes: Shapes, config: HFConfig) -> Op | None:
 
 def _qkv(q: str, shapes: Shapes, config: HFConfig) -> Op:
     k, v = (q.replace(".q_proj.", f".{x}_proj.") for x in "kv")
-    if k not in shapes:  # of latent attention: alone
+    if k not in shapes:  # latent attention: q_proj is not fused
         return Rename(q, q, shapes[q], 0)
     heads = config["num_attention_heads"]
     head_dim = shapes[q][0] // heads
@@ -246,7 +246,7 @@ def _gate_up(gate: str, shapes: Shapes, _: HFConfig) -> Op:
 
 
 def _latents(q_a: str, shapes: Shapes, _: HFConfig) -> Op:
-    """Latent attention's two projections down, whole on every rank."""
+    """Latent attention's two down projections, whole on every rank."""
     kv_a = q_a.replace(".q_a_proj.", ".kv_a_proj_with_mqa.")
     rows = ((q_a, shapes[q_a][0]), (kv_a, shapes[kv_a][0]))
     return StackedRows(q_a.replace(".q_a_proj.", ".fused_qkv_a_proj_with_mqa."), rows, shapes[q_a][1], is_cut=False)

@@ -1,1 +1,1 @@
-"""From one layout to another: who owns which slice, and who sends what to whom."""
+"""Resharding from one layout to another: which rank owns which slice, and which ranks send what to which."""

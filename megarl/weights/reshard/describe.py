@@ -1,9 +1,9 @@
-"""Spreads as text: JSON that a rank of the other side can read, and a fingerprint that all ranks compare.
+"""Shardings as text: JSON that ranks of the other side can read, and a fingerprint that all ranks compare.
 
-The JSON carries each parameter as the kind of its mapping and that mapping's numbers and names, not as slices for each
-rank: 10^12 parameters over 1,024 ranks are about 2 MB.  So the reader must know the same kinds of mappings.  That both
-sides also understand them alike is not taken on trust: the fingerprint is made from the slices that come out of the
-mappings, and differs if two versions of this package cut a parameter in different ways.
+The JSON describes each parameter by the kind of its mapping and that mapping's numbers and names, not by the slices of
+each rank: 10^12 parameters over 1,024 ranks are about 2 MB.  So the reader must know the same kinds of mappings.  The
+fingerprint checks that both sides also interpret them in the same way: it is computed from the resulting slices, and
+differs if two versions of this package cut a parameter in different ways.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LAYOUTS: dict[str, type[Sharding]] = {"megatron": MegatronSharding, "server": S
 def to_json(sharding: Sharding) -> str:
     """Text from which `from_json` makes an equal sharding.
 
-    Parameters that differ in numbers only, as those of all layers and experts do, share one pattern: the text of the
-    mapping with a `#` for each number.  Each parameter is then its pattern's index and its numbers.
+    Parameters that differ only in numbers, such as those of all layers and experts, share one pattern: the text of the
+    mapping with a `#` for each number.  Each parameter is then stored as the pattern's index and its numbers.
     """
     patterns: dict[str, int] = {}
     rows = []
@@ -52,7 +52,7 @@ def from_json(text: str) -> Sharding:
 
 
 def fingerprint(sender: Sharding, receiver: Sharding, *rules: int) -> str:
-    """64 hex digits of both descriptions, each slice of each kind of rank included, and of further numbers."""
+    """64 hex digits of both shardings, including each slice of each group of ranks, and of the numbers in `rules`."""
     digest = hashlib.sha256(repr(rules).encode())
     for sharding in (sender, receiver):
         for line in _lines(sharding):

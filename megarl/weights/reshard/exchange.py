@@ -1,9 +1,9 @@
-"""The transfers of a plan, carried out point to point over one process group, in messages of bounded size.
+"""Executes the transfers of a plan point to point over one process group, in messages of bounded size.
 
-`send` runs on the trainer's ranks and `receive` in the server's processes; both know only their own messages, of which
-they take one after another in the order of the plan.  At most two messages of a rank are under way: peak extra memory
-is twice `message_bytes`, on either side.  Works on gloo, and on NCCL once the group has met: call `agree` first, which
-every member must.  A wait that exceeds the limit raises torch's RuntimeError.
+`send` runs on the trainer's ranks and `receive` in the server's processes; each rank knows only its own messages and
+processes them in the order of the plan.  At most two messages of a rank are in flight: peak extra memory is twice
+`message_bytes` on either side.  Works on gloo, and on NCCL after a first collective: so every member must call `agree`
+first.  A wait that exceeds the timeout raises torch's RuntimeError.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Link:
-    """A group in which both sides are members.
+    """A process group with members of both sides.
 
-    `ranks`: the group's number of each rank of the other side that is in it.  Messages to others are left out, so that
-    a plan for several servers can be carried out over a group for each.
+    `ranks`: rank of the other side -> its rank in the group.  Messages to other ranks are skipped, so a plan for
+    several servers can be executed over one group for each.
     """
 
     group: dist.ProcessGroup
@@ -52,7 +52,7 @@ class Link:
 
 
 def agree(fingerprint: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """All members compare their fingerprints; ValueError on every one of them if any differs.  A collective."""
+    """All members compare their fingerprints; ValueError on every member if any differs.  A collective."""
     mine = torch.tensor(list(bytes.fromhex(fingerprint)), dtype=torch.uint8, device=device)
     found = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(found, mine, group=group)
@@ -65,7 +65,7 @@ def agree(fingerprint: str, group: dist.ProcessGroup, device: torch.device) -> N
 
 
 def check_params(sharding: Sharding, rank: int, params: Params) -> None:
-    """ValueError with the names unless `params` are what the description says that this rank has."""
+    """ValueError with the names unless `params` match what the sharding says that this rank has."""
     expected = sharding.shapes(rank)
     have = {name: (tuple(param.shape), str(param.dtype).removeprefix("torch.")) for name, param in params.items()}
     parts = [
@@ -79,7 +79,7 @@ def check_params(sharding: Sharding, rank: int, params: Params) -> None:
 
 
 def check_messages(plan: Plan, rank: int, messages: Sequence[Message], link: Link) -> None:
-    """ValueError unless what receiver `rank` is to get comes from members, and fills its parameters."""
+    """ValueError unless the messages for receiver `rank` come from members of the group and fill its parameters."""
     if absent := sorted({message.peer for message in messages} - set(link.ranks)):
         ranks = some_names([str(peer) for peer in absent])
         raise ValueError(
@@ -96,15 +96,15 @@ def _num_written(message: Message) -> int:
 def send(
     messages: Sequence[Message], params: Params, link: Link, *, digest: Digest | None = None, clock: Clock | None = None
 ) -> list[str]:
-    """Send `Plan.messages_out`; returns a digest of each part as it was sent, for `compare`, if asked for them.
+    """Send `Plan.messages_out`; with `digest`, returns the digest of each part as it was sent, for `compare`.
 
-    A part is converted to the receiver's type on its way.  `params` must not change before this returns.  `clock` is
-    told of the seconds in which parts are brought into messages (convert) and digested (verify).
+    A part is converted to the receiver's type before it is sent.  `params` must not change before this returns.
+    `clock` counts the seconds in which parts are copied into messages (convert) and digested (verify).
     """
     clock = clock or Clock()
     mine = link.mine(messages)
     buffers, under_way = _buffers(mine, link), deque[list[dist.Work]]()
-    known: dict[tuple[str, Box], str] = {}  # servers that need the same are sent the same
+    known: dict[tuple[str, Box], str] = {}  # receivers that need the same box get the same bytes
     digests: list[str] = []
     for message, buffer in zip(mine, cycle(buffers), strict=False):
         if len(under_way) == len(buffers):
@@ -135,7 +135,7 @@ def receive(messages: Sequence[Message], params: Params, link: Link) -> int:
 
 
 def answer(messages: Sequence[Message], params: Params, link: Link, *, digest: Digest) -> None:
-    """The receiver's part of the check: tell each sender the digests of its parts, read from the parameters again."""
+    """The receiver's side of the check: send each sender the digests of its parts, read back from the parameters."""
     for message in link.mine(messages):
         text = "".join(_digest_held(part, params, digest) for part in message.parts)
         raw = torch.tensor(list(text.encode()), dtype=torch.uint8, device=link.device)
@@ -143,7 +143,7 @@ def answer(messages: Sequence[Message], params: Params, link: Link, *, digest: D
 
 
 def compare(messages: Sequence[Message], sent: Sequence[str], link: Link) -> list[str]:
-    """The sender's part of the check: the parts that a receiver does not hold as they were sent, in words.
+    """The sender's side of the check: descriptions of the parts whose digest on the receiver is not what was sent.
 
     Example: ["model.norm.weight[0:64] on rank 3"].
     """
@@ -160,7 +160,7 @@ def compare(messages: Sequence[Message], sent: Sequence[str], link: Link) -> lis
 
 
 def _incoming(messages: Sequence[Message], link: Link) -> Iterator[tuple[Message, Tensor]]:
-    """Each message and its bytes, valid until the next one is asked for, while the one after it is on its way."""
+    """Each message and its bytes, valid until the next one is requested; the next message is in flight meanwhile."""
     buffers = _buffers(messages, link)
     under_way: deque[tuple[Message, Tensor, list[dist.Work]]] = deque()
     for message, buffer in zip(messages, cycle(buffers), strict=False):
@@ -183,7 +183,7 @@ def _buffers(messages: Sequence[Message], link: Link) -> list[Tensor]:
 
 
 def _start(op: Callable[..., Any], raw: Tensor, peer: int, link: Link) -> list[dist.Work]:
-    # A batch of one: NCCL then uses the group's own communicator, where a single isend makes one for every pair.
+    # A batch of one: NCCL then uses the group's own communicator; a single isend would make one for every pair.
     return dist.batch_isend_irecv([dist.P2POp(op, raw, group=link.group, group_peer=link.ranks[peer])])
 
 
@@ -202,7 +202,7 @@ def _as_tensor(raw: Tensor, part: Transfer) -> Tensor:
 
 
 def _view(params: Params, param_slice: ParameterSlice, shape: Shape) -> Tensor:
-    """The part of a parameter that lies at `place`."""
+    """The part of a parameter at `param_slice`."""
     param = params[param_slice.param].detach()
     part = param if param_slice.index is None else param[param_slice.index]
     for dim, (start, length) in enumerate(zip(param_slice.start, shape, strict=True)):
@@ -212,4 +212,4 @@ def _view(params: Params, param_slice: ParameterSlice, shape: Shape) -> Tensor:
 
 def _digest_held(part: Transfer, params: Params, digest: Digest) -> str:
     held = {digest(as_bytes(_view(params, param_slice, part.shape))) for param_slice in part.param_slices}
-    return held.pop() if len(held) == 1 else "-" * DIGEST_CHARS  # unlike any digest: two places that differ
+    return held.pop() if len(held) == 1 else "-" * DIGEST_CHARS  # equals no digest: the places differ

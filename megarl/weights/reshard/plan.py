@@ -1,12 +1,12 @@
-"""Who sends which slice of which HF tensor to whom, derived by every rank for itself from two shardings.
+"""The plan of a resharding: which rank sends which slice of which HF tensor to which rank, from two shardings.
 
-The boxes that senders hold and those that receivers need are cut until they are equal or have nothing in common; each
-meeting of a sender's cell and a receiver's is a region.  So every byte is in one region of every receiver that needs
-it, and travels to it once, even if the receiver keeps it at two places.  The senders that hold a region share the
-copies that are to be sent in equal runs of rows; a small region goes from one of them whole, chosen by the tensor's
-number.  Both ends of a pair of ranks list its transfers in the same order, so messages need no names.
+Every rank derives the plan by itself.  The boxes on each side are cut until any two are equal or disjoint; each
+non-empty intersection of a sender's cell and a receiver's cell is a region.  So every byte is in one region of every
+receiver that needs it, and is sent to it once, even if the receiver keeps it at two places.  The senders that hold a
+region share the copies to send in equal runs of rows; a small region is sent whole by one of them, chosen by the
+tensor's number.  Both ranks of a pair list its transfers in the same order, so messages need no names.
 
-Nothing here talks: `exchange` moves the bytes.
+This file does not communicate: `exchange` moves the bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megarl.weights.reshard.regions import Box, box_size, contains, intersect, r
 from megarl.weights.reshard.sharding import Holding, ParameterSlice, Sharding
 from megarl.weights.reshard.transfers import Message, Transfer, in_turn, inside, itemsize
 
-MIN_CUT_BYTES = 1 << 20  # a region below this goes whole
+MIN_CUT_BYTES = 1 << 20  # a region smaller than this is sent whole
 _TENSORS_AT_ONCE = 1024
 
 
 class Plan:
-    """The transfers from the ranks of one sharding to those of another; peers have the numbers of their own sharding.
+    """The transfers from the ranks of one sharding to those of another; a peer is a rank number of the other sharding.
 
     Raises ValueError with the names if one side lacks a tensor of the other, or has it in another shape.
     """
@@ -38,7 +38,7 @@ class Plan:
         self._numbers = {name: i for i, name in enumerate(sender.tensors)}
 
     def fingerprint(self, message_bytes: int) -> str:
-        """Of all that both ends must agree on before the first byte: 64 hex digits."""
+        """64 hex digits of everything that both sides must agree on before the first byte is sent."""
         return fingerprint(self.sender, self.receiver, self._min_cut_bytes, message_bytes)
 
     def sends(self, rank: int) -> list[Transfer]:
@@ -64,7 +64,7 @@ class Plan:
         return found
 
     def num_bytes(self, rank: int) -> int:
-        """What receiver `rank` has to write: of every parameter all that belongs to an HF tensor, once."""
+        """Bytes that receiver `rank` has to write: each byte of its parameters that belongs to an HF tensor, once."""
         tensors, owned = self.receiver.tensors, self.receiver.owned(rank)
         return sum(
             box_size(box) * itemsize(tensors[name].dtype)
@@ -73,16 +73,16 @@ class Plan:
         )
 
     def messages_out(self, rank: int, message_bytes: int) -> list[Message]:
-        """What sender `rank` sends, in messages of at most `message_bytes`, in the order that keeps all ranks moving.
+        """What sender `rank` sends, in messages of at most `message_bytes`, in an order that avoids deadlock.
 
-        In each turn every sender has one receiver and every receiver one sender, and all ranks count turns alike: a
-        rank that takes its messages one after another is never waited for by one that it waits for.
+        In each turn every sender has one receiver and every receiver one sender, and all ranks count turns in the same
+        way.  So if ranks process their messages in order, no two ranks wait for each other.
         """
         turns = self._num_turns
         return in_turn(self.sends(rank), message_bytes, {peer: (peer - rank) % turns for peer in range(turns)})
 
     def messages_in(self, rank: int, message_bytes: int) -> list[Message]:
-        """What receiver `rank` receives: the same messages at the other end, in the same order of turns."""
+        """The same messages for receiver `rank`, in the same order of turns."""
         turns = self._num_turns
         return in_turn(self.receives(rank), message_bytes, {peer: (rank - peer) % turns for peer in range(turns)})
 
@@ -105,9 +105,9 @@ class Plan:
                         yield _Region(name, self._numbers[name], dtype, box, theirs.ranks, ours.ranks)
 
     def _shares(self, region: _Region, position: int) -> Iterator[tuple[int, Box]]:
-        """(sender, box): who sends what of the copy for the receiver at `position` among those that need the region.
+        """(sender, box) of each part of the copy for the receiver at `position` among those that need the region.
 
-        The rows of all copies, one copy after another, are dealt to the senders in equal runs.
+        The rows of all copies, one copy after another, are distributed over the senders in equal runs.
         """
         num_bytes = box_size(region.box) * itemsize(region.dtype)
         start, stop = region.box[0]
@@ -180,5 +180,5 @@ def _check_same_tensors(sender: Sharding, receiver: Sharding) -> None:
 
 
 def _scatter(number: int) -> int:
-    """Spreads consecutive numbers, and multiples of a layer's number of tensors, over any number of senders."""
+    """Hash of a tensor's number that spreads consecutive tensors, and the same tensor of all layers, over senders."""
     return (number * 2654435761 & 0xFFFFFFFF) >> 8

@@ -1,4 +1,4 @@
-"""Boxes: the parts of tensors that plans of transfers speak of, as one (start, stop) for each dimension."""
+"""Boxes: parts of tensors in transfer plans, given as one (start, stop) for each dimension."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def box_size(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What both hold; None if that is nothing."""
+    """The overlap of two boxes; None if it is empty."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
@@ -34,10 +34,10 @@ def contains(outer: Box, inner: Box) -> bool:
 
 @lru_cache(1024)  # the tensors of all layers and experts are cut alike
 def refine(boxes: tuple[Box, ...]) -> Mapping[Box, Sequence[Box]]:
-    """Cut every box where an edge of another one runs: the resulting cells are equal or have nothing in common.
+    """Cut every box along the edges of all others; any two of the resulting cells are equal or disjoint.
 
-    Returns the cells of each box.  Boxes that are equal or have nothing in common to begin with stay whole, unless
-    they are cut along different dimensions.
+    Returns the cells of each box.  Boxes that are equal or disjoint from the start stay whole, unless they are cut
+    along different dimensions.
     Example in one dimension: (0, 4) and (2, 6) become (0, 2) (2, 4) and (2, 4) (4, 6).
     """
     distinct = list(dict.fromkeys(boxes))
@@ -53,7 +53,7 @@ def _cut_at(side: tuple[int, int], edges: list[int]) -> Iterator[tuple[int, int]
 
 
 def cut(box: Box, at_most: int) -> Iterator[Box]:
-    """The parts of a box that have at most `at_most` elements each, in row-major order, as few as whole rows allow."""
+    """Parts of a box with at most `at_most` elements each, in row-major order; as few as whole rows allow."""
     assert at_most > 0, "a part has at least one element"
     size = box_size(box)
     if size <= at_most:

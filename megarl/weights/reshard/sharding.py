@@ -1,11 +1,11 @@
-"""How a model lies over ranks: a table of parameters and the sizes of the layout, from which the rest is arithmetic.
+"""How a model is sharded over ranks, computed from a table of parameters and the sizes of the layout.
 
 There are two layouts: a trainer's ranks (`MegatronSharding`) and a server's (`ServerSharding`).
 
-A rank's number says at which coordinate and on which pipeline stage it stands, and so which box of which HF tensor each
-of its parameters holds.  Data and context parallelism and the sharded optimizer do not cut weights: they only make more
-ranks that hold the same.  Rows that pad a parameter belong to no HF tensor: a plan neither sends nor writes them, and
-they keep the zeros with which a model is made.
+A rank's number gives its coordinate and its pipeline stage, and so which box of which HF tensor each of its parameters
+holds.  Data and context parallelism and the sharded optimizer do not cut weights: they only add ranks that hold the
+same.  Padding rows of a parameter belong to no HF tensor: a plan neither sends nor writes them, and they keep the zeros
+with which the model was made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ParameterSlice:
 
 
 class Holding(NamedTuple):
-    """A box of an HF tensor, and all ranks that have it, each at the same place."""
+    """A box of an HF tensor, and all ranks that have it, at the same place in the same parameter."""
 
     box: Box
     param_slice: ParameterSlice
@@ -43,17 +43,17 @@ class Holding(NamedTuple):
 class HFTensor(NamedTuple):
     shape: Shape
     dtype: str
-    ops: list[Op]  # the parameters that hold parts of it: one, unless output rows are tied and yet held apart
+    ops: list[Op]  # the parameters that hold parts of it: one, unless tied output rows are held as a separate parameter
 
 
 Groups = dict[
     int, list[tuple[ShardCoordinate, tuple[int, ...]]]
-]  # expert-parallel rank -> coordinates that differ, and their ranks
+]  # expert-parallel rank -> distinct coordinates, and the ranks at each
 
 
 @dataclass(frozen=True)
 class Sharding(ABC):
-    """`dtypes`: the parameters whose type is not `dtype`, with theirs; names as torch has them ("float32")."""
+    """`dtypes`: (parameter, type) where the type is not `dtype`; types have torch's names ("float32")."""
 
     table: tuple[Op, ...]
     dtype: str = field(default="bfloat16", kw_only=True)
@@ -75,7 +75,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def params_on(self, op: Op, stage: int) -> tuple[str, ...]:
-        """The names under which ranks of a stage have the parameter (those of its experts' group, for an expert's)."""
+        """The names of the parameter on ranks of a stage (for an expert's: on the ranks that hold this expert)."""
 
     @cached_property
     def tensors(self) -> dict[str, HFTensor]:
@@ -94,7 +94,7 @@ class Sharding(ABC):
         return found
 
     def owned(self, rank: int) -> dict[str, list[tuple[Box, ParameterSlice]]]:
-        """HF name -> the boxes of it that a rank has, and where; in the order of the table."""
+        """HF name -> the boxes that a rank has of it, and their places in its parameters; in the order of the table."""
         coordinate, stage = self.coordinate(rank), self.stage(rank)
         found: dict[str, list[tuple[Box, ParameterSlice]]] = defaultdict(list)
         for op in self.table:
@@ -116,7 +116,7 @@ class Sharding(ABC):
         }
 
     def holdings(self, names: Collection[str]) -> dict[str, list[Holding]]:
-        """Who has which boxes of these HF tensors."""
+        """For each of these HF tensors: its boxes, and the ranks that have them."""
         found: dict[str, list[Holding]] = {name: [] for name in names}
         for op in {op.param: op for name in names for op in self.tensors[name].ops}.values():
             shapes = op.hf_shapes
@@ -130,7 +130,7 @@ class Sharding(ABC):
         return found
 
     def groups(self, op: Op, stage: int) -> list[tuple[ShardCoordinate, tuple[int, ...]]]:
-        """The ranks of a stage that have the parameter, grouped by the slice they hold; a coordinate for each group."""
+        """The ranks of a stage that have the parameter, grouped by the slice they hold, with a coordinate per group."""
         by_expert = op.expert is not None or op.axis == "etp"
         key = (stage, op.axis, op.is_sharded, by_expert)
         if key not in self._groups:
@@ -162,7 +162,7 @@ class Sharding(ABC):
 
 
 def _locate(piece: Piece, shape: Shape) -> tuple[Box, int | None, Shape]:
-    """The piece as a box of its HF tensor, and where that starts in the parameter: (index, start)."""
+    """The piece as a box of its HF tensor, and where the box starts in the parameter: (box, index, start)."""
     return (
         _box(shape, piece.dim, piece.hf_start, piece.length),
         piece.index,
@@ -184,9 +184,9 @@ def _start(shape: Shape, dim: int, start: int) -> Shape:
 class MegatronSharding(Sharding):
     """The ranks of Megatron-Core's trainer in its default order (tp, cp, ep, dp, pp; experts: etp, ep, dp, pp).
 
-    `etp` None: as `tp`.  `layers_per_chunk`: how many layers each of the pp * vpp chunks has, in the order of the
-    model, of which chunk i lies on stage i % pp; () deals them evenly.  The embedding is on the first stage (and its
-    tied copy, `Op.copies`, on the last), what belongs to no other layer on the last.
+    `etp` None: the same as `tp`.  `layers_per_chunk`: the number of layers of each of the pp * vpp chunks, in the order
+    of the model; chunk i is on stage i % pp; () distributes layers evenly.  The embedding is on the first stage and its
+    tied copy (`Op.copies`) on the last.  Other parameters that belong to no layer are on the last stage.
     """
 
     world_size: int = 1
@@ -261,9 +261,9 @@ class MegatronSharding(Sharding):
 
 @dataclass(frozen=True)
 class ServerSharding(Sharding):
-    """Replicas of a server one after another, each of `tp` ranks; experts are dealt to `ep` of them, as SGLang does.
+    """Replicas of a server, one after another, each of `tp` ranks in `ep` groups that share the experts, as in SGLang.
 
-    Rank r of a replica has the r // (tp/ep)-th run of the experts, and of each the (r % (tp/ep))-th part.
+    Rank r of a replica has the r // (tp/ep)-th run of the experts, and the (r % (tp/ep))-th part of each.
     """
 
     tp: int = 1

@@ -1,4 +1,4 @@
-"""The slices that two ranks exchange, and how they travel: packed into messages that both ends derive alike."""
+"""The slices that two ranks exchange, packed into messages; both ranks derive the same messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.weights.mapping.names import Shape
 from megarl.weights.reshard.regions import Box, box_shape, box_size, cut
 from megarl.weights.reshard.sharding import ParameterSlice
 
-ALIGNMENT = 16  # bytes; where parts start in a message, so that they can be viewed as tensors of any type
+ALIGNMENT = 16  # bytes; alignment of parts in a message, so that they can be viewed as tensors of any type
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,14 @@ class Transfer:
     """A box of an HF tensor that goes to, or comes from, one rank of the other side.
 
     Example: Transfer(3, "model.norm.weight", ((0, 64),), (ParameterSlice("decoder.final_layernorm.weight", None,
-    (0,)),), "bfloat16").  A sender reads the one place, a receiver fills all of them.
+    (0,)),), "bfloat16").  A sender reads one slice, a receiver fills all of them.
     """
 
     peer: int
     hf_name: str
     box: Box
     param_slices: tuple[ParameterSlice, ...]
-    dtype: str  # in which it travels: the receiver's
+    dtype: str  # the type in which it is sent: the receiver's
 
     @property
     def shape(self) -> Shape:
@@ -46,7 +46,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Transfers of one pair of ranks that travel together, and the byte at which each starts."""
+    """Transfers of one pair of ranks that are sent together, and the byte at which each starts."""
 
     peer: int
     parts: tuple[Transfer, ...]
@@ -55,13 +55,13 @@ class Message:
 
 
 def inside(param_slice: ParameterSlice, outer: Box, inner: Box) -> ParameterSlice:
-    """Where `inner` lies, if `outer` lies at `place`."""
+    """Where `inner` is in the parameter, if `outer` is at `param_slice`."""
     start = (at + i[0] - o[0] for at, o, i in zip(param_slice.start, outer, inner, strict=True))
     return replace(param_slice, start=tuple(start))
 
 
 def in_turn(transfers: Iterable[Transfer], message_bytes: int, turn_of: Mapping[int, int]) -> list[Message]:
-    """All first messages of the pairs by their turn, then all second ones, and so on."""
+    """The first messages of all peers in the order of turns, then all second messages, and so on."""
     by_peer: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         by_peer[transfer.peer].append(transfer)
@@ -74,7 +74,7 @@ def in_turn(transfers: Iterable[Transfer], message_bytes: int, turn_of: Mapping[
 
 
 def pack(transfers: Iterable[Transfer], message_bytes: int) -> Iterator[Message]:
-    """The transfers of one pair in messages of at most `message_bytes`; one that is larger than that is cut."""
+    """The transfers of one pair in messages of at most `message_bytes`; a larger transfer is cut."""
     if message_bytes < ALIGNMENT:
         raise ValueError(f"message_bytes={message_bytes}: expected at least {ALIGNMENT}")
     parts: list[Transfer] = []

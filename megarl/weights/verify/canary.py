@@ -1,8 +1,8 @@
-"""A prompt whose log-probabilities every server is asked for after a push, before its completions may be used.
+"""The canary prompt: after a push every server computes its log-probs, before its completions may be used.
 
-Digests say that the weights arrived; this says that the server computes with them: that names mean on both sides the
-same, and that what it derives from the weights was made anew.  It costs one prefill on each server, which uses no
-cached prefix: of old prefixes it says nothing.
+Digests show that the weights arrived.  This shows that the server computes with them: that names mean the same on both
+sides, and that the server recomputed what it derives from the weights.  It costs one prefill on each server.  The
+prefill uses no cached prefix, so it does not check old prefixes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Canary:
 
     prompt_ids: tuple[int, ...]
     log_probs: tuple[float, ...] | None = None  # None: the servers are only compared with one another
-    tolerance: float = 1e-3  # in nats; bfloat16 servers want about 0.1
+    tolerance: float = 1e-3  # in nats; bfloat16 servers need about 0.1
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Canary:
@@ -32,9 +32,10 @@ class Canary:
 def disagreement(canary: Canary, heard: Mapping[str, Sequence[float]]) -> dict[str, str]:
     """url -> what is wrong with its answer.
 
-    The median gap over the tokens counts.  A tensor in the wrong place moves all of them by whole units, while in
-    bfloat16, or where an expert is chosen otherwise, single improbable tokens may be off by more than any limit.
-    Without the trainer's values the middle of all answers counts: of two servers that differ, neither is believed.
+    The median difference over the tokens is compared with the tolerance.  A tensor in the wrong place changes all
+    log-probs by whole units.  But in bfloat16, or if another expert is chosen, single improbable tokens can differ by
+    more than any limit.  Without the trainer's values, answers are compared with the median of all servers, at half the
+    tolerance: if two servers differ, both fail.
     """
     count, limit, whose = len(canary.prompt_ids) - 1, canary.tolerance, "the trainer"
     found = {url: f"{len(answer)} log-probs, expected {count}" for url, answer in heard.items() if len(answer) != count}

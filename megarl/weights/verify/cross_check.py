@@ -1,8 +1,8 @@
-"""What servers hold after slices were sent, judged by what is independent of how they were sent.
+"""Checks what servers hold after a `sharded` transfer by means that do not depend on our tables.
 
-A receiver writes slices to the places that a table names and digests what lies there, so a table that is wrong about a
-server agrees with itself.  Two things do not: the server's own loading of whole tensors, which the first slices that a
-server process is sent are compared with, and its checksums over all that it holds, which must change with the weights.
+A receiver writes slices to the places given by a table and digests these places, so it cannot detect an error in the
+table.  Two other checks can: the first slices sent to a server process are compared with the server's own loading of
+whole tensors, and its checksums over all its parameters must change when the weights change.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from megarl.weights.push.targets import Lead
 
 
 def look_at_slices(lead: Lead) -> None:
-    """After slices were sent: servers whose checksums are no answer to them get another way.
+    """After slices were sent: servers whose checksums contradict them fall back to another transport.
 
-    So do those that have not shown yet where they put whole tensors; `compare_with_whole` then compares.
+    Servers whose slices were not yet compared with whole tensors get these too; `compare_with_whole` then compares.
     """
     targets, (sent, lead.sent) = lead.targets, (lead.sent, {})
     with targets.clock("verify"):
@@ -33,7 +33,7 @@ def look_at_slices(lead: Lead) -> None:
 
 
 def compare_with_whole(lead: Lead) -> None:
-    """After whole tensors were sent behind slices: which servers were left the same by both."""
+    """After slices and then whole tensors were sent: check which servers held the same after both."""
     targets, (slices, lead.slices) = lead.targets, (lead.slices, {})
     for url in [url for url in slices if url in targets.done]:
         server, (text, by_slices) = targets.left[url], slices[url]

@@ -1,7 +1,7 @@
-"""What a server will answer when asked for its checksums, computed by the trainer while the weights stream past.
+"""Computes the checksums that a server must report, from the stream of tensors on the trainer.
 
 SGLang hashes each parameter of each of its ranks: on a CPU with SHA-256, on CUDA with a sum over 32-bit words.  Both
-are reproduced here over a parameter that never exists in the trainer: its tensors come one by one, in any order.
+are reproduced here although the trainer never holds the server's parameter: its tensors come one by one, in any order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megarl.weights.mapping.names import Op, Piece, ShardCoordinate, num_bytes
 Kind = Literal["sha256", "words"]  # as SGLang hashes on a CPU | on CUDA
 
 _LOW = 0xFFFFFFFF
-_TILE = 8192  # words that are summed before a tile is mixed
+_TILE = 8192  # words that are summed before the sum is mixed
 _CHUNK = 32 * _TILE  # words hashed at a time, which bounds the memory
 _SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & _LOW)
-_PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of a word's number, one pair a seed
+_PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of a word's number, one pair for each seed
 
 
 class Hash(Protocol):
-    """Over bytes that come in order."""
+    """A hash over bytes that come in order."""
 
     def update(self, raw: Tensor) -> None:
         """`raw`: [bytes] uint8 on any device."""
@@ -48,15 +48,15 @@ class Sha256:
 
 
 class Words:
-    """SGLang's hash of a CUDA tensor: each 32-bit word mixed with its number, sums of 8,192 mixed again, and summed.
+    """SGLang's hash of a CUDA tensor: each 32-bit word is mixed with its number; sums of 8,192 are mixed and summed.
 
-    Works on the device of the bytes that it is given, a few megabytes at a time.
+    Runs on the device of its input, a few megabytes at a time.
     """
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)  # bytes of an unfinished word
         self._num_words = 0
-        self._sums: list[tuple[Tensor, Tensor]] = []  # of the tiles of each chunk; a tile may go on in the next one
+        self._sums: list[tuple[Tensor, Tensor]] = []  # of each chunk's tiles; a tile may continue in the next chunk
 
     def update(self, raw: Tensor) -> None:
         if self._rest.numel():
@@ -78,7 +78,7 @@ class Words:
             )
             mixed = _mix(value ^ place)
             sums.append(torch.zeros(count, dtype=torch.int64, device=words.device).index_add_(0, tiles, mixed))
-        if self._sums and self._num_words % _TILE:  # the last tile so far goes on
+        if self._sums and self._num_words % _TILE:  # the last tile so far continues
             for sum_, before in zip(sums, self._sums[-1], strict=True):
                 before[-1] += sum_[0]
             sums = [sum_[1:] for sum_ in sums]
@@ -125,14 +125,14 @@ def digest(tensor: Tensor, kind: Kind = "sha256") -> str:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """[bytes] uint8 in row-major order, sharing memory where that order is the tensor's own."""
+    """[bytes] uint8 in row-major order; shares memory if the tensor is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class ParameterDigest:
-    """The digest of one parameter of one rank, of which the trainer sees only the tensors it is made of.
+    """The digest of one parameter of one server rank, computed from the HF tensors that it is composed of.
 
-    Rows that belong to no piece are zero.  Bytes that come before their turn are copied and kept until then.
+    Rows that belong to no piece are zero.  Bytes that come too early are copied and kept until it is their turn.
     """
 
     def __init__(self, op: Op, coordinate: ShardCoordinate, dtype: torch.dtype, kind: Kind) -> None:
@@ -173,14 +173,14 @@ class ParameterDigest:
             count, self._at = count - some, self._at + some
 
     def hexdigest(self) -> str:
-        """When every tensor has come."""
+        """Call it after every tensor was added."""
         assert not self._starts, "tensors of a parameter are missing"
         self._zeros(self._num_bytes - self._at)
         return self._hash.hexdigest()
 
 
 def _first_byte(piece: Piece, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Where in a parameter's bytes a piece begins; it must be one run of them."""
+    """The first byte of a piece in its parameter; the piece must be contiguous there."""
     rows_of_one = shape if piece.index is None else shape[1:]
     one = torch.Size(rows_of_one).numel()
     first = 0 if piece.index is None else piece.index * one
@@ -196,7 +196,7 @@ class RankDigests:
     def __init__(
         self, table: Sequence[Op], coordinate: ShardCoordinate, dtypes: Mapping[str, torch.dtype], kind: Kind
     ) -> None:
-        """`dtypes`: HF name -> the type that the server holds it in."""
+        """`dtypes`: HF name -> its type on the server."""
         self._of_param: dict[str, ParameterDigest] = {}
         self._users: dict[str, list[ParameterDigest]] = {}  # HF name -> the parameters it is part of
         for op in table:
@@ -211,5 +211,5 @@ class RankDigests:
             user.add(hf_name, tensor)
 
     def result(self) -> dict[str, str]:
-        """Parameter -> 16 hex digits, when every tensor has come."""
+        """Parameter -> 16 hex digits; call it after every tensor was added."""
         return {param: one.hexdigest() for param, one in self._of_param.items()}
