@@ -1,7 +1,7 @@
-"""Core attention and norms on plain torch, for where Transformer-Engine is missing.
+"""Core attention and norms in plain torch, used when Transformer Engine is missing.
 
 Megatron's own local spec refuses packed sequences and context parallelism (dot_product_attention:57,153), and its norm
-refuses sequence parallelism (torch_norm:32); these two modules take both.
+refuses sequence parallelism (torch_norm:32); these two modules support all three.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Norm:
 
 
 def zigzag(start: int, length: int, cp: int, rank: int) -> Tensor:
-    """Positions of [start, start+length) that context rank `rank` holds: chunks rank and 2cp-1-rank of 2cp."""
+    """Positions of [start, start+length) on context-parallel rank `rank`: chunks rank and 2cp-1-rank of 2cp."""
     chunks = torch.arange(start, start + length).chunk(2 * cp)
     return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
 
@@ -51,7 +51,7 @@ class _ToPadded(torch.autograd.Function):
 
 
 class _FromPadded(torch.autograd.Function):
-    """The way back: [slots, ...] -> [T, ...]."""
+    """The inverse: [slots, ...] -> [T, ...]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots_of: Tensor) -> Tensor:
@@ -66,16 +66,16 @@ class _FromPadded(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class PadPlan:
-    """Where the tokens of a packed row go so that one dense causal call serves many sequences.
+    """Where to put the tokens of a packed row so that one dense causal call handles many sequences.
 
-    Sequences of similar length share a bucket [s, l]; the buckets stand one after the other in a flat list of slots.
-    Padding stands behind each sequence, where causality hides it.
+    Sequences of similar length share a bucket [s, l]; the buckets follow each other in a flat list of slots.
+    Padding is at the end of each sequence, where causal attention ignores it.
     Example, lengths [2, 40, 3]: buckets [(2, 3), (1, 40)], slots 0 1 | 6..45 | 3 4 5.
     """
 
     slots: Tensor  # [T] int64, distinct
     buckets: tuple[tuple[int, int], ...]  # (sequences, longest length) of each
-    in_place: bool = False  # each token's slot is its place in the row
+    in_place: bool = False  # each token's slot equals its position in the row
 
     @property
     def num_slots(self) -> int:
@@ -105,7 +105,7 @@ def pad_plan(lengths: list[int], waste: float = 1.3, device: torch.device | None
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Megatron's description of a packed row, with the pad plan made once for all layers."""
+    """Megatron's description of a packed row, with the pad plan computed once for all layers."""
 
     pad: PadPlan | None = None
 
@@ -114,8 +114,8 @@ class SDPAttention(MegatronModule):
     """Causal attention by torch's scaled_dot_product_attention.
 
     sbhd: q [s, b, n, d] -> [s, b, n*e];  thd (packed row): q [t, n, d] with cu_seqlens -> [t, n*e], for values of
-    size e.  The sizes that Megatron tells are those of the tensors and are not asked for.
-    Context parallelism gathers keys and values and masks by true position: right, and meant for CPU and small cp.
+    size e.  Sizes are taken from the tensors; the sizes that Megatron passes are ignored.
+    Context parallelism gathers keys and values and masks by true position: correct, but meant for CPU and small cp.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SDPAttention(MegatronModule):
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp, self.scale = groups.cp, softmax_scale
-        self.window = None if config.window_size is None else config.window_size[0] + 1  # tokens seen, oneself included
+        self.window = None if config.window_size is None else config.window_size[0] + 1  # tokens seen, including itself
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), "decoders only"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "dropout is 0 in RL"
 
@@ -159,7 +159,7 @@ class SDPAttention(MegatronModule):
         return self._packed(query, key, value, pad).flatten(1)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Sequences no longer than the window need no mask of their own, which takes length^2 bytes."""
+        """Attention with the window; only sequences longer than the window need a mask, of length^2 bytes."""
         length = q.size(2)
         if self.window is None or length <= self.window:
             return self._sdpa(q, k, v)
@@ -167,7 +167,7 @@ class SDPAttention(MegatronModule):
         return self._sdpa(q, k, v, self._sees(at, at))
 
     def _sees(self, at_q: Tensor, at_k: Tensor) -> Tensor:
-        """Whether the token at each position [q] attends to that at each position [k] of its sequence."""
+        """[q, k] bool: whether the token at position q attends to the token at position k of its sequence."""
         back = at_q[:, None] - at_k
         return back >= 0 if self.window is None else (back >= 0) & (back < self.window)
 
@@ -203,6 +203,6 @@ class SDPAttention(MegatronModule):
 
 
 def _lengths(packed: PackedSeqParams) -> list[int]:
-    """Of the sequences of a packed row, padding included; waits for the device."""
+    """Lengths of the sequences of a packed row, with padding; synchronizes with the device."""
     ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     return [b - a for a, b in pairwise(ends.tolist())]

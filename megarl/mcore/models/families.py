@@ -1,7 +1,7 @@
-"""Model families: what Megatron is told about a model, read from its config.json.
+"""Model families: Megatron's settings of a model, read from its config.json.
 
-A family is added by one entry of FAMILIES; `model.py` knows none of them by name.  Settings that a family's modelling
-code has and this room does not are refused here, in one sentence: nothing is trained on other mathematics than served.
+A family is added by one entry of FAMILIES; `model.py` knows none of them by name.  Settings of a family's modelling
+code that are not implemented here raise a ValueError of one sentence, so training and serving always compute the same.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megarl.mcore.models.rope import make_rope
 class Family:
     """How models of one `model_type` are built."""
 
-    settings: Callable[[HFConfig], Settings]  # fields of `config`; ValueError of one sentence for what is not supported
+    settings: Callable[[HFConfig], Settings]  # fields of `config`; ValueError of one sentence if not supported
     config: type[TransformerConfig] = TransformerConfig
     layer: LayerSpec = local_layer
 
 
 def family_of(hf: HFConfig) -> Family:
-    """Raises ValueError for a model_type that is none of FAMILIES."""
+    """Raises ValueError for a model_type that is not in FAMILIES."""
     model_type = hf.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"config.json: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}")
@@ -36,7 +36,7 @@ def family_of(hf: HFConfig) -> Family:
 
 
 def dense(hf: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Settings:
-    """Decoders of Llama's shape: grouped-query attention, a gated feed-forward, RMS norms before both."""
+    """Decoders like Llama's: grouped-query attention, a gated feed-forward, RMS norms before both."""
     refuse(hf, attention_bias=qkv_bias, mlp_bias=False)
     dim = head_dim(hf)
     # Scaling q and k by a factor scales their products by its square.
@@ -51,7 +51,7 @@ def dense(hf: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Set
 
 
 def full_attention(hf: HFConfig) -> Settings:
-    """Qwen's windows, where only some layers have them, are refused."""
+    """Refuse Qwen's sliding windows, which only some layers have."""
     refuse(hf, use_sliding_window=False)
     if other := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
         raise ValueError(f"config.json: layer_types holds {', '.join(other)}; expected full_attention only")
@@ -59,17 +59,17 @@ def full_attention(hf: HFConfig) -> Settings:
 
 
 def windowed(hf: HFConfig) -> Settings:
-    """Mistral's window, the same in every layer: a token sees itself and the `sliding_window` - 1 before it."""
+    """Mistral's window, the same in every layer: a token attends to itself and the `sliding_window` - 1 before it."""
     size = hf.get("sliding_window")
     return {} if size is None else {"window_size": (size - 1, 0)}
 
 
 def experts(hf: HFConfig, *, ffn: int, renormalised: bool, layers: int | list[int] = 1) -> Settings:
-    """A softmax router over experts, without the losses that balance them: RL is told its loss by the user.
+    """A softmax router over experts, without load-balancing losses: the user defines the loss.
 
-    `renormalised`: the weights of the chosen experts sum to 1, else they are what the softmax over all experts gives.
-    Where router logits tie, Megatron chooses by logits and transformers by probabilities: the same unless float32's
-    softmax makes equal what was not.
+    `renormalised`: the weights of the chosen experts sum to 1, else they are the softmax over all experts.
+    Megatron chooses experts by logits and transformers by probabilities: the same experts, unless the float32 softmax
+    makes different logits equal.
     """
     chosen = need(hf, "num_experts_per_tok")
     if renormalised and chosen == 1:
@@ -96,7 +96,7 @@ def _mistral(hf: HFConfig) -> Settings:
 
 
 def sparse_layers(hf: HFConfig) -> list[int]:
-    """Qwen3-MoE: 1 for every decoder_sparse_step-th layer that mlp_only_layers does not name, else 0."""
+    """Qwen3-MoE: 1 for every decoder_sparse_step-th layer that is not in mlp_only_layers, else 0."""
     step, plain = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or ()
     return [int((i + 1) % step == 0 and i not in plain) for i in range(hf["num_hidden_layers"])]
 

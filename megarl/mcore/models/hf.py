@@ -1,4 +1,4 @@
-"""Reading a Hugging Face config.json: what every family asks of it."""
+"""Reads a Hugging Face config.json: helpers that every family uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def head_dim(hf: HFConfig) -> int:
 
 
 def need(hf: HFConfig, *names: str) -> Any:
-    """The value under the first of several names of one setting."""
+    """The value of a setting that has several names: the first name that is there."""
     for name in names:
         if hf.get(name) is not None:
             return hf[name]
@@ -26,7 +26,7 @@ def need(hf: HFConfig, *names: str) -> Any:
 
 
 def refuse(hf: HFConfig, **wanted: Any) -> None:
-    """Raise ValueError where a key of config.json is there and has another value than the wanted one."""
+    """Raise ValueError if a key is in config.json and its value is not the wanted one."""
     for key, value in wanted.items():
         if hf.get(key, value) not in (value, None):
             raise ValueError(f"config.json: {key}={_plain(hf[key])} is not supported; expected {_plain(value)}")
@@ -37,7 +37,7 @@ def _plain(value: Any) -> str:
 
 
 def base(hf: HFConfig) -> Settings:
-    """What all decoders with RMS norms and gated feed-forwards share."""
+    """Settings that all decoders with RMS norms and gated feed-forwards share."""
     refuse(hf, hidden_act="silu")
     return {
         "num_layers": need(hf, "num_hidden_layers"),

@@ -1,4 +1,4 @@
-"""Megatron's own layers, of the modules of this room or of Transformer-Engine's: one structure, one set of names."""
+"""Megatron's layers, built from our modules or Transformer Engine's: the same structure and parameter names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LayerSpec = Callable[[TransformerConfig, bool], ModuleSpec]  # (config, whether 
 
 
 class LocalProvider(LocalSpecProvider):
-    """Norms and attention that take packed rows and every parallelism."""
+    """Norms and attention that support packed rows and every parallelism."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:  # noqa: ARG002
         return Norm
@@ -31,7 +31,7 @@ class LocalProvider(LocalSpecProvider):
 
 
 def local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
-    """One layer: attention with q, k, v in one product, and a gated feed-forward or experts; for `block_spec`."""
+    """One layer: attention with fused q, k, v, and a gated feed-forward or experts; for `block_spec`."""
     return gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -42,7 +42,7 @@ def local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
 
 
 def layers_with_experts(config: TransformerConfig) -> list[bool]:
-    """For each layer of the whole model."""
+    """For each layer of the whole model: whether it has experts."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers
     every = config.moe_layer_freq
@@ -50,7 +50,7 @@ def layers_with_experts(config: TransformerConfig) -> list[bool]:
 
 
 def layers_per_chunk(config: TransformerConfig) -> tuple[int, ...]:
-    """Of the whole model, in the order of its layers: chunk i is on pipeline rank i % pp."""
+    """Layers in each chunk of the whole model, in layer order: chunk i is on pipeline rank i % pp."""
     ranks, chunks = range(config.pipeline_model_parallel_size), config.virtual_pipeline_model_parallel_size
     stages = (None,) if chunks is None else range(chunks)
     return tuple(get_num_layers_to_build(config, stage, rank) for stage in stages for rank in ranks)
@@ -62,7 +62,7 @@ def _split(layers: list[bool], sizes: Iterable[int]) -> Iterator[list[bool]]:
 
 
 def check_trainable(config: TransformerConfig) -> None:
-    """Raise a ValueError for a layout of experts that Megatron can run, but not train and save."""
+    """Raise a ValueError for a layout of experts that Megatron can run, but cannot train and save."""
     tp, pp, ep = (
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -74,7 +74,7 @@ def check_trainable(config: TransformerConfig) -> None:
         )  # moe_layer:379
     chunks = list(_split(layers_with_experts(config), layers_per_chunk(config)))
     have = [any(any(chunk) for chunk in chunks[stage::pp]) for stage in range(pp)]
-    if ep > 1 and not all(have):  # experts have an optimizer of their own, and every rank saves as many as rank 0
+    if ep > 1 and not all(have):  # experts have their own optimizer; each rank saves as many optimizers as rank 0
         raise ValueError(
             f"pipeline_model_parallel_size={pp}: stage {have.index(False)} would hold no experts, which "
             f"expert_model_parallel_size={ep} does not train; expected fewer stages, or 1"
@@ -87,11 +87,11 @@ def block_spec(
     engine: ExecutionOptions = ExecutionOptions(),
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """The layers of a chunk, and the final norm.  `vp_stage`: which chunk of this rank, None where it has one only."""
+    """The layers of a chunk, and the final norm.  `vp_stage`: which chunk of this rank; None if it has only one."""
     first = get_transformer_layer_offset(config, vp_stage)
     here = layers_with_experts(config)[first : first + get_num_layers_to_build(config, vp_stage)]
     provider = TransformerEngineProvider if engine.uses_transformer_engine else LocalProvider
-    # Megatron's function names its provider itself; we lend it ours for the call.
+    # Megatron's function has its provider hard-coded; it is replaced by ours during the call.
     with mock.patch.object(gpt_layer_specs, "LocalSpecProvider", provider):
         specs = [layer(config, experts) for experts in here]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider().layer_norm())

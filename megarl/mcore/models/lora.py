@@ -1,12 +1,12 @@
 """LoRA (Hu et al., arXiv:2106.09685): low-rank additions to Megatron's linears, under every layout.
 
 A target y = W x becomes y = W x + scaling * B A x, where W is frozen, A [rank, in] starts random and B [out, rank] at
-zero.  Megatron fuses q, k, v and gate, up into one linear each; here every projection has an A and a B of its own, so
-that they are exactly those of an adapter for the separate projections.  Of a column-parallel linear each rank has the
-whole A and its rows of B; of a row-parallel one its columns of A and the whole B.
+zero.  Megatron fuses q, k, v and gate, up into one linear each; here every projection has its own A and B, so they
+equal those of an adapter for the separate projections.  For a column-parallel linear each rank has the whole A and its
+rows of B; for a row-parallel linear its columns of A and the whole B.
 
 The adapters are submodules of the linears (`linear_qkv.lora.q_proj.A`) and act through a forward hook: the names and
-bytes of the base stay what they were.
+bytes of the base do not change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from megarl.mcore.models.model import Model, unwrap
 
-# The linears of a layer, and the projections that each of them holds, in the order of its rows.
+# The linears of a layer -> the projections in each, in the order of its rows.
 LINEARS: dict[str, tuple[str, ...]] = {
     "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "self_attention.linear_proj": ("o_proj",),
@@ -51,7 +51,7 @@ TARGETS = tuple(projection for held in LINEARS.values() for projection in held)
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What is adapted, and how strongly.  ValueError for a rank below 1 or targets that there are not."""
+    """Rank, alpha and targets of adapters.  ValueError for a rank below 1 or unknown targets."""
 
     rank: int
     alpha: float
@@ -69,7 +69,7 @@ class LoraSettings:
 
 
 class LowRank(nn.Module):
-    """A and B of one projection, as much as this rank holds of them, in the type of the linear."""
+    """This rank's part of A and B of one projection, in the linear's dtype."""
 
     A: nn.Parameter  # [rank, in]
     B: nn.Parameter  # [out, rank]
@@ -84,12 +84,12 @@ class LowRank(nn.Module):
         self.B = nn.Parameter(linear.weight.new_zeros(rows, rank))
         sharded, repeated, dim = (self.B, self.A, 0) if is_column else (self.A, self.B, 1)
         set_tensor_model_parallel_attributes(sharded, True, dim, 1)
-        # A whole parameter that meets only this rank's part of a sequence: Megatron sums its gradient over the ranks.
+        # An unsharded parameter that gets only this rank's part of a sequence: Megatron sums its gradient over ranks.
         repeated.sequence_parallel = linear.sequence_parallel  # type: ignore[attr-defined]
 
 
 class Adapter(nn.Module):
-    """The projections of one linear; maps the linear's input to what is added to its output."""
+    """The adapters of one linear's projections; maps the linear's input to the term added to its output."""
 
     def __init__(self, linear: Any, rows: dict[str, int], runs: int, settings: LoraSettings, name: str) -> None:
         """`rows`: of each projection on this rank; the linear repeats their order `runs` times."""
@@ -105,7 +105,7 @@ class Adapter(nn.Module):
         return dict(self.named_children())  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x as the linear takes it, [s, b, in] -> [s, b, out], as it gives it."""
+        """The linear's input [s, b, in] -> [s, b, out], in the shape of its output."""
         parts = self.projections
         low = F.linear(x, torch.cat([p.A for p in parts.values()]))
         low = self._enter(low) if self.is_column else self._reduce(low)
@@ -114,19 +114,19 @@ class Adapter(nn.Module):
         return self.scaling * self._in_rows(out, low)
 
     def merged(self) -> Tensor:
-        """scaling * B A in the rows and columns of the linear's weight on this rank, float32."""
+        """scaling * B A with the rows and columns of the linear's weight on this rank, float32."""
         parts = self.projections
         out = {name: (p.B.float() @ p.A.float()).T for name, p in parts.items()}
         return self.scaling * self._in_rows(out, next(iter(out.values()))).T
 
     def _enter(self, low: Tensor) -> Tensor:
-        """[.., rank] of this rank's tokens -> of all tokens; backwards, sums what the ranks' rows of B say."""
+        """[.., rank] of this rank's tokens -> of all tokens; backward sums the gradients of all ranks' rows of B."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(low, group=self.tp_group)
 
     def _reduce(self, low: Tensor) -> Tensor:
-        """The sum over the ranks' columns of A, of all tokens or of this rank's part of them."""
+        """The sum over the ranks' columns of A, for all tokens, or for this rank's part under sequence parallelism."""
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
@@ -138,9 +138,9 @@ class Adapter(nn.Module):
 
 
 def apply_lora(model: Model, settings: LoraSettings, *, seed: int = 0) -> None:
-    """Freeze a model of `build_model` and adapt its targets; before the optimizer is made, after the weights are there.
+    """Freeze a model of `build_model` and adapt its targets; after loading weights, before making the optimizer.
 
-    Every layout starts with the same adapters: an A is drawn as a whole, by `seed` and its name.  ValueError where a
+    Every layout starts with the same adapters: each A is drawn as a whole, from `seed` and its name.  ValueError if a
     layer has no such linear (experts, latent attention).
     """
     for chunk in model:
@@ -177,14 +177,14 @@ def adapted(model: Model) -> Iterator[tuple[str, Any]]:
 
 @torch.no_grad()
 def merged_weight(linear: Any) -> Tensor:
-    """A new tensor: this rank's weight of an adapted linear with its adapter in it, in the weight's type."""
+    """A new tensor: this rank's weight of an adapted linear, merged with its adapter, in the weight's type."""
     merged: Tensor = linear.weight + linear.lora.merged()
     return merged.to(linear.weight.dtype)
 
 
 @torch.no_grad()
 def merge(model: Model) -> None:
-    """Make of a model with adapters one without, of the same mathematics up to a rounding of each weight."""
+    """Merge the adapters into the weights and remove them; the model is the same up to the rounding of each weight."""
     for _, linear in adapted(model):
         linear.weight.copy_(merged_weight(linear))
         linear.lora.hook.remove()
@@ -211,15 +211,15 @@ def sharded_state(chunk: nn.Module) -> dict[str, Any]:
 
 
 def identity(model: Model) -> dict[str, Any] | None:
-    """Settings of the adapters and a digest of the base under them; the same under every layout, a collective."""
+    """Settings of the adapters and a digest of the base model; the same under every layout.  A collective."""
     settings = settings_of(model)
     return None if settings is None else {**asdict(settings), "targets": [*settings.targets], "base": _digest(model)}
 
 
 def _digest(model: Model) -> int:
-    """Of the frozen parameters: their bits as integers, summed with a factor for each layer and kind.
+    """Digest of the frozen parameters: the sum of their bits as integers, with a factor for each parameter name.
 
-    A sum, because it is the same however a parameter is cut; padding is zero and adds nothing.  Experts are left out.
+    A sum does not depend on how a parameter is cut; padding is zero and adds nothing.  Experts are left out.
     """
     total = sum(_digest_of(unwrap(chunk)) for chunk in model)
     summed = torch.tensor([total % 2**40], device=next(model[0].parameters()).device)
@@ -263,7 +263,7 @@ def _linear(layer: Any, path: str, settings: LoraSettings) -> Any:
 
 
 def _rows(config: Any, path: str, linear: Any) -> tuple[dict[str, int], int]:
-    """Rows of each projection in this rank's linear, and how many times the projections follow each other there."""
+    """Rows of each projection in one repetition of this rank's linear, and the number of repetitions."""
     size = linear.tp_group.size()
     if path == "self_attention.linear_qkv":  # for each group of heads its rows of q, of k, of v
         q, kv, groups = config.num_attention_heads, config.num_query_groups, config.num_query_groups // size
@@ -276,11 +276,11 @@ def _rows(config: Any, path: str, linear: Any) -> tuple[dict[str, int], int]:
 
 
 def _initial_a(rank: int, whole_in: int, seed_name: str) -> Tensor:
-    """Uniform within 1/sqrt(in): Kaiming's for a slope of sqrt(5), which PEFT also draws from."""
+    """Uniform within 1/sqrt(in): Kaiming initialization with slope sqrt(5), as in PEFT."""
     generator = torch.Generator().manual_seed(_number(seed_name))
     return torch.empty(rank, whole_in).uniform_(-1, 1, generator=generator) / math.sqrt(whole_in)
 
 
 def _number(text: str) -> int:
-    """An odd number that a text always gives."""
+    """An odd number that depends only on the text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) | 1

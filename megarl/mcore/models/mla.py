@@ -1,9 +1,9 @@
-"""DeepSeek-V3: multi-latent attention, shared experts, and a router whose choice is biased (arXiv:2412.19437).
+"""DeepSeek-V3: multi-latent attention, shared experts, and a router with a selection bias (arXiv:2412.19437).
 
-Queries, keys and values are expanded from small latent vectors; the dimensions that carry positions stand apart, and
-those of the keys are shared by all heads.  Experts are chosen by their sigmoid score plus a bias that no gradient
-reaches.  Pretraining moves this bias to balance the load; here it stays what the folder holds, so that trainer and
-servers choose the same experts.
+Queries, keys and values are expanded from small latent vectors.  The rotary dimensions are separate, and those of the
+keys are shared by all heads.  Experts are chosen by their sigmoid score plus a bias that gets no gradient.  Pretraining
+updates this bias to balance the load; here it keeps the value from the folder, so that trainer and servers choose the
+same experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megarl.mcore.models.hf import HFConfig, Settings, base, need, refuse
 from megarl.mcore.models.layers import local_layer
 from megarl.mcore.models.rope import rope_settings
 
-LATENT_NORM_EPS = 1e-6  # of the norms of the latents, whatever rms_norm_eps the other norms have
+LATENT_NORM_EPS = 1e-6  # of the latents' norms; independent of rms_norm_eps, which the other norms use
 
 
 def deepseek_v3(hf: HFConfig) -> Settings:
@@ -36,7 +36,7 @@ def deepseek_v3(hf: HFConfig) -> Settings:
         method = hf["quantization_config"].get("quant_method")
         raise ValueError(f"config.json: quantization_config says quant_method={method!r}; expected unquantized weights")
     latents = {
-        "q_lora_rank": hf.get("q_lora_rank"),  # None: queries straight from the hidden state
+        "q_lora_rank": hf.get("q_lora_rank"),  # None: queries directly from the hidden state
         "kv_lora_rank": need(hf, "kv_lora_rank"),
         "qk_head_dim": need(hf, "qk_nope_head_dim"),
         "qk_pos_emb_head_dim": need(hf, "qk_rope_head_dim"),
@@ -77,11 +77,11 @@ def _experts(hf: HFConfig) -> Settings:
 
 
 def _groups(hf: HFConfig, chosen: int) -> Settings:
-    """Experts stand in groups, and only those of the best `topk_group` groups are chosen from."""
+    """Experts form groups, and only experts of the best `topk_group` groups can be chosen."""
     groups, best = hf.get("n_group") or 1, hf.get("topk_group") or 1
     if best >= groups:
         return {}
-    if chosen // best != 2:  # what Megatron ranks a group by; the model's own code says two
+    if chosen // best != 2:  # Megatron ranks a group by this many best experts; the model's code by two
         raise ValueError(
             f"config.json: num_experts_per_tok={chosen} with topk_group={best} is not supported; expected twice "
             "topk_group, as a group is ranked by its two best experts"
@@ -90,7 +90,7 @@ def _groups(hf: HFConfig, chosen: int) -> Settings:
 
 
 def _rope(hf: HFConfig) -> Settings:
-    """Megatron's multi-latent attention makes its own rope: plain, or YaRN, whose factor scales also the softmax."""
+    """Megatron's multi-latent attention makes its own rope: plain, or YaRN, whose factor also scales the softmax."""
     settings = rope_settings(hf)
     kind, theta = settings["rope_type"], float(settings["rope_theta"])
     if kind == "default":
@@ -117,12 +117,13 @@ def _rope(hf: HFConfig) -> Settings:
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's, with the norms of the model's own code, and the whole gradient of the keys' positional part.
+    """Megatron's, with the norms of the model's own code, and the complete gradient of the keys' rotary part.
 
     Every tensor-parallel rank rotates the shared part of the keys for its own heads, so its gradient is the sum over
-    ranks.  Megatron 0.16.1 gathers the columns of the projection that makes it and never takes this sum
-    (multi_latent_attention:602-612).  Where the sequence is split it does so only for a projection that is whole on
-    every rank, so that is what it is shown; models with experts are trained over tensor parallelism in no other way.
+    ranks.  Megatron 0.16.1 gathers the columns of the projection that computes this part, and then never takes the sum
+    (multi_latent_attention:602-612).  With sequence parallelism it does take the sum if the projection's output is
+    whole on every rank, so a hook makes it whole.  Models with experts need sequence parallelism for tensor parallelism
+    anyway (`check_trainable`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +136,7 @@ class LatentAttention(MLASelfAttention):
 
 
 def _all_columns(linear: nn.Module, inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:  # noqa: ARG001
-    """A rank's columns for all tokens -> all columns for its tokens."""
+    """Forward hook: a rank's columns for all tokens -> all columns for its tokens."""
     return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(output[0])), None
 
 
@@ -147,14 +148,14 @@ def latent_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
 
 
 def router_biases(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that are part of the weights: what is added to scores where experts are chosen, always in float32."""
+    """Buffers that are part of the weights: the biases added to scores to choose experts, always in float32."""
     for name, module in model.named_modules():
         if isinstance(module, TopKRouter) and module.expert_bias is not None:
             yield f"{name}.expert_bias", module.expert_bias
 
 
 def keep_router_biases(model: nn.Module) -> None:
-    """Undo what a cast of the whole model did to them; Megatron does so only in the first forward pass."""
+    """Make them float32 again after a cast of the whole model; Megatron does so only in the first forward pass."""
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module._maintain_float32_expert_bias()

@@ -25,12 +25,12 @@ from megarl.mcore.models.mla import keep_router_biases
 from megarl.mcore.models.rope import make_rope
 from megarl.mcore.training.execution import ExecutionOptions
 
-Model = list[nn.Module]  # this rank's chunks, in the order of the layers: one, or one for each interleaved stage
+Model = list[nn.Module]  # this rank's chunks in layer order: one, or one for each interleaved stage
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of an HF folder.  Raises a ValueError where there is none."""
+    """The config.json of an HF folder.  Raises a ValueError if there is none."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder}: there is no config.json; expected the folder of a Hugging Face model")
@@ -38,7 +38,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 
 def check_layout(hf: HFConfig, layout: Layout) -> None:
-    """Raise a ValueError of one sentence where the model cannot be built, or not be laid out so."""
+    """Raise a ValueError of one sentence if the model cannot be built, or not in this layout."""
     family_of(hf).settings(hf)
     for misfit in misfits(numbers_of(hf), layout):
         raise ValueError(misfit.sentence)
@@ -47,7 +47,7 @@ def check_layout(hf: HFConfig, layout: Layout) -> None:
 def transformer_config(
     hf: HFConfig, layout: Layout, dtype: torch.dtype, engine: ExecutionOptions = ExecutionOptions()
 ) -> TransformerConfig:
-    """Megatron's own config of this model: its family's settings, its layout, and what packed RL training needs."""
+    """Megatron's config of this model: its family's settings, its layout, and the settings for packed RL training."""
     check_layout(hf, layout)
     family = family_of(hf)
     return family.config(
@@ -75,17 +75,17 @@ def transformer_config(
 
 
 def _pipeline(layout: Layout) -> dict[str, Any]:
-    """The stages, and how they talk.
+    """Settings of the pipeline stages and their communication.
 
-    Batched sends and receives match by their order, which is another at the two ends where a rank's next one is also
-    its previous one: with two pipeline ranks, interleaved stages would silently be given each other's tensors.
+    Batched sends and receives are matched by their order.  With two pipeline ranks the next rank is also the previous
+    one and the orders at the two ends differ: interleaved stages would silently receive each other's tensors.
     """
     first, last = layout.first_stage_layers, layout.last_stage_layers
     return {
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "num_layers_in_first_pipeline_stage": first,
-        # Of two stages one says it all; Megatron would divide by the number of stages between them.
+        # With two stages one number suffices; with both, Megatron would divide by the 0 stages between them.
         "num_layers_in_last_pipeline_stage": None if layout.pp == 2 and first is not None else last,
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
@@ -99,7 +99,7 @@ class ValueHead(nn.Linear):
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
         self.sequence_parallel = config.sequence_parallel
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        nn.init.zeros_(self.weight)  # the first values are 0, whatever the backbone
+        nn.init.zeros_(self.weight)  # the first values are 0 for any backbone
 
     def forward(  # type: ignore[override]  # GPTModel calls it as it calls its output layer
         self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None
@@ -111,10 +111,10 @@ class ValueHead(nn.Linear):
 
 
 class VocabularyHead(ColumnParallelLinear):
-    """Megatron's output layer, which hands the hidden states on as they are: `fused.py` multiplies by its weight.
+    """Megatron's output layer, which returns the hidden states unchanged: `fused.py` multiplies by its weight.
 
-    Under sequence parallelism they are this rank's part.  It stays a module that is called, with its parameter's name,
-    because hooks, checkpoints and exports go by these.
+    Under sequence parallelism they are this rank's part.  It stays a called module with the same parameter name,
+    because hooks, checkpoints and exports depend on both.
     """
 
     def forward(
@@ -134,7 +134,7 @@ class ActorModel(GPTModel):
 
 
 class CriticModel(GPTModel):
-    """GPTModel whose output is one value a token."""
+    """GPTModel whose output is one value for each token."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -162,7 +162,7 @@ def make_chunks(
     dtype: str = "float32",
     engine: ExecutionOptions = ExecutionOptions(),
 ) -> list[GPTModel]:
-    """The same where torch makes tensors, in float32 where not told by Megatron; they have one config together."""
+    """The chunks before they move to the device and are cast to bfloat16; they share one config."""
     config = transformer_config(hf, layout, DTYPES[dtype], engine)
     kind = CriticModel if role == "critic" else ActorModel
     chunks: list[GPTModel] = []
@@ -179,7 +179,7 @@ def make_chunks(
             position_embedding_type="rope",
             vp_stage=stage,
         )
-        if not config.multi_latent_attention:  # whose attention layers each have a rope of their own
+        if not config.multi_latent_attention:  # each of its attention layers has its own rope
             gpt.rotary_pos_emb.inv_freq = make_rope(hf, config.kv_channels).frequencies
         chunks.append(gpt)
     return chunks
@@ -201,7 +201,7 @@ def unwrap(chunk: nn.Module) -> GPTModel:
 
 
 def output_weight(chunk: nn.Module) -> Tensor:
-    """[V/tp, H]: what an actor's last chunk makes logits with, its own or the embedding's."""
+    """[V/tp, H]: the weight with which an actor's last chunk computes logits: its own, or the embedding's if tied."""
     gpt: Any = unwrap(chunk)
     is_tied = gpt.share_embeddings_and_output_weights
     weight: Tensor = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight

@@ -1,7 +1,7 @@
 """Rotary position embeddings as config.json describes them: a frequency for every pair of a head's dimensions.
 
-Megatron's own scaled rope knows one setting of Llama 3's four numbers, so frequencies are made here for every kind and
-handed to its rotary embedding.
+Megatron's own scaled rope supports only one setting of Llama 3's four numbers, so frequencies of every kind are
+computed here and passed to its rotary embedding.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rope:
-    """Pair i of a head turns by `frequencies[i]` radians a position; then q and k are multiplied by `factor`."""
+    """Pair i of a head rotates by `frequencies[i]` radians per position; then q and k are multiplied by `factor`."""
 
     frequencies: Tensor  # [head_dim / 2] float32
     factor: float = 1.0
 
 
 def make_rope(hf: Mapping[str, Any], head_dim: int) -> Rope:
-    """ValueError for a kind of rope that is none of KINDS, or a setting that is missing."""
+    """ValueError for a kind of rope that is not in KINDS, or a missing setting."""
     settings = rope_settings(hf)
     kind = settings["rope_type"]
     if kind not in KINDS:
@@ -42,7 +42,7 @@ def make_rope(hf: Mapping[str, Any], head_dim: int) -> Rope:
 
 
 def rope_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """One form for what transformers 5 keeps in rope_parameters, and older files in rope_scaling and at the top."""
+    """Settings in one form: transformers 5 has them in rope_parameters, older files in rope_scaling and at the top."""
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     settings = {"rope_theta": hf.get("rope_theta", 10000.0), **given}
     settings["rope_type"] = given.get("rope_type", given.get("type", "default"))
@@ -50,7 +50,7 @@ def rope_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
     if original is not None:
         settings["original_max_position_embeddings"] = original
-        if settings.get("factor", 1.0) is None:  # the ratio of the two contexts, where the file leaves it open
+        if settings.get("factor", 1.0) is None:  # default: the ratio of the two contexts
             settings["factor"] = longest / original
     return settings
 
@@ -64,8 +64,8 @@ def _linear(plain: Tensor, theta: float, settings: Mapping[str, Any]) -> Rope:  
 
 
 def _llama3(plain: Tensor, theta: float, settings: Mapping[str, Any]) -> Rope:  # noqa: ARG001
-    """Slow pairs, which turn fewer than low_freq_factor times over the original context, are slowed by `factor`; fast
-    ones, above high_freq_factor turns, stay; in between goes a straight line (Llama 3, arXiv:2407.21783)."""
+    """Pairs with fewer than low_freq_factor turns over the original context are slowed by `factor`; pairs with more
+    than high_freq_factor turns stay; in between is a linear ramp (Llama 3, arXiv:2407.21783)."""
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     turns = settings["original_max_position_embeddings"] * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -90,7 +90,7 @@ def _yarn(plain: Tensor, theta: float, settings: Mapping[str, Any]) -> Rope:
 
 
 def _yarn_factor(factor: float, settings: Mapping[str, Any]) -> float:
-    """The temperature of attention over a longer context, as the square root that q and k each take."""
+    """The attention temperature for a longer context, as its square root, by which q and k are each multiplied."""
 
     def sharper(by: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
@@ -102,9 +102,9 @@ def _yarn_factor(factor: float, settings: Mapping[str, Any]) -> float:
 
 
 def packed_angles(angles: Tensor, ends: Tensor, num_tokens: int, *, cp: int, rank: int) -> Tensor:
-    """Angles [longest, ...] of positions -> [num_tokens, ...]: those of the tokens that a context rank has of a row.
+    """Angles [longest, ...] of positions -> [num_tokens, ...]: angles of a row's tokens on one context-parallel rank.
 
-    `ends` [B + 1] are the row's cumulated lengths; of each sequence the rank holds chunks rank and 2cp-1-rank of 2cp.
+    `ends` [B + 1] are the row's cumulative lengths; of each sequence the rank holds chunks rank and 2cp-1-rank of 2cp.
     """
     sizes = (ends[1:] - ends[:-1]) // cp
     starts = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes, output_size=num_tokens)
@@ -118,10 +118,10 @@ def packed_angles(angles: Tensor, ends: Tensor, num_tokens: int, *, cp: int, ran
 def turned(
     t: Tensor, angles: Tensor, ends: Tensor, *, factor: float = 1.0, in_pairs: bool = False, cp: int, rank: int
 ) -> Tensor:
-    """[T, n, d] of a packed row, each token turned by the `angles` [longest, 1, 1, d] of its position.
+    """[T, n, d] of a packed row, each token rotated by the `angles` [longest, 1, 1, d] of its position.
 
-    `in_pairs`: neighbours make a pair (of latent attention), and come out as the others do, pairs d/2 apart.
-    Cosines are taken of positions, not of tokens, of which there are many more.
+    `in_pairs`: neighbouring dimensions form a pair (latent attention); in the output, pairs are d/2 apart as usual.
+    Cosines are computed per position, not per token, because there are many more tokens.
     """
     if in_pairs:
         t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
@@ -132,7 +132,7 @@ def turned(
 
 
 class _Turn(torch.autograd.Function):
-    """Keeps the waves only, and makes no rotated copy of what it turns; the gradient turns back."""
+    """Rotation that saves only cosines and sines for the backward pass, which rotates the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

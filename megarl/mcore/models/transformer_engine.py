@@ -1,8 +1,8 @@
-"""Transformer-Engine's modules in the structure of Megatron's local layers.
+"""Transformer Engine's modules in the structure of Megatron's local layers.
 
-Megatron's own spec for it also joins each norm with the linear behind it, under other names.  In bfloat16 that joins
-only the calls, the kernels are the same two; so the norms stay apart here, and with them the names of parameters,
-adapters' hooks and checkpoints of both kinds of layers.  Only experts are others: one call for all of a rank.
+Megatron's own spec for it also fuses each norm with the following linear, under other names.  In bfloat16 this fuses
+only the calls; the two kernels stay the same.  So norms stay separate here, and both kinds of layers have the same
+parameter names, adapter hooks and checkpoints.  Only experts differ: one call for all experts of a rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GROUPED = re.compile(r"\.experts\.linear_fc([12])\.(weight|bias)(\d+)$")
 
 
 class TransformerEngineProvider(LocalSpecProvider):
-    """Looked up when called: where Transformer-Engine is missing, Megatron has stand-ins under these names."""
+    """Modules are looked up at the call: without Transformer Engine, Megatron has stand-ins under these names."""
 
     def column_parallel_linear(self) -> type:
         return te.TEColumnParallelLinear
@@ -41,13 +41,13 @@ class TransformerEngineProvider(LocalSpecProvider):
 
 
 def local_name(name: str) -> str:
-    """The name of a parameter with Transformer-Engine's layers -> its name with ours.
+    """The name of a parameter with Transformer Engine's layers -> its name with ours.
 
-    Example: mlp.experts.linear_fc1.weight3 -> mlp.experts.local_experts.3.linear_fc1.weight; others stay.
+    Example: mlp.experts.linear_fc1.weight3 -> mlp.experts.local_experts.3.linear_fc1.weight; other names stay.
     """
     return _GROUPED.sub(r".experts.local_experts.\3.linear_fc\1.\2", name)
 
 
 def without_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A (sharded) state dict of weights only: Transformer-Engine adds what float8 needs, empty in other types."""
+    """A (sharded) state dict of weights only: Transformer Engine adds state for float8, empty in other types."""
     return {name: value for name, value in state.items() if "._extra_state" not in name}

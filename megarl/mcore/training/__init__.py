@@ -1,1 +1,1 @@
-"""Packed rows, the training step, optimizers, wrappers, and the offload of roles."""
+"""Packed rows, the training step, optimizers, wrappers, and offload of a role's memory."""

@@ -1,6 +1,6 @@
-"""How a layout is computed: the wrapper, the layers, what is recomputed, overlapped and put away.
+"""Execution options of a role: the wrapper, the layers, recomputation, overlap and offload.
 
-Nothing here changes a result, but by the rounding of other kernels.
+They do not change results, except for the rounding of different kernels.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ METHODS = (None, "uniform", "block")
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer-Engine can be imported here, by Megatron's own attempt, and a GPU is there to run it."""
+    """Whether Megatron could import Transformer Engine and there is a GPU to run it."""
     return torch.cuda.is_available() and transformer_engine.HAVE_TE
 
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """The choices of one role.  ValueError for a choice that there is not, or that contradicts another."""
+    """The execution options of one role.  ValueError for an unknown value or a contradiction between two."""
 
     strategy: str = "megatron"  # megatron | fsdp (Megatron-FSDP) | none (one process, no wrapper)
-    transformer_impl: str = "auto"  # auto (transformer_engine where it is installed, on a GPU) | local | ...
+    transformer_impl: str = "auto"  # auto (transformer_engine if installed and on a GPU) | local | ...
     recompute_granularity: str | None = None  # selective (the core attention) | full (whole layers)
     recompute_method: str | None = None  # of full: uniform (groups of layers) | block (the first layers of a stage)
     recompute_num_layers: int | None = None  # of full: in a group | of a stage
     overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False  # wants use_distributed_optimizer
+    overlap_param_gather: bool = False  # requires use_distributed_optimizer
     param_offload: bool = False  # parameters and gradient buffers in host memory between a role's calls
     optimizer_offload: bool = False  # the optimizer's state too
 
@@ -55,7 +55,7 @@ class ExecutionOptions:
 
     @property
     def uses_transformer_engine(self) -> bool:
-        """ValueError where it is asked for and is not there."""
+        """ValueError if it is requested but not available."""
         if self.transformer_impl == "transformer_engine" and not has_transformer_engine():
             raise ValueError(
                 "transformer_impl=transformer_engine: it cannot be imported, or there is no GPU; expected auto or local"
@@ -68,7 +68,7 @@ class ExecutionOptions:
         return self.transformer_impl == "auto" and torch.cuda.is_available() and not has_transformer_engine()
 
     def for_adapters(self) -> ExecutionOptions:
-        """The same with our linears, which adapters are made for.  ValueError where others are asked for."""
+        """The same options with local linears, which adapters need.  ValueError if others are requested."""
         if self.transformer_impl == "transformer_engine":
             raise ValueError("transformer_impl=transformer_engine: adapters need transformer_impl auto or local")
         return replace(self, transformer_impl="local")
@@ -78,7 +78,7 @@ class ExecutionOptions:
         te = self.uses_transformer_engine
         return {
             "transformer_impl": "transformer_engine" if te else "local",
-            "moe_grouped_gemm": te,  # all experts of a rank in one call; without TE they are called one by one
+            "moe_grouped_gemm": te,  # all experts of a rank in one call; without TE one call for each expert
             "recompute_granularity": self.recompute_granularity,
             "recompute_method": self.recompute_method,
             "recompute_num_layers": self.recompute_num_layers,

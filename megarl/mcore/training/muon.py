@@ -1,8 +1,8 @@
-"""Muon (Jordan 2024; Liu et al., arXiv:2502.16982): momentum made orthogonal, for the matrices of the layers.
+"""Muon (Jordan 2024; Liu et al., arXiv:2502.16982): orthogonalized momentum for the matrices of the layers.
 
-Embeddings, heads, norms and biases get AdamW.  A projection is one matrix, however Megatron stores it: q, k, v and
-gate, up are taken apart, and what tensor-parallel ranks hold is gathered, so that the layout does not change a step.
-The update has the size of AdamW's (0.2 sqrt(max(rows, columns))), so that one learning rate serves both.
+Embeddings, heads, norms and biases get AdamW.  Each projection is one matrix, however Megatron stores it: q, k, v and
+gate, up are separated, and tensor-parallel shards are gathered, so that the layout does not change a step.
+The update has the size of AdamW's (0.2 sqrt(max(rows, columns))), so that both use the same learning rate.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron.core import parallel_state as ps
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a quintic that is steep at 0 and brings singular values near 1
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a quintic that is steep at 0 and moves singular values close to 1
 NUM_ITERATIONS = 5
-LIKE_ADAMW = 0.2  # root mean square of an AdamW step over its learning rate
+LIKE_ADAMW = 0.2  # root mean square of an AdamW step divided by its learning rate
 COLUMN_PARALLEL, ROW_PARALLEL = 0, 1  # the dimension of [out, in] that is cut
 
 
@@ -28,12 +28,12 @@ COLUMN_PARALLEL, ROW_PARALLEL = 0, 1  # the dimension of [out, in] that is cut
 class Matrix:
     """How a two-dimensional parameter holds one or more projections."""
 
-    group: Any  # the tensor-parallel ranks that hold it together
+    group: Any  # the tensor-parallel ranks over which it is sharded
     dim: int | None  # of the cut; None: every rank has all of it
-    rows: tuple[int, ...] = ()  # of each projection, in an order that repeats; empty: it is one matrix
+    rows: tuple[int, ...] = ()  # of each projection, in an order that repeats; empty: it is a single matrix
 
     def whole(self, own: Tensor) -> Tensor:
-        """This rank's part -> the parameter as all ranks hold it; a collective where it is cut."""
+        """This rank's shard -> the whole parameter; a collective if it is sharded."""
         if self.dim is None or self.group.size() == 1:
             return own
         parts = [torch.empty_like(own) for _ in range(self.group.size())]
@@ -41,13 +41,13 @@ class Matrix:
         return torch.cat(parts, dim=self.dim)
 
     def own(self, whole: Tensor) -> Tensor:
-        """The way back."""
+        """The inverse: the whole parameter -> this rank's shard."""
         if self.dim is None or self.group.size() == 1:
             return whole
         return whole.chunk(self.group.size(), dim=self.dim)[self.group.rank()]
 
     def orthogonal(self, update: Tensor) -> Tensor:
-        """This rank's part of the update, each projection made orthogonal and of AdamW's size."""
+        """This rank's shard of the update, with each projection orthogonalized and scaled to AdamW's size."""
         whole = self.whole(update)
         if not self.rows:
             return self.own(_sized(whole))
@@ -57,9 +57,9 @@ class Matrix:
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """[m, n] -> about U V^T of its singular value decomposition: singular values between 0.7 and 1.2 (but for tiny).
+    """[m, n] -> about U V^T of its singular value decomposition: singular values in 0.7 to 1.2 (except tiny ones).
 
-    In bfloat16 on a GPU, as is usual; in float32 on a CPU.
+    In bfloat16 on a GPU, as usual; in float32 on a CPU.
     """
     a, b, c = COEFFICIENTS
     x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
@@ -77,9 +77,9 @@ def _sized(update: Tensor) -> Tensor:
 
 
 def muon_matrices(named: Iterable[tuple[str, Any]], config: TransformerConfig) -> dict[Tensor, Matrix]:
-    """{the tensor that the optimizer steps: how it holds matrices} for those parameters of a model that Muon takes.
+    """{tensor that the optimizer updates: its matrices} for the parameters that Muon handles.
 
-    These are the layers' matrices, a router's among them.
+    These are the layers' matrices, including a router's.
     """
     return {
         getattr(param, "main_param", param): _matrix(name, param, config)
@@ -89,7 +89,7 @@ def muon_matrices(named: Iterable[tuple[str, Any]], config: TransformerConfig) -
 
 
 def _matrix(name: str, param: Any, config: TransformerConfig) -> Matrix:
-    if ".experts." in name:  # whose linears under Transformer-Engine do not say how they are cut
+    if ".experts." in name:  # with Transformer Engine, experts' linears have no attributes for the cut
         group = ps.get_expert_tensor_parallel_group()
         dim: int | None = COLUMN_PARALLEL if ".linear_fc1." in name else ROW_PARALLEL
     else:
@@ -120,7 +120,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "step": 0})
 
     def make_state(self) -> None:
-        """Zeros for every parameter, which a checkpoint is loaded into."""
+        """Make zero state for every parameter, into which a checkpoint is loaded."""
         for group in self.param_groups:
             for param in group["params"]:
                 self._state(param)
@@ -141,7 +141,7 @@ class Muon(torch.optim.Optimizer):
         return self.state[param]
 
     def _muon(self, param: Tensor, grad: Tensor) -> Tensor:
-        """The gradient and its running mean (Nesterov), made orthogonal."""
+        """The orthogonalized Nesterov momentum: the gradient mixed with its running mean."""
         mean = self._state(param)["momentum_buffer"]
         mean.lerp_(grad, 1 - self.momentum)
         return self.matrices[param].orthogonal(grad.lerp(mean, self.momentum))

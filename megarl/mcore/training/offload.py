@@ -1,7 +1,7 @@
-"""A role's tensors in host memory while it rests: what another role or a server needs its GPU for.
+"""Offloads a role's tensors to host memory between its calls, so that another role or a server can use its GPU.
 
-What moves is memory, not tensors: a storage gives its bytes away and later gets as many again, so parameters, views
-into Megatron's contiguous buffers and the optimizer's references all stay the objects they are.
+Only memory moves, not tensor objects: a storage frees its bytes and later allocates the same size again.  So
+parameters, views into Megatron's contiguous buffers and the optimizer's references all stay valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALL = 8  # bytes: step counters and the like stay
 
 
 class Moved(NamedTuple):
-    """Bytes that left the device."""
+    """Bytes that were offloaded from the device."""
 
     parameters: int
     gradients: int
@@ -30,7 +30,7 @@ class Moved(NamedTuple):
 
 
 class OffloadBuffer:
-    """Host memory into which one role is offloaded.  It is pinned where there is a GPU, and kept for the next time."""
+    """Host memory into which one role is offloaded.  It is pinned if there is a GPU, and is reused."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class OffloadBuffer:
         gradients: bool = False,
         moments: bool = False,
     ) -> None:
-        """What of the role is offloaded here.
+        """Select which parts of the role are offloaded.
 
-        `gradients`: the buffers, whose numbers nobody needs again.  `moments`: the optimizer's state, its float32
-        copies of parameters included.
+        `gradients`: the gradient buffers, whose values are not kept.  `moments`: the optimizer's state, including its
+        float32 master weights.
         """
         self.model, self.optimizer = model, optimizer
         self._parts, self.is_offloaded = (parameters, gradients, moments), False
@@ -53,10 +53,10 @@ class OffloadBuffer:
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
 
     def offload(self) -> Moved:
-        """Copy to host memory and free the device's.  Does nothing where that is done."""
+        """Copy to host memory and free the device's.  Does nothing if already offloaded."""
         if self.is_offloaded:
             return Moved(0, 0, 0)
-        self.is_offloaded = True  # also where there is nothing yet: moments come with the first step
+        self.is_offloaded = True  # even if there is nothing yet: the first step creates the moments
         found = zip(self._storages(), self._parts, strict=True)
         weights, gradients, state = (part if chosen else [] for part, chosen in found)
         moved = Moved(*(sum(x.nbytes() for x in part) for part in (weights, gradients, state)))
@@ -70,7 +70,7 @@ class OffloadBuffer:
         return moved
 
     def onload(self) -> None:
-        """Take as much memory again and fill it.  Does nothing where that is done."""
+        """Allocate device memory again and fill it, gradients with zeros.  Does nothing if not offloaded."""
         for storage in self._kept:
             host = self._host[storage._cdata]
             storage.resize_(host.numel())
@@ -82,14 +82,14 @@ class OffloadBuffer:
         _wait()
 
     def _copy(self, storage: torch.UntypedStorage) -> Tensor:
-        """Its bytes in host memory, that of the last night where it fits; to be waited for."""
+        """Copy its bytes to host memory asynchronously; reuse the last offload's buffer if the size is the same."""
         host = self._host.get(storage._cdata)
         if host is None or host.numel() != storage.nbytes():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         return host.copy_(_bytes(storage), non_blocking=True)
 
     def _storages(self) -> tuple[list[torch.UntypedStorage], ...]:
-        """Of weights, gradients and the optimizer, each once: what is a weight's is nothing else's."""
+        """Storages of weights, gradients and the optimizer, each once: a shared one counts as the first of these."""
         seen: set[int] = set()
         weights: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -108,12 +108,12 @@ class OffloadBuffer:
 
 @contextmanager
 def synchronized(model: Model) -> Iterator[None]:
-    """Within it, whoever is not a forward pass can read parameters: a collective where they are gathered late."""
+    """Inside this context parameters can be read outside a forward pass; a collective if they are gathered late."""
     for chunk in model:
         if isinstance(chunk, FullyShardedDataParallel):
             gather_fsdp(chunk)
         elif isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)  # what the last step left to the next forward pass
+            chunk.start_param_sync(force_sync=True)  # the last step left this to the next forward pass
     yield
     for chunk in model:
         if isinstance(chunk, FullyShardedDataParallel):
@@ -121,7 +121,7 @@ def synchronized(model: Model) -> Iterator[None]:
 
 
 def _state_of(optimizer: Optimizer) -> Iterator[Any]:
-    """What the optimizer steps, and what it remembers of each."""
+    """The tensors that the optimizer updates, and their state."""
     for part in optimizer.parts:
         if part.is_stub_optimizer:
             continue
@@ -133,7 +133,7 @@ def _state_of(optimizer: Optimizer) -> Iterator[Any]:
 
 def _distinct(tensors: Iterable[Any], seen: set[int]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()  # of a DTensor this rank's part
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()  # of a DTensor: this rank's shard
         if storage._cdata not in seen and storage.nbytes() > SMALL:
             seen.add(storage._cdata)
             yield storage

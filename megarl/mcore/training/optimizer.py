@@ -38,7 +38,7 @@ class OptimSettings:
 
 
 def learning_rate(settings: OptimSettings, step: int) -> float:
-    """The rate of optimizer step `step` (the first is 0): linear warm-up, then the decay of the settings.
+    """The learning rate of optimizer step `step` (the first is 0): linear warm-up, then the configured decay.
 
     Example, warmup_steps=2, linear to 0 at 4, lr=1: 0.5, 1, 1, 0.5, 0, 0, ...
     """
@@ -52,9 +52,9 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
 
 
 def wrap_for_training(model: Model, layout: Layout, engine: ExecutionOptions = ExecutionOptions()) -> Model:
-    """Gradient buffers in float32 and their reduction over data and context parallelism, as the strategy has them.
+    """Add float32 gradient buffers and their reduction over data and context parallelism, as the strategy defines them.
 
-    Raises a ValueError for a layout of experts that cannot be trained, or a strategy that does not go with the layout.
+    Raises a ValueError for a layout of experts that cannot be trained, or a strategy that does not fit the layout.
     """
     config: Any = model[0].config
     check_trainable(config)
@@ -74,7 +74,7 @@ def wrap_for_training(model: Model, layout: Layout, engine: ExecutionOptions = E
         overlap_grad_reduce=engine.overlap_grad_reduce,
         overlap_param_gather=engine.overlap_param_gather,
     )
-    # The chunks after the first are reduced while others compute: cutting theirs into buckets would gain nothing.
+    # The chunks after the first are reduced while others compute: buckets for them would gain nothing.
     wrapped = [DistributedDataParallel(config, settings, x, disable_bucketing=i > 0) for i, x in enumerate(model)]
     if engine.overlap_grad_reduce:  # only the last micro-batch's gradients are reduced
         config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
@@ -86,7 +86,7 @@ def _has_adapters(model: Model) -> bool:
 
 
 def _let_gradients_in(model: Model) -> None:
-    """A group of layers that is recomputed has a gradient only where its input has one; a frozen embedding has none."""
+    """Make a frozen embedding's output require a gradient: recomputed layers get gradients only if their input does."""
     for gpt in map(unwrap, model):
         if gpt.pre_process:
             gpt.embedding.register_forward_hook(lambda module, _, out: out.requires_grad_(module.training))
@@ -114,7 +114,8 @@ def _check_fsdp(layout: Layout, *, has_experts: bool, has_adapters: bool) -> Non
             f"strategy=fsdp: expected pipeline_model_parallel_size=1 and no adapters, has {layout.pp} and "
             f"{'some' if has_adapters else 'none'}"
         )
-    # Megatron-FSDP doubles a gradient that nobody shares, once for every micro-batch (param_and_grad_buffer:3253).
+    # Megatron-FSDP doubles the gradient of a parameter that only one rank has, at every micro-batch
+    # (param_and_grad_buffer:3253).
     ranks, of_expert = dist.get_world_size(), layout.ep * layout.expert_tp
     if ranks == layout.tp or (has_experts and ranks == of_expert):
         raise ValueError(
@@ -127,12 +128,12 @@ def _check_fsdp(layout: Layout, *, has_experts: bool, has_adapters: bool) -> Non
 def _check_optimizer(name: str, wrapper: DistributedDataParallelConfig, *, has_adapters: bool) -> None:
     if wrapper.use_megatron_fsdp and name != "adamw":
         raise ValueError(f"optim.name={name}: expected adamw with strategy=fsdp")
-    if name == "muon" and (wrapper.use_distributed_optimizer or has_adapters):  # which would cut its matrices
+    if name == "muon" and (wrapper.use_distributed_optimizer or has_adapters):  # it would cut the matrices
         raise ValueError("optim.name=muon: expected use_distributed_optimizer=false and no lora")
 
 
 class Optimizer:
-    """Megatron's optimizer, which also knows the step it is at."""
+    """Megatron's optimizer, with a step counter."""
 
     def __init__(self, model: Model, settings: OptimSettings) -> None:
         self.model, self.settings, self.step_index = model, settings, 0
@@ -142,7 +143,7 @@ class Optimizer:
         self._has_expert_ranks = config.expert_model_parallel_size > 1
         self.inner: Any = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam" if settings.name == "adamw" else "sgd",  # of muon only the groups are used
+                optimizer="adam" if settings.name == "adamw" else "sgd",  # for muon only its groups are used
                 lr=settings.lr,
                 min_lr=settings.min_lr,
                 weight_decay=settings.weight_decay,
@@ -158,27 +159,27 @@ class Optimizer:
             ),
             chunks,
         )
-        if settings.name == "sgd":  # for which Megatron has no such function (optimizer/__init__:408)
+        if settings.name == "sgd":  # Megatron has no such function for it (optimizer/__init__:408)
             for part in self.parts:
                 part.init_state_fn = _momentum_buffers
         elif settings.name == "muon":
             _replace_by_muon(self, config)
         if wrapper.use_megatron_fsdp:
-            self.inner.__class__ = FsdpOptimizer  # which only saves and loads in another way
+            self.inner.__class__ = FsdpOptimizer  # it only saves and loads differently
         config.grad_scale_func = self.inner.scale_loss
 
     @property
     def parts(self) -> list[Any]:
-        """Megatron's optimizers: one for the dense parameters and, with experts dealt to ranks, one for these."""
+        """Megatron's optimizers: one for the dense parameters and, with expert parallelism, one for the experts."""
         return getattr(self.inner, "chained_optimizers", [self.inner])
 
     @property
     def kind(self) -> str:
-        """What a checkpoint must have been written by to be loaded into it."""
+        """A description of the optimizer; it can load only checkpoints that were saved with an equal one."""
         config = self.inner.config
         sharded = str(config.use_distributed_optimizer).lower()
         dtype = "bfloat16" if config.bf16 else "float32"
-        # Megatron gives experts that are dealt to ranks an optimizer of their own, with a state of another form.
+        # With expert parallelism Megatron gives experts their own optimizer, with a state of another form.
         experts = " expert_model_parallel_size>1" if self._has_expert_ranks else ""
         parts = f" strategy=fsdp ranks={dist.get_world_size()}" if isinstance(self.inner, FsdpOptimizer) else ""
         return (
@@ -187,11 +188,11 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """The rate of the next step."""
+        """The learning rate of the next step."""
         return learning_rate(self.settings, self.step_index)
 
     def step(self) -> float:
-        """Clip, update, advance the schedule; returns the global norm of the gradient before clipping."""
+        """Clip, update, advance the schedule; returns the global gradient norm before clipping."""
         for group in self.inner.param_groups:
             group["lr"] = self.lr * group["lr_mult"]
             group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]  # 0 for norms and biases
@@ -205,14 +206,14 @@ class Optimizer:
 
 
 def _momentum_buffers(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
-    """What a checkpoint is loaded into; a buffer of zeros makes the same first step as none."""
+    """Make the state that a checkpoint is loaded into; a buffer of zeros gives the same first step as no buffer."""
     for group in optimizer.param_groups:
         for param in group["params"] if group["momentum"] else []:
             optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
 
 
 def _replace_by_muon(optimizer: Optimizer, config: TransformerConfig) -> None:
-    """Put our Muon where Megatron made a plain SGD: the groups, float32 copies and clipping around it stay its own."""
+    """Replace Megatron's plain SGD by our Muon: groups, float32 master weights and clipping stay Megatron's."""
     settings = optimizer.settings
     how: Any = {"momentum": settings.momentum, "betas": settings.betas, "eps": settings.eps}
     named = [pair for chunk in optimizer.model for pair in unwrap(chunk).named_parameters()]

@@ -1,10 +1,10 @@
-"""Sequences -> one packed row of this rank, and columns back.  The alignment lives here and nowhere else.
+"""Packs sequences into one row of this rank, and unpacks columns; the only place that aligns tokens and outputs.
 
 Column t describes token t, which the model predicts at position t-1: labels shift left before the context-parallel
 slice, and outputs shift right after the gather.  A sequence's first token has no prediction; its column is 0.
 
-Padding exists only where a layout wants it: sequences to a multiple of 2 cp, the row to one of tp cp.  It is outside
-every count, and no column ever holds it.
+Padding exists only if a layout needs it: sequences to a multiple of 2 cp, the row to a multiple of tp cp.  Padding is
+not counted anywhere, and no column contains it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megarl.sample import Batch, MicroBatch
 
 @dataclass(frozen=True)
 class PackedRow:
-    """What one forward pass takes on this rank, and where its outputs belong."""
+    """The inputs of one forward pass on this rank, and the places of its outputs in the batch."""
 
     tokens: Tensor  # [1, T/cp] int64
     positions: Tensor  # [1, T/cp] int64, within each sequence
     labels: Tensor  # [T/cp] int64, the token that follows each
     packed: PackedParams
-    predicts: Tensor  # [N'] padded position that predicts token t; N' = tokens that are predicted at all
-    predicted: Tensor  # [N'] which tokens of the batch these are
+    predicts: Tensor  # [N'] index, in the gathered row, of the output that predicts a token; N' = predicted tokens
+    predicted: Tensor  # [N'] indices of these tokens in the batch
     num_tokens: int  # of the batch
     num_own_tokens: int  # in this context-parallel rank's slice, padding and dummies not counted
 
@@ -44,14 +44,14 @@ class PackedRow:
 
 
 def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedRow:
-    """Pack a micro-batch, and take this rank's context-parallel slice of it."""
+    """Pack a micro-batch and take this rank's context-parallel slice."""
     batch, lengths = micro.batch, micro.batch.lengths
     padded = padded_lengths(lengths.tolist(), layout)
     sizes = torch.tensor(padded)
     ends = sizes.cumsum(0)
     starts = ends - sizes
     inside = torch.arange(batch.num_tokens) - batch.starts[batch.segment_ids]
-    at = starts[batch.segment_ids] + inside  # [N] where each token stands in the padded row
+    at = starts[batch.segment_ids] + inside  # [N] position of each token in the padded row
 
     total = int(ends[-1])
     tokens, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
@@ -87,8 +87,8 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedR
 
 
 def padded_lengths(lengths: list[int], layout: Layout) -> list[int]:
-    """Each sequence to a multiple of 2 cp; the last one takes what the row lacks to a multiple of tp cp (under
-    sequence parallelism, where the row is split over tp).
+    """Pad each sequence to a multiple of 2 cp, and the last one until the row is a multiple of tp cp (under sequence
+    parallelism, where the row is split over tp).
 
     Example, cp=2, tp=1: [3, 5] -> [4, 8].
     """
@@ -102,7 +102,7 @@ def padded_lengths(lengths: list[int], layout: Layout) -> list[int]:
 
 
 def own_positions(starts: list[int], lengths: list[int], cp: int, rank: int | None = None) -> Tensor:
-    """Positions of the padded row that a context rank holds (this one's by default), in the order in which it does."""
+    """Positions of the padded row on a context-parallel rank (default: this rank), in the order of its slice."""
     if cp == 1:
         return torch.arange(sum(lengths))
     rank = ps.get_context_parallel_rank() if rank is None else rank
@@ -110,7 +110,7 @@ def own_positions(starts: list[int], lengths: list[int], cp: int, rank: int | No
 
 
 def where_gathered(own: Tensor, predicts: Tensor, cp: int, starts: list[int], lengths: list[int]) -> Tensor:
-    """Positions of the padded row -> indices into the context ranks' slices laid end to end."""
+    """Positions of the padded row -> indices into the concatenated slices of the context-parallel ranks."""
     if cp == 1:
         return predicts
     order = torch.cat([own_positions(starts, lengths, cp, rank) for rank in range(cp)])
@@ -120,7 +120,7 @@ def where_gathered(own: Tensor, predicts: Tensor, cp: int, starts: list[int], le
 
 
 class _GatherContext(torch.autograd.Function):
-    """All-gather over context parallelism.  Every rank evaluates the whole loss: the backward takes the own slice."""
+    """All-gather over context parallelism.  Every rank computes the whole loss, so backward takes only its slice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class _GatherContext(torch.autograd.Function):
 
 
 def gather_context(x: Tensor) -> Tensor:
-    """[T/cp] -> [T], the context ranks' slices end to end."""
+    """[T/cp] -> [T], the concatenated slices of the context-parallel ranks."""
     return x if ps.get_context_parallel_world_size() == 1 else _GatherContext.apply(x)
 
 
@@ -151,15 +151,15 @@ def micro_batches(batch: Batch, micro_sizes: Sequence[int]) -> list[MicroBatch]:
 
 
 def dummy(like: Batch) -> MicroBatch:
-    """Two tokens whose every column, the weights among them, is 0."""
+    """A micro-batch of two tokens; all its columns, including weights, are 0."""
     columns = {name: column.new_zeros(2) for name, column in like.columns.items()}
     return MicroBatch(Batch(torch.zeros(2, dtype=torch.int64), torch.tensor([2]), columns), is_dummy=True)
 
 
 def in_whole_turns(micros: list[MicroBatch], layout: Layout) -> list[MicroBatch]:
-    """Interleaved stages run as many micro-batches in turn as there are pipeline ranks: dummies fill the last turn.
+    """Interleaved stages run micro-batches in groups of one for each pipeline rank: dummies fill the last group.
 
-    Megatron also takes longer turns, which need no dummies, but hold the activations of as many rows more.
+    Megatron also supports larger groups, which need no dummies, but keep activations of correspondingly more rows.
     """
     lacking = -len(micros) % layout.pp if layout.vpp > 1 else 0
     return [*micros, *(dummy(micros[0].batch) for _ in range(lacking))]

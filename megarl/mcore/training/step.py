@@ -1,9 +1,9 @@
-"""One forward pass, or one gradient, over the micro-batches of this rank: the only place of Megatron's loss scaling.
+"""One forward pass, or one gradient, over the micro-batches of this rank; handles Megatron's loss scaling.
 
-A loss is `sum_t weight_t * token_loss_t` with weights made once for the whole optimizer step.  Megatron, told
-`calculate_per_token_loss`, sums gradients over micro-batches and data and context ranks and divides them by the global
-number of tokens; so we hand it true token counts (its MoE terms want them) and multiply the loss by their global sum:
-the division cancels, and the gradient is that of the loss, however the step was split.
+A loss is `sum_t weight_t * token_loss_t`, with weights computed once for the whole optimizer step.  With
+`calculate_per_token_loss`, Megatron sums gradients over micro-batches and data- and context-parallel ranks and divides
+them by the global number of tokens.  So we pass true token counts (its MoE losses need them) and multiply the loss by
+their global sum: the division cancels, and the gradient is that of the loss, however the step was split.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ LossFn = Callable[[Batch, Columns], LossOutput]
 
 @dataclass(frozen=True)
 class Outputs:
-    """Turns what a model's last chunk gives for a row into the micro-batch's packed columns [N] called `names`."""
+    """Converts the output of a model's last chunk for a row into the micro-batch's packed columns [N], `names`."""
 
     layout: Layout
     vocab_size: int
     temperature: float = 1.0
-    names: tuple[str, ...] = ("log_probs",)  # of an actor: see logprobs.NAMES; of a critic: ("values",)
+    names: tuple[str, ...] = ("log_probs",)  # actor: see logprobs.NAMES; critic: ("values",)
 
     def __call__(
         self, chunk: nn.Module, row: PackedRow, output: Tensor, reference: ReferenceStates | None = None
@@ -58,7 +58,7 @@ class Outputs:
 
 @torch.no_grad()
 def _references(model: Model | None, rows: list[PackedRow], outputs: Outputs) -> list[ReferenceStates | None]:
-    """For each row what the frozen model says of it, where the outputs need it (last stage; elsewhere nothing)."""
+    """The frozen model's hidden states and head for each row, if the outputs need them (last stage; elsewhere [])."""
     if model is None or "full_kl" not in outputs.names:
         return [None] * len(rows)
     for chunk in model:
@@ -69,7 +69,7 @@ def _references(model: Model | None, rows: list[PackedRow], outputs: Outputs) ->
 
 def _run(model: Model, rows: list[PackedRow], finish: Callable[[int, Tensor], Any], *, forward_only: bool) -> list[Any]:
     """Megatron's pipeline schedule over these rows; `finish(i, output)` runs after the last chunk of the last stage."""
-    # Float16Module would make a float32 copy of the hidden states.
+    # Otherwise Float16Module makes a float32 copy of the hidden states.
     how = {"fp32_output": False} if unwrap(model[0]).config.bf16 else {}
 
     def forward_step(indices: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -98,7 +98,7 @@ def forward_only(
     device: torch.device,
     reference: Model | None = None,
 ) -> list[Columns]:
-    """Columns of each micro-batch (dummies left out) on the last pipeline stage; elsewhere an empty list.
+    """Columns of each micro-batch (without dummies) on the last pipeline stage; elsewhere an empty list.
 
     `reference` is the frozen model of full_kl, in the same layout.
     """
@@ -121,7 +121,7 @@ def backward(
     device: torch.device,
     reference: Model | None = None,
 ) -> Stats:
-    """Put the gradient of the optimizer step's loss into Megatron's buffers, reduced over all ranks.
+    """Compute the gradient of the optimizer step's loss into Megatron's gradient buffers, reduced over all ranks.
 
     `num_tokens` is the number of tokens of the whole optimizer step, prompts included, over all data-parallel ranks.
     `reference` is the frozen model of full_kl.  Returns the statistics of this replica's micro-batches, on the last
@@ -130,7 +130,7 @@ def backward(
     micros = in_whole_turns(micros, outputs.layout)
     rows = [make_row(micro, outputs.layout, device) for micro in micros]
     references = _references(reference, rows, outputs)
-    trained: list[Any] = model  # each in Megatron's DDP
+    trained: list[Any] = model  # each wrapped for training
     for chunk in trained:
         chunk.train()
         chunk.zero_grad_buffer()

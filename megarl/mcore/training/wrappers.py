@@ -1,8 +1,8 @@
-"""The wrappers of strategies fsdp and none, in place of Megatron's DistributedDataParallel.
+"""The wrappers of strategies fsdp and none, instead of Megatron's DistributedDataParallel.
 
-Megatron-FSDP cuts parameters, gradients and optimizer state over data (and context) parallelism.  A transformer layer's
-parameters are whole only while it computes; those outside of the layers, from the first forward pass of a step to its
-end.  `OneProcess` trains in one process: gradients are summed in float32 beside each parameter, and none is reduced.
+Megatron-FSDP shards parameters, gradients and optimizer state over data- (and context-) parallel ranks.  A transformer
+layer's parameters are whole only while it computes; parameters outside the layers are whole from the first forward pass
+of a step to its end.  `OneProcess` trains in one process: gradients are summed in float32 and never reduced over ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def wrap_fsdp(chunk: nn.Module) -> FullyShardedDataParallel:
-    """Cut a model; what it holds now is what it goes on with."""
+    """Shard a model, keeping its present weights."""
     settings = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy="optim_grads_params",
         use_distributed_optimizer=True,
-        overlap_grad_reduce=True,  # which sharded gradients and parameters imply
+        overlap_grad_reduce=True,  # sharded gradients and parameters imply both overlaps
         overlap_param_gather=True,
         grad_reduce_in_fp32=True,
         check_for_nan_in_grad=True,
@@ -40,7 +40,7 @@ def wrap_fsdp(chunk: nn.Module) -> FullyShardedDataParallel:
 
 
 def fsdp_shards(chunk: FullyShardedDataParallel) -> tuple[list[Tensor], list[Tensor]]:
-    """The memory of a wrapped model at rest: of its weights, in both types where there are two, and its gradients."""
+    """The buffers of a wrapped model between steps: of its weights (of both dtypes if there are two), and gradients."""
     release_fsdp(chunk)
     groups = chunk.param_and_grad_buffer.parameter_groups
     held = [x for group in groups for x in (group.model_weight_buffer, group.main_weight_buffer) if x is not None]
@@ -51,20 +51,20 @@ def fsdp_shards(chunk: FullyShardedDataParallel) -> tuple[list[Tensor], list[Ten
 def gather_fsdp(chunk: FullyShardedDataParallel) -> None:
     """Make every parameter whole until `release_fsdp`; a collective."""
     chunk.start_param_sync(force_sync=True)
-    chunk.module._replace_param_with_raw_if_needed()  # which that undoes on its way (megatron_fsdp:1103)
-    chunk.module.is_param_fsdp_distributed = True  # so that a state_dict holds what is whole, and no parts
+    chunk.module._replace_param_with_raw_if_needed()  # the line above undoes this (megatron_fsdp:1103)
+    chunk.module.is_param_fsdp_distributed = True  # so that a state_dict holds whole parameters, not shards
 
 
 def release_fsdp(chunk: FullyShardedDataParallel) -> None:
-    """Leave each rank its part only."""
+    """Free the whole parameters; each rank keeps its shards."""
     chunk.module.is_param_fsdp_distributed = False
     chunk.module.synchronize_param_gather()
 
 
 class FsdpOptimizer(DistributedOptimizer):
-    """Megatron's, with checkpoints of our kind: each rank writes its own part, for as many ranks under the same layout.
+    """Megatron's, with our checkpoints: each rank writes its own shards, for the same number of ranks and layout.
 
-    (Megatron's own are DTensors for torch's checkpoints, another format than that of the weights.)
+    (Megatron's own are DTensors for torch's checkpoints, a different format from that of the weights.)
     """
 
     def sharded_state_dict(
@@ -82,20 +82,20 @@ class FsdpOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take whole parameters of the model that were loaded meanwhile, and the parts of this rank."""
+        """Copy the model's whole parameters, which were loaded before, and then load the shards of this rank."""
         self._cut(lambda group: [group.model_weight_buffer])
         rank = dist.get_rank()
         for name, tensor in self._own_parts():
             tensor.copy_(state["parts"][f"fsdp.{rank}.{name}"])
         for group in self.optimizer.param_groups:
-            if "step" in group:  # Apex's and Transformer-Engine's count once for a group
+            if "step" in group:  # Apex's and Transformer Engine's optimizers count steps for a whole group
                 group.update(step=state["step"])
         for _, param in self._held():
             self.optimizer.state[param]["step"] = torch.tensor(float(state["step"]))
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: Any = None) -> None:  # noqa: ARG002
-        """Take whole parameters of the model, which no optimizer has stepped yet."""
+        """Copy the model's whole parameters into model and master weights, before the first optimizer step."""
         self._cut(lambda group: [group.model_weight_buffer, group.main_weight_buffer])
 
     def _cut(self, buffers_of: Callable[[Any], list[Any]]) -> None:
@@ -107,24 +107,24 @@ class FsdpOptimizer(DistributedOptimizer):
 
     @property
     def _step(self) -> int:
-        """How many steps the moments have seen."""
+        """The number of steps that the moments include."""
         of_groups = [group["step"] for group in self.optimizer.param_groups if "step" in group]
         of_params = [self.optimizer.state[param].get("step", 0) for _, param in self._held()]
         return int([*of_groups, *of_params][0])
 
     def _held(self) -> list[tuple[int, Any]]:
-        """Parameters of which this rank has a part; the others have no gradient and no moments here."""
+        """Parameters of which this rank has a shard; the others have no gradient and no moments here."""
         return [(i, p) for i, p in enumerate(self.get_parameters()) if p._local_tensor.numel()]
 
     def _own_parts(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of each parameter, in the type that is stepped, and of its moments."""
+        """This rank's shard of each parameter, in the dtype of the optimizer, and of its moments."""
         for i, param in self._held():
             held = {"weight": param, **{name: self.optimizer.state[param][name] for name in MOMENTS}}
             yield from ((f"{i}.{name}", tensor._local_tensor) for name, tensor in held.items())
 
 
 class OneProcess(_BaseDataParallel):
-    """Stands where Megatron's DistributedDataParallel would, without its contiguous buffers and buckets."""
+    """Replaces Megatron's DistributedDataParallel, without its contiguous buffers and buckets."""
 
     def __init__(self, chunk: nn.Module) -> None:
         super().__init__(config=chunk.config, module=chunk)
@@ -141,7 +141,7 @@ class OneProcess(_BaseDataParallel):
             param.grad_added_to_main_grad = False
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:  # noqa: ARG002
-        """There is nobody to wait for."""
+        """Nothing to do in one process."""
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         for param in self.trained:
@@ -149,7 +149,7 @@ class OneProcess(_BaseDataParallel):
 
 
 def _add_to_main(param: Any) -> None:
-    """As Megatron's DDP does: a gradient that was added within the matrix product is not added again."""
+    """Like Megatron's DDP: a gradient that was added inside the matrix product is not added again."""
     if not param.grad_added_to_main_grad or getattr(param, "zero_out_wgrad", False):
         param.main_grad.add_(param.grad)
     param.grad = None
