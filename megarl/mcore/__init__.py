@@ -1,4 +1,4 @@
-"""Everything that knows Megatron-Core, and the only room that does.
+"""Everything that uses Megatron-Core: process groups, models, training steps, optimizers, checkpoints.
 
 It knows process groups, models, packed rows, pipeline schedules, optimizers and sharded checkpoints. It does not know
 losses (they are passed in as functions of packed columns), tensor names of other libraries, servers or prompts.

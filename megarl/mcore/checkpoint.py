@@ -1,7 +1,7 @@
 """Sharded checkpoints by Megatron's own dist_checkpointing: weights and optimizer, loadable into another layout.
 
-Of a model with adapters only these are written, with a digest of the base: that never changes, and its HF folder
-brings it back.
+For a model with adapters only the adapters are written, with a digest of the base model.  The base never changes and
+is loaded from its HF folder.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from megarl.mcore.training.optimizer import Optimizer
 
 
 def save(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
-    """Write this rank's part; every rank of the group calls it.  `folder` must not hold a checkpoint yet."""
+    """Write this rank's shards; every rank of the group calls it.  `folder` must not hold a checkpoint yet."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    # Megatron passes results through a Manager, a process that its rank's death leaves behind; a save that is not
-    # asynchronous needs no more than a queue.
+    # Megatron passes results through a Manager, a process that stays behind if its rank dies; a synchronous save needs
+    # only a queue.
     with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):
         dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(folder))
 
 
 def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
-    """Fill the model and a fresh optimizer from a checkpoint, whatever layout wrote it.
+    """Fill the model and a new optimizer from a checkpoint, whatever layout wrote it.
 
-    Raises a ValueError where the folder holds no checkpoint, or one of another kind of optimizer, or of adapters that
-    are not the model's or stood on another base.
+    Raises a ValueError if the folder holds no checkpoint, or one of another kind of optimizer, or of adapters that
+    differ from the model's or belong to another base model.
     """
     if not (folder / "metadata.json").exists():
         raise ValueError(f"{folder}: there is no checkpoint here; expected a folder that a save has finished")
@@ -54,11 +54,11 @@ def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
     if optimizer is not None and optimizer.step_index:
         optimizer.inner.load_state_dict(state["optimizer"])
     elif optimizer is not None:
-        optimizer.inner.reload_model_params()  # the float32 copies that it keeps of bf16 weights
+        optimizer.inner.reload_model_params()  # the float32 master weights of bf16 weights
 
 
 def adapters_in(folder: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of the adapters that it consists of (`lora.identity`); None: it holds a whole model."""
+    """The description of a checkpoint's adapters (`lora.identity`); None: it holds a whole model."""
     found: dict[str, Any] | None = dist_checkpointing.load_common_state_dict(str(folder))["adapters"]
     return found
 
@@ -86,7 +86,7 @@ def _weights(chunk: nn.Module) -> dict[str, Any]:
 
 
 def _state(model: Model, optimizer: Optimizer | None, *, is_loading: bool) -> dict[str, Any]:
-    """What is written, or where it is read into.  Chunks only keep names apart: a file knows layers by their number."""
+    """The state to write, or to read into.  Chunk numbers only separate names: files use whole-model layer numbers."""
     adapters = lora.identity(model)
     of_chunk = lora.sharded_state if adapters else _weights
     weights = {str(i): of_chunk(chunk) for i, chunk in enumerate(model)}
@@ -94,7 +94,7 @@ def _state(model: Model, optimizer: Optimizer | None, *, is_loading: bool) -> di
     if optimizer is None:
         return state
     state |= {"step_index": optimizer.step_index, "kind": optimizer.kind}
-    if optimizer.step_index == 0:  # there are no moments yet: an actor while the critic warms up alone
+    if optimizer.step_index == 0:  # no moments yet: e.g. an actor while only the critic warms up
         return state
     # The default sharding of the distributed optimizer does not load in 0.16.1; this one also changes layouts.
     how = {

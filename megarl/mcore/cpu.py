@@ -1,8 +1,8 @@
-"""Lets stock megatron-core run on a host without CUDA (torch's CPU build, gloo).  Does nothing where CUDA is there.
+"""Lets stock megatron-core run on a host without CUDA (torch's CPU build, gloo).  Does nothing if there is CUDA.
 
-Nothing of Megatron is written again: inside torch the CPU answers to the name "cuda", and a few functions that only
-make sense on a GPU become no-ops.  `activate()` runs once per process, before the first Megatron call, in the thread
-that runs Megatron code.  File and line are those of megatron-core 0.16.1.
+No code of Megatron is rewritten: inside torch the device name "cuda" means the CPU, and a few functions that only make
+sense on a GPU become no-ops.  `activate()` runs once per process, before the first Megatron call, in the thread that
+runs Megatron code.  Files and lines are those of megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _active = False
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Answers what Megatron asks of "cuda" by its literal name."""
+    """Handles torch calls in which Megatron uses the literal name "cuda"."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -40,14 +40,14 @@ class _CudaIsCpu(TorchFunctionMode):
 
 
 class _Device(str):
-    """The CPU to torch, and a number where Megatron-FSDP writes "cuda:{current_device()}" (megatron_fsdp:184)."""
+    """The CPU for torch, and formatted as 0 in Megatron-FSDP's "cuda:{current_device()}" (megatron_fsdp:184)."""
 
     def __format__(self, spec: str) -> str:
         return "0"
 
 
 class _NullStream:
-    """Stands for torch.cuda.Stream and Event: every method does nothing (token_dispatcher:445,871)."""
+    """Replaces torch.cuda.Stream and Event: every method does nothing (token_dispatcher:445,871)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -57,7 +57,7 @@ class _NullStream:
 
 
 class _CpuMesh(DeviceMesh):
-    """torch's DeviceMesh, of CPUs whatever is asked for."""
+    """torch's DeviceMesh, always of CPUs."""
 
     @staticmethod
     def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:  # noqa: ARG004
@@ -86,31 +86,31 @@ def _patch_megatron() -> None:
     # Activation recomputation saves and restores the CUDA generator (random:55-112).
     mcore_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     mcore_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # moe_utils:1092 turns splits into numpy only when they are CUDA tensors; gloo's all-to-all wants numbers too.
+    # moe_utils:1092 converts splits to numpy only if they are CUDA tensors; gloo's all-to-all needs numbers too.
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    # Megatron-FSDP asks for meshes of CUDA devices (mcore_fsdp_adapter:229-268), to which it would move its parts.
+    # Megatron-FSDP makes meshes of CUDA devices (mcore_fsdp_adapter:229-268), to which it would move its shards.
     fsdp.DeviceMesh = _CpuMesh
-    # Its all-gathers go out coalesced and are awaited later; under gloo that corrupts memory, for reasons not found
-    # (torch 2.13: a third of the runs of a tiny model ended in malloc's abort).  One by one, they do not; the
-    # gradients' reductions go the same way.
+    # It coalesces its all-gathers and waits for them later.  Under gloo this corrupts memory; the reason is unknown
+    # (torch 2.13: a third of the runs of a tiny model ended in malloc's abort).  One by one they work; the gradients'
+    # reductions are treated in the same way.
     fsdp_buffers._coalescing_manager = _one_by_one
     pipeline = fsdp_buffers.AllGatherPipeline
     pipeline.async_bucket_gather = _awaited(pipeline.async_bucket_gather)
-    # gloo gathers and scatters equal sizes only; ranks that share experts have unequal numbers of tokens for them.
+    # gloo gathers and scatters only equal sizes; ranks that share experts have unequal numbers of tokens for them.
     mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_unequal(mappings._reduce_scatter_along_first_dim)
 
 
 @contextlib.contextmanager
 def _one_by_one(group: Any, async_ops: bool = False) -> Iterator[Any]:  # noqa: ARG001
-    """torch's _coalescing_manager, without coalescing: nothing is left to wait for when it ends."""
+    """torch's _coalescing_manager without coalescing: at its end there is nothing to wait for."""
     yield _NullStream()
 
 
 def _awaited(stock: Any) -> Any:
-    """param_and_grad_buffer:3719, which has gathered a bucket when it returns."""
+    """param_and_grad_buffer:3719, but the bucket is gathered when the call returns."""
 
     @functools.wraps(stock)
     def gather(self: Any, bucket_id: int, bwd: bool) -> None:
@@ -122,7 +122,7 @@ def _awaited(stock: Any) -> Any:
 
 
 def _gather_unequal(stock: Any) -> Any:
-    """mappings:114, which sends its rows to everyone by an all-to-all where their numbers differ."""
+    """mappings:114, but unequal numbers of rows are gathered by an all-to-all."""
 
     @functools.wraps(stock)
     def gather(x: Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
@@ -136,7 +136,7 @@ def _gather_unequal(stock: Any) -> Any:
 
 
 def _reduce_scatter_unequal(stock: Any) -> Any:
-    """mappings:155, which collects the parts of its rows by an all-to-all where their numbers differ."""
+    """mappings:155, but unequal numbers of rows are reduced by an all-to-all and a local sum."""
 
     @functools.wraps(stock)
     def reduce_scatter(x: Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
@@ -151,10 +151,10 @@ def _reduce_scatter_unequal(stock: Any) -> Any:
 
 
 def import_megatron() -> None:
-    """Import megatron.core first, without what no CPU run uses of it; nothing is changed where CUDA is available.
+    """Import megatron.core without the parts that no CPU run uses; changes nothing if CUDA is available.
 
-    It compiles fused functions when it is imported, for which torch loads its compiler, and imports wandb for its
-    inference engine: together more than half of the seconds that a rank takes to start.
+    At import it compiles fused functions, for which torch loads its compiler, and imports wandb for its inference
+    engine: together more than half of a rank's start-up time.
     """
     if torch.cuda.is_available():
         return
@@ -162,7 +162,7 @@ def import_megatron() -> None:
     torch.compile = lambda function=None, **_: (lambda same: same) if function is None else function  # type: ignore[assignment]
     hidden = "wandb" not in sys.modules
     if hidden:
-        sys.modules["wandb"] = None  # type: ignore[assignment]  # to import it fails
+        sys.modules["wandb"] = None  # type: ignore[assignment]  # importing it fails
     try:
         import megatron.core  # noqa: F401
     finally:
@@ -172,7 +172,7 @@ def import_megatron() -> None:
 
 
 def activate() -> None:
-    """Prepare this process for Megatron on CPU; safe to call again, and nothing happens where CUDA is available."""
+    """Prepare this process for Megatron on CPU; safe to call again; does nothing if CUDA is available."""
     global _active
     if _active or torch.cuda.is_available():
         return

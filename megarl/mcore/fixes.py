@@ -1,6 +1,6 @@
-"""Defects of megatron-core 0.16.1, each with a check that it is still there; tests fail when upstream has mended one.
+"""Fixes for defects of megatron-core 0.16.1, each with a check for the defect; tests fail once upstream has fixed one.
 
-No installed file is changed: a fix replaces a name in the running process, and only where the defect is present.
+No installed file is changed: a fix replaces a name in the running process, and only if the defect is present.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megarl.mcore.models.rope import turned
 
 
 def moe_needs_te_gemm() -> bool:
-    """Without Transformer-Engine, moe_utils:1192 reads a name that only a successful import of it defines."""
+    """Without Transformer Engine, moe_utils:1192 reads a name that only a successful import of it defines."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     return not hasattr(moe_utils, "te_general_gemm")
@@ -27,10 +27,10 @@ def fix_moe_te_gemm() -> None:
 
 
 def distributed_adamw_loses_step() -> bool:
-    """torch's AdamW keeps "step" in its state, where the distributed optimizer does not expect it.
+    """torch's AdamW keeps "step" in its state, but the distributed optimizer does not expect it there.
 
-    It cannot make a state to load into without one (distrib_optimizer:641), wants it to be a part of the parameter
-    (:940), and gives all parameters the same tensor (:821), so that a step then counts once for each of them.
+    It cannot make a state to load into without a step (distrib_optimizer:641), expects the step to be a shard of the
+    parameter (:940), and gives all parameters the same step tensor (:821), so each step then counts once per parameter.
     """
     import megatron.core.optimizer as mcore_optimizer
 
@@ -73,7 +73,7 @@ def fix_distributed_adamw_step() -> None:
 
 
 def mla_sees_te_that_is_not_there() -> bool:
-    """multi_latent_attention:46 imports stand-ins for a missing Transformer-Engine, and uses them as types at :185."""
+    """multi_latent_attention:46 imports stand-ins for a missing Transformer Engine, and uses them as types at :185."""
     import megatron.core.transformer.multi_latent_attention as mla
 
     return mla.HAVE_TE and not isinstance(mla.TELinear, type)
@@ -86,7 +86,7 @@ def fix_mla_without_te() -> None:
 
 
 def fsdp_asks_for_te_that_is_not_there() -> bool:
-    """mcore_fsdp_adapter:184 asks of every linear whether it is such a stand-in, which is no type."""
+    """mcore_fsdp_adapter:184 tests every linear by isinstance against such a stand-in, which is not a type."""
     import megatron.core.distributed.fsdp.mcore_fsdp_adapter as adapter
 
     return adapter.TELinear != () and not isinstance(adapter.TELinear, type)
@@ -95,13 +95,13 @@ def fsdp_asks_for_te_that_is_not_there() -> bool:
 def fix_fsdp_without_te() -> None:
     import megatron.core.distributed.fsdp.mcore_fsdp_adapter as adapter
 
-    adapter.TELinear = ()  # nothing is one
+    adapter.TELinear = ()  # matches no module
 
 
 def packed_rope_walks_over_sequences() -> bool:
-    """rope_utils:236 slices the angles sequence by sequence, for q and for k of every layer, and waits for the device.
+    """rope_utils:236 slices the angles sequence by sequence, for q and k of every layer, and synchronizes each time.
 
-    A row of 512 short answers took a fifth of its forward pass for that, on each tensor-parallel rank.
+    For a row of 512 short answers this took a fifth of the forward pass, on each tensor-parallel rank.
     """
     import megatron.core.models.common.embeddings.rope_utils as rope_utils
 
@@ -120,7 +120,7 @@ def fix_packed_rope() -> None:
         mscale: float = 1.0,
         cp_group: Any = None,
     ) -> Tensor:
-        """[t, n, d] -> the same, rotated; the row's positions begin at 0 in each sequence, as those of `freqs` do."""
+        """[t, n, d] -> the same, rotated; positions start at 0 in each sequence, like those of `freqs`."""
         assert not rotary_interleaved, "no model of ours turns neighbours and leaves them in place"
         where = {"cp": cp_group.size(), "rank": cp_group.rank()}
         return turned(t, freqs, cu_seqlens, factor=mscale, in_pairs=multi_latent_attention, **where)
@@ -138,7 +138,7 @@ FIXES = (
 
 
 def apply() -> None:
-    """Mend what is broken in the installed megatron-core."""
+    """Apply the fixes for defects that the installed megatron-core has."""
     for present, fix in FIXES:
         if present():
             fix()

@@ -1,4 +1,4 @@
-"""Process groups, seeds and devices of one rank."""
+"""Sets up one rank: process groups, seeds and device."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megarl.mcore import cpu, fixes
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where this rank stands.  A replica's reporter is the rank whose answer is the answer of the replica."""
+    """The position of this rank.  A replica's reporter is the rank that answers for the replica."""
 
     rank: int
     replica: int  # index over data parallelism
     num_replicas: int
     is_reporter: bool  # last pipeline stage, first of its tensor and context groups
-    is_first: bool  # the lowest rank of the replica, which takes the tensors of a call
+    is_first: bool  # the lowest rank of the replica, which receives the tensors of a call
 
 
 def device_for(name: str) -> torch.device:
-    """auto | cpu | cuda -> the device of this rank; the ranks of a group take GPUs of a machine from a first one on."""
+    """auto | cpu | cuda -> the device of this rank; a group's ranks use consecutive GPUs of a machine."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("trainer.device=cuda: torch sees no CUDA device; expected trainer.device=cpu or a CUDA build")
     if name == "cpu" or not torch.cuda.is_available():
@@ -37,9 +37,9 @@ def device_for(name: str) -> torch.device:
 
 
 def initialize(layout: Layout, *, device: str = "auto", seed: int = 0, timeout_s: float = 600.0) -> RankInfo:
-    """Join the world that the environment describes, and make Megatron's process groups.
+    """Join the world that the environment variables describe, and make Megatron's process groups.
 
-    A collective that waits longer than `timeout_s` raises (gloo's own default is 30 silent minutes).
+    A collective that waits longer than `timeout_s` raises (gloo's own default is 30 minutes).
     """
     cpu.activate()
     where = device_for(device)
@@ -55,7 +55,7 @@ def initialize(layout: Layout, *, device: str = "auto", seed: int = 0, timeout_s
 def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0, gloo: bool = True) -> RankInfo:
     """Megatron's groups of one layout in an initialised world; can be called again after `destroy_groups`.
 
-    `gloo` False leaves out those for tensors in host memory, which wait for all ranks of the world to be there.
+    `gloo` False leaves out the groups for tensors in host memory; making them waits for all ranks of the world.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -72,7 +72,7 @@ def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0, gloo
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
         create_gloo_process_groups=gloo,
     )
-    # Dropout is 0 in RL, so no CUDA generator is needed: the tracker's forks become no-ops.
+    # Dropout is 0 in RL, so no CUDA generator is needed: with this tracker, forks are no-ops.
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
     torch.manual_seed(seed)
     return rank_info()
@@ -94,7 +94,7 @@ def rank_info() -> RankInfo:
 def replica_group(*, timeout_s: float = 600.0) -> Any:
     """A gloo group of this rank's data-parallel replica (its tp, cp and pp ranks), for tensors on the CPU.
 
-    Collective over all ranks.  Never one gloo group over everyone: it opens a socket for every pair of ranks.
+    Collective over all ranks.  Never make one gloo group of all ranks: it opens a socket for every pair of ranks.
     """
     where, world = rank_info(), dist.get_world_size()
     device = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend() else "cpu"
@@ -109,9 +109,9 @@ def replica_group(*, timeout_s: float = 600.0) -> Any:
 
 
 def destroy_groups() -> None:
-    """Destroy every group but the world; Megatron itself only forgets its own, and three threads of gloo's for each.
+    """Destroy every group except the world; Megatron only drops its references, and three gloo threads stay for each.
 
-    The gradient buffers of a model refer to groups in circles, which only the collector takes apart.
+    The gradient buffers of a model form reference cycles with groups, which only the garbage collector frees.
     """
     from megatron.core import parallel_state
 

@@ -1,1 +1,1 @@
-"""Columns of the model without logits: log-probs, entropy, exact KL and sums of squares from hidden states and head."""
+"""Log-probs, entropy, exact KL and sums of squares from hidden states and head, without storing all logits."""

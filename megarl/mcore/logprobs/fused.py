@@ -1,13 +1,13 @@
-"""Linear, softmax and what is wanted of it, a chunk at a time, over a vocabulary that lies on several ranks.
+"""Fused linear and softmax columns, computed in chunks over a vocabulary that is sharded over ranks.
 
-Kept from the forward pass: the hidden states, the weight, and a few numbers for each token.  Beyond that either pass
-needs one buffer of CHUNK_ELEMENTS logits in the model's type (shared between the two models where a reference's logits
-are wanted too) and, backwards, the products of that chunk.  The gradient is written over the logits.
+Saved from the forward pass: the hidden states, the weight, and a few numbers for each token.  In addition each pass
+needs one buffer of CHUNK_ELEMENTS logits in the model's dtype (shared between the two models if a reference's logits
+are needed too) and, in backward, the products of that chunk.  The gradient overwrites the logits.
 
-A chunk is some tokens times some rows of the vocabulary.  Many tokens, since each lot of them costs a pass over the
-weight and its main_grad; but not all, since each lot of rows costs a pass over the tokens' gradients.  How chunks add
-up is in `token_statistics.py`; what is computed of one is in `fused_triton.py` (NVIDIA GPUs) and `fused_torch.py`
-(everything else), which have the same functions.
+A chunk is some tokens times some rows of the vocabulary.  It has many tokens, because each group of tokens costs a pass
+over the weight and its main_grad; but not all, because each group of rows costs a pass over the tokens' gradients.
+`token_statistics.py` merges chunks; `fused_triton.py` (NVIDIA GPUs) and `fused_torch.py` (everything else) compute one
+chunk and have the same functions.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if torch.cuda.is_available() and find_spec("triton"):
 
     gpu_kernels = fused_triton
 
-CHUNK_ELEMENTS = 2**26 if torch.cuda.is_available() else 2**23  # 128 MiB of bf16; a CPU gains nothing beyond 32 MiB
+CHUNK_ELEMENTS = 2**26 if torch.cuda.is_available() else 2**23  # 128 MiB of bf16; a CPU gains nothing above 32 MiB
 CHUNK_TOKENS = 2**13
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is wanted of every token."""
+    """What to compute for every token."""
 
     names: tuple[str, ...]
     vocab_size: int
@@ -51,7 +51,7 @@ class Job:
         return ps.get_tensor_model_parallel_group()
 
     def num_real(self, rows: int) -> int:
-        """How many of this rank's `rows` of the padded vocabulary are of the true one: they come first."""
+        """Number of this rank's `rows` of the padded vocabulary that are real (not padding); they come first."""
         return min(rows, max(0, self.vocab_size - self.group.rank() * rows))
 
 
@@ -65,7 +65,7 @@ def columns_of_chunks(
 ) -> dict[str, Tensor]:
     """hidden [T, H] (its part of T under sequence parallelism), weight [V/tp, H], labels [T] -> {name: [T]}.
 
-    The gradient of the weight goes to its `main_grad` where Megatron gave it one.
+    The gradient of the weight goes to its `main_grad` if Megatron gave it one.
     """
     columns = _Columns.apply(job, hidden, weight, labels, ref_hidden, ref_weight)
     return dict(zip(job.names, columns, strict=True))
@@ -83,7 +83,7 @@ class _Columns(torch.autograd.Function):
         ref_weight: Tensor | None,
     ) -> tuple[Tensor, ...]:
         chunks = _Chunks(job, weight, ref_weight)
-        index = labels - job.group.rank() * len(weight)  # of the label in this rank's rows, if it is there
+        index = labels - job.group.rank() * len(weight)  # index of the label in this rank's rows, if it is there
         found = empty_statistics(len(labels), hidden)
         for at, sides in chunks.lots(_everyone(hidden, job, weight), _everyone(ref_hidden, job, weight)):
             for chunk in chunks.of(sides, index[at]):
@@ -129,30 +129,30 @@ class _Chunk:
     rows: slice  # of this rank's part of the vocabulary
     logits: Tensor  # [C, W]
     ref_logits: Tensor | None
-    index: Tensor  # [C] column of the label, -1 where it is not here
-    num_real: int  # the first columns, which are of the true vocabulary
+    index: Tensor  # [C] column of the label, -1 if it is not in this chunk
+    num_real: int  # number of columns of the true vocabulary; they come first
 
     @property
     def kernels(self) -> Any:
-        """float64 is for checks of gradients only."""
+        """Float64, used only to check gradients, runs in plain torch."""
         is_plain = not self.logits.is_cuda or self.logits.dtype is torch.float64
         return fused_torch if is_plain else gpu_kernels
 
 
 class _Chunks:
-    """Lots of tokens, and for each the chunks of its logits, which all stand in the same memory."""
+    """Groups of tokens, and for each group the chunks of its logits, which all use the same memory."""
 
     def __init__(self, job: Job, weight: Tensor, ref_weight: Tensor | None) -> None:
         self.weights = [weight] if ref_weight is None else [weight, ref_weight]
         self.num_real = job.num_real(len(weight))
-        # Rows of eight keep matrix products aligned; the vocabulary is padded to a multiple of that.
+        # A multiple of eight rows keeps matrix products aligned; the vocabulary is padded to such a multiple.
         self.width = min(len(weight), -(-self.num_real // 8) * 8)
         self.elements = CHUNK_ELEMENTS // len(self.weights)
 
     def lots(
         self, hidden: Tensor, ref_hidden: Tensor | None, tokens: Tensor | None = None
     ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """(indices of tokens, their hidden states, with the reference's behind); all tokens if none are named."""
+        """(indices of tokens, [their hidden states, the reference's]) for each group; `tokens` None: all tokens."""
         if tokens is None:
             tokens = torch.arange(len(hidden), device=hidden.device)
         for at in tokens.split(max(1, min(CHUNK_TOKENS, self.elements // 8))):
@@ -160,7 +160,7 @@ class _Chunks:
                 yield at, [hidden[at]] if ref_hidden is None else [hidden[at], ref_hidden[at]]
 
     def of(self, sides: list[Tensor], index: Tensor) -> Iterator[_Chunk]:
-        """The logits of these tokens; index [C] of their labels in this rank's part of the vocabulary."""
+        """The chunks of logits of these tokens; index [C] of their labels in this rank's part of the vocabulary."""
         num_tokens = len(index)
         most = min(self.width, max(8, self.elements // num_tokens // 8 * 8))
         buffers = [side.new_empty(num_tokens * most) for side in sides]
@@ -176,15 +176,15 @@ class _Chunks:
 
 
 def _reached(grads: dict[str, Tensor]) -> Tensor:
-    """Indices of the tokens that a gradient reaches: prompts and padding are not computed again."""
+    """Indices of tokens with a non-zero gradient: logits of prompts and padding are not recomputed."""
     return torch.stack([grad != 0 for grad in grads.values()]).any(0).nonzero().squeeze(1)
 
 
 def _everyone(hidden: Any, job: Job, weight: Tensor) -> Any:
-    """All tokens' hidden states, beside the weight; under sequence parallelism each tensor rank has a part of them."""
+    """All tokens' hidden states on the weight's device; gathered under sequence parallelism."""
     if hidden is None:
         return None
-    hidden = hidden.to(weight.device, non_blocking=True)  # a reference's may come from host memory
+    hidden = hidden.to(weight.device, non_blocking=True)  # a reference's may be in host memory
     if not job.sequence_parallel or job.group.size() == 1:
         return hidden
     whole = hidden.new_empty(job.group.size() * len(hidden), hidden.size(1))
@@ -193,7 +193,7 @@ def _everyone(hidden: Any, job: Job, weight: Tensor) -> Any:
 
 
 def _sum_over_ranks(grad: Tensor, job: Job) -> Tensor:
-    """What all parts of the vocabulary say; under sequence parallelism of this rank's tokens only."""
+    """The sum over all parts of the vocabulary; under sequence parallelism for this rank's tokens only."""
     if job.group.size() == 1:
         return grad
     if not job.sequence_parallel:

@@ -1,4 +1,4 @@
-"""What is computed of a chunk of logits, in torch's own operations, on any device."""
+"""Statistics and gradient of a chunk of logits in plain torch operations, on any device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from megarl.mcore.logprobs import token_statistics as ts
 
-# In the wider type at a time: what a core's cache holds, and what keeps a GPU busy.
+# Elements processed at a time in float32: what fits a CPU core's cache, and what keeps a GPU busy.
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
 
 
 def statistics(
     logits: Tensor, ref_logits: Tensor | None, index: Tensor, num_real: int, temperature: float, names: Sequence[str]
 ) -> Tensor:
-    """logits [C, W], of which the first `num_real` columns count; index [C] of the labels, -1 where they are elsewhere
-    -> [NUM_STATISTICS, C] of this part of the vocabulary, as far as the columns called `names` need them."""
+    """logits [C, W], of which the first `num_real` columns count; index [C] of the labels, -1 if they are elsewhere
+    -> [NUM_STATISTICS, C] of this part of the vocabulary, as far as the columns `names` need them."""
     found = ts.empty_statistics(len(logits), logits)
     for at in _blocks(logits):
         x = _scaled(logits[at], num_real, temperature)
@@ -43,7 +43,7 @@ def statistics(
 def gradient_(
     logits: Tensor, ref_logits: Tensor | None, index: Tensor, factors: Tensor, num_real: int, temperature: float
 ) -> None:
-    """logits [C, W] become d loss/d logits; 0 in the columns that do not count."""
+    """Overwrite logits [C, W] with d loss/d logits; 0 in the padding columns."""
     for at in _blocks(logits):
         own = factors[:, at, None]
         log_p = _scaled(logits[at], num_real, temperature).sub_(own[ts.LOG_Z])
@@ -65,6 +65,6 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def _scaled(logits: Tensor, num_real: int, temperature: float) -> Tensor:
-    """A new tensor in float32 (float64 stays)."""
+    """The real columns / temperature: a new tensor in float32 (float64 stays)."""
     x = logits[:, :num_real].to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     return x if temperature == 1.0 else x.div_(temperature)

@@ -1,6 +1,6 @@
-"""What is computed of a chunk of logits, as Triton kernels: each logit is read once and, backwards, written once.
+"""Statistics and gradient of a chunk of logits as Triton kernels: each logit is read once (in backward, also written).
 
-The functions are those of `fused_torch.py`.  Arithmetic is float32 whatever the logits' type.
+The functions are those of `fused_torch.py`.  Arithmetic is in float32 for any dtype of the logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.mcore.logprobs import token_statistics as ts
 
-BLOCK, NUM_WARPS = 4096, 8  # logits of one row that a program holds at a time, and who holds them
+BLOCK, NUM_WARPS = 4096, 8  # logits of one row that a program holds at a time, and its warps
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 MAX, SUM, LABEL, X_SUM = (tl.constexpr(row) for row in (ts.MAX, ts.SUM, ts.LABEL, ts.X_SUM))
 SQUARES, REF_MAX, REF_SUM, DIFF = (tl.constexpr(row) for row in (ts.SQUARES, ts.REF_MAX, ts.REF_SUM, ts.DIFF))
@@ -26,7 +26,7 @@ LOG_Z, REF_LOG_Z = (tl.constexpr(row) for row in (ts.LOG_Z, ts.REF_LOG_Z))
 def statistics(
     logits: Tensor, ref_logits: Tensor | None, index: Tensor, num_real: int, temperature: float, names: Sequence[str]
 ) -> Tensor:
-    """As `fused_torch.statistics`."""
+    """Like `fused_torch.statistics`."""
     found = ts.empty_statistics(len(logits), logits)
     _statistics_kernel[(len(logits),)](
         logits,
@@ -49,7 +49,7 @@ def statistics(
 def gradient_(
     logits: Tensor, ref_logits: Tensor | None, index: Tensor, factors: Tensor, num_real: int, temperature: float
 ) -> None:
-    """As `fused_torch.gradient_`."""
+    """Like `fused_torch.gradient_`."""
     _gradient_kernel[(len(logits), triton.cdiv(logits.size(1), BLOCK))](
         logits,
         logits if ref_logits is None else ref_logits,
@@ -80,7 +80,7 @@ def _statistics_kernel(
     with_reference: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One program a row: sums so far are told relative to the largest logit so far."""
+    """One program for each row: the running sums are relative to the largest logit so far."""
     row = tl.program_id(0).to(tl.int64)
     largest = LOWEST
     ref_largest = LOWEST
@@ -139,7 +139,7 @@ def _gradient_kernel(
     with_reference: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One program a block of a row, which is read and written over."""
+    """One program for each block of a row: reads the block and overwrites it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     is_real = column < num_real

@@ -1,7 +1,7 @@
-"""Columns of tokens from hidden states and the vocabulary head; their logits never stand in memory as a whole.
+"""Columns of tokens from hidden states and the vocabulary head, without holding all logits in memory.
 
-16384 tokens of a vocabulary of 152k are 10 GB of logits in float32, and a softmax written down plainly makes seven such
-tensors.  Here a few tokens' logits are made, read, and thrown away, forwards and once more backwards: see `fused.py`.
+16384 tokens with a vocabulary of 152k are 10 GB of logits in float32, and a plain softmax makes seven such tensors.
+Here the logits of a chunk are computed, used and discarded, in the forward and again in the backward pass: `fused.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ NAMES = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """The frozen model that `full_kl` compares with: its last-stage hidden states of the same tokens, and its head."""
+    """The frozen model for `full_kl`: its last-stage hidden states of the same tokens, and its head."""
 
-    hidden: Tensor  # as `hidden` of the actor; may lie in host memory
+    hidden: Tensor  # like `hidden` of the actor; may be in host memory
     weight: Tensor  # [V/tp, H of the reference]
 
 
@@ -38,10 +38,10 @@ def token_columns(
 ) -> dict[str, Tensor]:
     """hidden [T, H] ([T/tp, H] under sequence parallelism) of the last chunk, labels [T] -> {name: [T] float32}.
 
-    Of the softmax of logits / temperature over the true vocabulary: the rows that pad it have no probability.
+    All use the softmax p of logits / temperature over the true vocabulary: padding rows have no probability.
     `log_probs` of the labels; `entropy` = -sum_v p log p; `sum_pi_squared` = sum_v p^2; `full_kl` = sum_v p (log p -
     log q), q of the reference at the same temperature.  All are differentiable in the hidden states and the weight.
-    ValueError for a name that there is not, or full_kl without a reference of the same vocabulary.
+    ValueError for an unknown name, or full_kl without a reference of the same vocabulary.
     """
     weight = output_weight(chunk)
     _check(names, weight, reference)
@@ -68,7 +68,7 @@ def _check(names: Sequence[str], weight: Tensor, reference: ReferenceStates | No
         raise ValueError(
             "names: full_kl without a reference; expected a reference model in the actor's group and layout"
         )
-    # Padded rows: smaller vocabularies that pad to as many are told apart by config.json, before the start.
+    # Rows include padding; different vocabularies with the same padded size are detected from config.json at the start.
     if len(reference.weight) != len(weight):
         raise ValueError(
             f"full_kl: the reference has {len(reference.weight)} rows of the vocabulary on this rank and the actor "
@@ -77,7 +77,7 @@ def _check(names: Sequence[str], weight: Tensor, reference: ReferenceStates | No
 
 
 def keep_hidden(hidden: Tensor) -> Tensor:
-    """The same numbers for later, without their graph: in pinned host memory where they lie on a GPU."""
+    """A copy for later without the autograd graph: in pinned host memory if it is on a GPU, else not copied."""
     if not hidden.is_cuda:
         return hidden.detach()
     kept = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Where a weight's gradient goes when it is made piece by piece: straight into Megatron's buffer."""
+"""Adds a weight's gradient, computed piece by piece, directly into Megatron's gradient buffer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 def has_fused_accumulation() -> bool:
     """Whether weights' gradients are added to main_grad inside the matrix product, in every linear of the model.
 
-    That takes Apex's kernel and a GPU.  Megatron's own import is asked, not whether the package is there: one that was
-    built for another torch is there and cannot be imported, and Megatron's linears would refuse to be made.
+    This needs Apex's kernel and a GPU.  It is checked by Megatron's own import, not by the presence of the package: a
+    package that was built for another torch cannot be imported, and creating Megatron's linears would fail.
     """
     return torch.cuda.is_available() and hasattr(layers, "fused_weight_gradient_mlp_cuda")
 
 
 class WeightGradient:
-    """Adds products to `main_grad`, or to a tensor of its own where the weight has none that lasts."""
+    """Adds products to `main_grad`, or to a tensor of its own if the weight has no permanent one."""
 
     def __init__(self, weight: Tensor, *, fused_accumulation: bool) -> None:
         """`fused_accumulation`: Megatron's setting to add to main_grad inside the matrix product (Apex's kernel)."""
         self.weight: Any = weight
-        # Megatron-FSDP lends each micro-batch other memory for it, and takes what autograd is told.
+        # Megatron-FSDP uses other memory for it in each micro-batch, and takes the gradient from autograd.
         main: Tensor | None = None if hasattr(weight, "__fsdp_param__") else getattr(weight, "main_grad", None)
         self.is_main, self.fused = main is not None, fused_accumulation and main is not None
         kind = torch.promote_types(weight.dtype, torch.float32)
@@ -41,19 +41,19 @@ class WeightGradient:
             add_product_(target, grad_logits.T, hidden)
 
     def finish(self) -> Tensor | None:
-        """What autograd is told: the gradient, or None where main_grad has it already."""
+        """The gradient for autograd, or None if main_grad has it already."""
         if not self.is_main:
             return self.target.to(self.weight.dtype)
         self.weight.grad_added_to_main_grad = True
         if not getattr(self.weight, "zero_out_wgrad", False):
-            # DDP's hook comes next; overlapping its reductions with the backward pass, it insists on a gradient, which
-            # it then throws away.  (Of weights tied on one stage the embedding's own gradient comes there.)
+            # DDP's hook runs next; when it overlaps reductions with the backward pass, it requires a gradient, which it
+            # then discards.  (For weights tied on one stage, the embedding's own gradient arrives there.)
             self.weight.grad = self.weight.new_zeros(1, 1).expand_as(self.weight)
         return None
 
 
 def add_product_(target: Tensor, left: Tensor, right: Tensor) -> None:
-    """target += left @ right, where target may be of a wider type than the factors."""
+    """target += left @ right; target may have a wider dtype than the factors."""
     if target.dtype == left.dtype:
         target.addmm_(left, right)
     else:

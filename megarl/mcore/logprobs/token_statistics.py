@@ -1,7 +1,7 @@
-"""The few numbers that are kept of each token's logits: how parts of a vocabulary add up, and what is made of them.
+"""Statistics of each token's logits: how those of two parts of a vocabulary are merged, and how columns use them.
 
-Here x_v = logit_v / temperature less the largest one of the part, and y_v the same of a reference's logits.  Two parts
-of a vocabulary (two chunks, or two ranks) add up once both are told relative to the larger of their largest logits.
+Here x_v = logit_v / temperature minus the maximum of the part, and y_v is the same for a reference's logits.  Two parts
+of a vocabulary (two chunks, or two ranks) can be added when both are rescaled to the larger of their two maxima.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUM = 1  # sum_v e^x
 LABEL = 2  # the label's logit / temperature; 0 in a part that does not hold it
 X_SUM = 3  # sum_v x e^x, for entropy
 SQUARES = 4  # sum_v e^(2x), for sum_pi_squared
-REF_MAX = 5  # of the reference, for full_kl
+REF_MAX = 5  # MAX of the reference, for full_kl
 REF_SUM = 6  # sum_v e^y
 DIFF = 7  # sum_v e^x (x - y)
 NUM_STATISTICS = 8
@@ -33,15 +33,15 @@ NUM_FACTORS = 7
 
 
 def empty_statistics(num_tokens: int, like: Tensor) -> Tensor:
-    """Of no logits at all, float32 (float64 for float64): adding a part to it gives the part."""
+    """Statistics of no logits, float32 (float64 for float64): merging a part with it gives the part."""
     kind = torch.promote_types(like.dtype, torch.float32)
     found = torch.zeros(NUM_STATISTICS, num_tokens, dtype=kind, device=like.device)
-    found[LARGEST] = torch.finfo(kind).min  # not -inf, which would make NaN of 0 * -inf
+    found[LARGEST] = torch.finfo(kind).min  # not -inf, because 0 * -inf is NaN
     return found
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:
-    """The statistics of two parts together; takes both."""
+    """The statistics of two parts together; overwrites both."""
     largest = torch.maximum(one[LARGEST], other[LARGEST])
     _tell_relative_to_(one, largest)
     _tell_relative_to_(other, largest)
@@ -50,7 +50,7 @@ def merged(one: Tensor, other: Tensor) -> Tensor:
 
 
 def all_reduce_(found: Tensor, group: Any) -> None:
-    """Every rank's part -> the whole vocabulary's, in one MAX and one SUM."""
+    """Each rank's part -> the whole vocabulary, with one MAX and one SUM all-reduce."""
     if group.size() == 1:
         return
     largest = found[LARGEST]
@@ -73,7 +73,7 @@ def _tell_relative_to_(found: Tensor, largest: Tensor) -> None:
 
 
 def columns_of(found: Tensor) -> dict[str, Tensor]:
-    """Every column; those whose statistics were not made hold nothing of meaning."""
+    """All columns; those whose statistics were not computed are meaningless."""
     log_sum, total = found[SUM].log(), found[SUM]
     return {
         "log_probs": found[LABEL] - found[MAX] - log_sum,
