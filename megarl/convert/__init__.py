@@ -1,7 +1,6 @@
-"""`megarl convert`: a model on disk from one form into another, bit for bit.
+"""`megarl convert`: converts a model on disk from one format to another, bit for bit.
 
-Two forms: a Hugging Face folder, and a folder of Megatron's sharded checkpoints (a run's own, or one made here).
-`request.py` is the command line, `convert.py` what happens, `folders.py` what a folder holds and how one comes into
-being, `ranks.py` the driver's view of the ranks, `worker.py` a rank.  Names of tensors are the business of `weights/`,
-processes that of `group/`.
+Two formats: a Hugging Face folder, and a folder of Megatron's sharded checkpoints (a run's own, or one made here).
+`request.py` is the command line, `convert.py` the driver, `folders.py` reads and creates folders, `ranks.py` is the
+driver's view of the ranks, `worker.py` a rank.  `weights/` handles names of tensors, `group/` processes.
 """

@@ -1,4 +1,4 @@
-"""The driver of a conversion: look at both ends, start ranks, read, write, verify, give the folder its name."""
+"""The driver of a conversion: check source and target, start ranks, read, write, verify, rename the folder."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from megarl.weights.mapping.names import some_names
 
 EXIT_FAILED = 1
 REPORT = "failure.txt"
-CALL_TIMEOUT_S = 24 * 3600.0  # of one step: a rank that dies is noticed at once, a slow disk may take its time
+CALL_TIMEOUT_S = 24 * 3600.0  # of one step: long for slow disks; a rank that dies is detected at once
 
 
 class Mismatch(RuntimeError):
-    """Two folders that should hold the same do not."""
+    """Two folders that should hold the same tensors differ."""
 
 
 def main(request: Request) -> int:
-    """`megarl convert`: 0 done, 1 where ranks fail or tensors differ.  Raises ValueError for what cannot be meant."""
+    """`megarl convert`: 0 done, 1 if ranks fail or tensors differ.  Raises ValueError for an invalid request."""
     console = Console(soft_wrap=True)
     source = describe(request.source, request.model)
     target = describe(request.target) if request.verify_only else _planned(request, source)
@@ -79,7 +79,7 @@ def main(request: Request) -> int:
 
 @contextmanager
 def _ranks(group: Group, console: Console, source: ModelFolder, target: ModelFolder) -> Iterator[Ranks]:
-    """Processes with a model of the source's shapes and the target's type."""
+    """Rank processes with a model of the source's shapes and the target's dtype."""
     with group:
         ranks = Ranks(group, console)
         with console.status("starting ranks"):
@@ -88,7 +88,7 @@ def _ranks(group: Group, console: Console, source: ModelFolder, target: ModelFol
 
 
 def check_fits(hf_folder: Path, role: Role, layout: Layout) -> None:
-    """ValueError for a family without a table, or sizes that do not divide, before any rank starts."""
+    """ValueError, before any rank starts, for a family without a table or sizes that do not divide."""
     config = json.loads((hf_folder / CONFIG).read_text())
     table_for(config, role=role)
     for misfit in misfits(numbers_of(config), layout):
@@ -96,7 +96,7 @@ def check_fits(hf_folder: Path, role: Role, layout: Layout) -> None:
 
 
 def ranks_of(layout: Layout) -> int:
-    """The fewest ranks that hold a model: experts may lie over several replicas of what is dense."""
+    """The smallest number of ranks that hold a model: experts may be sharded over several replicas of dense weights."""
     return layout.pp * math.lcm(layout.tp, layout.ep * layout.expert_tp)
 
 
@@ -127,7 +127,7 @@ def _convert(ranks: Ranks, source: ModelFolder, target: ModelFolder, layout: Lay
 
 
 def _say_what_changes(ranks: Ranks, source: ModelFolder) -> None:
-    """Nothing changes its type unseen; of a checkpoint the two lines at the top tell."""
+    """Print which tensors change their dtype; for a checkpoint the first two lines of output show the dtypes."""
     stored = hf_sizes(source.path) if source.format == "hf" else {}
     changed = [name for name, (_, dtype) in stored.items() if name in ranks.tensors and ranks.tensors[name][1] != dtype]
     if changed:
@@ -149,13 +149,13 @@ def _manifest(ranks: Ranks, source: ModelFolder, target: ModelFolder, layout: La
 
 
 def _sizes(layout: Layout) -> dict[str, int]:
-    """Of the axes that convert knows, those that are set."""
+    """The axes of a conversion that are set, and their sizes."""
     sizes = {axis: getattr(layout, axis) for axis in AXES} | {"etp": layout.expert_tp}
     return {axis: size for axis, size in sizes.items() if size is not None}
 
 
 def _stopped(error: RuntimeError, logs: Path) -> int:
-    """A sentence; where ranks failed, all that is known in a file that stays."""
+    """Print one sentence; if ranks failed, also write the full report to a file that is kept."""
     words = f"not equal: {error}"
     if not isinstance(error, Mismatch):
         words = f"the conversion stopped: {error}\nall of it: {logs / REPORT}"
@@ -165,7 +165,7 @@ def _stopped(error: RuntimeError, logs: Path) -> int:
 
 
 def _planned(request: Request, source: ModelFolder) -> ModelFolder:
-    """The folder that will be; ValueError where it must not."""
+    """The folder to write; ValueError if it must not be written."""
     check_target(request.target, request.source)
     if source.has_adapters and request.dtype not in (None, source.dtype):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""What a folder holds, and how a new one comes into being: under another name until all of it is there.
+"""Describes model folders on disk, and creates new ones under a temporary name until they are complete.
 
-A Megatron folder made here describes itself.  Beside the shards (`metadata.json`, `common.pt`, `*.distcp`) it has
-`hf/`, with config.json and the tokenizer's files, and `manifest.json`, written last, with role, type and layout.
+A Megatron folder made here describes itself.  In addition to the shards (`metadata.json`, `common.pt`, `*.distcp`) it
+has `hf/`, with config.json and the tokenizer's files, and `manifest.json`, written last, with role, type and layout.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class ModelFolder:
     path: Path
     format: Format
     role: Role
-    hf_folder: Path  # where its config.json and the tokenizer are; of adapters, also the weights under them
+    hf_folder: Path  # with its config.json and tokenizer; for adapters also with the base weights
     dtype: str  # of most of its bytes
-    has_adapters: bool = False  # it holds LoRA's adapters alone
+    has_adapters: bool = False  # it holds only LoRA adapters
 
     def __str__(self) -> str:
         return f"{self.path} ({self.format}, {self.role}, {self.dtype}{', adapters' if self.has_adapters else ''})"
 
 
 def describe(path: Path, model: Path | None = None) -> ModelFolder:
-    """What lies at `path`; `model` is the HF folder that a run's checkpoint began with, None: as the run says.
+    """The model at `path`; `model`: the HF folder that a checkpoint's run began with (None: from the run's config).
 
-    Raises a ValueError of one sentence where that is no model, or not a finished one.
+    Raises a ValueError of one sentence if there is no model or it is not finished.
     """
     if (path / SHARDS).is_file():
         return _of_shards(path, model)
@@ -89,7 +89,7 @@ def _of_shards(path: Path, model: Path | None) -> ModelFolder:
 
 
 def _base_of_run(path: Path, role: Role) -> tuple[Path, str]:
-    """The HF folder that a run's role began with, and the type in which it was trained, as its config.yaml says."""
+    """The HF folder that a run's role began with, and the dtype of its training, from the run's config.yaml."""
     settings = path.absolute().parents[2] / "config.yaml"
     if not settings.is_file():
         raise ValueError(f"{path}: there is no {settings} to say whose weights these are; expected model=FOLDER")
@@ -122,7 +122,7 @@ def _is_of_adapters(path: Path) -> bool:
 
 
 def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Of a sharded checkpoint, by Megatron's names, without what belongs to an optimizer."""
+    """Tensors of a sharded checkpoint by Megatron's names, without the optimizer's."""
     entries = FileSystemReader(path).read_metadata().state_dict_metadata
     return {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata) and "optimizer" not in n}
 
@@ -135,7 +135,7 @@ def _most(sizes: list[tuple[torch.dtype, int]]) -> str:
 
 
 def check_target(target: Path, source: Path) -> None:
-    """Nothing is ever written over: ValueError unless `target` is a new name, or an empty folder."""
+    """ValueError unless `target` is a new name or an empty folder: nothing is ever overwritten."""
     if target.resolve() == source.resolve():
         raise ValueError(f"to={target}: the same folder as from={source}; expected a new one")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -144,23 +144,23 @@ def check_target(target: Path, source: Path) -> None:
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """A folder to write into, TARGET.partial, which gets the name of `target` at the end.
+    """A folder to write into, TARGET.partial, which is renamed to `target` at the end.
 
-    Whatever raises inside removes it; what a killed process left is removed at the next try.
+    An exception inside removes it; a folder left by a killed process is removed at the next call.
     """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        os.replace(partial, target)  # also over an empty folder
+        os.replace(partial, target)  # also replaces an empty folder
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def finish_megatron(folder: Path, hf_folder: Path, manifest: dict[str, Any]) -> None:
-    """Make a folder of shards describe itself; the manifest comes last."""
+    """Add config, tokenizer and manifest to a folder of shards; the manifest is written last."""
     (folder / HF_PART).mkdir()
     shutil.copyfile(hf_folder / CONFIG, folder / HF_PART / CONFIG)
     copy_tokenizer(hf_folder, folder / HF_PART)
@@ -171,7 +171,7 @@ def finish_megatron(folder: Path, hf_folder: Path, manifest: dict[str, Any]) -> 
 
 
 def bytes_under(folder: Path) -> int:
-    """Bytes of all files under `folder`; those that vanish meanwhile count as nothing."""
+    """Bytes of all files under `folder`; files that disappear meanwhile do not count."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -1,4 +1,4 @@
-"""The ranks of a conversion as the driver sees them: jobs are carried out step by step, and shown as they go."""
+"""The driver's view of a conversion's ranks: runs jobs step by step and shows their progress."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megarl.convert.folders import ModelFolder, bytes_under
 from megarl.group import Group
 from megarl.weights.mapping.names import num_bytes
 
-STEP_BYTES = 256 << 20  # after so much, a rank says how far it is
+STEP_BYTES = 256 << 20  # a rank reports progress after this many bytes
 
 
 @dataclass
 class Ranks:
-    """The model on its ranks, and the jobs they carry out, shown as they go."""
+    """The model on its ranks, and their jobs with progress display."""
 
     group: Group
     console: Console
@@ -55,14 +55,14 @@ class Ranks:
             self.carry_out("write_megatron", "write", watch=folder.path, folder=str(folder.path))
 
     def digests(self, folder: ModelFolder, title: str) -> dict[str, str]:
-        """HF name -> digest of what a folder holds, read from the disk anew."""
+        """HF name -> digest of each tensor in a folder, read from disk again."""
         if folder.format == "hf":
             return self.carry_out("digest_hf", title, folder=str(folder.path))
         self.load(folder, f"{title}: reading")
         return self.carry_out("digest", title)
 
     def carry_out(self, job: str, title: str, *, watch: Path | None = None, **arguments: Any) -> dict[str, str]:
-        """Run a job to its end; returns the digests it made.  `watch`: a folder whose growth shows how far it is."""
+        """Run a job to its end; returns its digests.  `watch`: a folder whose size shows the progress."""
         begun, done = time.monotonic(), 0
         digests: dict[str, str] = {}
         with self._bar(title) as advance, _watched(watch, advance):
@@ -80,7 +80,7 @@ class Ranks:
 
     @contextmanager
     def _bar(self, title: str) -> Iterator[Any]:
-        """Shown on a terminal while it lasts."""
+        """A progress bar, shown only on a terminal and while the job runs."""
         columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as bar:
             task = bar.add_task(title, total=self.num_bytes)
@@ -89,7 +89,7 @@ class Ranks:
 
 @contextmanager
 def _watched(folder: Path | None, advance: Callable[[int], None]) -> Iterator[None]:
-    """Meanwhile tell how many bytes a folder has, from a thread of its own."""
+    """Inside this context, report a folder's size from a separate thread."""
     stop = threading.Event()
 
     def look() -> None:

@@ -47,12 +47,12 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class Request:
-    """What is wanted.  Example: Request(Path("m"), Path("out"), layout={"tp": 2})."""
+    """The parsed command line.  Example: Request(Path("m"), Path("out"), layout={"tp": 2})."""
 
     source: Path
     target: Path
     format: str | None = None
-    layout: dict[str, int] = field(default_factory=dict)  # of AXES, those that were given
+    layout: dict[str, int] = field(default_factory=dict)  # those of AXES that were given
     dtype: str | None = None
     model: Path | None = None
     device: str = "cpu"
@@ -83,7 +83,7 @@ def parse(words: list[str]) -> Request:
 
 
 def print_help(console: Console) -> None:
-    """The page that `megarl convert --help` shows."""
+    """Print the page of `megarl convert --help`."""
     console.print("[bold]megarl convert[/] from=FOLDER to=FOLDER \\[key=value ...] \\[--verify]\n", highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2))
     for name, about in [*KEYS.items(), *FLAGS.items()]:

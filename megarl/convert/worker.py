@@ -1,7 +1,7 @@
 """A rank of a conversion: holds its shard of the model, and reads, writes or digests it tensor by tensor.
 
-Run on each rank as `python -m megarl.convert.worker`.  A job is a generator; the driver has it carried on by as many
-bytes as it likes at a time, and every rank stops at the same tensor.  So the driver sees how far it is.
+Run on each rank as `python -m megarl.convert.worker`.  A job is a generator.  The driver continues it by a number of
+bytes at a time, and every rank stops at the same tensor, so the driver can show the progress.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megarl.weights.mapping.families import Role, ignorable, table_for, tied
 from megarl.weights.mapping.names import num_bytes
 from megarl.weights.push.buckets import Sizes
 
-Part = tuple[int, dict[str, str]]  # bytes, and the digest of each tensor where the job makes them
+Part = tuple[int, dict[str, str]]  # bytes, and the digest of each tensor if the job makes digests
 Job = Iterator[Part]
 
 
@@ -69,7 +69,7 @@ class Worker:
         return {"replica": self.rank_info.replica, "is_reporter": self.rank_info.is_reporter}, {}
 
     def build(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """The model of an HF config.json, still without its weights; returns the HF tensors it will have."""
+        """Build the model of an HF config.json without loading weights; returns shapes and types of its HF tensors."""
         self.hf, self.role = read_hf_config(arguments["folder"]), arguments["role"]
         self.model = build_model(self.hf, self.layout, role=self.role, dtype=arguments["dtype"])
         self.sizes = hf_sizes(self.model, self.hf, role=self.role)
@@ -80,7 +80,7 @@ class Worker:
         return {}, {}
 
     def go_on(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Carry the job on until it has come at least `num_bytes` further, or to its end."""
+        """Continue the job for at least `num_bytes`, or to its end."""
         done = 0
         digests: dict[str, str] = {}
         for size, found in self.job:
@@ -90,7 +90,7 @@ class Worker:
         return {"finished": True, "num_bytes": done, "digests": digests}, {}
 
     def read_hf(self, folder: str) -> Job:
-        """Only this rank's slices are read; each parameter counts as whole on every rank."""
+        """Read only this rank's slices; for progress each parameter counts as whole on every rank."""
         table, coordinate = table_for(self.hf, role=self.role), ModelParallel.current().coordinate
         params = local_parameters(self.model)
         left = set(params)
@@ -106,7 +106,7 @@ class Worker:
         assert not left, f"the table has no mapping for {', '.join(sorted(left))}"
 
     def write_hf(self, folder: str, source_folder: str) -> Job:
-        """Rank 0 writes; its errors reach the driver, which ends the others."""
+        """Rank 0 writes; its errors reach the driver, which then stops the other ranks."""
         writer = start_folder(Path(folder), self.sizes) if self.rank_info.rank == 0 else None
         for name, tensor in hf_tensors(self.model, self.hf, role=self.role):
             if writer:
@@ -117,9 +117,9 @@ class Worker:
             finish_folder(Path(folder), Path(source_folder), self.role, next(d for _, d in self.sizes.values()))
 
     def read_megatron(self, folder: str, base: str) -> Job:
-        """One step, as Megatron reads; what a checkpoint would fail to bring is zero afterwards.
+        """Read with Megatron in one step; weights are zeroed first, so a missing tensor would stay zero.
 
-        Adapters are laid over the weights of `base`, an HF folder, and merged.
+        Adapters are loaded onto the weights of `base`, an HF folder, and merged.
         """
         adapters = checkpoint.adapters_in(Path(folder))
         if adapters is None:
@@ -130,7 +130,7 @@ class Worker:
             apply_lora(self.model, LoraSettings(adapters["rank"], adapters["alpha"], tuple(adapters["targets"])))
         try:
             checkpoint.load(Path(folder), self.model, None)
-        except CheckpointException as error:  # no Exception, and a page long
+        except CheckpointException as error:  # not a subclass of Exception, and its text fills a page
             first = next(iter(error.failures.values()))[0]
             raise RuntimeError(f"{folder}: its shards cannot be read ({_one_line(first)})") from error
         if adapters is not None:
@@ -138,24 +138,24 @@ class Worker:
         yield self._total_bytes, {}
 
     def write_megatron(self, folder: str) -> Job:
-        """One step, as Megatron writes: every rank its own files."""
+        """Write with Megatron in one step: every rank writes its own files."""
         checkpoint.save(Path(folder), self.model, None)
         yield self._total_bytes, {}
 
     def digest(self) -> Job:
-        """Rank 0's digests of the HF tensors that the ranks hold together."""
+        """Digests, on rank 0, of the HF tensors that the ranks hold together."""
         for name, tensor in hf_tensors(self.model, self.hf, role=self.role):
             yield num_bytes(*self.sizes[name]), {name: _digest(tensor)} if self.rank_info.rank == 0 else {}
 
     def digest_hf(self, folder: str) -> Job:
-        """The same of a folder, tensor by tensor, in the types that the model has; what it has too many counts too."""
+        """The same for a folder, tensor by tensor, cast to the model's types; includes tensors unknown to the model."""
         with open_hf(folder) as source:
             for name in source.shapes:
                 if name not in ignorable(self.hf, self.role):
                     yield self._digest_stored(source, name)
 
     def _digest_stored(self, source: HFFolder, name: str) -> Part:
-        """Bytes count as the model has them, so that all ranks stop together and only rank 0 reads."""
+        """Only rank 0 reads; bytes are counted in the model's types, so that all ranks stop at the same tensor."""
         shape, dtype = self.sizes.get(name, (source.shapes[name], torch.float32))
         if self.rank_info.rank > 0:
             return num_bytes(shape, dtype), {}
