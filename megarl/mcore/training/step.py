@@ -1,4 +1,4 @@
-"""One forward pass, or one gradient, over the micro-batches of this rank; handles Megatron's loss scaling.
+"""One forward pass, or one gradient, over this rank's micro-batches; the only file with Megatron's loss scaling.
 
 A loss is `sum_t weight_t * token_loss_t`, with weights computed once for the whole optimizer step.  With
 `calculate_per_token_loss`, Megatron sums gradients over micro-batches and data- and context-parallel ranks and divides

@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """Where this rank stands in its copy of the model, and the groups over which that is gathered."""
+    """This rank's place in its copy of the model, and the groups over which the copy is gathered."""
 
     coordinate: ShardCoordinate = ShardCoordinate()
     pp_rank: int = 0

@@ -271,7 +271,7 @@ class ValueHead(Rename):
 
 
 def _cut(runs: Iterator[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """The parts of `runs` whose rows of the whole parameter lie in [start, stop), as pieces of that shard."""
+    """The parts of `runs` whose rows of the whole parameter are in [start, stop), as pieces of that shard."""
     for run in runs:
         first, last = max(run.shard_start, start), min(run.shard_start + run.length, stop)
         if first < last:

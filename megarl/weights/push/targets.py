@@ -128,7 +128,7 @@ class Lead:
         # url -> (those digests, its checksums): servers that get whole tensors too, to compare where these are placed
         self.slices: dict[str, tuple[str, list[dict[str, str]]]] = {}
         self.verified: dict[str, int] = {}  # url -> digests found equal
-        self.unvouched: set[str] = set()  # servers whose checksums cannot be computed, at their first good push
+        self.unvouched: set[str] = set()  # checksums cannot be computed, and no earlier good push to compare with
         self.compared: set[str] = set()
 
     def drop_unvouched(self, reason: str) -> None:

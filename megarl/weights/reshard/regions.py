@@ -32,7 +32,7 @@ def contains(outer: Box, inner: Box) -> bool:
     return all(o[0] <= i[0] and i[1] <= o[1] for o, i in zip(outer, inner, strict=True))
 
 
-@lru_cache(1024)  # the tensors of all layers and experts are cut alike
+@lru_cache(1024)  # the tensors of all layers and experts are cut in the same way
 def refine(boxes: tuple[Box, ...]) -> Mapping[Box, Sequence[Box]]:
     """Cut every box along the edges of all others; any two of the resulting cells are equal or disjoint.
 

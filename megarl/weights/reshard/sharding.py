@@ -25,7 +25,7 @@ from megarl.weights.reshard.regions import Box
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """Where a box lies in a rank's own parameters: in `param` (in `param[index]` of a stacked one) from `start` on."""
+    """The place of a box in a rank's parameters: in `param` (or `param[index]` if experts are stacked) at `start`."""
 
     param: str
     index: int | None
@@ -170,7 +170,7 @@ def _locate(piece: Piece, shape: Shape) -> tuple[Box, int | None, Shape]:
     )
 
 
-@lru_cache(4096)  # the parameters of all layers and experts are cut alike
+@lru_cache(4096)  # the parameters of all layers and experts are cut in the same way
 def _box(shape: Shape, dim: int, start: int, length: int) -> Box:
     return tuple((start, start + length) if d == dim else (0, n) for d, n in enumerate(shape))
 

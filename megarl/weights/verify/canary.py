@@ -19,7 +19,7 @@ class Canary:
     """Example: Canary((5, 6, 7), log_probs=(-0.7, -1.2)), the trainer's log-probs of tokens 6 and 7."""
 
     prompt_ids: tuple[int, ...]
-    log_probs: tuple[float, ...] | None = None  # None: the servers are only compared with one another
+    log_probs: tuple[float, ...] | None = None  # None: the servers are only compared with each other
     tolerance: float = 1e-3  # in nats; bfloat16 servers need about 0.1
 
     @classmethod
@@ -35,7 +35,7 @@ def disagreement(canary: Canary, heard: Mapping[str, Sequence[float]]) -> dict[s
     The median difference over the tokens is compared with the tolerance.  A tensor in the wrong place changes all
     log-probs by whole units.  But in bfloat16, or if another expert is chosen, single improbable tokens can differ by
     more than any limit.  Without the trainer's values, answers are compared with the median of all servers, at half the
-    tolerance: if two servers differ, both fail.
+    tolerance: if the only two servers differ by more than the tolerance, both fail.
     """
     count, limit, whose = len(canary.prompt_ids) - 1, canary.tolerance, "the trainer"
     found = {url: f"{len(answer)} log-probs, expected {count}" for url, answer in heard.items() if len(answer) != count}
