@@ -117,8 +117,8 @@ class BucketRound:
             others = targets.attempt(Server.look, self.urls)
             faults = disagreements({url: targets.left[url] for url in others}, dict.fromkeys(others, repr(expected)))
             targets.done |= {url: self._transports[url] for url in others if url not in faults}
-            self._lead.unvouched |= {url for url in others if not targets.left[url].pushed}
-            self._lead.compares |= bool(self._lead.unvouched)
+            self._lead.unverified |= {url for url in others if not targets.left[url].pushed}
+            self._lead.compares |= bool(self._lead.unverified)
             for url in others:
                 if url not in faults:
                     targets.left[url].remember(repr(expected))

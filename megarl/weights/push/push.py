@@ -222,7 +222,7 @@ class Pusher:
                 _go_without_folder(lead, error)
             else:
                 return {"what": "export", "folder": str(folder)}
-        lead.drop_unvouched(
+        lead.drop_unverified(
             "there is none that it can read, expected a source_folder, and an export_folder that it sees"
         )
         return None
@@ -252,7 +252,7 @@ class Pusher:
 def _go_without_folder(lead: Lead, error: Exception) -> None:
     """Servers that were verified by digests stay in the push: a full disk is not their fault."""
     logger.warning("the servers were not compared with an exported folder: %s", one_line(error))
-    lead.drop_unvouched(one_line(error))
+    lead.drop_unverified(one_line(error))
 
 
 def in_first_copy() -> bool:

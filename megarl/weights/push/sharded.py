@@ -195,7 +195,7 @@ class ShardedSender:
 
     def _route(self, layout: _Layout, model: Model, sizes: Sizes) -> _Route:
         """The route as this rank derives it, without members."""
-        trainer, server = _trainer_spread(model, self._hf_config, sizes), self._server_spread(layout, sizes)
+        trainer, server = _trainer_sharding(model, self._hf_config, sizes), self._server_sharding(layout, sizes)
         rank, params, plan = dist.get_rank(), local_parameters(model), Plan(trainer, server)
         if lacking := [name for name in trainer.shapes(rank) if name not in params]:
             raise ValueError(f"rank {rank} of the trainer does not have {some_names(lacking)} of its description")
@@ -203,7 +203,7 @@ class ShardedSender:
         fingerprint = plan.fingerprint(self._message_bytes)
         return _Route(to_json(trainer), to_json(server), fingerprint, messages, {})
 
-    def _server_spread(self, layout: _Layout, sizes: Sizes) -> ServerSharding:
+    def _server_sharding(self, layout: _Layout, sizes: Sizes) -> ServerSharding:
         table = tuple(server_table(layout.engine, self._hf_config))
         return ServerSharding(table, tp=layout.tp, ep=layout.ep, **_types(table, sizes))
 
@@ -334,7 +334,7 @@ def _refusal(answer: Future[None]) -> str:
     return "" if error is None else one_line(error)
 
 
-def _trainer_spread(model: Model, hf_config: HFConfig, sizes: Sizes) -> MegatronSharding:
+def _trainer_sharding(model: Model, hf_config: HFConfig, sizes: Sizes) -> MegatronSharding:
     """The sharding of this model over the ranks, which are numbered in Megatron's default order."""
     ps, table = parallel_state, tuple(table_for(hf_config))
     return MegatronSharding(

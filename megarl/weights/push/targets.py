@@ -128,12 +128,12 @@ class Lead:
         # url -> (those digests, its checksums): servers that get whole tensors too, to compare where these are placed
         self.slices: dict[str, tuple[str, list[dict[str, str]]]] = {}
         self.verified: dict[str, int] = {}  # url -> digests found equal
-        self.unvouched: set[str] = set()  # checksums cannot be computed, and no earlier good push to compare with
+        self.unverified: set[str] = set()  # checksums cannot be computed, and no earlier good push to compare with
         self.compared: set[str] = set()
 
-    def drop_unvouched(self, reason: str) -> None:
+    def drop_unverified(self, reason: str) -> None:
         """Drop servers whose weights neither digests nor an exported folder have verified."""
-        for url in sorted(self.unvouched & set(self.targets.left) - self.compared):
+        for url in sorted(self.unverified & set(self.targets.left) - self.compared):
             self.targets.drop(url, f"{url} has checksums that only an exported folder could vouch for: {reason}")
 
     def report(self, sizes: Sizes) -> PushReport:
