@@ -67,6 +67,8 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         environment[f"SGLANG_{dump}_BEFORE_CRASH"] = "0"
     if on_cpu:
         environment |= _cpu_environment(launch)
+    elif launch.memory_saver:  # otherwise CUDA graphs stay on the GPU when the server releases its memory
+        environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     # SIGKILL: on SIGTERM SGLang sleeps for 5 s and then waits for its requests, and it has nothing to save.
     return ServerCommand([*argv, *launch.args], environment, stop_signal=signal.SIGKILL)
 
@@ -94,6 +96,8 @@ def _gpu_options(launch: EngineLaunch) -> list[str]:
     out = flags({"--base-gpu-id": first, "--mem-fraction-static": launch.memory_fraction})
     # With fusion the shared expert becomes one more routed expert, which the weight tables do not know.
     out.append("--disable-shared-experts-fusion")
+    if launch.dtype == "float32":  # SGLang's default on Hopper, FlashAttention 3, takes 16-bit types only
+        out += ["--attention-backend", "triton"]
     return [*out, "--enable-memory-saver"] if launch.memory_saver else out
 
 

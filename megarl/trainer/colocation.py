@@ -16,8 +16,9 @@ from megarl.config.placement import check_shared_seats
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.weights.verify.canary import Canary, disagreement
 
-WEIGHTS, CACHE = "weights", "kv_cache"
-ALL = (WEIGHTS, CACHE)
+WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
+GENERATION = (CACHE, GRAPHS)  # what a server needs besides its weights
+ALL = (WEIGHTS, *GENERATION)
 
 
 class Colocation:

@@ -45,7 +45,7 @@ from megarl.trainer.build import (
     read_prompts,
     start_trackers,
 )
-from megarl.trainer.colocation import ALL, CACHE, check_shared_gpus
+from megarl.trainer.colocation import ALL, GENERATION, check_shared_gpus
 from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.roles import Roles, load_roles, make_roles, trainers_turn
@@ -179,7 +179,7 @@ class Run:
             self._warn,
             colocation,
             canary=lambda: Canary.from_json(self._canary(ids)),
-            lends=[CACHE] if lora.rank and lora.push == "adapter" else ALL,  # adapter pushes do not restore the base
+            lends=GENERATION if lora.rank and lora.push == "adapter" else ALL,  # adapter pushes do not restore the base
         )
 
     def _pusher(self, ids: list[int] | None) -> Push:

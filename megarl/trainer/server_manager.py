@@ -20,7 +20,7 @@ from typing import Any
 from megarl.rollout.client import ServerError
 from megarl.rollout.trust import Trusts
 from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
-from megarl.trainer.colocation import ALL, CACHE, WEIGHTS, Colocation
+from megarl.trainer.colocation import ALL, GENERATION, WEIGHTS, Colocation
 from megarl.weights.verify.canary import Canary
 
 Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weights.push.report.PushReport as a dict
@@ -188,7 +188,7 @@ class ServerManager:
         )
         report = self._push(awake, self.version)
         began = time.monotonic()
-        full = self._in_turn(list(report["transports"]), lambda url: colocation.resume_memory(url, [CACHE]))
+        full = self._in_turn(list(report["transports"]), lambda url: colocation.resume_memory(url, GENERATION))
         report["failed"] |= (wrong := colocation.examine(canary, full, report["adapter"]))
         report["transports"] = {
             url: transport for url, transport in report["transports"].items() if url in full and url not in wrong

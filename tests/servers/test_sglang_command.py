@@ -63,15 +63,21 @@ def test_each_rank_of_each_server_has_a_core(make):
 
 
 def test_a_server_on_gpus_has_nothing_of_that(make):
-    command = make(device="cuda", index=1, tensor_parallel_size=2, memory_fraction=0.5, memory_saver=True)
+    fields = {"index": 1, "tensor_parallel_size": 2, "memory_fraction": 0.5, "memory_saver": True}
+    command = make(device="cuda", dtype="bfloat16", **fields)
     assert option(command, "--base-gpu-id") == "2"
     assert option(command, "--mem-fraction-static") == "0.5"
     assert "--enable-memory-saver" in command.argv
+    assert command.environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
     assert not {"--device", "--attention-backend", "--max-total-tokens", "--sleep-on-idle"} & set(command.argv)
     assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & set(command.environment)
     assert "sglang_cpu" not in command.environment["PYTHONPATH"]
     assert option(make(device="cuda", first_gpu=5), "--base-gpu-id") == "5"
     assert "--enable-memory-saver" not in make(memory_saver=True).argv
+
+
+def test_float32_on_a_gpu_takes_an_attention_that_computes_in_it(make):
+    assert option(make(device="cuda"), "--attention-backend") == "triton"
 
 
 def test_further_arguments_come_last_and_so_win(make):

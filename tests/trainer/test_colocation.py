@@ -7,7 +7,7 @@ from config_helpers import load
 
 from megarl.rollout.client import ServerError
 from megarl.trainer import colocation as turns_module
-from megarl.trainer.colocation import CACHE, WEIGHTS, Colocation, check_shared_gpus
+from megarl.trainer.colocation import CACHE, GENERATION, GRAPHS, WEIGHTS, Colocation, check_shared_gpus
 from megarl.weights.verify.canary import Canary
 
 URL, OTHER, DEAF = (f"http://127.0.0.1:{port}" for port in (1, 2, 3))
@@ -50,7 +50,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 def test_a_server_that_sleeps_writes_nothing_any_more_and_then_gives_all_back(said) -> None:
     Colocation("secret", timeout_s=1.0).release_memory(URL)
-    assert said == [("open", URL, "secret"), ("pause", "abort"), ("release", WEIGHTS, CACHE), ("close",)]
+    assert said == [("open", URL, "secret"), ("pause", "abort"), ("release", WEIGHTS, CACHE, GRAPHS), ("close",)]
 
 
 def test_it_takes_what_it_gave_and_serves_again(said) -> None:
@@ -69,9 +69,9 @@ def test_what_was_given_is_not_given_twice(said) -> None:
     colocation.release_memory(URL, [CACHE])
     colocation.release_memory(URL)
     colocation.release_memory(URL)
-    assert [words for words in said if words[0] == "release"] == [("release", CACHE), ("release", WEIGHTS)]
+    assert [words for words in said if words[0] == "release"] == [("release", CACHE), ("release", WEIGHTS, GRAPHS)]
     colocation.resume_memory(URL)
-    assert ("take", CACHE, WEIGHTS) in said
+    assert ("take", CACHE, WEIGHTS, GRAPHS) in said
 
 
 def test_it_takes_room_for_weights_first_and_serves_when_it_has_all(said) -> None:
@@ -83,8 +83,8 @@ def test_it_takes_room_for_weights_first_and_serves_when_it_has_all(said) -> Non
     del said[:]
     colocation.resume_memory(URL, [WEIGHTS])
     assert said == []
-    colocation.resume_memory(URL, [CACHE])
-    assert said[1:] == [("take", CACHE), ("resume",), ("close",)]
+    colocation.resume_memory(URL, GENERATION)
+    assert said[1:] == [("take", CACHE, GRAPHS), ("resume",), ("close",)]
 
 
 def test_a_canary_is_asked_of_each_and_what_differs_or_says_nothing_is_named(said) -> None:

@@ -242,11 +242,11 @@ def test_on_shared_gpus_room_for_the_cache_is_taken_when_the_push_is_over(sharin
     server_manager, _, said, _ = sharing
     server_manager.push(0)
     assert phases(said.story) == [
-        ("release_memory", "weights", "kv_cache"),
+        ("release_memory", "weights", "kv_cache", "cuda_graph"),
         ("the trainer sings",),
         ("resume_memory", "weights"),
         ("push", A, B),
-        ("resume_memory", "kv_cache"),
+        ("resume_memory", "kv_cache", "cuda_graph"),
         ("examine", A, B),
     ]
     assert server_manager.holding == {A, B}

@@ -134,7 +134,7 @@ class Lead:
     def drop_unverified(self, reason: str) -> None:
         """Drop servers whose weights neither digests nor an exported folder have verified."""
         for url in sorted(self.unverified & set(self.targets.left) - self.compared):
-            self.targets.drop(url, f"{url} has checksums that only an exported folder could vouch for: {reason}")
+            self.targets.drop(url, f"{url} has checksums that only an exported folder could verify: {reason}")
 
     def report(self, sizes: Sizes) -> PushReport:
         """PushError if no server holds the weights."""
