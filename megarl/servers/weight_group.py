@@ -7,7 +7,10 @@ SGLang's `init_custom_process_group`, so that a stock server can join.
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -40,15 +43,16 @@ def join_weight_group(
     store = dist.TCPStore(
         master_address, master_port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
     )
-    group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],  # no parent ranks: torch then needs no default group
-        c10d.Backend(backend),
-        c10d.PrefixStore(group_name, store),
-        group_name=c10d.GroupName(group_name),
-        timeout=timeout,
-    )
+    with _failures_survived():
+        group, _ = c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],  # no parent ranks: torch then needs no default group
+            c10d.Backend(backend),
+            c10d.PrefixStore(group_name, store),
+            group_name=c10d.GroupName(group_name),
+            timeout=timeout,
+        )
     # dist.broadcast translates `src` by this table: here the ranks of the group are also the global ranks.
     c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
@@ -59,4 +63,25 @@ def leave_weight_group(group: dist.ProcessGroup) -> None:
 
     Drop all references to it: a group object that exists at Python's exit can abort the process in gloo's threads.
     """
-    dist.destroy_process_group(group)
+    if dist.get_backend(group) == "nccl":
+        c10d._abort_process_group(group)  # does not wait for a collective that hangs
+    else:
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def _failures_survived() -> Iterator[None]:
+    """In NCCL groups made inside, a collective that fails or hangs ends in an error or a timeout of its wait.
+
+    torch reads the variable when it makes a group. By its default torch's watchdog ends the process, here a rank of the
+    trainer, when a server dies in a transfer. Without the watchdog `leave_weight_group` has to abort the group.
+    """
+    name, before = "TORCH_NCCL_ASYNC_ERROR_HANDLING", os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,6 +1,8 @@
 """Meeting a server in a group when the server does not come, and whether a server is on this machine."""
 
+import os
 import threading
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +17,33 @@ def test_both_sides_meet() -> None:
     group = meet(*Meeting.host(HERE, 1, "gloo", 30.0), lambda: None)
     assert (group.size(), group.rank()) == (1, 0)
     leave_weight_group(group)
+
+
+def test_a_failed_transfer_over_nccl_does_not_end_the_trainers_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads the variable when it makes the group; the trainer's own groups keep theirs."""
+    make, seen = dist.distributed_c10d._new_process_group_helper, []
+
+    def helper(*args: Any, **how: Any) -> Any:
+        seen.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+        return make(*args, **how)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", helper)
+    for own in (None, "3"):
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", own or "")
+        if own is None:
+            monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        leave_weight_group(meet(*Meeting.host(HERE, 1, "gloo", 30.0), lambda: None))
+        assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == own
+    assert seen == ["0", "0"]
+
+
+def test_a_group_over_nccl_is_aborted_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[object] = []
+    group = object()
+    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", aborted.append)
+    leave_weight_group(group)  # type: ignore[arg-type]
+    assert aborted == [group]
 
 
 def test_a_refused_invitation_is_an_error_at_once_and_no_group_is_left() -> None:
