@@ -38,7 +38,7 @@ class Config:
 
     @property
     def uses_critic(self) -> bool:
-        """Does the advantage estimator need values?  Of a plug-in's nobody knows before it is loaded: it may."""
+        """Does the advantage estimator need values?  True for a plug-in's: that is known only after it is loaded."""
         return self.algorithm.adv_estimator not in ESTIMATORS_WITHOUT_CRITIC
 
     @property
@@ -48,7 +48,7 @@ class Config:
 
     @property
     def full_kl(self) -> str:
-        """The setting that compares whole distributions of actor and reference, token for token; "" where none does."""
+        """The setting that compares the full distributions of actor and reference at each token; "" if none does."""
         if self.actor.use_kl_loss and self.actor.kl_loss_type in FULL_KL:
             return f"actor.kl_loss_type={self.actor.kl_loss_type}"
         in_reward = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty in FULL_KL

@@ -1,4 +1,4 @@
-"""What is learnt on: prompts, rewards, and the rows of supervised learning."""
+"""Keys of training data: prompts, rewards, and the rows of supervised training."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from omegaconf import II
 
 @dataclass
 class Data:
-    train_files: list[str] = field(default_factory=list)  # JSONL files or `datasets` folders: the prompts to learn on
+    train_files: list[str] = field(default_factory=list)  # JSONL files or `datasets` folders: the training prompts
     val_files: list[str] = field(default_factory=list)  # the same, for the evaluation; empty = no evaluation
-    prompt_key: str = "prompt"  # field of a row: a string or chat messages (GSM8K's `question` is found by itself)
-    ground_truth_key: str = "ground_truth"  # field of a row handed to the reward (GSM8K's `answer` likewise)
+    prompt_key: str = "prompt"  # field of a row: a string or chat messages (GSM8K's `question` is recognized)
+    ground_truth_key: str = "ground_truth"  # field of a row passed to the reward (GSM8K's `answer` is recognized)
     train_batch_size: int = 256  # prompts per iteration; each gets rollout.n completions
     max_prompt_length: int = 1024  # longest prompt, in tokens
     max_response_length: int = 512  # longest completion, in tokens
     shuffle: bool = True  # a new order of the prompts in every epoch
     seed: int = II("trainer.seed")  # of that order
-    overlong_prompts: str = "error"  # error | filter: a prompt longer than max_prompt_length
+    overlong_prompts: str = "error"  # error | filter: what happens to a prompt longer than max_prompt_length
     system_prompt: str | None = None  # put before the messages of every prompt; null = none
-    val_max_samples: int | None = None  # evaluate on the first so many prompts; null = all
+    val_max_samples: int | None = None  # evaluate on this many prompts, the first ones; null = all
 
 
 @dataclass
 class Reward:
     fn: str = "exact"  # exact | gsm8k | gsm8k_strict | math | choice | path/file.py:function
     num_workers: int = 1  # processes that compute rewards
-    timeout_s: float = 5.0  # one reward may take this long
-    on_error: str = "zero"  # zero | stop: what an exception or a time-out of the reward means
+    timeout_s: float = 5.0  # time limit of one reward
+    on_error: str = "zero"  # zero | stop: after an exception or a timeout, count 0 or stop the run
     shuffle: bool = False  # give rewards to the wrong samples: a control experiment that must not learn
 
 
 @dataclass
 class Sft:
     train_files: list[str] = field(default_factory=list)  # JSONL files with prompts and the responses to imitate
-    prompt_key: str = "prompt"  # field of a row: not learnt
-    response_key: str = "response"  # field of a row: learnt
+    prompt_key: str = "prompt"  # field of a row: not part of the loss
+    response_key: str = "response"  # field of a row: trained on
     epochs: int = 1  # passes over the files
     batch_size: int = 64  # sequences per optimizer step
     max_length: int = 1024  # longest prompt and response together, in tokens

@@ -1,4 +1,4 @@
-"""How a role lies over its ranks, and how it is computed there."""
+"""Keys of a role's parallel layout, recomputation, overlap and offload."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from omegaconf import II
 
 @dataclass
 class Megatron:
-    tensor_model_parallel_size: int = 1  # ranks that share every matrix
+    tensor_model_parallel_size: int = 1  # ranks that share each matrix
     pipeline_model_parallel_size: int = 1  # ranks that share the layers
-    context_parallel_size: int = 1  # ranks that share a sequence
-    sequence_parallel: bool = False  # split the activations outside the matrices over the tensor-parallel ranks
+    context_parallel_size: int = 1  # ranks that share each sequence
+    sequence_parallel: bool = False  # split activations outside the matrices over the tensor-parallel ranks
     use_distributed_optimizer: bool = False  # shard the optimizer's state over the data-parallel ranks
     virtual_pipeline_model_parallel_size: int | None = None  # interleaved stages of each pipeline rank; null = 1
     num_layers_in_first_pipeline_stage: int | None = None  # layers of the first pipeline rank; null = as the others
     num_layers_in_last_pipeline_stage: int | None = None  # layers of the last pipeline rank; null = as the others
-    expert_model_parallel_size: int | None = None  # ranks to which the experts are dealt; null = 1
-    expert_tensor_parallel_size: int | None = None  # ranks that share an expert; null = as tensor_model_parallel_size
-    # None of these changes a result, only memory and time.
-    transformer_impl: str = "auto"  # auto (transformer_engine where it is installed) | local | transformer_engine
-    recompute_granularity: str | None = None  # selective (core attention) | full (layers) are run again in the backward
+    expert_model_parallel_size: int | None = None  # ranks that share the experts of a layer; null = 1
+    expert_tensor_parallel_size: int | None = None  # ranks that share each expert; null = tensor_model_parallel_size
+    # The keys below change memory and time only, never a result.
+    transformer_impl: str = "auto"  # auto (transformer_engine if it is installed) | local | transformer_engine
+    recompute_granularity: str | None = None  # activation recomputation: selective (core attention) | full (layers)
     recompute_method: str | None = None  # full: uniform (groups of layers) | block (the first layers of a stage)
-    recompute_num_layers: int | None = None  # full: layers of a group, or of a stage
-    overlap_grad_reduce: bool = False  # sum gradients over ranks while the backward pass runs
-    overlap_param_gather: bool = False  # distributed optimizer: gather parameters while the forward pass runs
-    param_offload: bool = False  # parameters and gradients wait in host memory while the role has nothing to do
-    optimizer_offload: bool = False  # the optimizer's state too
+    recompute_num_layers: int | None = None  # full: layers per group (uniform) or per stage (block)
+    overlap_grad_reduce: bool = False  # reduce gradients during the backward pass
+    overlap_param_gather: bool = False  # distributed optimizer: gather parameters during the forward pass
+    param_offload: bool = False  # offload parameters and gradients to host memory while the role is idle
+    optimizer_offload: bool = False  # offload the optimizer state to host memory while the role is idle
 
     @property
     def model_parallel_size(self) -> int:
@@ -37,9 +37,9 @@ class Megatron:
 
 @dataclass
 class FollowsActor(Megatron):
-    """The layout of the critic and of the reference: the actor's, key by key, unless set.
+    """The layout of the critic and of the reference: each key has the actor's value unless it is set.
 
-    The three keys that say how a pipeline is cut follow only where there are as many pipeline ranks (resolve.py).
+    The three keys that split a pipeline follow the actor's only with the same number of pipeline ranks (resolve.py).
     """
 
     tensor_model_parallel_size: int = II("actor.megatron.tensor_model_parallel_size")
@@ -48,13 +48,13 @@ class FollowsActor(Megatron):
     sequence_parallel: bool = II("actor.megatron.sequence_parallel")
     use_distributed_optimizer: bool = II("actor.megatron.use_distributed_optimizer")
     virtual_pipeline_model_parallel_size: int | None = field(  # interleaved stages of each pipeline rank;
-        default=None  # null = as the actor's where both have as many pipeline ranks, else 1
+        default=None  # null = as the actor's if both have the same number of pipeline ranks, else 1
     )
     num_layers_in_first_pipeline_stage: int | None = field(  # layers of the first pipeline rank;
-        default=None  # null = as the actor's where both have as many pipeline ranks, else as the others
+        default=None  # null = as the actor's if both have the same number of pipeline ranks, else as the others
     )
     num_layers_in_last_pipeline_stage: int | None = field(  # layers of the last pipeline rank;
-        default=None  # null = as the actor's where both have as many pipeline ranks, else as the others
+        default=None  # null = as the actor's if both have the same number of pipeline ranks, else as the others
     )
     expert_model_parallel_size: int | None = II("actor.megatron.expert_model_parallel_size")
     expert_tensor_parallel_size: int | None = II("actor.megatron.expert_tensor_parallel_size")

@@ -1,4 +1,4 @@
-"""How the weights of a role move."""
+"""Keys of a role's optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ class Optim:
     name: str = "adamw"  # adamw | sgd | muon (matrices; adamw for the rest)
     lr: float = 1e-6  # peak learning rate
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # adamw, muon: decay of adamw's two moments
-    eps: float = 1e-8  # adamw, muon: added to the root of the second moment
+    eps: float = 1e-8  # adamw, muon: added to the square root of the second moment
     weight_decay: float = 0.01  # decoupled, per unit of learning rate
-    momentum: float | None = None  # sgd, muon; null = 0 for sgd, 0.95 for muon
-    lr_warmup_steps: int = 0  # optimizer steps from 0 up to lr
+    momentum: float | None = None  # of sgd and muon; null = 0 for sgd, 0.95 for muon
+    lr_warmup_steps: int = 0  # warm-up from 0 to lr
     lr_decay_style: str = "constant"  # constant | linear | cosine, after the warm-up
-    lr_decay_steps: int | None = None  # optimizer steps until min_lr, warm-up included; null = the whole run
-    min_lr: float = 0.0  # where the decay ends
+    lr_decay_steps: int | None = None  # steps until min_lr, warm-up included; null = the whole run
+    min_lr: float = 0.0  # learning rate at the end of the decay
 
 
 @dataclass
 class CriticOptim(Optim):
-    lr: float = 1e-5  # a fresh value head learns faster than a trained policy
+    lr: float = 1e-5  # peak learning rate; higher than the actor's, because the value head is new

@@ -1,4 +1,4 @@
-"""The servers that write completions."""
+"""Keys of the servers that generate completions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from omegaconf import II
 @dataclass
 class ValKwargs:
     temperature: float = 0.0  # of the evaluation's completions; 0 = greedy
-    top_p: float = 1.0  # their nucleus
+    top_p: float = 1.0  # nucleus sampling of the evaluation's completions
     n: int = 1  # completions per evaluation prompt; their scores are averaged
 
 
 @dataclass
 class SGLang:
     python: str | None = None  # interpreter of its environment; null = .venv-sglang/bin/python
-    args: list[str] = field(default_factory=list)  # further words of its command line, as they are
+    args: list[str] = field(default_factory=list)  # further arguments of its command line, passed unchanged
 
 
 @dataclass
@@ -26,26 +26,26 @@ class Rollout:
     sglang: SGLang = field(default_factory=SGLang)
     n: int = 1  # completions per prompt: the size of a group
     temperature: float = 1.0  # of the softmax; the trainer's log-probs are scaled by it too
-    top_p: float = 1.0  # sample from the smallest set of tokens with this probability; 1 = all
-    top_k: int = -1  # sample from the k likeliest tokens; -1 = all
+    top_p: float = 1.0  # sample from the smallest set of tokens with this total probability; 1 = all
+    top_k: int = -1  # sample from the k most likely tokens; -1 = all
     tensor_model_parallel_size: int = 1  # GPUs of one server
-    expert_parallel_size: int = 1  # of these, ranks to which the experts are dealt
+    expert_parallel_size: int = 1  # ranks of one server that share the experts of a layer
     num_servers: int = 1  # servers, each with a whole copy of the model
-    urls: list[str] = field(default_factory=list)  # of servers that run already (launch/servers.sh); empty = start them
-    placement: str = "separate"  # separate (GPUs of their own) | shared (those of the trainer, in turns)
-    first_gpu: int | None = None  # first GPU of the servers; null = that behind the trainer's; shared, evaluate: 0
-    memory_fraction: float | None = None  # sglang: share of a GPU for weights and KV cache; null = its own choice
-    router: bool = False  # sglang: completions are asked for through its router rather than of each server
-    ahead: int = 0  # iterations the rollout may run ahead of the training; 0 = on-policy
-    max_running_requests: int = 512  # completions a server writes at a time
-    max_total_tokens: int | None = None  # tokens of a server's KV cache; null = what the requests above may need
+    urls: list[str] = field(default_factory=list)  # of servers that already run (launch/servers.sh); empty = start them
+    placement: str = "separate"  # separate (own GPUs) | shared (colocation: the trainer's GPUs, in turns)
+    first_gpu: int | None = None  # first GPU of the servers; null = the first after the trainer's; shared, evaluate: 0
+    memory_fraction: float | None = None  # sglang: share of a GPU for weights and KV cache; null = SGLang decides
+    router: bool = False  # sglang: send requests through its router instead of to each server
+    ahead: int = 0  # prefetch: iterations that the rollout may run ahead of training; 0 = on-policy
+    max_running_requests: int = 512  # completions that a server generates at the same time
+    max_total_tokens: int | None = None  # size of a server's KV cache; null = enough for max_running_requests
     dtype: str = II("model.dtype")  # of the server's weights
-    request_timeout_s: float = 120.0  # a completion that takes longer is asked for again, elsewhere
-    host: str = "127.0.0.1"  # where servers listen
-    seed: int = II("trainer.seed")  # of the completions
+    request_timeout_s: float = 120.0  # a request that takes longer is retried on another server
+    host: str = "127.0.0.1"  # address on which servers listen
+    seed: int = II("trainer.seed")  # of the sampling
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
-    bucket_bytes: int = 67108864  # weights are sent to the servers in pieces of this size
-    push: str = "auto"  # gathered | shared | sharded: the way of the weights; auto = the fastest that works here
-    check_every: int = 100  # pushes between comparisons with what servers read from an exported folder; 0 = none
-    max_restarts: int = 3  # restarts of one server, then it stays out; ten minutes of service reset the count
-    start_timeout_s: float = 1800.0  # a server that loads its model for longer counts as dead
+    bucket_bytes: int = 67108864  # weights are sent to the servers in buckets of this size
+    push: str = "auto"  # gathered | shared | sharded: transport of the weights; auto = the fastest that works
+    check_every: int = 100  # pushes between comparisons with an exported folder that servers read; 0 = never
+    max_restarts: int = 3  # restarts of a server before it stays out; ten minutes of service reset the count
+    start_timeout_s: float = 1800.0  # a server that takes longer to load its model counts as dead

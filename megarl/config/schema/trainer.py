@@ -1,4 +1,4 @@
-"""A run's length, place and books."""
+"""Keys of a run's length, machines, output folder, logging and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pathlib import Path
 
 @dataclass
 class Trainer:
-    project_name: str = "megarl"  # for the trackers
+    project_name: str = "megarl"  # project in the trackers
     experiment_name: str = "run"  # the run's folder inside default_local_dir
-    default_local_dir: str = "runs"  # where runs are written
+    default_local_dir: str = "runs"  # folder of all runs
     total_training_steps: int | None = None  # iterations; null = total_epochs
     total_epochs: int = 1  # passes over the prompts
     nnodes: int = 1  # machines of the run
-    node_rank: int = 0  # which of them this is
-    master_addr: str = "127.0.0.1"  # address of machine 0, where the others find the run
+    node_rank: int = 0  # number of this machine
+    master_addr: str = "127.0.0.1"  # address of machine 0, for the rendezvous of the other machines
     master_port: int = 29500  # port of the driver on machine 0
-    n_gpus_per_node: int = 1  # training ranks per machine; processes, where there is no GPU
+    n_gpus_per_node: int = 1  # training ranks per machine; processes on a machine without a GPU
     device: str = "auto"  # auto | cpu | cuda
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # console jsonl tensorboard wandb
     save_freq: int = -1  # iterations between checkpoints; -1 = none
     test_freq: int = -1  # iterations between evaluations; -1 = none
     val_before_train: bool = True  # evaluate before the first iteration
     resume_mode: str = "auto"  # auto (the newest checkpoint of this run) | disable | folder of a checkpoint
-    critic_warmup: int = 0  # iterations in which only the critic learns
+    critic_warmup: int = 0  # iterations at the start in which only the critic is trained
     seed: int = 0  # of everything random: weights, order of the data, completions
-    check_export: bool = False  # at the end, score the written hf/ with transformers' own generation too (small models)
-    max_checkpoints_to_keep: int = 2  # older ones are removed
-    prepare: str | None = None  # module whose prepare(config) makes the model folder when it is missing
-    max_restarts: int = 0  # how often ranks that failed are started again, from the last checkpoint
-    check_only: bool = False  # print how everything lies over the ranks, and end
-    start_timeout_s: float = 600.0  # ranks that import and meet for longer stop the run
+    check_export: bool = False  # at the end, also score the written hf/ with transformers' generation (small models)
+    max_checkpoints_to_keep: int = 2  # older checkpoints are removed
+    prepare: str | None = None  # module whose prepare(config) makes the model folder if it is missing
+    max_restarts: int = 0  # how often failed ranks are restarted from the last checkpoint
+    check_only: bool = False  # print the layout of all roles and exit
+    start_timeout_s: float = 600.0  # the run stops if ranks take longer to import and to meet
     call_timeout_s: float = 600.0  # a call to the ranks that takes longer stops the run
 
     @property
@@ -41,5 +41,5 @@ class Trainer:
 
     @property
     def run_dir(self) -> Path:
-        """The folder everything about this run is written to."""
+        """The folder that holds all files of this run."""
         return Path(self.default_local_dir) / self.experiment_name
