@@ -1,8 +1,8 @@
 """The loss layer: pure tensor functions of packed [T] columns and segment ids.
 
-Knows: losses, KL estimators, advantage estimators, aggregation, and the statistics of these.
-Knows not: logits, models, ranks, files, the configuration.  Imports torch and nothing heavier.
-Called by: the driver, with whole batches (`overlong_penalty`, `estimate`, `correct`, `step_columns`), and by the ranks,
+Contains losses, KL estimators, advantage estimators, aggregation, and their statistics.  Does not use logits, models,
+ranks, files or the configuration.  Imports torch and nothing heavier.
+Called by the driver with whole batches (`overlong_penalty`, `estimate`, `correct`, `step_columns`), and by the ranks
 with packed micro-batches (`ActorLoss`, `CriticLoss`).
 
 Tables of choices (registry.py), filled by a decorator on each function: POLICY_LOSSES, ADV_ESTIMATORS, KL_ESTIMATORS,

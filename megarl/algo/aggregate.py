@@ -1,9 +1,9 @@
-"""Aggregation is data: a weight per token, made once per optimizer step.
+"""Loss aggregation: a weight per token, computed once per optimizer step.
 
     loss = (weight * token_loss).sum()
 
-The weights come from the whole step, before it is split over micro-batches and ranks; a sum does not care how it is
-split, so every split gives the same loss and gradient.  Each mode is a scale per sequence, times the mask.
+The weights are computed from the whole step, before it is split over micro-batches and ranks; the loss is then a plain
+sum, so every split gives the same loss and gradient.  Each mode is a scale per sequence, times the mask.
 n_b is the number of trainable tokens of sequence b; B counts sequences with n_b > 0.
 """
 
@@ -20,7 +20,7 @@ from megarl.algo.segments import count_segments, segment_count, segment_sum
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What a mode may look at.  Example: num_tokens [3, 0, 5], group_ids [0, 0, 1], scale 1024."""
+    """The inputs of a mode.  Example: num_tokens [3, 0, 5], group_ids [0, 0, 1], scale 1024."""
 
     num_tokens: Tensor  # [B] float64: n_b; every count is exact
     group_ids: Tensor | None  # [B]: sequences of one prompt share a number
@@ -36,7 +36,7 @@ class StepCounts:
 def token_mean(step: StepCounts) -> Tensor:
     """1 / sum_b n_b: every token counts the same (DAPO's public code; arXiv:2503.14476).
 
-    When: the default: every token counts the same, long answers count more.
+    When: the default; long answers count more than short ones.
     """
     return (1 / step.num_tokens.sum()).expand_as(step.num_tokens)
 
@@ -45,7 +45,7 @@ def token_mean(step: StepCounts) -> Tensor:
 def token_sum(step: StepCounts) -> Tensor:
     """1.
 
-    When: own scaling of the learning rate.
+    When: you scale the learning rate yourself.
     """
     return torch.ones_like(step.num_tokens)
 
@@ -54,7 +54,7 @@ def token_sum(step: StepCounts) -> Tensor:
 def seq_mean_token_sum(step: StepCounts) -> Tensor:
     """1 / B.
 
-    When: the plain policy gradient; the scale grows with the length.
+    When: the plain policy gradient; the scale of the loss grows with the length.
     """
     return (1 / step.num_sequences.double()).expand_as(step.num_tokens)
 
@@ -63,16 +63,16 @@ def seq_mean_token_sum(step: StepCounts) -> Tensor:
 def seq_mean_token_mean(step: StepCounts) -> Tensor:
     """1 / (B n_b): every sequence counts the same (GRPO, arXiv:2402.03300).
 
-    When: gspo, gmpo; every answer counts the same, so a token of a long wrong answer costs little and answers may grow.
+    When: gspo, gmpo; a token of a long wrong answer then has a small penalty, so answers may grow longer.
     """
     return 1 / (step.num_sequences * step.num_tokens)
 
 
 @register_agg_mode("seq-mean-token-sum-norm", needs_scale=True)
 def seq_mean_token_sum_norm(step: StepCounts) -> Tensor:
-    """1 / (B S): a constant in place of the length (Dr.GRPO, arXiv:2503.20783).
+    """1 / (B S): a constant instead of the length (Dr.GRPO, arXiv:2503.20783).
 
-    When: Dr.GRPO: no preference for a length.
+    When: Dr.GRPO; no bias towards long or short answers.
     """
     return seq_mean_token_sum(step) / step.scale
 
@@ -81,7 +81,7 @@ def seq_mean_token_sum_norm(step: StepCounts) -> Tensor:
 def token_sum_norm(step: StepCounts) -> Tensor:
     """1 / S.
 
-    When: the form that some documents print under the name `seq-mean-token-sum-norm`.
+    When: the form that some documents call `seq-mean-token-sum-norm`.
     """
     return token_sum(step) / step.scale
 
@@ -90,7 +90,7 @@ def token_sum_norm(step: StepCounts) -> Tensor:
 def prompt_mean_token_mean(step: StepCounts) -> Tensor:
     """1 / (P sum of n_b over the prompt group): DAPO as published; P counts groups with a trainable token.
 
-    When: every prompt counts the same.
+    When: every prompt must count the same.
     """
     if step.group_ids is None:
         raise ValueError("loss_agg_mode='prompt-mean-token-mean' needs the prompt group of every sequence")
@@ -110,9 +110,9 @@ def token_weights(
     """The weight of every token of one optimizer step.
 
     Args: mode: a name of AGG_MODES; mask, segment_ids [N] of the whole step; group_ids [B], for prompt-mean-token-mean;
-        loss_scale_factor: S of the -norm modes, never a width of this batch.
-    Returns: [N] in the mask's floating type (else float32); 0 at masked places, everywhere if no token is trainable.
-    Raises: ValueError for an unknown mode or one that lacks what it wants.
+        loss_scale_factor: S of the -norm modes, never the width of this batch.
+    Returns: [N] in the mask's floating type (else float32); 0 at masked places, 0 everywhere if no token is trainable.
+    Raises: ValueError for an unknown mode or a missing input.
     """
     if mode not in AGG_MODES:
         raise ValueError(f"loss_agg_mode={mode!r}: expected one of {', '.join(AGG_MODES)}")

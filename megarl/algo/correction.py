@@ -1,8 +1,8 @@
-"""Rollout correction: the server that wrote the tokens is not quite the policy that is trained.
+"""Rollout correction: corrects the difference between the server's log-probs and those of the policy in training.
 
-Knows: d = l_old - l_roll of every trainable token, and what to do about it: an importance weight per token
-(`rollout_weight`), a token or sequence taken out of the step (`keep`), and the statistics of the gap, always.
-The weight is a column; who multiplies a loss by it, and its mean over an optimizer step, is step_columns.py's business.
+From d = l_old - l_roll of every trainable token it computes an importance weight per token (`rollout_weight`), rejects
+tokens or sequences from the step (`keep`), and always reports statistics of the gap.
+The weight is a column; step_columns.py normalises it over an optimizer step and applies it to the loss.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ REJECT_LEVELS = ("token", "sequence")
 
 @dataclass(frozen=True)
 class Correction:
-    """The settings of algorithm.rollout_correction; by default nothing is corrected, only measured.
+    """The settings of algorithm.rollout_correction; by default the gap is only measured, not corrected.
 
-    Examples: TIS: Correction("token", truncate=2.0); IcePop: Correction("token", None, 0.5, 5.0); sequences whose
-    policy moved too far taken out: Correction(reject_by="k3", reject_level="sequence", reject_high=0.01).
+    Examples: TIS: Correction("token", truncate=2.0); IcePop: Correction("token", None, 0.5, 5.0); reject sequences
+    whose policy moved too far: Correction(reject_by="k3", reject_level="sequence", reject_high=0.01).
     """
 
     level: str | None = None  # of the weight: token | sequence | geometric; None: no weight
-    truncate: float | None = 2.0  # w at most this
+    truncate: float | None = 2.0  # upper bound of w
     mask_low: float | None = None  # w = 0 below this
-    mask_high: float | None = None  # and above this
-    normalize: bool = False  # w to mean 1 over an optimizer step, after all cuts
-    reject_by: str | None = None  # ratio | k1 | k2 | k3; None: nothing is taken out
+    mask_high: float | None = None  # w = 0 above this
+    normalize: bool = False  # scale w to mean 1 over an optimizer step, after truncation and masking
+    reject_by: str | None = None  # ratio | k1 | k2 | k3; None: nothing is rejected
     reject_level: str = "token"  # token | sequence
     reject_low: float | None = None
     reject_high: float | None = None
-    bypass: bool = False  # l_old := l_roll in the loss, so that its own ratio corrects
+    bypass: bool = False  # l_old := l_roll in the loss, so that the loss's own ratio corrects
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for settings that mean nothing together."""
+        """Raises: ValueError for an invalid combination of settings."""
         if self.level is not None:
             self._require("level", self.level in LEVELS, f"expected null or one of {', '.join(LEVELS)}")
         if self.reject_by is not None:
@@ -93,18 +93,18 @@ class Correction:
 
 
 def correct(batch: Batch, how: Correction) -> tuple[Batch, Stats]:
-    """Put `keep`, and with a level `rollout_weight`, into the batch; measure the gap whatever the settings.
+    """Add `keep`, and with a level `rollout_weight`, to the batch; measure the gap with any settings.
 
     rho = exp(clamp(x, -20, 20)):  token x_t = d_t;  sequence x = sum_b m d;  geometric x = mean_b d
     w = min(rho, truncate)   or   rho where mask_low <= rho <= mask_high, else 0
     keep *= reject_low <= s <= reject_high,   s = rho, k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1 of the token, or of
     the sequence: its rho, or the mean of its tokens' k
 
-    A weight of 0 stays in every denominator, a rejected token leaves all of them.
+    A token with weight 0 still counts in every denominator; a rejected token counts in none.
     Papers: truncation, Ionides 2008, doi:10.1198/106186008X320456; masking, IcePop, arXiv:2510.18855.
 
-    Args: batch: columns response_mask, old_log_probs, rollout_log_probs, and keep if something is out already.
-    Returns: the batch, w being 0 at masked places and not normalised; statistics rollout_corr/*.
+    Args: batch: columns response_mask, old_log_probs, rollout_log_probs, and keep if tokens are rejected already.
+    Returns: the batch, with w = 0 at masked places and not normalised; statistics rollout_corr/*.
     Raises: ValueError for a missing column; NonFiniteError for a log-prob that is not finite.
     """
     mask, segment_ids, num = batch.columns["response_mask"] != 0, batch.segment_ids, batch.num_sequences
@@ -128,11 +128,11 @@ def correct(batch: Batch, how: Correction) -> tuple[Batch, Stats]:
 
 
 def gap_stats(gap: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int) -> Stats:
-    """How far the trainer's log-probs are from those the server reported, d = l_old - l_roll; 0 is perfect.
+    """The difference between the trainer's log-probs and the server's, d = l_old - l_roll; 0 is perfect.
 
     log_prob_gap_mean, _max: of |d|; kl: mean of -d; k3_kl: mean of exp(d) - d - 1; ppl_ratio: mean over sequences of
-    exp(mean of -d), the trainer's perplexity over the server's; ess: (sum w)^2 / (n sum w^2), w = exp(d), the share of
-    tokens that still count.  Nothing without a trainable token.
+    exp(mean of -d), the trainer's perplexity over the server's; ess: (sum w)^2 / (n sum w^2), w = exp(d), the effective
+    sample size as a share of the tokens.  {} without a trainable token.
 
     Args: gap [N] float64, 0 at masked places; mask [N] bool; segment_ids [N].
     """
@@ -166,7 +166,7 @@ def _gap(batch: Batch, mask: Tensor) -> Tensor:
 
 
 def _ratio(level: str, gap: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int) -> Tensor:
-    """rho [N] of that level, the same on all tokens of a sequence where it belongs to the sequence."""
+    """rho [N] of that level; for the sequence levels it is equal on all tokens of a sequence."""
     if level == "sequence":
         gap = segment_sum(gap, segment_ids, num_sequences)[segment_ids]
     elif level == "geometric":

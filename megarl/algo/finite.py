@@ -1,4 +1,4 @@
-"""A number that is not finite at an unmasked place stops the run, with the name of the sequence."""
+"""Stops the run at a number that is not finite at an unmasked place, and names the sequence."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class NonFiniteError(FloatingPointError):
-    """A column holds NaN or infinity where the policy chose the token.
+    """A column holds NaN or infinity at a token that the policy generated.
 
-    `column` is its name, `sequence` the index of the sequence in the batch or micro-batch that was given, `token` the
-    place in that sequence, prompt included.  Who knows of what the micro-batch is a part says where it begins there
-    (`moved`), and who knows the samples says whose it is (`named`).
+    `column` is its name, `sequence` the index of the sequence in the given batch or micro-batch, `token` the index in
+    that sequence, prompt included.  A caller that splits a batch adds the micro-batch's offset (`moved`); a caller that
+    has the samples adds the sample's name (`named`).
     """
 
-    report = ""  # what else is known, for a file: the tracebacks of ranks
+    report = ""  # further information for a file: the tracebacks of ranks
 
     def __init__(self, column: str, sequence: int, token: int, value: float, sample: str | None = None) -> None:
         place = sample or f"sequence {sequence} (counted in this batch or micro-batch)"
@@ -25,22 +25,22 @@ class NonFiniteError(FloatingPointError):
             "number"
         )
         self.column, self.sequence, self.token, self.value = column, sequence, token, value
-        # What travels from a rank to the driver; a rank adds which replica it is in.
+        # Sent from a rank to the driver; the rank adds its replica.
         self.details = {"column": column, "sequence": sequence, "token": token, "value": value}
 
     def moved(self, by: int) -> NonFiniteError:
-        """The same error, its sequence counted in a batch that has `by` sequences before the micro-batch."""
+        """The same error, with the sequence index in a batch that has `by` sequences before the micro-batch."""
         return NonFiniteError(self.column, self.sequence + by, self.token, self.value)
 
     def named(self, sample: str) -> NonFiniteError:
-        """The same error with the name of its sample instead of a count."""
+        """The same error with the name of its sample instead of an index."""
         found = NonFiniteError(self.column, self.sequence, self.token, self.value, sample)
         found.report = self.report
         return found
 
 
 def num_non_finite(columns: Mapping[str, Tensor], mask: Tensor) -> Tensor:
-    """[] int64: how many unmasked entries of these [N] columns are not finite; stays on the device."""
+    """[] int64: the number of unmasked entries of these [N] columns that are not finite; stays on the device."""
     bad = [(mask & ~column.isfinite()).sum() for column in columns.values()]
     return torch.stack(bad).sum() if bad else torch.zeros((), dtype=torch.int64, device=mask.device)
 

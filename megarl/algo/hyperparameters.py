@@ -1,4 +1,4 @@
-"""Which numbers a policy loss knows, and what is said to a user who sets another one."""
+"""The hyperparameters of each policy loss, and the checks of the values that a user sets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hyperparameter_names(policy_loss: str) -> dict[str, bool]:
 
 
 def hyperparameters_of(function: Callable[..., Any], hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the hyperparameters that this function takes; the others are its selection's, or its loss's."""
+    """The hyperparameters that this function takes; the others belong to its selection or its loss."""
     if takes_any_keyword(function):
         return dict(hyperparameters)
     known = keyword_names(function)
@@ -50,14 +50,14 @@ def key_of(hyperparameter: str) -> str:
 
 
 def with_keys(policy_loss: str, sentence: str) -> str:
-    """A sentence of a loss about its hyperparameters, in the words of the configuration."""
+    """A loss's sentence about its hyperparameters, with the keys of the configuration instead of their names."""
     for hyperparameter in hyperparameter_names(policy_loss):
         sentence = re.sub(rf"\b{hyperparameter}\b", key_of(hyperparameter), sentence)
     return f"{sentence} (algorithm.policy_loss_fn={policy_loss})"
 
 
 def check_hyperparameters(policy_loss: str, clips: Mapping[str, Any], args: Mapping[str, Any]) -> None:
-    """Raises: ValueError for an unknown loss, a clip or an argument that it does not know, a missing or wrong number.
+    """Raises: ValueError for an unknown loss, an unknown clip or argument, or a missing or invalid number.
 
     Args: clips: clip_low, clip_high, clip_c, those that are set; args: algorithm.policy_loss_args.
     """

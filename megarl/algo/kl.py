@@ -1,12 +1,12 @@
 """Estimators of KL(policy || reference) from sampled tokens, and the controllers of its coefficient in the reward.
 
 x = l - l_ref.  An estimator is a function (log_probs [T], ref_log_probs [T]) -> [T], differentiable in log_probs.
-Its value and its gradient are two questions: k1's value is unbiased while its gradient is zero on average, k2's
-gradient is that of the reverse KL while its value is not the KL (arXiv:2506.09477).
-A name with "+" takes one estimator's value and k2's gradient.
+Value and gradient are separate questions: k1's value is unbiased, but its expected gradient is zero; k2's gradient is
+that of the reverse KL, but its value is not the KL (arXiv:2506.09477).
+A name with "+" has the estimator's value and k2's gradient.
 
-"full" is no estimator but the KL itself, sum_v p(v) (log p(v) - log q(v)): a column `full_kl` that the model makes from
-its logits and the reference's.  Who may meet that name reads the column instead of asking here.
+"full" is not an estimator but the exact KL, sum_v p(v) (log p(v) - log q(v)): the column `full_kl`, computed by the
+model from its logits and the reference's.  Callers read this column instead of calling an estimator.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 @register_kl("low_var_kl", "k3")
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """exp(-x) + x - 1, continued linearly where it exceeds 10: the value stays finite and the gradient never vanishes.
+    """exp(-x) + x - 1, linear above 10, so that the value stays finite and the gradient never vanishes.
 
     As a loss on-policy: the gradient of the forward KL(reference || policy).
 
-    When: in the loss: never negative, low variance.
+    When: in the loss; never negative, low variance.
     """
     d = ref_log_probs - log_probs  # -x
     steep = d > LINEAR_FROM
@@ -67,7 +67,7 @@ def kl_estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """The estimator of that name, [T]; with "+": its value, the gradient of k2.
 
     Args: log_probs, ref_log_probs [T], masked places already 0.
-    Raises: ValueError for an unknown name, or an estimator that returns anything but one number a token.
+    Raises: ValueError for an unknown name, or an estimator that does not return one number per token.
     """
     base = name.removesuffix("+")
     if base not in KL_ESTIMATORS:
@@ -90,12 +90,12 @@ def with_gradient_of_k2(value: Tensor, log_probs: Tensor, ref_log_probs: Tensor)
 
 @dataclass
 class FixedKL:
-    """A coefficient that stays: a setting, so a checkpoint holds nothing of it."""
+    """A constant coefficient: it is a setting, so it is not part of a checkpoint."""
 
     value: float
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Nothing to learn from the current KL."""
+        """Does nothing."""
 
     def state_dict(self) -> dict[str, float]:
         """Nothing to save."""
@@ -107,7 +107,7 @@ class FixedKL:
 
 @dataclass
 class AdaptiveKL:
-    """A coefficient that steers the KL towards `target_kl`.
+    """A coefficient that is adapted to bring the KL to `target_kl`.
 
     beta *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon
 
@@ -125,16 +125,16 @@ class AdaptiveKL:
             )
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """After the coefficient was used. kl: mean over sequences of token means; num_sequences: how many."""
+        """Call after the coefficient was used. kl: mean over sequences of token means; num_sequences: their number."""
         error = min(max(kl / self.target_kl - 1, -0.2), 0.2)
         self.value *= 1 + error * num_sequences / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient as it has become."""
+        """The current coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A checkpoint of a run with a fixed coefficient has no value: the configured one starts."""
+        """A checkpoint of a run with a fixed coefficient has no value: then the configured coefficient is kept."""
         self.value = state.get("value", self.value)
 
 

@@ -1,10 +1,10 @@
-"""What a rank evaluates on a packed micro-batch: the total actor loss and the critic loss, with their statistics.
+"""The total actor loss and the critic loss of a packed micro-batch, with their statistics, as a rank computes them.
 
     actor:   loss = sum_t weight_t (w_t policy_t - entropy_coeff H_t + kl_loss_coef KL_t)
     critic:  loss = sum_t weight_t value_loss_t
 
-Both are plain settings that are called with a Batch and the model's [T] columns; no logits, no model, no ranks here.
-Masked places may hold anything: they are 0 before any arithmetic and taken out again afterwards.
+Both are settings objects, called with a Batch and the model's [T] columns; logits, models and ranks are not used here.
+Masked places may hold any value: they are set to 0 before any arithmetic and removed again afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OWN_STATS = (
 
 @dataclass(frozen=True)
 class ActorLoss:
-    """Policy loss, entropy bonus and KL to the reference, through one weight column.
+    """Policy loss, entropy bonus and KL to the reference, with the same token weights.
 
     Example: ActorLoss("ppo", clip_high=0.28, clip_c="off", use_kl_loss=True)(batch, {"log_probs": l}).loss.backward()
     """
@@ -43,16 +43,16 @@ class ActorLoss:
     clip_low: float | None = None  # None: the loss's own default, here and in the next two
     clip_high: float | None = None
     clip_c: float | str | None = None  # "off" switches the dual clip off
-    args: Mapping[str, float] = field(default_factory=dict)  # its other hyperparameters: {"tau_pos": 1.0}
+    args: Mapping[str, float] = field(default_factory=dict)  # the loss's other hyperparameters: {"tau_pos": 1.0}
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "low_var_kl"  # a name of KL_ESTIMATORS or "full", "+" allowed
-    kl_importance: bool = False  # the KL times the ratio r, whose gradient belongs to it: unbiased off-policy
-    use_rollout_weight: bool = False  # the policy loss times the column rollout_weight
+    kl_importance: bool = False  # multiply the KL by the ratio r, with r's gradient: unbiased off-policy
+    use_rollout_weight: bool = False  # multiply the policy loss by the column rollout_weight
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for settings that do not fit together, before any model is there."""
+        """Raises: ValueError for an invalid combination of settings; needs no model."""
         check_hyperparameters(self.policy_loss, self._clips(), self.args)
         assert self.use_kl_loss or not self.kl_importance, "kl_importance weighs the KL, and there is none"
         assert not (self.kl_importance and self._kl_is_full), "the full KL samples nothing that a ratio could correct"
@@ -73,19 +73,19 @@ class ActorLoss:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The model's columns that a call wants, all differentiable; the entropy is at least a statistic."""
+        """The model's columns that a call needs, all differentiable; the entropy is always used as a statistic."""
         base = ("log_probs", "entropy")
         return (*base, "full_kl") if self.use_kl_loss and self._kl_is_full else base
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Every number that was set, under the name that the policy loss and its selection have for it."""
+        """Every number that was set, with the name used by the policy loss and its selection."""
         return {name: None if value == "off" else value for name, value in self._clips().items()} | dict(self.args)
 
     def select(self, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, generator: Generator) -> Tensor:
-        """[N] bool: the tokens of a whole optimizer step that the policy loss treats otherwise (column `selected`).
+        """[N] bool: the tokens of a whole optimizer step that the policy loss treats differently (column `selected`).
 
-        Raises: ValueError for a selection that returns anything but one truth value a token.
+        Raises: ValueError for a selection that does not return one bool per token.
         """
         function = POLICY_LOSSES[self.policy_loss].select
         assert function is not None, f"policy loss {self.policy_loss} selects no tokens"
@@ -100,7 +100,7 @@ class ActorLoss:
         return chosen & mask
 
     def require_agg_mode(self, agg_mode: str) -> None:
-        """Raises: ValueError for an aggregation that the policy loss, which aggregates by itself, does not have."""
+        """Raises: ValueError if the policy loss aggregates by itself and does not support this mode."""
         function = POLICY_LOSSES[self.policy_loss].function
         modes = function.agg_modes if isinstance(function, DocumentedLoss) else None
         if modes is not None and agg_mode not in modes:
@@ -113,9 +113,9 @@ class ActorLoss:
         """The loss of one micro-batch and its statistics.
 
         Args: batch: the columns of `self.columns`, [T]; outputs: those of `self.outputs`, [T]; "entropy" may be left
-            out where entropy_coeff is 0.
-        Returns: loss [], in the graph of outputs even where no token is trainable; Stats with the weights of the loss.
-        Raises: NonFiniteError where an unmasked entry is not finite.
+            out if entropy_coeff is 0.
+        Returns: loss [], in the graph of outputs even if no token is trainable; Stats with the weights of the loss.
+        Raises: NonFiniteError if an unmasked entry is not finite.
         """
         mask = batch.columns["response_mask"] != 0
         segment_ids = batch.segment_ids.to(mask.device)  # lengths stay on the CPU when columns go to a GPU
@@ -135,7 +135,7 @@ class ActorLoss:
         if self.use_rollout_weight:
             token_loss, pull = col["rollout_weight"] * token_loss, col["rollout_weight"] * pull
         tally.mean("actor/pg_loss", token_loss)
-        tally.mean("actor/pg_loss_level", -pull)  # of a loss -A r while r is 1
+        tally.mean("actor/pg_loss_level", -pull)  # the loss -A r at r = 1
         for name, column in info.items():
             tally.mean(f"actor/{name}", column)
         ratio = importance_ratio(log_probs, old_log_probs)
@@ -176,7 +176,7 @@ class ActorLoss:
         if self._kl_is_full:
             return with_gradient_of_k2(col["full_kl"], col["log_probs"], col["ref_log_probs"])
         kl = kl_estimate(self.kl_loss_type, col["log_probs"], col["ref_log_probs"])
-        if self.kl_importance:  # with "+" the gradient is k2's alone, so r only weighs it
+        if self.kl_importance:  # with "+" the gradient is k2's alone, so r is only a weight
             kl = kl * (ratio.detach() if self.kl_loss_type.endswith("+") else ratio)
         return kl
 
@@ -197,7 +197,7 @@ class ActorLoss:
         return token_loss, info
 
     def _rehearse(self) -> None:
-        """Run the functions on two tokens: a wrong hyperparameter, name or shape is refused before a run starts."""
+        """Run the functions on two tokens, so that a wrong hyperparameter, name or shape is refused before a run."""
         x, mask, segment_ids = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
         function = POLICY_LOSSES[self.policy_loss].function
         if isinstance(function, DocumentedLoss):
@@ -222,7 +222,7 @@ class ActorLoss:
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """The clipped value loss through the step's weights.  Example: CriticLoss(0.5)(batch, {"values": v})."""
+    """The clipped value loss with the step's token weights.  Example: CriticLoss(0.5)(batch, {"values": v})."""
 
     cliprange_value: float | None = 0.5  # None: no clip
 
@@ -238,14 +238,14 @@ class CriticLoss:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The model's columns that a call wants."""
+        """The model's columns that a call needs."""
         return ("values",)
 
     def __call__(self, batch: Batch, outputs: dict[str, Tensor]) -> LossOutput:
         """The loss of one micro-batch and its statistics.
 
-        Args: batch: the columns of `self.columns`, [T]; outputs: "values" [T], by the critic being trained.
-        Raises: NonFiniteError where an unmasked entry is not finite.
+        Args: batch: the columns of `self.columns`, [T]; outputs: "values" [T] of the critic in training.
+        Raises: NonFiniteError if an unmasked entry is not finite.
         """
         mask = batch.columns["response_mask"] != 0
         given = {"weight": batch.columns["weight"], "old values": batch.columns["values"]} | {

@@ -1,10 +1,10 @@
-"""The tables of the loss layer, and the decorators that put a function into them: ours and a user's alike.
+"""The tables of the loss layer, and the decorators that register a function in them, ours or a user's.
 
     algorithm.plugins=[my_losses.py]   algorithm.policy_loss_fn=my_loss
 
-A function is recognised by its parameters: ours takes packed [T] columns; one written in the documented way of verl, on
-[batch, sequence] tensors, is wrapped (verl_compat/); any other is refused.  The names count, not their number: columns
-are handed over by position, and two in another order would compute something else without a word.
+A function is recognised by its parameters: our form takes packed [T] columns; verl's documented form, on
+[batch, sequence] tensors, is wrapped (verl_compat/); any other is refused.  Parameter names are checked in order:
+columns are passed by position, so two in another order would silently compute something else.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ LOSS_FORM = ("log_probs", "old_log_probs", "advantages", "mask", "segment_ids")
 SELECTION_FORM = ("old_log_probs", "advantages", "mask")
 ESTIMATOR_FORM = ("rewards", "mask", "segment_ids")
 KL_FORM = ("log_probs", "ref_log_probs")
-COLUMN_KEYWORDS = ("selected", "rollout_log_probs")  # keywords of a loss that are columns, no hyperparameters
-FULL = "full"  # the name of the KL itself, which no estimator may have: see kl.py
+COLUMN_KEYWORDS = ("selected", "rollout_log_probs")  # keywords of a loss that are columns, not hyperparameters
+FULL = "full"  # reserved name of the exact KL, see kl.py
 
-# f(old_log_probs, advantages, mask, *, generator, hyperparameters) -> [N] bool: which tokens of a whole optimizer step
-# the loss treats otherwise; made before the step is split, so that no split changes it.
+# f(old_log_probs, advantages, mask, *, generator, hyperparameters) -> [N] bool: the tokens of a whole optimizer step
+# that the loss treats differently; computed before the step is split, so that no split changes it.
 Selection = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss and what its decorator says of it: see register_policy_loss."""
+    """A policy loss and the options of its decorator: see register_policy_loss."""
 
     function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     select: Selection | None = None
@@ -76,22 +76,22 @@ def register_policy_loss(
     uses_old: bool = True,
     agg_mode: str | None = None,
 ) -> Callable[[F], F]:
-    """Add a policy loss under a name, and others that mean the same.
+    """Register a policy loss under a name and its aliases.
 
     f(log_probs, old_log_probs, advantages, mask, segment_ids, *, hyperparameters) -> loss [T], {name: [T]}.
 
-    `select`: f(old_log_probs, advantages, mask, *, generator, hyperparameters) -> [N] bool, made from a whole optimizer
-    step; the loss gets it as the keyword `selected`.  `per_sequence`: a weight of rollout correction has to be one
-    number a sequence.  `uses_ratio`: its gradient holds r, so that a weight beside it would count the same thing twice
-    where old_log_probs are the server's.  `uses_old`: it reads old_log_probs.  `agg_mode`: the aggregation with which
-    it was published, where that matters; another one gives a warning.
+    `select`: f(old_log_probs, advantages, mask, *, generator, hyperparameters) -> [N] bool, computed from a whole
+    optimizer step; the loss gets it as the keyword `selected`.  `per_sequence`: the weight of rollout correction must
+    be one number per sequence.  `uses_ratio`: its gradient contains r, so that an additional weight would correct twice
+    if old_log_probs are the server's.  `uses_old`: it reads old_log_probs.  `agg_mode`: the aggregation with which it
+    was published, if that matters; another mode gives a warning.
 
     Example:
         @register_policy_loss("squared")
         def squared(log_probs, old_log_probs, advantages, mask, segment_ids):
             return 0.5 * (log_probs - old_log_probs - advantages) ** 2, {}
 
-    A function of verl's documented form works as it is, its import of this decorator included (megarl/plugins.py).
+    A function of verl's documented form works unchanged, including its import of this decorator (megarl/plugins.py).
     """
 
     def add(function: F) -> F:
@@ -111,9 +111,9 @@ def register_policy_loss(
 
 
 def register_adv_est(*names: str) -> Callable[[F], F]:
-    """Add an estimator: f(rewards, mask, segment_ids, *, what it asks for by name) -> (advantages [N], returns [N]).
+    """Register an estimator: f(rewards, mask, segment_ids, *, inputs by name) -> (advantages [N], returns [N]).
 
-    A function of verl's documented form, (rewards, values, dones, gamma, gae_lambda, **kwargs), works as it is.
+    A function of verl's documented form, (rewards, values, dones, gamma, gae_lambda, **kwargs), works unchanged.
     """
 
     def add(function: F) -> F:
@@ -130,9 +130,9 @@ def register_adv_est(*names: str) -> Callable[[F], F]:
 
 
 def register_kl(*names: str, zero_gradient: bool = False) -> Callable[[F], F]:
-    """Add a KL estimator: f(log_probs [T], ref_log_probs [T]) -> [T].
+    """Register a KL estimator: f(log_probs [T], ref_log_probs [T]) -> [T].
 
-    `zero_gradient`: as a loss its expected gradient is zero; of a built-in the configuration warns then.
+    `zero_gradient`: as a loss its expected gradient is zero; for a built-in estimator the configuration warns then.
     """
     for name in names:
         if name.endswith("+"):
@@ -150,7 +150,7 @@ def register_kl(*names: str, zero_gradient: bool = False) -> Callable[[F], F]:
 
 
 def register_agg_mode(*names: str, needs_scale: bool = False) -> Callable[[F], F]:
-    """Add an aggregation: f(StepCounts) -> scale of every sequence, [B]; `needs_scale`: it reads loss_scale_factor."""
+    """Register an aggregation: f(StepCounts) -> scale per sequence, [B]; `needs_scale`: it reads loss_scale_factor."""
 
     def add(function: F) -> F:
         """The decorator: leaves the function as it is."""
@@ -161,7 +161,7 @@ def register_agg_mode(*names: str, needs_scale: bool = False) -> Callable[[F], F
 
 
 def _add(table: dict[str, Any], kind: str, names: tuple[str, ...], entry: Any) -> None:
-    """All names or none."""
+    """Add all names, or none if one exists already."""
     for name in names:
         if name in table:
             raise ValueError(f"{kind} {name!r} exists already: use another name")
@@ -169,7 +169,7 @@ def _add(table: dict[str, Any], kind: str, names: tuple[str, ...], entry: Any) -
 
 
 def _require_form(kind: str, name: str, function: Callable[..., Any], form: tuple[str, ...], rest: str = "") -> None:
-    """Raises: ValueError for a function whose columns are not those of `form`, by name and in order."""
+    """Raises: ValueError for a function whose columns do not match `form` by name and order."""
     signature = inspect.signature(function)
     bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
     columns = [str(p) for p in bare if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]  # *args keeps its star

@@ -1,4 +1,4 @@
-"""What happens to scores and samples before advantages: overlong answers, and groups that teach nothing."""
+"""Penalty and filter for overlong answers, and the test for groups without a learning signal."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def overlong_penalty(
 
     score += min(-(len - (max_response_length - buffer_length)) / buffer_length * factor, 0)
 
-    len: everything from the first trainable token to the end, tool output included; nothing bounds it below -factor.
+    len: tokens from the first trainable token to the end, tool output included; the penalty has no lower bound.
     Paper: DAPO, arXiv:2503.14476, section 3.4.
 
-    Args: batch: column response_mask, row score.
-    Returns: the batch with the new score and, as row raw_score, what the reward said; statistics.
+    Args: batch: column response_mask; score per sequence.
+    Returns: the batch with the new score and, as raw_score, the original score; statistics.
     Raises: ValueError for a buffer that is not inside the limit or a factor below 0.
     """
     if not 0 < buffer_length <= max_response_length:
@@ -46,11 +46,11 @@ def overlong_penalty(
 
 
 def overlong_filter(batch: Batch) -> tuple[Batch, Stats]:
-    """Clear `keep` on samples that the length limit ended: they teach nothing, and no denominator counts them.
+    """Clear `keep` on samples cut by the length limit: they have no gradient and count in no denominator.
 
-    They keep their place in the statistics of their group.  Paper: DAPO, arXiv:2503.14476, section 3.4.
+    They still count in the statistics of their group.  Paper: DAPO, arXiv:2503.14476, section 3.4.
 
-    Args: batch: row truncated.
+    Args: batch: truncated per sequence.
     Returns: the batch with the column keep; statistics.
     """
     truncated = batch.per_sequence["truncated"] != 0
@@ -61,7 +61,7 @@ def overlong_filter(batch: Batch) -> tuple[Batch, Stats]:
 
 
 def is_informative(scores: Sequence[float]) -> bool:
-    """Whether a group's scores differ, so that dynamic sampling keeps it; a group of one or none has no difference.
+    """Whether a group's scores differ, so that dynamic sampling keeps it; False for a group of one or none.
 
     Example: is_informative([1.0, 0.0, 1.0]) is True, is_informative([1.0, 1.0]) is False.  Paper: arXiv:2503.14476.
     """

@@ -1,8 +1,8 @@
-"""Sums, means and ends of packed sequences, all at once.
+"""Sums, means and first and last tokens of packed sequences, for all sequences at once.
 
-N tokens stand end to end; `segment_ids` [N] says which of the B sequences a token belongs to.  A masked place may hold
-anything, NaN included: every function takes it out with `where` before it computes, so that neither the value nor the
-gradient sees it (a `where` on the result alone would still send NaN gradients back).
+N tokens of B sequences are concatenated; `segment_ids` [N] is the sequence of each token.  A masked place may hold
+any value, including NaN: every function removes it with `where` before it computes, so that it affects neither value
+nor gradient (a `where` on the result alone would still give NaN gradients).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def count_segments(segment_ids: Tensor) -> int:
-    """B, as far as the tokens show it: the largest id and one."""
+    """B, computed as the largest id plus 1."""
     return int(segment_ids.max()) + 1 if len(segment_ids) else 0
 
 
 def clean(x: Tensor, mask: Tensor) -> Tensor:
-    """x [N] with 0 at masked places, at least float32: the first thing done to every input column."""
+    """x [N] with 0 at masked places, at least float32: applied first to every input column."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     return torch.where(mask, wide, torch.zeros((), dtype=wide.dtype, device=wide.device))
 
@@ -33,26 +33,26 @@ def segment_count(mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tenso
 
 
 def segment_mean(x: Tensor, mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """x [N] -> [B], the mean over the unmasked tokens of each sequence; 0 for a sequence without one."""
+    """x [N] -> [B], the mean over the unmasked tokens of each sequence; 0 for a sequence without such a token."""
     total = segment_sum(clean(x, mask), segment_ids, num_segments)
     return total / segment_count(mask, segment_ids, num_segments).clamp(min=1)
 
 
 def last_unmasked(mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """[B] int64: the place in the flat order of each sequence's last unmasked token, -1 where there is none."""
+    """[B] int64: the flat index of each sequence's last unmasked token, -1 if there is none."""
     places = torch.arange(len(mask), device=mask.device)
     start = torch.full((num_segments,), -1, dtype=torch.int64, device=mask.device)
     return start.scatter_reduce(0, segment_ids, torch.where(mask, places, -1), reduce="amax")
 
 
 def first_unmasked(mask: Tensor, segment_ids: Tensor, otherwise: Tensor) -> Tensor:
-    """[B] int64: the place in the flat order of each sequence's first unmasked token, `otherwise` [B] where none is."""
+    """[B] int64: the flat index of each sequence's first unmasked token, `otherwise` [B] if there is none."""
     places = torch.arange(len(mask), device=mask.device)[mask]
     return otherwise.scatter_reduce(0, segment_ids[mask], places, reduce="amin")
 
 
 def previous_unmasked(mask: Tensor, segment_ids: Tensor) -> Tensor:
-    """[N] int64: the last unmasked place at or before each token in its own sequence, -1 where there is none."""
+    """[N] int64: the last unmasked index at or before each token in its own sequence, -1 if there is none."""
     if len(mask) == 0:
         return torch.zeros(0, dtype=torch.int64, device=mask.device)
     places = torch.arange(len(mask), device=mask.device)
@@ -62,7 +62,7 @@ def previous_unmasked(mask: Tensor, segment_ids: Tensor) -> Tensor:
 
 
 def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """(mean, unbiased variance, count) of the unmasked entries, in float64; zeros where there are too few."""
+    """(mean, unbiased variance, count) of the unmasked entries, in float64; zeros if there are too few."""
     count = int(mask.sum())
     wide = clean(x, mask).double()
     mean = wide.sum() / max(count, 1)

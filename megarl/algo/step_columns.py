@@ -1,7 +1,7 @@
-"""What is made once from a whole optimizer step, on the driver, before the step is split over micro-batches and ranks.
+"""Columns that the driver computes from a whole optimizer step, before it is split over micro-batches and ranks.
 
-Weights, the normalised weights of rollout correction and the tokens that a loss selects all look at every token of the
-step; made here, they travel as columns, and any split has the same loss and gradient.
+Token weights, normalised weights of rollout correction and selected tokens depend on every token of the step.  They are
+computed here and passed on as columns, so that every split has the same loss and gradient.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def step_columns(
     normalize: bool = False,
     bypass: bool = False,
 ) -> Batch:
-    """The columns that `loss` needs of one optimizer step, besides those that the batch already has.
+    """Add the columns that `loss` needs for an optimizer step and that the batch does not have yet.
 
     response_mask   m keep
-    weight          by agg_mode; all 0 where the step has no trainable token
+    weight          by agg_mode; all 0 if the step has no trainable token
     rollout_weight  w / mean(w) if `normalize`; for a loss per sequence its geometric mean over the sequence
     old_log_probs   rollout_log_probs if `bypass`
     selected        1 where the loss's selection says so
 
-    Args: batch: the whole step: response_mask, and as asked for keep, rollout_weight, rollout_log_probs, old_log_probs,
+    Args: batch: the whole step: response_mask, and if needed keep, rollout_weight, rollout_log_probs, old_log_probs,
         advantages [N]; per sequence: group [B] for prompt-mean-token-mean.  loss_scale_factor: S of the -norm modes.
-        seed: this step's own; normalize, bypass: those of algorithm.rollout_correction.
-    Raises: ValueError for a mode that lacks what it wants, or a batch that lacks a column.
+        seed: of this step; normalize, bypass: from algorithm.rollout_correction.
+    Raises: ValueError if an input of the mode or a column of the batch is missing.
     """
     mask = batch.columns["response_mask"]
     if "keep" in batch.columns:
@@ -72,9 +72,9 @@ def step_columns(
 def rollout_weights(
     ratio_weight: Tensor, mask: Tensor, segment_ids: Tensor, *, normalize: bool, per_sequence: bool
 ) -> Tensor:
-    """w [N] as the loss multiplies it: normalised to mean 1 over the mask, then one geometric mean a sequence.
+    """The loss's weight w [N]: normalised to mean 1 over the mask, then a geometric mean per sequence, as asked.
 
-    exp(mean_b log w) is 0 where one w of the sequence is.  A step whose weights are all 0 stays at 0.
+    exp(mean_b log w) is 0 if any w of the sequence is 0.  A step whose weights are all 0 stays at 0.
     """
     w = clean(ratio_weight, mask).double()
     if normalize:

@@ -1,4 +1,4 @@
-"""Statistics of one micro-batch: many [T] columns in, one transfer, a dictionary of Stat out."""
+"""Statistics of a micro-batch: reduces many [T] columns with one device-to-host transfer to a dictionary of Stat."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from megarl.sample import Stat, Stats
 
 
 class Tally:
-    """Collects columns; `stats()` reduces them all with the loss's weights in one product and reads one tensor.
+    """Collects columns; `stats()` reduces all of them with the loss's weights in one product and reads one tensor.
 
-    Means travel as weighted sum and sum of weights, in float64, so that a small variance survives as a difference of
-    sums.  A name with "~" is a part of a number that can only be finished after the last merge: `x~mean` and `x~square`
-    make the standard deviation x; `x~error_mean|error_square|target_mean|target_square` the explained variance x.
+    Means are kept as weighted sum and sum of weights, in float64, so that a small variance, which is a difference of
+    sums, stays accurate.  A name with "~" is a part of a number that is computed after the last merge: `x~mean` and
+    `x~square` give the standard deviation x; `x~error_mean|error_square|target_mean|target_square` give the explained
+    variance x.
     """
 
     def __init__(self, weight: Tensor, mask: Tensor, segment_ids: Tensor) -> None:
@@ -28,21 +29,21 @@ class Tally:
         self._watched: dict[str, Tensor] = {}
 
     def watch(self, name: str, column: Tensor) -> None:
-        """This column, as it came, has to be finite at unmasked places."""
+        """Require this column to be finite at unmasked places."""
         self._watched[name] = column.detach()
 
     def mean(self, name: str, column: Tensor) -> None:
-        """The column's mean by the weights of the loss."""
+        """Add the column's mean, with the weights of the loss."""
         self._means[name] = clean(column.detach(), self._live).double()
 
     def std(self, name: str, column: Tensor) -> None:
-        """The parts of a standard deviation: mean and mean square."""
+        """Add the parts of a standard deviation: mean and mean square."""
         wide = column.detach().double()
         self.mean(f"{name}~mean", wide)
         self.mean(f"{name}~square", wide.square())
 
     def explained_variance(self, name: str, prediction: Tensor, target: Tensor) -> None:
-        """The parts of 1 - Var(target - prediction) / Var(target)."""
+        """Add the parts of 1 - Var(target - prediction) / Var(target)."""
         target = target.detach().double()
         error = target - prediction.detach().double()
         for part, column in (("error", error), ("target", target)):
@@ -50,12 +51,12 @@ class Tally:
             self.mean(f"{name}~{part}_square", column.square())
 
     def extremes(self, name_min: str, name_max: str, column: Tensor) -> None:
-        """The column's least and largest entry over unmasked places."""
+        """Add the column's minimum and maximum over unmasked places."""
         self._extremes[name_min] = ("min", column.detach())
         self._extremes[name_max] = ("max", column.detach())
 
     def stats(self) -> Stats:
-        """Raises: NonFiniteError when a watched column is not finite.  Extremes of no token at all are left out."""
+        """Raises: NonFiniteError if a watched column is not finite.  Extremes over no token are left out."""
         scalars = [num_non_finite(self._watched, self._mask).double(), self._weight.sum()]
         scalars += [self._extreme(kind, column) for kind, column in self._extremes.values()]
         sums = [torch.stack(list(self._means.values())) @ self._weight] if self._means else []

@@ -1,11 +1,11 @@
-"""Every hyperparameter of a run: typed, checked before any process starts, and free of torch.
+"""Every setting of a run: typed and checked before any process starts, without importing torch.
 
-Knows: the keys (schema/), what each means (describe.py), the names a key may hold (names.py), the spellings of other
-documents (aliases.py), which values are impossible (validate/), which layouts would be possible instead (suggest.py),
-which keys would do nothing (unused_keys.py), on which GPUs actor and servers stand (placement.py), and how presets,
-recipes, files and command line become one `Config` (compose.py) or, with several values of a key, one for each run of a
-sweep (sweep.py).  Does not know: tensors, processes, files of data; those are checked where they are read.
-Called by: the commands on the top floor, which hand plain values down; no lower room ever sees a `Config`.
+Contains the keys (schema/), their descriptions (describe.py), the names a key may hold (names.py), the spellings of
+other documents (aliases.py), the checks of values (validate/), suggestions of valid layouts (suggest.py), the keys that
+would have no effect (unused_keys.py), and the GPUs of actor and servers (placement.py).  compose.py merges presets,
+recipes, files and command line into one `Config`; sweep.py makes one for each run of a sweep.  Tensors, processes and
+data files are not known here; they are checked where they are read.
+Called by the commands on the top floor, which pass plain values down; lower packages never see a `Config`.
 
     config, warnings = load_config(["recipe=quickstart", "actor.optim.lr=1e-4"])
 """

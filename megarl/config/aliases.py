@@ -1,7 +1,7 @@
-"""Spellings of other documents: what a PPO user may have in an old command line or YAML file.
+"""Spellings of other frameworks that a command line or YAML file may contain, such as verl's.
 
-Tables only: a prefix that is dropped, names that are renamed, values that are renamed, and keys that mean nothing here,
-each with what replaces it.  Everything else keeps its name, so that an unknown key is still refused.
+Tables only: prefixes that are dropped, renamed keys, renamed values, and keys without a meaning here, each with its
+replacement.  All other keys keep their names, so that an unknown key is still refused.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-# "actor_rollout.ref." is a misprint of the first that is widely copied.
+# "actor_rollout.ref." is a widely copied misprint of the first prefix.
 PREFIXES = ("actor_rollout_ref.", "actor_rollout.ref.")
 
-# our key, and the place in its list or the name in its mapping where the key is one entry of it
+# other key -> (our key, index in its list or name in its mapping if the key is one entry of it)
 RENAMED: dict[str, tuple[str, int | str | None]] = {
     "actor.policy_loss.loss_mode": ("algorithm.policy_loss_fn", None),
     "algorithm.rollout_correction.bypass_mode": ("algorithm.rollout_correction.bypass", None),
@@ -39,7 +39,7 @@ RENAMED |= {
     for name in ("enable", "len", "penalty_factor")
 }
 
-# where other documents keep what is in a role's `megatron` group
+# groups of other documents that hold keys of a role's `megatron` group
 _MEGATRON_NAMES = {
     "override_transformer_config": (
         "recompute_granularity",
@@ -66,7 +66,7 @@ RENAMED |= {
     "rollout.ep_size": ("rollout.expert_parallel_size", None),
 }
 
-# key -> another name of one of its values, and the name that it has here
+# key -> {other name of a value: our name}
 RENAMED_VALUES: dict[str, dict[str, str]] = {"rollout.engine": {"cpu": "hf"}}
 
 WITHOUT_MEANING = {
@@ -85,14 +85,14 @@ WITHOUT_MEANING = {
 
 
 class Canonical(NamedTuple):
-    """Our own name of a key.  `place` is set where the key names one entry of a list or mapping (beta2 of betas)."""
+    """Our own name of a key.  `place` is set if the key names one entry of a list or mapping (beta2 of betas)."""
 
     key: str
     place: int | str | None = None
 
 
 def without_prefix(key: str) -> str:
-    """`actor_rollout_ref.actor.clip_ratio` -> `actor.clip_ratio`; our own keys stay as they are."""
+    """`actor_rollout_ref.actor.clip_ratio` -> `actor.clip_ratio`; our own keys are unchanged."""
     for prefix in PREFIXES:
         if key.startswith(prefix):
             return key.removeprefix(prefix)
@@ -100,7 +100,7 @@ def without_prefix(key: str) -> str:
 
 
 def canonical(key: str) -> Canonical | str:
-    """Our name of a key of any document, or, for a key without a meaning here, the sentence that says why."""
+    """Our name of another document's key; for a key without a meaning here, a sentence that says why."""
     key = without_prefix(key)
     if key in RENAMED:
         return Canonical(*RENAMED[key])

@@ -1,7 +1,7 @@
-"""From files and a command line to one checked `Config`.
+"""Composes files and a command line into one checked `Config`.
 
-Five layers, each over the one before: the typed schema (configs/train.yaml, composed by Hydra), a preset of a model and
-one of its layouts (configs/model), recipes (configs/recipe) and users' files, and the command line.
+Five layers, each over the previous: the typed schema (configs/train.yaml, composed by Hydra), a model preset and
+one of its layouts (configs/model), recipes (configs/recipe) and user files, and the command line.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from megarl.config.validate.values import check, check_values
 
 
 def load_config(overrides: list[str], *, command: str = "train") -> tuple[Config, list[str]]:
-    """The resolved configuration of a command line, and warnings for whoever typed it.
+    """The resolved configuration of a command line, and warnings for its user.
 
     overrides: words such as "recipe=quickstart", "recipe=my/file.yaml", "model=NAME", "actor.optim.lr=1e-4".
-    command: what it is for: which keys must be given, and which would have no effect, depends on it.
-    Raises ConfigError, one sentence, for a key, a type, a value or a combination that cannot be.
+    command: determines which keys are required and which would have no effect.
+    Raises ConfigError, one sentence, for an invalid key, type, value or combination.
     """
     assert command in COMMANDS, f"command {command}: expected one of {COMMANDS}"
     typed = from_command_line(overrides)
@@ -45,7 +45,7 @@ def load_config(overrides: list[str], *, command: str = "train") -> tuple[Config
     check_values(config, command)
 
     def failing(words: list[str]) -> set[str]:
-        """The roles that could not lie over their ranks if these words were typed as well."""
+        """The roles whose layout would be invalid if these words were added to the command line."""
         return failing_roles(_laid([*layers, from_command_line(words)]), command)
 
     check_layouts(config, command, failing)
@@ -57,7 +57,7 @@ def load_config(overrides: list[str], *, command: str = "train") -> tuple[Config
 
 
 def config_dir() -> Path:
-    """The folder of shipped configurations: inside an installed package, beside the package in a checkout."""
+    """The folder of shipped configurations: inside an installed package, next to the package in a checkout."""
     package = Path(megarl.__file__).parent
     for folder in (package / "configs", package.parent / "configs"):
         if (folder / "train.yaml").is_file():
@@ -71,7 +71,7 @@ def recipe_names() -> list[str]:
 
 
 def preset_names() -> list[str]:
-    """The shipped presets of models."""
+    """The shipped model presets."""
     return list(_shipped("model"))
 
 
@@ -81,7 +81,7 @@ def layout_names(preset: str) -> list[str]:
 
 
 def layout_word(overrides: list[str]) -> str | None:
-    """The layout=NAME that a command line comes to, its own or that of its recipe."""
+    """The layout=NAME in effect, from the command line itself or from its recipe."""
     typed = from_command_line(overrides)
     return _words([*_recipes(typed.recipe), typed]).get("layout")
 
@@ -92,9 +92,9 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """The Config whose `to_yaml` this is."""
+    """The Config that `to_yaml` wrote as `text`."""
     merged = deepcopy(_base())
-    OmegaConf.set_struct(merged, False)  # mappings take names of their own; the schema still refuses other keys
+    OmegaConf.set_struct(merged, False)  # mappings accept new names; the schema still refuses unknown keys
     try:
         merged.merge_with(OmegaConf.create(text))
     except (OmegaConfBaseException, YAMLError) as error:
@@ -103,7 +103,7 @@ def from_yaml(text: str) -> Config:
 
 
 def _layers(typed: Layer) -> list[Layer]:
-    """Everything that is laid over the schema, from the bottom to the top."""
+    """All layers above the schema, from bottom to top."""
     files = _recipes(typed.recipe)
     words = _words([*files, typed])
     model, layout = words.get("model"), words.get("layout")
@@ -115,12 +115,12 @@ def _layers(typed: Layer) -> list[Layer]:
 
 
 def _words(layers: list[Layer]) -> dict[str, str]:
-    """`model` and `layout` as the last of them says."""
+    """The words of all layers; the last layer wins."""
     return {word: value for layer in layers for word, value in layer.words.items()}
 
 
 def _recipes(recipe: str | None) -> list[Layer]:
-    """The recipe that a command line names, and whatever it builds on, from the bottom to the top."""
+    """The recipe that a command line names and the recipes below it, from bottom to top."""
     files: list[Layer] = []
     seen: set[Path] = set()
     while recipe is not None:
@@ -138,7 +138,7 @@ def _recipes(recipe: str | None) -> list[Layer]:
 
 
 def _shipped(group: str) -> dict[str, Path]:
-    """The files of one folder of `configs` by their names."""
+    """The files of a folder of `configs`, by name."""
     return {path.stem: path for path in sorted((config_dir() / group).glob("*.yaml"))}
 
 
@@ -148,14 +148,14 @@ def _preset_file(name: str) -> Path:
 
 @cache
 def _base() -> DictConfig:
-    """What lies under everything; it does not change while a process lives, and composing it is the slowest part."""
+    """The schema with its defaults.  Cached: it never changes, and composing it is the slowest part."""
     ConfigStore.instance().store(name="schema", node=Config)
     with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
         return compose("train")
 
 
 def _laid(layers: list[Layer]) -> Config:
-    """These layers over the schema, each over the one before."""
+    """These layers over the schema, each over the previous."""
     composed = deepcopy(_base())
     for layer in layers:
         _lay(composed, layer)
@@ -167,16 +167,16 @@ def _lay(config: DictConfig, layer: Layer) -> None:
     for role, keys in MICRO_BATCH_KEYS.items():
         names = [f"{role}.{key}" for key in keys]
         if any(setting.key in names and setting.value is not None for setting in layer.settings):
-            for name in names:  # a new way to cut micro-batches takes the place of the old one
+            for name in names:  # a new micro-batch limit replaces the old one
                 OmegaConf.update(config, name, None)
     for setting in layer.settings:
         _set(config, setting)
 
 
 def _set(config: DictConfig, setting: Setting) -> None:
-    if setting.key in FREE and setting.place is not None:  # a name of config.json, or a path of them
+    if setting.key in FREE and setting.place is not None:  # a name in config.json, or a path of names
         OmegaConf.update(config, f"{setting.key}.{setting.place}", setting.value, merge=False, force_add=True)
-    elif isinstance(setting.place, str):  # a name of the user's: it may hold dots
+    elif isinstance(setting.place, str):  # a name chosen by the user; it may contain dots
         mapping = OmegaConf.select(config, setting.key)
         with open_dict(mapping):
             mapping[setting.place] = setting.value

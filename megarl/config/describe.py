@@ -1,4 +1,4 @@
-"""What every key means, taken from the comments of the schema: `megarl config --help KEY` and docs/configuration.md."""
+"""The meaning of every key, from the schema's comments, for `megarl config --help KEY` and docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
 
-# The unit of a number by the end of its key's name; the first that fits counts.
+# The unit of a number by the end of its key's name; the first match counts.
 _UNITS = (
     ("lr_warmup_steps", "optimizer steps"),
     ("lr_decay_steps", "optimizer steps"),
@@ -38,13 +38,13 @@ _UNITS = (
 
 @dataclass(frozen=True)
 class Description:
-    """Everything that is known of a key before it is set."""
+    """The documentation of a key."""
 
     key: str
     kind: str  # such as "an integer or null"
-    default: str  # as it would be typed; "= other.key" where it follows another key
+    default: str  # as typed; "= other.key" if it follows another key
     meaning: str
-    unit: str  # of a number, where it has one
+    unit: str  # of a number; "" = none
     allowed: str  # the range of a number, or the names; "" = any
     spellings: tuple[str, ...]  # other keys that mean the same, or "KEY (entry NAME)": one entry of a list or mapping
 
@@ -56,7 +56,7 @@ def descriptions() -> dict[str, Description]:
 
 
 def description(key: str) -> Description:
-    """Raises ConfigError where there is no such key."""
+    """Raises ConfigError if there is no such key."""
     if key not in descriptions():
         near = nearest(key)
         raise ConfigError(f"there is no key {key}" + (f"; did you mean {near}?" if near else ""))
@@ -104,7 +104,7 @@ def _allowed(key: str) -> str:
 
 
 def _meanings(cls: type) -> dict[str, str]:
-    """The comments beside the fields of a dataclass; a field that is only given another default keeps its meaning."""
+    """The comments next to the fields of a dataclass; a field with only a new default keeps its base's meaning."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         source = inspect.getsource(base)

@@ -1,4 +1,4 @@
-"""What keys there are, what type each wants, and which one a misspelt key meant."""
+"""All keys and their types, and the key that a misspelt key probably meant."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _TYPE_NAMES = {
     NoneType: "null",
     Any: "a value",
 }
-# Mappings that hold what a model's config.json holds: any value, mappings inside them too.
+# Mappings with the contents of a model's config.json: any value, nested mappings too.
 FREE = ("model.config", "critic.model.config", "ref.model.config")
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
-_ALMOST_EQUAL = 0.9  # share of matching characters: a slip of the finger
-_ALIKE = 0.7  # below this a guess would only confuse
+_ALMOST_EQUAL = 0.9  # share of matching characters: a typing error
+_ALIKE = 0.7  # below this a suggestion would confuse
 
 
 @cache
@@ -44,7 +44,7 @@ def followed() -> dict[str, str]:
 
 
 def mapping_of(key: str) -> str | None:
-    """The key that holds a mapping of which `key` is an entry.
+    """The key of the mapping that contains the entry `key`.
 
     Example: "algorithm.policy_loss_args.beta" -> "algorithm.policy_loss_args".
     """
@@ -96,7 +96,7 @@ def type_name(wanted: Any) -> str:
 
 
 def nearest(key: str, candidates: list[str] | None = None) -> str | None:
-    """The candidate (a key of `Config`, unless others are given) that was probably meant, or None.
+    """The candidate (by default a key of `Config`) that was probably meant, or None.
 
     Example: "actor.clip_ration" -> "actor.clip_ratio"; "trainer.kl_coef" -> "algorithm.kl_ctrl.kl_coef".
     """

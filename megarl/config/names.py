@@ -1,7 +1,7 @@
-"""The names a key may hold.
+"""The names that a key may hold.
 
-Those of losses, estimators, KL terms, aggregations and rewards are read from the decorators of the functions, without
-importing torch; the others are written here, and a test compares them with the tables they stand for.
+The names of losses, estimators, KL terms, aggregations and rewards are read from the decorators of the functions,
+without importing torch.  The others are written here; a test compares them with the tables in the code.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ LOSSES_WITHOUT_RATIO = tuple(name for name, loss in _LOSSES.items() if not loss.
 LOSSES_WITHOUT_OLD = tuple(name for name, loss in _LOSSES.items() if not loss.options.get("uses_old", True))
 AGG_MODE_OF_LOSS = {name: loss.options["agg_mode"] for name, loss in _LOSSES.items() if "agg_mode" in loss.options}
 _CLIPS = constant("algo/hyperparameters.py", "CLIP_KEYS")
-POLICY_LOSS_ARGS: dict[
-    str, dict[str, bool]
-] = {  # what a loss takes from algorithm.policy_loss_args -> has it a default?
+POLICY_LOSS_ARGS: dict[str, dict[str, bool]] = {  # loss -> {its entry of algorithm.policy_loss_args: has it a default?}
     name: {key: default != REQUIRED for key, default in loss.settings.items() if key not in _CLIPS}
     for name, loss in _LOSSES.items()
 }
 
 _ESTIMATORS = declared("register_adv_est", "algo/advantages")
 ADV_ESTIMATORS = tuple(_ESTIMATORS)
-# These compare the completions of one prompt, so they need rollout.n > 1.
+# These compare the completions of a prompt, so they need rollout.n > 1.
 GROUP_ESTIMATORS = tuple(name for name, estimator in _ESTIMATORS.items() if "group_ids" in estimator.inputs)
 ESTIMATORS_WITHOUT_CRITIC = tuple(name for name, estimator in _ESTIMATORS.items() if "values" not in estimator.inputs)
 ESTIMATORS_WITH_LAMBDA = tuple(name for name, estimator in _ESTIMATORS.items() if "lam" in estimator.settings)
@@ -39,10 +37,10 @@ ESTIMATORS_WITH_REWARD_WEIGHTS = tuple(
 
 _KL = declared("register_kl", "algo/kl.py")
 _FULL: str = constant("algo/registry.py", "FULL")
-FULL_KL = (_FULL, f"{_FULL}+")  # of whole distributions rather than of the tokens that were chosen
-KL_PENALTIES = (*_KL, _FULL)  # in the reward nothing is differentiated: "+" would change nothing
+FULL_KL = (_FULL, f"{_FULL}+")  # exact KL over the vocabulary, not an estimate from the sampled tokens
+KL_PENALTIES = (*_KL, _FULL)  # the reward has no gradient, so "+" would have no effect
 KL_ESTIMATORS = KL_PENALTIES + tuple(f"{name}+" for name in KL_PENALTIES)  # "+": that value, the gradient of k2
-KL_WITHOUT_GRADIENT = tuple(name for name, kl in _KL.items() if kl.options.get("zero_gradient"))  # expected, as a loss
+KL_WITHOUT_GRADIENT = tuple(name for name, kl in _KL.items() if kl.options.get("zero_gradient"))  # in expectation
 KL_CONTROLLERS: tuple[str, ...] = constant("algo/kl.py", "KL_CONTROLLERS")
 
 _AGG_MODES = declared("register_agg_mode", "algo/aggregate.py")
@@ -55,7 +53,7 @@ REJECT_BY: tuple[str, ...] = constant("algo/correction.py", "REJECT_BY")
 REJECT_LEVELS: tuple[str, ...] = constant("algo/correction.py", "REJECT_LEVELS")
 REWARDS = tuple(declared("register_reward", "rewards"))
 
-METRICS_OF_VERL = ("seq_reward", "seq_final_reward")  # of dynamic sampling; here rewards are numbers of whole samples
+METRICS_OF_VERL = ("seq_reward", "seq_final_reward")  # of dynamic sampling; here rewards belong to whole samples
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
 DEFAULT_MOMENTUM = {"adamw": 0.0, "sgd": 0.0, "muon": 0.95}

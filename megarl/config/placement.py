@@ -1,4 +1,4 @@
-"""On which machines and GPUs the servers and the actor of a run stand: arithmetic on the configuration."""
+"""Machines and GPUs of a run's servers and actor, computed from the configuration."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from megarl.config.schema import Config
 
 
 def placements(config: Config, *, trains: bool) -> list[tuple[range, int]]:
-    """Machines and first GPU of each server; `trains`: beside a trainer, else the machines are theirs alone.
+    """Machines and first GPU of each server; `trains`: a trainer runs on the same machines.
 
-    Dealt evenly over the machines, in runs, one behind the other on each.  Those of placement=separate stand behind
-    the trainer's GPUs, each on one machine; others that want more GPUs than a machine has take whole machines.
+    Servers are distributed evenly over the machines, in order, on consecutive GPUs.  With placement=separate they use
+    the GPUs after the trainer's, each server on one machine; otherwise a server with more GPUs than a machine has gets
+    whole machines.
     """
     rollout, trainer = config.rollout, config.trainer
     size, each, count = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node, rollout.num_servers
@@ -26,7 +27,7 @@ def placements(config: Config, *, trains: bool) -> list[tuple[range, int]]:
 
 
 def gpu_seats(config: Config, urls: Sequence[str]) -> dict[str, Any] | None:
-    """The GPUs of the actor's ranks and of the servers', as weights.push.gpu_handles.Gpus has them; None: unknown."""
+    """GPUs of the actor's ranks and of the servers, in the form of weights.push.gpu_handles.Gpus; None: unknown."""
     if config.rollout.urls:
         return None
     each, actor, servers = config.trainer.n_gpus_per_node, config.actor, {}
@@ -39,9 +40,9 @@ def gpu_seats(config: Config, urls: Sequence[str]) -> dict[str, Any] | None:
 
 
 def check_shared_seats(config: Config) -> None:
-    """With placement=shared: a server on GPUs of the actor gets its weights through memory that both map.
+    """With placement=shared, a server on GPUs of the actor gets its weights through memory that both processes map.
 
-    Raises: ValueError for another push, and for a server that stands on GPUs of the actor's and on others.
+    Raises: ValueError for another transport, and for a server that uses GPUs of the actor and also other GPUs.
     """
     rollout = config.rollout
     if rollout.placement != "shared":

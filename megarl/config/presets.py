@@ -1,4 +1,4 @@
-"""Files of configs/model: the numbers of a published model, and layouts in which it fits on so many GPUs.
+"""Presets (configs/model): the config.json values of a published model, and its layouts for numbers of GPUs.
 
 model: {path: org/Name, dtype: bfloat16, config: {num_hidden_layers: 24, ...}}
 layouts:
@@ -16,7 +16,7 @@ LAYOUTS = "layouts"
 
 
 def read_preset(name: str, file: Path, layout: str | None) -> list[Layer]:
-    """What the words model=NAME and layout=NAME lay under a recipe: the model, and over it the layout."""
+    """The layers that model=NAME and layout=NAME put under a recipe: the model, then the layout."""
     content = read_yaml(file)
     layouts = content.pop(LAYOUTS, None) or {}
     layers = [from_content(str(file), content)]

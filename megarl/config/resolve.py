@@ -1,4 +1,4 @@
-"""From what was set to final numbers: every default that follows another key is put in."""
+"""Final values of a configuration: every default that follows another key is replaced by that key's value."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megarl.config.settings import ConfigError
 from megarl.layout import KEYS, Layout
 
 _PLAIN = re.compile(r"\$\{([\w.]+)\}")
-DEFAULT_MAX_TOKENS = 16384  # per micro-batch and rank, where nothing says how to cut
+DEFAULT_MAX_TOKENS = 16384  # per micro-batch and rank, if no key sets the micro-batch size
 
 
-# how a pipeline is cut: the critic and the reference follow the actor in it where they have as many pipeline ranks
+# how a pipeline is split; critic and reference follow the actor only with the same number of pipeline ranks
 PIPELINE_KEYS = (
     "virtual_pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage",
@@ -29,7 +29,7 @@ PIPELINE_KEYS = (
 
 
 class MicroBatchKeys(NamedTuple):
-    """The three keys of a role that say how a step is cut into micro-batches; at most one is set."""
+    """The three keys of a role that define how a step is split into micro-batches; at most one is set."""
 
     total: str
     per_rank: str
@@ -52,16 +52,16 @@ class Cut(NamedTuple):
 
 
 def resolved(config: Config) -> Config:
-    """A new Config with every null and reference that follows another key replaced by the value it follows.
+    """A new Config in which every null and reference to another key is replaced by that key's value.
 
-    Doing it twice changes nothing.  `ppo_micro_batch_size` becomes `ppo_micro_batch_size_per_gpu`, so afterwards one of
-    two limits is set per role: sequences on one rank, or tokens on one rank.
+    Idempotent.  `ppo_micro_batch_size` becomes `ppo_micro_batch_size_per_gpu`, so afterwards each role has one of two
+    limits: sequences per rank, or tokens per rank.
     """
     return settled(followed_by_roles(to_config(OmegaConf.structured(config))))
 
 
 def to_config(composed: DictConfig) -> Config:
-    """OmegaConf's form of a Config as dataclasses, with references followed and values renamed, in `composed` too."""
+    """Convert OmegaConf's form to dataclasses; resolves references and renames values, also in `composed`."""
     _put_in_references(composed)
     for key, names in RENAMED_VALUES.items():
         if (value := OmegaConf.select(composed, key)) in names:
@@ -77,9 +77,9 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _put_in_references(composed: DictConfig) -> None:
-    """Replace each plain "${a.b}" by the value of a.b: OmegaConf can, but takes a millisecond for each.
+    """Replace each plain "${a.b}" by the value of a.b, because OmegaConf takes a millisecond for each.
 
-    What is not plain, leads nowhere or does not fit is left to OmegaConf, and to its complaint.
+    References that are not plain, have no target or have the wrong type are left to OmegaConf and its error messages.
     """
     raw = dict(_leaves(OmegaConf.to_container(composed, resolve=False), ""))
     for key, value in raw.items():
@@ -102,7 +102,7 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def followed_by_roles(config: Config) -> Config:
-    """`config` itself, with the nulls put in that follow another key only under a condition."""
+    """Fill in, in `config` itself, the nulls that follow another key only under a condition."""
     actor = config.actor
     for role in (config.critic, config.ref):
         if role.megatron.pipeline_model_parallel_size == actor.megatron.pipeline_model_parallel_size:
@@ -121,7 +121,7 @@ def followed_by_roles(config: Config) -> Config:
 
 
 def settled(config: Config) -> Config:
-    """`config` itself, with each role's way of cutting micro-batches made final."""
+    """Set, in `config` itself, each role's final micro-batch limits."""
     own = {role: cut_of(config, role) for role in MICRO_BATCH_KEYS}
     if not any(own["actor"]):
         longest = config.data.max_prompt_length + config.data.max_response_length
@@ -134,13 +134,13 @@ def settled(config: Config) -> Config:
 
 
 def layout_of(megatron: Megatron) -> Layout:
-    """The keys of a role's `megatron` group as all other rooms name them."""
+    """The keys of a role's `megatron` group as a Layout, the form that all other packages use."""
     values: dict[str, Any] = {field: getattr(megatron, key) for field, key in KEYS.items()}
     return Layout(**values | {field: values[field] or 1 for field in ("ep", "vpp")})
 
 
 def data_parallel_size(config: Config, role: str) -> int:
-    """Copies of the role's model over its ranks; a layout that does not divide them is an error."""
+    """Copies of the role's model over its ranks.  Raises: ConfigError if the layout does not divide them."""
     node = getattr(config, role)
     try:
         return layout_of(node.megatron).data_parallel_size(node.num_ranks)
@@ -149,7 +149,7 @@ def data_parallel_size(config: Config, role: str) -> int:
 
 
 def cut_of(config: Config, role: str) -> Cut:
-    """How a role's keys say to cut; an error where more than one does."""
+    """The micro-batch keys of a role.  Raises: ConfigError if more than one is set or one is below 1."""
     keys = MICRO_BATCH_KEYS[role]
     cut = Cut(*(getattr(getattr(config, role), key) for key in keys))
     given = [f"{role}.{key}={value}" for key, value in zip(keys, cut, strict=True) if value is not None]
@@ -162,7 +162,7 @@ def cut_of(config: Config, role: str) -> Cut:
 
 
 def _per_rank(config: Config, role: str, cut: Cut) -> Cut:
-    """Turn a number over all ranks into a number on one."""
+    """Convert a number over all data-parallel ranks into a number per rank."""
     if cut.total is None:
         return cut
     copies = data_parallel_size(config, role)

@@ -1,4 +1,4 @@
-"""One layer of settings: what a command line or a user's file says, in our own names, each key and type checked."""
+"""One layer of settings: the keys and values of a command line or a file, in our own names, with types checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from yaml import YAMLError
 from megarl.config.aliases import canonical
 from megarl.config.keys import FREE, fits, followed, groups, leaf_types, mapping_of, nearest, type_name
 
-# Words that name a file, or a part of one, that the rest is laid over; `model` and `model.preset` are one.
+# Words that name a file, or a part of a file, below all other settings; `model` and `model.preset` are the same.
 WORDS = {
     "recipe": "the name of a recipe or the path of a YAML file",
     "model": "the name of a preset or the path of a YAML file",
@@ -26,7 +26,7 @@ PRESET = "model.preset"
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be: one sentence with the key, the value and what is expected.
+    """An invalid setting: one sentence with the key, the value and what is expected.
 
     Example: "actor.clip_ratio=3.0: expected a number between 0 and 1, both excluded".
     """
@@ -39,15 +39,15 @@ class Setting:
     key: str  # our own name
     value: Any
     text: str  # as the user wrote it, for messages
-    place: int | str | None = None  # the entry of a list or mapping that is set, rather than the whole
+    place: int | str | None = None  # the entry of a list or mapping that is set; None = the whole value
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Everything that one command line or one file says."""
+    """All settings of one command line or one file."""
 
     settings: tuple[Setting, ...]
-    words: dict[str, str]  # what it is laid over: {"recipe": "quickstart"}
+    words: dict[str, str]  # the layers below it: {"recipe": "quickstart"}
     warnings: tuple[str, ...]
 
     @property
@@ -74,7 +74,7 @@ def from_command_line(overrides: list[str]) -> Layer:
 
 
 def from_file(path: Path) -> Layer:
-    """A YAML file.  Its key `recipe` names what it is laid over: a shipped recipe or another file."""
+    """A YAML file.  Its key `recipe` names the layer below it: a shipped recipe or another file."""
     return from_content(str(path), read_yaml(path))
 
 
@@ -94,12 +94,12 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def from_content(where: str, content: dict[Any, Any]) -> Layer:
-    """What a file, or a part of it, holds; `where` begins every message about it."""
+    """The settings of a file or of a part of it; every message about them begins with `where`."""
     return _layer([(f"{where}: {key}={show(value)}", str(key), value) for key, value in _flat(content, "")])
 
 
 def parse_override(word: str) -> Override:
-    """A word in Hydra's grammar that sets a key, to one value or to several.
+    """Parse a word in Hydra's grammar that sets a key to one value or to several.
 
     Raises: ConfigError for anything else.
     """
@@ -150,7 +150,7 @@ def _layer(written: list[tuple[str, str, Any]]) -> Layer:
 def _add_word(words: dict[str, str], text: str, key: str, value: object) -> None:
     if key == PRESET:
         key = "model"
-        if value == "":  # as every written configuration without a preset says
+        if value == "":  # the default, in every saved configuration without a preset
             return
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{text}: expected {WORDS[key]}")
@@ -160,7 +160,7 @@ def _add_word(words: dict[str, str], text: str, key: str, value: object) -> None
 
 
 def _checked(setting: Setting) -> Setting:
-    """The same setting in the form that its type wants, or an error of one sentence."""
+    """The same setting converted to the type of its key.  Raises: ConfigError."""
     key, value = setting.key, setting.value
     if (mapping := mapping_of(key)) is not None:
         return _checked(Setting(mapping, value, setting.text, key.removeprefix(f"{mapping}.")))
@@ -181,7 +181,7 @@ def _checked(setting: Setting) -> Setting:
     if not fits(value, wanted):
         raise ConfigError(f"{setting.text}: expected {type_name(wanted)}")
     if isinstance(value, int) and float in get_args(wanted):
-        value = float(value)  # OmegaConf does not turn 3 into 3.0 where text is allowed too
+        value = float(value)  # OmegaConf does not convert 3 to 3.0 if text is allowed too
     return Setting(key, value, setting.text)
 
 

@@ -1,4 +1,4 @@
-"""The layouts nearest to one that cannot be, found by trying."""
+"""The valid layouts nearest to an invalid one, found by search."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from math import log2
 
 from megarl.layout import Layout, ModelNumbers
 
-# Where two changes cost the same, the first field here is the first choice.
+# If two changes cost the same, the change of the earlier field comes first.
 _FIELDS = ("tp", "pp", "cp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers", "sequence_parallel")
 
 
 def nearest_layouts(
     layout: Layout, numbers: ModelNumbers, num_ranks: int, fits: Callable[[Layout], bool]
 ) -> Iterator[Layout]:
-    """Layouts that fit, the nearest first: of those that differ in one field, else in two, else without extras."""
+    """Valid layouts, nearest first: those that differ in one field, else in two, else plain tp, pp and cp layouts."""
     options = _options(layout, numbers, num_ranks)
     for count in (1, 2):
         found = {_with(layout, dict(zip(fields, values, strict=True)))
@@ -33,7 +33,7 @@ def nearest_layouts(
 
 
 def nearest_numbers(value: int, candidates: Iterator[int] | list[int], count: int = 2) -> list[int]:
-    """The candidates nearest to a number by their ratio.  Example: nearest_numbers(100, [1, 64, 128]) -> [128, 64]."""
+    """The candidates nearest to a number by ratio.  Example: nearest_numbers(100, [1, 64, 128]) -> [128, 64]."""
     return sorted(candidates, key=lambda other: (abs(log2(other / value)), other))[:count]
 
 
@@ -43,7 +43,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _with(layout: Layout, changes: dict[str, int | bool | None]) -> Layout:
-    """The layout with these changes; where they leave one tensor-parallel rank there is no sequence parallelism."""
+    """The layout with these changes; with one tensor-parallel rank, sequence parallelism is switched off."""
     changed = replace(layout, **changes)  # type: ignore[arg-type]
     return replace(changed, sequence_parallel=False) if changed.tp == 1 else changed
 
@@ -65,7 +65,7 @@ def _options(layout: Layout, numbers: ModelNumbers, num_ranks: int) -> dict[str,
 
 
 def _last_stages(layout: Layout, layers: int | None) -> list[int]:
-    """Layers that are left for the last pipeline rank where all others have equally many."""
+    """Possible numbers of layers of the last pipeline rank, if all middle ranks have the same number."""
     if layers is None or layout.pp < 2:
         return []
     left = layers - (layout.first_stage_layers or 0)
@@ -77,10 +77,10 @@ def _last_stages(layout: Layout, layers: int | None) -> list[int]:
 
 
 def _distance(a: Layout, b: Layout) -> tuple[float, tuple[int, ...], str]:
-    """How far b is from a; then whatever never ties.
+    """The distance of b from a as a sort key, with tie-breakers.
 
-    Each field that differs costs one, and a size one more for each factor of two; stages of unequal size are a last
-    resort, and sequence parallelism is free.
+    Each changed field costs 1, and a changed size 1 more for each factor of two.  Unequal stages cost more, as a last
+    resort; sequence parallelism costs nothing.
     """
     changed = [field for field in _FIELDS if getattr(a, field) != getattr(b, field)]
     cost = 0.0

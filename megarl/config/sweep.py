@@ -19,8 +19,8 @@ from megarl.config.compose import load_config
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, parse_override, show
 
-PLACE = ("trainer.default_local_dir", "trainer.experiment_name")  # each run's are made of the sweep's and its values
-_LONGEST_NAME = 120  # of a folder; file systems allow 255 bytes, and what is written beside it has longer names
+PLACE = ("trainer.default_local_dir", "trainer.experiment_name")  # derived for each run from the sweep and its values
+_LONGEST_NAME = 120  # of a folder; file systems allow 255 bytes, and files next to it have longer names
 _PLAIN = re.compile(r"[^\w.+=,-]+", re.ASCII)
 
 
@@ -28,14 +28,14 @@ _PLAIN = re.compile(r"[^\w.+=,-]+", re.ASCII)
 class SweptRun:
     """Example: SweptRun({"actor.optim.lr": 1e-4}, ("recipe=quickstart", "actor.optim.lr=0.0001", ...), config)."""
 
-    values: Mapping[str, Any]  # of the swept keys, in the order in which they were typed
-    words: tuple[str, ...]  # the command line behind `megarl train` that is this run alone
+    values: Mapping[str, Any]  # of the swept keys, in the order of the command line
+    words: tuple[str, ...]  # the arguments of `megarl train` for this run alone
     config: Config
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """One of the values that a word stands for.  `key` is our own name; `value` only where there are several."""
+    """One of the values of a word.  `key` is our own name; `value` is set only if there are several values."""
 
     word: str
     key: str
@@ -44,17 +44,17 @@ class _Choice:
 
 
 def load_sweep(overrides: list[str]) -> list[SweptRun]:
-    """Every combination of the values, the last key's turning fastest, checked as `megarl train` checks one.
+    """Every combination of the values, checked as `megarl train` does; the last key's value varies fastest.
 
     overrides: as for load_config; a value may also be a list with commas, choice(...) or range(...).  [a,b] and 'a,b'
-        are one value.
-    The runs stand in default_local_dir/EXPERIMENT_sweep, each in a folder that is named after its values.
+        are a single value.
+    The runs are written to default_local_dir/EXPERIMENT_sweep, each to a folder named after its values.
     Raises ConfigError, one sentence, before anything is started.
     """
     written: dict[str, list[_Choice]] = {}
     for word in overrides:
         choices = _choices(word)
-        written.pop(choices[0].key, None)  # of two words for one key the later one counts
+        written.pop(choices[0].key, None)  # if a key is given twice, the later word wins
         written[choices[0].key] = choices
     swept = [key for key, choices in written.items() if choices[0].swept]
     if not swept:
@@ -69,7 +69,7 @@ def load_sweep(overrides: list[str]) -> list[SweptRun]:
 
 
 def _choices(word: str) -> list[_Choice]:
-    """What a word may become: itself, or key=value for each of its values."""
+    """The words that a word expands to: itself, or key=value for each of its values."""
     override = parse_override(word)
     found = canonical(override.key_or_group)
     place = "" if isinstance(found, str) or found.place is None else f".{found.place}"
@@ -86,7 +86,7 @@ def _values(word: str, override: Override) -> list[str]:
     sweep = override.value()
     try:
         found = _numbers(sweep) if isinstance(sweep, RangeSweep) else list(override.sweep_string_iterator())
-    except (HydraException, ValueError):  # interval and glob have no end; a range may have no step
+    except (HydraException, ValueError):  # interval and glob cannot be enumerated; a range may have no step
         found = []
     if not found:
         raise ConfigError(f"{word}: expected values that can be counted: a,b or choice(a,b) or range(start,stop,step)")
@@ -94,7 +94,7 @@ def _values(word: str, override: Override) -> list[str]:
 
 
 def _numbers(sweep: RangeSweep) -> list[str]:
-    """From start to before stop, in decimals: Hydra's own range(0.1,0.4,0.1) has 0.30000000000000004, and 0.4 too."""
+    """start to stop, stop excluded, in decimals: Hydra's range(0.1,0.4,0.1) has 0.30000000000000004, and 0.4 too."""
     ends = (sweep.start, sweep.stop, sweep.step)
     if all(isinstance(end, int) for end in ends):
         return [str(number) for number in sweep.range()]
@@ -102,7 +102,7 @@ def _numbers(sweep: RangeSweep) -> list[str]:
 
 
 def _run(chosen: tuple[_Choice, ...]) -> SweptRun:
-    """This combination, in a folder of its own inside the sweep's."""
+    """The run of this combination, with its own folder inside the sweep's."""
     words, values = [choice.word for choice in chosen], {choice.key: choice.value for choice in chosen if choice.swept}
     config, _ = load_config(words)
     trainer = config.trainer
@@ -120,7 +120,7 @@ def _run(chosen: tuple[_Choice, ...]) -> SweptRun:
 def folder_name(values: Mapping[str, Any]) -> str:
     """Example: {"actor.optim.betas": [0.9, 0.99], "rollout.n": 4} -> "actor.optim.betas=0.9_0.99,rollout.n=4".
 
-    What no file name should hold is replaced, and a long name cut; a few letters of a hash then keep names apart.
+    Characters that are unsafe in file names are replaced, and long names are cut; a short hash keeps names unique.
     """
     text = ",".join(f"{key}={show(value).strip('[]').replace(', ', '_')}" for key, value in values.items())
     plain = _PLAIN.sub("_", text)
@@ -130,7 +130,7 @@ def folder_name(values: Mapping[str, Any]) -> str:
 
 
 def _require_one_home(runs: list[SweptRun]) -> None:
-    """Raises: ConfigError where what is swept, such as a recipe, brings a folder of its own."""
+    """Raises: ConfigError if a swept value, such as a recipe, sets another default_local_dir or experiment name."""
     homes = sorted({run.config.trainer.default_local_dir for run in runs})
     if len(homes) > 1:
         raise ConfigError(
@@ -140,7 +140,7 @@ def _require_one_home(runs: list[SweptRun]) -> None:
 
 
 def _require_different(runs: list[SweptRun]) -> None:
-    """Raises: ConfigError for two runs of the same settings."""
+    """Raises: ConfigError for two runs with the same settings."""
     seen: dict[str, str] = {}
     for run in runs:
         name = run.config.trainer.experiment_name

@@ -1,7 +1,7 @@
-"""Keys that would do nothing under the chosen settings.
+"""Keys that would have no effect under the chosen settings.
 
-Whoever types `algorithm.lam=0.9` for GRPO expects something to happen; a silent nothing costs a run.  Only the command
-line is held to this: a recipe may carry values for choices that are not taken.
+A user who types `algorithm.lam=0.9` for GRPO expects an effect; silently ignoring it wastes a run.  Only the command
+line is checked: a recipe may contain values for choices that are not used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.config.validate.values import value_of
 
 
 class UnusedKeys(NamedTuple):
-    """Keys that match `keys` (patterns, separated by spaces) do nothing where `when` holds."""
+    """Keys that match `keys` (patterns, separated by spaces) have no effect if `when` is true."""
 
     keys: str
     because: str  # {c...} is a value of the configuration
@@ -41,9 +41,9 @@ def _optim_rows(role: str, optim: Callable[[Config], Optim]) -> tuple[UnusedKeys
 
 
 def _has_one_copy(config: Config, role: str) -> bool:
-    """Is there nothing that gradients or parameters could be sent to, while the rank computes?
+    """Is there no other copy, so that there is no gradient or parameter communication to overlap with computation?
 
-    Experts may have copies where the rest has none: with tp=4, ep=2 and etp=1 each expert is on two of four ranks.
+    Experts may have copies even if the rest has none: with tp=4, ep=2 and etp=1 each expert is on two of four ranks.
     """
     node, replicas = value_of(config, role), data_parallel_size(config, role)
     layout = layout_of(node.megatron)
@@ -73,7 +73,7 @@ def _role_rows(role: str) -> tuple[UnusedKeys, ...]:
 
 
 def _is_none_of(config: Config, estimators: tuple[str, ...]) -> bool:
-    """A built-in estimator, and none of these; what a plug-in's asks for is not known here."""
+    """A built-in estimator, and none of these; the needs of a plug-in's estimator are not known here."""
     return config.algorithm.adv_estimator in set(names.ADV_ESTIMATORS) - set(estimators)
 
 
@@ -234,7 +234,7 @@ TABLE = (
     ),
 )
 
-# What a command never reads.
+# Keys that a command never reads.
 UNREAD = {
     "train": "sft.*",
     "sft": (
@@ -252,7 +252,7 @@ COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")
 
 
 def check_effect(config: Config, typed: Iterable[Setting], command: str) -> None:
-    """Raise ConfigError, one sentence, at the first typed setting that nothing would read."""
+    """Raise ConfigError, one sentence, for the first typed setting without an effect."""
     if command in COMMANDS_THAT_RUN_NOTHING:
         return
     for setting in typed:

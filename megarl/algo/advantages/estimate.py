@@ -1,6 +1,6 @@
-"""From a scored batch to advantages: rewards per token, KL in the reward, the estimator, the clamp.
+"""Computes advantages from a scored batch: rewards per token, KL in the reward, the estimator, the clamp.
 
-Runs once per batch, on whole samples, on the CPU.  Knows columns and settings; not where they come from.
+Runs once per batch, on whole samples, on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.algo.segments import clean, last_unmasked, segment_count, segment_me
 from megarl.declared import argument_faults
 from megarl.sample import Batch, Stat, Stats
 
-# What an estimator may ask for that is not an argument of its own: settings with keys of their own, and data.
+# Inputs of an estimator that are not its own arguments: settings with their own keys, and data.
 SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "reward_weights")
 DATA = (
     *("values", "old_log_probs", "ref_log_probs", "rollout_log_probs", "sum_pi_squared", "full_kl", "keep"),
@@ -43,14 +43,14 @@ def estimate(
     kl_coef: float = 0.0,
     advantage_clip: float | None = None,
 ) -> tuple[Batch, Stats]:
-    """Put token_level_rewards, advantages and returns into the batch.
+    """Add token_level_rewards, advantages and returns to the batch.
 
     r_t = score_t - kl_coef KL_t m_t,   score_t on the last trainable token
     A = adv_estimator(r, ...) clamped to [-advantage_clip, advantage_clip]
 
-    Args: batch: columns response_mask, and what the settings ask for: old_log_probs and ref_log_probs, or full_kl, for
-        the KL, what the estimator names; per sequence score [B] and group [B].  reward_weights: of the columns of
-        reward_parts. adv_estimator_args: further arguments of this estimator.  kl_coef: the controller's current value.
+    Args: batch: the column response_mask; for the KL old_log_probs and ref_log_probs, or full_kl; the estimator's
+        inputs; per sequence score [B] and group [B].  reward_weights: of the columns of reward_parts.
+        adv_estimator_args: further arguments of this estimator.  kl_coef: the controller's current value.
     Returns: the batch, and statistics.  With KL in the reward, `actor/reward_kl_penalty` is the current KL, mean over
         sequences of token means: controller.update(stat.result(), int(stat.weight)).
     Raises: ValueError for an unknown name or a missing column; NonFiniteError for a number that is not finite.
@@ -91,7 +91,7 @@ def estimate(
 def score_rewards(scores: Tensor, mask: Tensor, segment_ids: Tensor) -> tuple[Tensor, Stats]:
     """scores [B] -> [N] float32: each on the last trainable token of its sequence.
 
-    A sequence without a trainable token has no place for its score; the statistic counts those.
+    The score of a sequence without a trainable token is dropped; the statistic counts such sequences.
     """
     _require_finite_row("score", scores)
     places = last_unmasked(mask, segment_ids, len(scores))
@@ -121,10 +121,10 @@ def kl_of_rewards(batch: Batch, mask: Tensor, segment_ids: Tensor, kl_penalty: s
 
 
 def group_stats(scores: Tensor, groups: Groups) -> Stats:
-    """What a group estimator cannot learn from: groups of one, and the share of groups whose rewards are all equal.
+    """Groups without a learning signal: the number of groups of one, and the share of groups with equal rewards.
 
-    Only samples with a trainable token count, and groups that have one.  scores [B]: what the reward function said,
-    since a penalty for the length or the KL makes every sample differ, whether or not one is better than another.
+    Only samples with a trainable token count, and groups that have one.  scores [B]: from the reward function, before
+    penalties, because a length or KL penalty makes samples differ even if their quality is equal.
     """
     sizes_G = segment_count(groups.takes_part, groups.index, groups.num_groups)
     differing_G = segment_count(groups.differ(scores), groups.index, groups.num_groups)
@@ -136,8 +136,9 @@ def group_stats(scores: Tensor, groups: Groups) -> Stats:
 
 
 def check_estimator_args(adv_estimator: str, args: Mapping[str, Any]) -> None:
-    """Raises: ValueError for an unknown estimator, for one of algorithm.adv_estimator_args that it has not, and for one
-    that it needs and does not get; asked before a run starts, with no batch at hand.
+    """Raises: ValueError for an unknown estimator, and for an unknown or missing entry of algorithm.adv_estimator_args.
+
+    Called before a run starts, without a batch.
     """
     if adv_estimator not in ADV_ESTIMATORS:
         raise ValueError(f"algorithm.adv_estimator={adv_estimator!r}: expected one of {', '.join(ADV_ESTIMATORS)}")
@@ -150,7 +151,7 @@ def check_estimator_args(adv_estimator: str, args: Mapping[str, Any]) -> None:
 
 
 def _asked_for(adv_estimator: str, batch: Batch, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of this estimator, out of what the batch and the settings offer."""
+    """The keyword arguments of this estimator, taken from the batch and the settings."""
     offered = {**batch.columns, **batch.per_sequence, "group_ids": batch.per_sequence.get("group"), **settings}
     asked = {}
     for name, has_default in keyword_names(ADV_ESTIMATORS[adv_estimator]).items():

@@ -1,8 +1,9 @@
-"""What follows a token: discounted returns and generalized advantages over the trainable tokens, and whitening.
+"""Discounted returns and generalized advantage estimation (GAE) over the trainable tokens, and whitening.
 
-A masked token (the prompt, a tool's output) is no step of the decision process: nothing is discounted there, and what
-comes after it passes through to the step before.  A reward on a masked token moves to the last trainable token before
-it; with none before it, no choice led to it and it is dropped.  Computed in float64, returned as the type of `rewards`.
+A masked token (the prompt, a tool's output) is not a step of the decision process: it has no discount, and later
+returns pass through it to the previous step.  A reward on a masked token moves to the last trainable token before it;
+without such a token no decision led to the reward and it is dropped.  Computed in float64, returned as the type of
+`rewards`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _discounted_suffix_sums(x: Tensor, factor: Tensor, longest: int) -> Tensor:
     """y_t = x_t + factor_t y_{t+1} for all t at once; factor is 0 at the last step of each sequence.
 
     Pointer doubling: after k rounds y_t holds the terms t .. t + 2^k - 1 and factor_t the product over them, so a batch
-    takes log2(longest) passes over its flat steps instead of one Python step per token.
+    takes log2(longest) passes over its flat steps instead of a Python step per token.
     """
     y, factor = x.clone(), factor.clone()
     reach = 1

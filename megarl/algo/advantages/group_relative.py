@@ -1,6 +1,6 @@
-"""Advantage estimators that compare the samples of one prompt: one number a sample, on each of its trainable tokens.
+"""Advantage estimators that compare the samples of a prompt; all trainable tokens of a sample get the same number.
 
-R is the sum of a sample's token rewards, g its prompt group; groups.py says who takes part.  The return is R itself.
+R is the sum of a sample's token rewards, g its prompt group; groups.py defines which samples count.  The return is R.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Estimate = tuple[Tensor, Tensor]  # advantages [N], returns [N]
 def grpo(
     rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool
 ) -> Estimate:
-    """Relative to the other answers to the same prompt.
+    """Reward relative to the mean of the answers to the same prompt.
 
     A = (R - mean_g) / (std_g + 1e-6);   norm_adv_by_std_in_grpo=False: A = R - mean_g
 
@@ -41,13 +41,13 @@ def grpo(
 def grpo_passk(
     rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool
 ) -> Estimate:
-    """Only the best sample of a group learns: what it adds to the best that the group would have had without it.
+    """Only the best sample of a group is reinforced, by its lead over the best reward of the group without it.
 
     A = R_max - R_second [/ (std_g + 1e-6)] for the best sample, 0 for the others
 
-    Where several share the highest reward, the second is as high as the best and all get 0.  Paper: arXiv:2503.19595.
+    If several samples share the highest reward, R_second equals R_max and all get 0.  Paper: arXiv:2503.19595.
 
-    When: what counts is that one answer in k is right.
+    When: the goal is pass@k, at least one correct answer in k.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
     Returns: advantages, returns [N].
@@ -74,18 +74,19 @@ def gdpo(
     score: Tensor,
     raw_score: Tensor | None = None,
 ) -> Estimate:
-    """Several rewards, each normalised in its group before they are added, so that none drowns the others.
+    """Several rewards, each normalised in its group before they are added, so that none dominates the others.
 
     A = whiten(sum_k weight_k grpo(part_k) + (X - mean_g X)),   X = R - the reward as the reward function gave it
 
-    X is what came on top of the reward: the KL in the reward and the overlong penalty.  It is centred and not divided
-    by its std, or its coefficient would cancel.  A sample with nobody to compare with stays 0 and out of the whitening.
+    X is everything added to the reward: the KL in the reward and the overlong penalty.  It is centred and not divided
+    by its std, because then its coefficient would cancel.  A sample without another sample to compare with gets 0 and
+    does not count in the whitening.
     Paper: arXiv:2601.05242.
 
     When: several rewards on different scales.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B]; reward_parts [B, K]; reward_weights: K numbers;
-        score [B] as it went into `rewards`; raw_score [B] before shaping (None: it was not shaped).
+        score [B] as included in `rewards`; raw_score [B] before shaping (None: it was not shaped).
     Returns: advantages, returns [N].
     """
     if reward_parts.dim() != 2 or len(reward_weights) != reward_parts.shape[1] or not len(reward_weights):
@@ -102,13 +103,13 @@ def gdpo(
 
 @register_adv_est("rloo")
 def rloo(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
-    """Leave one out: relative to the mean of the others.
+    """Leave-one-out baseline: reward relative to the mean of the other answers.
 
     A = n / (n - 1) (R - mean_g),   n = size of the group
 
     Paper: arXiv:2402.14740.
 
-    When: no critic, no division by a spread: unbiased.
+    When: no critic; unbiased, because there is no division by a standard deviation.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
     Returns: advantages, returns [N].
@@ -121,13 +122,14 @@ def rloo(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tenso
 
 @register_adv_est("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
-    """Relative to the group's mean, then one scale for the whole batch.
+    """Reward relative to the group's mean, whitened over the whole batch.
 
     A = whiten(R - mean_g)
 
-    A sample with nobody to compare with stays 0 and out of the whitening.  Paper: arXiv:2501.03262.
+    A sample without another sample to compare with gets 0 and does not count in the whitening.
+    Paper: arXiv:2501.03262.
 
-    When: groups, and one scale for the batch.
+    When: prompt groups with the same scale of advantages over the whole batch.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
     Returns: advantages, returns [N].
@@ -138,13 +140,13 @@ def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, segment_ids: Ten
 
 @register_adv_est("opo")
 def opo(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
-    """Relative to the mean in which a sample counts as often as it has tokens: the baseline of least variance.
+    """Reward relative to the group's length-weighted mean: the baseline of minimum variance.
 
     A = R - sum_g(n R) / sum_g(n),   n = trainable tokens of a sample
 
     Paper: arXiv:2505.23585.
 
-    When: strictly on-policy; answers of very different length.
+    When: strictly on-policy training with answers of very different lengths.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
     Returns: advantages, returns [N].
@@ -157,13 +159,13 @@ def opo(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor
 
 @register_adv_est("gpg")
 def gpg(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, group_ids: Tensor) -> Estimate:
-    """Relative to the group's mean, scaled up for the groups that teach nothing because all rewards are equal.
+    """Reward relative to the group's mean, scaled up to compensate for groups whose rewards are all equal.
 
     A = alpha (R - mean_g),   alpha = samples / samples in groups with unequal rewards, 1 if there is none
 
     Paper: arXiv:2504.02546.
 
-    When: many groups teach nothing.
+    When: many groups have equal rewards, which give no learning signal.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; group_ids [B].
     Returns: advantages, returns [N].
@@ -181,5 +183,5 @@ def relative(x: Tensor, groups: Groups, *, by_std: bool) -> Tensor:
 
 
 def _whitened(A: Tensor, groups: Groups, mask: Tensor, segment_ids: Tensor) -> Tensor:
-    """A [B] -> [N] float32, whitened over the trainable tokens of samples that have somebody to compare with."""
+    """A [B] -> [N] float32, whitened over the trainable tokens of samples with another sample to compare with."""
     return whiten(A[segment_ids], mask & groups.compares[segment_ids]).float()

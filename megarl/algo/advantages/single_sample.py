@@ -1,4 +1,4 @@
-"""Advantage estimators that look at each sample alone: no prompt group takes part."""
+"""Advantage estimators that use each sample alone, without its prompt group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megarl.algo.segments import clean
 def gae_whitened(
     rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, values: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation, whitened over the batch; the returns are those before whitening.
+    """Generalized advantage estimation, whitened over the batch; the returns are not whitened.
 
     delta_t = r_t + gamma V_{t'} - V_t,   A_t = delta_t + gamma lam A_{t'};   A whitened
 
     Paper: arXiv:1506.02438.
 
-    When: a critic is affordable; one answer a prompt is enough; rewards under way.
+    When: a critic is affordable; one answer per prompt is enough; rewards in the middle of an answer.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; values [N].
     Returns: advantages, returns [N].
@@ -31,13 +31,13 @@ def gae_whitened(
 
 @register_adv_est("reinforce_plus_plus")
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, gamma: float) -> tuple[Tensor, Tensor]:
-    """The return to go, against the mean and with the spread of the whole batch.
+    """The return-to-go, whitened over the whole batch.
 
     A = whiten(G),   G_t = r_t + gamma G_{t'},   t' the next trainable token
 
     G is carried over masked tokens (public code restarts it there).  Paper: arXiv:2501.03262.
 
-    When: one answer a prompt, no critic.
+    When: one answer per prompt, no critic.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N].
     Returns: advantages [N] and returns [N], which are G.
@@ -48,13 +48,13 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, g
 
 @register_adv_est("remax")
 def remax(rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, greedy_score: Tensor) -> tuple[Tensor, Tensor]:
-    """The return to go, against the reward of a greedy completion of the same prompt.
+    """The return-to-go relative to the reward of a greedy completion of the same prompt.
 
-    A_t = G_t - R_greedy,   G_t = sum of the rewards from t on, not discounted: the baseline is not either
+    A_t = G_t - R_greedy,   G_t = sum of the rewards from t on, not discounted, like the baseline
 
     Paper: arXiv:2310.10505.
 
-    When: one answer a prompt, no critic; costs one greedy answer.
+    When: one answer per prompt, no critic; costs an additional greedy answer per prompt.
 
     Args: rewards [N]; mask [N] bool; segment_ids [N]; greedy_score [B], the same for all samples of a prompt.
     Returns: advantages [N] and returns [N], which are G.

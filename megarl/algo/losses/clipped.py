@@ -1,4 +1,4 @@
-"""Policy losses that clip a ratio or a log-ratio: the gradient ends where the policy has moved far enough."""
+"""Policy losses that clip a ratio or a log-ratio: beyond the clip range a token has no gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.algo.segments import count_segments, segment_mean
 GSPO_LOG_LIMIT = 10.0
 
 
-@register_policy_loss("ppo", "vanilla", "grpo")  # GRPO's loss is PPO's; what differs is the estimator
+@register_policy_loss("ppo", "vanilla", "grpo")  # GRPO's loss is PPO's; only the estimator differs
 def ppo(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -37,12 +37,12 @@ def ppo(
 
     Papers: PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; unequal clips, arXiv:2503.14476 (DAPO).
 
-    When: the first choice; GRPO is this loss with `algorithm.adv_estimator=grpo`; a high side of 0.28 keeps the entropy
-    up longer (arXiv:2503.14476).
+    When: the first choice; GRPO is this loss with `algorithm.adv_estimator=grpo`; clip_high=0.28 keeps the entropy high
+    for longer (arXiv:2503.14476).
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how far the ratio may move; clip_c: c > 1, None switches the dual clip off.
-    Returns: token loss [T]; pg_clipfrac [T], where the clip holds; pg_clipfrac_lower [T], where the dual clip does.
+    Returns: token loss [T]; pg_clipfrac [T], where the clip is active; pg_clipfrac_lower [T], where the dual clip is.
     """
     require_ratio_clips(clip_low, clip_high)
     if clip_c is not None and not clip_c > 1:
@@ -70,21 +70,21 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One ratio a sequence: the geometric mean of its tokens' ratios.
+    """One ratio per sequence: the geometric mean of its tokens' ratios.
 
     s = exp(min(l - sg(l) + sg(mean_b(l - l_old)), 10))
     L = max(-A s, -A clamp(s, 1 - clip_low, 1 + clip_high))
 
-    s has the value of the sequence's ratio, and each token's gradient is that of its own l.  Wants
-    loss_agg_mode=seq-mean-token-mean, which makes the objective one term a sequence.
-    Paper: GSPO, arXiv:2507.18071 (this is its GSPO-token, equal to GSPO where A is the same over a sequence).
+    s has the value of the sequence's ratio; each token's gradient is that of its own l.  Use it with
+    loss_agg_mode=seq-mean-token-mean, which makes the objective one term per sequence.
+    Paper: GSPO, arXiv:2507.18071 (this is its GSPO-token, equal to GSPO if A is constant over a sequence).
 
     When: mixtures of experts and long answers, where the ratio of single tokens is noise; with
     `actor.loss_agg_mode=seq-mean-token-mean`.
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how far the sequence's ratio may move.
-    Returns: token loss [T]; pg_clipfrac [T], where the clip holds.
+    Returns: token loss [T]; pg_clipfrac [T], where the clip is active.
     """
     require_ratio_clips(clip_low, clip_high)
     mean_B = segment_mean(log_probs - old_log_probs, mask, segment_ids, count_segments(segment_ids))
@@ -106,16 +106,16 @@ def gmpo(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The geometric mean of clipped ratios, one loss a sequence.
+    """The geometric mean of clipped ratios, one loss per sequence.
 
     A_b = mean_b A,   d = l - l_old
     d'  = sgn(A_b) min(sgn(A_b) d, sgn(A_b) clamp(d, -clip_low, clip_high))
-    L_b = -A_b exp(clamp(mean_b d', -20, 20)), carried by every token of the sequence
+    L_b = -A_b exp(clamp(mean_b d', -20, 20)), on every token of the sequence
 
-    Wants loss_agg_mode=seq-mean-token-mean, which makes the objective the mean of L_b.
+    Use it with loss_agg_mode=seq-mean-token-mean, which makes the objective the mean of L_b.
     Paper: GMPO, arXiv:2507.20673.
 
-    When: as gspo, with clips per token; with `actor.loss_agg_mode=seq-mean-token-mean`.
+    When: as gspo, but with a clip per token; with `actor.loss_agg_mode=seq-mean-token-mean`.
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how far a token's log-ratio may move.

@@ -1,13 +1,13 @@
-"""Policy losses that treat a few tokens of high covariance otherwise, and the choice of those tokens.
+"""Policy losses that treat a few tokens of high covariance differently, and the selection of those tokens.
 
     cov = (A - mean A) (l_old - mean l_old),   means over the trainable tokens of the whole optimizer step
 
 Paper: "The entropy mechanism of reinforcement learning for reasoning language models", arXiv:2505.22617: the tokens
-with a large covariance are the ones that drive the entropy down.
+with a large covariance drive the entropy down.
 
-A choice by rank or by chance among the tokens of a micro-batch, made from the present l, is another choice for every
-micro-batch size, and so is the gradient; public code does that.  Here the choice is made once, from the whole optimizer
-step, by its own generator, before the step is split; it travels as the column `selected`.
+Public code selects by rank or at random among the tokens of a micro-batch, from the current l; then selection and
+gradient depend on the micro-batch size.  Here the selection is made once from the whole optimizer step, with its own
+random generator, before the step is split; it is passed on as the column `selected`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def select_clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """k tokens drawn by chance out of those with clip_cov_lb < cov < clip_cov_ub; all of these, if they are fewer.
+    """k random tokens with clip_cov_lb < cov < clip_cov_ub; all of these if there are fewer than k.
 
     k = max(1, floor(clip_cov_ratio n)),   n trainable tokens in the step
 
@@ -53,9 +53,9 @@ def select_clip_cov(
 def select_kl_cov(
     old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, generator: Generator, kl_cov_ratio: float = 2e-4
 ) -> Tensor:
-    """The k tokens of largest cov, k = max(1, floor(kl_cov_ratio n)); of equals the earlier.
+    """The k tokens with the largest cov, k = max(1, floor(kl_cov_ratio n)); of equal ones, the earlier.
 
-    Args: old_log_probs, advantages [N] of the whole optimizer step; mask [N] bool; generator: nothing is drawn.
+    Args: old_log_probs, advantages [N] of the whole optimizer step; mask [N] bool; generator: not used.
     Returns: [N] bool.
     """
     trainable = mask.nonzero().squeeze(1)
@@ -76,17 +76,17 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO without dual clip, with no gradient from the selected tokens.
+    """PPO without dual clip; the selected tokens have no gradient.
 
     L = 0 where selected, else max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high))
 
-    The selected tokens stay in every denominator.  Paper: Clip-Cov, arXiv:2505.22617.
+    The selected tokens still count in every denominator.  Paper: Clip-Cov, arXiv:2505.22617.
 
     When: the entropy collapses under `ppo`.
 
     Args: log_probs, old_log_probs, advantages, selected [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how far the ratio may move.
-    Returns: token loss [T]; pg_clipfrac [T], where the clip holds; cov_selected [T].
+    Returns: token loss [T]; pg_clipfrac [T], where the clip is active; cov_selected [T].
     """
     columns = (log_probs, old_log_probs, advantages, mask, segment_ids)
     loss, info = ppo(*columns, clip_low=clip_low, clip_high=clip_high, clip_c=None)
@@ -105,16 +105,16 @@ def kl_cov(
     selected: Tensor,
     ppo_kl_coef: float = 0.1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The unclipped surrogate, with a pull towards the old policy on the selected tokens.
+    """The unclipped surrogate, with a penalty on the selected tokens that pulls them towards the old policy.
 
     L = -A r, plus ppo_kl_coef |l - l_old| where selected
 
     Paper: KL-Cov, arXiv:2505.22617.
 
-    When: the entropy collapses under `ppo`; without a clip.
+    When: the entropy collapses under `ppo`; this loss has no clip.
 
     Args: log_probs, old_log_probs, advantages, selected [T]; mask [T] bool; segment_ids [T].
-        ppo_kl_coef: the strength of the pull, above 0.
+        ppo_kl_coef: the strength of the penalty, above 0.
     Returns: token loss [T]; cov_selected [T].
     """
     require_positive(ppo_kl_coef=ppo_kl_coef)

@@ -1,4 +1,4 @@
-"""The critic's loss: one number a token; its weight is data, as for the policy."""
+"""The critic's loss: one number per token; the token weights are data, as for the policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float | None = 0.5
 ) -> tuple[Tensor, Tensor]:
-    """Squared error, pessimistic about moves beyond the trust region.
+    """Clipped squared error: the larger of the errors of the value and of the clipped value.
 
     V_c = V_old + clamp(V - V_old, -cliprange, cliprange)
     L = 0.5 max((V - R)^2, (V_c - R)^2)
@@ -17,12 +17,12 @@ def value_loss(
     Paper: PPO's public implementation; studied in arXiv:2005.12729.
 
     Args: values, old_values, returns [T]; cliprange: None switches the clip off.
-    Returns: token loss [T]; [T] bool, where the clipped error is the larger one (the gradient is 0 there).
+    Returns: token loss [T]; [T] bool, where the clipped error is larger (the gradient is 0 there).
     """
     error = (values - returns).square()
     if cliprange is None:
         return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
-    # The same V_c, written so that inside the range it is V to the last bit and no rounding counts as a clip.
+    # The same V_c, written so that inside the range it equals V bit for bit and no rounding counts as a clip.
     clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     clipped_error = (clipped_values - returns).square()
     return 0.5 * torch.maximum(error, clipped_error), clipped_error > error

@@ -1,4 +1,4 @@
-"""Policy losses whose gradient is a weight times grad l: none, the advantage alone, or a bounded ratio."""
+"""Policy losses without a clipped surrogate: plain policy gradients, weighted ratios, soft gates and trust regions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reinforce(
 
     Paper: Williams 1992, doi:10.1007/BF00992696.  On-policy only: old_log_probs are not used.
 
-    When: one optimizer step an iteration, `rollout.ahead=0`.
+    When: one optimizer step per iteration, `rollout.ahead=0`.
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
     Returns: token loss [T]; no statistics of its own.
@@ -31,13 +31,13 @@ def reinforce(
 def gpg(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, segment_ids: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Group policy gradient: the plain gradient, for the advantages of the estimator `gpg`, which hold its scale.
+    """Group policy gradient: the plain gradient, for the advantages of the estimator `gpg`, which include its scale.
 
     L = -A l
 
     Paper: GPG, arXiv:2504.02546.  On-policy only: old_log_probs are not used.
 
-    When: one optimizer step an iteration, with `algorithm.adv_estimator=gpg`, which holds its scale.
+    When: one optimizer step per iteration, with `algorithm.adv_estimator=gpg`, which includes its scale.
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
     Returns: token loss [T]; no statistics of its own.
@@ -56,13 +56,13 @@ def cispo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The ratio is clipped as a weight, so that no token loses its gradient.
+    """The ratio is a clipped, detached weight, so that every token keeps its gradient.
 
     L = -sg(clamp(r, 1 - clip_low, 1 + clip_high)) A l
 
-    Paper: CISPO, arXiv:2506.13585 (MiniMax-M1), which has clip_low = 1: no lower bound.
+    Paper: CISPO, arXiv:2506.13585 (MiniMax-M1), with clip_low = 1: no lower bound.
 
-    When: when rare tokens matter (reflection, turns of thought) and a clip would take their gradient.
+    When: rare tokens matter (reflection, changes of reasoning) and a clip would remove their gradient.
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how far the weight may be from 1.
@@ -85,14 +85,14 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A soft gate in place of the clip: the gradient fades as the ratio leaves 1.
+    """A soft gate instead of the clip: the gradient decreases as the ratio moves away from 1.
 
     L = -A sigmoid(tau (r - 1)) 4 / tau,   tau = tau_pos where A > 0, else tau_neg
 
     At r = 1 the gradient is that of -A l, whatever tau is.
     Paper: SAPO, arXiv:2511.20347.
 
-    When: when clips are hit often and a gate that closes slowly loses less.
+    When: many tokens are clipped, and a gate that closes gradually keeps more of their gradient.
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         tau_pos, tau_neg: how fast the gate closes, above 0.
@@ -116,7 +116,7 @@ def dppo_tv(
     clip_high: float = 0.15,
     dppo_ratio_cap: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A trust region in total variation: a token counts until its probability has moved far enough.
+    """A trust region in total variation: a token counts until its probability has moved too far.
 
     L = -A sg(min(r, c)) l v,   p = exp(l), p_old = exp(l_old), v detached
     v = p - p_old <= clip_high where A > 0, else p - p_old >= -clip_low
@@ -124,11 +124,11 @@ def dppo_tv(
     A move back towards p_old always passes.
     Paper: DPPO, arXiv:2602.04879.
 
-    When: large vocabularies: the ratio of an unlikely token says little, its change in probability says all.
+    When: large vocabularies, where the ratio of an unlikely token is less meaningful than its change in probability.
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how far a probability may move; dppo_ratio_cap: c.
-    Returns: token loss [T]; pg_clipfrac [T], where v takes the gradient away.
+    Returns: token loss [T]; pg_clipfrac [T], where v removes the gradient.
     """
     require_distances(clip_low, clip_high)
     moved = _probability(log_probs) - _probability(old_log_probs)
@@ -148,7 +148,7 @@ def dppo_kl(
     clip_high: float = 0.05,
     dppo_ratio_cap: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A trust region in the KL of "this token or another one".
+    """A trust region in the KL of the binary distribution "this token or another token".
 
     L = -A sg(min(r, c)) l v,   v detached
     k = p_old (l_old - l) + (1 - p_old) log((1 - p_old + 1e-8) / (1 - p + 1e-8))
@@ -160,7 +160,7 @@ def dppo_kl(
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
         clip_low, clip_high: how large k may be; dppo_ratio_cap: c.
-    Returns: token loss [T]; pg_clipfrac [T], where v takes the gradient away.
+    Returns: token loss [T]; pg_clipfrac [T], where v removes the gradient.
     """
     require_distances(clip_low, clip_high)
     p, p_old = _probability(log_probs), _probability(old_log_probs)
@@ -174,16 +174,16 @@ def dppo_kl(
 def dro(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, segment_ids: Tensor, *, beta: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Direct reward optimisation: the plain gradient, held back by a quadratic.
+    """Direct reward optimisation: the plain gradient with a quadratic penalty.
 
     L = -(l A - beta / 2 (l - l_old)^2)
 
     Paper: DRO, arXiv:2405.19107.
 
-    When: samples of other policies, where no ratio is to be trusted.
+    When: samples from other policies, whose ratios are not reliable.
 
     Args: log_probs, old_log_probs, advantages [T]; mask [T] bool; segment_ids [T].
-        beta: the strength of the quadratic, above 0; there is no default.
+        beta: the strength of the quadratic penalty, above 0; there is no default.
     Returns: token loss [T]; no statistics of its own.
     """
     require_positive(beta=beta)
@@ -199,7 +199,7 @@ def _dppo(
 
 
 def _probability(log_probs: Tensor) -> Tensor:
-    """exp(l), detached; a log-probability that rounding has put above 0 is one of 0."""
+    """exp(l), detached; a log-prob above 0 by rounding counts as 0."""
     return log_probs.detach().clamp(max=0).exp()
 
 

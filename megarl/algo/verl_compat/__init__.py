@@ -1,1 +1,1 @@
-"""Losses and estimators that are written as verl's documentation prints them, on [batch, sequence] tensors."""
+"""Adapters for losses and estimators in the form of verl's documentation, on [batch, sequence] tensors."""

@@ -1,7 +1,7 @@
-"""An advantage estimator written in verl's documented way, on [batch, sequence] tensors, run through one adapter.
+"""Adapter for an advantage estimator in verl's documented form, on [batch, sequence] tensors.
 
-It runs on the whole batch, which nothing splits.  Its tensors read as 0 one column behind the last: the estimator that
-the documentation prints asks for advantages[:, t + 1] at the last t too, where there is nothing to come.
+The estimator runs on the whole batch, which is never split.  Its tensors can be read one column after the last and are
+0 there, because the estimator printed in the documentation reads advantages[:, t + 1] also at the last t.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ESTIMATOR_FORM = ("rewards", "values", "dones", "gamma", "gae_lambda", "response
 
 
 class Columns(Tensor):
-    """[batch, sequence] that may be read one column behind its last, and is 0 there; so is any matrix made from it.
+    """A [batch, sequence] tensor that is 0 one column after its last; so is any matrix computed from it.
 
     Example: torch.ones(2, 3).as_subclass(Columns)[:, 3] is [0, 0]; [:, 4] is an IndexError.
     """
@@ -29,7 +29,7 @@ class Columns(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """As Tensor does, but for that column."""
+        """As Tensor does, except for that column."""
         with torch._C.DisableTorchFunctionSubclass():
             if func is Tensor.__getitem__ and _is_behind(args[1], args[0].shape):
                 return args[0].new_zeros(args[0].shape[0])[args[1][0]]
@@ -44,11 +44,11 @@ def _is_behind(index: Any, shape: torch.Size) -> bool:
 
 
 class DocumentedEstimator:
-    """A documented estimator as one of this layer: it gets the trainable tokens of every sequence, padded on the right.
+    """A documented estimator in the form of this layer: it gets each sequence's trainable tokens, padded on the right.
 
     `dones` is 1 at a sequence's last trainable token and in the padding, where rewards and values are 0; `gamma` and
-    `gae_lambda` are algorithm.gamma and algorithm.lam, whatever defaults the function prints; `response_mask` is
-    offered, by name or in **kwargs.
+    `gae_lambda` are always algorithm.gamma and algorithm.lam, not the function's defaults; `response_mask` is
+    passed by name or in **kwargs.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -75,7 +75,7 @@ class DocumentedEstimator:
         gamma: float = 1.0,
         lam: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """advantages [N], returns [N], 0 at masked places; a reward on a masked token moves as it does in gae."""
+        """advantages [N], returns [N], 0 at masked places; a reward on a masked token moves as in gae."""
         target = previous_unmasked(mask, segment_ids)
         moved = torch.zeros_like(rewards).index_add(0, target.clamp(min=0), torch.where(target >= 0, rewards, 0.0))
         live = mask.nonzero().squeeze(1)
@@ -116,7 +116,7 @@ class DocumentedEstimator:
         return [column.as_subclass(Tensor)[inside] for column in found]
 
     def _rehearse(self) -> None:
-        """Raises: ValueError with the reason for a function that fails, or that looks at the padding."""
+        """Raises: ValueError with the reason for a function that fails or that reads the padding."""
         g, lengths = torch.Generator().manual_seed(0), torch.tensor(PROBE_LENGTHS)
         names: list[str] = [name for name in ("rewards", "values") if name in self._takes]
         columns = {name: torch.randn(sum(PROBE_LENGTHS), generator=g) for name in names}

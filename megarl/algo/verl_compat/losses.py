@@ -1,21 +1,21 @@
-"""Functions written in verl's documented way, on [batch, sequence] tensors, run in this layer through one adapter.
+"""Adapter for policy losses in verl's documented form, on [batch, sequence] tensors.
 
-A policy loss (old_log_probs, log_probs, advantages, response_mask, loss_agg_mode, config, rollout_log_probs) returns a
-scalar: it has aggregated.  Over a micro-batch its denominators would be those of the micro-batch, and its gradient
-would change with every split.  Over ONE sequence there is nothing left that a split could change.  So the function is
-called once for each sequence, with its trainable tokens only, and every token of sequence b carries the scalar F_b:
+A policy loss (old_log_probs, log_probs, advantages, response_mask, loss_agg_mode, config, rollout_log_probs) returns an
+aggregated scalar.  On a micro-batch its denominators would be those of the micro-batch, and its gradient would change
+with every split.  On ONE sequence no split can change it.  So the function is called once for each sequence, with its
+trainable tokens only, and every token of sequence b gets the scalar F_b:
 
-    sum_t weight_t F_b(t) = sum_b scale_b n_b F_b      (each mode's weight is one number a sequence)
+    sum_t weight_t F_b(t) = sum_b scale_b n_b F_b      (each mode's weight is one number per sequence)
 
-which for token-mean is sum_b n_b F_b / sum_b n_b, and for seq-mean-token-mean the mean of F_b over the whole step: what
-the function itself returns for the whole step at once, if it is a mean over tokens, or over sequences, of terms that do
-not know of other sequences.  That "if" is tried with numbers before the run starts, value and gradient.
+For token-mean this is sum_b n_b F_b / sum_b n_b, and for seq-mean-token-mean the mean of F_b over the whole step.  The
+function itself returns the same for the whole step at once, if it is a mean over tokens, or over sequences, of terms
+that do not depend on other sequences.  This condition is tested numerically, value and gradient, before the run starts.
 
     tokens      F(a, b) = (n_a F(a) + n_b F(b)) / (n_a + n_b)
     sequences   F(a, b) = (F(a) + F(b)) / 2
 
-A function that does the first for loss_agg_mode="token_level" and the second for "sample_level" runs with every
-actor.loss_agg_mode; one that does the same for both has only that one mode; any other is refused.
+A function that averages over tokens for loss_agg_mode="token_level" and over sequences for "sample_level" runs with
+every actor.loss_agg_mode; one that does the same for both runs only with that mode; any other is refused.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ AGG_MODES_OF = {"tokens": ("token-mean", "token_level"), "sequences": ("seq-mean
 
 
 class DocumentedLoss:
-    """A documented policy loss as one of this layer: every token carries its sequence's scalar.
+    """A documented policy loss in the form of this layer: every token gets its sequence's scalar.
 
-    `config` holds algorithm.policy_loss_args as attributes, and is None without any.  The function's diagnostics are
-    logged as actor/NAME/..., their mean by the weights of the loss; one that is not finite, such as the standard
-    deviation of a single token, counts as 0.  A weight of rollout correction has to be one number a sequence.
+    `config` holds algorithm.policy_loss_args as attributes, or is None if there are none.  The function's diagnostics
+    are logged as actor/NAME/..., as means with the weights of the loss; a value that is not finite, such as the
+    standard deviation of a single token, counts as 0.  The weight of rollout correction must be one number per
+    sequence.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self._function = name, function
         self._takes = accepted(f"policy loss {name!r}", function, LOSS_FORM)
-        self.agg_modes: tuple[str, ...] | None = None  # None: every one; known after `rehearse`
+        self.agg_modes: tuple[str, ...] | None = None  # None: all modes; set by `rehearse`
         self.__signature__ = adapted_signature(
             ("log_probs", "old_log_probs", "advantages", "mask", "segment_ids"),
             {"rollout_log_probs": inspect.Parameter.empty} if "rollout_log_probs" in self._takes else {},
@@ -73,7 +74,7 @@ class DocumentedLoss:
         rollout_log_probs: Tensor | None = None,
         **args: float,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Token loss [T], F_b on every trainable token; the diagnostics the same way."""
+        """Token loss [T], F_b on every trainable token; the diagnostics in the same form."""
         live = mask.nonzero().squeeze(1)
         lengths = segment_ids[live].unique_consecutive(return_counts=True)[1]
         columns = {"old_log_probs": old_log_probs, "log_probs": log_probs, "advantages": advantages}
@@ -87,7 +88,7 @@ class DocumentedLoss:
         ]
 
         def spread(numbers: Sequence[Tensor]) -> Tensor:
-            """One number a sequence -> [T], on its trainable tokens."""
+            """One number per sequence -> [T], on its trainable tokens."""
             per_token = torch.stack(list(numbers)).to(log_probs).repeat_interleave(lengths)
             return torch.zeros_like(log_probs).index_put((live,), per_token)
 
@@ -98,9 +99,9 @@ class DocumentedLoss:
         return spread([scalar for scalar, _ in found]), stats
 
     def rehearse(self, args: Mapping[str, float]) -> None:
-        """Find out whether the function can run under any split, and with which modes.
+        """Test whether the function gives the same result under any split, and with which modes.
 
-        Raises: ValueError with the reason where it cannot.
+        Raises: ValueError with the reason if it does not.
         """
         config = Config(args) if args else None
         kinds = {mode: self._averages_over(mode, config) for mode in MODES}
@@ -118,7 +119,7 @@ class DocumentedLoss:
             )
 
     def _averages_over(self, mode: str, config: Config | None) -> str:
-        """ "tokens" or "sequences": what it is on short sequences and on long ones."""
+        """ "tokens" or "sequences": what the function averages over, on short and on long sequences."""
         kinds = ["tokens", "sequences"]
         for pair in (PROBE_LENGTHS, LONG_PROBE_LENGTHS):
             kinds = [kind for kind in self._kinds_on(pair, mode, config) if kind in kinds]
@@ -133,7 +134,7 @@ class DocumentedLoss:
         return kinds[0]
 
     def _kinds_on(self, pair: tuple[int, int], mode: str, config: Config | None) -> list[str]:
-        """What it averages over, by value and gradient on two sequences together and each alone."""
+        """What it averages over, by value and gradient on two sequences together and on each alone."""
         together = self._probe(pair, (0, 1), mode, config)
         alone = [self._probe(pair, (b,), mode, config) for b in (0, 1)]
         shares = {"tokens": [n / sum(pair) for n in pair], "sequences": [0.5, 0.5]}
@@ -155,7 +156,7 @@ class DocumentedLoss:
         width = max(lengths)
 
         def padded(column: Tensor) -> Tensor:
-            """[T] -> [batch, width], zeros behind each sequence."""
+            """[T] -> [batch, width], zeros after each sequence."""
             parts = column.split(pair)
             return torch.stack([torch.nn.functional.pad(parts[b], (0, width - len(parts[b]))) for b in rows])
 
@@ -193,13 +194,13 @@ class DocumentedLoss:
 
 
 def _common(kinds: Iterable[str]) -> tuple[str, ...] | None:
-    """The modes of this layer that average over what all of these name; None where they differ."""
+    """The modes of this layer for the common kind; None if the kinds differ."""
     different = set(kinds)
     return AGG_MODES_OF[different.pop()] if len(different) == 1 else None
 
 
 def _number(loss: str, name: str, value: Any) -> float:
-    """A diagnostic as a plain number, 0 for one that is not finite."""
+    """A diagnostic as a plain number; 0 if it is not finite."""
     try:
         number = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):

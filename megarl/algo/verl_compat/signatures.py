@@ -1,4 +1,4 @@
-"""How a function written in verl's documented way is recognised, and what is said where it cannot run."""
+"""Recognises functions in verl's documented form and makes the errors for those that cannot run."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-# The two sequences that a function is tried on before a run starts; a loss also on long ones, since its denominator may
-# have a bound that short ones do not reach.
+# Lengths of the two sequences on which a function is tested before a run starts.  A loss is also tested on long ones,
+# because its denominator may have a bound that short ones do not reach.
 PROBE_LENGTHS = (3, 5)
 LONG_PROBE_LENGTHS = (70, 190)
 
 
 class RefusedError(ValueError):
-    """A sentence about a user's function that is complete as it is."""
+    """An error about a user's function whose message is already complete."""
 
 
 def is_documented_loss(function: Callable[..., Any]) -> bool:
-    """Ours takes `mask`, theirs `response_mask`."""
+    """Our form has `mask`, verl's has `response_mask`."""
     names = inspect.signature(function).parameters
     return "response_mask" in names and "log_probs" in names
 
 
 def is_documented_estimator(function: Callable[..., Any]) -> bool:
-    """Ours has no `dones`: the end of a sequence is the end of its segment."""
+    """Only verl's form has `dones`; in ours a sequence ends with its segment."""
     return "dones" in inspect.signature(function).parameters
 
 
 def accepted(what: str, function: Callable[..., Any], form: Sequence[str]) -> tuple[str, ...]:
-    """The names out of `form` that the function takes.  Raises: ValueError for one that it requires beyond these."""
+    """The names of `form` that the function takes.  Raises: ValueError for another required parameter."""
     parameters = inspect.signature(function).parameters.values()
     for p in parameters:
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is not p.empty or p.name in form:
@@ -45,7 +45,7 @@ def accepted(what: str, function: Callable[..., Any], form: Sequence[str]) -> tu
 def adapted_signature(
     positional: Sequence[str], keywords: Mapping[str, Any], *, any_keyword: bool = False
 ) -> inspect.Signature:
-    """What the rest of the layer sees of an adapter.  `keywords`: name -> default, Parameter.empty for none."""
+    """The signature that an adapter shows.  `keywords`: name -> default, Parameter.empty for none."""
     kind = inspect.Parameter
     parameters = [kind(name, kind.POSITIONAL_OR_KEYWORD) for name in positional]
     parameters += [kind(name, kind.KEYWORD_ONLY, default=default) for name, default in keywords.items()]
@@ -56,7 +56,7 @@ def adapted_signature(
 
 @contextmanager
 def in_one_sentence(what: str, function: Callable[..., Any], hint: str = "") -> Iterator[None]:
-    """What a user's function raises becomes a ValueError with its own line; `hint` is for an AttributeError."""
+    """Turn an exception of a user's function into a ValueError with its line; `hint` is for an AttributeError."""
     try:
         yield
     except RefusedError:
@@ -73,7 +73,7 @@ def in_one_sentence(what: str, function: Callable[..., Any], hint: str = "") -> 
 
 
 class Config:
-    """algorithm.policy_loss_args as the attributes of a documented `config`; remembers what was read."""
+    """algorithm.policy_loss_args as the attributes of a documented `config`; records which were read."""
 
     def __init__(self, args: Mapping[str, float]) -> None:
         self._args, self.read = dict(args), set[str]()
@@ -84,6 +84,6 @@ class Config:
         return self.get(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a mapping has it."""
+        """As `dict.get`."""
         self.read.add(name)
         return self._args.get(name, default)

@@ -1,1 +1,1 @@
-"""What cannot be, found before any process starts: values, combinations, layouts, servers, models, algorithms."""
+"""Checks before any process starts: values, combinations, layouts, servers, models, algorithms."""

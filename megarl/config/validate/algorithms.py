@@ -1,10 +1,10 @@
-"""Losses, estimators, KL terms, corrections and samplers that mean nothing together, or hardly what was meant.
+"""Invalid or suspicious combinations of losses, estimators, KL terms, corrections and sampling.
 
-Every loss runs with every estimator, KL term and aggregation; here is what is left. What a plug-in's own function
-takes is not known before it is loaded: the driver (trainer/algorithm.py) asks it, before it starts a process, and
-refuses settings of `algorithm` that it does not read, whether typed or from a recipe. `critic.*` and
-`trainer.critic_warmup` beside a plug-in's estimator that wants no values do nothing, silently: there a recipe's
-value cannot be told from a typed one.
+Every loss runs with every estimator, KL term and aggregation; these are the exceptions. The settings of a plug-in's
+function are known only after it is loaded. The driver (trainer/algorithm.py) checks them before it starts a process and
+refuses settings of `algorithm` that the function does not read, typed or from a recipe. With a plug-in's estimator that
+needs no values, `critic.*` and `trainer.critic_warmup` have no effect and give no error, because at that point a
+recipe's value and a typed one look the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.layout import KEYS
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """One sentence for each thing that cannot be."""
+    """One sentence for each invalid combination."""
     yield from _policy_loss(config)
     yield from _estimator(config)
     yield from _kl(config)
@@ -28,7 +28,7 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def advice(config: Config) -> Iterator[str]:
-    """One sentence for each thing that is allowed, and probably not meant."""
+    """One sentence for each combination that is allowed but probably not intended."""
     actor, algorithm, loss = config.actor, config.algorithm, config.algorithm.policy_loss_fn
     for key, value, off in (("top_p", config.rollout.top_p, 1.0), ("top_k", config.rollout.top_k, -1)):
         if value != off:
@@ -84,8 +84,8 @@ def _kl(config: Config) -> Iterator[str]:
 
 
 def other_layout(config: Config, full: str) -> Iterator[str]:
-    """One sentence where the reference is laid out unlike the actor, and `full`, a choice, wants the KL of whole
-    distributions."""
+    """One sentence if the reference's layout differs from the actor's and the setting `full` needs the exact KL over
+    the vocabulary."""
     why = "both models run on the same ranks for it; expected"
     for key in KEYS.values():
         theirs, ours = getattr(config.ref.megatron, key), getattr(config.actor.megatron, key)
@@ -107,7 +107,7 @@ def _bypass(config: Config) -> Iterator[str]:
 
 
 def bypass_contradictions(config: Config, *, uses_ratio: bool, uses_old: bool) -> Iterator[str]:
-    """One sentence where the loss's own ratio cannot correct, or corrects beside a weight that does the same."""
+    """One sentence if the loss has no ratio for bypass, or if a correction weight would correct a second time."""
     how, loss = config.algorithm.rollout_correction, config.algorithm.policy_loss_fn
     if how.bypass and not uses_old:
         nothing = f"algorithm.policy_loss_fn={loss} has no ratio that it could change; expected false"

@@ -1,7 +1,7 @@
-"""Whether every role can lie over its ranks as the configuration says, asked before a process starts.
+"""Checks the parallel layout of every role before a process starts.
 
-Each impossible combination is one sentence; where another layout would work, it names the nearest, found by a search
-over the same checks.
+Each invalid combination gives one sentence.  If another layout would work, the sentence names the nearest, found by a
+search with the same checks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megarl.config.validate import models
 from megarl.layout import KEYS, Layout, ModelNumbers, misfits, rank_misfits, training_misfits
 
 ROLES = ("actor", "critic", "ref")
-NUM_NAMED = 3  # layouts in a sentence
-NUM_TRIED = 24  # layouts that fit the role itself, before the search gives up on those that suit the other roles too
+NUM_NAMED = 3  # layouts that an error names
+NUM_TRIED = 24  # layouts valid for this role that the search tries, looking for ones valid for the other roles too
 
-# The words of a command line -> which roles could not lie so.
+# The words of a command line -> the roles whose layout would be invalid.
 Trial = Callable[[list[str]], set[str]]
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One role, its layout, and what this must fit."""
+    """A role, its layout, and the numbers that the layout must fit."""
 
     role: str
     layout: Layout
@@ -36,9 +36,9 @@ class Seat:
     numbers: ModelNumbers
     trains: bool
     strategy: str
-    step_key: str  # the key that says how many sequences there are at least at a time
+    step_key: str  # the key with the smallest number of prompts (sft: sequences) that the role processes at a time
     step_size: int  # its value
-    sequences_each: int  # sequences of each that it counts
+    sequences_each: int  # sequences per unit of step_size
     micro_key: str
     micro_total: int | None  # sequences of a micro-batch over all data-parallel ranks
     recompute_unit: int | None  # layers that are recomputed together
@@ -49,7 +49,7 @@ class Seat:
 
 
 class Problem(NamedTuple):
-    """What is wrong with a seat, and whether another layout could mend it."""
+    """An error of a seat, and a hint for the sentence."""
 
     seat: Seat
     sentence: str
@@ -57,7 +57,7 @@ class Problem(NamedTuple):
 
 
 def used_roles(config: Config, command: str) -> tuple[str, ...]:
-    """The roles that a command lays over ranks."""
+    """The roles that a command distributes over ranks."""
     if command not in ("train", "config", "sft"):
         return ()
     used = {
@@ -69,7 +69,7 @@ def used_roles(config: Config, command: str) -> tuple[str, ...]:
 
 
 def check_layouts(config: Config, command: str, trial: Trial) -> None:
-    """Raise ConfigError, one sentence, at the first thing about roles and ranks that cannot be."""
+    """Raise ConfigError, one sentence, for the first error in roles and ranks."""
     for role in used_roles(config, command):
         for sentence in (*_ranks(config, role), *models.contradictions(config, role)):
             raise ConfigError(sentence)
@@ -79,19 +79,19 @@ def check_layouts(config: Config, command: str, trial: Trial) -> None:
 
 
 def failing_roles(config: Config, command: str) -> set[str]:
-    """The roles that cannot lie over their ranks."""
+    """The roles whose layout is invalid."""
     return {problem.seat.role for problem in problems(config, command)}
 
 
 def problems(config: Config, command: str) -> Iterator[Problem]:
-    """Everything that is wrong with the layout of a role."""
+    """All errors in the layouts of the used roles."""
     for role in used_roles(config, command):
         seat = seat_of(config, role, command)
         yield from (Problem(seat, *found) for found in _wrong(seat))
 
 
 def seat_of(config: Config, role: str, command: str) -> Seat:
-    """Where the configuration puts a role."""
+    """The seat of a role in this configuration."""
     node = getattr(config, role)
     keys = MICRO_BATCH_KEYS[role]
     cut, own = cut_of(config, "actor"), cut_of(config, role)
@@ -131,7 +131,7 @@ def _ranks(config: Config, role: str) -> Iterator[str]:
 
 
 def _wrong(seat: Seat) -> Iterator[tuple[str, str]]:
-    """Sentences about a seat, each with what is wanted."""
+    """Errors of a seat, each with a hint."""
     group, layout = f"{seat.role}.megatron", seat.layout
     model = list(misfits(seat.numbers, layout))
     for misfit in model:
@@ -170,14 +170,14 @@ def _fsdp(seat: Seat) -> Iterator[tuple[str, str]]:
     layout, role = seat.layout, seat.role
     if layout.pp > 1:
         yield f"{role}.megatron.{KEYS['pp']}={layout.pp}: {role}.strategy=fsdp has no pipeline; expected 1", ""
-    copies = seat.num_ranks // (layout.tp * layout.pp)  # fewer than two are megatron's anyway: see strategies.py
+    copies = seat.num_ranks // (layout.tp * layout.pp)  # with fewer than two it runs as megatron: see strategies.py
     if copies > 1 and seat.numbers.num_experts and seat.num_ranks < 2 * layout.ep * layout.expert_tp * layout.pp:
         key = f"{role}.megatron.{KEYS['ep']}={layout.ep}"
         yield f"{key}: {role}.strategy=fsdp needs two ranks that share each expert", ""
 
 
 def _recomputing(seat: Seat) -> Iterator[tuple[str, str]]:
-    """Megatron recomputes uniform groups of layers, and would run past the last one of a stage."""
+    """With recompute_method=uniform the group size must divide the layers of each stage, else Megatron overruns it."""
     unit, layers = seat.recompute_unit, seat.numbers.num_hidden_layers
     if unit is None or layers is None or not seat.trains:
         return
@@ -190,13 +190,13 @@ def _recomputing(seat: Seat) -> Iterator[tuple[str, str]]:
 
 
 def _nearest(seat: Seat, trial: Trial, failing: set[str]) -> str:
-    """ "; nearest: a=1, or b=2 c=3", or nothing where no other layout helps."""
+    """ "; nearest: a=1, or b=2 c=3", or "" if no other layout helps."""
 
     def fits(layout: Layout) -> bool:
         return next(_wrong(replace(seat, layout=layout)), None) is None
 
     named: list[str] = []
-    for_this_role: list[str] = []  # where others cannot lie so, and could not before
+    for_this_role: list[str] = []  # layouts where only roles fail that failed before
     for layout in islice(nearest_layouts(seat.layout, seat.numbers, seat.num_ranks, fits), NUM_TRIED):
         words = words_of(seat, layout)
         still_failing = trial(words)
@@ -211,7 +211,7 @@ def _nearest(seat: Seat, trial: Trial, failing: set[str]) -> str:
 
 
 def words_of(seat: Seat, layout: Layout) -> list[str]:
-    """What to type for another layout.  Example: ["actor.megatron.tensor_model_parallel_size=4"]."""
+    """The words to type for another layout.  Example: ["actor.megatron.tensor_model_parallel_size=4"]."""
     return [
         f"{seat.role}.megatron.{key}={show(getattr(layout, field))}"
         for field, key in KEYS.items()

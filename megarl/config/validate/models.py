@@ -1,4 +1,4 @@
-"""What is known of each role's model before it is loaded: the numbers of its config.json."""
+"""Checks each role's model before it is loaded, by the numbers in its config.json."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
 
-# Where a preset and the folder differ in one of these, one of them is another model.
+# If preset and folder differ in one of these, they are different models.
 SHAPE = (
     "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "vocab_size tie_word_embeddings num_experts num_local_experts n_routed_experts n_shared_experts "
     "num_experts_per_tok moe_intermediate_size first_k_dense_replace q_lora_rank kv_lora_rank qk_rope_head_dim "
     "qk_nope_head_dim v_head_dim"
 )
-_ROUND, _MOST_PADDING = 64, 512  # vocabularies are padded to multiples of the first, seldom by more than the second
+_ROUND, _MOST_PADDING = 64, 512  # vocabularies are padded to multiples of the first, rarely by more than the second
 
 
 def group_of(role: str) -> str:
@@ -27,7 +27,7 @@ def group_of(role: str) -> str:
 
 
 def model_config(config: Config, role: str) -> dict[str, Any]:
-    """config.json of a role's model: of its folder where that is there, else what model.config says; {} for neither."""
+    """config.json of a role's model, from its folder if it exists, else from model.config; {} if neither exists."""
     node = _node(config, role)
     file = _file(node.path)
     if file is None:
@@ -40,17 +40,17 @@ def model_config(config: Config, role: str) -> dict[str, Any]:
 
 
 def has_folder(config: Config, role: str) -> bool:
-    """Is the config.json of a role's model there?"""
+    """Does the config.json of a role's model exist?"""
     return _file(_node(config, role).path) is not None
 
 
 def model_numbers(config: Config, role: str) -> ModelNumbers:
-    """What a layout of the role must fit."""
+    """The model's numbers that the role's layout must fit."""
     return numbers_of(model_config(config, role))
 
 
 def contradictions(config: Config, role: str) -> Iterator[str]:
-    """Where model.config and the folder are two models."""
+    """One sentence if model.config and the folder are different models."""
     node, found = _node(config, role), model_config(config, role)
     for key in SHAPE.split():
         given = node.config.get(key)
@@ -61,7 +61,7 @@ def contradictions(config: Config, role: str) -> Iterator[str]:
 
 
 def random_weights(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
-    """A folder of bench_ring.py has none: only its runs may have it, whose servers begin with weights made up too."""
+    """Refuse bench_ring.py's folders without trained weights; only its own runs, with dummy servers, may use them."""
     if "--load-format dummy" in " ".join(config.rollout.sglang.args).replace("=", " "):
         return
     for role in roles:
@@ -71,9 +71,9 @@ def random_weights(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
 
 
 def vocabularies(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
-    """Critic and reference read the actor's tokens; a vocabulary may be smaller by what is only padding.
+    """Critic and reference read the actor's tokens; their vocabulary may be smaller only by padding.
 
-    Qwen2.5 has one tokenizer of 151,665 tokens, and models with 151,936 and with 152,064 rows for them.
+    Qwen2.5 has one tokenizer of 151,665 tokens, and models with 151,936 and with 152,064 embedding rows.
     """
     ours = model_numbers(config, "actor").vocab_size
     for role in roles:
@@ -88,9 +88,10 @@ def vocabularies(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_padding(config: Config, smaller: int, larger: int) -> bool:
-    """Is no token of the tokenizer beyond the smaller vocabulary?  Where it is not here, it is asked when it is loaded.
+    """Are all tokens of the tokenizer inside the smaller vocabulary?
 
-    Until then two round numbers close to each other are taken for one vocabulary.
+    If the tokenizer is not on this machine, two round numbers close to each other count as the same vocabulary; the
+    tokenizer is checked when it is loaded.
     """
     highest = _highest_id(Path(config.model.tokenizer_path) / "tokenizer.json")
     if highest is not None:
@@ -102,12 +103,12 @@ def _highest_id(file: Path) -> int | None:
     try:
         found = json.loads(file.read_text())
         return max([*found["model"]["vocab"].values(), *(token["id"] for token in found.get("added_tokens") or ())])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or of a kind that has no such table
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or a tokenizer without such a table
         return None
 
 
 def lengths(config: Config, roles: tuple[str, ...], command: str) -> Iterator[str]:
-    """The longest sequence against the positions that a model knows."""
+    """One sentence for each model with fewer positions than the longest sequence."""
     for role in roles:
         known = model_numbers(config, role).max_position_embeddings
         name, longest = longest_sequence(config, command)
@@ -117,7 +118,7 @@ def lengths(config: Config, roles: tuple[str, ...], command: str) -> Iterator[st
 
 
 def longest_sequence(config: Config, command: str) -> tuple[str, int]:
-    """Its keys and its length, in tokens."""
+    """The keys of the longest sequence and its length in tokens."""
     if command == "sft":
         return "sft.max_length", config.sft.max_length
     return (

@@ -1,4 +1,4 @@
-"""Whether the rollout servers can hold the policy, and whether there is room for them."""
+"""Checks whether the servers' sizes fit the policy, and whether there are enough GPUs for the servers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megarl.config.suggest import divisors, nearest_numbers
 from megarl.config.validate import models
 from megarl.layout import ModelNumbers
 
-MOST_GPUS = 16  # of one machine, of those that are built; how many this one has is asked where servers start
-MOST_BESIDE = 0.5  # of a GPU's memory, for a server that runs at the same time as the trainer on it
+MOST_GPUS = 16  # of any existing machine; this machine's number is checked when servers start
+MOST_BESIDE = 0.5  # of a GPU's memory, for a server that runs at the same time as the trainer on the same GPU
 TP, EP = "rollout.tensor_model_parallel_size", "rollout.expert_parallel_size"
 
 
 def contradictions(config: Config, command: str) -> Iterator[str]:
-    """One sentence for each thing that cannot be."""
+    """One sentence for each invalid combination."""
     rollout = config.rollout
     if command not in ("train", "config", "evaluate", "serve"):
         return
@@ -45,9 +45,9 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
 
 
 def server_misfits(numbers: ModelNumbers, tp: int, ep: int) -> Iterator[tuple[str, str]]:
-    """What SGLang would refuse, after minutes: the key, and a sentence that begins with its value."""
+    """What SGLang would refuse after minutes of loading: the key, and a sentence that begins with its value."""
     heads, kv = numbers.num_attention_heads, numbers.num_key_value_heads
-    latent = numbers.kv_latent_size is not None  # one latent serves all heads, and every rank has a copy
+    latent = numbers.kv_latent_size is not None  # all heads share the latent, and every rank has a copy
     if heads is not None and heads % tp:
         yield TP, f"{tp} does not divide the model's num_attention_heads={heads}"
     if kv is not None and not latent and kv % tp and tp % kv:
@@ -74,7 +74,7 @@ def _sizes(config: Config) -> Iterator[str]:
 
 
 def _nearest(config: Config, numbers: ModelNumbers) -> list[list[str]]:
-    """What to type for servers that could be, the nearest first; fewer of them where shared GPUs do not suffice."""
+    """Words to type for valid servers, the nearest first; with fewer servers if the shared GPUs are not enough."""
     rollout = config.rollout
     tp, ep, count = rollout.tensor_model_parallel_size, rollout.expert_parallel_size, rollout.num_servers
     shared = rollout.placement == "shared" and not rollout.urls
@@ -110,10 +110,10 @@ def _shared(config: Config) -> Iterator[str]:
 
 
 def _apart(config: Config, *, trains: bool) -> Iterator[str]:
-    """Servers on GPUs of their own: none of the trainer's, and none that no machine has."""
+    """Servers on their own GPUs: not on the trainer's, and only on GPUs that a machine can have."""
     rollout, trainer = config.rollout, config.trainer
     tp, each, first = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node, rollout.first_gpu
-    # Side by side on one GPU is a choice: whoever makes it says how much of the memory is the server's.
+    # Trainer and server may share a GPU at the same time only if the user sets the server's share of memory.
     beside = rollout.memory_fraction is not None and rollout.memory_fraction <= MOST_BESIDE
     if trains and first is not None and first < each and not beside:
         these = f"GPUs 0 to {each - 1} of each machine are" if each > 1 else "GPU 0 of each machine is"
@@ -137,12 +137,12 @@ def _apart(config: Config, *, trains: bool) -> Iterator[str]:
 
 
 def _fills(tp: int, each: int) -> bool:
-    """Do such servers take parts of a machine, or whole machines?"""
+    """Do such servers divide a machine evenly, or use whole machines?"""
     return max(tp, each) % min(tp, each) == 0
 
 
 def _room(config: Config, tp: int) -> int:
-    """How many servers of `tp` GPUs the trainer's machines have room for."""
+    """How many servers of `tp` GPUs fit on the trainer's machines."""
     each, nodes, first = config.trainer.n_gpus_per_node, config.trainer.nnodes, config.rollout.first_gpu or 0
     if not _fills(tp, each):
         return 0
@@ -155,7 +155,7 @@ def _urls(config: Config) -> Iterator[str]:
         try:
             parts = urlsplit(url)
             whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
-        except ValueError:  # a port that is no number
+        except ValueError:  # the port is not a number
             whole = False
         if not whole or parts.path not in ("", "/"):
             yield f"rollout.urls=[{', '.join(rollout.urls)}]: {url} is no server; expected http://host:port"

@@ -1,4 +1,4 @@
-"""How a role is computed: strategies, optimizers and recomputation that do not go together."""
+"""Checks strategies, optimizers and recomputation for invalid combinations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.validate.layouts import used_roles
 
 
 def without_shards(config: Config, command: str) -> list[str]:
-    """Roles with strategy=fsdp whose parameters nobody shares become megatron, in place; a warning says so."""
+    """Change strategy=fsdp to megatron, in place and with a warning, if no two ranks share the role's parameters."""
     said = []
     for role in used_roles(config, command):
         node = getattr(config, role)
@@ -24,7 +24,7 @@ def without_shards(config: Config, command: str) -> list[str]:
 
 
 def contradictions(config: Config, command: str) -> Iterator[str]:
-    """One sentence for each thing that cannot be."""
+    """One sentence for each invalid combination."""
     for role in used_roles(config, command):
         yield from _strategy(config, role)
         if role != "ref":

@@ -1,7 +1,7 @@
-"""Values and combinations that cannot be, found before any process starts.
+"""Checks values and combinations before any process starts.
 
-Roles and ranks are in layouts.py, servers in servers.py, losses in algorithms.py.  What needs the data is checked where
-that is read.
+Roles and ranks are in layouts.py, servers in servers.py, losses in algorithms.py.  Checks that need the data run where
+the data is read.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CHOICES |= {
     )
 }
 
-# Names that a plug-in may add to.
+# Choices that a plug-in may extend.
 OPEN_CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.policy_loss_fn": names.POLICY_LOSSES,
     "algorithm.adv_estimator": names.ADV_ESTIMATORS,
@@ -75,7 +75,7 @@ OPEN_CHOICES: dict[str, tuple[str, ...]] = {
     "actor.kl_loss_type": names.KL_ESTIMATORS,
 }
 
-# A null value passes: there null has a meaning of its own.
+# null is always accepted: for these keys it has its own meaning.
 RANGES: dict[str, tuple[Test, str]] = {
     "data.train_batch_size": _AT_LEAST_1,
     "data.max_prompt_length": _AT_LEAST_1,
@@ -205,7 +205,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def check_values(config: Config, command: str) -> None:
-    """Raise ConfigError, one sentence, at the first value that cannot be, whatever the others are."""
+    """Raise ConfigError, one sentence, for the first value that is invalid on its own."""
     for key in NEEDED[command]:
         if not value_of(config, key):
             raise ConfigError(f"{key} is not set: `megarl {command}` needs {WANTED.get(key, 'at least one file')}")
@@ -225,14 +225,14 @@ def check_values(config: Config, command: str) -> None:
 
 
 def check(config: Config, command: str) -> None:
-    """Raise ConfigError, one sentence, at the first things in a resolved `config` that cannot be together."""
+    """Raise ConfigError, one sentence, for the first invalid combination in a resolved `config`."""
     for sentence in _contradictions(config, command):
         raise ConfigError(sentence)
 
 
 def _contradictions(config: Config, command: str) -> Iterator[str]:
     yield from _places(config)
-    if command == "node":  # starts what machine 0 asks it to start
+    if command == "node":  # machine 0 decides what it starts
         return
     roles = used_roles(config, command)
     yield from strategies.contradictions(config, command)
