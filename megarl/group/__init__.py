@@ -1,8 +1,7 @@
-"""A world of ranks and the driver's handle on it.
+"""A group of ranks and the driver's handle on it.
 
-`group.py` is the driver's side, `follow.py` a rank's; what passes between them is in `processes/`, and ranks on other
-machines are started through `machines/`.  The room knows processes, calls and failures; it knows no models: what a call
-means is the business of `roles/`.
+`group.py` is the driver's side, `follow.py` the rank's side; `processes/` has their connections, and `machines/` starts
+ranks on other machines.  The package handles processes, calls and failures, but no models: `roles/` defines the calls.
 """
 
 from megarl.group.group import Group, RankError, Reply

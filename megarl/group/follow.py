@@ -1,4 +1,4 @@
-"""The rank's side of a Group: take calls from the driver, carry them out, answer each with a status."""
+"""The rank's side of a Group: receives calls from the driver, runs them and answers each with a status."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Handler = Callable[..., Answer]
 
 
 def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Callable[[], bool]) -> None:
-    """Serve until the driver says close, or whoever started this process goes away.
+    """Serve until the driver sends "close" or the parent process ends.
 
-    `share()` is the process group of this rank's replica and `is_first()` tells whether this rank takes its tensors;
-    both are asked only after the setup call.
+    `share()` is the process group of this rank's replica and `is_first()` tells whether this rank receives the
+    replica's tensors; both are called only after the setup call.
     """
     die_with_parent(int(os.environ[PARENT]))
     rank = int(os.environ["RANK"])
@@ -37,7 +37,7 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
         try:
             header, tensors = connection.receive()
         except ConnectionLost:
-            os._exit(1)  # the driver is gone: nothing that this rank still holds is wanted
+            os._exit(1)  # the driver is gone: nothing of this rank is needed any more
         if header["method"] == "close":
             return
         busy.set()
@@ -48,7 +48,7 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
             connection.send({"id": header["id"], "ok": True, "result": result}, out)
         except (
             BaseException
-        ) as error:  # every one is the driver's to judge; torch's CheckpointException is no Exception
+        ) as error:  # the driver handles every error; torch's CheckpointException is not an Exception
             report: dict[str, Any] = {
                 "type": type(error).__name__,
                 "message": str(error),
@@ -60,7 +60,7 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
 
 
 def _beat(connection: Connection, busy: threading.Event) -> None:
-    """Say that this rank lives while it works; without a driver end the process: it may hang in a collective."""
+    """Send heartbeats while this rank works; if the driver is gone, end the process: it may hang in a collective."""
     while True:
         busy.wait()
         time.sleep(HEARTBEAT_S)
@@ -72,7 +72,7 @@ def _beat(connection: Connection, busy: threading.Event) -> None:
 
 
 def share_payload(tensors: Tensors, group: Any, is_first: bool) -> Tensors:
-    """Give the tensors that the first rank of a replica received to all its ranks: one length, one broadcast."""
+    """Broadcast the tensors that a replica's first rank received to all its ranks: the length, then the data."""
     if group.size() == 1:
         return tensors
     source = dist.get_global_rank(group, 0)

@@ -1,9 +1,10 @@
-"""A process world of its own, seen from the driver: call a method on every rank, get an answer from every replica.
+"""The driver's side of a group of ranks: calls a method on every rank and gets an answer from every replica.
 
-The driver writes an ordinary program; `Group` carries its calls to the ranks that it started.  A call is a small
-header to every rank.  Tensors go once to the first rank of each data-parallel replica, which shares them inside the
+The driver is an ordinary program; `Group` sends its calls to the ranks that it started.  A call is a small header to
+every rank.  Tensors are sent once to the first rank of each data-parallel replica, which broadcasts them inside the
 replica; results come only from each replica's reporter (its last pipeline stage).  Every rank ends every call with a
-status, so an exception anywhere reaches the driver with its rank, and a dead or silent rank is noticed in seconds.
+status, so an exception reaches the driver with its rank.  A dead rank is detected at once, a silent one after
+SILENCE_S.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from megarl.processes.links import Direct, Link, RankMessage, Relayed
 from megarl.processes.ranks import END_S, RanksLaunch, RanksProcess, Share, shares
 from megarl.sockets import listen
 
-SILENCE_S = 60.0  # without a sign for so long, a rank counts as lost
-GRACE_S = 1.0  # after a first error, how long to listen for the others': the root cause is often not the first
+SILENCE_S = 60.0  # a rank without a heartbeat for this long counts as lost
+GRACE_S = 1.0  # after the first error, wait this long for other errors: the root cause is often not the first
 _LOOK_S = 0.1
 
 
 class RankError(RuntimeError):
-    """An exception on a rank, or its death.
+    """An exception on a rank, or the death of a rank.
 
-    `report` holds the remote traceback, `kind` the name of the remote exception's class, and `details` its attribute of
-    that name, plain values, where it has one.
+    `report` holds the remote traceback, `kind` the name of the remote exception's class, and `details` the exception's
+    attribute `details`, plain values, if it has one.
     """
 
     def __init__(self, message: str, report: str = "", kind: str = "", details: dict[str, Any] | None = None) -> None:
@@ -53,13 +54,13 @@ class Reply:
 
 
 class Group:
-    """The ranks of one world.
+    """The ranks of one world (torch.distributed).
 
     Example: with Group("ranks", 2, Layout(tp=2), log_dir=logs) as group: group.start(); group.call("load", {...})
-    Entering starts the processes and returns at once, `start` waits for them, leaving ends them.
+    Entering the context starts the processes and returns at once, `start` waits for them, leaving ends them.
 
-    They take the GPUs (without: processes) from `first_rank` on, counted over the machines of `nodes`; None: of this
-    one, where they listen at `address`.
+    The ranks use the GPUs (or CPU processes) from `first_rank` on, counted over the machines of `nodes`.  nodes None:
+    this machine only, where the ranks listen at `address`.
     """
 
     def __init__(
@@ -88,13 +89,13 @@ class Group:
         self._shares = shares(first_rank, num_ranks, nodes.ranks_per_node if nodes else first_rank + num_ranks)
         self._token = secrets.token_hex(16)
         self._links: list[Link] = []
-        self._processes: list[ProcessHandle] = []  # one a share
-        self._home = ""  # where the ranks of this machine call
+        self._processes: list[ProcessHandle] = []  # one per share
+        self._home = ""  # the address to which the ranks of this machine connect
         self._listener: Listener | None = None
         self._arrivals: queue.SimpleQueue[tuple[Connection, dict[str, Any]]] = queue.SimpleQueue()
         self._call_id = 0
         self.num_replicas = 0
-        self._first_of_replica: dict[int, int] = {}  # replica -> the rank that takes its tensors
+        self._first_of_replica: dict[int, int] = {}  # replica -> the rank that receives its tensors
         self._reporters: dict[int, int] = {}  # rank -> the replica for which it reports
 
     def __enter__(self) -> Group:
@@ -109,7 +110,7 @@ class Group:
         self.close()
 
     def launch(self) -> None:
-        """Start the ranks' processes and return at once; `start` waits for them.  RankError where that fails here."""
+        """Start the ranks' processes and return at once; `start` waits for them.  Raises: RankError."""
         listener = listen("127.0.0.1")
         self._home = f"127.0.0.1:{listener.getsockname()[1]}"
         self._listener = Listener(listener, self._token, lambda *arrival: self._arrivals.put(arrival), name=self.name)
@@ -129,7 +130,7 @@ class Group:
                 raise RankError(f"group {self.name}: its ranks could not be started: {error}") from error
 
     def _start_share(self, share: Share, launch: RanksLaunch) -> int:
-        """Returns the port of the store at which the ranks of the group meet."""
+        """Start the ranks of a share; returns the port of the group's rendezvous store."""
         if share.node == 0 or self._nodes is None:
             ranks_here = RanksProcess(launch, self._home, self._token)
             self._processes.append(ranks_here)
@@ -142,7 +143,7 @@ class Group:
         return process.port
 
     def start(self) -> None:
-        """Wait until each rank has called home, and make their process groups."""
+        """Wait until each rank has connected, and create the process groups."""
         assert self._listener is not None, "launch() comes first"
         self._welcome()
         self._listener.close()
@@ -173,18 +174,18 @@ class Group:
                 here |= self._let_in()
 
     def _let_in(self) -> set[int]:
-        """The ranks of this machine that knocked."""
+        """Accept the ranks of this machine that have connected."""
         ranks: set[int] = set()
         with suppress(queue.Empty):
             while True:
                 connection, hello = self._arrivals.get_nowait()
-                connection.sock.settimeout(SILENCE_S)  # a machine that is lost in mid-message closes no connection
+                connection.sock.settimeout(SILENCE_S)  # a machine that fails during a message closes no connection
                 self._links.append(Direct(connection, int(hello["rank"])))
                 ranks.add(int(hello["rank"]))
         return ranks
 
     def _arrived(self, message: RankMessage) -> set[int]:
-        """The rank of another machine that knocked there."""
+        """The rank of another machine that connected to its relay."""
         if message.header is None:
             raise RankError(
                 f"group {self.name}: rank {message.rank} ended before it could be used; see {self._log_dir}"
@@ -205,9 +206,9 @@ class Group:
         *,
         timeout_s: float | None = None,
     ) -> list[Reply]:
-        """Run `method` on every rank; `payloads` has one entry a replica.  Returns one reply a replica, in order.
+        """Run `method` on every rank; `payloads` has one entry per replica.  Returns one reply per replica, in order.
 
-        Raises ValueError where a rank found a mistake of the user's, RankError for everything else that went wrong.
+        Raises ValueError if a rank raised ValueError (a mistake of the user), RankError for every other failure.
         """
         assert payloads is None or len(payloads) == self.num_replicas, "one payload a replica"
         by_rank = {self._first_of_replica[i]: tensors for i, tensors in enumerate(payloads or ())}
@@ -215,7 +216,7 @@ class Group:
         return [answers[rank] for rank, _ in sorted(self._reporters.items(), key=lambda item: item[1])]
 
     def call_leader(self, method: str, arguments: dict[str, Any], *, timeout_s: float | None = None) -> Reply:
-        """Run `method` on every rank and return what rank 0 said: it is the one that speaks to the outside."""
+        """Run `method` on every rank and return the reply of rank 0, which communicates with the servers."""
         return self._call_all(method, arguments, {}, timeout_s=timeout_s)[0]
 
     def _call_all(
@@ -254,7 +255,7 @@ class Group:
                     deadline = min(deadline, now + GRACE_S)
                 if now > deadline:
                     break
-                if now < next_look:  # all ranks at every sign of one would be the square of their number
+                if now < next_look:  # checking all ranks at every message would be quadratic in their number
                     continue
                 next_look = now + HEARTBEAT_S
                 if silent := [r for r, t in last_sign.items() if now - t > SILENCE_S and r not in answers]:
@@ -273,11 +274,11 @@ class Group:
     ) -> None:
         rank, header = message.rank, message.header
         if header is None:
-            if errors:  # others already told why
+            if errors:  # other ranks already reported the reason
                 errors.setdefault(rank, {"type": "RankError", "message": "ended", "traceback": ""})
                 return
             raise self._died(rank, method)
-        if "beat" in header or header["id"] < self._call_id:  # or late: the answer to a call that failed elsewhere
+        if "beat" in header or header["id"] < self._call_id:  # or a late answer to a call that failed on another rank
             return
         assert header["id"] == self._call_id, f"rank {rank} answered call {header['id']}, not {self._call_id}"
         if header["ok"]:
@@ -289,12 +290,12 @@ class Group:
         return RankError(f"group {self.name}: rank {rank} died in {method}; see {self._log_dir}")
 
     def close(self) -> None:
-        """End the ranks: ask, then terminate, then kill them."""
+        """End the ranks: send "close", then terminate, then kill them."""
         for link in self._links:
             try:
                 link.send({"method": "close"}, {})
             except ConnectionLost:
-                continue  # gone already, which is what we want
+                continue  # the rank has ended already
         if self._processes:
             with ThreadPoolExecutor(len(self._processes)) as threads:
                 list(threads.map(lambda process: process.end(END_S), self._processes))
@@ -307,12 +308,12 @@ class Group:
 
 
 def _as_error(name: str, method: str, errors: dict[int, dict[str, Any]]) -> Exception:
-    """The most telling of the ranks' errors: one that is not merely a collective broken by another's failure."""
+    """The most informative error: if possible not a RuntimeError, which may only follow another rank's failure."""
     rank, first = min(errors.items(), key=lambda item: (item[1]["type"] in ("RuntimeError", "RankError"), item[0]))
     report = "\n".join(f"rank {r}:\n{e['traceback']}" for r, e in sorted(errors.items()))
     if first["type"] == "ValueError":
         mistake = ValueError(first["message"])
-        mistake.__cause__ = RankError(report)  # seen where a traceback is asked for
+        mistake.__cause__ = RankError(report)  # for the traceback
         return mistake
     what = f"group {name}: rank {rank} failed in {method}: {first['type']}: {first['message']}"
     return RankError(what, report, first["type"], first.get("details"))

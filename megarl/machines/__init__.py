@@ -1,7 +1,7 @@
-"""The machines of a run: `nodes` is the driver's side, `agent` that of every machine but the first.
+"""The machines of a run: `nodes` is the driver's side, `agent` the side of every machine except the first.
 
-An agent starts ranks (`processes.ranks`, with a relay between them and the driver) and servers when the driver says so.
-The room knows machines, orders and failures; it knows no models.
+An agent starts ranks (`processes.ranks`, with a relay between them and the driver) and servers on the driver's request.
+The package handles machines, requests and failures, but no models.
 """
 
 from megarl.machines.nodes import NodeLost, Nodes

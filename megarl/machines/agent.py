@@ -1,7 +1,7 @@
-"""A node other than the first: it calls the driver, starts ranks and servers when told, and ends when the driver does.
+"""The agent of a node other than node 0: starts ranks and servers on the driver's request, and ends with the driver.
 
-Ranks run `megarl.roles.worker` and nothing else.  A server runs under the interpreter, and with the words, that the
-settings of the run give it: so whoever has the run's token may do here what its user may.
+Ranks run only `megarl.roles.worker`.  A server runs with the interpreter and the arguments that the run's settings
+give.  So anyone who has the run's token can run programs here with the rights of the agent's user.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _LOOK_S = 0.2
 
 
 class DriverLost(RuntimeError):
-    """Node 0 went without a word, does not answer, or does not want us; one sentence."""
+    """Node 0 is gone, does not answer, or refused this agent; one sentence."""
 
 
 @dataclass
 class Ranks:
-    """Ranks of a group on this node and the relay to them, as one ProcessHandle."""
+    """The ranks of a group on this node and their relay, as a ProcessHandle."""
 
     process: RanksProcess
     relay: Relay
@@ -52,7 +52,7 @@ class Ranks:
         return self.process.log_tail()
 
     def ask_to_end(self) -> None:
-        """They end with the connection.  The driver asks otherwise, over the relay."""
+        """Close the relay; the ranks end with its connections.  The driver normally asks them through the relay."""
         self.relay.close()
 
     def end(self, grace_s: float) -> None:
@@ -66,15 +66,15 @@ class Agent:
     def __init__(
         self, node: int, address: str, token: str, *, source: str | None = None, workers: Sequence[str] = WORKERS
     ) -> None:
-        """`source`: this node's own address, where it is not the one that leads to the driver.
+        """`source`: this node's own address, if it differs from the one that routes to the driver.
 
         `workers`: modules that ranks may run.
         """
         self._node, self._address, self._token, self._source = node, address, token, source
         self._workers = workers
-        self._own = ""  # the address of this node, once it has called the driver
+        self._own = ""  # the address of this node, known after it has connected to the driver
         self._jobs: dict[int, ProcessHandle] = {}
-        self._told: set[int] = set()  # jobs whose end the driver knows
+        self._told: set[int] = set()  # jobs whose end was reported to the driver
         self._done = threading.Event()
         self._orders: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "ports": self._ports, "ranks": self._ranks, "server": self._server,
@@ -82,8 +82,9 @@ class Agent:
         }  # fmt: skip
 
     def serve(self, join_s: float = JOIN_S) -> None:
-        """Do as told until the driver sends us away; DriverLost where it goes otherwise.  Ends all it has started.
+        """Carry out requests until the driver sends "leave", then end all processes that were started.
 
+        Raises: DriverLost if the driver is lost or sends a reason.
         Call it from a thread that lives as long as the process: see processes.lifetime.
         """
         allow_all_files()
@@ -111,7 +112,7 @@ class Agent:
                 return self._connect({"version": __version__})
             except WireRefused as error:
                 raise DriverLost(str(error)) from error
-            except OSError as error:  # it may not have begun yet
+            except OSError as error:  # the driver may not have started yet
                 if time.monotonic() > deadline:
                     raise DriverLost(f"nobody listens at {self._address}: {error}") from error
                 time.sleep(1.0)
@@ -121,7 +122,7 @@ class Agent:
         return connect(self._address, self._token, whole, timeout_s=_CONNECT_S, source=self._source)
 
     def _take(self, order: dict[str, Any], connection: Connection) -> None:
-        if order.get("do") == "end":  # which may take a while, and others need not wait for it
+        if order.get("do") == "end":  # this may take a while, and other requests must not wait for it
             threading.Thread(target=self._answer, args=(order, connection), daemon=True).start()
         else:
             self._answer(order, connection)
@@ -131,9 +132,9 @@ class Agent:
             if (carry_out := self._orders.get(str(order.get("do")))) is None:
                 raise ValueError(f"{order.get('do')} is no order; expected one of {', '.join(self._orders)}")
             answer = carry_out(order)
-        except Exception as error:  # whatever is wrong with one order, the others are carried out
+        except Exception as error:  # a failed request must not stop the others
             answer = {"error": f"{type(error).__name__} {error}"}
-        with suppress(ConnectionLost):  # `serve` sees to it
+        with suppress(ConnectionLost):  # `serve` handles it
             connection.send({"id": order.get("id"), **answer})
 
     def _ports(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +170,7 @@ class Agent:
         return {}
 
     def _watch(self, connection: Connection) -> None:
-        """Say that we live, and which jobs do not any more."""
+        """Send heartbeats, and report jobs that have ended."""
         with suppress(ConnectionLost):
             for turn in itertools.count():
                 if self._done.wait(_LOOK_S):

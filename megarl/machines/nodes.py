@@ -1,7 +1,7 @@
-"""The machines of a run, seen from the driver on the first of them: each of the others has an agent that does as told.
+"""The driver's side of a run's machines: sends requests to the agents of all machines except node 0.
 
-The driver listens at one address of its own; agents call there with the run's token, and once more for every group
-whose calls they relay.  An agent that is lost takes its processes with it; when it is started again it may come back.
+The driver listens at one address.  Agents connect there with the run's token, and once more for every group whose calls
+they relay.  When an agent is lost, its processes end too; after a restart it can join again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machine, MachineGone
 from megarl.sockets import listen
 
-SILENCE_S = 60.0  # without a sign for so long, a node counts as lost
-JOIN_S = 1800.0  # a node may be given its machine later than the first
+SILENCE_S = 60.0  # a node without a heartbeat for this long counts as lost
+JOIN_S = 1800.0  # a node may get its machine later than node 0
 _ORDER_S = 60.0
-_LONGEST_WHY = 2000  # characters of the reason with which the others are sent away
-_FILES, _FILES_PER_NODE = 512, 8  # of the driver: an agent, a relay for each group, what asks the servers there
-_FILES_PER_RANK = 4  # of who hosts the store of a group: its connections, of two groups
-_RELAY_S = 60.0  # between the start of ranks there and the call of their relay
+_LONGEST_WHY = 2000  # characters of the reason that is sent to the agents
+_FILES, _FILES_PER_NODE = 512, 8  # open files of the driver: an agent, a relay for each group, clients of servers
+_FILES_PER_RANK = 4  # open files of the process that hosts a group's store: connections of two groups
+_RELAY_S = 60.0  # time limit between the start of ranks on a node and the connection of their relay
 
 
 class NodeLost(RuntimeError):
-    """A node did not come, went, or could not do what it was told; one sentence."""
+    """A node did not join, was lost, or could not carry out a request; one sentence."""
 
 
 @dataclass
@@ -46,12 +46,12 @@ class RemoteJob:
     member: _Member
     number: int
     pid: int = 0
-    port: int = 0  # of the store that it hosts, if it does
+    port: int = 0  # of the store that it hosts; 0 = none
     code: int | None = None
     words: str = ""
 
     def exit_code(self) -> int | None:
-        """None while it runs; -1 where nobody knows, as its node is lost."""
+        """None while it runs; -1 if unknown because its node is lost."""
         return -1 if self.code is None and self.member.lost else self.code
 
     def log_tail(self) -> str:
@@ -65,7 +65,7 @@ class RemoteJob:
             self.member.order("ask", job=self.number)
 
     def end(self, grace_s: float) -> None:
-        with suppress(NodeLost):  # it is gone with its node
+        with suppress(NodeLost):  # it ended with its node
             self.member.order("end", job=self.number, grace_s=grace_s)
 
 
@@ -74,7 +74,7 @@ class _Member:
 
     def __init__(self, node: int, connection: Connection, address: str) -> None:
         self.node, self.address = node, address
-        self.lost = ""  # why, once it is
+        self.lost = ""  # the reason, after the node was lost
         self._connection = connection
         self._numbers = itertools.count()
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
@@ -83,7 +83,7 @@ class _Member:
         threading.Thread(target=self._listen, daemon=True, name=f"node {node}").start()
 
     def order(self, what: str, *, limit_s: float = _ORDER_S, **arguments: Any) -> dict[str, Any]:
-        """Have the agent do it; returns what it answers.  NodeLost where it cannot."""
+        """Send a request to the agent and return its answer.  Raises: NodeLost."""
         number = next(self._numbers)
         answer = self._answers[number] = queue.SimpleQueue()
         try:
@@ -131,9 +131,9 @@ class _Member:
 
 
 def allow_files(num_nodes: int, ranks_per_node: int) -> None:
-    """Have the limit of open files of this process and its children suffice for so many machines and ranks.
+    """Raise the limit of open files of this process and its children to what these machines and ranks need.
 
-    Raises ValueError where it may not be raised so far.
+    Raises ValueError if the hard limit is too low.
     """
     wanted = _FILES + (_FILES_PER_NODE + _FILES_PER_RANK * ranks_per_node) * num_nodes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -147,7 +147,7 @@ def allow_files(num_nodes: int, ranks_per_node: int) -> None:
 
 
 def allow_all_files() -> None:
-    """Raise the limit of open files of this process as far as it may be: it may host stores of many ranks."""
+    """Raise this process's limit of open files to the hard limit: it may host stores of many ranks."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -191,7 +191,7 @@ class Nodes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """The others are sent away; after a failure with its reason, so that their own command fails too."""
+        """Send "leave" to the agents; after a failure with its reason, so that their commands fail too."""
         self._closed.set()
         self._listener.close()
         failed = kind is not None and issubclass(kind, Exception)
@@ -204,9 +204,9 @@ class Nodes:
         return self._port
 
     def wait(self, limit_s: float = JOIN_S, on_wait: Callable[[list[int]], None] | None = None) -> None:
-        """Return when every node is here; `on_wait` is told which are missing, whenever that changes.
+        """Wait until every node has joined; `on_wait` gets the missing nodes whenever they change.
 
-        NodeLost past the limit.
+        Raises: NodeLost after the limit.
         """
         deadline = time.monotonic() + limit_s
         told: list[int] = []
@@ -219,11 +219,11 @@ class Nodes:
             time.sleep(0.1)
 
     def address(self, node: int) -> str:
-        """Under which the others reach it."""
+        """The address at which other nodes reach this node."""
         return self._host if node == 0 else self._member(node).address
 
     def start_ranks(self, node: int, launch: RanksLaunch) -> tuple[RemoteJob, Connection]:
-        """Start ranks of a group there; returns them, and the connection to their relay."""
+        """Start ranks of a group on a node; returns the job and the connection to its relay."""
         number = next(self._jobs)
         connections = self._relays[number] = queue.SimpleQueue()
         try:
@@ -239,7 +239,7 @@ class Nodes:
             del self._relays[number]
 
     def machine(self, node: int) -> Machine:
-        """Where a server can be started."""
+        """The machine of a node, on which servers can be started."""
         return HERE if node == 0 else RemoteMachine(self, node)
 
     def start_server(self, node: int, launch: EngineLaunch, log: Path) -> RemoteJob:
@@ -259,7 +259,7 @@ class Nodes:
             if (waiting := self._relays.get(int(hello["relay"]))) is not None:
                 waiting.put(connection)
             else:
-                connection.close()  # nobody waits for it any more
+                connection.close()  # start_ranks has given up waiting
             return
         with self._lock:
             self._let_member_in(int(hello["node"]), connection, str(hello.get("version", "")))
@@ -288,7 +288,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class RemoteMachine:
-    """Another node as servers.supervisor sees it."""
+    """Another node, in the form that servers.supervisor uses."""
 
     nodes: Nodes = field(repr=False)
     node: int
@@ -300,7 +300,7 @@ class RemoteMachine:
             raise MachineGone(str(error)) from error
 
     def start(self, launch: EngineLaunch, token: str, log: Path) -> RemoteJob:
-        """Its agent derives the token from the run's own."""
+        """`token` is not sent: the agent derives it from the run's token."""
         try:
             return self.nodes.start_server(self.node, launch, log)
         except NodeLost as error:

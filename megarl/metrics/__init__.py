@@ -1,12 +1,11 @@
-"""Following a run: statistics of a batch, where the seconds go, where the numbers go, what is left at the end.
+"""Metrics of a run: statistics of a batch, stage times, trackers, advice, and the reports at the end.
 
-Knows: names of metrics, files of a run's folder, terminals, wandb, TensorBoard.
-Knows not: how a loss is made, processes, the configuration.
-Called by: the driver, once a step; the stories (train, sft, evaluate) at their end.
+Contains the names of metrics, the files of a run's folder, console output, wandb and TensorBoard.  Does not use losses,
+processes or the configuration.  Called by the driver in each step, and by train, sft and evaluate at their end.
 
     TRACKERS   trainer.logger   console  jsonl  tensorboard  wandb
 
-plots.py draws with matplotlib, which is imported when it draws; wandb and TensorBoard when they are asked for.
+matplotlib, wandb and TensorBoard are imported only when they are used.
 """
 
 from megarl.metrics.jsonl import drop_after

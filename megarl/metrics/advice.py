@@ -1,10 +1,10 @@
-"""Advice while a run goes on: what its numbers say about its settings.
+"""Advice during a run: suggests changes to the settings from the metrics.
 
-A rule looks at the last values of a few metrics and, where they show a fault that is known, says in one sentence which
-key to change.  It changes nothing itself.  What the metrics mean: megarl/algo/README.md.
+A rule reads the last values of a few metrics. If they show a known problem, it names in one sentence the key to change;
+it changes nothing itself.  megarl/algo/README.md explains the metrics.
 
-Rules want a fault to last, so that a single noisy step says nothing; thresholds hold for losses of any name, because
-they are shares, nats, or relative to the run's own past.
+A problem must persist for some steps, so that a single noisy step gives no advice.  Thresholds are valid for all
+losses, because they are shares, nats, or relative to the run's own history.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ History = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value), 
 
 @dataclass(frozen=True)
 class Rule:
-    """Example: Rule("clipped_often", ("actor/pg_clipfrac",), 5, patterns.above(0.3), "lower actor.optim.lr")."""
+    """Example: Rule("clipped_often", ("actor/pg_clipfrac",), 5, signals.above(0.3), "lower actor.optim.lr")."""
 
     name: str
     looks_at: tuple[str, ...]
-    window: int  # how many last values of each
+    window: int  # number of last values of each metric
     holds: Callable[..., bool]  # of one list of `window` numbers for each metric, oldest first
     advice: str
 
     def speaks(self, history: History) -> bool:
-        """Is the fault there?  Not known, so False, before the window is full or where the last step lacks a metric."""
+        """Does the problem exist?  False before the window is full or if the last step lacks a metric."""
         tails = [list(history.get(name, ()))[-self.window :] for name in self.looks_at]
         if any(len(tail) < self.window for tail in tails) or len({tail[-1][0] for tail in tails}) > 1:
             return False
@@ -38,7 +38,7 @@ class Rule:
 
 
 class Advisor:
-    """Follows a run.  Each rule speaks at most once in `every` steps; only the longest window of values is kept."""
+    """Applies the rules during a run, each at most once in `every` steps; keeps only the longest window of values."""
 
     def __init__(self, rules: Sequence[Rule] | None = None, every: int = 100) -> None:
         self._rules, self._every = RULES if rules is None else tuple(rules), every
@@ -48,9 +48,9 @@ class Advisor:
         self._said: dict[str, int] = {}  # rule -> step
 
     def advise(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Take the numbers of a step; returns what is to be said now, "rule: sentence".
+        """Add the metrics of a step; returns the new advice as "rule: sentence".
 
-        A step may come in parts; each rule answers to the part that has its metrics.
+        The metrics of a step may be passed in several calls; each rule is checked in the call that has its metrics.
         """
         for name, past in self._history.items():
             if math.isfinite(metrics.get(name, math.nan)):
@@ -67,7 +67,7 @@ class Advisor:
 SCORE = ("critic/score/mean", "critic/score/max", "critic/score/min")
 
 RULES: tuple[Rule, ...] = (
-    # the policy moves too fast, or not at all
+    # the policy changes too fast, or not at all
     Rule(
         "policy_loss_rises",
         ("actor/pg_loss", "critic/advantages/std", "critic/score/mean"),
@@ -206,7 +206,7 @@ RULES: tuple[Rule, ...] = (
         "over 30 % of the values want to move further than critic.cliprange_value lets them; raise it to the scale of "
         "the returns, or set it to null",
     ),
-    # the rewards and what they teach
+    # the rewards and their learning signal
     Rule(
         "rewards_all_equal",
         ("critic/score/max", "critic/score/min"),
@@ -256,7 +256,7 @@ RULES: tuple[Rule, ...] = (
         "algorithm.rollout_correction.reject_high, set algorithm.filter_groups.refill=true, or look at "
         "algorithm.overlong_filtering",
     ),
-    # the server's policy is not the trainer's
+    # the server's policy differs from the trainer's
     Rule(
         "rollout_gap",
         ("rollout_corr/log_prob_gap_mean", "off_policy/version_lag/max"),

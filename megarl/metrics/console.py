@@ -1,6 +1,6 @@
-"""The run as one reads it in a terminal: a line a step, and below it a bar with what the running step is doing.
+"""Console output of a run: a line per step, and below it a progress bar with the current stage of the step.
 
-Where the output is no terminal there is no bar and no colour, only the lines.
+If the output is not a terminal, only the lines are printed, without bar and colours.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megarl.metrics.run import Run
 
-# (what the line calls it, the metric, its format); what a step does not have is left out
+# (label, metric, format); metrics that a step does not have are left out
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("score", "critic/score/mean", ".3f"),
     ("loss", "sft/loss", ".4f"),
@@ -28,11 +28,11 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("gap", "rollout_corr/log_prob_gap_max", ".1e"),
     ("tok/s", "perf/throughput", ".0f"),
 )
-STEPS_OF_ETA = 20  # the pace is the mean of this many last steps
+STEPS_OF_ETA = 20  # the ETA uses the mean time of this many last steps
 
 
 class ConsoleTracker:
-    """Lines and bar through rich."""
+    """Prints lines and progress bar with rich."""
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._total, self._clock = run.console, run.total_steps, clock
@@ -53,7 +53,7 @@ class ConsoleTracker:
         self._task = self._progress.add_task("", total=None, step=self._step + 1, of=self._total, count="", eta="?")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line.  Numbers of an evaluation, "val/...", get a line of their own."""
+        """Print a line.  Metrics of an evaluation, "val/...", get their own line."""
         checks = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("val/")]
         if checks:
             self._line(step, checks)
@@ -63,7 +63,7 @@ class ConsoleTracker:
             self._line(step, [*found, f"{seconds:.2f} s", f"eta {self.eta}"])
 
     def stage(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Draw the bar; the first stage of a run makes it appear."""
+        """Draw the bar; it appears with the first stage of a run."""
         self._progress.start()
         count = f"{done}/{total}" if total else ""
         fields: dict[str, Any] = {"step": min(self._step + 1, self._total), "count": count, "eta": self.eta}
@@ -74,19 +74,19 @@ class ConsoleTracker:
 
     @property
     def eta(self) -> str:
-        """Time to the end of the run at the pace of the last steps; "?" before the first."""
+        """Time to the end of the run at the speed of the last steps; "?" before the first step."""
         if not self._pace:
             return "?"
         return _clock_text(max(self._total - self._step, 0) * sum(self._pace) / len(self._pace))
 
     def _finish_step(self, step: int, measured: float | None) -> float:
-        """Its seconds.  The pace goes from line to line, so evaluations count; what came before step 1 does not."""
+        """Seconds of the step.  The speed is measured from line to line: evaluations count, time before step 1 not."""
         now = self._clock()
         between = now - self._last
         self._pace.append(measured if measured is not None and not self._pace else between)
         self._last, self._step = now, step
         fields: dict[str, Any] = {"step": min(step + 1, self._total), "of": self._total, "count": "", "eta": self.eta}
-        self._progress.reset(self._task, total=None, description="", **fields)  # drops the fields it is not given
+        self._progress.reset(self._task, total=None, description="", **fields)  # drops fields that are not passed
         return between if measured is None else measured
 
     def _line(self, step: int, parts: list[str]) -> None:

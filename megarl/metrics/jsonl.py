@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: appended while a run goes on, cut back when it resumes."""
+"""JSONL files of a run: appended during the run, truncated when it resumes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append, all in one write.  A number that is not finite, which JSON does not have, is written as null."""
+    """Append all rows in one write.  A number that is not finite becomes null, because JSON has no such number."""
     text = "".join(json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file.  A last line without its end, which a killed run can leave, is no line."""
+    """The objects of a file.  An incomplete last line, which a killed run can leave, is ignored."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
@@ -31,9 +31,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def drop_after(path: Path, step: int | None) -> None:
-    """Keep the lines up to `step`, those that the resumed run will not write again; None keeps nothing.
+    """Keep the lines up to `step`, which the resumed run will not write again; None keeps nothing.
 
-    Each line has a "step".  The file is replaced in one go, so that an interruption loses nothing.
+    Each line has a "step".  The file is replaced atomically, so that an interruption loses nothing.
     """
     if not path.exists():
         return

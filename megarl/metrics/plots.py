@@ -1,4 +1,4 @@
-"""The picture of a run, drawn from its metrics.jsonl."""
+"""Draws the learning curves of a run from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = ("#2f6f9f", "#d9822b", "#3d8c5f", "#a64d79", "#6b6b6b")
 
 @dataclass(frozen=True)
 class Panel:
-    """One small diagram.  `metrics` may hold patterns; what the file does not have is left out."""
+    """A diagram.  `metrics` may contain patterns; metrics that the file does not have are left out."""
 
     title: str
     metrics: tuple[str, ...]
@@ -47,13 +47,13 @@ COLUMNS = 3
 def learning_curve(metrics_jsonl: Path | str, png_path: Path | str, *, title: str = "") -> None:
     """Draw every panel of PANELS for which the file has numbers.
 
-    Raises: ValueError for a file without any of them.
+    Raises: ValueError for a file without any of these metrics.
     """
     series = read_series(Path(metrics_jsonl))
     drawn = [(panel, names) for panel in PANELS if (names := _names(panel, series))]
     if not drawn:
         raise ValueError(f"{metrics_jsonl}: holds none of the metrics of a learning curve")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and only needed at the end of a run
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, only needed at the end of a run
     from matplotlib.figure import Figure
 
     rows = -(-len(drawn) // COLUMNS)
@@ -67,7 +67,7 @@ def learning_curve(metrics_jsonl: Path | str, png_path: Path | str, *, title: st
 
 
 def read_series(path: Path) -> Series:
-    """Each metric with its steps; nulls are gaps, a step that was logged twice keeps the last."""
+    """Each metric with its steps; nulls are left out; if a step was logged twice, the last value counts."""
     found: dict[str, dict[int, float]] = {}
     for row in read_lines(path):
         for name, value in row.items():
@@ -82,7 +82,7 @@ def _names(panel: Panel, series: Series) -> list[str]:
 
 
 def _largest(names: Sequence[str], series: Series) -> list[str]:
-    """As many as there are colours, those with the largest sums: the stages that take the time."""
+    """The metrics with the largest sums, as many as there are colours: the slowest stages."""
     return sorted(names, key=lambda name: -sum(series[name][1]))[: len(COLOURS)]
 
 
@@ -91,7 +91,7 @@ def _draw(axes: Any, panel: Panel, series: Series) -> None:
         label = f"{name}  {values[-1]:.3g}"
         if len(values) <= 30:
             axes.plot(steps, values, color=colour, lw=1.6, marker="o", ms=3, label=label)
-        else:  # what happened, thin; where it goes, bold
+        else:  # values thin, moving average bold
             axes.plot(steps, values, color=colour, lw=0.7, alpha=0.3)
             axes.plot(steps, smooth(values), color=colour, lw=1.8, label=label)
     axes.set_title(panel.title, fontsize=9.5, loc="left")
@@ -107,7 +107,7 @@ def _draw(axes: Any, panel: Panel, series: Series) -> None:
 
 
 def smooth(values: Sequence[float], window: int = 15) -> list[float]:
-    """The mean of the `window` steps around each, fewer at the ends: it does not lag behind what happened."""
+    """The centred moving average over `window` steps, fewer at the ends; it has no lag."""
     half = window // 2
     parts = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]

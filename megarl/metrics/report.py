@@ -1,6 +1,6 @@
-"""What is left of a run for people: the summary, samples on disk, a table of answers before and after.
+"""Reports of a run for people: the summary, logged samples, a table of answers before and after.
 
-The picture is in plots.py.
+The learning curve is in plots.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.sample import Prompt, Sample
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt and what the model said.  Example: Answer("12+34=", "46", "37", "46", 0.0, 1.0)."""
+    """A prompt with its answers and rewards.  Example: Answer("12+34=", "46", "37", "46", 0.0, 1.0)."""
 
     prompt: str
     ground_truth: str | None
@@ -32,7 +32,7 @@ class Answer:
 
 
 def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:
-    """One JSON object, indented, there as a whole or not at all."""
+    """Write an indented JSON object atomically."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(dict(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -40,7 +40,7 @@ def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:
 
 
 def write_samples(path: Path | str, step: int, groups: Sequence[Sequence[Sample]], *, num_groups: int = 4) -> None:
-    """Append the first groups of a step, one sample a line.  jsonl.drop_after cuts the file when a run resumes.
+    """Append the first groups of a step, one sample per line.  jsonl.drop_after truncates the file on resume.
 
     {"step", "uid", "prompt", "completion", "ground_truth", "reward", "reward_extra", "finish_reason",
      "versions": [[version, start, end], ...], "num_tokens"}
@@ -51,7 +51,7 @@ def write_samples(path: Path | str, step: int, groups: Sequence[Sequence[Sample]
 def samples_table(
     answers: Sequence[Answer], *, title: str = "answers before and after", width: int = 60
 ) -> tuple[Table, str]:
-    """The same table twice: for a rich console and as markdown.  Longer texts than `width` are cut in the middle."""
+    """The table for a rich console and as markdown.  Texts longer than `width` are shortened in the middle."""
     table = Table(title=title, title_justify="left", show_lines=any(len(a.after) > width // 2 for a in answers))
     head = ("prompt", "truth", "before", "", "after", "")
     for name in head:
@@ -67,7 +67,7 @@ def samples_table(
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """What the file held, as one string; chat messages as "role: content" lines."""
+    """The prompt of the data file as one string; chat messages as "role: content" lines."""
     if isinstance(prompt.text, str):
         return prompt.text
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)

@@ -1,4 +1,4 @@
-"""The noun that trackers are started with."""
+"""The description of a run that trackers get at their start."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.console import Console
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker is told about the run.  Example: Run(Path("runs/try"), "megarl", "try", {...}, 420)."""
+    """A run as a tracker sees it.  Example: Run(Path("runs/try"), "megarl", "try", {...}, 420)."""
 
     run_dir: Path
     project: str
     experiment: str
     config: Mapping[str, Any]  # resolved, nested, plain values
     total_steps: int
-    resume_step: int | None = None  # the step of the checkpoint that the run goes on from; None: a fresh run
+    resume_step: int | None = None  # the step of the checkpoint from which the run resumes; None: a fresh run
     console: Console = field(default_factory=Console)

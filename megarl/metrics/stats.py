@@ -1,7 +1,7 @@
-"""Numbers about a whole batch, and the last touch to the statistics that the losses sent.
+"""Statistics of a whole batch, and the final values of the statistics that the losses return.
 
-Names are those that users of PPO know.  Everything here is over whole samples on the CPU; "over tokens" means over the
-trainable ones.  How a Stat is merged is sample.py's business; what a loss measures is algo's.
+The names are those of common PPO frameworks.  Everything is computed over whole samples on the CPU; "over tokens" means
+over trainable tokens.  sample.py merges Stats; algo defines what a loss measures.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megarl.sample import Batch, Stats
 
 
 def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]:
-    """Statistics of one scored batch; what the batch does not have is left out.
+    """Statistics of a scored batch; statistics without their input are left out.
 
-    Args: batch: column response_mask and any of token_level_rewards, advantages, returns, values; rows score,
-        truncated, version_min.  version: of the weights that are about to be trained.
+    Args: batch: column response_mask and any of token_level_rewards, advantages, returns, values; per sequence score,
+        truncated, version_min.  version: of the weights that will be trained.
     Returns: critic/{score,rewards,advantages,returns,values}/*, response_length/*, prompt_length/*,
         off_policy/version_lag/*.
     """
@@ -40,7 +40,7 @@ def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]
 def finalise(stats: Stats) -> dict[str, float]:
     """Merged statistics as plain numbers.
 
-    A name "x~part" is a part of x, which can only be made after the last merge: see DERIVED.
+    A name "x~part" is a part of x, which is computed after the last merge: see DERIVED.
     Raises: ValueError for a set of parts that is not in DERIVED.
     """
     out: dict[str, float] = {}
@@ -65,7 +65,7 @@ def _std(parts: Mapping[str, float]) -> float:
 
 
 def _explained_variance(parts: Mapping[str, float]) -> float:
-    """1 - Var(target - prediction) / Var(target); 0 for a target that does not vary."""
+    """1 - Var(target - prediction) / Var(target); 0 for a constant target."""
     target = _variance(parts["target_mean"], parts["target_square"])
     error = _variance(parts["error_mean"], parts["error_square"])
     return 1 - error / target if target > 1e-12 * max(parts["target_square"], 1e-12) else 0.0
@@ -82,7 +82,7 @@ def _variance(mean: float, square: float) -> float:
 
 
 def _spread(name: str, values: Tensor, *, std: bool = False) -> dict[str, float]:
-    """mean, max, min and, if wanted, the (population) std; nothing of nothing."""
+    """mean, max, min and, if wanted, the (population) std; {} without values."""
     if values.numel() == 0:
         return {}
     wide = values.double()
@@ -93,7 +93,7 @@ def _spread(name: str, values: Tensor, *, std: bool = False) -> dict[str, float]
 
 
 def _lengths(batch: Batch, mask: Tensor) -> dict[str, float]:
-    """A response begins at the first trainable token; tool output within it counts as part of it."""
+    """Prompt and response lengths.  A response starts at the first trainable token and includes tool output."""
     places = torch.arange(batch.num_tokens)
     end = batch.starts + batch.lengths
     first = end.scatter_reduce(0, batch.segment_ids, torch.where(mask, places, batch.num_tokens), "amin")

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go."""
+"""Measures the time of each stage of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Timer:
-    """Stages of one step after another.
+    """Times the stages of consecutive steps.
 
     Example:
         timer = Timer(on_stage=trackers.stage)
@@ -17,7 +17,7 @@ class Timer:
             batch = prefetcher.take()
         metrics |= timer.finish(num_tokens=batch.num_tokens)      # timing_s/gen, timing_s/step, perf/...
 
-    A stage inside a stage has its own time and counts once in the accounts.  The same name twice adds up.
+    A nested stage has its own time but counts only once in perf/unaccounted.  Times of the same name are added.
     """
 
     def __init__(self, on_stage: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter):
@@ -25,7 +25,7 @@ class Timer:
         self.start()
 
     def start(self) -> None:
-        """A new step begins now."""
+        """Start a new step."""
         self._begin = self._clock()
         self._seconds: dict[str, float] = {}
         self._accounted = 0.0
@@ -46,7 +46,7 @@ class Timer:
                 self._accounted += seconds
 
     def finish(self, *, num_tokens: int, num_devices: int = 1) -> dict[str, float]:
-        """The step ends now.  num_tokens: prompts and responses trained on.  A new step begins at once.
+        """End the step and start the next.  num_tokens: tokens of the prompts and responses that were trained on.
 
         Returns: timing_s/<stage> and timing_s/step in seconds; perf/total_num_tokens; perf/time_per_step in seconds;
             perf/throughput in tokens per second and device; perf/unaccounted, the share of the step outside all stages.

@@ -1,6 +1,6 @@
-"""Where the numbers of a run go: a name in `trainer.logger`, a class here; and the advice, which every run gets.
+"""The trackers of a run: a class for each name in `trainer.logger`, and the advice, which every run has.
 
-A tracker that cannot start stops the run before it begins; one that later cannot log warns once and the run goes on.
+A tracker that cannot start stops the run at its start; a tracker that fails later warns once and the run continues.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Takes numbers.  Steps count from 1; step 0 is what was measured before the first."""
+    """Receives metrics.  Steps count from 1; step 0 has the measurements before the first step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def stage(self, name: str, done: int = 0, total: int = 0) -> None:
-        """What the running step is doing now, and how far it is; total 0 where nobody knows."""
+        """The current stage of the running step and its progress; total 0 if unknown."""
 
     def close(self) -> None: ...
 
 
 class Quiet:
-    """For trackers that only take numbers."""
+    """Base class of trackers that only receive metrics."""
 
     def stage(self, name: str, done: int = 0, total: int = 0) -> None:
-        """A file has no progress bar."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""
 
 
 class JsonlTracker(Quiet):
@@ -55,9 +55,9 @@ class JsonlTracker(Quiet):
 
 
 class AdviceTracker(Quiet):
-    """What the curves say about the settings: on the console, and in `advice.jsonl`: {"step": 50, "advice": "..."}.
+    """Writes advice about the settings to the console and to `advice.jsonl`: {"step": 50, "advice": "..."}.
 
-    Every run has it; a run without a known fault has no such file.
+    Every run has this tracker; a run without advice has no such file.
     """
 
     def __init__(self, run: Run) -> None:
@@ -93,7 +93,7 @@ class TensorBoardTracker(Quiet):
 
 
 class WandbTracker(Quiet):
-    """Weights & Biases, online or offline as WANDB_MODE says; a resumed run goes on under the same id."""
+    """Weights & Biases, online or offline as set by WANDB_MODE; a resumed run keeps its id."""
 
     def __init__(self, run: Run) -> None:
         import wandb  # optional, and slow to import
@@ -139,7 +139,7 @@ class Trackers:
         self._each(lambda tracker: tracker.stage(name, done, total), f"show {name}")
 
     def close(self) -> None:
-        """Also after failures, of which it says how many there were."""
+        """Close all trackers, also after failures, and log the number of failures of each."""
         for name, tracker in self._trackers.items():
             try:
                 tracker.close()
@@ -152,7 +152,7 @@ class Trackers:
         for name, tracker in self._trackers.items():
             try:
                 act(tracker)
-            except Exception as error:  # whatever a tracker's library raises, the run is worth more
+            except Exception as error:  # an error in a tracker's library must not stop the run
                 self._failures[name] = self._failures.get(name, 0) + 1
                 if self._failures[name] == 1:
                     log.warning("trainer.logger %s could not %s, the run goes on: %s", name, what, one_line(error))
@@ -171,7 +171,7 @@ def make_trackers(
 ) -> Trackers:
     """Start every tracker of `trainer.logger`, and the advice.
 
-    Raises: ValueError of one sentence for an unknown name or a tracker that does not start; those that did are closed.
+    Raises: ValueError of one sentence for an unknown name or a tracker that does not start; started ones are closed.
     """
     run = Run(Path(run_dir), project, experiment, config_dict, total_steps, resume_step, console or Console())
     run.run_dir.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def make_trackers(
             raise ValueError(f"trainer.logger has {name!r}: expected some of {', '.join(TRACKERS)}")
         try:
             started[name] = TRACKERS[name](run)
-        except Exception as error:  # any library's own kind of "cannot start"
+        except Exception as error:  # libraries raise different errors if they cannot start
             Trackers(started).close()
             raise ValueError(f"trainer.logger has {name!r}, which did not start: {one_line(error)}") from error
     started["advice"] = AdviceTracker(run)

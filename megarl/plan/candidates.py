@@ -1,4 +1,4 @@
-"""Layouts that a search tries: all that megarl's own checks let through, but for what cannot be best."""
+"""The layouts that a search tries: all that pass megarl's checks, except those that cannot be the best."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megarl.plan.job import Job, Role
 
 MOST_PP, MOST_VPP, MOST_CP, MOST_EP = 16, 4, 8, 64
 TOKENS = (8192, 16384, 32768, 65536)  # of a micro-batch
-MANY_TOKENS = 4096  # of a sequence, before it is worth while to share one
+MANY_TOKENS = 4096  # context parallelism is tried only for sequences of at least this length
 
 
 def layouts(job: Job) -> Iterator[Layout]:
-    """Of the actor.  Tensor parallelism stays inside a machine, and fsdp has no pipeline."""
+    """Layouts of the actor.  Tensor parallelism stays inside a machine, and fsdp has no pipeline."""
     numbers, ranks = numbers_of(job.hf), job.num_ranks
     sizes = divisors(ranks)
     tps = [size for size in divisors(job.gpus_per_node) if size in sizes]
@@ -34,7 +34,7 @@ def layouts(job: Job) -> Iterator[Layout]:
 
 
 def ways(role: Role, longest: int) -> Iterator[Role]:
-    """A role with other micro-batches, the largest first, with layers kept or run again: kept is faster if it fits."""
+    """A role with other micro-batches, the largest first, without and with recomputation; without is faster."""
     limits = {limit for limit in (*TOKENS, role.max_tokens) if limit >= longest}
     for limit in sorted(limits, reverse=True):
         for recompute in ("none", "full"):
@@ -42,9 +42,10 @@ def ways(role: Role, longest: int) -> Iterator[Role]:
 
 
 def servers(job: Job) -> Iterator[Job]:
-    """The same run with other servers, on as many GPUs.  How they deal experts moves no time, so one way of each size.
+    """The same run with other servers on the same number of GPUs.
 
-    That is the run's own: over all GPUs of a server, or over none; the other where servers cannot be so.
+    Expert parallelism of servers does not change the predicted time, so each server size is tried once, with the run's
+    own choice: over all GPUs of a server or over none; the other choice if this one is invalid.
     """
     is_dealt = job.server_ep == job.server_gpus > 1
     total, numbers = job.num_servers * job.server_gpus, numbers_of(job.hf)
@@ -65,7 +66,7 @@ def _experts(numbers: ModelNumbers, sizes: list[int]) -> list[tuple[int, int | N
 
 
 def _cuts(numbers: ModelNumbers, pp: int) -> Iterator[tuple[int, int | None, int | None]]:
-    """vpp, and layers of the first and the last stage where they are not as many as the others."""
+    """vpp, and the layers of the first and the last stage if they differ from the other stages."""
     layers = numbers.num_hidden_layers or pp
     if layers % pp == 0:
         yield from ((vpp, None, None) for vpp in divisors(layers // pp) if vpp <= MOST_VPP and (pp > 1 or vpp == 1))
@@ -73,13 +74,13 @@ def _cuts(numbers: ModelNumbers, pp: int) -> Iterator[tuple[int, int | None, int
         even = layers // pp
         ends = product((even - 1, even, even + 1), repeat=2)
         fitting = [(middle, *pair) for pair in ends if (middle := _middle(layers, pp, *pair)) is not None]
-        if fitting:  # the last stage has the head as well, so of two that are as even the one whose last is small
+        if fitting:  # the last stage also has the head, so among equally even splits take the smallest last stage
             _, first, last = min(fitting, key=lambda sizes: (max(sizes), max(sizes) - min(sizes), sizes[2]))
             yield 1, first, last
 
 
 def _middle(layers: int, pp: int, first: int, last: int) -> int | None:
-    """Layers of each stage between, those of the first where there is none; None where they do not come out even."""
+    """Layers of each middle stage, or of the first if there is none; None if they cannot be distributed evenly."""
     left = layers - first - last
     if min(first, last) < 1 or (pp == 2 and left) or (pp > 2 and (left < pp - 2 or left % (pp - 2))):
         return None

@@ -1,4 +1,4 @@
-"""Which GPUs a plan is for, and the words by which the configuration is laid over them."""
+"""The GPUs of a plan, and the settings that adapt the configuration to their number."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Plan:
     config: Config
     words: list[str]
     gpu: Gpu
-    said: list[str]  # what was taken for granted
+    said: list[str]  # assumptions
     warnings: list[str] = field(default_factory=list)  # of the configuration
 
 
 def plan_of(request: Request, words: list[str]) -> Plan:
-    """ValueError of one sentence where the configuration cannot be, or the GPU is not known."""
+    """Raises: ValueError of one sentence if the configuration is invalid or the GPU is unknown."""
     named = _LAYOUT.fullmatch(layout_word(words) or "")
     said = []
     if request.gpu is not None:
@@ -50,7 +50,7 @@ def plan_of(request: Request, words: list[str]) -> Plan:
 
 
 def check_size(request: Request, job: Job) -> None:
-    """ValueError where what was typed beside --gpus comes to another number of them."""
+    """Raises: ValueError if the configuration uses another number of GPUs than --gpus."""
     if request.gpus and job.num_gpus != request.gpus:
         servers = f"{job.num_servers} x {job.server_gpus} of servers, {'shared' if job.shared else 'of their own'}"
         found = f"the configuration comes to {job.num_gpus} GPUs ({servers})"
@@ -58,7 +58,7 @@ def check_size(request: Request, job: Job) -> None:
 
 
 def _resized(config: Config, request: Request, words: list[str], gpu: Gpu) -> tuple[list[str], str]:
-    """Words for another number of GPUs, and what they are; the preset's own layout for so many where it has one."""
+    """Words for another number of GPUs, with an explanation; the preset's layout for that number if there is one."""
     trainer, rollout = config.trainer, config.rollout
     each, servers = request.gpus_per_node or trainer.n_gpus_per_node, _gpus_of_servers(config)
     wanted = request.gpus - servers if request.gpus else trainer.num_ranks
@@ -79,7 +79,7 @@ def _resized(config: Config, request: Request, words: list[str], gpu: Gpu) -> tu
 
 
 def _preset_layout(config: Config, request: Request, words: list[str], gpu: Gpu) -> str | None:
-    """Its servers share the trainer's GPUs, so it is not for words that say where servers stand."""
+    """The preset's layout for these GPUs; None if rollout.placement was typed, since presets share the GPUs."""
     is_said = any(word.startswith("rollout.placement=") for word in words)
     if not config.model.preset or not request.gpus or request.gpus_per_node or is_said:
         return None
@@ -89,7 +89,7 @@ def _preset_layout(config: Config, request: Request, words: list[str], gpu: Gpu)
 
 
 def _gpus_of_servers(config: Config) -> int:
-    """Beside the trainer's: 0 where they are the same."""
+    """GPUs of the servers in addition to the trainer's: 0 with colocation."""
     rollout = config.rollout
     count = len(rollout.urls) or rollout.num_servers
     return 0 if rollout.placement == "shared" else count * rollout.tensor_model_parallel_size

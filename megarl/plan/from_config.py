@@ -1,4 +1,4 @@
-"""A `Config` and a cluster -> a `Job`."""
+"""Converts a `Config` and a GPU type to a `Job`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megarl.plan.gpus import Gpu
 from megarl.plan.job import Job, Role
 from megarl.plan.memory.count import check
 
-MEMORY_FRACTION = 0.85  # about what SGLang takes by its own choice
-# Shares of the limits that the means are taken to be, where nobody says how long prompts and completions are.
+MEMORY_FRACTION = 0.85  # approximately SGLang's default
+# Assumed mean lengths of prompts and completions, as shares of their limits, if the user gives none.
 PROMPT_SHARE, RESPONSE_SHARE = 0.25, 0.5
 
 
@@ -22,7 +22,7 @@ def job_of(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Job:
-    """The run of `megarl train` on such GPUs.  Lengths are means.  ValueError where a model's numbers are not known."""
+    """The run on such GPUs.  Lengths are means.  Raises: ValueError if a model's numbers are not known."""
     data, rollout, actor = config.data, config.rollout, config.actor
     own = role_of(config, "actor")
     return Job(
@@ -66,7 +66,7 @@ def job_of(
 
 
 def role_of(config: Config, name: str) -> Role:
-    """One model and its ranks."""
+    """A role's model and its ranks."""
     node: Any = getattr(config, name)
     keys, megatron = MICRO_BATCH_KEYS[name], node.megatron
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -94,7 +94,7 @@ def role_of(config: Config, name: str) -> Role:
 
 
 def numbers_of_model(config: Config, role: str) -> dict[str, Any]:
-    """Its config.json.  ValueError where that is not known yet, or of a model that is not supported."""
+    """The role's config.json.  Raises: ValueError if it is not known yet or the model is not supported."""
     hf = model_config(config, role)
     if not hf:
         path = config.model.path if role == "actor" else getattr(config, role).model.path
@@ -106,7 +106,7 @@ def numbers_of_model(config: Config, role: str) -> dict[str, Any]:
 
 
 def recompute_of(megatron: Any) -> str:
-    """none | selective | full, of a role's `megatron` group; of method=block the layers beyond the block are kept."""
+    """none | selective | full, from a role's `megatron` group; method=block counts as none: most layers are kept."""
     if megatron.recompute_granularity == "full":
         return "full" if megatron.recompute_method == "uniform" else "none"
     return megatron.recompute_granularity or "none"

@@ -1,10 +1,10 @@
-"""What a GPU can do, by its data sheet: the ceilings that predictions and MFU are measured against.
+"""Data sheet numbers of GPUs: the upper limits for predictions and MFU.
 
-Sources, all of dense bf16 (sheets that print sparse numbers are halved) and of one direction of a link:
-NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and B200 (DGX B200: an eighth of the machine), of the GB200
-NVL72 (a 72nd of the rack); of H800 and H20, which have no public sheet, what vendors of machines print.  Network: one
-400 Gb/s adapter for each GPU (A100: 200 Gb/s), as in the DGX machines.  Memory is in units of 10^9 bytes, as GPUs are
-named; host_bandwidth is PCIe 5 (A100: 4), and NVLink-C2C on GB200.
+All numbers are for dense bf16 (sparse numbers of a sheet are halved) and one direction of a link.  Sources:
+NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and B200 (DGX B200: an eighth of the machine), and of the
+GB200 NVL72 (a 72nd of the rack); for H800 and H20, which have no public sheet, server vendors' numbers.  Network: a
+400 Gb/s adapter per GPU (A100: 200 Gb/s), as in DGX machines.  Memory is in units of 10^9 bytes, as in the GPUs'
+names; host_bandwidth is PCIe 5 (A100: 4), and NVLink-C2C on GB200.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Gpu:
     link_bandwidth: float  # B/s to other GPUs of the machine, one direction
     nic_bandwidth: float  # B/s to other machines, one direction
     host_bandwidth: float = 55e9  # B/s to host memory, one direction
-    link_domain: int | None = None  # GPUs that the links join; None: those of a machine
+    link_domain: int | None = None  # GPUs connected by the links; None: those of a machine
 
 
 GPUS = {
@@ -40,12 +40,12 @@ GPUS = {
     )
 }
 
-# words of a device's name that make it another product than the one of the table: slower, or a part of it
+# words in a device's name that mark a different product from the one in the table: slower, or a part of it
 _OTHERS = {"pcie", "nvl", "mig"}
 
 
 def find(name: str) -> Gpu:
-    """The GPU that `torch.cuda.get_device_name` or a person calls so.  ValueError where the table has none."""
+    """The GPU with this name, from `torch.cuda.get_device_name` or a user.  Raises: ValueError if it is unknown."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     for word in words:
         if word in GPUS and not _OTHERS & set(words):
@@ -54,7 +54,7 @@ def find(name: str) -> Gpu:
 
 
 def of_memory(gigabytes: int) -> Gpu:
-    """The GPU that a layout's name means: 64x80 is of H100, 64x141 of H200.  ValueError for another size."""
+    """The GPU of a layout's name: 64x80 means H100, 64x141 means H200.  Raises: ValueError for another size."""
     for name in ("h100", "h200", "h20", "b200", "gb200"):
         if GPUS[name].memory_bytes == gigabytes * 10**9:
             return GPUS[name]

@@ -1,4 +1,4 @@
-"""The numbers of a run that a prediction needs, and no `Config`: models, layouts, servers, lengths."""
+"""The numbers of a run that a prediction needs, without a `Config`: models, layouts, servers, lengths."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from megarl.plan.memory.count import HFConfig
 
 @dataclass(frozen=True)
 class Role:
-    """One model on training ranks.  optimizer None: it learns nothing."""
+    """A model on training ranks.  optimizer None: it is not trained."""
 
     name: str  # actor | critic | ref
     hf: HFConfig
     layout: Layout
     num_ranks: int
     first_rank: int = 0  # of the trainer's
-    max_tokens: int = 16384  # of a micro-batch of its training, over its context-parallel ranks
-    log_prob_tokens: int = 16384  # of a forward pass alone
+    max_tokens: int = 16384  # of a training micro-batch, over all context-parallel ranks
+    log_prob_tokens: int = 16384  # of a micro-batch of a forward-only pass
     recompute: str = "none"  # none | selective (core attention) | full (layers)
     optimizer: str | None = "adamw"
     dtype: str = "bfloat16"
     fsdp: bool = False
     overlap_grad_reduce: bool = False
-    param_offload: bool = False  # weights and gradients wait in host memory
+    param_offload: bool = False  # weights and gradients are offloaded to host memory
     optimizer_offload: bool = False
-    lora_rank: int = 0  # above 0 only adapters learn
+    lora_rank: int = 0  # above 0 only adapters are trained
     local: bool = False  # layers without Transformer-Engine
 
     @property
@@ -49,12 +49,12 @@ class Job:
 
     # the step
     prompts: int = 256
-    n: int = 1  # completions of each
+    n: int = 1  # completions per prompt
     prompt_tokens: float = 512.0  # mean
     response_tokens: float = 1024.0  # mean
     longest: int = 2048  # limit of a prompt with its completion
-    most_response: int | None = None  # limit of a completion; None: what a mean prompt leaves of `longest`
-    mini_batch: int = 256  # prompts of an optimizer step
+    most_response: int | None = None  # limit of a completion; None: `longest` minus a mean prompt
+    mini_batch: int = 256  # prompts per optimizer step
     epochs: int = 1
 
     # the actor's training, as in Role
@@ -70,22 +70,22 @@ class Job:
     optimizer_offload: bool = False
     lora_rank: int = 0
     local: bool = False
-    scores_old: bool = True  # a pass for the log-probs before the step
-    dispatch: str = "each"  # each (a token goes to each chosen expert, as here) | once (to each machine, copied there)
+    scores_old: bool = True  # a forward pass for the old log-probs
+    dispatch: str = "each"  # each (a token is sent to each chosen expert, as here) | once (once per machine)
 
     # other models on the same or further ranks
     critic: Role | None = None
     reference: Role | None = None
 
     # servers
-    shared: bool = True  # on the trainer's GPUs, in turns; else on GPUs of their own
-    server_gpus: int = 1  # of one server
+    shared: bool = True  # colocation on the trainer's GPUs; else on separate GPUs
+    server_gpus: int = 1  # per server
     num_servers: int = 1
     server_ep: int = 1
-    server_precision: str = "bf16"  # bf16 | fp8: of its weights and products
+    server_precision: str = "bf16"  # bf16 | fp8: of its weights and matrix products
     memory_fraction: float = 0.7  # of a GPU, for weights and KV cache
-    max_running: int = 256  # requests of one server at a time
-    ahead: int = 0  # iterations that completions may run ahead
+    max_running: int = 256  # concurrent requests of a server
+    ahead: int = 0  # iterations of prefetch
 
     # the push
     push: str = "sharded"  # sharded (shard to shard) | shared (the same, on common GPUs) | gathered (whole tensors)
@@ -105,14 +105,14 @@ class Job:
 
     @property
     def num_gpus(self) -> int:
-        """All of the run; roles share the trainer's."""
+        """All GPUs of the run; roles share the trainer's."""
         trainer = max(role.first_rank + role.num_ranks for role in self.roles)
         servers = self.num_servers * self.server_gpus
         return max(trainer, servers) if self.shared else trainer + servers
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether servers write while the trainer learns."""
+        """Whether servers generate while the trainer trains."""
         return not self.shared and self.ahead > 0
 
     @property
@@ -121,20 +121,20 @@ class Job:
 
     @property
     def mean_tokens(self) -> float:
-        """Of a sequence."""
+        """Mean length of a sequence."""
         return self.prompt_tokens + self.response_tokens
 
     @property
     def tokens(self) -> float:
-        """Of a step, prompts counted for every completion."""
+        """Tokens of a step, with the prompt counted for every completion."""
         return self.sequences * self.mean_tokens
 
     @property
     def optimizer_steps(self) -> int:
-        """Of one step of the run."""
+        """Optimizer steps per step of the run."""
         return max(1, round(self.prompts / self.mini_batch)) * self.epochs
 
     @property
     def link_domain(self) -> int:
-        """GPUs that fast links join."""
+        """Number of GPUs connected by fast links."""
         return self.gpu.link_domain or self.gpus_per_node

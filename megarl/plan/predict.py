@@ -1,4 +1,4 @@
-"""A `Job` -> how long each stage of a step takes, what each kind of rank holds, and whether it fits."""
+"""Predicts from a `Job` the time of each stage of a step, the memory of each kind of rank, and whether it fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Prediction:
 
     fits: bool
     memory: dict[str, GpuBudget]  # kind of rank -> part -> bytes
-    stages: dict[str, float]  # of STAGES, those that the run has
+    stages: dict[str, float]  # the STAGES that the run has
     step_s: float
     tokens_per_s_per_gpu: float  # all tokens of the step, prompts included
     mfu: float  # of the actor's training
@@ -29,12 +29,12 @@ class Prediction:
     bubble: float  # idle time of the pipeline over its working time
     push_s: float
     micro_batches: int  # of each replica in an optimizer step
-    concurrency: float  # completions of a server at a time
+    concurrency: float  # concurrent completions of a server
     why: list[str] = field(default_factory=list)  # what does not fit, what is slow
 
 
 def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
-    """Everything about one step.  Times are of a step in the middle of a run, without evaluation and checkpoint."""
+    """Predict a step.  Times are for a step in the middle of a run, without evaluation and checkpoint."""
     memory = gpu_budgets(job, constants)
     trained = training(job, None, constants)
     written = serving.rollout(job, constants)
@@ -59,7 +59,7 @@ def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
 
 
 def step_time(job: Job, constants: Constants = CONSTANTS) -> float:
-    """Seconds of a whole step, without a look at memory."""
+    """Seconds of a whole step, without a check of memory."""
     stages = stage_times(job, training(job, None, constants), serving.rollout(job, constants), constants)
     return _step(job, stages)
 
@@ -109,7 +109,7 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
 
 
 def _step(job: Job, stages: dict[str, float]) -> float:
-    """One after the other; where completions run ahead on GPUs of their own, the slower of writing and learning."""
+    """The sum of the stages; with prefetch on separate GPUs, the slower of generation and training plus the push."""
     if not job.runs_ahead:
         return sum(stages.values())
     pauses = stages["update_weights"]
@@ -137,7 +137,7 @@ def _misfits(job: Job, memory: dict[str, GpuBudget], constants: Constants) -> It
 
 
 def _slow(job: Job, stages: dict[str, float], trained: Training, written: Rollout) -> Iterator[str]:
-    """What takes the time, the heaviest stage first."""
+    """What takes the time, the slowest stage first."""
     total = sum(stages.values())
     slowest = max(stages, key=lambda name: stages[name])
     yield f"{slowest} takes {stages[slowest] / total:.0%} of the stages' time"

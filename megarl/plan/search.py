@@ -1,7 +1,7 @@
-"""The best layouts of a run, by prediction: training and servers are looked for apart, then put together.
+"""Searches the best layouts of a run by prediction: training and servers separately, then combined.
 
-What each role needs in memory is asked first, and its time only where it fits.  The best are composed once more as
-`megarl train` would do it, so that what is proposed passes every check.
+Memory is predicted first, and time only for layouts that fit.  The best are composed again as `megarl train` does, so
+that every proposal passes all checks.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megarl.plan.time import serving
 from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.training import training
 
-NUM_TRAINERS, NUM_SERVERS = 12, 4  # of each the best, which are put together
+NUM_TRAINERS, NUM_SERVERS = 12, 4  # the best of each, which are combined
 NUM_PROPOSED = 3
-WORTH = 1.01  # times faster than what is there, or not proposed
-WORD = 0.002  # of the time a word more must save
+WORTH = 1.01  # a proposal must be this many times faster than the current run
+WORD = 0.002  # share of the step time that each additional word must save
 UPDATES, SCORES = {"update_actor", "update_critic"}, {"old_log_prob", "ref", "values"}
 
-Composed = Callable[[list[str]], Job | None]  # words -> the run that they make, None where it cannot be
+Composed = Callable[[list[str]], Job | None]  # words -> the run, None if it is invalid
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Another way to lay the run over the same GPUs."""
+    """Another layout of the run on the same GPUs."""
 
     job: Job
     prediction: Prediction
@@ -40,7 +40,7 @@ class Proposal:
 
 
 def search(job: Job, composed: Composed, constants: Constants = CONSTANTS) -> list[Proposal]:
-    """The best that fit, the fastest first, where they are faster than the run as it is, or that does not fit."""
+    """The best layouts that fit, fastest first; only layouts faster than the current run, if that fits."""
     own = predict(job, constants)
     found: dict[tuple[int, ...], Proposal] = {}
     for other in _ranked(job, constants):
@@ -48,7 +48,7 @@ def search(job: Job, composed: Composed, constants: Constants = CONSTANTS) -> li
         kind = (layout.tp, layout.pp, layout.cp, layout.ep, other.server_gpus)
         if not words or kind in found or not _is_better(predict(other, constants), own):
             continue
-        real = composed(words)  # slow beside all else here
+        real = composed(words)  # the slowest call here
         prediction = predict(real, constants) if real else None
         if real and prediction and _is_better(prediction, own):
             found[kind] = Proposal(real, prediction, words, reason(job, own, real, prediction, constants))
@@ -62,7 +62,7 @@ def _is_better(new: Prediction, own: Prediction) -> bool:
 
 
 def words_of(job: Job, other: Job) -> list[str]:
-    """What to type for another run on the same GPUs."""
+    """The words to type for another run on the same GPUs."""
     words = [
         f"actor.megatron.{key}={_shown(getattr(other.layout, field))}"
         for field, key in KEYS.items()
@@ -84,7 +84,7 @@ def words_of(job: Job, other: Job) -> list[str]:
 
 
 def reason(job: Job, own: Prediction, other: Job, new: Prediction, constants: Constants = CONSTANTS) -> str:
-    """One sentence: where the time is saved, and by what."""
+    """One sentence: which stages get faster, and why."""
     if not own.fits:
         return f"it fits, and the run as it is does not: {own.why[0]}"
     saved = {name: seconds - new.stages.get(name, 0.0) for name, seconds in own.stages.items()}
@@ -97,12 +97,12 @@ def reason(job: Job, own: Prediction, other: Job, new: Prediction, constants: Co
 
 
 def seconds_text(seconds: float) -> str:
-    """A decimal where whole seconds would say little."""
+    """Seconds as text, with a decimal below 10."""
     return f"{seconds:.1f}" if seconds < 9.95 else f"{seconds:.0f}"
 
 
 def _causes(job: Job, other: Job, constants: Constants) -> Iterator[tuple[set[str], str]]:
-    """What may be told of it, with the stages that it makes shorter."""
+    """Possible reasons, each with the stages that it makes faster."""
     old, new = training(job, None, constants), training(other, None, constants)
     if job.recompute == "full" and other.recompute != "full":
         axes = [axis for axis in ("tp", "cp", "pp") if getattr(other.layout, axis) > getattr(job.layout, axis)]
@@ -128,7 +128,7 @@ def _causes(job: Job, other: Job, constants: Constants) -> Iterator[tuple[set[st
 
 
 def _ranked(job: Job, constants: Constants) -> list[Job]:
-    """The best pairs of a way to train and servers, the fastest first."""
+    """The best pairs of training layout and servers, fastest first."""
     trainers = sorted(_trainers(job, constants), key=lambda pair: pair[0])[:NUM_TRAINERS]
     timed = [(serving.rollout(run, constants).seconds, index, run) for index, run in enumerate(candidates.servers(job))]
     pairs = []
@@ -139,7 +139,7 @@ def _ranked(job: Job, constants: Constants) -> list[Job]:
 
 
 def _trainers(job: Job, constants: Constants) -> Iterator[tuple[float, Job]]:
-    """Of each layout the fastest way that fits, with the seconds that the step takes without writing."""
+    """For each layout the fastest variant that fits, with the seconds of the step without generation."""
     for layout in candidates.layouts(job):
         best = min(_ways(job, layout, constants), key=lambda pair: pair[0], default=None)
         if best is not None:
@@ -160,7 +160,7 @@ def _ways(job: Job, layout: Layout, constants: Constants) -> Iterator[tuple[floa
 
 
 def _with(job: Job, actor: Role) -> Job:
-    """The run with another actor; critic and reference follow it where they lie as it did."""
+    """The run with another actor; critic and reference follow it if they had the same layout."""
     follow: dict[str, Any] = {}
     for name, role in (("critic", job.critic), ("reference", job.reference)):
         if role is not None and role.layout == job.layout:

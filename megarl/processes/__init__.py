@@ -1,1 +1,1 @@
-"""Processes of a run and what passes between them: ranks of one machine, their connections, and who ends with whom."""
+"""Processes of a run and their connections: ranks of a machine, authenticated messages, relays, lifetimes."""

@@ -1,7 +1,7 @@
-"""Messages between the processes of a run: a JSON header and, when there are tensors, one safetensors blob.
+"""Messages between the processes of a run: a JSON header and, if there are tensors, a safetensors payload.
 
-No pickle crosses a socket.  A connection begins with a question to each side that only who knows the token can answer;
-the token itself is never sent, and without it the door is shut.
+Pickles are never sent.  A connection starts with a mutual challenge-response (HMAC with the token); the token itself is
+never sent, and a peer without it is refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-HEARTBEAT_S = 2.0  # how often a process that is waited for says that it lives
+HEARTBEAT_S = 2.0  # interval of heartbeats of a process for which others wait
 _HEAD = struct.Struct(">IQ")  # bytes of the header, bytes of the payload
 _MAX_HEADER = 64 * 2**20
-_MAX_GREETING = 4096  # a stranger's word costs no memory
-_GREETING_S = 10.0  # of the whole greeting, however slowly a stranger speaks
-_MAX_CALLERS = 256  # greeted at a time; who comes on top of them is turned away
+_MAX_GREETING = 4096  # bytes, so that an unauthenticated peer cannot use up memory
+_GREETING_S = 10.0  # time limit of the whole greeting, also for a slow peer
+_MAX_CALLERS = 256  # concurrent greetings; further callers are refused
 _LOOK_S = 0.2
 
 Tensors = dict[str, Tensor]
@@ -34,11 +34,11 @@ Bytes = bytes | bytearray | memoryview
 
 
 class ConnectionLost(ConnectionError):
-    """The other side is gone."""
+    """The peer is gone."""
 
 
 class WireRefused(ConnectionLost):
-    """The other side does not know our token, or we do not know its."""
+    """The two sides have different tokens."""
 
 
 class Connection:
@@ -55,7 +55,7 @@ class Connection:
         self.send_bytes(header, [to_bytes(tensors)])
 
     def send_bytes(self, header: dict[str, Any], parts: Sequence[Bytes]) -> None:
-        """The parts, end to end, are the payload."""
+        """Send a message; its payload is the concatenation of the parts."""
         head = json.dumps(header).encode()
         size = sum(len(part) for part in parts)
         try:
@@ -67,18 +67,18 @@ class Connection:
             raise ConnectionLost(str(error)) from error
 
     def receive(self) -> tuple[dict[str, Any], Tensors]:
-        """The next message; waits for it.  Raises ConnectionLost when the other side has gone."""
+        """Wait for the next message.  Raises ConnectionLost if the peer is gone."""
         header, body = self.receive_bytes()
         return header, from_bytes(body)
 
     def receive_bytes(self) -> tuple[dict[str, Any], bytearray]:
-        """The same with the payload as it came."""
+        """The same with the payload as raw bytes."""
         head_size, body_size = _HEAD.unpack(self._read(_HEAD.size))
         assert head_size <= _MAX_HEADER, f"a header of {head_size} bytes is not one of ours"
         return json.loads(self._read(head_size)), self._read(body_size)
 
     def receive_greeting(self, deadline: float) -> dict[str, Any]:
-        """A word of one who is not known yet: small, whole before `deadline` (of time.monotonic), without a payload."""
+        """A message of an unauthenticated peer: small, complete before `deadline` (time.monotonic), no payload."""
         head_size, body_size = _HEAD.unpack(self._read(_HEAD.size, deadline))
         if head_size > _MAX_GREETING or body_size:
             raise WireRefused(f"a greeting of {head_size} + {body_size} bytes; expected {_MAX_GREETING} and none")
@@ -103,8 +103,8 @@ class Connection:
         return data
 
     def close(self) -> None:
-        """Also ends a wait for a message in another thread."""
-        with suppress(OSError):  # the other side may have closed it
+        """Close the connection; this also ends a wait for a message in another thread."""
+        with suppress(OSError):  # the peer may have closed it
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
 
@@ -120,9 +120,9 @@ def from_bytes(body: Bytes) -> Tensors:
 def connect(
     address: str, token: str, hello: dict[str, Any], *, timeout_s: float, source: str | None = None
 ) -> Connection:
-    """Open a connection to `host:port` and introduce oneself; `source`: from this address of ours.
+    """Connect to `host:port`, authenticate and send `hello`; `source`: the own address to connect from.
 
-    Raises OSError where nobody listens, WireRefused where the other side has another token.
+    Raises OSError if nothing listens there, WireRefused if the peer has another token.
     """
     host, port = address.rsplit(":", 1)
     own = None if source is None else (source, 0)
@@ -143,7 +143,7 @@ def connect(
 
 
 def greet(sock: socket.socket, token: str, limit_s: float = _GREETING_S) -> tuple[Connection, dict[str, Any]] | None:
-    """A caller's connection and hello; None when it did not know the token, whatever it said instead."""
+    """The connection and hello of a caller; None if the caller did not prove that it knows the token."""
     connection, deadline = Connection(sock), time.monotonic() + limit_s
     try:
         sock.settimeout(limit_s)
@@ -156,16 +156,16 @@ def greet(sock: socket.socket, token: str, limit_s: float = _GREETING_S) -> tupl
             raise WireRefused("a stranger")
         connection.send({"proof": _proof(token, "host", ours, theirs)})
         sock.settimeout(None)
-    except Exception:  # what a stranger can make happen here, nobody can list
+    except Exception:  # an unauthenticated peer can cause any error here
         connection.close()
         return None
     return connection, hello
 
 
 class Listener:
-    """Lets in who knows the token.  Each caller is greeted in a thread of its own, so that none holds up another.
+    """Accepts callers that know the token.  Each is greeted in its own thread, so that no caller blocks another.
 
-    `let_in(wire, hello)` is called in that thread.  The listener is the door's, which closes it.
+    `let_in(connection, hello)` is called in that thread.  The Listener owns the socket `listener` and closes it.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody is let in any more."""
+        """Stop accepting callers."""
         self._closed.set()
         with suppress(OSError):  # it is closed already
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -196,7 +196,7 @@ class Listener:
                     sock, _ = self._listener.accept()
                 except TimeoutError:
                     continue
-                except OSError:  # shut, or out of files for a while
+                except OSError:  # closed, or temporarily out of file descriptors
                     self._closed.wait(_LOOK_S)
                     continue
                 if self._room.acquire(blocking=False):
@@ -216,10 +216,10 @@ class Listener:
 
 
 def _same(one: str, other: str) -> bool:
-    """In the same time, wherever they differ."""
+    """Compare in constant time."""
     return hmac.compare_digest(one.encode(errors="replace"), other.encode())
 
 
 def _proof(token: str, who: str, first: str, second: str) -> str:
-    """Shows that `who` knows the token, for these two questions alone."""
+    """HMAC that proves that `who` knows the token, valid for these two challenges only."""
     return hmac.new(token.encode(), f"{who} {first} {second}".encode(errors="replace"), hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""The one thing that the driver holds of what it started: servers or ranks, on this machine or another."""
+"""The driver's handle on a process that it started: a server or ranks, on this machine or another."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import Protocol
 
 
 class ProcessHandle(Protocol):
-    """A process; several that live and end together, as the ranks of one machine do, are one here."""
+    """A process, or several that start and end together, such as the ranks of a machine."""
 
     @property
     def pid(self) -> int:
-        """On its own machine, of the first where they are several; 0 where it is not ours."""
+        """Process id on its own machine; of the first process if there are several; 0 if we did not start it."""
 
     def exit_code(self) -> int | None:
-        """None while it runs.  Of several: as soon as one has failed, that one's."""
+        """None while it runs.  With several processes: the code of one that failed, as soon as one has failed."""
 
     def log_tail(self) -> str:
-        """The end of its log, to be put behind a sentence; of several, of the one that ended."""
+        """The end of its log, to append to an error; with several processes, the log of the one that ended."""
 
     def ask_to_end(self) -> None:
-        """Returns at once, whether or not it does."""
+        """Ask it to end; returns at once."""
 
     def end(self, grace_s: float) -> None:
-        """End it, with whatever it left behind: by force where it has not ended by itself within `grace_s`.
+        """End it and all its child processes; by force if it has not ended within `grace_s`.
 
         A second call does nothing.
         """

@@ -1,4 +1,4 @@
-"""Child processes: they end with their parent, whatever ended it, and their log says why they ended."""
+"""Child processes: end them with their parent, and read the end of their log."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _NUM_LINES = 15
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent goes. Linux.
+    """Ask the kernel to send SIGKILL when the parent ends. Linux only.
 
     The kernel watches the *thread* that started this process: start children from a thread that lives as long as they
-    shall. If the parent went before this call took effect, the process ends here.
+    must live. If the parent ended before this call took effect, the process ends here.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -26,9 +26,9 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def last_lines(path: str | Path, start: int = 0, keep: str | None = None) -> str:
-    """The end of a log, to be put behind a sentence; only what was written from byte `start` on.
+    """The end of a log, to append to an error; only the part from byte `start` on.
 
-    Earlier lines that hold `keep`, in whatever case, stand before it.
+    The first earlier line that contains `keep`, in upper or lower case, is put before it.
     """
     file = Path(path)
     text = file.read_bytes()[start:].decode(errors="replace") if file.exists() else ""

@@ -1,4 +1,4 @@
-"""How the driver reaches the ranks of a group: one by one on its own machine, through a relay on another."""
+"""The driver's connections to the ranks of a group: directly on its own machine, through a relay on another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.processes.connection import Connection, ConnectionLost, Tensors, fro
 
 
 class RankMessage(NamedTuple):
-    """A message of a rank; `header` is None where the rank has ended."""
+    """A message of a rank; `header` is None if the rank has ended."""
 
     rank: int
     header: dict[str, Any] | None
@@ -18,7 +18,7 @@ class RankMessage(NamedTuple):
 
 
 class Direct:
-    """The connection to one rank."""
+    """The connection to a rank on this machine."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection, self.ranks = connection, (rank,)
@@ -41,7 +41,7 @@ class Direct:
 
 
 class Relayed:
-    """The connection to all ranks of a group on another machine; a call crosses the network once for all of them."""
+    """The connection to all ranks of a group on another machine; a call is sent once over the network for all."""
 
     def __init__(self, connection: Connection, ranks: tuple[int, ...]) -> None:
         self._connection, self.ranks = connection, ranks
@@ -58,7 +58,7 @@ class Relayed:
     def receive(self) -> RankMessage:
         try:
             header, body = self._connection.receive_bytes()
-        except ConnectionLost:  # the machine and all its ranks
+        except ConnectionLost:  # the machine is lost with all its ranks
             return RankMessage(self.ranks[0], None, {})
         rank = int(header.pop("rank"))
         return RankMessage(rank, None if header.get("gone") else header, from_bytes(body))

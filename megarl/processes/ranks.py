@@ -1,4 +1,4 @@
-"""The ranks of a group that run on one machine: how they are started, where they meet, and how they are ended."""
+"""Starts and ends the ranks of a group on a machine, and hosts the rendezvous store of the group."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megarl.sockets import host_store, interface_variables
 
 ADDRESS, TOKEN, PARENT = "MEGARL_GROUP_ADDRESS", "MEGARL_GROUP_TOKEN", "MEGARL_PARENT_PID"
 FIRST_GPU = "MEGARL_FIRST_GPU"
-END_S = 10.0  # for each of: asked over the wire, terminated
+END_S = 10.0  # wait after the "close" message, and again after SIGTERM
 _LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one machine has of a group.  Example: of ranks 6..13 with 8 a node, [Share(0, 6, 0, 2), Share(1, 0, 2, 6)].
+    """The part of a group on a machine.  Example: ranks 6..13, 8 per node: [Share(0, 6, 0, 2), Share(1, 0, 2, 6)].
 
     Ranks are counted within the group, GPUs within the machine.
     """
@@ -36,7 +36,7 @@ class Share:
 
 @dataclass(frozen=True)
 class RanksLaunch:
-    """How the ranks of one share are started; all strings and numbers, so that it crosses a wire."""
+    """How to start the ranks of a share; only strings and numbers, so that it can be sent as JSON."""
 
     worker: str  # module of `python -m`
     device: str  # auto | cpu | cuda
@@ -44,15 +44,15 @@ class RanksLaunch:
     num_ranks: int
     first_gpu: int = 0
     first_rank: int = 0
-    world_size: int = 0  # ranks of the whole group; 0: these are all
-    address: str = "127.0.0.1"  # of this machine; gloo and NCCL listen at the interface that has it
-    master_address: str = "127.0.0.1"  # where the machine of rank 0 hosts the store of the group
-    master_port: int = 0  # 0 where rank 0 is: a free one is taken
+    world_size: int = 0  # ranks of the whole group; 0: num_ranks
+    address: str = "127.0.0.1"  # of this machine; gloo and NCCL listen on the interface with this address
+    master_address: str = "127.0.0.1"  # address of the group's store on the machine of rank 0
+    master_port: int = 0  # port of the store; 0 on the machine of rank 0: a free port is chosen
     environment: tuple[tuple[str, str], ...] = ()  # variables of the ranks, where the user has not set them
 
 
 def shares(first_rank: int, num_ranks: int, per_node: int) -> list[Share]:
-    """How the ranks of a group that begins at a GPU of the whole run lie over its machines."""
+    """The shares of a group over the machines; `first_rank` is counted over all GPUs of the run."""
     found: list[Share] = []
     done = 0
     while done < num_ranks:
@@ -64,12 +64,13 @@ def shares(first_rank: int, num_ranks: int, per_node: int) -> list[Share]:
 
 
 class RanksProcess:
-    """The processes of a share, one a rank: a processes.handle.ProcessHandle.
+    """The processes of a share, one per rank: a processes.handle.ProcessHandle.
 
-    They call home at `address`, and end when that connection does.
+    They connect to `address`, and end when that connection ends.
 
-    The store of the group is served here where rank 0 is: a store of torchrun's would listen on all interfaces, and
-    its rendezvous unpickles what anyone puts there. Ranks die with the thread that makes this: see processes.lifetime.
+    The share of rank 0 hosts the store of the group.  torchrun's store would listen on all interfaces, and its
+    rendezvous unpickles data that anyone can put there.  Ranks end with the thread that creates this object: see
+    processes.lifetime.
     """
 
     def __init__(self, launch: RanksLaunch, address: str, token: str) -> None:
@@ -80,7 +81,7 @@ class RanksProcess:
         self.port = launch.master_port if self._store is None else self._store.port  # of the store
         shared = {**_environment(launch), ADDRESS: address, TOKEN: token, PARENT: str(os.getpid())}
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._failed: int | None = None  # the first of them that was seen to fail
+        self._failed: int | None = None  # the first process that was seen to fail
         self._ended = False
         try:
             for local, path in enumerate(self._logs):
@@ -91,16 +92,16 @@ class RanksProcess:
 
     @property
     def pid(self) -> int:
-        """Of its first rank."""
+        """Process id of its first rank."""
         return self._processes[0].pid
 
     @property
     def log(self) -> Path:
-        """Of the rank that failed, or else of the first."""
+        """Log of the rank that failed, else of the first rank."""
         return self._logs[self._first_failed() or 0]
 
     def exit_code(self) -> int | None:
-        """None while all run; of a rank that failed as soon as one has, since the others only wait for it."""
+        """None while ranks run; the code of a failed rank as soon as one has failed, since the others wait for it."""
         if (failed := self._first_failed()) is not None:
             return self._processes[failed].returncode
         return None if None in [process.poll() for process in self._processes] else 0
@@ -109,15 +110,15 @@ class RanksProcess:
         return last_lines(self.log)
 
     def ask_to_end(self) -> None:
-        """Terminate those that run.  A group asks in another way before, over their connections."""
+        """Send SIGTERM to running ranks.  A Group first sends "close" over their connections."""
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
 
     def end(self, grace_s: float) -> None:
-        """They have been asked over their connections: wait for that unless one failed, then terminate, then kill.
+        """Wait for the ranks to end after "close", unless one failed; then terminate, then kill them.
 
-        Whatever a rank started ends with it. A second call does nothing: the numbers may be other processes' by then.
+        Child processes of a rank end with it. A second call does nothing: the process ids may belong to others by then.
         """
         if self._ended:
             return
@@ -127,9 +128,9 @@ class RanksProcess:
         self.ask_to_end()
         self._wait(END_S)
         for process in self._processes:
-            with suppress(ProcessLookupError, PermissionError):  # its session holds the writers that Megatron forks
+            with suppress(ProcessLookupError, PermissionError):  # its session has the writers that Megatron forks
                 os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # one in the kernel's hands, such as a driver's, ends when it can
+            with suppress(subprocess.TimeoutExpired):  # a process in a kernel call, such as a GPU driver's, ends later
                 process.wait(END_S)
         self._store = None
 
@@ -152,22 +153,22 @@ def _start(worker: str, log_path: Path, environment: dict[str, str]) -> subproce
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # a Ctrl-C at the terminal reaches the driver, which ends them in order
+            start_new_session=True,  # Ctrl-C at the terminal reaches only the driver, which then ends the ranks
         )
 
 
 def _environment(launch: RanksLaunch) -> dict[str, str]:
-    """What all ranks of a share have; a user's own choice of the network's interface is kept."""
+    """The environment of all ranks of a share; a network interface that the user has set is kept."""
     env = {**interface_variables(launch.address), **without_tokens(os.environ), FIRST_GPU: str(launch.first_gpu)}
     if launch.device == "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = ""  # Megatron takes CUDA wherever torch sees it
+        env["CUDA_VISIBLE_DEVICES"] = ""  # Megatron uses CUDA if torch sees it
     if launch.device != "cuda":
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.num_ranks)))
     return dict(launch.environment) | env
 
 
 def _world(launch: RanksLaunch, local: int, port: int) -> dict[str, str]:
-    """What tells torch.distributed which rank a process is, and where the store is."""
+    """The variables from which torch.distributed reads the rank and the store's address."""
     numbers = {
         "RANK": launch.first_rank + local,
         "LOCAL_RANK": local,
@@ -175,6 +176,6 @@ def _world(launch: RanksLaunch, local: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": launch.num_ranks,
         "MASTER_ADDR": launch.master_address,
         "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's word for: somebody else hosts it
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # tells torch that the store is hosted by another process
     }
     return {name: str(value) for name, value in numbers.items()}

@@ -1,7 +1,7 @@
-"""One machine's ranks of a group, between them and the driver: what the driver says once goes to each of them.
+"""Relay between the driver and the ranks of a group on another machine: sends each call of the driver to all ranks.
 
-The driver's message holds a call's header and, end to end, the payloads of those ranks that get one; a payload is
-passed on as it came.  What a rank says goes up with its number.
+The driver's message holds a call's header and, concatenated, the payloads of the ranks that get one; payloads are
+passed on unchanged.  Messages of a rank are sent to the driver with its rank number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.sockets import listen
 class Relay:
     """Example: relay = Relay(upward, num_ranks=8); RanksProcess(launch, relay.address, relay.token); ...; relay.close()
 
-    Its threads end with the connection to the driver, and the ranks with theirs to the relay.
+    Its threads end with the connection to the driver; the ranks end with their connections to the relay.
     """
 
     def __init__(self, upward: Connection, num_ranks: int) -> None:
@@ -39,14 +39,14 @@ class Relay:
             connection.close()
 
     def _carry_up(self, connection: Connection, hello: dict[str, Any]) -> None:
-        """Let a rank in, say so, and pass on what it says; the last one shuts the door."""
+        """Accept a rank, report it and forward its messages; stop listening when all ranks are connected."""
         rank = int(hello["rank"])
         self._ranks[rank] = connection
         if len(self._ranks) == self._num_ranks:
             self._listener.close()
         if self._closed.is_set():
-            connection.close()  # it came meanwhile
-        with suppress(ConnectionLost):  # of the driver: `_carry_down` sees to it
+            connection.close()  # the relay was closed in the meantime
+        with suppress(ConnectionLost):  # the driver is gone: `_carry_down` handles it
             self._up.send({"rank": rank, "here": True})
             try:
                 while True:
@@ -71,5 +71,5 @@ class Relay:
             parts[rank] = payloads[begin : begin + size]
             begin += size
         for rank, connection in list(self._ranks.items()):
-            with suppress(ConnectionLost):  # `_carry_up` tells the driver
+            with suppress(ConnectionLost):  # `_carry_up` reports it to the driver
                 connection.send_bytes(call, [parts[rank]] if rank in parts else [])

@@ -1,4 +1,4 @@
-"""The driver's handles on its models: whole batches in, columns and statistics out."""
+"""The driver's handles on its models: methods take whole batches and return columns and statistics."""
 
 from __future__ import annotations
 
@@ -23,52 +23,52 @@ from megarl.sample import Batch, Stat, Stats, merge_stats
 class Packing:
     """How sequences are packed into micro-batches; never changes a result."""
 
-    max_tokens: int | None = 16384  # tokens of a packed row
-    max_sequences: int | None = None  # or sequences of a row
+    max_tokens: int | None = 16384  # tokens per packed row
+    max_sequences: int | None = None  # or sequences per row
 
 
 @dataclass(frozen=True)
 class Update:
-    """How a batch becomes optimizer steps."""
+    """How a batch is split into optimizer steps, and their loss."""
 
     loss: ActorLoss | CriticLoss
     prompts_per_step: int
     epochs: int = 1
     agg_mode: str = "token-mean"
     loss_scale_factor: float | None = None
-    normalize: bool = False  # the weights of rollout correction to mean 1 over a step
-    bypass: bool = False  # the ratio is against the server's log-probs
-    reference: str | None = None  # the role that full KL compares with
+    normalize: bool = False  # scale the weights of rollout correction to mean 1 over a step
+    bypass: bool = False  # the ratio uses the server's log-probs
+    reference: str | None = None  # the reference role for the full KL
 
 
 @dataclass(frozen=True)
 class PushSettings:
-    """Where weights are pushed and how: what stays the same from push to push."""
+    """Targets and options of pushes that are the same for every push."""
 
     urls: tuple[str, ...]
     token: str
-    dtype: str = "float32"  # what the servers hold
+    dtype: str = "float32"  # of the servers' weights
     bucket_bytes: int = 64 * 2**20
     timeout_s: float = 120.0
-    pause_mode: str = "retract"  # what happens to requests that run during a push: retract | in_place | abort
-    adapters_kept: int = 0  # adapters that a server holds at a time; 0: servers get whole weights, adapters merged
-    transport: str = "auto"  # of the weights into a server: shared | sharded | gathered | auto
-    check_every: int = 0  # pushes between comparisons with what servers read from an exported folder; 0: none
-    # On which GPUs trainer and servers stand, as the fields of a weights.push.gpu_handles.Gpus; None: nobody knows.
+    pause_mode: str = "retract"  # what happens to running requests during a push: retract | in_place | abort
+    adapters_kept: int = 0  # adapters that a server keeps; 0: servers get whole weights with merged adapters
+    transport: str = "auto"  # of the weights to a server: shared | sharded | gathered | auto
+    check_every: int = 0  # pushes between comparisons with an exported folder that servers read; 0: none
+    # GPUs of trainer and servers, as the fields of a weights.push.gpu_handles.Gpus; None: unknown.
     gpus: dict[str, Any] | None = None
 
 
 @dataclass
 class Role:
-    """One model in a group."""
+    """A model in a group."""
 
     name: str
     group: Group
     packing: Packing
     temperature: float = 1.0
     kind: str = field(default="actor", init=False)
-    hidden_size: int = field(default=1024, init=False)  # of the loaded model: what attention weighs beside the rest
-    lacks_transformer_engine: bool = field(default=False, init=False)  # on a GPU, where it would be taken
+    hidden_size: int = field(default=1024, init=False)  # of the loaded model: for the cost of attention in packing
+    lacks_transformer_engine: bool = field(default=False, init=False)  # on a GPU without Transformer-Engine
 
     def load(
         self,
@@ -80,10 +80,10 @@ class Role:
         lora: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
     ) -> int:
-        """Build the model on the ranks from an HF folder; returns parameters a rank of the last stage holds.
+        """Build the model on the ranks from an HF folder; returns the parameters of a rank of the last stage.
 
         `lora` freezes the model and trains adapters: {"rank": 16, "alpha": 32, "targets": ["q_proj", ...], "seed": 0}.
-        `engine`: the fields of an mcore.training.execution.ExecutionOptions that are not its defaults.
+        `engine`: the fields of mcore.training.execution.ExecutionOptions that differ from the defaults.
         """
         arguments = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins), "lora": lora}
         arguments["engine"] = engine or {}
@@ -93,11 +93,11 @@ class Role:
         return int(replies[0].result["parameters_per_rank"])
 
     def offload(self) -> None:
-        """Into host memory with all of it; a call that needs it moves what it needs, and back."""
+        """Offload the whole role to host memory; later calls onload what they need and offload it again."""
         self.group.call("offload", {"role": self.name})
 
     def onload(self) -> None:
-        """Back on the device, to stay."""
+        """Onload the whole role; it stays on the device."""
         self.group.call("onload", {"role": self.name})
 
     def save(self, folder: Path) -> None:
@@ -107,7 +107,7 @@ class Role:
         self.group.call("restore", {"role": self.name, "folder": str(folder)})
 
     def export(self, folder: Path, *, adapter: Path | None = None) -> None:
-        """Write the model as an HF folder, adapters merged; `adapter`: these too, as a folder of PEFT's."""
+        """Write the model as an HF folder, adapters merged; `adapter`: also write the adapters as a PEFT folder."""
         where = {"folder": str(folder), "adapter": None if adapter is None else str(adapter)}
         self.group.call("export", {"role": self.name, **where})
 
@@ -119,7 +119,7 @@ class Role:
         temperature: float | None = None,
         reference: str | None = None,
     ) -> dict[str, Tensor]:
-        """Each named column [N] of the batch, as the model says it now."""
+        """Each named column [N] of the batch under the current weights."""
         plans = self._plan(batch)
         scale = self.temperature if temperature is None else temperature
         arguments = {"role": self.name, "temperature": scale, "names": list(names), "reference": reference}
@@ -145,14 +145,14 @@ class Trainable(Role):
     update_settings: Update | None = None
 
     def update(self, batch: Batch, *, seed: int = 0) -> dict[str, Stat]:
-        """All optimizer steps of one batch: epochs times mini-batches of whole prompt groups.
+        """Run all optimizer steps of a batch: epochs times mini-batches of whole prompt groups.
 
-        Statistics are merged over the steps, and `first_ppo_kl` is that of the first step taken alone; a step without
-        a trainable token is skipped, and counted.
+        Statistics are merged over the steps; `first_ppo_kl` is `ppo_kl` of the first step alone.  A step without a
+        trainable token is skipped and counted.
         """
         how = self.update_settings
         assert how is not None, f"role {self.name} has no loss to train with"
-        batch = batch.with_per_sequence(index=torch.arange(batch.num_sequences))  # by which an error names its sample
+        batch = batch.with_per_sequence(index=torch.arange(batch.num_sequences))  # so that an error can name the sample
         minis = [
             mini
             for epoch in range(how.epochs)
@@ -161,7 +161,7 @@ class Trainable(Role):
         stats = [self._step(mini, how, seed=seed * 1000 + i) for i, mini in enumerate(minis)]
         merged = merge_stats(stats)
         kl = f"{self.kind}/ppo_kl"
-        if kl in merged:  # nothing has moved yet: whatever this is, it is not the policy
+        if kl in merged:  # the weights have not changed yet, so any difference does not come from training
             merged[f"{self.kind}/first_ppo_kl"] = next(step[kl] for step in stats if kl in step)
         return merged
 
@@ -211,27 +211,27 @@ class Actor(Trainable):
     """The policy."""
 
     def log_probs(self, batch: Batch, *, temperature: float | None = None) -> Tensor:
-        """[N] log-probabilities of the batch's tokens under the present weights; None: the temperature of rollout."""
+        """[N] log-probs of the batch's tokens under the current weights; temperature None: that of rollout."""
         return self._columns(batch, ("log_probs",), temperature=temperature)["log_probs"]
 
     def columns(self, batch: Batch, names: Sequence[str], *, reference: str | None = None) -> dict[str, Tensor]:
-        """Named columns [N] of the batch under the present weights: log_probs, entropy, sum_pi_squared, full_kl.
+        """Named columns [N] of the batch under the current weights: log_probs, entropy, sum_pi_squared, full_kl.
 
-        `reference`: the role of the same group that full_kl compares with.
+        `reference`: the reference role of full_kl, in the same group.
         """
         return self._columns(batch, names, reference=reference)
 
     def connect(self, settings: PushSettings) -> None:
-        """Tell the ranks, once after `load`, how `push` reaches the servers.  No server is asked for anything yet."""
+        """Send the push settings to the ranks, once after `load`.  No server is contacted yet."""
         self.group.call("connect", {"role": self.name, "settings": asdict(settings)})
 
     def push(
         self, version: int, *, only: Sequence[str] | None = None, canary: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Give servers these weights and verify what they hold; returns the report (weights.push.report.PushReport).
+        """Push the weights to the servers and verify them; returns the report (weights.push.report.PushReport).
 
-        `only`: push to these urls alone.  `canary`: the fields of a weights.verify.canary.Canary.  Servers that failed
-        are named in the report, which may be all of them; it raises only for a failure of the ranks.
+        `only`: push to these urls alone.  `canary`: the fields of a weights.verify.canary.Canary.  The report names
+        the servers that failed, even if all failed; only a failure of the ranks raises an error.
         """
         which = {"only": None if only is None else list(only), "canary": canary}
         return self.group.call_leader("push", {"role": self.name, "version": version, **which}).result
@@ -244,7 +244,7 @@ class Critic(Trainable):
     kind: str = field(default="critic", init=False)
 
     def values(self, batch: Batch) -> Tensor:
-        """[N] the value just before each token of the batch."""
+        """[N] values before each token of the batch."""
         return self._columns(batch, ("values",))["values"]
 
 
@@ -255,12 +255,12 @@ def _payload(batch: Batch, part: RankPlan, columns: tuple[str, ...]) -> dict[str
 
 
 def _stats(reply: Reply) -> Stats:
-    """What a rank's `update` returned, as statistics again."""
+    """The statistics in a reply of a rank's `update`."""
     return {name: Stat(kind, value, weight) for name, (kind, value, weight) in reply.result["stats"].items()}
 
 
 def _located(error: RankError, plans: list[RankPlan], batch: Batch) -> Exception:
-    """A number that was not finite on a rank, with its sequence as the driver counts it; any other error as it is."""
+    """For a NonFiniteError of a rank, the same error with the driver's sequence index; other errors unchanged."""
     if error.kind != NonFiniteError.__name__ or "replica" not in error.details:
         return error
     at = dict(error.details)

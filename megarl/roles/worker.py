@@ -1,6 +1,6 @@
-"""A rank of a group: builds the models of its roles and carries out what `handles.py` asks.
+"""A rank of a group: builds the models of its roles and runs the calls of `handles.py`.
 
-Run on each rank as `python -m megarl.roles.worker`.  It reads no configuration: every call brings its plain numbers.
+Run on each rank as `python -m megarl.roles.worker`.  It reads no configuration: every call has all plain values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOSSES: dict[str, Callable[..., Any]] = {"actor": ActorLoss, "critic": CriticLos
 
 @dataclass
 class Role:
-    """One model on this rank."""
+    """A model on this rank."""
 
     kind: Kind  # actor (also of a reference) | critic
     model: Model
@@ -52,13 +52,13 @@ class Role:
     source_folder: str
     optimizer: Optimizer | None
     parameters: OffloadBuffer
-    gradients: OffloadBuffer  # the buffers, which only an update needs
-    moments: OffloadBuffer  # of the optimizer
-    pusher: Pusher | AdapterPusher | None = None  # once the driver has said how servers are reached
+    gradients: OffloadBuffer  # gradient buffers, which only an update needs
+    moments: OffloadBuffer  # optimizer state
+    pusher: Pusher | AdapterPusher | None = None  # set by `connect`
     last_loss: tuple[dict[str, Any], Any] | None = None
 
     def loss(self, settings: dict[str, Any]) -> Any:
-        """The loss with these settings, kept from update to update: making one tries it out with numbers."""
+        """The loss with these settings, cached between updates because its construction tests it numerically."""
         if self.last_loss is None or self.last_loss[0] != settings:
             self.last_loss = settings, LOSSES[self.kind](**settings)
         return self.last_loss[1]
@@ -92,9 +92,9 @@ class Worker:
         return {"replica": self.rank_info.replica, "is_reporter": self.rank_info.is_reporter}, {}
 
     def load(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Build a role's model from an HF folder; `optim` None makes one that only looks, `lora` None no adapters.
+        """Build a role's model from an HF folder; `optim` None: no training, `lora` None: no adapters.
 
-        What the options offload is on the device only during the calls that need it.
+        Parts that the options offload are on the device only during calls that need them.
         """
         load_plugins(arguments["plugins"])
         hf = read_hf_config(arguments["folder"])
@@ -123,21 +123,21 @@ class Worker:
         return sizes | {"lacks_transformer_engine": engine.lacks_transformer_engine}, {}
 
     def offload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Put all of a role into host memory: how many bytes left the device.  A call onloads what it needs."""
+        """Offload the whole role to host memory; returns the bytes moved.  Later calls onload what they need."""
         role = self.roles[arguments["role"]]
         return {"num_bytes": sum(sum(buffer.offload()) for buffer in role.buffers)}, {}
 
     def onload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """All of a role is back on the device, and stays until it is put to offload."""
+        """Onload the whole role; it stays on the device until `offload`."""
         for buffer in self.roles[arguments["role"]].buffers:
             buffer.onload()
         return {}, {}
 
     @contextmanager
     def onloaded(self, name: str, *others: str, learns: bool = False) -> Iterator[Role]:
-        """The weights of a role, and of others that it needs, on the device; afterwards each is as it was before.
+        """Onload the weights of a role, and of others that it needs; afterwards what was offloaded is offloaded again.
 
-        `learns`: its gradient buffers and its optimizer's state too.
+        `learns`: also its gradient buffers and its optimizer state.
         """
         roles = [self.roles[each] for each in (name, *others)]
         buffers = [role.parameters for role in roles] + (roles[0].buffers[1:] if learns else [])
@@ -152,12 +152,12 @@ class Worker:
 
     @contextmanager
     def readable(self, name: str, *, learns: bool = False) -> Iterator[Role]:
-        """A role whose parameters others than its own forward passes may read."""
+        """A role with onloaded, synchronized parameters, which code other than its forward pass can read."""
         with self.onloaded(name, learns=learns) as role, synchronized(role.model):
             yield role
 
     def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
-        """The columns called `names` of every token of this replica's sequences: see `Outputs`."""
+        """The columns `names` of every token of this replica's sequences: see `Outputs`."""
         micros = micro_batches(*_unpack(tensors))
         with self.onloaded(arguments["role"], *_references(arguments)) as role:
             outputs, reference = self._outputs(role, arguments), self._reference(arguments)
@@ -183,7 +183,7 @@ class Worker:
                     reference=self._reference(arguments),
                 )
             except NonFiniteError as error:
-                error.details["replica"] = self.rank_info.replica  # the driver knows the samples of each
+                error.details["replica"] = self.rank_info.replica  # the driver knows the samples of each replica
                 raise
         plain = {name: [stat.kind, stat.value, stat.weight] for name, stat in stats.items()}
         return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
@@ -192,25 +192,25 @@ class Worker:
         return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], tuple(arguments["names"]))
 
     def _reference(self, arguments: dict[str, Any]) -> Model | None:
-        """The frozen model that full_kl compares with, by the name of its role."""
+        """The frozen model for full_kl, by the name of its role."""
         name = arguments["reference"]
         return None if name is None else self.roles[name].model
 
     def connect(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Settle how `push` reaches the servers; the driver asks for it once in the life of these ranks."""
+        """Set how `push` reaches the servers; the driver calls this once in the life of these ranks."""
         role = self.roles[arguments["role"]]
         assert role.pusher is None, f"role {arguments['role']} is connected to its servers already"
         role.pusher = _pusher(role, arguments["settings"])
         return {}, {}
 
     def push(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Give the servers the weights, or the adapters alone, and verify what they hold; the report is rank 0's."""
+        """Push the weights, or only the adapters, to the servers and verify them; rank 0 returns the report."""
         canary = Canary.from_json(arguments["canary"]) if arguments["canary"] else None
         try:
             with self.readable(arguments["role"]) as role:
                 assert role.pusher is not None, f"role {arguments['role']} is not connected to its servers yet"
                 report = role.pusher.push(role.model, arguments["version"], only=arguments["only"], canary=canary)
-        except PushError as error:  # of servers, not of this rank: the driver judges what it means that all failed
+        except PushError as error:  # all servers failed, not this rank: the driver handles it
             report = error.report
         return asdict(report) if report else {}, {}
 

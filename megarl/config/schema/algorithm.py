@@ -1,4 +1,4 @@
-"""How rewards become advantages and a loss."""
+"""Keys of losses, advantage estimators, KL, rollout correction and filters."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class FilterGroups:
 class OverlongBuffer:
     enable: bool = False  # lower the score of completions whose length is close to data.max_response_length
     len: int | None = None  # over this many last tokens the penalty grows from 0 to penalty_factor
-    penalty_factor: float = 1.0  # the largest penalty
+    penalty_factor: float = 1.0  # the penalty at data.max_response_length
 
 
 @dataclass
 class Algorithm:
     policy_loss_fn: str = "ppo"  # the policy loss
     policy_loss_args: dict[str, float] = field(default_factory=dict)  # the loss's settings other than actor.clip_ratio*
-    adv_estimator: str = "gae"  # how rewards become advantages
+    adv_estimator: str = "gae"  # the advantage estimator
     adv_estimator_args: dict[str, Any] = field(default_factory=dict)  # further values for a plug-in's estimator
     gamma: float = 1.0  # discount per token
     lam: float = 1.0  # lambda of GAE: 0 relies on the critic, 1 on the rewards
@@ -62,5 +62,5 @@ class Algorithm:
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
-    overlong_filtering: bool = False  # completions cut by the length limit have no loss and are not counted
+    overlong_filtering: bool = False  # remove completions cut by the length limit from the loss and its denominators
     plugins: list[str] = field(default_factory=list)  # modules or files that register losses, estimators, KLs, rewards

@@ -23,7 +23,7 @@ class Megatron:
     transformer_impl: str = "auto"  # auto (transformer_engine if it is installed) | local | transformer_engine
     recompute_granularity: str | None = None  # activation recomputation: selective (core attention) | full (layers)
     recompute_method: str | None = None  # full: uniform (groups of layers) | block (the first layers of a stage)
-    recompute_num_layers: int | None = None  # full: layers per group (uniform) or per stage (block)
+    recompute_num_layers: int | None = None  # full: layers per group (uniform), recomputed layers per stage (block)
     overlap_grad_reduce: bool = False  # reduce gradients during the backward pass
     overlap_param_gather: bool = False  # distributed optimizer: gather parameters during the forward pass
     param_offload: bool = False  # offload parameters and gradients to host memory while the role is idle

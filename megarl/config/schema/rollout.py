@@ -40,7 +40,7 @@ class Rollout:
     max_running_requests: int = 512  # completions that a server generates at the same time
     max_total_tokens: int | None = None  # size of a server's KV cache; null = enough for max_running_requests
     dtype: str = II("model.dtype")  # of the server's weights
-    request_timeout_s: float = 120.0  # a request that takes longer is retried on another server
+    request_timeout_s: float = 120.0  # a request that takes longer is retried, on another server if there is one
     host: str = "127.0.0.1"  # address on which servers listen
     seed: int = II("trainer.seed")  # of the sampling
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)

@@ -27,7 +27,7 @@ class Trainer:
     critic_warmup: int = 0  # iterations at the start in which only the critic is trained
     seed: int = 0  # of everything random: weights, order of the data, completions
     check_export: bool = False  # at the end, also score the written hf/ with transformers' generation (small models)
-    max_checkpoints_to_keep: int = 2  # older checkpoints are removed
+    max_checkpoints_to_keep: int = 2  # number of newest checkpoints to keep; older ones are removed
     prepare: str | None = None  # module whose prepare(config) makes the model folder if it is missing
     max_restarts: int = 0  # how often failed ranks are restarted from the last checkpoint
     check_only: bool = False  # print the layout of all roles and exit

@@ -1,1 +1,1 @@
-"""`megarl plan` and `trainer.check_only`: what is asked, and what a person is shown."""
+"""`megarl plan` and `trainer.check_only`: command-line options and output."""

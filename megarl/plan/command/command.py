@@ -1,4 +1,4 @@
-"""`megarl plan`: what a run would take, before a GPU is."""
+"""`megarl plan`: predicts memory and time of a run without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.plan.search import Proposal, search
 
 
 def main(request: Request, words: list[str]) -> int:
-    """words: key=value.  Returns the exit code: 0 also where the run does not fit, since that is an answer."""
+    """words: key=value.  Returns the exit code: 0 even if the run does not fit, because this is a valid result."""
     plan = plan_of(request, words)
     job = _job(plan, request)
     check_size(request, job)
@@ -48,7 +48,7 @@ def _proposals(plan: Plan, request: Request, job: Job) -> list[Proposal]:
     typed = {word.partition("=")[0] for word in plan.words}
 
     def composed(words: list[str]) -> Job | None:
-        """None where a word was typed already, or the configuration cannot be."""
+        """None if one of the keys was typed already or the configuration is invalid."""
         kept = [word for word in words if word.partition("=")[0] not in typed]
         if len(kept) < len(words):
             return None
@@ -61,7 +61,7 @@ def _proposals(plan: Plan, request: Request, job: Job) -> list[Proposal]:
 
 
 def _lengths(job: Job, request: Request) -> list[str]:
-    """What was taken for the means that nobody said."""
+    """The mean lengths that were assumed because the user gave none."""
     said = []
     if request.prompt_tokens is None:
         said.append(f"--prompt-tokens {job.prompt_tokens:.0f}, a quarter of data.max_prompt_length")

@@ -1,4 +1,4 @@
-"""`trainer.check_only`: how every role lies over the ranks, and what each kind of rank holds.  No GPU is asked."""
+"""`trainer.check_only`: prints the layout of every role and the memory of each kind of rank; needs no GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 
 @dataclass(frozen=True)
 class Stages:
-    """Pipeline stages one after the other whose ranks hold equally much."""
+    """Consecutive pipeline stages whose ranks have equal numbers of layers and parameters."""
 
     first: int
     last: int
@@ -38,18 +38,18 @@ class Stages:
 
 @dataclass(frozen=True)
 class Seat:
-    """One role: its place, and its ranks."""
+    """A role with its layout and its ranks."""
 
     role: str
     layout: Layout
     first_rank: int
     num_ranks: int
-    parameters: int  # of the whole model, a critic's value head in place of its vocabulary head
+    parameters: int  # of the whole model; a critic has a value head instead of the vocabulary head
     stages: tuple[Stages, ...]
 
 
 def report(config: Config, console: Console | None = None) -> None:
-    """Print it for the roles of `megarl train`."""
+    """Print the report for the roles of `megarl train`."""
     console = console or Console(soft_wrap=True)
     seats, budgets = seats_of(config), rooms_of(config)
     console.print(_layouts(seats))
@@ -64,12 +64,12 @@ def report(config: Config, console: Console | None = None) -> None:
 
 
 def seats_of(config: Config) -> list[Seat]:
-    """ValueError where the numbers of a role's model are not known yet."""
+    """Raises: ValueError if the numbers of a role's model are not known yet."""
     return [_seat(config, role) for role in used_roles(config, "train")]
 
 
 def rooms_of(config: Config) -> dict[str, GpuBudget]:
-    """What a GPU of the trainer holds, which does not depend on what GPU that is."""
+    """Memory on a GPU of the trainer; it does not depend on the type of GPU."""
     return gpu_budgets_of_trainer(job_of(config, GPUS["h100"]))
 
 

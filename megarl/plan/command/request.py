@@ -1,4 +1,4 @@
-"""The options of `megarl plan`; all other words are those of `megarl train`."""
+"""The options of `megarl plan`; all other words are settings as in `megarl train`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class Request:
-    """What is wanted.  Example: Request(gpu="h200", gpus=128)."""
+    """The options of a command line.  Example: Request(gpu="h200", gpus=128)."""
 
     gpu: str | None = None
     gpus: int | None = None
@@ -49,7 +49,7 @@ class Request:
 
 
 def parse(words: list[str]) -> tuple[Request, list[str]]:
-    """The options among these words, and the other words.  Raises a ValueError of one sentence."""
+    """The options among these words, and the other words.  Raises: ValueError of one sentence."""
     values: dict[str, Any] = {}
     others: list[str] = []
     rest = iter(words)

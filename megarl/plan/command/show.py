@@ -1,4 +1,4 @@
-"""What a prediction looks like: tables of 80 columns for a person, one JSON object for a program."""
+"""Prints a prediction: tables of 80 columns for people, or one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.plan.memory.gpu_budget import GpuBudget
 from megarl.plan.predict import Prediction
 from megarl.plan.search import Proposal, seconds_text
 
-# parts of a rank's memory, and the columns that show them
+# table column -> the parts of a rank's memory that it shows
 COLUMNS = {
     "weights": ("weights",),
     "grads": ("gradients",),
@@ -36,7 +36,7 @@ AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 
 def plain_table(*names: str) -> Table:
-    """Numbers to the right, and all of it within 80 columns."""
+    """A table with right-aligned numbers, within 80 columns."""
     table = Table(*names, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for at, column in enumerate(table.columns):
         column.no_wrap = True
@@ -45,7 +45,7 @@ def plain_table(*names: str) -> Table:
 
 
 def memory_table(budgets: Mapping[str, GpuBudget]) -> Table:
-    """GB (10^9 bytes) of one rank of each kind; columns that nobody uses are left out."""
+    """GB (10^9 bytes) of a rank of each kind; unused columns are left out."""
     present = {part for budget in budgets.values() for part in budget}
     used = {name: parts for name, parts in COLUMNS.items() if present & set(parts)}
     table = plain_table("rank", *used)
@@ -56,7 +56,7 @@ def memory_table(budgets: Mapping[str, GpuBudget]) -> Table:
 
 
 def show(console: Console, job: Job, prediction: Prediction, said: Sequence[str]) -> None:
-    """One run."""
+    """Print the prediction of a run."""
     _line(console, headline(job))
     for line in said:
         _line(console, f"assumed: {line}")
@@ -75,7 +75,7 @@ def show(console: Console, job: Job, prediction: Prediction, said: Sequence[str]
 
 
 def show_proposals(console: Console, own: Prediction, proposals: Sequence[Proposal]) -> None:
-    """What a search found."""
+    """Print the results of a search."""
     _line(console, "")
     if not proposals:
         nothing = "no layout that fits is faster than this one by more than a hundredth"
@@ -95,7 +95,7 @@ def show_proposals(console: Console, own: Prediction, proposals: Sequence[Propos
 
 
 def headline(job: Job) -> str:
-    """The run on a few lines."""
+    """The run in a few lines."""
     kind = f"{_parameters(whole(job.hf))} on {job.num_gpus} x {job.gpu.name}"
     links = f"a GPU sends {job.gpu.link_bandwidth / 1e9:g} GB/s inside its machine, {_gbit(job):g} Gbit/s beyond"
     place = "the trainer's GPUs, in turns" if job.shared else "GPUs of their own"
@@ -124,7 +124,7 @@ def layout_words(layout: Layout) -> str:
 
 
 def as_json(job: Job, prediction: Prediction, said: Sequence[str]) -> dict[str, Any]:
-    """All of it, in GB and seconds."""
+    """The whole prediction, in GB and seconds."""
     budgets = prediction.memory.items()
     return {
         "fits": prediction.fits,
@@ -156,12 +156,12 @@ def as_json(job: Job, prediction: Prediction, said: Sequence[str]) -> dict[str, 
 
 
 def proposal_json(proposal: Proposal) -> dict[str, Any]:
-    """One of a search."""
+    """A proposal of a search."""
     return {"words": proposal.words, "reason": proposal.why, **as_json(proposal.job, proposal.prediction, ())}
 
 
 def _pasted(words: Sequence[str]) -> list[str]:
-    """The words on as few lines as a narrow terminal holds, fit for a shell."""
+    """The words wrapped to the width of a narrow terminal, ready to paste into a shell."""
     lines = [""]
     for word in words:
         if lines[-1] and len(lines[-1]) + len(word) > WIDTH:

@@ -1,1 +1,1 @@
-"""Bytes: parameters of every kind of rank, what a role takes, and what stands on one GPU."""
+"""Prediction of memory: parameters of every kind of rank, memory of a role, and total memory of a GPU."""

@@ -1,7 +1,7 @@
-"""Parameters of each kind of rank, by arithmetic from the numbers of a config.json.
+"""Parameters of each kind of rank, computed from the numbers of a config.json.
 
-A rank's parameters depend on its pipeline stage only: the ranks of a stage hold equal parts.  Those of experts are
-counted apart, because they lie over other ranks than the rest.
+A rank's parameters depend only on its pipeline stage: the ranks of a stage hold equal parts.  Experts are counted
+separately, because they are sharded over other ranks than the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEEDED_MORE = {
         "v_head_dim",
     ),
 }  # fmt: skip
-HEAD_NORMS = ("qwen3", "qwen3_moe")  # of these, queries and keys have a norm each
+HEAD_NORMS = ("qwen3", "qwen3_moe")  # families with a norm of queries and a norm of keys
 
 
 class Parameters(NamedTuple):
@@ -38,7 +38,7 @@ class Parameters(NamedTuple):
 
 
 def check(hf: HFConfig) -> None:
-    """ValueError of one sentence for a config.json of another family, or without what is counted here."""
+    """Raises: ValueError of one sentence for a config.json of another family or without a needed number."""
     kind = hf.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"config.json: model_type {kind!r} is not supported; expected one of {sorted(FAMILIES)}")
@@ -50,14 +50,14 @@ def check(hf: HFConfig) -> None:
 
 
 def whole(hf: HFConfig, role: str = "actor") -> int:
-    """Parameters of the model as its authors count them: nothing is cut, padded or held twice."""
+    """Parameters of the model as its authors count them: not sharded, not padded, no duplicates."""
     padding = padded_vocab_size(hf["vocab_size"], 1) - hf["vocab_size"]
     tables = 1 if hf.get("tie_word_embeddings") or role == "critic" else 2
     return of_stage(hf, Layout(), 0, role).total - padding * hf["hidden_size"] * tables
 
 
 def of_stage(hf: HFConfig, layout: Layout, stage: int, role: str = "actor") -> Parameters:
-    """What each rank of pipeline stage `stage` holds.  role: critic has a value head, actor and reference have not."""
+    """Parameters of each rank of pipeline stage `stage`.  role: only a critic has a value head."""
     dense, experts = _ends(hf, layout, stage, role), 0
     for sparse, count in kinds_of_stage(hf, layout, stage).items():
         layer = of_layer(hf, layout, sparse=sparse)
@@ -66,7 +66,7 @@ def of_stage(hf: HFConfig, layout: Layout, stage: int, role: str = "actor") -> P
 
 
 def layers_of_stage(hf: HFConfig, layout: Layout, stage: int) -> list[int]:
-    """Indices of its layers.  Interleaved: every stage's first part comes before any stage's second."""
+    """Indices of the stage's layers.  Interleaved: the first chunks of all stages come before the second chunks."""
     parts = [layers // layout.vpp for layers in layout.stage_layers(hf["num_hidden_layers"])]
     turn, before = sum(parts), sum(parts[:stage])
     firsts = range(before, before + layout.vpp * turn, turn)
@@ -74,24 +74,24 @@ def layers_of_stage(hf: HFConfig, layout: Layout, stage: int) -> list[int]:
 
 
 def kinds_of_stage(hf: HFConfig, layout: Layout, stage: int) -> dict[bool, int]:
-    """How many of its layers have experts and how many have none, of those that there are: {True: 15, False: 1}."""
+    """The number of the stage's layers with and without experts, without zeros: {True: 15, False: 1}."""
     sparse = sparse_layers(hf)
     kinds = [sparse[layer] for layer in layers_of_stage(hf, layout, stage)]
     return {kind: kinds.count(kind) for kind in (False, True) if kind in kinds}
 
 
 def has_experts(hf: HFConfig, layer: int) -> bool:
-    """Whether this layer's feed-forward is a choice of experts."""
+    """Whether this layer has experts."""
     return _is_sparse(layer, *_sparse_numbers(hf))
 
 
 def sparse_layers(hf: HFConfig) -> tuple[bool, ...]:
-    """The same of every layer."""
+    """For every layer, whether it has experts."""
     return _sparse_layers(hf["num_hidden_layers"], *_sparse_numbers(hf))
 
 
 def _sparse_numbers(hf: HFConfig) -> tuple[int | None, int, int, tuple[int, ...]]:
-    """Experts, dense layers that come first, how many layers have one with experts, and layers that have none."""
+    """Number of experts, number of first dense layers, step between layers with experts, and other dense layers."""
     first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step") or 1
     return num_experts(hf), first, step, tuple(hf.get("mlp_only_layers") or ())
 
@@ -106,7 +106,7 @@ def _sparse_layers(layers: int, experts: int | None, first: int, step: int, plai
 
 
 def num_experts(hf: HFConfig) -> int | None:
-    """Experts that a router chooses from in each of its layers."""
+    """Experts in a layer from which a router chooses."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if hf.get(name) is not None:
             return hf[name]
@@ -114,17 +114,17 @@ def num_experts(hf: HFConfig) -> int | None:
 
 
 def expert_size(hf: HFConfig) -> int:
-    """Width of one expert."""
+    """Intermediate size of an expert."""
     return hf.get("moe_intermediate_size") or hf["intermediate_size"]
 
 
 def attention_size(hf: HFConfig) -> int:
-    """Dimensions of one head of plain attention."""
+    """Head dimension of standard attention."""
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
 def of_layer(hf: HFConfig, layout: Layout, *, sparse: bool) -> Parameters:
-    """What each rank holds of one layer.  sparse: with experts."""
+    """Parameters of a layer on each rank.  sparse: with experts."""
     hidden = hf["hidden_size"]
     attention = _latent_attention(hf, layout.tp) if "kv_lora_rank" in hf else _attention(hf, layout.tp)
     norms = 2 * hidden
@@ -134,13 +134,13 @@ def of_layer(hf: HFConfig, layout: Layout, *, sparse: bool) -> Parameters:
     assert experts is not None, "a sparse layer has experts"
     shared = _gated(hidden, size * (hf.get("n_shared_experts") or 0), layout.tp)
     return Parameters(
-        attention + norms + hidden * experts + shared,  # hidden * experts: the router, whole on every rank
+        attention + norms + hidden * experts + shared,  # hidden * experts: the router, replicated on every rank
         experts // layout.ep * _gated(hidden, size, layout.expert_tp),
     )
 
 
 def _gated(hidden: int, width: int, tp: int) -> int:
-    """Gate, up and down."""
+    """Parameters of gate, up and down."""
     return 3 * hidden * width // tp
 
 
@@ -154,7 +154,7 @@ def _attention(hf: HFConfig, tp: int) -> int:
 
 
 def _latent_attention(hf: HFConfig, tp: int) -> int:
-    """Queries, and keys with values, go through a narrow latent each, which has a norm."""
+    """Multi-head latent attention: a latent for queries and a latent for keys and values, each with a norm."""
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
     plain, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
     latent, q_latent = hf["kv_lora_rank"], hf.get("q_lora_rank")
@@ -165,7 +165,7 @@ def _latent_attention(hf: HFConfig, tp: int) -> int:
 
 
 def _ends(hf: HFConfig, layout: Layout, stage: int, role: str) -> int:
-    """The embedding of the first stage; the norm and the head of the last."""
+    """Parameters of the embedding on the first stage, and of norm and head on the last."""
     hidden = hf["hidden_size"]
     table = padded_vocab_size(hf["vocab_size"], layout.tp) // layout.tp * hidden
     embedding = table if stage == 0 else 0
@@ -173,5 +173,5 @@ def _ends(hf: HFConfig, layout: Layout, stage: int, role: str) -> int:
         return embedding
     if role == "critic":
         return embedding + hidden + hidden
-    is_same_table = bool(hf.get("tie_word_embeddings")) and layout.pp == 1  # else the last stage has a copy of it
+    is_same_table = bool(hf.get("tie_word_embeddings")) and layout.pp == 1  # else the last stage has its own copy
     return embedding + hidden + (0 if is_same_table else table)

@@ -1,7 +1,7 @@
-"""What each kind of rank holds at its fullest, part by part: at work, in a save, in a push, and while servers write.
+"""Peak memory of each kind of rank by part: in training, in a checkpoint save, in a push, and during generation.
 
-A role without offload stays where it is while others work, and its bytes are in everybody's `others`; where servers
-share the GPUs all of the trainer sleeps while they write (megarl/trainer/roles.py: trainers_turn).
+A role without offload stays on the GPU while other roles work; its bytes count in their `others`.  With colocation the
+whole trainer is offloaded during generation (megarl/trainer/roles.py: trainers_turn).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megarl.plan.memory.memory import (
 from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.serving import Server
 
-CHUNK_NUMBERS = 2**26  # logits that stand in memory at a time (megarl/mcore/logprobs/fused.py)
+CHUNK_NUMBERS = 2**26  # logits in memory at the same time (megarl/mcore/logprobs/fused.py)
 GpuBudget = dict[str, int]  # part -> bytes; `total` is the last
 
 
 def gpu_budgets(job: Job, constants: Constants = CONSTANTS) -> dict[str, GpuBudget]:
-    """Kind of rank -> its parts.  Stages that hold as much share a kind."""
+    """Kind of rank -> its parts.  Stages with equal contents are one kind."""
     found = gpu_budgets_of_trainer(job)
     if job.num_servers:
         found["server"] = _server(job, constants)
@@ -34,7 +34,7 @@ def gpu_budgets(job: Job, constants: Constants = CONSTANTS) -> dict[str, GpuBudg
 
 
 def gpu_budgets_of_trainer(job: Job) -> dict[str, GpuBudget]:
-    """The same without servers, of which nothing is known before their GPU is: every role at work, a save, a push."""
+    """The same without servers, whose memory depends on the type of GPU: every role, a save, a push."""
     found: dict[str, GpuBudget] = {}
     for role in job.roles:
         found |= _stages(job, role)
@@ -45,7 +45,7 @@ def gpu_budgets_of_trainer(job: Job) -> dict[str, GpuBudget]:
 
 
 def work_of(role: Role) -> Work:
-    """The role's part of the rule in memory.py."""
+    """The role's inputs for the rule in memory.py."""
     return Work(
         num_ranks=role.num_ranks,
         max_tokens=role.max_tokens if role.optimizer else role.log_prob_tokens,
@@ -58,13 +58,13 @@ def work_of(role: Role) -> Work:
 
 
 def held(role: Role, stage: int) -> Memory:
-    """By a GPU of a pipeline stage while the role works.  Of LoRA, gradients and optimizer are next to nothing."""
+    """Memory on a GPU of a pipeline stage while the role works.  With LoRA, gradients and optimizer count as 0."""
     memory = of_stage_bytes(role.hf, role.layout, stage, work_of(role), role.name)
     return memory._replace(gradients=0, optimizer=0) if role.lora_rank else memory
 
 
 def fullest(role: Role) -> Memory:
-    """Of its stages that which needs most."""
+    """Memory of the role's largest stage."""
     return max((held(role, stage) for stage in range(role.layout.pp)), key=lambda memory: memory.total)
 
 
@@ -101,7 +101,7 @@ def _room(job: Job, role: Role, memory: Memory, *, is_last: bool) -> GpuBudget:
 
 
 def _resident(job: Job, working: Role) -> int:
-    """Bytes of other roles that stay on the GPU while this one works."""
+    """Bytes of other roles that stay on the GPU while this role works."""
     total = 0
     for role in job.roles:
         is_apart = (
@@ -114,14 +114,15 @@ def _resident(job: Job, working: Role) -> int:
 
 
 def _staying(role: Role, memory: Memory) -> int:
-    """Bytes that do not go to host memory behind a call."""
+    """Bytes that are not offloaded to host memory after a call."""
     return (0 if role.param_offload else memory.weights + memory.gradients) + (
         0 if role.optimizer_offload else memory.optimizer
     )
 
 
 def _push(job: Job) -> GpuBudget:
-    """The actor's weights are awake; where GPUs are shared nothing else of the trainer is, and the server's are new."""
+    """The actor's weights are onloaded; with colocation, the rest of the trainer is offloaded and the server's
+    weights are on the same GPU."""
     role = job.actor
     stage = max(range(role.layout.pp), key=lambda at: of_stage(role.hf, role.layout, at).total)
     parts = of_push(role.hf, role.layout, stage, work_of(role), job.server_gpus, job.bucket_bytes)
@@ -137,7 +138,7 @@ def _push(job: Job) -> GpuBudget:
 
 
 def _save(job: Job, role: Role) -> GpuBudget:
-    """All of a role is awake, and its largest tensor stands whole beside it, in float32."""
+    """The whole role is onloaded, plus its largest tensor, unsharded and in float32."""
     memory = fullest(role)
     largest = role.hf["hidden_size"] * max(role.hf["vocab_size"], role.hf["intermediate_size"])
     return _summed(

@@ -1,25 +1,27 @@
-"""Memory of one GPU while a role works: a rule of thumb for choosing a layout, which is meant to err upwards.
+"""Memory of a GPU while a role works: a rule of thumb for choosing a layout, intended to overestimate.
 
-It does so of all tensors that were measured on CPUs (benchmarks/results/plan_memory_*); seven peaks that others
-published on GPUs lie between 5 % below what it says and 21 % above it (plan_*, rows of kind memory).
+It overestimates all peaks of tensors measured on CPUs (benchmarks/results/plan_memory_*); seven published peaks on GPUs
+are between 5 % below and 21 % above the prediction (plan_*, rows of kind memory).
 
-    weights       2 bytes a parameter (4 in float32)
-    gradients     4 bytes a parameter
-    optimizer     a float32 copy of the weights, and adamw's two moments: 12 bytes a parameter (8 in float32, but for
-                  fsdp), divided by the data- and context-parallel ranks where use_distributed_optimizer is set
-    gathered      strategy fsdp divides all three so, but for what is whole at a time: weights of two layers and of what
-                  lies outside of layers (embedding, norm, head), and float32 gradients of one of these
-    activations   what a layer keeps of each token for its backward pass; of a recomputed layer its input only, and
-                  once, doubled, all of the layer that is being recomputed (without fused kernels half as much again);
-                  of experts those of the busiest rank
-    reserve       RESERVE_BYTES: CUDA's context, NCCL's buffers, a chunk of logits, what sleeping servers keep, gaps
+    weights       2 bytes per parameter (4 in float32)
+    gradients     4 bytes per parameter
+    optimizer     a float32 copy of the weights, and adamw's two moments: 12 bytes per parameter (8 in float32, except
+                  with fsdp), divided by the data- and context-parallel ranks if use_distributed_optimizer is set
+    gathered      strategy fsdp divides all three in the same way, except for what is unsharded at a time: weights of
+                  two layers and of everything outside layers (embedding, norm, head), and float32 gradients of one of
+                  these
+    activations   what a layer keeps of each token for its backward pass; of a recomputed layer only its input, plus
+                  once, doubled, the layer that is being recomputed (1.5 times without fused kernels); for experts,
+                  those of the busiest rank
+    reserve       RESERVE_BYTES: CUDA's context, NCCL's buffers, a chunk of logits, memory that released servers keep,
+                  fragmentation
 
-Only one role is counted: with param_offload and optimizer_offload the others are in the host's memory meanwhile.
+Only one role is counted: with param_offload and optimizer_offload the others are in host memory.
 
-Where servers share the GPU (rollout.placement=shared) two more phases want room, each without the rest of the above:
+With colocation (rollout.placement=shared) two more phases need memory, each without the rest of the above:
 
-    push          the actor's weights, the server's, the largest tensor cut and whole, and a bucket that holds it
-    writing       the server's memory_fraction of the GPU for weights and cache, and SERVER_BYTES
+    push          the actor's weights, the server's, the largest tensor sharded and whole, and a bucket that holds it
+    generation    the server's memory_fraction of the GPU for weights and cache, and SERVER_BYTES
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ from megarl.plan.memory.count import (
 from megarl.plan.time.constants import CONSTANTS
 
 RESERVE_BYTES = 8 * 10**9
-SERVER_BYTES = 12 * 10**9  # what SGLang takes beside its memory_fraction: of a prefill, and for CUDA graphs
-MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1}  # float32 numbers that the optimizer keeps of each parameter
+SERVER_BYTES = 12 * 10**9  # SGLang's memory in addition to memory_fraction: for prefill and CUDA graphs
+MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1}  # float32 numbers that the optimizer keeps per parameter
 
 
 class Memory(NamedTuple):
@@ -54,7 +56,7 @@ class Memory(NamedTuple):
     gradients: int
     optimizer: int
     activations: int
-    gathered: int = 0  # whole for a while, of what fsdp divides
+    gathered: int = 0  # temporarily unsharded parameters and gradients of fsdp
     reserve: int = RESERVE_BYTES
 
     @property
@@ -64,19 +66,19 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What a role does with its model."""
+    """How a role uses its model."""
 
     num_ranks: int
     max_tokens: int = 16384  # of a micro-batch
-    recompute: bool = False  # whole layers are run again in the backward pass
+    recompute: bool = False  # full activation recomputation of layers
     dtype: str = "bfloat16"
-    optimizer: str | None = "adamw"  # None: a reference, which learns nothing
-    fsdp: bool = False  # strategy=fsdp: each data-parallel rank keeps a part of everything
-    local: bool = False  # layers without Transformer-Engine, which keep what its fused ones do not
+    optimizer: str | None = "adamw"  # None: a reference, which is not trained
+    fsdp: bool = False  # strategy=fsdp: each data-parallel rank keeps a shard of everything
+    local: bool = False  # layers without Transformer-Engine, which keep more activations than its fused layers
 
 
 def of_stage_bytes(hf: HFConfig, layout: Layout, stage: int, work: Work, role: str = "actor") -> Memory:
-    """What a GPU of pipeline stage `stage` holds."""
+    """Memory on a GPU of pipeline stage `stage`."""
     parameters = of_stage(hf, layout, stage, role)
     width = 4 if work.dtype == "float32" else 2
     part = part_of(parameters, layout, work.num_ranks)
@@ -92,19 +94,19 @@ def of_stage_bytes(hf: HFConfig, layout: Layout, stage: int, work: Work, role: s
 
 
 class PushMemory(NamedTuple):
-    """Bytes on a GPU of the trainer while weights are on their way."""
+    """Bytes on a GPU of the trainer during a push."""
 
     weights: int
-    server: int  # the part of a server on the same GPU
-    bucket: int  # a tensor cut and whole, and a bucket
+    server: int  # weights of a server on the same GPU
+    bucket: int  # the largest tensor, sharded and whole, and a bucket
     reserve: int = RESERVE_BYTES
 
 
 def of_push(hf: HFConfig, layout: Layout, stage: int, work: Work, server_size: int, bucket_bytes: int) -> PushMemory:
-    """What a GPU of the actor's pipeline stage holds while a server of `server_size` GPUs, one of them this, is pushed.
+    """Memory on a GPU of the actor's pipeline stage during a push to a server of `server_size` GPUs that uses this GPU.
 
-    Under fsdp, too, all of its stage: parameters are whole while others read them.  A tensor that is larger than a
-    bucket goes in one of its own.
+    With fsdp, too, the whole stage counts: parameters are unsharded while a push reads them.  A tensor larger than
+    bucket_bytes gets its own bucket.
     """
     width = 4 if work.dtype == "float32" else 2
     largest = width * hf["hidden_size"] * max(hf["vocab_size"], hf["intermediate_size"])
@@ -114,14 +116,14 @@ def of_push(hf: HFConfig, layout: Layout, stage: int, work: Work, server_size: i
 
 
 def part_of(parameters: Parameters, layout: Layout, num_ranks: int) -> int:
-    """Parameters of one of the ranks that share what each of them would otherwise hold alike."""
+    """Parameters per rank when the data- and context-parallel replicas share them."""
     dense = num_ranks // (layout.tp * layout.pp)
     experts = num_ranks // (layout.ep * layout.expert_tp * layout.pp)
     return -(-parameters.dense // dense) - (-parameters.experts // experts)
 
 
 def _gathered(hf: HFConfig, layout: Layout, stage: int, parameters: Parameters, work: Work, width: int) -> int:
-    """What fsdp makes whole for a while: a layer, the next one meanwhile, and all that is in no layer."""
+    """Bytes that fsdp unshards temporarily: a layer, the prefetched next layer, and everything outside layers."""
     kinds = kinds_of_stage(hf, layout, stage)
     of_one = {kind: of_layer(hf, layout, sparse=kind).total for kind in kinds}
     layer, outside = max(of_one.values()), parameters.total - sum(of_one[kind] * kinds[kind] for kind in kinds)
@@ -142,15 +144,15 @@ def _activations(hf: HFConfig, layout: Layout, stage: int, work: Work, width: in
     split = layout.tp if layout.sequence_parallel else 1
     all_kept = sum(count * kept[kind] for kind, count in kinds.items())
     under_way = sum(kinds.values()) * hf["hidden_size"] // split if work.recompute else all_kept
-    # gradients of what is kept come on top; without fused kernels they were measured to be few
+    # gradients of kept activations are added; without fused kernels measurements show fewer
     once = (1.5 if work.local else 2) * most if work.recompute else most
     return int(width * tokens * (under_way * _micro_batches_under_way(layout, stage) + once))
 
 
 def kept_numbers(hf: HFConfig, layout: Layout, sparse: bool, imbalance: float = 1.0) -> int:
-    """Numbers that a layer keeps of a token: the operands of its products, norms and attention.
+    """Numbers that a layer keeps per token: the operands of its matrix products, norms and attention.
 
-    imbalance: tokens that a rank's experts get over those that they would get if all got as many.
+    imbalance: tokens of a rank's experts, relative to a uniform distribution.
     """
     hidden = hf["hidden_size"]
     split = layout.tp if layout.sequence_parallel else 1
@@ -167,7 +169,7 @@ def kept_numbers(hf: HFConfig, layout: Layout, sparse: bool, imbalance: float = 
 def locally_kept(hf: HFConfig, layout: Layout, sparse: bool) -> int:
     """The same without fused kernels, counted tensor by tensor in measured runs (test_measured_memory.py).
 
-    Of latent attention and of shared experts, which were not measured, a plain layer's share more.
+    Latent attention and shared experts were not measured; they are scaled like a standard layer.
     """
     hidden = hf["hidden_size"]
     split = layout.tp if layout.sequence_parallel else 1
@@ -189,7 +191,7 @@ def _attention_kept(hf: HFConfig) -> int:
     if "kv_lora_rank" in hf:
         size = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
         return heads * (2 * size + 2 * hf["v_head_dim"]) + hf["kv_lora_rank"] + (hf.get("q_lora_rank") or 0)
-    times = 3 if _has_head_norms(hf) else 2  # a norm of queries and keys keeps its inputs
+    times = 3 if _has_head_norms(hf) else 2  # norms of queries and keys also keep their inputs
     return times * (heads + (hf.get("num_key_value_heads") or heads)) * attention_size(hf)
 
 
@@ -198,7 +200,7 @@ def _has_head_norms(hf: HFConfig) -> bool:
 
 
 def _micro_batches_under_way(layout: Layout, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once, in units of all its layers (Megatron's 1F1B schedules)."""
+    """Micro-batches whose activations a stage holds at once, in units of all its layers (Megatron's 1F1B schedule)."""
     behind = layout.pp - stage
     if layout.vpp == 1:
         return behind

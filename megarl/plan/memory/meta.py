@@ -1,7 +1,7 @@
-"""Parameters of a rank, counted in Megatron's own modules, on the meta device, in a world that is only said to be.
+"""Parameters of a rank, counted in Megatron's own modules on the meta device, in a fake world of ranks.
 
-Weights on the meta device have a shape and no memory, and the process groups of torch's "fake" backend have ranks and
-no processes, so that one process stands where it likes in a world of any size.
+Weights on the meta device have a shape and no memory, and process groups of torch's "fake" backend have ranks without
+processes, so that one process can take any rank in a world of any size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.plan.memory.count import Parameters
 
 
 class _NoDevice(TorchFunctionMode):
-    """Tensors go where torch makes them by default, whatever device is asked for."""
+    """Create tensors on torch's default device and ignore a requested device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -37,7 +37,7 @@ class _NoDevice(TorchFunctionMode):
 
 
 def built(hf: HFConfig, layout: Layout, stage: int, role: str = "actor") -> Parameters:
-    """What Megatron makes for a rank of pipeline stage `stage`.  No process group may be there yet."""
+    """The parameters that Megatron creates on a rank of pipeline stage `stage`.  No process group may exist yet."""
     with fake_world(layout, stage), torch.device("meta"), _NoDevice(), _unfilled():
         chunks = make_chunks(hf, layout, role=role, dtype="bfloat16")
     named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
@@ -47,7 +47,7 @@ def built(hf: HFConfig, layout: Layout, stage: int, role: str = "actor") -> Para
 
 @contextmanager
 def _unfilled() -> Iterator[None]:
-    """There is nothing to fill with random numbers, nor a first stage that a tied head could be fetched from."""
+    """Skip the initialisation of weights, and the all-reduce that copies tied embeddings from the first stage."""
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 
@@ -60,7 +60,7 @@ def _unfilled() -> Iterator[None]:
 
 @contextmanager
 def fake_world(layout: Layout, stage: int) -> Iterator[None]:
-    """This process stands for the first rank of a stage, in the smallest world that holds the layout."""
+    """Make this process the first rank of a stage, in the smallest world that holds the layout."""
     cpu.activate()
     stage_ranks = lcm(layout.tp * layout.cp, layout.ep * layout.expert_tp)
     dist.init_process_group("fake", store=FakeStore(), rank=stage * stage_ranks, world_size=layout.pp * stage_ranks)

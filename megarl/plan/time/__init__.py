@@ -1,1 +1,1 @@
-"""Seconds: FLOPs, lengths, links and fitted constants, and the stages of a step that are made of them."""
+"""Prediction of time: FLOPs, lengths, links and fitted constants, and the stages of a step."""

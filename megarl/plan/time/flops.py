@@ -1,8 +1,8 @@
-"""Operations and numbers of a model's parts, for one token: all that times are made of.  From a config.json only.
+"""FLOPs and sizes of a model's parts per token, from a config.json: the basis of all predicted times.
 
-linear      2 operations a parameter that the token meets: of experts the chosen ones
-attention   4 operations a key and dimension of a head (scores, and the mix of values), causal: half of the sequence
-head        2 operations a number of the vocabulary's table
+linear      2 operations per parameter that the token uses: of experts only the chosen ones
+attention   4 operations per key and head dimension (scores, and the sum of values), causal: half of the sequence
+head        2 operations per number of the vocabulary's table
 backward    twice the forward pass
 """
 
@@ -16,31 +16,31 @@ from megarl.plan.memory.count import HFConfig, attention_size, expert_size, num_
 
 @dataclass(frozen=True)
 class Shape:
-    """Per token, of the uncut model."""
+    """Per token, of the unsharded model."""
 
     hidden: int
     num_layers: int
-    num_sparse: int  # of these, layers with experts
+    num_sparse: int  # layers with experts
     attention_params: int  # matrices of attention, and norms
     dense_params: int  # feed-forward of a layer without experts
-    shared_params: int  # of a layer with them: the router and what every token passes
+    shared_params: int  # of a layer with experts: the router and the shared experts
     chosen_params: int  # the chosen experts
     expert_params: int  # all experts of a layer
     num_experts: int
     num_chosen: int
-    key_flops: int  # attention's operations for one key, forwards
-    key_size: int  # numbers of a key and a value that a context-parallel ring passes on
+    key_flops: int  # attention's forward operations per key
+    key_size: int  # numbers of a key and a value that a context-parallel ring sends
     cache_size: int  # numbers of a token in a layer's KV cache
-    cache_parts: int  # ranks that may share these; 1: every rank has all (one latent for all heads)
+    cache_parts: int  # ranks that can share these numbers; 1: every rank has all (the latent is common to all heads)
     head_params: int
 
     def layer_params(self, sparse: bool) -> int:
-        """Parameters of a layer that a token meets, outside chosen experts."""
+        """Parameters of a layer that a token uses, without chosen experts."""
         return self.attention_params + (self.shared_params if sparse else self.dense_params)
 
     @property
     def active_params(self) -> int:
-        """That a token meets, the head included and the embedding not."""
+        """Parameters that a token uses, including the head, without the embedding."""
         sparse = self.num_sparse
         dense = self.num_layers - sparse
         layers = dense * self.layer_params(False) + sparse * (self.layer_params(True) + self.chosen_params)
@@ -81,5 +81,5 @@ def shape_of(hf: HFConfig, role: str = "actor") -> Shape:
 
 
 def forward_flops(shape: Shape, tokens: float, context: float) -> float:
-    """Of so many tokens in sequences whose lengths have sum(l^2)/sum(l) = context."""
+    """FLOPs of a forward pass over `tokens` in sequences whose lengths have sum(l^2)/sum(l) = context."""
     return tokens * (2 * shape.active_params + shape.num_layers * shape.key_flops * context / 2)

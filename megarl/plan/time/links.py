@@ -1,4 +1,4 @@
-"""How long bytes are on their way between the GPUs of a group: inside a machine over links, beyond it over adapters."""
+"""Times of communication between the GPUs of a group: inside a machine over links, between machines over adapters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megarl.plan.time.constants import Constants
 
 @dataclass(frozen=True)
 class Links:
-    """Bandwidths that are reached, B/s of one GPU in one direction."""
+    """Reached bandwidths, B/s of a GPU in one direction."""
 
     link: float
     nic: float
-    domain: int  # GPUs that the links join
+    domain: int  # GPUs connected by the links
 
     @classmethod
     def of(cls, gpu: Gpu, domain: int, constants: Constants) -> Links:
@@ -23,7 +23,7 @@ class Links:
     def ring(self, num_bytes: float, size: int, stride: int = 1) -> float:
         """Seconds of a gather or a reduce-scatter of num_bytes over `size` GPUs, each `stride` from the next.
 
-        Beyond a machine the members that stand on one send through the adapters of all of them.
+        Between machines, the members on one machine use the adapters of all of them.
         """
         if size == 1:
             return 0.0
@@ -34,9 +34,9 @@ class Links:
         return moved / min(self.link, self.nic * members)
 
     def exchange(self, num_bytes: float, size: int, stride: int, copies: int, *, once: bool = False) -> float:
-        """Seconds of an all-to-all in which each of `size` GPUs sends num_bytes to `copies` of them, by chance.
+        """Seconds of an all-to-all in which each of `size` GPUs sends num_bytes to `copies` random ones of them.
 
-        once: what several GPUs of another machine want is sent there once, and copied by them.
+        once: data for several GPUs of another machine is sent there once and copied inside it.
         """
         if size == 1:
             return 0.0
@@ -48,5 +48,5 @@ class Links:
         return num_bytes * max(near / self.link, far / self.nic)
 
     def hop(self, num_bytes: float, stride: int) -> float:
-        """Seconds from one GPU to the one `stride` from it."""
+        """Seconds of a send from a GPU to the GPU `stride` after it."""
         return num_bytes / (self.link if stride < self.domain else self.nic)

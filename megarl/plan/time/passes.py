@@ -1,4 +1,4 @@
-"""A micro-batch through one pipeline stage: products, memory, and what its layers send each other."""
+"""Time of a micro-batch in a pipeline stage: matrix products, memory traffic and communication of its layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pass:
 
     forward: float = 0.0
     backward: float = 0.0
-    exposed: float = 0.0  # of both: communication that nothing hides
+    exposed: float = 0.0  # part of both: communication that is not hidden
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(self.forward + other.forward, self.backward + other.backward, self.exposed + other.exposed)
@@ -34,7 +34,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Machine:
-    """A role on its GPUs: what a stage takes for a micro-batch."""
+    """A role on its GPUs: the time of a stage for a micro-batch."""
 
     job: Job
     role: Role
@@ -55,14 +55,14 @@ class Machine:
 
     @property
     def peak(self) -> float:
-        """FLOP/s of matrix products, by their precision."""
+        """Peak FLOP/s of matrix products in the role's precision."""
         if self.role.dtype == "float32":
             return self.job.gpu.bf16_flops / 2
         return self.job.gpu.bf16_flops * (self.constants.fp8 if self.job.precision == "fp8" else 1)
 
     @property
     def bandwidth(self) -> float:
-        """B/s of memory."""
+        """Reached memory bandwidth in B/s."""
         return self.job.gpu.memory_bandwidth * self.constants.memory
 
     def stage(self, stage: int, tokens: float, context: float) -> Pass:
@@ -95,17 +95,17 @@ class Machine:
         return Pass(forward + sent, backward + sent_back + again, exposed)
 
     def _products(self, seconds: float, params: float) -> Pass:
-        """Matrix products that take so long forwards, or as long as their weights are read and gradients added to."""
+        """Matrix products of `seconds` forward, or the time to read weights and accumulate gradients if longer."""
         learns = not self.role.lora_rank
         forward = params * self.width / self.bandwidth
         backward = forward + (params * 2 * 4 / self.bandwidth if learns else 0.0)
         return Pass(max(seconds, forward), max((2 if learns else 1) * seconds, backward))
 
     def _sent(self, sparse: bool, tokens: float, keys: float) -> tuple[float, float]:
-        """What no arithmetic hides, forwards and backwards.  keys: seconds of attention, behind which a ring runs."""
+        """Exposed communication, forward and backward.  keys: seconds of attention, which hide a ring's sends."""
         c, layout, links = self.constants, self.role.layout, self.links
         states = tokens / layout.cp * self.shape.hidden * self.width
-        # attention and a dense feed-forward each gather and scatter; backwards the inputs are gathered once more
+        # attention and a dense feed-forward each gather and scatter; the backward pass gathers the inputs again
         one = links.ring(states, layout.tp) * c.tp_exposed
         parts = 1 if sparse else 2
         forward, backward = 2 * parts * one, 3 * parts * one
@@ -123,7 +123,7 @@ class Machine:
         return forward, backward
 
     def _head(self, tokens: float) -> Pass:
-        """Logits, forwards; backwards once more, and the gradients of both factors, or of the states alone (LoRA)."""
+        """Logits forward; backward the logits again and the gradients of both factors, or only the states' (LoRA)."""
         layout, c = self.role.layout, self.constants
         once = 2 * tokens / (layout.cp * layout.tp) * self.shape.head_params / (self.job.gpu.bf16_flops * c.head)
         return Pass(once, (2 if self.role.lora_rank else 3) * once)

@@ -1,9 +1,9 @@
-"""Seconds in which servers write the completions of a step.
+"""Time in which servers generate the completions of a step.
 
-A step of a server writes one token of each running completion.  It reads the weights, or computes with them where that
-takes longer, and reads the cache of all that run.  Completions wait where the server is full; when nobody waits any
-more the number of those that run falls with the tail of their lengths (`lengths.py`).  Where completions run ahead of
-the training there is always somebody waiting, and no tail.  How a server deals its experts to its GPUs is not timed.
+A decode step generates a token of each running completion.  It reads the weights, or computes with them if that takes
+longer, and reads the KV cache of all running completions.  If the server is full, completions wait; when none waits any
+more, the number of running ones falls with the tail of their lengths (`lengths.py`).  With prefetch there are always
+waiting completions, and no tail.  Expert parallelism inside a server has no effect on the predicted time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.plan.time.flops import Shape, shape_of
 from megarl.plan.time.lengths import context_of_writing, running, tail_of
 from megarl.plan.time.links import Links
 
-POINTS = 12  # of the tail, where the speed is looked at
+POINTS = 12  # of the tail, at which the speed is computed
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class Rollout:
     """One step of the run."""
 
     seconds: float
-    prefill: float  # of these, for prompts
-    tail: float  # of these, when nobody waits for a place any more
-    concurrency: float  # completions of a server at a time, while it is full
-    step_s: float  # of a server that is full
-    bound: str  # cache | requests | work: what limits how many run at a time
+    prefill: float  # part of seconds: prefill of prompts
+    tail: float  # part of seconds: after the last waiting completion has started
+    concurrency: float  # concurrent completions of a full server
+    step_s: float  # decode step of a full server
+    bound: str  # cache | requests | work: the limit of the concurrency
 
 
-NOTHING = Rollout(0.0, 0.0, 0.0, 0.0, 0.0, "work")  # where only the rest of a step is asked
+NOTHING = Rollout(0.0, 0.0, 0.0, 0.0, 0.0, "work")  # for the time of a step without generation
 
 
 @dataclass(frozen=True)
 class Server:
-    """One server's speed and room."""
+    """Speed and memory of a server."""
 
     job: Job
     constants: Constants
@@ -61,28 +61,28 @@ class Server:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """On each GPU."""
+        """Bytes of weights on each GPU."""
         return self.weight_width * whole(self.job.hf) // self.job.server_gpus
 
     @cached_property
     def token_bytes(self) -> float:
-        """Of a token in the cache of each GPU: heads are shared, as far as there are any."""
+        """Bytes of a token in the KV cache of each GPU: heads are sharded, as far as there are enough."""
         shape = self.shape
         return 2 * shape.num_layers * shape.cache_size / min(self.job.server_gpus, shape.cache_parts)
 
     @cached_property
     def cache_bytes(self) -> int:
-        """On each GPU, for the cache."""
+        """Bytes of the KV cache on each GPU."""
         return max(0, int(self.job.memory_fraction * self.job.gpu.memory_bytes) - self.weight_bytes)
 
     @cached_property
     def room(self) -> float:
-        """Completions of mean context that the cache holds."""
+        """Number of completions of mean context that fit into the KV cache."""
         held = context_of_writing(self.job, self.constants)
         return self.cache_bytes * self.constants.cache_waste / (self.token_bytes * held)
 
     def step(self, running: float) -> float:
-        """Seconds in which each of so many completions gets a token."""
+        """Seconds of a decode step with `running` completions."""
         c, job, shape = self.constants, self.job, self.shape
         bandwidth = job.gpu.memory_bandwidth * c.decode_memory
         flops = 2 * running * shape.active_params / job.server_gpus
@@ -91,12 +91,12 @@ class Server:
         return weights + cache + self._sent(running) + c.decode_step_s + shape.num_layers * c.decode_layer_s
 
     def prefill(self, tokens: float) -> float:
-        """Seconds of so many tokens of prompts."""
+        """Seconds of the prefill of `tokens` prompt tokens."""
         rate = self.job.server_gpus * self.peak * self.constants.prefill_matmul
         return 2 * tokens * self.shape.active_params / rate
 
     def _read(self, running: float) -> float:
-        """Bytes of weights that a step reads: of experts those that a token chose."""
+        """Bytes of weights that a step reads: of experts only those chosen by a token."""
         shape = self.shape
         if not shape.num_sparse:
             return self.weight_bytes
@@ -105,7 +105,7 @@ class Server:
         return self.weight_bytes - experts * (1 - chosen)
 
     def _sent(self, running: float) -> float:
-        """Two sums over the server's GPUs in each layer."""
+        """Seconds of two all-reduces over the server's GPUs in each layer."""
         size = self.job.server_gpus
         if size == 1:
             return 0.0
@@ -116,7 +116,7 @@ class Server:
 
 
 def rollout(job: Job, constants: Constants = CONSTANTS) -> Rollout:
-    """Writing all completions of a step."""
+    """Time to generate all completions of a step."""
     server = Server(job, constants)
     requests = max(1.0, job.sequences / job.num_servers)
     there = requests * job.ahead if job.runs_ahead else requests

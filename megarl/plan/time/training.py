@@ -1,4 +1,4 @@
-"""Seconds of a role's training in one step of the run, and of its forward passes alone."""
+"""Time of a role's training in a step of the run, and of its forward-only passes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megarl.plan.time.passes import Machine, Pass
 
 @dataclass(frozen=True)
 class Training:
-    """One step of the run."""
+    """The training of a role in a step of the run."""
 
     seconds: float
-    mfu: float  # operations of the model, none of them counted twice, over what the GPUs could do meanwhile
+    mfu: float  # the model's operations, recomputation not counted, over the GPUs' peak in the same time
     bubble: float  # idle time of the pipeline over its working time: (pp - 1) / (micro-batches * vpp)
     micro_batches: int  # of each replica in an optimizer step
     parts: dict[str, float]  # seconds: work, bubble, exposed (within work), gradients, optimizer
@@ -27,14 +27,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a replica's sequences lie in micro-batches."""
+    """The split of a replica's sequences into micro-batches."""
 
     count: int
-    tokens: float  # of one
+    tokens: float  # per micro-batch
 
 
 def training(job: Job, role: Role | None = None, constants: Constants = CONSTANTS) -> Training:
-    """role: the actor where None.  All optimizer steps of one step of the run."""
+    """All optimizer steps of a step of the run.  role None: the actor."""
     role = role or job.actor
     machine, layout = Machine(job, role, constants), role.layout
     context = context_of(job, constants)
@@ -48,7 +48,7 @@ def training(job: Job, role: Role | None = None, constants: Constants = CONSTANT
     one_step = (work + idle) * constants.replica_imbalance + gradients + optimizer
     steps = job.optimizer_steps
     seconds = one_step * steps
-    times = 2 if role.lora_rank else 3  # of weights that learn nothing no gradient is needed
+    times = 2 if role.lora_rank else 3  # frozen weights need no gradient
     flops = times * forward_flops(machine.shape, job.tokens * job.epochs, context)
     parts = {
         "work": work * steps,
@@ -62,7 +62,7 @@ def training(job: Job, role: Role | None = None, constants: Constants = CONSTANT
 
 
 def scoring(job: Job, role: Role | None = None, constants: Constants = CONSTANTS) -> float:
-    """Seconds of one forward pass over the sequences of a step: log-probs, or values."""
+    """Seconds of a forward pass over the sequences of a step: log-probs or values."""
     role = role or job.actor
     machine, layout = Machine(job, role, constants), role.layout
     cut = micro_batches(job, role, job.tokens, role.log_prob_tokens)
@@ -71,7 +71,7 @@ def scoring(job: Job, role: Role | None = None, constants: Constants = CONSTANTS
 
 
 def stages(machine: Machine, cut: Cut, context: float) -> list[Pass]:
-    """Each pipeline stage's micro-batch, with what it hands on."""
+    """Time of a micro-batch on each pipeline stage, including its sends."""
     role = machine.role
     layout = role.layout
     found = [machine.stage(stage, cut.tokens, context) for stage in range(layout.pp)]
@@ -80,16 +80,18 @@ def stages(machine: Machine, cut: Cut, context: float) -> list[Pass]:
     split = layout.tp if layout.sequence_parallel else 1
     states = cut.tokens / layout.cp * machine.shape.hidden * machine.width / split
     hop = machine.links.hop(states, role.num_ranks // layout.pp)
-    hidden = 0.0 if layout.vpp > 1 else 1.0  # interleaved schedules send while they compute
+    hidden = 0.0 if layout.vpp > 1 else 1.0  # interleaved schedules overlap sends with computation
     return [one + Pass(hop * hidden, hop * hidden, 2 * hop * hidden) for one in found]
 
 
 def micro_batches(job: Job, role: Role, tokens: float, limit: int) -> Cut:
-    """Of a replica, where `tokens` are all replicas' together: the fewest, and even; an interleaved pipeline takes
-    whole turns."""
+    """The smallest number of equal micro-batches of a replica; `tokens` are those of all replicas.
+
+    With an interleaved pipeline the number is a multiple of pp.
+    """
     layout = role.layout
     sequences = max(1.0, tokens / job.mean_tokens / role.copies)
-    fill = max(0.5, 1 - 0.25 * job.mean_tokens / limit)  # sequences are not cut to fill what is left of a row
+    fill = max(0.5, 1 - 0.25 * job.mean_tokens / limit)  # sequences are not split to fill the rest of a row
     count = max(1, ceil(sequences * job.mean_tokens / (limit * fill) - 1e-9))
     count = min(count, ceil(sequences))
     if layout.vpp > 1:
@@ -98,7 +100,7 @@ def micro_batches(job: Job, role: Role, tokens: float, limit: int) -> Cut:
 
 
 def _gradients(machine: Machine, cut: Cut, slowest: Pass) -> float:
-    """Reducing gradients and handing parameters out, beyond what backward passes hide."""
+    """Seconds to reduce gradients and gather parameters that backward passes do not hide."""
     role, links, constants = machine.role, machine.links, machine.constants
     layout = role.layout
     if role.lora_rank:
@@ -119,7 +121,7 @@ def _gradients(machine: Machine, cut: Cut, slowest: Pass) -> float:
 
 
 def _optimizer(machine: Machine) -> float:
-    """Memory that a step of it moves: gradients, float32 copies and moments read and written, weights written."""
+    """Seconds of memory traffic: gradients, float32 copies and moments are read and written, weights written."""
     role, job, constants = machine.role, machine.job, machine.constants
     parameters = of_stage(role.hf, role.layout, 0, role.name)
     is_shared = role.layout.use_distributed_optimizer or role.fsdp
