@@ -1,4 +1,4 @@
-"""Several runs from one command line: `megarl train -m actor.optim.lr=1e-4,3e-4`, in Hydra's grammar."""
+"""Several runs from a command line: `megarl train -m actor.optim.lr=1e-4,3e-4`, in Hydra's grammar."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Prediction:
     push_s: float
     micro_batches: int  # of each replica in an optimizer step
     concurrency: float  # concurrent completions of a server
-    why: list[str] = field(default_factory=list)  # what does not fit, what is slow
+    why: list[str] = field(default_factory=list)  # reasons: memory that does not fit, slow stages
 
 
 def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:

@@ -50,7 +50,7 @@ class Algorithm:
     adv_estimator: str = "gae"  # the advantage estimator
     adv_estimator_args: dict[str, Any] = field(default_factory=dict)  # further values for a plug-in's estimator
     gamma: float = 1.0  # discount per token
-    lam: float = 1.0  # lambda of GAE: 0 relies on the critic, 1 on the rewards
+    lam: float = 1.0  # gae: 0 trusts the critic, 1 trusts the rewards
     norm_adv_by_std_in_grpo: bool = True  # grpo: divide by the group's standard deviation; false = Dr.GRPO
     reward_weights: dict[str, float] = field(  # gdpo: name -> weight of each number that the reward function returns;
         default_factory=dict  # the name `reward` is the reward itself
