@@ -191,6 +191,3 @@ def _unknown(key: str) -> str:
     guess = nearest(key)
     hint = f"; did you mean {guess}?" if guess else "; `megarl config` prints them all"
     return f"there is no key {key}{hint}"
-
-
-"""The one exception of this room."""

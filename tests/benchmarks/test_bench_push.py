@@ -91,7 +91,7 @@ def test_the_ratios_are_shares_of_a_copys_speed() -> None:
         row(note="no"),
         row(told(9.0, "shared"), told(2.0, "shared"), transport="shared"),
     ]
-    assert bench_push.ratios(rows, copy=10e9) == {"cpu_gathered_of_copy": 0.0625, "cpu_shared_of_copy": 0.05}
+    assert bench_push.ratios(rows, copy=10e9) == {"hf_gathered_of_copy": 0.0625, "hf_shared_of_copy": 0.05}
     assert rows[0].said(10e9)["push_s"] == 1.0 and rows[2].said(10e9)["note"] == "no"
 
 
