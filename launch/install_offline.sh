@@ -24,5 +24,5 @@ site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purel
 echo "$PWD" >"$site/megarl.pth"
 printf '#!/bin/sh\nexec "%s/.venv/bin/python" -m megarl "$@"\n' "$PWD" >.venv/bin/megarl
 chmod +x .venv/bin/megarl
-.venv/bin/python launch/offline_kit.py --check
+.venv/bin/python launch/offline_kit.py --check "$kit/requirements.txt"
 echo "ready: . .venv/bin/activate"

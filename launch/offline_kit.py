@@ -2,7 +2,7 @@
 """Wheels for a machine without a package index: what megarl needs there, less what the machine has.
 
     python launch/offline_kit.py FOLDER --python 3.12 --have torch,transformers,numpy
-    python launch/offline_kit.py --check
+    python launch/offline_kit.py --check FOLDER/requirements.txt
 
 The packages are resolved by metadata for the Python and the platform of that machine, with the tested versions of
 launch/constraints.txt; a package that is there already, and what only such packages need, is left out.  The second form
@@ -93,13 +93,15 @@ def collect(folder: Path, pins: Mapping[str, str], python: str) -> list[Path]:
     return sorted(folder.glob("*.whl"))
 
 
-def missing_here() -> list[str]:
-    """What megarl needs and this Python has not, or not in a version that will do: one sentence each."""
+def missing_here(requirements: Sequence[str]) -> list[str]:
+    """One sentence for each requirement that this Python does not meet."""
     from packaging.requirements import Requirement  # with pip's friends on every machine that has torch
 
     found: list[str] = []
-    for line in declared()["install_requires"]:
+    for line in requirements:
         wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate():
+            continue
         try:
             version = importlib.metadata.version(wanted.name)
         except importlib.metadata.PackageNotFoundError:
@@ -119,10 +121,12 @@ def main(words: list[str]) -> int:
     parser.add_argument("--have", default="", help="packages that the machine has, with commas between them")
     parser.add_argument("--extra", default="", help="extras of setup.py to add, with commas between them: dev,wandb")
     parser.add_argument("--list", action="store_true", help="print what the kit would hold, and download nothing")
-    parser.add_argument("--check", action="store_true", help="say what megarl lacks on this machine")
+    parser.add_argument(
+        "--check", type=Path, metavar="FILE", help="say which of a kit's requirements this machine lacks"
+    )
     asked = parser.parse_args(words)
-    if asked.check:
-        lacks = missing_here()
+    if asked.check is not None:
+        lacks = missing_here(asked.check.read_text().splitlines())
         print("\n".join(lacks) or "megarl has what it needs")
         return min(1, len(lacks))
     if asked.folder is None:

@@ -61,7 +61,7 @@ def constant(where: str, name: str) -> Any:
 
     Example: constant("algo/registry.py", "FULL").
     """
-    for node in ast.parse((PACKAGE / where).read_text()).body:
+    for node in _tree(PACKAGE / where).body:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
@@ -87,9 +87,14 @@ def argument_faults(choice: str, key: str, known: Mapping[str, bool], given: Map
             yield f"{choice}: expected a value in {key}.{name}, it has no default"
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
 def _in_file(path: Path, decorator: str) -> Iterator[Declared]:
     module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in _tree(path).body if isinstance(node, ast.FunctionDef)]
     by_name = {function.name: function for function in functions}
     for function in functions:
         for call in function.decorator_list:
@@ -120,5 +125,7 @@ def _arguments(functions: list[ast.FunctionDef]) -> tuple[tuple[str, ...], dict[
             if "Tensor" in kind:
                 inputs.append(argument.arg)
             elif argument.arg != "generator":
+                literal = default is None or isinstance(default, ast.Constant | ast.UnaryOp)
+                assert literal, f"{function.name}: the default of {argument.arg} is no literal"
                 settings[argument.arg] = REQUIRED if default is None else ast.literal_eval(default)
     return tuple(inputs), settings

@@ -48,6 +48,8 @@ def train(config: Config) -> dict[str, Any]:
     prepare(config)
     with Infrastructure(config) as infrastructure:
         run = Run(config, infrastructure)
+        if run.resumed_from:
+            began -= run.resumed_from.state["totals"]["wall_s"]
         while True:
             try:
                 with run:
@@ -55,7 +57,6 @@ def train(config: Config) -> dict[str, Any]:
             except (RankError, NodeLost) as error:
                 infrastructure.forgive(error)
                 run = Run(config, infrastructure, resume=run.last_save)
-                began = time.monotonic()  # the time before is in the totals of that save
 
 
 def train_loop(run: Run, began: float) -> dict[str, Any]:
@@ -158,12 +159,14 @@ def push(version: int, servers: ServerManager, totals: Totals) -> dict[str, Any]
 
 def measure(step: int, evaluator: Evaluator, servers: ServerManager, log: RunLog) -> Evaluation:
     """Evaluate the held-out prompts and log the score."""
-    evaluator.submit()
-    while not evaluator.ready():
-        servers.check_servers()
-        log.trackers.stage("evaluate", *evaluator.progress)
-    found = evaluator.take()
-    if evaluator.prompts:
+    if not evaluator.prompts:
+        found = Evaluation([])
+    else:
+        evaluator.submit()
+        while not evaluator.ready():
+            servers.check_servers()
+            log.trackers.stage("evaluate", *evaluator.progress)
+        found = evaluator.take()
         log.trackers.log(step, found.metrics())
     log.timer.start()
     return found

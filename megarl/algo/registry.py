@@ -69,7 +69,8 @@ def import_folder(package: str, path: Iterable[str]) -> None:
 
 
 def register_policy_loss(
-    *names: str,
+    name: str,
+    *aliases: str,
     select: Selection | None = None,
     per_sequence: bool = False,
     uses_ratio: bool = True,
@@ -93,6 +94,7 @@ def register_policy_loss(
 
     A function of verl's documented form works unchanged, including its import of this decorator (megarl/plugins.py).
     """
+    names = (name, *aliases)
 
     def add(function: F) -> F:
         """The decorator: leaves the function as it is."""
@@ -110,11 +112,12 @@ def register_policy_loss(
     return add
 
 
-def register_adv_est(*names: str) -> Callable[[F], F]:
+def register_adv_est(name: str, *aliases: str) -> Callable[[F], F]:
     """Register an estimator: f(rewards, mask, segment_ids, *, inputs by name) -> (advantages [N], returns [N]).
 
     A function of verl's documented form, (rewards, values, dones, gamma, gae_lambda, **kwargs), works unchanged.
     """
+    names = (name, *aliases)
 
     def add(function: F) -> F:
         """The decorator: leaves the function as it is."""
@@ -129,11 +132,12 @@ def register_adv_est(*names: str) -> Callable[[F], F]:
     return add
 
 
-def register_kl(*names: str, zero_gradient: bool = False) -> Callable[[F], F]:
+def register_kl(name: str, *aliases: str, zero_gradient: bool = False) -> Callable[[F], F]:
     """Register a KL estimator: f(log_probs [T], ref_log_probs [T]) -> [T].
 
     `zero_gradient`: as a loss its expected gradient is zero; for a built-in estimator the configuration warns then.
     """
+    names = (name, *aliases)
     for name in names:
         if name.endswith("+"):
             raise ValueError(f'KL estimator {name!r}: expected a name without "+", which every name may carry')
@@ -149,8 +153,9 @@ def register_kl(*names: str, zero_gradient: bool = False) -> Callable[[F], F]:
     return add
 
 
-def register_agg_mode(*names: str, needs_scale: bool = False) -> Callable[[F], F]:
+def register_agg_mode(name: str, *aliases: str, needs_scale: bool = False) -> Callable[[F], F]:
     """Register an aggregation: f(StepCounts) -> scale per sequence, [B]; `needs_scale`: it reads loss_scale_factor."""
+    names = (name, *aliases)
 
     def add(function: F) -> F:
         """The decorator: leaves the function as it is."""

@@ -245,7 +245,8 @@ UNREAD = {
         "trainer.max_checkpoints_to_keep trainer.check_only trainer.max_restarts"
     ),
     "evaluate": (
-        "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* sft.* trainer.check_only trainer.max_restarts"
+        "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* sft.* trainer.check_only trainer.max_restarts "
+        "trainer.start_timeout_s"
     ),
 }
 COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")

@@ -125,7 +125,8 @@ class Group:
                 self.num_ranks, address, environment=self._environment, **meeting,
             )  # fmt: skip
             try:
-                meeting["master_port"] = self._start_share(share, launch)
+                port = self._start_share(share, launch)
+                meeting.setdefault("master_port", port)  # of the store, on the machine of rank 0
             except OSError as error:
                 raise RankError(f"group {self.name}: its ranks could not be started: {error}") from error
 

@@ -9,7 +9,7 @@ Called by: the collector, through `pool.RewardPool`; the driver, to refuse a wro
 from collections.abc import Callable
 
 from megarl.declared import declared
-from megarl.rewards.load import RewardFn, resolve
+from megarl.rewards.load import FILE_MODULE, RewardFn, resolve
 
 # Addresses of the built-in ones, so that only the modules of rewards in use are imported.
 REWARDS: dict[str, str | RewardFn] = {
@@ -31,6 +31,8 @@ def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
     def add(function: RewardFn) -> RewardFn:
         """The decorator: add the function to the table, unless it is there already, and return it unchanged."""
         if REWARDS.get(name) == f"{function.__module__}:{function.__qualname__}":
+            return function
+        if function.__module__.startswith(FILE_MODULE):  # a file that reward.fn names by its path needs no name
             return function
         if name in REWARDS:
             raise ValueError(f"reward {name!r} exists already: use another name")

@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.sample import Completion, Prompt
 
+FILE_MODULE = "megarl_reward_"  # begins the name of a module that was loaded by its path
 RewardFn = Callable[[Prompt, Completion], Any]  # a number, or {"score": number, further numbers}
 
 # verl's documented signature: compute_score(data_source, solution_str, ground_truth, extra_info=None)
@@ -51,7 +52,7 @@ def _module(fn: str, place: str) -> ModuleType:
 def _module_from_file(fn: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"reward.fn={fn}: there is no file {path.resolve()}")
-    name = f"megarl_reward_{path.stem}"
+    name = f"{FILE_MODULE}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None and spec.loader is not None, f"a .py file always has a loader: {path}"
     module = importlib.util.module_from_spec(spec)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+_environment = threading.Lock()
 
 
 def join_weight_group(
@@ -43,7 +46,7 @@ def join_weight_group(
     store = dist.TCPStore(
         master_address, master_port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
     )
-    with _failures_survived():
+    with _failures_survived() if backend == "nccl" else nullcontext():
         group, _ = c10d._new_process_group_helper(
             world_size,
             rank,
@@ -76,12 +79,13 @@ def _failures_survived() -> Iterator[None]:
     torch reads the variable when it makes a group. By its default torch's watchdog ends the process, here a rank of the
     trainer, when a server dies in a transfer. Without the watchdog `leave_weight_group` has to abort the group.
     """
-    name, before = "TORCH_NCCL_ASYNC_ERROR_HANDLING", os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    with _environment:  # groups with several servers are made in threads; making one waits for nobody
+        before = os.environ.get(name)
+        os.environ[name] = "0"
+        try:
+            yield
+        finally:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before

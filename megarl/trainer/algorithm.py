@@ -202,7 +202,7 @@ def actor_update(config: Config) -> Update:
         use_kl_loss=actor.use_kl_loss,
         kl_loss_coef=actor.kl_loss_coef,
         kl_loss_type=actor.kl_loss_type,
-        kl_importance=actor.kl_importance,
+        kl_importance=actor.kl_importance and actor.use_kl_loss,  # a recipe may set it without the KL
         use_rollout_weight=algorithm.rollout_correction.level is not None,
     )
     loss.require_agg_mode(actor.loss_agg_mode)

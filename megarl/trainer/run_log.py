@@ -26,7 +26,7 @@ class Totals:
     """Totals over the whole run, saved in its checkpoints."""
 
     def __init__(self, began: float, saved: dict[str, Any]) -> None:
-        self.began = began - saved.get("wall_s", 0.0)
+        self.began = began  # of the run, less the time of the runs that it continues
         self.pushes = saved.get("pushes", 0)
         self.pushes_verified = saved.get("pushes_verified", 0)
         self.log_prob_gap_max = saved.get("log_prob_gap_max", 0.0)

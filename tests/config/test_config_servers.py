@@ -28,6 +28,11 @@ SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
         ("rollout.n=1", f"{TP}=2 {EP}=4", f"{EP}=4 does not divide {TP}=2"),
         ("rollout.n=1", "rollout.memory_fraction=1", "rollout.memory_fraction=1.0: expected a number between 0 and 1"),
         (
+            "rollout.val_kwargs.n=2",
+            "rollout.sglang.args=[--enable-deterministic-inference] rollout.n=1",
+            "all rollout.val_kwargs.n=2 completions of a prompt would be equal",
+        ),
+        (
             "rollout.n=4",
             "rollout.sglang.args=[--enable-deterministic-inference]",
             "rollout.sglang.args=--enable-deterministic-inference: all rollout.n=4 completions of a prompt would be "

@@ -1,6 +1,8 @@
+from pathlib import Path
+
 import pytest
 
-from megarl.rewards import REWARDS, load_reward, register_reward
+from megarl.rewards import REWARDS, exact, load_reward, register_reward
 from megarl.sample import Completion, Prompt, VersionSpan
 
 PROMPT = Prompt("0-0", [1], "1+1=", "2", "sums", {"level": 3})
@@ -129,3 +131,12 @@ def test_a_file_that_does_not_import_is_named_with_its_error(tmp_path):
     (tmp_path / "quits.py").write_text("raise SystemExit(3)\n")
     with pytest.raises(ValueError, match="failed with SystemExit: 3"):
         load_reward(f"{tmp_path}/quits.py:f")
+
+
+def test_a_built_in_rewards_file_may_be_named_by_its_path_or_copied(tmp_path):
+    """Its decorator gives the name again, which is no matter for a function that is named by its file."""
+    source = Path(exact.__file__)
+    copy = tmp_path / "mine.py"
+    copy.write_text(source.read_text())
+    for path in (source, copy):
+        assert load_reward(f"{path}:exact").__name__ == "exact"

@@ -284,3 +284,9 @@ def test_what_the_loss_layer_refuses_is_refused_before_anything_starts(words: st
 def test_every_recipe_has_a_method() -> None:
     configs: Any = [load_config([f"recipe={path.stem}"])[0] for path in (config_dir() / "recipe").glob("*[!t].yaml")]
     assert all(make_algorithm(config).columns == ("log_probs",) for config in configs)
+
+
+def test_an_importance_of_a_kl_that_is_off_may_rest_in_a_recipe(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("actor: {use_kl_loss: true, kl_importance: true}")
+    assert not algorithm_of(f"recipe={recipe}", "actor.use_kl_loss=false").actor.loss.kl_importance

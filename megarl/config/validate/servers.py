@@ -30,12 +30,11 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         yield from _sizes(config)
     if rollout.router and rollout.engine != "sglang":
         yield f"rollout.router=true: rollout.engine={rollout.engine} has no router; expected false"
-    if rollout.n > 1 and (flag := "--enable-deterministic-inference") in rollout.sglang.args:
+    counts = {"rollout.n": 1 if command == "evaluate" else rollout.n, "rollout.val_kwargs.n": rollout.val_kwargs.n}
+    several = next((f"{key}={n}" for key, n in counts.items() if n > 1), None)
+    if several and (flag := "--enable-deterministic-inference") in rollout.sglang.args:
         # SGLang draws by seed and position alone (sampler.py), and a request has one seed for all its completions.
-        yield (
-            f"rollout.sglang.args={flag}: all rollout.n={rollout.n} completions of a prompt would be equal; "
-            "expected n=1"
-        )
+        yield f"rollout.sglang.args={flag}: all {several} completions of a prompt would be equal; expected 1"
     if rollout.urls:
         yield from _urls(config)
     elif rollout.placement == "shared" and command != "evaluate":
