@@ -103,8 +103,16 @@ class ServerClient:
     def flush_cache(self) -> None:
         self._call(Route.FLUSH_CACHE, {})
 
+    def wait_until_idle(self, timeout_s: float = 30.0) -> None:
+        """Wait until the server computes nothing any more, and flush its cache.
+
+        The server returns a completion a moment before its scheduler is idle; stock SGLang ends if it has to release
+        memory in that moment.  Raises ServerError if the server is not idle within `timeout_s`.
+        """
+        self._call(Route.FLUSH_CACHE, {}, params={"timeout": timeout_s})
+
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Release memory ("weights", "kv_cache"; None: all). No completion may be running on the server."""
+        """Release memory ("weights", "kv_cache"; None: all). The server has to be idle: see wait_until_idle."""
         self._call(Route.RELEASE_MEMORY, {} if tags is None else {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
@@ -192,9 +200,16 @@ class ServerClient:
 
     # ---- the wire
 
-    def _call(self, route: Route, body: dict[str, Any] | None = None, *, method: str = "POST") -> httpx.Response:
+    def _call(
+        self,
+        route: Route,
+        body: dict[str, Any] | None = None,
+        *,
+        method: str = "POST",
+        params: dict[str, float] | None = None,
+    ) -> httpx.Response:
         try:
-            reply = self._http.request(method, self.url + route, json=body)
+            reply = self._http.request(method, self.url + route, json=body, params=params)
         except httpx.HTTPError as error:
             raise ServerError(self.url, route, 0, f"{type(error).__name__} {error}".strip()) from error
         if reply.status_code != 200:

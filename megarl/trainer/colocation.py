@@ -44,6 +44,8 @@ class Colocation:
         engine = ServerClient(url, self._token, timeout_s=self._timeout_s)
         try:
             engine.pause("abort")  # the server refuses to release memory while a request runs, even an abandoned one
+            if not lent:  # else nothing has run since, and the cache may be released already
+                engine.wait_until_idle()
             engine.release_memory(new)
         finally:
             engine.close()

@@ -350,6 +350,7 @@ def test_update_from_a_missing_folder_is_refused_and_changes_nothing(server):
 @pytest.mark.parametrize("tags", [["kv_cache"], None])
 def test_released_memory_comes_back(server, tags):
     before = generate(server)[0]
+    server.engine.wait_until_idle()
     server.engine.release_memory(tags)
     server.engine.resume_memory(tags)
     after = generate(server)[0]

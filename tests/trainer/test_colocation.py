@@ -27,6 +27,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         def pause(self, mode: str) -> None:
             words.append(("pause", mode))
 
+        def wait_until_idle(self) -> None:
+            words.append(("idle",))
+
         def resume(self) -> None:
             words.append(("resume",))
 
@@ -50,7 +53,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 def test_a_server_that_sleeps_writes_nothing_any_more_and_then_gives_all_back(said) -> None:
     Colocation("secret", timeout_s=1.0).release_memory(URL)
-    assert said == [("open", URL, "secret"), ("pause", "abort"), ("release", WEIGHTS, CACHE, GRAPHS), ("close",)]
+    assert said == [
+        ("open", URL, "secret"),
+        ("pause", "abort"),
+        ("idle",),
+        ("release", WEIGHTS, CACHE, GRAPHS),
+        ("close",),
+    ]
 
 
 def test_it_takes_what_it_gave_and_serves_again(said) -> None:
