@@ -54,7 +54,7 @@ setup(
     ],
     extras_require={
         **TRACKERS,
-        "gpu": ["transformer-engine[pytorch]>=2.0"],
+        "gpu": ["transformer-engine[pytorch,core-cu13]==2.20.2"],
         "dev": [
             "pytest>=8.0",
             "hypothesis>=6.100",

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megarl.layout import Layout
 from megarl.mcore.logprobs import fused
-from megarl.mcore.setup import make_groups
+from megarl.mcore.setup import backend_of, make_groups
 
 SIZES = [(tokens, vocab) for vocab in (32_768, 151_936) for tokens in (1024, 4096, 16_384)]
 QUICK = [(64, 1000), (256, 1000)]
@@ -101,7 +101,10 @@ class Bench:
         return ""
 
     def _free_bytes(self) -> int:
-        return torch.cuda.mem_get_info()[0] if self.device == "cuda" else psutil.virtual_memory().available
+        if self.device == "cpu":
+            return psutil.virtual_memory().available
+        torch.cuda.empty_cache()  # what torch keeps for later counts as taken
+        return torch.cuda.mem_get_info()[0]
 
     def _now(self) -> float:
         if self.device == "cuda":
@@ -119,7 +122,8 @@ def measure(options: argparse.Namespace) -> page.Result:
     _complete(options)
     console = page.terminal()
     load_before = os.getloadavg()[0]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = backend_of(device)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     make_groups(Layout())
     bench = Bench(console, options, device)
     bench.run()

@@ -170,29 +170,30 @@ def run_side(work: Work, way: Way, python: Path, name: str) -> dict[str, Any]:
     """One run of one side, on the same cores as every other."""
     folder = Path(work.folder)
     if way.side == "megarl":
-        _execute(megarl_command(work, way, name), folder / f"{name}.log", {"PYTHONPATH": str(ROOT)})
+        execute(megarl_command(work, way, name), folder / f"{name}.log", {"PYTHONPATH": str(ROOT)})
         return read_megarl(work, list(read_lines(folder / "runs" / name / "metrics.jsonl")))
     task, out = folder / f"{name}.json", folder / f"{name}_out.json"
     threads = work.threads // way.processes
     said = asdict(work) | {"model": work.model, "data": work.data, "out": str(out), "threads": threads}
     task.write_text(json.dumps(said))
-    _execute(trl_command(python, way, task), folder / f"{name}.log", {"OMP_NUM_THREADS": str(threads)})
+    execute(trl_command(python, way, task), folder / f"{name}.log", {"OMP_NUM_THREADS": str(threads)})
     return read_trl(work, json.loads(out.read_text()))
 
 
-def _execute(command: Sequence[str], log: Path, variables: dict[str, str]) -> None:
+def execute(command: Sequence[str], log: Path, variables: dict[str, str], timeout_s: float | None = None) -> None:
     """In a session of its own, all of which goes with us.  WayFailed with the end of its log when it fails."""
+    timeout_s = timeout_s or TIMEOUT_S
     ours = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VIRTUAL_ENV")
     kept = {key: value for key, value in os.environ.items() if key not in ours}
     environment = kept | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     how: dict[str, Any] = {"env": environment | variables, "cwd": log.parent, "start_new_session": True}
     with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, **how) as side:
         try:
-            if code := side.wait(TIMEOUT_S):
+            if code := side.wait(timeout_s):
                 _end(side)  # what it started may go on
         except subprocess.TimeoutExpired:
             _end(side)
-            said = f"not done after {TIMEOUT_S:g} s; its log ends: {_last(log)}"
+            said = f"not done after {timeout_s:g} s; its log ends: {_last(log)}"
             raise WayFailed(f"{' '.join(command[:4])} ...: {said}") from None
         except BaseException:
             _end(side)

@@ -1,9 +1,12 @@
-"""Memory that the planner predicts for a rank, and what its tensors take on CPUs, part by part.
+"""Memory that the planner predicts for a rank, and what its tensors take, part by part.
 
-    python benchmarks/bench_plan_memory.py           all layouts, about five minutes on 2 cores
-    python benchmarks/bench_plan_memory.py --quick   one process, two cases
+    python benchmarks/bench_plan_memory.py                 on CPUs, all layouts, about five minutes on 2 cores
+    python benchmarks/bench_plan_memory.py --quick         one process, two cases
+    python benchmarks/bench_plan_memory.py --device cuda   one GPU, models of 0.5B, 1.5B and 7B parameters
 
-Tiny models in float32, our own engine, two optimizer steps; every storage is counted (benchmarks/tensor_memory.py).
+Random weights, our own engine, two optimizer steps.  On CPUs models are tiny and in float32, and every storage is
+counted (benchmarks/tensor_memory.py); on a GPU they have their real shape in bf16, and torch's allocator is asked.  A
+model that does not fit, as the planner says, has as many layers as fit.  A case that fails is a note.
 """
 
 from __future__ import annotations
@@ -17,20 +20,25 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import page
+import torch
 import yaml
-from memory_ranks import PARTS, Case
+from memory_ranks import PARTS, Case, predicted
 
 from megarl.config import config_dir
+from megarl.layout import Layout
+from megarl.mcore.training.execution import has_transformer_engine
 from megarl.sockets import interface_variables
 
+GPU_MODELS = ("qwen2_5_0_5b", "qwen2_5_1_5b", "qwen2_5_7b")
 HERE = Path(__file__).parent
 TIMEOUT_S = 600.0
+SHARE = 0.9  # of the free memory, for what the planner predicts: beside it are CUDA's context and fragments
 NOTE = (
     "predicted / measured, in kB of one rank; of ranks that hold as much one is shown. static: weights, gradients and "
     "optimizer. activations: all that a step takes beside these. total: the peak of all tensors."
@@ -38,15 +46,26 @@ NOTE = (
 
 
 def work(options: argparse.Namespace) -> page.Result:
-    rows = [row for case in cases(quick=options.quick) for row in _rows(case)]
+    on_gpu = options.device == "cuda"
+    chosen = gpu_cases(torch.cuda.mem_get_info()[0]) if on_gpu else cases(quick=options.quick)
+    chosen = chosen[:1] if on_gpu and options.quick else chosen
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
+    for case in chosen:
+        try:
+            rows += _rows(case)
+        except ValueError as error:
+            failed.append(str(error))
+    if not rows:
+        raise ValueError("; ".join(failed))
     return page.Result(
         theme="plan_memory",
-        device="cpu",
-        title="Predicted and measured memory of training on CPUs",
-        configuration={"dtype": "float32", "optimizer": "adamw"},
+        device=options.device,
+        title=f"Predicted and measured memory of training on {'a GPU' if on_gpu else 'CPUs'}",
+        configuration={"dtype": chosen[0].dtype, "optimizer": "adamw"},
         rows=rows,
         ratios=ratios(rows),
-        notes=[NOTE],
+        notes=[NOTE, *failed],
     )
 
 
@@ -81,6 +100,42 @@ def cases(*, quick: bool = False) -> list[Case]:
         Case("qwen3 dp2 fsdp recomputed", qwen, {"use_distributed_optimizer": True}, 2, recompute=True, fsdp=True),
         Case("qwen3-moe ep2 recomputed", sparse, {"ep": 2}, 2, recompute=True),
     ]
+
+
+def gpu_cases(free_bytes: int) -> list[Case]:
+    """Models of real shape, recomputed, two sequences of 4096 tokens; with both kinds of layers where both are here."""
+    impls = [True, False] if has_transformer_engine() else [True]
+    found = [
+        fitting(
+            Case(
+                f"{preset}, {'local layers' if local else 'Transformer-Engine'}",
+                _hf(preset),
+                recompute=True,
+                sequences=2,
+                length=4096,
+                dtype="bfloat16",
+                device="cuda",
+                local=local,
+            ),
+            int(SHARE * free_bytes),
+        )
+        for preset in GPU_MODELS
+        for local in impls
+    ]
+    if not any(found):
+        raise ValueError(f"{free_bytes / 1e9:.0f} GB of the GPU are free; expected room for {GPU_MODELS[0]}")
+    return [case for case in found if case is not None]
+
+
+def fitting(case: Case, free_bytes: int) -> Case | None:
+    """The case with as many layers as the planner says fit; None if not even one does."""
+    layers = case.hf["num_hidden_layers"]
+    for fewer in range(layers, 0, -1):
+        name = case.name if fewer == layers else f"{case.name}, {fewer} of {layers} layers"
+        smaller = replace(case, name=name, hf=case.hf | {"num_hidden_layers": fewer})
+        if predicted(smaller, Layout(**case.layout), 0).total <= free_bytes:
+            return smaller
+    return None
 
 
 def _rows(case: Case) -> list[dict[str, Any]]:
@@ -132,9 +187,7 @@ def _hf(preset: str) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = page.arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
-    made.set_defaults(device="cpu")
-    return made
+    return page.arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
 
 
 if __name__ == "__main__":

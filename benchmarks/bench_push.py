@@ -49,10 +49,12 @@ class Bench:
         self.dtype = "bfloat16" if self.on_gpu else "float32"
         self.deadline = time.monotonic() + 60 * options.minutes
         self.rows: list[Row] = []
+        # Servers on GPUs of their own; else they share the only one with the rank.
+        self.apart = self.on_gpu and torch.cuda.device_count() > 1
 
     def cases(self) -> list[Case]:
         for_machine = gpu_cases(self.num_ranks) if self.on_gpu else cpu_cases()
-        found = quick_cases() if self.options.quick else for_machine
+        found = quick_cases(self.num_ranks) if self.options.quick else for_machine
         return [case for case in found if case.servers.engine in self.options.engines]
 
     def run(self) -> None:
@@ -92,8 +94,8 @@ class Bench:
     def _measure(
         self, group: Group, case: Case, transport: str, folder: Path, urls: list[str], token: str, version: int
     ) -> None:
-        if time.monotonic() > self.deadline:
-            self._add(self._row(case, transport, note="not run: the time was up"))
+        if note := self._why_not(transport):
+            self._add(self._row(case, transport, note=note))
             return
         with self.console.status(
             f"{case.servers}, {case.servers.size}, {case.trainer_words(self.num_ranks)}, {transport}"
@@ -105,6 +107,7 @@ class Bench:
                 "transport": transport,
                 "dtype": self.dtype,
                 "first_version": version,
+                "gpus": self._seats(case.servers, urls),
             }
             limits = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S, "pushes": 1 + self.options.repeats}
             pushes: list[dict[str, Any]] = group.call_leader("push", {**order, **limits}).result["pushes"]
@@ -126,6 +129,13 @@ class Bench:
         self.rows.append(row)
         self.console.print(row.sentence(), highlight=False, markup=False)
 
+    def _why_not(self, transport: str) -> str:
+        """Why this push is not run; "" if it is."""
+        if time.monotonic() > self.deadline:
+            return "not run: the time was up"
+        shares_gpu = self.on_gpu and not self.apart and transport != "shared"
+        return "not run: NCCL joins no two processes of one GPU" if shares_gpu else ""
+
     def _obstacle(self, servers: ServerSet) -> str:
         if time.monotonic() > self.deadline:
             return "not run: the time was up"
@@ -133,7 +143,6 @@ class Bench:
 
     def _launch(self, servers: ServerSet, folder: Path, index: int) -> EngineLaunch:
         """With several GPUs the servers stand on those that do not train."""
-        apart = self.on_gpu and torch.cuda.device_count() > 1
         return EngineLaunch(
             servers.engine,
             str(folder),
@@ -141,9 +150,23 @@ class Bench:
             tensor_parallel_size=servers.tp,
             max_running_requests=8,
             index=index,
-            first_gpu=self.num_ranks + index * servers.tp if apart else None,
+            device="cuda" if self.on_gpu else "cpu",
+            first_gpu=self._first_gpu(servers, index),
             memory_fraction=0.4 if self.on_gpu else None,
         )
+
+    def _first_gpu(self, servers: ServerSet, index: int) -> int | None:
+        return self.num_ranks * self.apart + index * servers.tp if self.on_gpu else None
+
+    def _seats(self, servers: ServerSet, urls: list[str]) -> dict[str, Any] | None:
+        """The GPUs of ranks and servers, as a push wants to know them."""
+        if not self.on_gpu:
+            return None
+        firsts = [self._first_gpu(servers, index) or 0 for index in range(len(urls))]
+        of_servers = {
+            url: [f"0/{first + rank}" for rank in range(servers.tp)] for url, first in zip(urls, firsts, strict=True)
+        }
+        return {"trainer": [f"0/{rank}" for rank in range(self.num_ranks)], "servers": of_servers}
 
     def _model(self, size: str) -> Path:
         folder = self.work / "models" / size

@@ -24,7 +24,8 @@ from step_loops import Bare, Ours, Work, cross_entropy_of, make_work
 
 from megarl.layout import Layout
 from megarl.mcore import cpu
-from megarl.mcore.setup import destroy_groups, make_groups
+from megarl.mcore.setup import backend_of, destroy_groups, make_groups
+from megarl.plan import gpus
 
 OURS, BARE = "megarl", "megatron-core"
 GOAL = 0.97  # step_vs_megatron
@@ -58,9 +59,7 @@ def measure(options: argparse.Namespace) -> page.Result:
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     device = torch.device(options.device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
+    dist.init_process_group(backend_of(options.device), store=dist.HashStore(), rank=0, world_size=1)
     try:
         cpu.activate()
         make_groups(Layout())
@@ -107,6 +106,7 @@ def result(
 ) -> page.Result:
     dtype = torch.bfloat16 if work.dtype == "bfloat16" else torch.float32
     rate = matmul_rate(options.device, dtype, threads=torch.get_num_threads())
+    peak, notes = gpu_peak(options.device)
     flops, num_tokens = step_flops(size, work.batch.lengths.tolist()), work.batch.num_tokens
     walls = {name: [wall for wall, _ in pairs] for name, pairs in times.items()}
     busy = {name: statistics.median(cpu for _, cpu in pairs) for name, pairs in times.items()}
@@ -120,6 +120,7 @@ def result(
             "CPU seconds": busy[name],
             "tokens/s": num_tokens / median[name],
             "of the matrix rate": flops / median[name] / rate,
+            **({"MFU": flops / median[name] / peak} if peak else {}),
             "first gradient norm": norms[name],
         }
         for name, seconds in walls.items()
@@ -141,8 +142,19 @@ def result(
         ratios["step_vs_megatron_cpu_time"] = busy[BARE] / busy[OURS]
     ratios["step_vs_megatron"] = median[BARE] / median[OURS]
     return page.Result(
-        "step", options.device, configuration, rows, ratios, [LEGEND], "Our training step and Megatron's"
+        "step", options.device, configuration, rows, ratios, [LEGEND, *notes], "Our training step and Megatron's"
     )
+
+
+def gpu_peak(device: str) -> tuple[float | None, list[str]]:
+    """The dense bf16 FLOP/s of the GPU's data sheet, and what the page says of it; None where it is not known."""
+    if device == "cpu":
+        return None, []
+    try:
+        gpu = gpus.find(torch.cuda.get_device_name())
+    except ValueError as error:
+        return None, [f"no MFU: {error}"]
+    return gpu.bf16_flops, [f"MFU: of the {gpu.bf16_flops / 1e12:.0f} TFLOP/s of {gpu.name}'s data sheet"]
 
 
 def model_config(size: dict[str, Any]) -> dict[str, Any]:

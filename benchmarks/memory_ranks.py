@@ -1,4 +1,4 @@
-"""What a rank's tensors take while it trains, counted storage by storage, beside what the planner says of that rank.
+"""What a rank's tensors take while it trains, beside what the planner says of that rank.
 
 `measure` runs on every rank of a world.  bench_plan_memory.py starts `python -m memory_ranks CASE RANK STORE` for each
 rank; STORE is a file by which they meet.
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from tensor_memory import TensorMemory
+from tensor_memory import watched
 from torch import Tensor
 
 from megarl.algo.loss import ActorLoss
 from megarl.layout import Layout
 from megarl.mcore import cpu
 from megarl.mcore.models.model import Model, build_model
-from megarl.mcore.setup import destroy_groups, make_groups
+from megarl.mcore.setup import backend_of, destroy_groups, device_for, make_groups
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
-from megarl.mcore.training.step import Outputs, train_step
-from megarl.plan.memory.memory import Work, of_stage_bytes
+from megarl.mcore.training.step import Outputs, backward, train_step
+from megarl.plan.memory.memory import Memory, Work, of_stage_bytes
 from megarl.sample import Batch, MicroBatch
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
@@ -47,6 +47,9 @@ class Case:
     length: int = 128
     micro_batches: int = 1
     fsdp: bool = False
+    dtype: str = "float32"
+    device: str = "cpu"  # | cuda
+    local: bool = True  # without Transformer-Engine's layers
 
     @property
     def tokens(self) -> int:
@@ -57,42 +60,61 @@ def measure(case: Case) -> dict[str, dict[str, int]]:
     """Bytes of this rank by part, predicted and measured; activations are all that a step takes beside the others."""
     layout = Layout(**case.layout)
     make_groups(layout)
-    predicted = _predicted(case, layout, ps.get_pipeline_model_parallel_rank())
-    with TensorMemory() as memory:
-        engine = ExecutionOptions("fsdp" if case.fsdp else "megatron", **RECOMPUTED if case.recompute else {})
-        model = wrap_for_training(build_model(case.hf, layout, dtype="float32", engine=engine), layout, engine)
+    of_planner = _parts(predicted(case, layout, ps.get_pipeline_model_parallel_rank()))
+    with watched(case.device) as memory:
+        engine = ExecutionOptions(
+            "fsdp" if case.fsdp else "megatron",
+            transformer_impl="local" if case.local else "transformer_engine",
+            **RECOMPUTED if case.recompute else {},
+        )
+        model = wrap_for_training(build_model(case.hf, layout, dtype=case.dtype, engine=engine), layout, engine)
         optimizer = Optimizer(model, ADAMW)
         step = _stepper(case, layout, model, optimizer)
         step()  # makes the optimizer's state
+        memory.forget_peak()
         stays = memory.now_bytes
-        memory.peak_bytes = stays
         step()
     measured = {part: _bytes(tensors) for part, tensors in _held(case, model, optimizer).items()} | {
         "activations": memory.peak_bytes - stays,
         "total": memory.peak_bytes,
     }
     destroy_groups()
-    return {"predicted": predicted, "measured": measured}
+    return {"predicted": of_planner, "measured": measured}
 
 
-def _predicted(case: Case, layout: Layout, stage: int) -> dict[str, int]:
-    work = Work(case.num_ranks, case.tokens, case.recompute, "float32", fsdp=case.fsdp, local=True)
-    memory = of_stage_bytes(case.hf, layout, stage, work)
+def predicted(case: Case, layout: Layout, stage: int) -> Memory:
+    """As the planner has it, with its reserve."""
+    work = Work(case.num_ranks, case.tokens, case.recompute, case.dtype, fsdp=case.fsdp, local=case.local)
+    return of_stage_bytes(case.hf, layout, stage, work)
+
+
+def _parts(memory: Memory) -> dict[str, int]:
     parts = {name: int(getattr(memory, name)) for name in PARTS}
     parts["activations"] += memory.gathered
     return parts | {"total": sum(parts.values())}
 
 
+def gradients(case: Case, layout: Layout, model: Model) -> None:
+    """One forward and backward pass."""
+    outputs, loss = Outputs(layout, case.hf["vocab_size"]), ActorLoss("ppo")
+    backward(model, _micros(case), outputs, loss, num_tokens=_count(case), device=device_for(case.device))
+
+
 def _stepper(case: Case, layout: Layout, model: Model, optimizer: Optimizer) -> Any:
-    outputs = Outputs(layout, case.hf["vocab_size"])
-    micros = [_micro(case, seed) for seed in range(case.micro_batches)]
-    count, cpu_device = case.tokens * case.micro_batches, torch.device("cpu")
-    loss = ActorLoss("ppo")
+    outputs, loss, micros = Outputs(layout, case.hf["vocab_size"]), ActorLoss("ppo"), _micros(case)
 
     def step() -> None:
-        train_step(model, optimizer, micros, outputs, loss, num_tokens=count, device=cpu_device)
+        train_step(model, optimizer, micros, outputs, loss, num_tokens=_count(case), device=device_for(case.device))
 
     return step
+
+
+def _micros(case: Case) -> list[MicroBatch]:
+    return [_micro(case, seed) for seed in range(case.micro_batches)]
+
+
+def _count(case: Case) -> int:
+    return case.tokens * case.micro_batches
 
 
 def _micro(case: Case, seed: int) -> MicroBatch:
@@ -112,13 +134,25 @@ def _held(case: Case, model: Model, optimizer: Optimizer) -> dict[str, list[Tens
     if not case.fsdp:
         parameters = [param for chunk in model for param in chunk.parameters()]
         gradients = [param.main_grad for param in parameters]
-        return {"weights": parameters, "gradients": gradients, "optimizer": _state(optimizer)}
+        return {
+            "weights": parameters,
+            "gradients": gradients,
+            "optimizer": [*_copies(optimizer, parameters), *_state(optimizer)],
+        }
     groups = [group for chunk in model for group in chunk.param_and_grad_buffer.parameter_groups]
     weights, copies, gradients = (
         [getattr(group, name).data for group in groups]
         for name in ("model_weight_buffer", "main_weight_buffer", "main_grad_buffer")
     )
     return {"weights": weights, "gradients": gradients, "optimizer": [*copies, *_state(optimizer)]}
+
+
+def _copies(optimizer: Optimizer, parameters: list[Tensor]) -> list[Tensor]:
+    """The float32 copies that it steps in place of bf16 weights."""
+    own = {parameter.untyped_storage()._cdata for parameter in parameters}
+    groups = (group for part in optimizer.parts for group in part.optimizer.param_groups)
+    stepped = (tensor for group in groups for tensor in group["params"])
+    return [tensor for tensor in stepped if tensor.untyped_storage()._cdata not in own]
 
 
 def _state(optimizer: Optimizer) -> list[Tensor]:
@@ -137,7 +171,10 @@ def main(case: Case, rank: int, store: str) -> None:
     """Every rank's numbers on rank 0's standard output, one line of JSON."""
     cpu.activate()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, case.num_ranks), rank=rank, world_size=case.num_ranks)
+    if case.device == "cuda":
+        torch.cuda.set_device(device_for("cuda"))
+    backend = backend_of(case.device)
+    dist.init_process_group(backend, store=dist.FileStore(store, case.num_ranks), rank=rank, world_size=case.num_ranks)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, measure(case))
     if dist.get_rank() == 0:

@@ -1,8 +1,9 @@
 """The planner's constants from published rows: a plain search, one constant after the other, held near first guesses.
 
 What is made small is a sum over the fitted rows of |log(predicted / published)|, rounded at the bottom so that a row
-which fits pulls no more, and for each constant of its distance from the guess.  A row that is far off for reasons of
-its own (another system's packing, say) pulls with the same force as one that is a little off.
+which fits pulls no more, and for each constant of its distance from the guess.  The constants of a push are fitted on
+pushes alone and before the others, so that a long push cannot make up for a short training.  A row that is far off for
+reasons of its own (another system's packing, say) pulls with the same force as one that is a little off.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ GUESSES = {
     "sequence_s": Guess(1e-3, 4.0, 3e-3),
 }
 
+OF_PUSHES = ("push_nic", "gather", "broadcast", "push_s", "push_tensor_s")
+OF_STEPS = tuple(name for name in GUESSES if name not in OF_PUSHES)
+
 
 def guessed(constants: Constants = CONSTANTS) -> Constants:
     """Where the search begins."""
@@ -65,50 +69,59 @@ def at_bound(constants: Constants = CONSTANTS) -> list[str]:
     return [name for name, guess in GUESSES.items() if getattr(constants, name) * least > guess.most]
 
 
-def cost(rows: Sequence[Row], constants: Constants) -> float:
+def parts_of(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], list[Row]]]:
+    """What is fitted on what, in this order: names of constants, and the rows that see them."""
+    pushes = [row for row in rows if row.kind == "push"]
+    return [(OF_PUSHES, pushes), (OF_STEPS, [row for row in rows if row.kind != "push"])]
+
+
+def cost(rows: Sequence[Row], constants: Constants, names: Sequence[str] = tuple(GUESSES)) -> float:
     """What the search makes small."""
-    return sum(pull(row.error(constants)) for row in rows) + surprise(constants)
+    return sum(pull(row.error(constants)) for row in rows) + surprise(constants, names)
 
 
 def pull(error: float) -> float:
     return math.hypot(error, ROUNDING) - ROUNDING
 
 
-def surprise(constants: Constants) -> float:
-    return WEIGHT * sum(guess.surprise(getattr(constants, name)) for name, guess in GUESSES.items())
+def surprise(constants: Constants, names: Sequence[str] = tuple(GUESSES)) -> float:
+    return WEIGHT * sum(GUESSES[name].surprise(getattr(constants, name)) for name in names)
 
 
 def fit(rows: Sequence[Row], start: Constants | None = None, told: Callable[[str], None] = lambda _: None) -> Constants:
-    """The constants at which no step of a single one makes the cost smaller."""
-    search = _Search(rows, start or guessed())
-    for factor in STEPS:
-        for turn in range(ROUNDS):
-            if not search.round(factor):
-                break
-            told(f"steps of {factor:g}, round {turn + 1}: {search.cost:.3f}")
-    return search.rounded()
+    """The constants at which no step of a single one makes the cost of its part smaller."""
+    constants = start or guessed()
+    for names, seen in parts_of(rows):
+        search = _Search(seen, constants, names)
+        for factor in STEPS:
+            for turn in range(ROUNDS):
+                if not search.round(factor):
+                    break
+                told(f"steps of {factor:g}, round {turn + 1}: {search.cost:.3f}")
+        constants = search.rounded()
+    return constants
 
 
 class _Search:
     """Where it stands: the constants, and each row's pull with them."""
 
-    def __init__(self, rows: Sequence[Row], start: Constants) -> None:
-        self.rows, self.at = rows, start
+    def __init__(self, rows: Sequence[Row], start: Constants, names: Sequence[str]) -> None:
+        self.rows, self.at, self.names = rows, start, names
         self.pulls = [pull(row.error(start)) for row in rows]
         # Rows that a constant moves at all: most move a few, and nothing else is worth predicting again.
-        self.moved = {name: self._moved_by(name) for name in GUESSES}
+        self.moved = {name: self._moved_by(name) for name in names}
 
     @property
     def cost(self) -> float:
-        return sum(self.pulls) + surprise(self.at)
+        return sum(self.pulls) + surprise(self.at, self.names)
 
     def round(self, factor: float) -> bool:
         """Each constant once up or down; whether any of it helped."""
-        helped = [self._try(name, factor) or self._try(name, 1 / factor) for name in GUESSES]
+        helped = [self._try(name, factor) or self._try(name, 1 / factor) for name in self.names]
         return any(helped)
 
     def rounded(self) -> Constants:
-        return replace(self.at, **{name: float(f"{getattr(self.at, name):.{DIGITS}g}") for name in GUESSES})
+        return replace(self.at, **{name: float(f"{getattr(self.at, name):.{DIGITS}g}") for name in self.names})
 
     def _try(self, name: str, factor: float) -> bool:
         value = getattr(self.at, name) * factor
@@ -117,7 +130,7 @@ class _Search:
         there, pulls = replace(self.at, **{name: value}), list(self.pulls)
         for index in self.moved[name]:
             pulls[index] = pull(self.rows[index].error(there))
-        if sum(pulls) + surprise(there) > self.cost - 1e-6:
+        if sum(pulls) + surprise(there, self.names) > self.cost - 1e-6:
             return False
         self.at, self.pulls = there, pulls
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,16 @@ from megarl.layout import Layout
 from megarl.plan.gpus import find
 from megarl.plan.job import Job
 from megarl.plan.memory.gpu_budget import held
-from megarl.plan.predict import push_time, rollout_time, step_time, training_time
+from megarl.plan.predict import push_time, rollout_time, stage_times, step_time, training_time
 from megarl.plan.time.constants import CONSTANTS, Constants
+from megarl.plan.time.serving import rollout
 from megarl.plan.time.training import scoring, training
 
 FILE = Path(__file__).with_name("published.yaml")
 SEED = 6  # chosen before the first fit; which rows it takes is a test
 FITTED, HELD_OUT, NEITHER = "fitted", "held out", "neither"
 KINDS = ("step", "training", "rollout", "push", "memory")
+NEAR = 1.5  # factor within which a prediction counts as right
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,32 @@ class Row:
     job: Job
     balanced: bool  # experts got equally many tokens by force
     assumed: tuple[str, ...]
+    stages: dict[str, float] = field(default_factory=dict)  # quantity -> published value, of parts of the step
 
-    def predicted(self, constants: Constants = CONSTANTS) -> float:
+    def predicted(self, constants: Constants = CONSTANTS, quantity: str | None = None) -> float:
+        """The row's own quantity, or another one of the same job."""
         if self.balanced:
             constants = replace(constants, expert_imbalance=1.0)
-        return QUANTITIES[self.quantity](self.job, constants)
+        return QUANTITIES[quantity or self.quantity](self.job, constants)
 
     def error(self, constants: Constants = CONSTANTS) -> float:
         """Logarithm of predicted over published."""
         return math.log(self.predicted(constants) / self.published)
+
+    def parts(self, constants: Constants = CONSTANTS) -> dict[str, float]:
+        """Predicted seconds of each stage of a step; empty for what is no step."""
+        if self.kind != "step":
+            return {}
+        return stage_times(self.job, training(self.job, None, constants), rollout(self.job, constants), constants)
+
+    def stage_errors(self, constants: Constants = CONSTANTS) -> dict[str, float]:
+        """The same of the parts that the sources measured."""
+        return {name: math.log(self.predicted(constants, name) / value) for name, value in self.stages.items()}
+
+    def is_near(self, constants: Constants = CONSTANTS) -> bool:
+        """Whether the sum and each published part are within the factor: errors of parts may not cancel."""
+        errors = [self.error(constants), *self.stage_errors(constants).values()]
+        return all(abs(error) < math.log(NEAR) for error in errors)
 
 
 def load(path: Path = FILE) -> tuple[list[Row], list[dict[str, str]]]:
@@ -84,6 +103,7 @@ def _row(entry: dict[str, Any], sources: dict[str, str]) -> Row:
         job=_job(entry),
         balanced=entry.get("balanced", False),
         assumed=tuple(_flat(entry.get("assumed", []))),
+        stages=entry.get("stages", {}),
     )
 
 

@@ -109,15 +109,17 @@ def cpu_cases() -> list[Case]:
 
 
 def gpu_cases(num_ranks: int) -> list[Case]:
-    """`num_ranks` GPUs train; SGLang has the others, or shares the only one."""
+    """`num_ranks` GPUs train; the servers have the others, or share the only one."""
     layouts = [{"tp": num_ranks}] + ([{"tp": 1}, {"pp": 2}] if num_ranks > 1 else [])
-    found = [Case(ServerSet("sglang", size), layout) for size in ("1.5B", "7B") for layout in layouts]
+    found = [Case(ServerSet("hf", "1.5B"), layout) for layout in layouts]
+    found += [Case(ServerSet("sglang", size), layout) for size in ("1.5B", "7B") for layout in layouts]
     return found + ([Case(ServerSet("sglang", "7B", tp=num_ranks), layouts[0])] if num_ranks > 1 else [])
 
 
-def quick_cases() -> list[Case]:
+def quick_cases(num_ranks: int) -> list[Case]:
     """Whether everything still goes through, not how fast."""
-    return [Case(ServerSet("hf", "1M"), {"tp": 2}), Case(ServerSet("sglang", "1M"), {"tp": 2})]
+    layout = {"tp": min(2, num_ranks)}
+    return [Case(ServerSet("hf", "1M"), layout), Case(ServerSet("sglang", "1M"), layout)]
 
 
 def by_servers(cases: list[Case]) -> Iterator[tuple[ServerSet, list[Case]]]:

@@ -18,6 +18,7 @@ from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
 from megarl.mcore.setup import RankInfo, destroy_groups, initialize, make_groups, rank_info
 from megarl.processes.connection import Tensors
 from megarl.weights.hf.load import load_hf
+from megarl.weights.push.gpu_handles import Gpus
 from megarl.weights.push.push import Pusher, PushError
 
 
@@ -53,6 +54,7 @@ class Bench:
             transport=arguments["transport"],
             bucket_bytes=arguments["bucket_bytes"],
             timeout_s=arguments["timeout_s"],
+            gpus=Gpus(**arguments["gpus"]) if arguments["gpus"] else None,
         )
         told = [self._push_once(pusher, arguments["first_version"] + i) for i in range(arguments["pushes"])]
         pusher.close()
@@ -63,6 +65,8 @@ class Bench:
             for param in (param for chunk in self.model for param in chunk.parameters()):
                 param.mul_(1.0 + 2.0**-6)  # changes every weight that is not 0, in float32 and in bfloat16
         dist.barrier()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the barrier does not wait for this rank's own GPU
         begun, error = time.perf_counter(), ""
         try:
             report = pusher.push(self.model, version)

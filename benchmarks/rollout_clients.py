@@ -11,7 +11,7 @@ import math
 import multiprocessing
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -25,12 +25,14 @@ import psutil
 
 from megarl.processes.lifetime import die_with_parent
 from megarl.rewards.pool import RewardPool
-from megarl.rollout.collector_client import CollectorClient
+from megarl.rollout.collector import Scorer
+from megarl.rollout.collector_client import Collectors
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body
-from megarl.sample import LostRollout, Prompt, Sample
+from megarl.sample import LostRollout, Prompt
 
 NUM_LENGTHS = 8  # of a distribution: so many lengths, each equally often
 LIMIT_S = 1800.0
+EXACT = partial(RewardPool, "exact")
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,25 @@ def lengths(num: int, mean: int, spread: float) -> list[int]:
 
 
 class RingClient:
-    """What a run uses: the collector, its tokenizer, and a reward process whose reward costs nothing.
+    """What a run uses: a collector, its tokenizer, and by default a reward process whose reward costs nothing.
 
     `ask` returns when the driver holds all samples.
     """
 
-    def __init__(self, url: str, token: str, tokenizer: Path, concurrency: int, log: Path) -> None:
-        self._collector = CollectorClient(
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        tokenizer: Path,
+        concurrency: int,
+        log: Path,
+        make_scorer: Callable[[], Scorer] = EXACT,
+    ) -> None:
+        self._collectors = Collectors(
             urls=[url],
             token=token,
             tokenizer_path=str(tokenizer),
-            make_scorer=partial(RewardPool, "exact"),
+            make_scorer=make_scorer,
             timeout_s=LIMIT_S,
             log_path=log,
             max_in_flight=concurrency,
@@ -88,7 +98,7 @@ class RingClient:
 
     @property
     def pid(self) -> int | None:
-        return self._collector.pid
+        return self._collectors.pids[0]
 
     def ready(self, work: Sequence[Request]) -> None:
         """There is nothing to prepare."""
@@ -99,19 +109,16 @@ class RingClient:
         for _, same in groupby(work, key=lambda request: (request.n, request.new_tokens)):
             some = list(same)
             prompts = [request.prompt for request in some]
-            tickets.append(self._collector.submit(prompts, n=some[0].n, params=some[0].params))
-        groups: list[list[Sample] | LostRollout] = []
+            tickets += self._collectors.submit(prompts, n=some[0].n, params=some[0].params)
+        while any(ticket.group is None for ticket in tickets):
+            self._collectors.wait()
         for ticket in tickets:
-            while not self._collector.ready(ticket, limit_s=LIMIT_S):
-                pass
-            groups += self._collector.take(ticket)
-        for group in groups:
-            if isinstance(group, LostRollout):
-                raise RuntimeError(f"our client lost a rollout: {group.reason}")
-        return sum(len(s.completion.token_ids) for g in groups if not isinstance(g, LostRollout) for s in g)
+            if isinstance(ticket.group, LostRollout):
+                raise RuntimeError(f"our client lost a rollout: {ticket.group.reason}")
+        return sum(len(s.completion.token_ids) for t in tickets if isinstance(t.group, list) for s in t.group)
 
     def close(self) -> None:
-        self._collector.close()
+        self._collectors.close()
 
 
 class BareClient:
@@ -130,7 +137,8 @@ class BareClient:
 
     def ready(self, work: Sequence[Request]) -> None:
         """Encode the bodies; returns when that is done."""
-        self._pipe.send([(list(r.prompt.token_ids), r.n, r.params, f"bare.{i}") for i, r in enumerate(work)])
+        asked = [request for request in work for _ in range(request.n)]  # one request a completion, as ours
+        self._pipe.send([(list(r.prompt.token_ids), 1, r.params, f"bare.{i}") for i, r in enumerate(asked)])
         assert self._pipe.recv() == "ready"
 
     def ask(self, work: Sequence[Request]) -> int:

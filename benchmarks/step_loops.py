@@ -122,7 +122,7 @@ class Bare:
         self.model = [DistributedDataParallel(config, wrapper, chunk)]
         bf16 = {"bf16": config.bf16, "params_dtype": config.params_dtype}
         settings = OptimizerConfig(optimizer="adam", lr=LR, adam_beta2=0.999, weight_decay=0.01, clip_grad=1.0, **bf16)
-        self.optimizer = get_megatron_optimizer(settings, self.model)
+        self.optimizer = get_megatron_optimizer(settings, self.model, use_gloo_process_groups=False)
         self.cross_entropy = cross_entropy_of(work.device)[1]
         config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, self.optimizer.scale_loss
         self.rows = [self._row(micro.batch, micro) for micro in micro_batches(work.batch, work.micro_sizes)]

@@ -1,8 +1,8 @@
-"""How much memory tensors take on a CPU: counted storage by storage, because no allocator there says it."""
+"""How much memory tensors take: on a CPU counted storage by storage, on a GPU as torch's allocator says it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ class TensorMemory(TorchDispatchMode):
         storages = [tensor.untyped_storage() for tensor in before]
         self._known = {storage._cdata: StorageWeakRef(storage) for storage in storages}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def forget_peak(self) -> None:
+        """The peak is what there is now."""
+        self._forget()
+        self.peak_bytes = self.now_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)], are_new=False)
@@ -54,15 +59,37 @@ class TensorMemory(TorchDispatchMode):
             self.now_bytes -= self._alive.pop(key)[1]
 
 
+class GpuMemory:
+    """The same of the GPU in use: what torch's allocator has given out since; it rounds each tensor up to 512 bytes."""
+
+    def __enter__(self) -> Self:
+        torch.cuda.synchronize()
+        self._before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize()
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def now_bytes(self) -> int:
+        return torch.cuda.memory_allocated() - self._before
+
+    @property
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated() - self._before
+
+
+def watched(device: str) -> TensorMemory | GpuMemory:
+    """For `with`: what tensors on "cpu" or "cuda" take."""
+    return GpuMemory() if device == "cuda" else TensorMemory()
+
+
 def peak_bytes(work: Any, device: str) -> int:
     """The most bytes that `work()` makes beyond what is there before it."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with TensorMemory() as memory:
+    with watched(device) as memory:
         work()
     return memory.peak_bytes

@@ -5,13 +5,14 @@
 
 What a machine has besides (a folder with torch's CPU build, an extra index, pip's or uv's configuration) is left out,
 since a fresh machine has none of it.  uv reads metadata only (pip's dry run downloads every wheel); nothing is
-installed.  A version counts if it has a wheel, but for SDISTS.  The extra `gpu` is not checked: the part of
-Transformer-Engine for torch is source alone, and tells its needs only where torch's CUDA build is installed.
+installed.  A version counts if it has a wheel, but for SDISTS.  The environments for GPUs are locked: launch/gpu/ has
+every package of them, with the hashes of its files; launch/gpu_locks.py writes these files.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -27,10 +28,25 @@ from megarl.commands.doctor import PYTHONS
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "launch/constraints.txt"
 UV = (sys.executable, "-m", "uv")
-# Hydra's parser has no wheel; it is Python only, and pip builds one in a second.
-SDISTS = ("antlr4-python3-runtime",)
+# Hydra's parser has no wheel; it is Python only, and pip builds one in a second.  Transformer-Engine's part for torch
+# is built on the machine that uses it.
+SDISTS = ("antlr4-python3-runtime", "transformer-engine-torch")
 # The oldest C libraries that the wheels run with: torch's, and SGLang's.
 GLIBC, SGLANG_GLIBC = "2_28", "2_34"
+GPU = ROOT / "launch/gpu"
+TRAINER_LOCK, SERVER_LOCK, ENGINE_LOCK = (GPU / f"{name}.txt" for name in ("trainer", "server", "transformer_engine"))
+# Transformer-Engine's part for torch tells what it needs, and builds with, only where torch is installed, so that is
+# written here: install_requirements in build_tools/pytorch.py of its 2.20.2, and what its setup.py imports.
+ENGINE_NEEDS = (
+    "einops",
+    "onnxscript",
+    "onnx",
+    "packaging",
+    "pydantic",
+    "nvdlfw-inspect",
+    "nvidia-cudnn-frontend>=1.29.0",
+)
+ENGINE_BUILDS_WITH = ("setuptools>=61.0", "wheel", "ninja", "pybind11")
 KEPT_VARIABLES = ("UV_CACHE_DIR", "UV_DEFAULT_INDEX")  # a mirror in place of the index is the index
 
 
@@ -44,6 +60,7 @@ class Installation:
     constraints: tuple[Path, ...] = ()
     dependencies: bool = True  # False: pip installs it with --no-deps
     glibc: str = GLIBC
+    locked: bool = False  # its pins are all that it may take
 
 
 def installations() -> Iterator[Installation]:
@@ -57,8 +74,38 @@ def installations() -> Iterator[Installation]:
         name, pins = f"launch/{file.name}", pins_of(file)
         yield Installation(name, "torch and what it needs", ("torch",), (file,))
         yield Installation(name, "each pin by itself (--no-deps)", pins, dependencies=False, glibc=SGLANG_GLIBC)
-        sglang = tuple(pin for pin in pins if pin.startswith("sglang=="))
-        yield Installation(name, "SGLang and all that it needs on a GPU", sglang, glibc=SGLANG_GLIBC)
+    yield from gpu_installations()
+
+
+def gpu_installations() -> Iterator[Installation]:
+    """The environments for GPUs, the server's first, in the order in which launch/gpu_locks.py locks them.
+
+    Trainer and server have the same torch, so the same NCCL, without which the two cannot form a group: SGLang's wheels
+    are made for one torch, so the trainer takes that.
+    """
+    served = [pin for pin in pins_of(ROOT / "launch/sglang-0.5.23.txt") if pin.split("==")[0] in ("sglang", "smg")]
+    name = "launch/gpu/server.txt"
+    yield Installation(name, "SGLang and its router", tuple(served), (SERVER_LOCK,), glibc=SGLANG_GLIBC, locked=True)
+    packages = declared()
+    trainer = (*packages["install_requires"], *packages["extras_require"]["dev"])
+    (engine,) = packages["extras_require"]["gpu"]
+    version = engine.partition("==")[2]
+    core = f"transformer-engine-cu13=={version}"
+    yield Installation(
+        "launch/gpu/trainer.txt",
+        "megarl[dev], and what Transformer-Engine needs",
+        (*trainer, f"transformer-engine=={version}", core, *ENGINE_NEEDS, *ENGINE_BUILDS_WITH),
+        (TRAINER_LOCK,),
+        locked=True,
+    )
+    yield Installation(
+        "launch/gpu/transformer_engine.txt",
+        "Transformer-Engine's part for torch (--no-deps)",
+        (f"transformer-engine-torch=={version}",),
+        (ENGINE_LOCK,),
+        dependencies=False,
+        locked=True,
+    )
 
 
 def declared() -> dict[str, Any]:
@@ -69,8 +116,8 @@ def declared() -> dict[str, Any]:
 
 
 def pins_of(file: Path) -> tuple[str, ...]:
-    """Example: ("trl==1.16.0", "torch==2.13.0")"""
-    lines = (line.split("#")[0].strip() for line in file.read_text().splitlines())
+    """Example: ("trl==1.16.0", "torch==2.13.0"); without the hashes of a lock."""
+    lines = (re.split(r"#|\\|--hash", line)[0].strip() for line in file.read_text().splitlines())
     return tuple(line for line in lines if line)
 
 
@@ -89,12 +136,21 @@ def compile_pins(
 
 def resolve(asked: Installation, python: str) -> str | None:
     """What is wrong with it for this version of Python ("3.12"), in the resolver's words; None if it resolves."""
-    options = [] if asked.dependencies else ["--no-deps"]
+    options = ["--no-header", "--no-annotate", *([] if asked.dependencies else ["--no-deps"])]
     found = compile_pins(asked.requirements, python, asked.glibc, asked.constraints, *options)
     if found.returncode == 0:
-        return None
+        return unlocked(asked, found.stdout) if asked.locked else None
     said = [line for line in found.stderr.splitlines() if not line.startswith("warning:")]
     return "\n".join(said).strip() or f"the resolver ended with exit code {found.returncode}"
+
+
+def unlocked(asked: Installation, pins: str) -> str | None:
+    """What is wrong with a lock that was asked for; `pins`: all that its requirements take under it."""
+    (lock,) = asked.constraints
+    held, taken = set(pins_of(lock)), set(pins.split())
+    if held == taken:
+        return None
+    return f"it lacks {sorted(taken - held)} and has {sorted(held - taken)} too much: run python launch/gpu_locks.py"
 
 
 def main() -> int:

@@ -2,6 +2,8 @@
 # Sourced by the other scripts: makes environments with the tested versions, once; `make_environment` activates .venv.
 # An interrupted installation is done again; a finished one is recognised by a mark written last.
 
+GPU_MARK="for GPUs:" # begins the mark of environments that launch/gpu/install.sh makes
+
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 say() { printf '\n== %s\n' "$*"; }
@@ -56,9 +58,28 @@ install_megarl() {
 }
 
 make_environment() {
-    once_in .venv "$(cat setup.py launch/constraints.txt | cksum)" "a few minutes" install_megarl || return
+    if ! grep -qs "^$GPU_MARK" .venv/.complete; then
+        once_in .venv "$(cat setup.py launch/constraints.txt | cksum)" "a few minutes" install_megarl || return
+    fi
     # shellcheck disable=SC1091
     . .venv/bin/activate
     # Megatron-Core warns once per process about each optional GPU package that is not here.
     export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
+}
+
+# run_ladder RUNGS WORDS: launch/ladder.py with the rungs of a file, in place of this shell, so that a signal reaches it.
+run_ladder() {
+    local python word
+    for word in "$@"; do
+        if [ "$word" = --list ]; then exec "$(find_python)" launch/ladder.py "$@"; fi
+    done
+    python=$(command -v "${PYTHON:-$PWD/.venv/bin/python}" || true)
+    if ! "$python" -c 'import torch, megatron.core' 2>/dev/null; then
+        make_environment || return
+        python=$PWD/.venv/bin/python
+    fi
+    if [ -z "${MEGARL_SGLANG_PYTHON:-}" ] && "$python" -c 'import sglang' 2>/dev/null; then
+        export MEGARL_SGLANG_PYTHON=$python
+    fi
+    exec "$python" launch/ladder.py "$@"
 }

@@ -18,8 +18,8 @@ fi
 site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 # A Python that is itself in a virtual environment has its packages there, where --system-site-packages does not look.
 "$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' >"$site/machine.pth"
-# With what is there already pip leaves alone whatever will do.
-.venv/bin/python -m pip install --quiet --no-index --find-links "$kit" --requirement "$kit/requirements.txt"
+# With what is there already pip leaves alone whatever will do. --isolated: packages come from the kit alone.
+.venv/bin/python -m pip install --isolated --quiet --no-index --find-links "$kit" --requirement "$kit/requirements.txt"
 # Not pip's --editable, which needs setuptools in a version that the machine may not have.
 echo "$PWD" >"$site/megarl.pth"
 printf '#!/bin/sh\nexec "%s/.venv/bin/python" -m megarl "$@"\n' "$PWD" >.venv/bin/megarl

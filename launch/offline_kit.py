@@ -81,7 +81,9 @@ def collect(folder: Path, pins: Mapping[str, str], python: str) -> list[Path]:
         old.unlink()
     pip = [sys.executable, "-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check"]
     wheels = [pin for name, pin in pins.items() if name not in SDISTS]
-    places = [f"--platform=manylinux{tag}_x86_64" for tag in ("_2_28", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")]
+    # A machine with glibc 2.28 takes wheels of every older one; pip compares the names only.
+    tags = [*(f"_2_{minor}" for minor in range(28, 4, -1)), "2014", "2010", "1"]
+    places = [f"--platform=manylinux{tag}_x86_64" for tag in tags]
     target = [f"--python-version={python}", "--implementation=cp", "--only-binary=:all:", *places]
     commands = [[*pip, "download", "--no-deps", f"--dest={folder}", *target, *wheels]]
     for name in set(SDISTS) & pins.keys():  # Python only: a wheel built here is right there

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
@@ -106,6 +107,7 @@ COMMANDS = {
 SWEEP = Command("megarl.commands.sweep", "main", "`megarl train -m`: a run of each combination of values")
 
 OVER_NODES = ("train", "sft", "evaluate", "node")  # on all machines but the first, these run `node`
+WITH_SERVERS = ("train", "evaluate", "serve")
 
 GROUPS = {
     "data": "files of prompts, batch size, lengths",
@@ -174,7 +176,7 @@ def _run(name: str, words: list[str]) -> int:
     if name == "plan":
         request, settings = plan_request.parse(words)
         return _work_of(COMMANDS[name])(request, _overrides(settings))
-    config, warnings = load_config(_overrides(words), command=name)
+    config, warnings = load_config(_overrides(words), command=name, choose_engine=partial(_choose_engine, name))
     for warning in warnings:
         _complain(f"warning: {warning}")
     if name == "train" and config.trainer.check_only:  # needs no other machine, and neither torch nor Megatron
@@ -187,6 +189,19 @@ def _run(name: str, words: list[str]) -> int:
         return _work_of(COMMANDS[name])(config)
     except (RuntimeError, FloatingPointError) as error:  # of ranks, servers, collector or push, with one sentence
         return _stopped(config, error)
+
+
+def _choose_engine(command: str, config: Config) -> str:
+    """The engine for rollout.engine=auto; printed with the reason.  It stays auto where no server is started."""
+    if command not in WITH_SERVERS or (command == "train" and config.trainer.check_only):
+        return config.rollout.engine
+    if command in OVER_NODES and placed(config, os.environ).trainer.node_rank:  # the first machine decides
+        return config.rollout.engine
+    from megarl.trainer.engine import chosen_engine  # with torch, which help does not need
+
+    engine, reason = chosen_engine(config, command)
+    _complain(f"rollout.engine=auto: {engine}, because {reason}")
+    return engine
 
 
 def _run_several(name: str, words: list[str]) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,9 @@ class Completion:
     finish_reason: str  # stop | length | abort
     versions: tuple[VersionSpan, ...]
     text: str = ""
+    # What else travels with the tokens, by name, each [tokens of the prompt and of the completion, ...] of any dtype.
+    # Not compared by ==: arrays have no single truth value.
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
 
 REWARD_ERROR = "reward_error"  # extra number, 1.0, of a sample on which the reward function failed
@@ -77,20 +81,23 @@ class Batch:
         tokens   a b c a b c      lengths 3 3
         columns["response_mask"]   0 0 1 0 1 1        [N], one number per token
         per_sequence["group"]      0 1                [B], one number per sequence
+
+    A column may hold several numbers per token, [N, ...], and have any dtype.  Batches carry columns that they do not
+    know; the code that reads one knows its shape.
     """
 
     tokens: Tensor  # [N] int64
     lengths: Tensor  # [B] int64, prompt and response
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [N], float32
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [N, ...]
     per_sequence: Mapping[str, Tensor] = field(default_factory=dict)  # each [B]
 
     def __post_init__(self) -> None:
         n, b = len(self.tokens), len(self.lengths)
         assert int(self.lengths.sum()) == n, f"lengths sum to {int(self.lengths.sum())}, tokens are {n}"
         for name, column in self.columns.items():
-            assert column.shape == (n,), f"column {name} has shape {tuple(column.shape)}, expected ({n},)"
+            assert column.shape[:1] == (n,), f"column {name} has shape {tuple(column.shape)}, expected ({n}, ...)"
         for name, row in self.per_sequence.items():
-            assert row.shape[:1] == (b,), f"per_sequence {name} has shape {tuple(row.shape)}, expected ({b},)"
+            assert row.shape[:1] == (b,), f"per_sequence {name} has shape {tuple(row.shape)}, expected ({b}, ...)"
 
     @property
     def num_sequences(self) -> int:
@@ -132,7 +139,7 @@ class Batch:
         )
 
     def split(self, column: Tensor) -> list[Tensor]:
-        """A [N] column as one tensor per sequence."""
+        """A [N, ...] column as one tensor per sequence."""
         return list(column.split(self.lengths.tolist()))
 
 

@@ -23,13 +23,15 @@ from megarl.config import Config
 from megarl.data.batch import make_batch, sample_names
 from megarl.group import RankError
 from megarl.machines import NodeLost
-from megarl.metrics.report import write_samples
+from megarl.metrics.jsonl import append_lines
+from megarl.metrics.report import SAMPLES, VISITS, write_samples
 from megarl.metrics.stats import batch_stats, finalise
 from megarl.metrics.timer import Timer
 from megarl.rollout.prefetch import Prefetcher
 from megarl.sample import Batch, Sample, Stat, Stats
 from megarl.trainer.algorithm import Algorithm
 from megarl.trainer.artifacts import finish, remember
+from megarl.trainer.checkpoint import Saver
 from megarl.trainer.evaluate import Evaluation, Evaluator
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.roles import Roles, trainers_turn
@@ -62,48 +64,73 @@ def train(config: Config) -> dict[str, Any]:
 def train_loop(run: Run, began: float) -> dict[str, Any]:
     """All steps of a run, with an evaluation every trainer.test_freq and a checkpoint every trainer.save_freq steps."""
     trainer, servers, evaluator = run.config.trainer, run.server_manager, run.evaluator
+    assert run.saver is not None, "the run has started"
+    saver = run.saver
     totals = Totals(began, run.resumed_from.state["totals"] if run.resumed_from else {})
-    log = RunLog(run.timer, run.trackers, totals, run.dir / "samples.jsonl", trainer.num_ranks)
+    log = RunLog(run.timer, run.trackers, totals, run.dir, trainer.num_ranks)
     push(run.first_step, servers, totals)
     if run.first_step == 0 and trainer.val_before_train:
-        remember(run.dir, measure(0, evaluator, servers, log))
+        remember(run.dir, measure(0, evaluator, servers, log, saver))
     log.timer.start()  # the startup does not count as part of the first step
     for step in range(run.first_step, run.num_steps):
-        position = train_step(step, run.prefetcher, run.roles, run.algorithm, servers, log)
+        saves = due(step + 1, trainer.save_freq) or (step + 1 == run.num_steps and trainer.save_freq > 0)
+        train_step(step, run.prefetcher, run.roles, run.algorithm, servers, log, saver, saves=saves, drains=run.drains)
+        if saves:
+            run.describe_save(totals.state_dict())
         if due(step + 1, trainer.test_freq) and step + 1 < run.num_steps:
-            measure(step + 1, evaluator, servers, log)
-        if due(step + 1, trainer.save_freq) or (step + 1 == run.num_steps and trainer.save_freq > 0):
-            with log.timer("save_checkpoint"):  # its time counts towards the next step
-                run.save(step + 1, position, totals.state_dict())
-    return finish(run, measure(run.num_steps, evaluator, servers, log), totals)
+            measure(step + 1, evaluator, servers, log, saver)
+    found = measure(run.num_steps, evaluator, servers, log, saver)
+    saver.finish()
+    return finish(run, found, totals)
 
 
 def train_step(
-    step: int, prefetcher: Prefetcher, roles: Roles, algorithm: Algorithm, servers: ServerManager, log: RunLog
-) -> dict[str, Any]:
-    """One iteration, from prompts to pushed weights; returns the position in the prompts after it."""
+    step: int,
+    prefetcher: Prefetcher,
+    roles: Roles,
+    algorithm: Algorithm,
+    servers: ServerManager,
+    log: RunLog,
+    saver: Saver,
+    *,
+    saves: bool,
+    drains: bool = False,
+) -> None:
+    """One iteration, from prompts to pushed weights.
+
+    `saves`: a checkpoint is started before the models leave the GPUs.  `drains`: the push waits for what is generated.
+    """
     timer = log.timer
     with timer("gen"):
         while not prefetcher.ready():
             servers.check_servers()
+            saver.poll()
             log.trackers.stage("gen", *prefetcher.progress)
         iteration = prefetcher.take()
     with samples_named(iteration.groups), trainers_turn(roles, servers, timer):
         batch, stats = learn(step, iteration.groups, roles, algorithm, timer)
+        if saves:
+            with timer("save_checkpoint"):
+                saver.start(step + 1)
+    if drains:
+        with timer("drain"):
+            drain(prefetcher, servers)
     with timer("update_weights"):
         report = push(step + 1, servers, log.totals)
     with timer("log"):
         steer_kl(algorithm.kl, stats)
-        write_samples(log.samples, step + 1, iteration.groups)
+        write_samples(log.folder / SAMPLES, step + 1, iteration.groups)
+        append_lines(log.folder / VISITS, [{"step": step + 1, **iteration.visits}])
         metrics = finalise(stats) | (batch_stats(batch, version=step) if batch is not None else {}) | iteration.metrics
         metrics |= {f"timing_s/push/{phase}": seconds for phase, seconds in report["timings"].items()}
         metrics |= servers.metrics(report)
     num_tokens = 0 if batch is None else batch.num_tokens
     metrics |= timer.finish(num_tokens=num_tokens, num_devices=log.num_devices)
+    waited = metrics["timing_s/gen"] + metrics.get("timing_s/drain", 0.0)
+    metrics["rollout/idle_share"] = waited / metrics["timing_s/step"]
     with timer("log"):
         log.totals.add(metrics)
         log.trackers.log(step + 1, metrics)
-    return iteration.position
 
 
 def learn(
@@ -129,7 +156,7 @@ def learn(
             batch = batch.with_columns(values=roles.critic.values(batch))
     with timer("adv"):
         batch, of_advantages = estimate(batch, kl_coef=algorithm.kl.value, **algorithm.advantages)
-        batch, of_rollout = correct(batch, algorithm.correction)
+        batch, of_rollout = correct(batch, algorithm.correction, version=step, max_age=algorithm.max_age)
         stats |= of_advantages | of_rollout
     if roles.critic:
         with timer("update_critic"):
@@ -157,7 +184,13 @@ def push(version: int, servers: ServerManager, totals: Totals) -> dict[str, Any]
     return report
 
 
-def measure(step: int, evaluator: Evaluator, servers: ServerManager, log: RunLog) -> Evaluation:
+def drain(prefetcher: Prefetcher, servers: ServerManager) -> None:
+    """Wait until nothing is generated, so that no completion sees two versions; ends early if no server can go on."""
+    while not prefetcher.is_idle and servers.watch():
+        prefetcher.wait()
+
+
+def measure(step: int, evaluator: Evaluator, servers: ServerManager, log: RunLog, saver: Saver) -> Evaluation:
     """Evaluate the held-out prompts and log the score."""
     if not evaluator.prompts:
         found = Evaluation([])
@@ -165,6 +198,7 @@ def measure(step: int, evaluator: Evaluator, servers: ServerManager, log: RunLog
         evaluator.submit()
         while not evaluator.ready():
             servers.check_servers()
+            saver.poll()
             log.trackers.stage("evaluate", *evaluator.progress)
         found = evaluator.take()
         log.trackers.log(step, found.metrics())

@@ -14,12 +14,12 @@ import megarl
 ROOT = Path(megarl.__file__).parent
 
 FLOORS = {
-    0: "sample layout plugins declared auth sockets",
+    0: "sample token_age layout plugins declared auth sockets",
     1: "config algo data rewards metrics processes",
     2: "rollout mcore",
     3: "servers plan",
-    4: "weights hf_server machines",
-    5: "group",
+    4: "weights machines",
+    5: "group hf_server",
     6: "roles",
     7: "trainer",
     8: "convert commands train",

@@ -35,7 +35,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read(file: str) -> list[Prompt]:
     prompts = Prompts(file, tiny_tokenizer(), max_prompt_length=256, shuffle=False)
-    return prompts.take(len(prompts))
+    return prompts.all()
 
 
 def test_every_row_shape_of_the_page_is_read(desk: Path) -> None:

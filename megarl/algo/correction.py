@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.algo.finite import require_finite
 from megarl.algo.segments import clean, segment_count, segment_mean, segment_sum
 from megarl.sample import Batch, Stat, Stats
+from megarl.token_age import by_age, token_ages
 
 LIMIT = 20.0  # of every exponent
 LEVELS = ("token", "sequence", "geometric")
@@ -92,7 +93,9 @@ class Correction:
             raise ValueError(f"algorithm.rollout_correction.{name}={getattr(self, name)}: {wanted}")
 
 
-def correct(batch: Batch, how: Correction) -> tuple[Batch, Stats]:
+def correct(
+    batch: Batch, how: Correction, *, version: int | None = None, max_age: int | None = None
+) -> tuple[Batch, Stats]:
     """Add `keep`, and with a level `rollout_weight`, to the batch; measure the gap with any settings.
 
     rho = exp(clamp(x, -20, 20)):  token x_t = d_t;  sequence x = sum_b m d;  geometric x = mean_b d
@@ -100,16 +103,24 @@ def correct(batch: Batch, how: Correction) -> tuple[Batch, Stats]:
     keep *= reject_low <= s <= reject_high,   s = rho, k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1 of the token, or of
     the sequence: its rho, or the mean of its tokens' k
 
-    A token with weight 0 still counts in every denominator; a rejected token counts in none.
+    A token with weight 0 still counts in every denominator; a rejected token counts in none, nor does one that is
+    older than `max_age`.  The rho of a sequence is over all tokens that were sampled, whatever is rejected.
     Papers: truncation, Ionides 2008, doi:10.1198/106186008X320456; masking, IcePop, arXiv:2510.18855.
 
     Args: batch: columns response_mask, old_log_probs, rollout_log_probs, and keep if tokens are rejected already.
+        version: of the weights in training, for statistics by age from the column versions; max_age: see `too_old`.
     Returns: the batch, with w = 0 at masked places and not normalised; statistics rollout_corr/*.
     Raises: ValueError for a missing column; NonFiniteError for a log-prob that is not finite.
     """
     mask, segment_ids, num = batch.columns["response_mask"] != 0, batch.segment_ids, batch.num_sequences
     gap = _gap(batch, mask)
     keep = batch.columns["keep"] != 0 if "keep" in batch.columns else torch.ones_like(mask)
+    stats = gap_stats(gap, mask, segment_ids, num)
+    if max_age is not None:
+        assert version is not None, "the age of a token needs the version in training"
+        old, was_live = too_old(batch, version, max_age), mask & keep
+        keep = keep & ~old
+        stats["rollout_corr/share_too_old"] = Stat("mean", float((was_live & old).sum()), float(was_live.sum()))
     live = mask & keep
     stays = _stays(gap, mask, segment_ids, num, how)
     cut = torch.zeros_like(mask)
@@ -120,11 +131,22 @@ def correct(batch: Batch, how: Correction) -> tuple[Batch, Stats]:
         cut = weight != rho
         columns["rollout_weight"] = clean(weight, mask).float()
     total = float(live.sum())
-    stats = gap_stats(gap, mask, segment_ids, num) | {
-        "rollout_corr/share_cut": Stat("mean", float((live & cut).sum()), total),
-        "rollout_corr/share_rejected": Stat("mean", float((live & ~stays).sum()), total),
-    }
+    stats["rollout_corr/share_cut"] = Stat("mean", float((live & cut).sum()), total)
+    stats["rollout_corr/share_rejected"] = Stat("mean", float((live & ~stays).sum()), total)
+    stats["rollout_corr/is_on"] = Stat("max", float(how.level is not None or how.reject_by is not None or how.bypass))
+    if version is not None:
+        for age, inside in by_age(token_ages(batch.columns["versions"], version), mask).items():
+            stats |= {f"{name}/{age}": stat for name, stat in _stats_of_age(gap, inside, live, cut, how).items()}
     return batch.with_columns(**columns), stats
+
+
+def too_old(batch: Batch, version: int, max_age: int) -> Tensor:
+    """[N] bool: the tokens that weights of before `version` - max_age generated; batch: the column versions.
+
+    They are taken out of the loss, and nothing else is: a sample whose first tokens are too old still teaches its
+    last ones and counts in its group.  To drop samples by age would drop the longest answers.
+    """
+    return token_ages(batch.columns["versions"], version) > max_age
 
 
 def gap_stats(gap: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int) -> Stats:
@@ -140,7 +162,6 @@ def gap_stats(gap: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int
     if n == 0:
         return {}
     d = gap.clamp(-LIMIT, LIMIT)
-    w = torch.where(mask, d.exp(), 0.0)
     trainable = segment_count(mask, segment_ids, num_sequences) > 0
     ppl_ratio_B = (-segment_mean(d, mask, segment_ids, num_sequences)).exp()[trainable]
     stats = {
@@ -149,9 +170,27 @@ def gap_stats(gap: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int
         "kl": Stat("mean", -float(gap.sum()), n),
         "k3_kl": Stat("mean", float((d.expm1() - d).sum()), n),
         "ppl_ratio": Stat("mean", float(ppl_ratio_B.sum()), float(len(ppl_ratio_B))),
-        "ess": Stat("mean", float(w.sum().square() / (n * w.square().sum()))),
+        "ess": _ess(d, mask),
     }
     return {f"rollout_corr/{name}": stat for name, stat in stats.items()}
+
+
+def _ess(d: Tensor, mask: Tensor) -> Stat:
+    """Of the unmasked tokens, at least one; d: the clamped gap [N]."""
+    w = torch.where(mask, d.exp(), 0.0)
+    return Stat("mean", float(w.sum().square() / (float(mask.sum()) * w.square().sum())))
+
+
+def _stats_of_age(gap: Tensor, inside: Tensor, live: Tensor, cut: Tensor, how: Correction) -> Stats:
+    """How far the policy moved since these tokens [N] were generated, and with a weight how many of these are cut."""
+    stats = {
+        "rollout_corr/ess": _ess(gap.clamp(-LIMIT, LIMIT), inside),
+        "rollout_corr/log_prob_gap_mean": Stat("mean", float(gap[inside].abs().sum()), float(inside.sum())),
+    }
+    if how.level is not None:
+        counted = inside & live
+        stats["rollout_corr/share_cut"] = Stat("mean", float((counted & cut).sum()), float(counted.sum()))
+    return stats
 
 
 def _gap(batch: Batch, mask: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import socket
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -59,7 +60,7 @@ class Finding(NamedTuple):
 
 def main(config: Config) -> int:
     """Print a table of findings; 0 if the quickstart can run here, else 1."""
-    findings = examine(config.trainer.device)
+    findings = examine(config)
     table = Table("", "found", "tested or wanted", "")
     for finding in findings:
         verdict = f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]"
@@ -74,12 +75,13 @@ def main(config: Config) -> int:
     return 0
 
 
-def examine(device: str) -> list[Finding]:
-    """All findings, in the order of the table.  device: auto | cpu | cuda, as trainer.device."""
+def examine(config: Config) -> list[Finding]:
+    """All findings, in the order of the table."""
     return [
         _python(),
         *(_package(name, tested) for name, tested in TESTED.items()),
-        _accelerator(device),
+        _accelerator(config.trainer.device),
+        *_servers(config),
         *(_optional(module, use) for module, use in _OPTIONAL.items()),
         _space("memory", os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), QUICKSTART_MEMORY_BYTES),
         _space("disk", shutil.disk_usage(".").free, QUICKSTART_DISK_BYTES),
@@ -89,7 +91,7 @@ def examine(device: str) -> list[Finding]:
 
 _OPTIONAL = {
     "transformer_engine": "faster attention and linear layers on a GPU",
-    "apex": "nothing here uses it",
+    "apex": "gradients added inside the matrix product on a GPU",
 }
 
 
@@ -117,6 +119,34 @@ def _accelerator(device: str) -> Finding:
     if torch.cuda.is_available():
         return Finding("CUDA", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}", wanted, OK)
     return Finding("CUDA", f"none; {os.cpu_count()} CPU cores", wanted, otherwise)
+
+
+def _servers(config: Config) -> list[Finding]:
+    """SGLang's environment, and NCCL of both environments, which a push over NCCL joins."""
+    rollout = config.rollout
+    is_wanted = rollout.engine == "sglang" or rollout.sglang.python is not None
+    wanted, otherwise = (
+        ("rollout.engine=sglang needs it", FAIL) if is_wanted else ("optional: rollout.engine=sglang", OK)
+    )
+    try:
+        from megarl.servers.nccl import nccl_of, versions_in
+        from megarl.servers.sglang_environment import sglang_python
+        from megarl.trainer.colocation import uses_gpus
+
+        python = sglang_python(rollout.sglang.python)
+        found = versions_in(python, ["sglang"]).get("sglang")
+        theirs, ours = nccl_of(python), nccl_of(Path(sys.executable))
+    except ImportError as error:
+        return [Finding("SGLang", f"unknown: {error}", wanted, NOTE)]
+    except ValueError as error:
+        return [Finding("SGLang", str(error) if is_wanted else "absent", wanted, otherwise)]
+    differ = ours is not None and theirs is not None and ours != theirs
+    verdict = OK if not differ else FAIL if uses_gpus(config) else NOTE
+    both = f"trainer {ours or 'unknown'}, SGLang {theirs or 'unknown'}"
+    return [
+        Finding("SGLang", found or f"not in the environment of {python}", wanted, OK if found else otherwise),
+        Finding("NCCL", both, "on GPUs the same version in both: bash launch/gpu/install.sh", verdict),
+    ]
 
 
 def _optional(module: str, use: str) -> Finding:

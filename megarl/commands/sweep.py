@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import Config, ConfigError, SweptRun, from_yaml
+from megarl.config.names import AUTO
 from megarl.config.settings import show
 from megarl.plan.command.report import report
 from megarl.processes.lifetime import die_with_parent
@@ -110,7 +111,8 @@ def is_finished(config: Config) -> bool:
     except ConfigError:  # of another version
         return False
     then = replace(found.trainer, resume_mode=now.resume_mode, logger=now.logger)
-    return replace(found, trainer=then) == config
+    engine = found.rollout.engine if config.rollout.engine == AUTO else config.rollout.engine  # what auto was there
+    return replace(found, trainer=then) == replace(config, rollout=replace(config.rollout, engine=engine))
 
 
 def print_table(results: Sequence[Result]) -> None:

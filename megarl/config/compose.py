@@ -6,6 +6,7 @@ one of its layouts (configs/model), recipes (configs/recipe) and user files, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from yaml import YAMLError
 import megarl
 from megarl.config import presets
 from megarl.config.keys import FREE
-from megarl.config.names import COMMANDS
+from megarl.config.names import AUTO, COMMANDS
 from megarl.config.presets import find, is_path, read_preset
 from megarl.config.resolve import MICRO_BATCH_KEYS, followed_by_roles, settled, to_config
 from megarl.config.schema import Config
@@ -31,11 +32,15 @@ from megarl.config.validate.strategies import without_shards
 from megarl.config.validate.values import check, check_values
 
 
-def load_config(overrides: list[str], *, command: str = "train") -> tuple[Config, list[str]]:
+def load_config(
+    overrides: list[str], *, command: str = "train", choose_engine: Callable[[Config], str] | None = None
+) -> tuple[Config, list[str]]:
     """The resolved configuration of a command line, and warnings for its user.
 
     overrides: words such as "recipe=quickstart", "recipe=my/file.yaml", "model=NAME", "actor.optim.lr=1e-4".
     command: determines which keys are required and which would have no effect.
+    choose_engine: replaces rollout.engine=auto by the engine of this machine, before the checks that depend on it;
+    None: auto stays, and is checked as sglang.
     Raises ConfigError, one sentence, for an invalid key, type, value or combination.
     """
     assert command in COMMANDS, f"command {command}: expected one of {COMMANDS}"
@@ -43,6 +48,8 @@ def load_config(overrides: list[str], *, command: str = "train") -> tuple[Config
     layers = _layers(typed)
     config = _laid(layers)
     check_values(config, command)
+    if choose_engine is not None and config.rollout.engine == AUTO:
+        config.rollout.engine = choose_engine(config)
 
     def failing(words: list[str]) -> set[str]:
         """The roles whose layout would be invalid if these words were added to the command line."""

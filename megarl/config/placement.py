@@ -39,6 +39,25 @@ def gpu_seats(config: Config, urls: Sequence[str]) -> dict[str, Any] | None:
     return {"trainer": trainer, "servers": servers}
 
 
+def serves_beside_actor(config: Config) -> bool:
+    """Whether servers work on GPUs of the actor at the same time as the actor: placement=separate on the same GPUs."""
+    seats = gpu_seats(config, [str(index) for index in range(config.rollout.num_servers)])
+    if config.rollout.placement == "shared" or seats is None:
+        return False
+    return any(set(gpus) & set(seats["trainer"]) for gpus in seats["servers"].values())
+
+
+def pushes_over_nccl(config: Config) -> bool:
+    """Whether a run on GPUs sends weights over NCCL: to servers that it starts and that use other GPUs than the actor.
+
+    Servers on the actor's GPUs map its memory, and adapters travel in requests.
+    """
+    seats = gpu_seats(config, [str(index) for index in range(config.rollout.num_servers)])
+    if seats is None or (config.actor.lora.rank > 0 and config.actor.lora.push == "adapter"):
+        return False
+    return any(not set(gpus) <= set(seats["trainer"]) for gpus in seats["servers"].values())
+
+
 def check_shared_seats(config: Config) -> None:
     """With placement=shared, a server on GPUs of the actor gets its weights through memory that both processes map.
 

@@ -67,7 +67,8 @@ def _role_rows(role: str) -> tuple[UnusedKeys, ...]:
         UnusedKeys(
             f"{group_of(role)}.config",
             f"the config.json in {group_of(role)}.path={{c.{group_of(role)}.path}} counts",
-            lambda c: has_folder(c, role),
+            # {} takes away the numbers of a recipe's preset, which are those of another model.
+            lambda c: has_folder(c, role) and bool(value_of(c, f"{group_of(role)}.config")),
         ),
     )
 
@@ -182,7 +183,7 @@ TABLE = (
         lambda c: c.actor.lora.rank == 0,
     ),
     UnusedKeys(
-        "rollout.sglang.*", "rollout.engine={c.rollout.engine} is not sglang", lambda c: c.rollout.engine != "sglang"
+        "rollout.sglang.*", "rollout.engine={c.rollout.engine} is not sglang", lambda c: c.rollout.engine == "hf"
     ),
     UnusedKeys(
         "rollout.num_servers rollout.host",
@@ -194,12 +195,17 @@ TABLE = (
         "with trainer.nnodes={c.trainer.nnodes} servers listen at the addresses of their machines",
         lambda c: c.trainer.nnodes > 1,
     ),
+    UnusedKeys("rollout.update", "rollout.ahead=0, so nothing runs during a push", lambda c: c.rollout.ahead == 0),
+    UnusedKeys(
+        "rollout.max_age rollout.order",
+        "rollout.ahead=0, so an iteration waits for all that was begun, and the weights that train wrote every token",
+        lambda c: c.rollout.ahead == 0 and c.rollout.turn_s is None,
+    ),
     UnusedKeys(
         "rollout.memory_fraction rollout.first_gpu",
-        "rollout.engine=hf uses no GPU",
-        lambda c: c.rollout.engine == "hf",
+        "trainer.device=cpu uses no GPU",
+        lambda c: c.trainer.device == "cpu",
     ),
-    UnusedKeys("rollout.first_gpu", "trainer.device=cpu uses no GPU", lambda c: c.trainer.device == "cpu"),
     UnusedKeys(
         "ref.megatron.use_distributed_optimizer ref.megatron.overlap_* ref.megatron.recompute_* "
         "ref.megatron.optimizer_offload",
@@ -226,7 +232,9 @@ TABLE = (
         lambda c: c.trainer.total_training_steps is not None,
     ),
     UnusedKeys("trainer.check_export", "data.val_files=[]", lambda c: not c.data.val_files),
-    UnusedKeys("trainer.max_checkpoints_to_keep", "trainer.save_freq=-1", lambda c: c.trainer.save_freq < 1),
+    UnusedKeys(
+        "trainer.max_checkpoints_to_keep trainer.async_save", "trainer.save_freq=-1", lambda c: c.trainer.save_freq < 1
+    ),
     UnusedKeys(
         "trainer.node_rank trainer.master_addr trainer.master_port",
         "trainer.nnodes=1",
@@ -242,7 +250,7 @@ UNREAD = {
         "actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* data.*_files data.*_key data.*_batch_size "
         "data.max_* data.overlong_prompts data.shuffle data.val_max_samples trainer.*_freq trainer.val_before_train "
         "trainer.resume_mode trainer.critic_warmup trainer.prepare trainer.check_export trainer.total_epochs "
-        "trainer.max_checkpoints_to_keep trainer.check_only trainer.max_restarts"
+        "trainer.max_checkpoints_to_keep trainer.async_save trainer.check_only trainer.max_restarts"
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* sft.* trainer.check_only trainer.max_restarts "

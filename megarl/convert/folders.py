@@ -1,7 +1,7 @@
 """Describes model folders on disk, and creates new ones under a temporary name until they are complete.
 
-A Megatron folder made here describes itself.  In addition to the shards (`metadata.json`, `common.pt`, `*.distcp`) it
-has `hf/`, with config.json and the tokenizer's files, and `manifest.json`, written last, with role, type and layout.
+A Megatron folder made here describes itself.  In addition to the shards (`checkpoint.json`, `rank_*`) it has `hf/`,
+with config.json and the tokenizer's files, and `manifest.json`, written last, with role, type and layout.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megarl.config import from_yaml
+from megarl.mcore.checkpoint.checkpoint import ABOUT, adapters_in, weights_in
 from megarl.trainer.build import model_folder
 from megarl.trainer.checkpoint import MANIFEST
 from megarl.weights.hf.folder import CONFIG, copy_tokenizer, open_hf
@@ -28,7 +27,6 @@ from megarl.weights.mapping.families import Role
 from megarl.weights.mapping.names import num_bytes
 
 Format = Literal["hf", "megatron"]
-SHARDS = "metadata.json"  # Megatron writes it when a sharded checkpoint is complete
 HF_PART = "hf"
 
 
@@ -52,17 +50,17 @@ def describe(path: Path, model: Path | None = None) -> ModelFolder:
 
     Raises a ValueError of one sentence if there is no model or it is not finished.
     """
-    if (path / SHARDS).is_file():
+    if (path / ABOUT).is_file():
         return _of_shards(path, model)
     if model is not None:
         raise ValueError(f"model={model}: {path} is not a checkpoint of a run; expected no model=")
     if (path / CONFIG).is_file():
         return ModelFolder(path, "hf", _hf_role(path), path, _hf_dtype(path))
     if (path / MANIFEST).is_file():
-        roles = [child.parent.name for child in sorted(path.glob(f"*/{SHARDS}"))]
+        roles = [child.parent.name for child in sorted(path.glob(f"*/{ABOUT}"))]
         raise ValueError(f"{path}: a checkpoint with {', '.join(roles)}; expected {path / (roles or ['actor'])[0]}")
     raise ValueError(
-        f"{path}: neither a Hugging Face folder (no {CONFIG}) nor a finished Megatron checkpoint (no {SHARDS})"
+        f"{path}: neither a Hugging Face folder (no {CONFIG}) nor a finished Megatron checkpoint (no {ABOUT})"
     )
 
 
@@ -83,7 +81,7 @@ def _of_shards(path: Path, model: Path | None) -> ModelFolder:
         raise ValueError(
             f"model={model}: there is no {CONFIG}; expected the Hugging Face folder that the run began with"
         )
-    if _is_of_adapters(path):
+    if adapters_in(path) is not None:
         return ModelFolder(path, "megatron", role, model, base_dtype or _hf_dtype(model), has_adapters=True)
     return ModelFolder(path, "megatron", role, model, _shards_dtype(path))
 
@@ -113,18 +111,8 @@ def hf_sizes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def _shards_dtype(path: Path) -> str:
-    entries = _stored_tensors(path).values()
-    return _most([(e.properties.dtype, num_bytes(tuple(e.size), e.properties.dtype)) for e in entries])
-
-
-def _is_of_adapters(path: Path) -> bool:
-    return any(".lora." in name for name in _stored_tensors(path))
-
-
-def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Tensors of a sharded checkpoint by Megatron's names, without the optimizer's."""
-    entries = FileSystemReader(path).read_metadata().state_dict_metadata
-    return {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata) and "optimizer" not in n}
+    found = [(shape, getattr(torch, dtype)) for shape, dtype in weights_in(path).values()]
+    return _most([(dtype, num_bytes(shape, dtype)) for shape, dtype in found])
 
 
 def _most(sizes: list[tuple[torch.dtype, int]]) -> str:

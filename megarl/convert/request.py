@@ -38,9 +38,8 @@ EXAMPLES = (
 ABOUT = (
     "Every layout reads a Megatron checkpoint of any other; convert with format=megatron writes it in the shards of "
     "one, so that each of its ranks finds its own part in its own files.",
-    "tp*pp ranks start on this machine (with experts, enough for ep*etp*pp): each holds its shard, and up to as much "
-    "again while it reads or writes a checkpoint; the writer of a Hugging Face folder also holds one file (at most "
-    "4 GiB).",
+    "tp*pp ranks start on this machine (with experts, enough for ep*etp*pp): each holds its shard, and up to "
+    "1 GiB more while it writes a checkpoint; the writer of a Hugging Face folder also holds one file (at most 4 GiB).",
     "A folder gets its name when all of it is written.",
 )
 

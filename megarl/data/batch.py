@@ -7,16 +7,27 @@ from itertools import chain
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megarl.sample import REWARD_ERROR, Batch, Sample
+
+# Columns that the trainer computes; no column of a completion may be called like one of them.
+OWN_COLUMNS = frozenset(
+    ("response_mask", "rollout_log_probs", "versions", "keep", "rollout_weight", "weight", "selected")
+    + ("token_level_rewards", "advantages", "returns", "values")
+    + ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "sum_pi_squared", "full_kl")
+    + ("tokens", "lengths", "micro_sizes")  # what is sent to a rank beside its columns
+)
 
 
 def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str] = ()) -> Batch:
     """All samples of all groups, concatenated, each as prompt and completion.
 
-    columns [N] float32
-        response_mask       1 on the completion's tokens, its stop token included
-        rollout_log_probs   as the server reported them; 0 on the prompt
+    columns [N]
+        response_mask       float32, 1 on the completion's tokens, its stop token included
+        rollout_log_probs   float32, as the server reported them; 0 on the prompt
+        versions            int32, of the weights that generated the token; -1 on the prompt
+    and the completions' own columns [N, ...], of their dtypes
     per_sequence [B]
         score               float32, the reward
         group               int64, index into `groups`: samples of one visit of one prompt
@@ -24,6 +35,8 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
         truncated           float32, 1 if the length limit ended the completion
         greedy_score        float32, the reward of a greedy completion, if all samples have one
         reward_parts        [B, K] float32, the numbers of the reward that `reward_parts` names, if any
+
+    Raises: ValueError for a number of the reward or a column of a completion that not all samples have.
     """
     samples = [sample for group in groups for sample in group]
     assert samples, "a batch needs at least one sample"
@@ -40,11 +53,16 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
     written = chain.from_iterable(completion.log_probs for completion in completions)
     log_probs = np.zeros(num_tokens, dtype=np.float32)
     log_probs[mask == 1] = np.fromiter(written, dtype=np.float32, count=num_written)
+    spans = np.array([(s.version, s.end - s.start) for c in completions for s in c.versions], dtype=np.int32)
+    versions = np.full(num_tokens, -1, dtype=np.int32)
+    versions[mask == 1] = np.repeat(spans[:, 0], spans[:, 1])
 
+    names = sample_names(groups)
+    own = {"response_mask": mask, "rollout_log_probs": log_probs, "versions": versions}
     batch = Batch(
         tokens=torch.from_numpy(tokens),
         lengths=torch.from_numpy(lengths),
-        columns={"response_mask": torch.from_numpy(mask), "rollout_log_probs": torch.from_numpy(log_probs)},
+        columns={name: torch.from_numpy(column) for name, column in own.items()} | _carried(samples, names),
         per_sequence={
             "score": torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
             "group": torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g) for g in groups])),
@@ -57,7 +75,6 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
     if len(greedy) == len(samples):
         batch = batch.with_per_sequence(greedy_score=torch.tensor(greedy, dtype=torch.float32))
     if reward_parts:
-        names = sample_names(groups)
         values = [[_part(s, key, name) for key in reward_parts] for s, name in zip(samples, names, strict=True)]
         batch = batch.with_per_sequence(reward_parts=torch.tensor(values, dtype=torch.float32))
     return batch
@@ -103,10 +120,41 @@ def _part(sample: Sample, key: str, name: str) -> float:
     return sample.reward_extra[key]
 
 
+def _carried(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, Tensor]:
+    """The columns of the completions, [N, ...] each.
+
+    Raises: ValueError for a name that the trainer uses, and for a column that is missing or different in some samples:
+    an engine that answers for a part of them has a defect, and without the column they would be learnt otherwise.
+    """
+    found = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample.completion.columns):
+        if name in OWN_COLUMNS:
+            raise ValueError(f"column {name} of a completion: expected a name that the trainer does not use itself")
+        parts = [sample.completion.columns.get(name) for sample in samples]
+        kinds = ["no such column" if p is None else f"{p.dtype} {['N', *p.shape[1:]]}" for p in parts]
+        for sample, part in zip(names, kinds, strict=True):
+            if part != kinds[0]:
+                raise ValueError(
+                    f"column {name} of the completions: sample {sample} has {part}, sample {names[0]} {kinds[0]}; "
+                    "expected the same of all samples of a step, so look at the engine that generated them"
+                )
+        found[name] = torch.from_numpy(np.concatenate([part for part in parts if part is not None]))
+    return found
+
+
 def _check(sample: Sample) -> None:
     completion = sample.completion
-    assert len(completion.log_probs) == len(completion.token_ids), (
-        f"completion of prompt {sample.prompt.uid} has {len(completion.token_ids)} tokens "
-        f"and {len(completion.log_probs)} log-probs"
+    uid, num_tokens = sample.prompt.uid, len(completion.token_ids)
+    assert len(completion.log_probs) == num_tokens, (
+        f"completion of prompt {uid} has {num_tokens} tokens and {len(completion.log_probs)} log-probs"
     )
-    assert completion.versions, f"completion of prompt {sample.prompt.uid} does not say which weights wrote it"
+    assert completion.versions, f"completion of prompt {uid} does not say which weights wrote it"
+    ends = [0, *(span.end for span in completion.versions)]
+    assert [*(span.start for span in completion.versions), num_tokens] == ends, (
+        f"completion of prompt {uid} has {num_tokens} tokens, and versions of other ones: {completion.versions}"
+    )
+    for name, column in completion.columns.items():
+        assert len(column) == len(sample.prompt.token_ids) + num_tokens, (
+            f"completion of prompt {uid} has {len(column)} entries of column {name}, "
+            f"expected {len(sample.prompt.token_ids)} + {num_tokens}"
+        )

@@ -1,9 +1,8 @@
-"""The prompts of a run: read and checked once, then handed out epoch after epoch, with a saved position."""
+"""The prompts of a run: read and checked once, then visited epoch after epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +18,7 @@ from megarl.sample import Prompt
 class Prompts:
     """Rows of JSONL or parquet files or a `datasets` folder (`fields` lists the shapes), as tokenised prompts.
 
-    Example: Prompts("train.jsonl", tokenizer, max_prompt_length=512, seed=1).take(64)
+    Example: Prompts("train.jsonl", tokenizer, max_prompt_length=512, seed=1).visit(64)
     Raises ValueError, naming file:line, for a bad row, and for a prompt longer than `max_prompt_length` tokens unless
     overlong="filter", which leaves it out and counts it in `num_filtered`.
     """
@@ -54,33 +53,26 @@ class Prompts:
         self._questions: list[Question] = [questions[row] for row in self._rows]
         # int32 arrays: lists of Python integers would take several times the memory.
         self._token_ids = [np.asarray(encoded[row], dtype=np.int32) for row in self._rows]
-        fingerprint = f"{len(self._rows)}-{content_digest(files)}"
-        self._visits = Visits(len(self._rows), shuffle=shuffle, seed=seed, fingerprint=fingerprint)
+        self.fingerprint = f"{len(self._rows)}-{content_digest(files)}"
+        self._visits = Visits(len(self._rows), shuffle=shuffle, seed=seed)
 
     def __len__(self) -> int:
         """Prompts of one epoch."""
         return len(self._rows)
 
-    def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; after the last row a new epoch begins.  The uid is "epoch-row"."""
-        return [self._prompt(index, str(epoch)) for epoch, index in self._visits.next(count)]
+    def visit(self, number: int) -> Prompt:
+        """The prompt of visit 0, 1, 2, ...; after the last row a new epoch begins.  The uid is "epoch-row"."""
+        epoch, index = self._visits.at(number)
+        return self._prompt(index, str(epoch))
 
     def all(self, max_samples: int | None = None) -> list[Prompt]:
         """The first `max_samples` prompts (or all) in the order of the files, for evaluation; uid "eval-row"."""
         return [self._prompt(index, "eval") for index in range(len(self))[:max_samples]]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the next `take` begins: {epoch, position, fingerprint}, JSON values."""
-        return self._visits.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position.  Raises ValueError if it was saved with other data."""
-        self._visits.load_state_dict(state)
-
-    def _prompt(self, index: int, visit: str) -> Prompt:
+    def _prompt(self, index: int, epoch: str) -> Prompt:
         question = self._questions[index]
         return Prompt(
-            uid=f"{visit}-{self._rows[index]}",
+            uid=f"{epoch}-{self._rows[index]}",
             token_ids=self._token_ids[index].tolist(),
             text=question.text,
             ground_truth=question.ground_truth,

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.data import FILE_KINDS
 from megarl.data.chat import encode_many, encode_responses, has_chat_template
 from megarl.data.fields import example_of
-from megarl.data.order import Visits
+from megarl.data.order import Visits, check_same_data
 from megarl.data.readers import content_digest, read_rows
 from megarl.sample import Batch
 
@@ -55,8 +55,8 @@ class SftExamples:
         if not self._sequences:
             raise ValueError(f"sft.max_length={max_length}: every example of {files} is longer")
         self.num_filtered = len(examples) - len(self._sequences)
-        fingerprint = f"{len(self._sequences)}-{content_digest(files)}"
-        self._visits = Visits(len(self._sequences), shuffle=shuffle, seed=seed, fingerprint=fingerprint)
+        self.fingerprint = f"{len(self._sequences)}-{content_digest(files)}"
+        self._visits, self._next = Visits(len(self._sequences), shuffle=shuffle, seed=seed), 0
 
     def __len__(self) -> int:
         """Examples of one epoch."""
@@ -64,7 +64,8 @@ class SftExamples:
 
     def take(self, count: int) -> Batch:
         """The next `count` examples, without end; column response_mask is 1 on the response and its last token."""
-        rows = [row for _, row in self._visits.next(count)]
+        rows = [self._visits.at(number)[1] for number in range(self._next, self._next + count)]
+        self._next += count
         lengths = np.array([len(self._sequences[row]) for row in rows])
         prompt_lengths = np.array([self._prompt_lengths[row] for row in rows])
         parts = np.stack([prompt_lengths, lengths - prompt_lengths], axis=1)  # [B, 2]
@@ -73,12 +74,13 @@ class SftExamples:
         return Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), {"response_mask": torch.from_numpy(mask)})
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next `take` begins: {epoch, position, fingerprint}, JSON values."""
-        return self._visits.state_dict()
+        """Where the next `take` begins: {next, fingerprint}, JSON values."""
+        return {"next": self._next, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position.  Raises ValueError if it was saved with other data."""
-        self._visits.load_state_dict(state)
+        check_same_data(state["fingerprint"], self.fingerprint)
+        self._next = int(state["next"])
 
 
 def _fits(where: str, num_prompt: int, num_response: int, limit: int, overlong: str) -> bool:

@@ -79,10 +79,13 @@ class Group:
         start_timeout_s: float = 180.0,
         environment: Mapping[str, str] | None = None,
         worker: str = "megarl.roles.worker",
+        setup: Mapping[str, Any] | None = None,
     ) -> None:
-        """`environment`: variables of the ranks, where the user has not set them."""
+        """`environment`: variables of the ranks, where the user has not set them.  `setup`: further arguments of the
+        workers' method of that name."""
         self.name, self.num_ranks, self.call_timeout_s = name, num_ranks, call_timeout_s
         self._setup = {"layout": asdict(layout), "device": device, "seed": seed, "timeout_s": call_timeout_s}
+        self._setup |= setup or {}
         self._start_timeout_s, self._worker, self._log_dir = start_timeout_s, worker, log_dir.absolute()
         self._nodes, self._address, self._device = nodes, address, device
         self._environment = tuple((environment or {}).items())

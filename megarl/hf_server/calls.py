@@ -18,15 +18,16 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
     params, n = SamplingParams.from_json(body.get("sampling_params") or {})
     prompts = _prompts(body.get("input_ids"))
     rids = _rids(body.get("rid"), len(prompts))
+    salts = _salts(body.get("cache_salt"), len(prompts))
     start = body.get("logprob_start_len", -1)
     if not isinstance(start, int) or isinstance(start, bool) or start < -1:
         raise ValueError(f"logprob_start_len={start!r}: expected -1 (none) or a position of the prompt")
     scored_from = start if body.get("return_logprob") and start >= 0 else None
     stops = () if params.ignore_eos else (*model.eos_ids, *params.stop_token_ids)
     call = Call()
-    for prompt, rid in zip(prompts, rids, strict=True):
+    for prompt, rid, salt in zip(prompts, rids, salts, strict=True):
         _check_prompt(prompt, params.max_new_tokens, model, max_total_tokens)
-        call.add(n, rid, prompt, params, stops, prompt_log_probs_from=scored_from)
+        call.add(n, rid, prompt, params, stops, prompt_log_probs_from=scored_from, salt=salt)
     return call
 
 
@@ -46,6 +47,15 @@ def _rids(rid: Any, num_prompts: int) -> list[str]:
     if len(rids) != num_prompts or not all(isinstance(r, str) for r in rids):
         raise ValueError(f"rid={rid!r}: expected a string, or one string for each of the {num_prompts} prompts")
     return rids
+
+
+def _salts(salt: Any, num_prompts: int) -> list[str | None]:
+    salts = salt if isinstance(salt, list) else ["" if salt is None else salt] * num_prompts
+    if len(salts) != num_prompts or not all(isinstance(s, str) for s in salts):
+        raise ValueError(
+            f"cache_salt={salt!r}: expected a string, null, or one string for each of {num_prompts} prompts"
+        )
+    return [s or None for s in salts]  # an empty one is none, as in SGLang
 
 
 def _check_prompt(prompt: list[int], max_new_tokens: int, model: HFModel, max_total_tokens: int) -> None:
@@ -74,7 +84,7 @@ def _item(row: Request, with_log_probs: bool, several: bool) -> dict[str, Any]:
         "finish_reason": row.finish,
         "prompt_tokens": len(row.prompt),
         "completion_tokens": len(row.token_ids),
-        "cached_tokens": 0,
+        "cached_tokens": row.cached_tokens,
         "num_retractions": row.num_retractions,
         "weight_version": spans[-1]["version"] if spans else None,
         "weight_versions": spans,

@@ -1,58 +1,95 @@
-"""The KV cache of the running requests: one tensor [2 * layers, slots, positions, kv_heads, head_dim].
+"""The KV cache of the running requests: two tensors per layer, [slots, positions, kv_heads, head_dim].
 
 Row i of the running batch uses slot i. Keys and values may be narrower than head_dim: with latent attention they are
 the latent and the rotary part, of one head. They use the first columns. Two temporary views implement transformers'
-cache interface in a forward pass: `Prefill` writes whole prompts, each into one slot per completion; `Decode` writes
-one token per row.
+cache interface in a forward pass: `Prefill` writes the new tokens of sequences, each into one slot per completion;
+`Decode` writes one token per row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megarl.hf_server.device import free_cached
+
 _LENGTH_STEP = 16  # positions are reserved in multiples of this, so that the tensor is rarely reallocated
 
 
 class KVSlots:
-    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self._shape = (2 * num_layers, num_kv_heads, head_dim)
-        self._dtype = dtype
-        self.data = self._zeros(0, 0)
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        max_tokens: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.max_tokens, self.device = max_tokens, torch.device(device)
+        self._num_tensors, self._shape, self._dtype = 2 * num_layers, (num_kv_heads, head_dim), dtype
+        self.free()
 
-    def _zeros(self, slots: int, positions: int) -> Tensor:
-        # zeros, not empty: the value at a masked position is multiplied by 0, and 0 * NaN is NaN
-        layers, heads, dim = self._shape
-        return torch.zeros(layers, slots, positions, heads, dim, dtype=self._dtype)
+    @property
+    def bytes_per_token(self) -> int:
+        heads, dim = self._shape
+        return self._num_tensors * heads * dim * self._dtype.itemsize
 
     def fits(self, slots: int, positions: int) -> bool:
         """Whether `slots` rows of `positions` tokens stay within the limit of tokens."""
         return slots * positions <= self.max_tokens
 
-    def reserve(self, slots: int, positions: int, used: tuple[int, int]) -> None:
-        """Allocate for `slots` rows of `positions` tokens; the first `used` (slots, positions) keep their content."""
-        assert self.fits(slots, positions), f"{slots} rows of {positions} tokens exceed {self.max_tokens}"
-        have_slots, have_positions = self.data.shape[1:3]
+    def size_for(self, slots: int, positions: int) -> tuple[int, int]:
+        """What `reserve` allocates for `slots` rows of `positions` tokens."""
+        have_slots, have_positions = self.size
         if slots <= have_slots and positions <= have_positions:
-            return
+            return self.size
         rounded = -(-positions // _LENGTH_STEP) * _LENGTH_STEP
-        want_positions = max(have_positions, rounded)
-        want_slots = max(have_slots, slots)
-        if not self.fits(want_slots, want_positions):
-            want_slots, want_positions = slots, positions
-        grown = self._zeros(want_slots, want_positions)
-        grown[:, : used[0], : used[1]] = self.data[:, : used[0], : used[1]]
-        self.data = grown
+        grown = max(have_slots, slots), max(have_positions, rounded)
+        return grown if self.fits(*grown) else (slots, positions)
+
+    def reserve(self, slots: int, positions: int, used: tuple[int, int]) -> None:
+        """Allocate for `slots` rows of `positions` tokens; the first `used` (slots, positions) keep their content.
+
+        The tensors grow one after the other, so that the peak is one of them above the limit.
+        """
+        assert self.fits(slots, positions), f"{slots} rows of {positions} tokens exceed {self.max_tokens}"
+        size = self.size_for(slots, positions)
+        if size == self.size:
+            return
+        for index, held in enumerate(self.tensors):
+            grown = self._zeros(*size)
+            grown[: used[0], : used[1]] = held[: used[0], : used[1]]
+            self.tensors[index] = grown
+            del held
+            free_cached(self.device)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(slots, positions) that are allocated."""
+        slots, positions = self.tensors[0].shape[:2]
+        return slots, positions
 
     def move(self, source: Tensor, target: Tensor, positions: int) -> None:
         """Copy the first `positions` tokens of slots `source` into slots `target`."""
-        self.data[:, target, :positions] = self.data[:, source, :positions]
+        for held in self.tensors:
+            held[target, :positions] = held[source, :positions]
+
+    def copy(self, source: KVSlots, taken: tuple[Tensor, Tensor], placed: tuple[Tensor, Tensor]) -> None:
+        """Copy tokens of another cache: from slots and positions there to those here, four tensors [tokens]."""
+        where, here = (tuple(index.to(self.device) for index in pair) for pair in (taken, placed))
+        for held, theirs in zip(self.tensors, source.tensors, strict=True):
+            held[here] = theirs[where]
 
     def free(self) -> None:
-        self.data = self._zeros(0, 0)
+        self.tensors = [self._zeros(0, 0) for _ in range(self._num_tensors)]
+
+    def _zeros(self, slots: int, positions: int) -> Tensor:
+        # zeros, not empty: the value at a masked position is multiplied by 0, and 0 * NaN is NaN
+        return torch.zeros(slots, positions, *self._shape, dtype=self._dtype, device=self.device)
 
 
 class _View:
@@ -60,34 +97,49 @@ class _View:
 
     is_compileable = False
 
-    def __init__(self, data: Tensor) -> None:
-        self.data = data
+    def __init__(self, slots: KVSlots) -> None:
+        self._tensors = slots.tensors
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         raise AssertionError("positions and masks are passed in, so nobody needs to ask the cache for its length")
 
 
 class Prefill(_View):
-    """Sequences [S, positions] from their first token; slot first + i receives sequence source[i]."""
+    """New tokens of S sequences, right-padded: `counts[i]` of sequence i, which come at its positions `starts[i]`, ...
 
-    def __init__(self, slots: KVSlots, first: int, source: Tensor) -> None:
-        super().__init__(slots.data)
-        self._rows = slice(first, first + len(source))
-        self._source = source
+    Slot first + r receives those of sequence sources[r] and holds the tokens before `start`.  A sequence attends to the
+    first slot that receives it.
+    """
+
+    def __init__(
+        self, slots: KVSlots, first: int, sources: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        super().__init__(slots)
+        self.starts = torch.tensor(starts, device=slots.device)
+        self.length = max(start + count for start, count in zip(starts, counts, strict=True))
+        self._readers = torch.tensor([first + sources.index(i) for i in range(len(starts))], device=slots.device)
+        source, count = torch.tensor(sources), torch.tensor(counts)
+        slot, token = (torch.arange(max(counts)) < count[source][:, None]).nonzero().unbind(1)
+        sequence = source[slot]
+        position = torch.tensor(starts)[sequence] + token
+        self._from = sequence.to(slots.device), token.to(slots.device)
+        self._to = (first + slot).to(slots.device), position.to(slots.device)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        for half, new in enumerate((key, value)):
-            held = self.data[2 * layer_idx + half, ..., : new.shape[3]]
-            held[self._rows, : new.shape[2]] = new.transpose(1, 2)[self._source]
-        return key, value
+        return self._store(2 * layer_idx, key), self._store(2 * layer_idx + 1, value)
+
+    def _store(self, index: int, new: Tensor) -> Tensor:
+        held, (sequence, token) = self._tensors[index][..., : new.shape[3]], self._from
+        held[self._to] = new[sequence, :, token]
+        return held[self._readers, : self.length].transpose(1, 2)
 
 
 class Decode(_View):
     """One new token for each of the first R rows, stored at positions [R]; attends to the first `length` positions."""
 
     def __init__(self, slots: KVSlots, positions: Tensor, length: int) -> None:
-        super().__init__(slots.data)
-        self._rows = torch.arange(len(positions))
+        super().__init__(slots)
+        self._rows = torch.arange(len(positions), device=positions.device)
         self._positions = positions
         self._length = length
 
@@ -95,6 +147,6 @@ class Decode(_View):
         return self._store(2 * layer_idx, key), self._store(2 * layer_idx + 1, value)
 
     def _store(self, index: int, new: Tensor) -> Tensor:
-        held = self.data[index, ..., : new.shape[3]]
+        held = self._tensors[index][..., : new.shape[3]]
         held[self._rows, self._positions] = new[:, :, 0]
         return held[: len(self._rows), : self._length].transpose(1, 2)

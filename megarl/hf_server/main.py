@@ -1,4 +1,4 @@
-"""A small rollout server for machines without a GPU: SGLang's routes and JSON over transformers' modelling code.
+"""A small rollout server on a CPU or one GPU: SGLang's routes and JSON over transformers' modelling code.
 
     MEGARL_SERVER_TOKEN=... python -m megarl.hf_server.main --model-path DIR --port 30000
 
@@ -13,12 +13,14 @@ import asyncio
 import ipaddress
 import logging
 import os
+import re
 import secrets
 import signal
 
 import torch
 from aiohttp import web
 
+from megarl.hf_server import device as devices
 from megarl.hf_server.model import HFModel
 from megarl.hf_server.routes import HFServer, logger
 from megarl.processes.lifetime import die_with_parent
@@ -44,16 +46,25 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--max-running-requests", type=int, default=512, help="completions decoded at once")
+    parser.add_argument("--device", type=_device, default="cpu", help="cpu, or cuda:N for GPU N")
     parser.add_argument("--max-total-tokens", type=int, help="tokens of the KV cache; default: what 2 GiB hold")
+    parser.add_argument("--memory-fraction", type=float, help="share of the GPU for weights and KV cache")
     parser.add_argument("--random-seed", type=int, help="for requests without a sampling_seed; default: a fresh one")
     parser.add_argument("--weight-version", default="0", help="stamp of the weights in the folder")
     parser.add_argument("--num-threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--group-timeout-s", type=float, default=300.0, help="limit of a weight group's every wait")
+    parser.add_argument("--decode-sleep-ms", type=float, default=0.0, help="benchmarks: sleep so long in each step")
     parser.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process does")
     args = parser.parse_args()
     if not _is_loopback(args.host) and not os.environ.get(TOKEN_VARIABLE):
         parser.error(f"--host {args.host} can be reached from other machines: expected a token in {TOKEN_VARIABLE}")
     return args
+
+
+def _device(text: str) -> torch.device:
+    if not re.fullmatch(r"cpu|cuda:\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected cpu or cuda:N")
+    return torch.device(text)
 
 
 def _is_loopback(host: str) -> bool:
@@ -67,16 +78,19 @@ def _is_loopback(host: str) -> bool:
 
 async def _serve(args: argparse.Namespace) -> int:
     """Serve until a signal comes or the engine fails; returns the exit code."""
-    model = HFModel(args.model_path, DTYPES[args.dtype])
+    devices.use(args.device)
+    model = HFModel(args.model_path, DTYPES[args.dtype], args.device)
     server = HFServer(
         model,
         os.environ.get(TOKEN_VARIABLE, ""),
         group_timeout_s=args.group_timeout_s,
         max_running=args.max_running_requests,
         max_total_tokens=args.max_total_tokens,
+        memory_fraction=args.memory_fraction,
         random_seed=secrets.randbits(31) if args.random_seed is None else args.random_seed,
         weight_version=args.weight_version,
     )
+    server.engine.decode_sleep_s = args.decode_sleep_ms / 1000
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.end)
@@ -84,7 +98,8 @@ async def _serve(args: argparse.Namespace) -> int:
     runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, args.host, args.port, backlog=4096).start()
-    logger.info("serving %s (%s) on http://%s:%d", args.model_path, args.dtype, args.host, args.port)
+    where = (args.model_path, args.dtype, args.device, args.host, args.port)
+    logger.info("serving %s (%s, %s) on http://%s:%d", *where)
     error = await server.ended
     if error is not None:
         logger.error("the engine failed, so this server ends", exc_info=error)

@@ -17,29 +17,36 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from megarl.hf_server import device as devices
 from megarl.hf_server.kv_cache import Decode, KVSlots, Prefill
 from megarl.hf_server.names import hub_tensors
-from megarl.rollout.protocol import DTYPE_NAMES, tensor_digest
+from megarl.rollout.protocol import DTYPE_NAMES
+from megarl.weights.verify.digests import Kind, digest
+
+_DEFAULT_CACHE_BYTES = 2 << 30
 
 
 class HFModel:
     """Example: model = HFModel("/models/tiny", torch.float32); model.vocab_size, model.eos_ids."""
 
-    def __init__(self, folder: str, dtype: torch.dtype) -> None:
+    def __init__(self, folder: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        """`device`: cpu, or a GPU with its number, as cuda:0."""
         transformers_logging.disable_progress_bar()
-        self.folder, self.dtype = folder, dtype
+        self.folder, self.dtype, self.device = folder, dtype, torch.device(device)
         self._model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
         )
-        self._model.eval().requires_grad_(False)
+        self._model.eval().requires_grad_(False).to(self.device)
         self.config = self._model.config
         self._body = self._model.base_model
         self._head = self._model.get_output_embeddings()
+        self._has_float32_logits = self._head.bias is None and devices.has_float32_product(self._head.weight)
         self.vocab_size: int = self._head.weight.shape[0]
         self.context_length: int = self.config.max_position_embeddings
         self._window: int | None = getattr(self.config, "sliding_window", None)  # in tokens, including the current one
         self.eos_ids = _eos_ids(folder, self._model)
         self.weights = self._named_weights(_safetensors_files(folder))
+        self.memory = devices.Storages(self.weights.values())
         self._check_served()
 
     # ---- forward passes
@@ -50,16 +57,34 @@ class HFModel:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if (latent := getattr(config, "kv_lora_rank", None)) is not None:  # transformers caches what all heads share
             heads, head_dim = 1, max(latent, config.qk_rope_head_dim)
-        return KVSlots(config.num_hidden_layers, heads, head_dim, self.dtype, max_tokens)
+        return KVSlots(config.num_hidden_layers, heads, head_dim, self.dtype, max_tokens, self.device)
+
+    def most_tokens(self, memory_fraction: float | None) -> int:
+        """How many tokens a KV cache may hold: a share of the GPU's memory less the weights, by default 2 GiB.
+
+        The default is at least one whole context.  Raises ValueError for a share without room for a token.
+        """
+        per_token, total = self.new_cache(1).bytes_per_token, devices.total_bytes(self.device)
+        if memory_fraction is None or total is None:
+            return max(self.context_length, _DEFAULT_CACHE_BYTES // per_token)
+        tokens = (int(memory_fraction * total) - self.memory.num_bytes) // per_token
+        if tokens < 1:
+            raise ValueError(
+                f"rollout.memory_fraction={memory_fraction}: it leaves no memory for the KV cache beside weights of "
+                f"{self.memory.num_bytes / 2**30:.1f} GiB on a GPU of {total / 2**30:.0f} GiB; expected a larger share"
+            )
+        return tokens
 
     def prefill(self, tokens: Tensor, cache: Prefill) -> Tensor:
-        """Sequences [S, P], right-padded with any token (attention is causal) -> hidden states [S, P, H]."""
-        at = torch.arange(tokens.shape[1])
-        return self._hidden(tokens, at[None], self._mask(at[:, None], at)[None, None], cache)
+        """New tokens of sequences [S, P], right-padded with any token -> their hidden states [S, P, H]."""
+        at = cache.starts[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        at = at.clamp(max=cache.length - 1)  # padding attends to something, also with a sliding window: no NaN
+        mask = self._mask(at[:, None, :, None], torch.arange(cache.length, device=self.device))
+        return self._hidden(tokens, at, mask, cache)
 
     def decode(self, tokens: Tensor, cache: Decode, positions: Tensor, length: int) -> Tensor:
         """The last token of each row [R] at its position [R] -> logits [R, V]; `length` is the largest position + 1."""
-        mask = self._mask(positions[:, None, None, None], torch.arange(length))
+        mask = self._mask(positions[:, None, None, None], torch.arange(length, device=self.device))
         return self.logits(self._hidden(tokens[:, None], positions[:, None], mask, cache)[:, 0])
 
     def _mask(self, at: Tensor, of: Tensor) -> Tensor:
@@ -67,11 +92,14 @@ class HFModel:
         hidden = of > at
         if self._window is not None:
             hidden = hidden | (of <= at - self._window)
-        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
+        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., V]"""
-        return self._head(hidden)
+        """[..., H] -> [..., V]; on a GPU those of a 16-bit model are float32, as the trainer's and SGLang's."""
+        if not self._has_float32_logits:
+            return self._head(hidden)
+        flat = torch.mm(hidden.reshape(-1, hidden.size(-1)), self._head.weight.T, out_dtype=torch.float32)
+        return flat.view(*hidden.shape[:-1], self.vocab_size)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Prefill | Decode) -> Tensor:
         out = self._body(
@@ -80,6 +108,11 @@ class HFModel:
         return out.last_hidden_state
 
     # ---- weights
+
+    def check_memory(self) -> None:
+        """Raises ValueError while the memory of the weights is released."""
+        if self.memory.released:
+            raise ValueError("the weights are released: expected /resume_memory_occupation first")
 
     def check_weights(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         """Raises ValueError that lists every name that is unknown or has another shape or dtype than in the model."""
@@ -96,9 +129,10 @@ class HFModel:
             raise ValueError("nothing was loaded, because of " + "; ".join(wrong))
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors that `check_weights` accepted into the model."""
+        """Copy tensors that `check_weights` accepted, from any device, into the model; returns when it is done."""
         for name, tensor in tensors.items():
             self.weights[name].copy_(tensor)
+        devices.finish(self.device)
 
     def read_folder(self, folder: str) -> dict[str, Tensor]:
         """All weights of another folder in the model's dtypes, checked. Raises ValueError, also for a missing name."""
@@ -117,7 +151,10 @@ class HFModel:
         return tensors
 
     def checksums(self) -> dict[str, str]:
-        return {name: tensor_digest(tensor) for name, tensor in self.weights.items()}
+        """As SGLang hashes: with SHA-256 on a CPU, on a GPU with a sum over words, which the GPU computes itself."""
+        self.check_memory()
+        kind: Kind = "words" if self.device.type == "cuda" else "sha256"
+        return {name: digest(tensor, kind) for name, tensor in self.weights.items()}
 
     def _named_weights(self, files: Sequence[Path]) -> dict[str, Tensor]:
         """The weights by their names in the folder: of tied weights only the stored name."""
@@ -132,8 +169,7 @@ class HFModel:
         if nameless:
             raise ValueError(
                 f"{self.folder}: the hf engine finds no tensor named {nameless[0]}, expected a folder that holds "
-                "every "
-                "parameter of the model under the hub's names"
+                "every parameter of the model under the hub's names"
             )
         return weights
 
@@ -145,11 +181,11 @@ class HFModel:
         rope = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope"):  # their angles depend on the longest sequence in the batch
             raise ValueError(f"{self.folder}: rope_type={rope!r}: expected one of default, linear, llama3, yarn")
-        tokens = torch.arange(3)[None] % self.vocab_size
+        tokens = torch.arange(3, device=self.device)[None] % self.vocab_size
         cache = self.new_cache(max_tokens=3)
         cache.reserve(1, 3, used=(0, 0))
         with torch.inference_mode():
-            ours = self.logits(self.prefill(tokens, Prefill(cache, 0, torch.zeros(1, dtype=torch.int64))))
+            ours = self.logits(self.prefill(tokens, Prefill(cache, 0, [0], [0], [3])))
             theirs = self._model(input_ids=tokens, use_cache=False).logits
         # a tolerance far above rounding even in bfloat16, far below the effect of a scaling or capping of the logits
         if not torch.allclose(ours.float(), theirs.float(), rtol=0.05, atol=0.05):

@@ -21,7 +21,7 @@ from aiohttp import web
 from megarl.hf_server.calls import read_call, write_reply
 from megarl.hf_server.model import HFModel
 from megarl.hf_server.running_batch import Call
-from megarl.hf_server.scheduler import HFEngine
+from megarl.hf_server.scheduler import CACHE, GRAPHS, WEIGHTS, HFEngine
 from megarl.hf_server.weights import WEIGHT_LOADER, WeightUpdates
 from megarl.rollout.protocol import PAUSE_MODES, Route
 
@@ -126,7 +126,8 @@ class HFServer:
             "weight_version": self.engine.weight_version,
             "is_paused": self.engine.paused,
             "tp_size": 1,
-            "device": "cpu",
+            "device": self._model.device.type,
+            "base_gpu_id": self._model.device.index or 0,
             "custom_weight_loader": [WEIGHT_LOADER],
             "startup_time": {"finished_at": self._started},
             "internal_states": [state],
@@ -190,14 +191,13 @@ class HFServer:
         return web.Response(text="Cache flushed.")
 
     async def release_memory(self, request: web.Request) -> web.Response:
-        """Releases the KV cache; weights stay, as in SGLang without its memory saver."""
-        if _has_kv_cache(await _json_body(request)):
-            await asyncio.wrap_future(self.engine.run_now(self.engine.release))
+        tags = _memory_tags(await _json_body(request))
+        await asyncio.wrap_future(self.engine.run_now(lambda: self.engine.release(tags)))
         return web.Response()
 
     async def resume_memory(self, request: web.Request) -> web.Response:
-        if _has_kv_cache(await _json_body(request)):
-            await asyncio.wrap_future(self.engine.run_now(self.engine.take_back))
+        tags = _memory_tags(await _json_body(request))
+        await asyncio.wrap_future(self.engine.run_now(lambda: self.engine.take_back(tags)))
         return web.Response()
 
     async def weights_checker(self, request: web.Request) -> web.Response:
@@ -234,12 +234,14 @@ async def _json_body(request: web.Request) -> Mapping[str, Any]:
     return body
 
 
-def _has_kv_cache(body: Mapping[str, Any]) -> bool:
-    tags = body.get("tags") or ["weights", "kv_cache", "cuda_graph"]
-    wrong = [tag for tag in tags if tag not in ("weights", "kv_cache", "cuda_graph")]
+def _memory_tags(body: Mapping[str, Any]) -> list[str]:
+    """The kinds of memory that a request names; none named: all."""
+    known = [WEIGHTS, CACHE, GRAPHS]
+    tags = body.get("tags") or known
+    wrong = [tag for tag in tags if tag not in known]
     if wrong:
         raise ValueError(f"tags holds {wrong[0]!r}: expected weights, kv_cache or cuda_graph")
-    return "kv_cache" in tags
+    return list(tags)
 
 
 def _digest_of(checksums: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from megarl.rollout.protocol import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion. Requests of one prompt share the same `prompt` list object, and so share a prefill."""
+    """One completion."""
 
     call: Call
     index: int  # among the prompt's n completions
@@ -24,18 +24,34 @@ class Request:
     params: SamplingParams
     stops: tuple[int, ...]  # tokens that end it
     prompt_log_probs_from: int | None = None  # report the prompt's log-probs from this position on
+    salt: str | int | None = None  # it shares KV with requests of the same salt; None: the engine gives it a number
     key: int = 0
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     prompt_log_probs: list[float] | None = None  # of tokens 1.. of the prompt, at temperature 1
     versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token generated with it)
     num_retractions: int = 0
+    cached_tokens: int = 0  # tokens of the prompt whose KV was there when it began
     finish: dict[str, Any] | None = None
 
     @property
     def sequence(self) -> list[int]:
         """Prompt and tokens so far: after a retraction both are prefilled."""
         return self.prompt + self.token_ids if self.token_ids else self.prompt
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the log-probs of its prompt were asked for and are not there yet."""
+        return self.prompt_log_probs_from is not None and self.prompt_log_probs is None
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether it may begin with KV from the prefix cache.
+
+        Scores need the hidden states of the whole prompt.  A request is retracted because the weights change, also
+        those behind the KV of its salt.
+        """
+        return not self.needs_scores and not self.num_retractions
 
     @property
     def max_length(self) -> int:
@@ -91,14 +107,18 @@ _TABLES = {"tokens": torch.int64, "log_probs": torch.float32, "stops": torch.int
 
 
 class Running:
-    """The requests being decoded: request i is entry i of every column; only the first `count` entries are valid."""
+    """The requests being decoded: request i is entry i of every column; only the first `count` entries are valid.
 
-    def __init__(self, capacity: int, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    Columns are on the model's device.
+    """
+
+    def __init__(self, capacity: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, device
         self.rows: list[Request] = []
         self.max_length = 0  # largest possible length of all requests since the batch was last empty
-        self._columns = {name: torch.zeros(capacity, dtype=dtype) for name, dtype in _COLUMNS.items()}
-        self._columns |= {name: torch.full((capacity, 1), -1, dtype=dtype) for name, dtype in _TABLES.items()}
+        self._columns = {name: torch.zeros(capacity, dtype=dtype, device=device) for name, dtype in _COLUMNS.items()}
+        for name, dtype in _TABLES.items():
+            self._columns[name] = torch.full((capacity, 1), -1, dtype=dtype, device=device)
 
     @property
     def count(self) -> int:
@@ -122,7 +142,7 @@ class Running:
             "top_k": [self.vocab_size if p.top_k < 0 else p.top_k for p in params],
         }
         for name, entries in values.items():
-            self._columns[name][part] = torch.tensor(entries, dtype=_COLUMNS[name])
+            self._columns[name][part] = torch.tensor(entries, dtype=_COLUMNS[name], device=self.device)
         width = max(p.max_new_tokens for p in params)
         self._table("tokens", width), self._table("log_probs", width)
         self._set_stops(part, [row.stops for row in rows])
@@ -130,15 +150,15 @@ class Running:
         self.max_length = max(self.max_length, *(row.max_length for row in rows))
         for place, row in enumerate(rows, start=part.start):
             if row.token_ids:
-                self._columns["tokens"][place, : len(row.token_ids)] = torch.tensor(row.token_ids)
-                self._columns["log_probs"][place, : len(row.log_probs)] = torch.tensor(row.log_probs)
+                for name, entries in (("tokens", row.token_ids), ("log_probs", row.log_probs)):
+                    self._columns[name][place, : len(entries)] = torch.tensor(entries, device=self.device)
 
     def draw_next(self, logits: Tensor, first: int = 0) -> Tensor:
         """Sample a token for each row from `first` on from logits [R, V]; returns the places of complete rows."""
         part = {name: column[first : self.count] for name, column in self._columns.items()}
-        uniform = uniforms(part["key"], part["num_new"])
+        uniform = uniforms(part["key"], part["length"])
         tokens, log_probs = draw(logits, part["temperature"], part["top_p"], part["top_k"], uniform)
-        each = torch.arange(len(tokens))
+        each = torch.arange(len(tokens), device=self.device)
         part["tokens"][each, part["num_new"]] = tokens
         part["log_probs"][each, part["num_new"]] = log_probs
         part["last"].copy_(tokens)
@@ -163,7 +183,7 @@ class Running:
 
     def remove(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Remove rows; the last rows move into the gaps. Returns (source, target) of the moves, for the KV cache."""
-        kept = torch.ones(self.count, dtype=torch.bool)
+        kept = torch.ones(self.count, dtype=torch.bool, device=self.device)
         kept[places] = False
         left = int(kept.sum())
         source, target = kept[left:].nonzero()[:, 0] + left, (~kept[:left]).nonzero()[:, 0]
@@ -179,13 +199,14 @@ class Running:
     def _set_stops(self, part: slice, stops: Sequence[tuple[int, ...]]) -> None:
         table = self._table("stops", max(len(s) for s in stops))
         width = table.shape[1]
-        table[part] = torch.tensor([[*s, *[-1] * (width - len(s))] for s in stops])  # -1 is no token
+        padded = [[*s, *[-1] * (width - len(s))] for s in stops]  # -1 is no token
+        table[part] = torch.tensor(padded, dtype=_TABLES["stops"], device=self.device)
 
     def _table(self, name: str, width: int) -> Tensor:
         """The table, widened first if it is narrower than `width`."""
         table = self._columns[name]
         if table.shape[1] < width:
-            wide = torch.full((len(table), width), -1, dtype=table.dtype)
+            wide = torch.full((len(table), width), -1, dtype=table.dtype, device=self.device)
             wide[:, : table.shape[1]] = table
             self._columns[name] = table = wide
         return table

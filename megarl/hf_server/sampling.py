@@ -1,13 +1,13 @@
 """Samples the next token of many rows at once, and computes the log-probs of the sampled tokens.
 
-Randomness is counter-based: the uniform number of a token is a hash of (row key, index of the token in its completion).
-So the sampled tokens do not depend on the other rows of the batch, on the time a row joins it, or on retractions.
+Randomness is counter-based: the uniform number of a token is a hash of (row key, position of the token in the whole
+sequence, prompt included).  So the sampled tokens do not depend on the other rows of the batch, on the time a row joins
+it, or on retractions, and a completion that is asked for in pieces is the one that is asked for at once.
 R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +19,7 @@ _MAX_ELEMENTS = 1 << 23  # float64 scratch of one chunk of rows: 64 MiB
 
 def row_key(seed: int, completion: int) -> int:
     """The key of completion number `completion` of a prompt, as a signed 64-bit number."""
-    key = _mix_int(_mix_int(seed & _MASK) + (completion + 1) * _STEP)
-    return key - (1 << 64) if key >> 63 else key
+    return _signed(_mix_int(_mix_int(seed & _MASK) + (completion + 1) * _STEP))
 
 
 def _mix_int(x: int) -> int:
@@ -29,13 +28,26 @@ def _mix_int(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
-    """keys [R] int64, counters [R] int64 -> [R] float64 in [0, 1): splitmix64 of key + counter, its upper 53 bits."""
-    x = keys.numpy().view(np.uint64) + (counters.numpy().view(np.uint64) + np.uint64(1)) * np.uint64(_STEP)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX[0])
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX[1])
-    x = x ^ (x >> np.uint64(31))
-    return torch.from_numpy((x >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """keys [R] int64, positions [R] int64 -> [R] float64 in [0, 1): splitmix64 of key and position, its upper 53 bits.
+
+    On any device: torch's int64 products and sums keep the low 64 bits, as unsigned ones do.
+    """
+    x = keys + (positions + 1) * _signed(_STEP)
+    x = (x ^ _shifted(x, 30)) * _signed(_MIX[0])
+    x = (x ^ _shifted(x, 27)) * _signed(_MIX[1])
+    x = x ^ _shifted(x, 31)
+    return _shifted(x, 11).double() * 2.0**-53
+
+
+def _signed(x: int) -> int:
+    """The signed 64-bit number with the bits of an unsigned one."""
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """int64 shifted to the right as if unsigned: torch's own shift copies the sign into the upper bits."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +88,7 @@ def _draw_narrowed(probs: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor)
     """Keep the k likeliest tokens, and of these the shortest prefix that reaches mass p of the whole; sample there."""
     probs, order = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = probs.cumsum(-1) - probs
-    rank = torch.arange(probs.shape[1])
+    rank = torch.arange(probs.shape[1], device=probs.device)
     kept = (rank < top_k[:, None]) & (mass_before <= top_p[:, None])
     picked = _invert(torch.where(kept, probs, 0.0), uniform)
     return order.gather(1, picked[:, None])[:, 0]

@@ -1,31 +1,35 @@
 """Continuous batching of the HF server: one thread that admits, prefills, decodes and retires requests.
 
-Only this thread uses the model and the running batch, so they need no locks. Other threads hand over calls (`submit`)
-and small functions (`run_now`, `run_alone`), which it runs between two steps.
+Only this thread uses the model, the running batch and the prefix cache, so they need no locks. Other threads hand over
+calls (`submit`) and small functions (`run_now`, `run_alone`), which it runs between two steps.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from megarl.hf_server import device as devices
 from megarl.hf_server.kv_cache import Decode, Prefill
 from megarl.hf_server.model import HFModel
+from megarl.hf_server.prefill import Fill, distinct, passes
+from megarl.hf_server.prefix_cache import PrefixCache
 from megarl.hf_server.running_batch import ABORTED, Call, Request, Running
 from megarl.hf_server.sampling import row_key
 
 T = TypeVar("T")
 
-_MAX_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass; bounds its activation memory
-_FREE_PADDING, _MAX_PADDING = 64, 0.25  # prompts share a pass while padding is at most this many tokens or this share
-_DEFAULT_CACHE_BYTES = 2 << 30
+_CACHED_SHARE = 0.25  # of max_total_tokens: the most that the prefix cache takes of what the running requests leave
+_MOST_CACHED = 1 << 18  # its tokens at most: each takes about 400 bytes of the host's memory, wherever its KV is
+WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"  # SGLang's tags of memory; this server has no graphs
 _GATHER_S = 0.001  # an idle engine waits until no call came for this time, so that a burst becomes one batch
 _GATHER_LIMIT_S = 0.02
 
@@ -39,6 +43,7 @@ class HFEngine:
         *,
         max_running: int,
         max_total_tokens: int | None,
+        memory_fraction: float | None = None,
         random_seed: int,
         weight_version: str,
         on_done: Callable[[list[Call]], object],
@@ -46,19 +51,22 @@ class HFEngine:
     ) -> None:
         self.model, self.max_running, self.weight_version = model, max_running, weight_version
         self.paused = False
-        self.released = False  # the KV cache is released; nothing is admitted until it is resumed
-        self.max_total_tokens = max_total_tokens or _default_tokens(model)
+        self.decode_sleep_s = 0.0  # of each step: benchmarks on few cores stand for servers that are apart
+        self._released: set[str] = set()  # what is released; nothing is admitted until all of it is resumed
+        self.max_total_tokens = max_total_tokens or model.most_tokens(memory_fraction)
+        self._max_cached = min(int(_CACHED_SHARE * self.max_total_tokens), _MOST_CACHED)
         self._cache = model.new_cache(self.max_total_tokens)
-        self._running = Running(max_running, model.vocab_size)
+        self._prefixes = PrefixCache(model.new_cache(self._max_cached))
+        self._running = Running(max_running, model.vocab_size, model.device)
         self._waiting: deque[Request] = deque()
-        self._seed, self._num_calls = random_seed, 0
+        self._seed, self._num_calls, self._num_loads = random_seed, 0, 0
         self._on_done, self._on_death = on_done, on_death
         self._changed = threading.Condition()
         self._inbox: list[Call] = []
         self._orders: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._lone_orders: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._stopping = False
-        self._thread = threading.Thread(target=self._main, name="cpu-engine", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     # ---- what other threads call
 
@@ -126,30 +134,52 @@ class HFEngine:
             row.finish_with(ABORTED)
         self._report([*running, *waiting])
 
-    def set_version(self, version: str) -> None:
-        """Tokens sampled from now on have this version."""
+    def load(self, load: Callable[[], None], version: str | None, *, flush: bool) -> None:
+        """Change the weights by calling `load`; tokens sampled from now on have this version, None: the one of before.
+
+        `flush`: empty the prefix cache first, as `flush_cache`.  Without it, KV is kept for requests with a salt.
+        """
+        self.model.check_memory()
+        if flush:
+            self.flush_cache()
+        self._num_loads += 1
+        load()
+        if version is None:
+            return
         self.weight_version = version
         for row, num_new in zip(self._running.rows, self._running.column("num_new").tolist(), strict=True):
             row.stamp(version, num_new)
 
     def flush_cache(self) -> None:
-        """Nothing to flush: KV does not outlive its request. As SGLang, raises ValueError while requests have KV."""
+        """Empty the prefix cache.  As SGLang, raises ValueError while requests have KV."""
         if self._running.count:
             raise ValueError(f"the cache cannot be flushed while {self._running.count} completions are running")
+        self._prefixes.clear()
 
-    def release(self) -> None:
+    def release(self, tags: Collection[str]) -> None:
+        """Free the memory of these kinds: the KV caches, and on a GPU the weights, whose values are lost.
+
+        On a CPU the weights stay, as in SGLang without its memory saver: no process waits for their memory.
+        """
         self.flush_cache()
-        self._cache.free()
-        self.released = True
+        if CACHE in tags:
+            self._cache.free()
+        if WEIGHTS in tags and self.model.device.type == "cuda":
+            self.model.memory.release()
+        self._released |= set(tags) - {GRAPHS}
+        devices.free_cached(self.model.device)
 
-    def take_back(self) -> None:
-        """Resume the KV cache: it may be allocated again."""
-        self.released = False
+    def take_back(self, tags: Collection[str]) -> None:
+        """Resume: the KV cache may be allocated again; released weights need a push."""
+        if WEIGHTS in tags and self.model.memory.released:
+            self.model.memory.resume()
+        self._released -= set(tags)
 
     # ---- the thread
 
     def _main(self) -> None:
         try:
+            devices.use(self.model.device)
             with torch.inference_mode():
                 while not self._stopping:
                     self._wait_for_work()
@@ -190,7 +220,7 @@ class HFEngine:
         return bool(self._lone_orders) and (self.paused or not self._running.count)
 
     def _may_admit(self) -> bool:
-        return not (self.paused or self.released or self._lone_orders)
+        return not (self.paused or self._released or self._lone_orders)
 
     def _gather(self) -> None:
         limit = time.monotonic() + _GATHER_LIMIT_S
@@ -210,29 +240,51 @@ class HFEngine:
             rows.append(self._waiting.popleft())
             longest = length
         if rows:
-            used = (self._running.count, self._used_positions())
-            self._cache.reserve(self._running.count + len(rows), longest, used)
-            for sequences in _prefill_groups(rows):
-                self._prefill(sequences)
+            self._reserve(len(rows), longest)
+            self._prefill(rows)
 
-    def _prefill(self, sequences: Sequence[list[Request]]) -> None:
-        """One pass over distinct sequences; several requests may share one."""
-        tokens, lengths = _right_padded([rows[0].sequence for rows in sequences])
-        source = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor([len(rows) for rows in sequences]))
-        first = self._running.count
-        hidden = self.model.prefill(tokens, Prefill(self._cache, first, source))
-        logits = self.model.logits(hidden[torch.arange(len(sequences)), lengths - 1])
-        for place, rows in enumerate(sequences):
-            if rows[0].prompt_log_probs_from is not None and rows[0].prompt_log_probs is None:
-                self._score_prompt(rows, hidden[place])
-        rows = [row for group in sequences for row in group]
+    def _reserve(self, num_rows: int, positions: int) -> None:
+        """Slots for so many more rows; the prefix cache makes room for them, or has more again when they are few."""
+        running, slots = self._running.count, self._running.count + num_rows
+        if not running and math.prod(self._cache.size) > self.max_total_tokens - self._max_cached:
+            self._cache.free()
+        taken = math.prod(self._cache.size_for(slots, positions))
+        self._prefixes.limit(min(self._max_cached, self.max_total_tokens - taken))
+        self._cache.reserve(slots, positions, used=(running, self._used_positions()))
+
+    def _prefill(self, rows: Sequence[Request]) -> None:
+        """The KV and the first token of new rows.  Those without a salt share KV until the weights change."""
         for row in rows:
-            row.stamp(self.weight_version, len(row.token_ids))
-        self._running.add(rows)
-        self._retire(self._running.draw_next(logits[source], first))
+            row.salt = self._num_loads if row.salt is None else row.salt
+        groups = passes(distinct(rows, self._prefixes), first_slot=self._running.count)
+        fills = [fill for group in groups for fill in group]
+        self._prefixes.load(self._cache, [(fill.places, fill.slots) for fill in fills])
+        complete = [self._prefill_together(group) for group in groups]
+        self._prefixes.store(self._cache, [(f.salt, f.slots[0], len(f.places), f.tokens) for f in fills])
+        self._retire(torch.cat(complete))
+
+    def _prefill_together(self, fills: Sequence[Fill]) -> Tensor:
+        """One pass over sequences whose slots hold what is cached of them; returns the places of complete rows."""
+        device = self.model.device
+        tokens = _right_padded([fill.tokens[len(fill.places) :] for fill in fills], device)
+        source = [place for place, fill in enumerate(fills) for _ in fill.rows]
+        starts, counts = [len(fill.places) for fill in fills], [fill.num_new for fill in fills]
+        first = self._running.count
+        hidden = self.model.prefill(tokens, Prefill(self._cache, first, source, starts, counts))
+        last = hidden[torch.arange(len(fills), device=device), torch.tensor(counts, device=device) - 1]
+        for fill, states in zip(fills, hidden, strict=True):
+            self._score_prompt([row for row in fill.rows if row.needs_scores], states)
+            for number, row in enumerate(fill.rows):
+                row.stamp(self.weight_version, len(row.token_ids))
+                if not row.num_retractions:
+                    row.cached_tokens = len(fill.tokens) - 1 if number else len(fill.places)
+        self._running.add([row for fill in fills for row in fill.rows])
+        return self._running.draw_next(self.model.logits(last)[torch.tensor(source, device=device)], first)
 
     def _score_prompt(self, rows: Sequence[Request], hidden: Tensor) -> None:
-        prompt = torch.tensor(rows[0].prompt)
+        if not rows:
+            return
+        prompt = torch.tensor(rows[0].prompt, device=self.model.device)
         log_probs = torch.log_softmax(self.model.logits(hidden[: len(prompt) - 1]).float(), dim=-1)
         scores = log_probs.gather(1, prompt[1:, None])[:, 0].tolist()
         for row in rows:
@@ -240,6 +292,7 @@ class HFEngine:
 
     def _step(self) -> None:
         """One token for every running request."""
+        time.sleep(self.decode_sleep_s)
         positions = self._running.column("length") - 1
         length = self._used_positions() + 1
         logits = self.model.decode(
@@ -255,17 +308,22 @@ class HFEngine:
         if len(places):
             self._report(self._take(places.tolist()))
 
-    def _take(self, places: Sequence[int]) -> list[Request]:
+    def _take(self, places: Sequence[int], *, keep_kv: bool = True) -> list[Request]:
         """Remove requests from the running batch; returns them with their tokens so far."""
         if not places:
             return []
-        chosen, used = torch.tensor(places), self._used_positions()
+        chosen, used = torch.tensor(places, device=self.model.device), self._used_positions()
         rows = self._running.collect(chosen)
+        if keep_kv:  # of all tokens but the last, which no pass has read
+            written = zip(rows, places, strict=True)
+            self._prefixes.store(
+                self._cache, [(row.salt, slot, len(row.sequence), row.sequence[:-1]) for row, slot in written]
+            )
         self._cache.move(*self._running.remove(chosen), used)
         return rows
 
     def _retract(self) -> None:
-        rows = self._take(range(self._running.count))
+        rows = self._take(range(self._running.count), keep_kv=False)
         for row in rows:
             row.num_retractions += 1
         self._waiting.extendleft(reversed(rows))
@@ -283,35 +341,7 @@ def _run(order: Callable[[], Any], future: Future[Any]) -> None:
         future.set_exception(error)
 
 
-def _default_tokens(model: HFModel) -> int:
-    """As many tokens as fit into 2 GiB of keys and values, but at least one whole context."""
-    one = model.new_cache(1)
-    one.reserve(1, 1, used=(0, 0))
-    return max(model.context_length, _DEFAULT_CACHE_BYTES // one.data.nbytes)
-
-
-def _prefill_groups(rows: Sequence[Request]) -> list[list[list[Request]]]:
-    """Requests of one prompt share a sequence, sequences of similar length a pass: passes -> sequences -> requests."""
-    shared: dict[int, list[Request]] = {}
-    for row in rows:
-        shared.setdefault(id(row) if row.token_ids else id(row.prompt), []).append(row)
-    groups: list[list[list[Request]]] = []
-    real = 0
-    for same in sorted(shared.values(), key=lambda same: len(same[0].sequence)):
-        length = len(same[0].sequence)
-        padded = (len(groups[-1]) + 1) * length if groups else 0
-        padding = padded - real - length
-        if not groups or padded > _MAX_PREFILL_TOKENS or padding > max(_FREE_PADDING, _MAX_PADDING * padded):
-            groups.append([])
-            real = 0
-        groups[-1].append(same)
-        real += length
-    return groups
-
-
-def _right_padded(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """-> tokens [S, longest], lengths [S]"""
-    lengths = [len(s) for s in sequences]
-    longest = max(lengths)
-    tokens = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences])
-    return tokens, torch.tensor(lengths)
+def _right_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """-> [S, longest]"""
+    longest = max(map(len, sequences))
+    return torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=device)

@@ -1,9 +1,9 @@
 """Unpickles the payload of /update_weights_from_tensor on the HF server, without trust in the sender.
 
 A pickle may call any function.  Here only an allow-list is available: the functions that rebuild a tensor over shared
-memory, plain values, and torch's dtypes.  Shared memory is opened only under names that torch creates, through a
-manager socket of the same user.  A sender with the server's token can still make the server read memory that this user
-already shares, and nothing else.
+memory or over GPU memory of another process (CUDA IPC), plain values, and torch's dtypes.  Shared memory is opened only
+under names that torch creates, through a manager socket of the same user.  A sender with the server's token can still
+make the server read memory that this user already shares, and nothing else.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from megarl.rollout.protocol import DTYPES
 
 _PATIENCE = 5  # attempts: torch waits one second for its manager, which may be too short on a busy machine
 _HANDLE = re.compile(r"/torch_\d+_\d+_\d+")
+_CUDA_STORAGE_FIELDS = 8  # those after the device among rebuild_cuda_tensor's arguments
+_CUDA_COUNTERS = 10_000  # reference counts in one file of torch's (CUDA_IPC_REF_COUNTER_FILE_SIZE in CudaIPCTypes.h)
+_CUDA_HANDLE_BYTES = 64  # of CUDA's own IPC handles (CUDA_IPC_HANDLE_SIZE)
 
 
 def read_bucket(text: str) -> dict[str, Tensor]:
@@ -71,8 +74,7 @@ def _open_storage(cls: type, manager: Any, handle: Any, size: int) -> Any:
     found = os.lstat(path)
     if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
         raise ValueError(f"the payload's shared memory is managed at {path}: expected a socket of this user")
-    if not _HANDLE.fullmatch(os.fsdecode(handle)):
-        raise ValueError(f"the payload's shared memory is named {handle!r}: expected a name as torch gives them")
+    _check_name(handle)
     for _ in range(_PATIENCE):
         try:
             return reductions.rebuild_storage_filename(torch.UntypedStorage, manager, handle, int(size))
@@ -81,14 +83,66 @@ def _open_storage(cls: type, manager: Any, handle: Any, size: int) -> Any:
     raise failure
 
 
+def _open_cuda_tensor(
+    _cls: type, size: Any, stride: Any, offset: Any, _storage_cls: type, dtype: Any, uuid: Any, *storage: Any
+) -> Tensor:
+    """As torch's rebuild_cuda_tensor, but the GPU is named by its UUID, as the sender does (weights.push.shared).
+
+    `storage`: the IPC handle of the allocation, its place there, and the handles by which torch counts references, of
+    which one is the name of shared memory.  torch writes to the count at its index in this memory without a check.
+    """
+    if len(storage) != _CUDA_STORAGE_FIELDS:
+        raise ValueError(
+            f"the payload's GPU memory has {len(storage)} fields: expected {_CUDA_STORAGE_FIELDS}, as torch"
+        )
+    handle, num_bytes, offset_bytes, _, counters, counter, *_ = storage
+    _check_name(counters)
+    _check_number("storage_size_bytes", num_bytes)
+    _check_number("storage_offset_bytes", offset_bytes)
+    _check_number("ref_counter_offset", counter, _CUDA_COUNTERS)
+    _check_cuda_handle(handle)
+    gpus = range(torch.cuda.device_count())
+    found = [gpu for gpu in gpus if str(torch.cuda.get_device_properties(gpu).uuid) == uuid]
+    if not found:
+        raise ValueError(f"the payload lies on GPU {uuid!r}, which this server does not see")
+    return reductions.rebuild_cuda_tensor(
+        Tensor, size, stride, offset, torch.storage.TypedStorage, dtype, found[0], *storage
+    )
+
+
+def _check_number(name: str, value: Any, end: int = 2**63) -> None:
+    if type(value) is not int or not 0 <= value < end:
+        raise ValueError(f"the payload's GPU memory has {name}={value!r}: expected an integer from 0 to {end - 1}")
+
+
+def _check_cuda_handle(handle: Any) -> None:
+    """Only memory of cudaMalloc: torch opens an expandable segment by file descriptors of any process that it names.
+
+    torch writes a byte for its version and one for the kind before CUDA's handle; early versions wrote neither
+    (CUDACachingAllocator.cpp).
+    """
+    if type(handle) is not bytes or (len(handle) != _CUDA_HANDLE_BYTES and handle[1:2] != b"c"):
+        raise ValueError(
+            "the payload's GPU memory has another handle than one of cudaMalloc: expected a trainer without "
+            "expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
+        )
+
+
+def _check_name(handle: Any) -> None:
+    if not _HANDLE.fullmatch(os.fsdecode(handle)):
+        raise ValueError(f"the payload's shared memory is named {handle!r}: expected a name as torch gives them")
+
+
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Tensor"): Tensor,
     ("types", "SimpleNamespace"): SimpleNamespace,
     ("torch", "Size"): torch.Size,
     ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+    ("torch.storage", "TypedStorage"): torch.storage.TypedStorage,
     ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,
     ("torch.multiprocessing.reductions", "rebuild_typed_storage"): reductions.rebuild_typed_storage,
     ("torch.multiprocessing.reductions", "rebuild_storage_filename"): _open_storage,
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _open_cuda_tensor,
     **{("torch", name): dtype for name, dtype in {**DTYPES, "uint8": torch.uint8}.items()},
 }
 

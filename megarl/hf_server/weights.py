@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,12 @@ class WeightUpdates:
         address, port = _field(body, "master_address", str), _field(body, "master_port", int)
         if not 0 < rank < world_size:
             raise ValueError(f"rank_offset={rank}: expected 1 .. world_size-1 ({world_size - 1}); rank 0 sends")
-        if backend != "gloo":
-            raise ValueError(f"backend={backend!r}: the hf engine speaks gloo")
+        device = self._engine.model.device
+        if backend != (expected := "nccl" if device.type == "cuda" else "gloo"):
+            raise ValueError(
+                f"backend={backend!r}: this server runs on {device.type} and speaks {expected}; expected a trainer on "
+                f"{device.type} (trainer.device)"
+            )
         if name in self._groups:
             raise ValueError(f"group_name={name!r}: this server is already in that group, expected a new name")
         try:  # outside the lock: a rendezvous without peers must not block other groups
@@ -88,18 +93,20 @@ class WeightUpdates:
                 raise ValueError(
                     f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes: expected equally many"
                 )
-            self._engine.model.check_weights(names, dtypes, shapes)
+            model = self._engine.model
+            model.check_weights(names, dtypes, shapes)
+            model.check_memory()
             load_format = body.get("load_format")
             if load_format not in (None, FLATTENED):
                 raise ValueError(f"load_format={load_format!r}: expected null or {FLATTENED!r}")
             self._check_flush(body)
             receive = _receive_flattened if load_format == FLATTENED else _receive_each
+            incoming = _Incoming(group, model.device, timedelta(seconds=self._timeout_s))
             try:
-                tensors = receive(group, names, dtypes, shapes)
+                tensors = receive(incoming, names, dtypes, shapes)
             except RuntimeError as error:  # torch's error for a lost peer or a timeout
                 raise ValueError(f"nothing was loaded, because the broadcast failed: {_first_line(error)}") from error
-            self._apply(tensors, body)
-        return f"loaded {len(tensors)} tensors"
+            return self._apply(tensors, body)
 
     def from_tensor(self, body: Mapping[str, Any]) -> str:
         """Load a bucket in memory that another process of this machine shares, or run the custom weight loader."""
@@ -115,15 +122,13 @@ class WeightUpdates:
             tensors = read_bucket(text)
             dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
             self._engine.model.check_weights(list(tensors), dtypes, [t.shape for t in tensors.values()])
-            self._apply(tensors, body)
-        return f"loaded {len(tensors)} tensors"
+            return self._apply(tensors, body)
 
     def from_disk(self, body: Mapping[str, Any]) -> str:
         with self._lock:
             self._check_flush(body)
             tensors = self._engine.model.read_folder(_field(body, "model_path", str))
-            self._apply(tensors, body)
-        return f"loaded {len(tensors)} tensors"
+            return self._apply(tensors, body)
 
     def _group(self, name: str) -> dist.ProcessGroup:
         if name not in self._groups:
@@ -135,11 +140,20 @@ class WeightUpdates:
             raise ValueError(f"no weight update is open: expected {Route.BEGIN_UPDATE} first")
 
     def _check_flush(self, body: Mapping[str, Any]) -> None:
+        """Refuse before a transfer what would be refused after it."""
         if self._engine.paused and body.get("flush_cache", True):
             self._engine.run_now(self._engine.flush_cache).result()
 
-    def _apply(self, tensors: Mapping[str, Tensor], body: Mapping[str, Any]) -> None:
-        self._order(lambda: self._engine.model.load_weights(tensors), body)
+    def _apply(self, tensors: dict[str, Tensor], body: Mapping[str, Any]) -> str:
+        """Load and drop the tensors: the sender waits until memory that it shares is released."""
+        said = f"loaded {len(tensors)} tensors"
+
+        def load() -> None:
+            self._engine.model.load_weights(tensors)
+            tensors.clear()
+
+        self._order(load, body)
+        return said
 
     def _apply_loader(self, text: str, body: Mapping[str, Any]) -> None:
         module, _, name = WEIGHT_LOADER.rpartition(".")
@@ -159,30 +173,36 @@ class WeightUpdates:
 
     def _order(self, load: Callable[[], None], body: Mapping[str, Any]) -> None:
         """Run `load` between two steps of the engine, and set the version with it."""
-        version = body.get("weight_version")
-
-        def order() -> None:
-            load()
-            if version is not None:
-                self._engine.set_version(str(version))
-
+        version, flush = body.get("weight_version"), bool(body.get("flush_cache", True))
+        version = None if version is None else str(version)
         if body.get("abort_all_requests"):
             self._engine.run_now(lambda: self._engine.abort(lambda row: True)).result()
-        self._engine.run_alone(order).result()
+        self._engine.run_alone(lambda: self._engine.load(load, version, flush=flush)).result()
+
+
+class _Incoming(NamedTuple):
+    """Broadcasts of rank 0 of a group, received in memory of `device`."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    timeout: timedelta
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        # The wait has its own limit: with NCCL a wait without one returns before anything has arrived.
+        dist.broadcast(tensor, src=0, group=self.group, async_op=True).wait(self.timeout)
+        return tensor
 
 
 def _receive_each(
-    group: dist.ProcessGroup, names: list[str], dtypes: list[str], shapes: list[list[int]]
+    incoming: _Incoming, names: list[str], dtypes: list[str], shapes: list[list[int]]
 ) -> dict[str, Tensor]:
-    tensors = {}
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
-        dist.broadcast(tensors[name], src=0, group=group)
-    return tensors
+    each = zip(names, dtypes, shapes, strict=True)
+    return {name: incoming.receive(shape, DTYPES[dtype]) for name, dtype, shape in each}
 
 
 def _receive_flattened(
-    group: dist.ProcessGroup, names: list[str], dtypes: list[str], shapes: list[list[int]]
+    incoming: _Incoming, names: list[str], dtypes: list[str], shapes: list[list[int]]
 ) -> dict[str, Tensor]:
     """One broadcast of all bytes; the tensors are views of them, so each must start at a multiple of its item size."""
     sizes = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
@@ -190,8 +210,7 @@ def _receive_flattened(
     for name, dtype, start in zip(names, dtypes, starts, strict=True):
         if start % DTYPES[dtype].itemsize:
             raise ValueError(f"nothing was loaded, because {name} ({dtype}) would start at byte {start} of the bucket")
-    flat = torch.empty(sum(sizes), dtype=torch.uint8)
-    dist.broadcast(flat, src=0, group=group)
+    flat = incoming.receive([sum(sizes)], torch.uint8)
     return {
         name: flat[start : start + size].view(DTYPES[dtype]).view(shape)
         for name, dtype, shape, start, size in zip(names, dtypes, shapes, starts, sizes, strict=True)

@@ -67,7 +67,7 @@ class _CpuMesh(DeviceMesh):
 def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _Device("cpu")  # about 60 places: rope, linears, p2p, gradient buffers
-    cuda.synchronize = lambda device=None: None  # p2p_communication:398 (every pipeline), filesystem_async:230
+    cuda.synchronize = lambda device=None: None  # p2p_communication:398 (every pipeline)
     cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     cuda.Stream = cuda.Event = _NullStream

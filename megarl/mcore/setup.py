@@ -36,26 +36,35 @@ def device_for(name: str) -> torch.device:
     return torch.device("cuda", first + own)
 
 
+def backend_of(device: str) -> str:
+    """cpu | cuda -> what a world speaks whose tensors are there.
+
+    On GPUs this is NCCL alone: with gloo beside it, every group would open a socket for every pair of its ranks.
+    Tensors in host memory need a group of their own, such as `replica_group`.
+    """
+    return "nccl" if device == "cuda" else "gloo"
+
+
 def initialize(layout: Layout, *, device: str = "auto", seed: int = 0, timeout_s: float = 600.0) -> RankInfo:
     """Join the world that the environment variables describe, and make Megatron's process groups.
 
     A collective that waits longer than `timeout_s` raises (gloo's own default is 30 minutes).
+
+    All collectives of the world and of Megatron's groups are of tensors on the device: see `backend_of`.
     """
     cpu.activate()
     where = device_for(device)
-    backend = "gloo"
     if where.type == "cuda":
         torch.cuda.set_device(where)
-        backend = "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+        dist.init_process_group(backend_of(where.type), timeout=datetime.timedelta(seconds=timeout_s))
     return make_groups(layout, seed=seed, timeout_s=timeout_s)
 
 
-def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0, gloo: bool = True) -> RankInfo:
+def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0) -> RankInfo:
     """Megatron's groups of one layout in an initialised world; can be called again after `destroy_groups`.
 
-    `gloo` False leaves out the groups for tensors in host memory; making them waits for all ranks of the world.
+    Without Megatron's further groups for tensors in host memory: only its own checkpoints of optimizers need them.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -70,7 +79,7 @@ def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0, gloo
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
-        create_gloo_process_groups=gloo,
+        create_gloo_process_groups=False,
     )
     # Dropout is 0 in RL, so no CUDA generator is needed: with this tracker, forks are no-ops.
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
@@ -97,7 +106,7 @@ def replica_group(*, timeout_s: float = 600.0) -> Any:
     Collective over all ranks.  Never make one gloo group of all ranks: it opens a socket for every pair of ranks.
     """
     where, world = rank_info(), dist.get_world_size()
-    device = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend() else "cpu"
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     replicas = torch.empty(world, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(replicas, torch.tensor([where.replica], device=device))
     mine = None

@@ -307,6 +307,47 @@ RULES: tuple[Rule, ...] = (
         "algorithm.rollout_correction.reject_low and reject_high",
     ),
     Rule(
+        "correction_missing",
+        ("rollout_corr/is_on", "rollout_corr/ess", "off_policy/version_lag/mean"),
+        5,
+        signals.uncorrected,
+        "older weights wrote the tokens, by which over 5 % of them are lost (rollout_corr/ess), and nothing corrects "
+        "for it; set algorithm.rollout_correction.level=token, or algorithm.rollout_correction.bypass=true",
+    ),
+    # the schedule of rollout and training
+    Rule(
+        "ahead_too_small",
+        ("rollout/idle_share", "rollout/finished_waiting", "rollout/in_flight"),
+        10,
+        signals.waits_for_rollout,
+        "the trainer waits for completions in over 10 % of its time (rollout/idle_share) and none is ever ready; raise "
+        "rollout.ahead, or add servers (rollout.num_servers) if they are full (rollout/servers_idle_share)",
+    ),
+    Rule(
+        "ahead_too_large",
+        ("rollout/iterations_waiting",),
+        10,
+        signals.above(1.0),
+        "more than an iteration of finished groups always waits (rollout/iterations_waiting) and only becomes older; "
+        "lower rollout.ahead",
+    ),
+    Rule(
+        "prefix_stale",
+        ("rollout/stale_prefix",),
+        3,
+        signals.above(0),
+        "servers keep using the cache of older weights for prompts, and are asked again (rollout/stale_prefix); use "
+        "an engine that separates the cache by weights, or rollout.sglang.args=[--disable-radix-cache]",
+    ),
+    Rule(
+        "tokens_wasted",
+        ("rollout/tokens_wasted_share",),
+        5,
+        signals.above(0.1),
+        "over 10 % of the tokens are generated and never trained (rollout/tokens_wasted_share, and by cause below it); "
+        "look at the logs of the servers, raise rollout.request_timeout_s, or lower rollout.piece_tokens",
+    ),
+    Rule(
         "rollouts_lost",
         ("rollout/lost",),
         5,

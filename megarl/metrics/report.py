@@ -18,6 +18,9 @@ from rich.text import Text
 from megarl.metrics.jsonl import append_lines
 from megarl.sample import Prompt, Sample
 
+SAMPLES = "samples.jsonl"
+VISITS = "visits.jsonl"  # {"step", "trained": [visits of prompts], "filtered": [...], "lost": [...]}
+
 
 @dataclass(frozen=True)
 class Answer:

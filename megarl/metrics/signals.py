@@ -158,6 +158,16 @@ def too_old(ess: Sequence[float], lag: Sequence[float]) -> bool:
     return max(ess) < 0.7 and min(lag) > 0
 
 
+def uncorrected(is_on: Sequence[float], ess: Sequence[float], lag: Sequence[float]) -> bool:
+    """The weights are stale, the effective sample size is below 0.95, and no correction is set."""
+    return max(is_on) == 0 and max(ess) < 0.95 and min(lag) > 0
+
+
+def waits_for_rollout(idle: Sequence[float], waiting: Sequence[float], in_flight: Sequence[float]) -> bool:
+    """The trainer waits although it runs ahead, and nothing finished is ever left over."""
+    return min(idle) > 0.1 and max(waiting) == 0 and min(in_flight) > 0
+
+
 def all_equal(highest: Sequence[float], lowest: Sequence[float]) -> bool:
     """In every step the highest value equals the lowest."""
     return all(high == low for high, low in zip(highest, lowest, strict=True))

@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.sample import Batch, Stats
+from megarl.token_age import by_age, token_ages
 
 
 def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]:
     """Statistics of a scored batch; statistics without their input are left out.
 
-    Args: batch: column response_mask and any of token_level_rewards, advantages, returns, values; per sequence score,
-        truncated, version_min.  version: of the weights that will be trained.
+    Args: batch: column response_mask and any of token_level_rewards, advantages, returns, values, versions; per
+        sequence score, truncated, version_min.  version: of the weights that will be trained.
     Returns: critic/{score,rewards,advantages,returns,values}/*, response_length/*, prompt_length/*,
-        off_policy/version_lag/*.
+        off_policy/version_lag/*, off_policy/token_age/*.
     """
     mask = batch.columns["response_mask"] != 0
     out = _spread("critic/score", batch.per_sequence["score"]) if "score" in batch.per_sequence else {}
@@ -34,6 +36,8 @@ def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]
     if version is not None and "version_min" in batch.per_sequence:
         lag = _spread("off_policy/version_lag", version - batch.per_sequence["version_min"])
         out |= {name: value for name, value in lag.items() if not name.endswith("/min")}
+    if version is not None and "versions" in batch.columns:
+        out |= _ages(token_ages(batch.columns["versions"], version), mask)
     return out
 
 
@@ -101,6 +105,21 @@ def _lengths(batch: Batch, mask: Tensor) -> dict[str, float]:
     if "truncated" in batch.per_sequence:
         out["response_length/clip_ratio"] = batch.per_sequence["truncated"].double().mean().item()
     return out
+
+
+def _ages(ages: Tensor, mask: Tensor) -> dict[str, float]:
+    """Mean, median, 99th percentile and maximum of the tokens' ages [N], and the share of each bucket of ages.
+
+    {} if the weights in training generated all tokens.
+    """
+    parts = by_age(ages, mask)
+    if not parts:
+        return {}
+    found = ages[mask].numpy()
+    median, p99 = np.quantile(found, (0.5, 0.99), method="inverted_cdf")  # ages that occur, nothing between them
+    out = {"mean": found.mean(), "p50": median, "p99": p99, "max": found.max()}
+    out |= {f"share/{name}": float(part.sum()) / len(found) for name, part in parts.items()}
+    return {f"off_policy/token_age/{name}": float(value) for name, value in out.items()}
 
 
 def _sum_per_sequence(batch: Batch, column: Tensor, mask: Tensor) -> Tensor:

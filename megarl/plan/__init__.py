@@ -6,7 +6,8 @@
     time/        flops.py and gpus.py (data sheets) give upper limits, constants.py the shares that are reached:
                  passes.py and training.py for the trainer, serving.py and lengths.py for servers, transfers.py between
     a run        job.py has all input numbers, from_config.py reads them from a Config, predict.py combines the
-                 results, candidates.py and search.py search for better layouts
+                 results, limits.py compares them with the configuration's time limits, server_args.py reads the
+                 servers' own arguments, candidates.py and search.py search for better layouts
     command/     report.py is `trainer.check_only`; request.py, command.py and show.py are `megarl plan`; cluster.py
                  selects its GPUs
 

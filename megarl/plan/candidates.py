@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from megarl.config.suggest import divisors
-from megarl.config.validate.servers import server_misfits
+from megarl.config.validate.servers import FAMILIES_WITH_ADP, server_misfits
 from megarl.layout import Layout, ModelNumbers, misfits, numbers_of, rank_misfits, training_misfits
 from megarl.plan.job import Job, Role
 
@@ -45,7 +45,8 @@ def servers(job: Job) -> Iterator[Job]:
     """The same run with other servers on the same number of GPUs.
 
     Expert parallelism of servers does not change the predicted time, so each server size is tried once, with the run's
-    own choice: over all GPUs of a server or over none; the other choice if this one is invalid.
+    own choice: over all GPUs of a server or over none; the other choice if this one is invalid.  Attention data
+    parallelism is tried for models with experts or latent attention.
     """
     is_dealt = job.server_ep == job.server_gpus > 1
     total, numbers = job.num_servers * job.server_gpus, numbers_of(job.hf)
@@ -56,7 +57,16 @@ def servers(job: Job) -> Iterator[Job]:
         ways_of_size = [ep for ep in (1, size) if next(server_misfits(numbers, size, ep), None) is None]
         if ways_of_size:
             ep = ways_of_size[-1] if is_dealt else ways_of_size[0]
-            yield replace(job, server_gpus=size, server_ep=ep, num_servers=total // size)
+            other = replace(job, server_gpus=size, server_ep=ep, num_servers=total // size)
+            yield from (replace(other, attention_dp=groups) for groups in _groups(job, numbers, size, ep))
+
+
+def _groups(job: Job, numbers: ModelNumbers, size: int, ep: int) -> Iterator[int]:
+    """Numbers of attention groups of a server."""
+    yield 1
+    if job.hf.get("model_type") in FAMILIES_WITH_ADP and (numbers.num_experts or numbers.kv_latent_size):
+        several = (groups for groups in divisors(size) if groups > 1)
+        yield from (groups for groups in several if not any(server_misfits(numbers, size, ep, groups)))
 
 
 def _experts(numbers: ModelNumbers, sizes: list[int]) -> list[tuple[int, int | None]]:

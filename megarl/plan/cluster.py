@@ -36,6 +36,8 @@ def plan_of(request: Request, words: list[str]) -> Plan:
         said.append(f"--gpu {gpu.name}, because the layout is called {named[0]}")
     else:
         raise ValueError(f"--gpu is missing, and no layout says it; expected one of {', '.join(gpus.GPUS)}")
+    if request.host:
+        gpu = replace(gpu, host_bytes=int(request.host * 1e9))
     if request.nic:
         gpu = replace(gpu, nic_bandwidth=request.nic * 1e9 / 8)
     if request.link:

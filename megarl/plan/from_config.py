@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megarl.config import Config, layout_of, model_config
 from megarl.config.resolve import MICRO_BATCH_KEYS
+from megarl.plan import server_args
 from megarl.plan.gpus import Gpu
-from megarl.plan.job import Job, Role
-from megarl.plan.memory.count import check
+from megarl.plan.job import Job, Role, TimeLimits
+from megarl.plan.memory.count import check, whole
+from megarl.plan.memory.memory import bucket_bytes_of
 
 MEMORY_FRACTION = 0.85  # approximately SGLang's default
 # Assumed mean lengths of prompts and completions, as shares of their limits, if the user gives none.
@@ -22,10 +25,13 @@ def job_of(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Job:
-    """The run on such GPUs.  Lengths are means.  Raises: ValueError if a model's numbers are not known."""
+    """The run on such GPUs.  Lengths are means.
+
+    Raises: ValueError if a model's numbers are not known, or for a value in rollout.sglang.args.
+    """
     data, rollout, actor = config.data, config.rollout, config.actor
     own = role_of(config, "actor")
-    return Job(
+    job = Job(
         hf=own.hf,
         gpu=gpu,
         layout=own.layout,
@@ -51,18 +57,37 @@ def job_of(
         optimizer_offload=own.optimizer_offload,
         lora_rank=own.lora_rank,
         local=own.local,
+        # The planner does not know whether the cluster has deep_ep, so auto is planned as alltoall.
+        dispatch="once" if actor.megatron.moe_token_dispatcher_type == "flex" else "each",
         critic=role_of(config, "critic") if config.uses_critic else None,
         reference=role_of(config, "ref") if config.uses_reference else None,
         shared=rollout.placement == "shared",
         server_gpus=rollout.tensor_model_parallel_size,
         num_servers=len(rollout.urls) or rollout.num_servers,
         server_ep=rollout.expert_parallel_size,
+        attention_dp=rollout.attention_dp,
+        server_precision="fp8" if rollout.quantization == "fp8" else "bf16",
         memory_fraction=rollout.memory_fraction or MEMORY_FRACTION,
         max_running=rollout.max_running_requests,
+        max_total_tokens=rollout.max_total_tokens,
         ahead=rollout.ahead,
-        push="sharded" if rollout.push == "auto" else rollout.push,
-        bucket_bytes=rollout.bucket_bytes,
+        order=rollout.order,
+        push="sharded" if rollout.push in ("auto", "sharded") else "gathered",  # shared falls back, GPUs being apart
+        bucket_bytes=rollout.bucket_bytes or bucket_bytes_of(_WIDTHS[rollout.dtype] * whole(own.hf)),
+        async_save=config.trainer.async_save and config.trainer.save_freq > 0,
+        time_limits=TimeLimits(
+            request_s=rollout.request_timeout_s,
+            piece_tokens=rollout.piece_tokens,
+            start_s=rollout.start_timeout_s,
+            call_s=config.trainer.call_timeout_s,
+            loads_servers=not rollout.urls and not config.first_push_is_whole,
+            saves=config.trainer.save_freq > 0,
+        ),
     )
+    return replace(job, **server_args.read(rollout.sglang.args)) if rollout.engine != "hf" else job
+
+
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number
 
 
 def role_of(config: Config, name: str) -> Role:
@@ -73,6 +98,7 @@ def role_of(config: Config, name: str) -> Role:
     sequences = getattr(node, keys.per_rank)
     limit = getattr(node, keys.tokens) if sequences is None else sequences * longest
     recompute = recompute_of(megatron)
+    lora_rank = config.actor.lora.rank if name == "actor" else 0  # adapters need local layers
     return Role(
         name=name,
         hf=numbers_of_model(config, name),
@@ -88,8 +114,8 @@ def role_of(config: Config, name: str) -> Role:
         overlap_grad_reduce=megatron.overlap_grad_reduce,
         param_offload=megatron.param_offload,
         optimizer_offload=megatron.optimizer_offload,
-        lora_rank=config.actor.lora.rank if name == "actor" else 0,
-        local=config.trainer.device == "cpu" or megatron.transformer_impl == "local",
+        lora_rank=lora_rank,
+        local=config.trainer.device == "cpu" or megatron.transformer_impl == "local" or lora_rank > 0,
     )
 
 

@@ -24,6 +24,7 @@ class Gpu:
     link_bandwidth: float  # B/s to other GPUs of the machine, one direction
     nic_bandwidth: float  # B/s to other machines, one direction
     host_bandwidth: float = 55e9  # B/s to host memory, one direction
+    host_bytes: int | None = None  # host memory of a machine; None: unknown
     link_domain: int | None = None  # GPUs connected by the links; None: those of a machine
 
 

@@ -37,6 +37,18 @@ class Role:
 
 
 @dataclass(frozen=True)
+class TimeLimits:
+    """Limits of a configuration, in seconds."""
+
+    request_s: float  # rollout.request_timeout_s
+    piece_tokens: int  # rollout.piece_tokens: of a request; 0: a whole completion
+    start_s: float  # rollout.start_timeout_s
+    call_s: float  # trainer.call_timeout_s
+    loads_servers: bool  # servers read the weights from disk: else the first push brings them
+    saves: bool  # checkpoints
+
+
+@dataclass(frozen=True)
 class Job:
     """A run on a cluster.  Example: Job(hf, find("h100"), layout=Layout(tp=4), num_ranks=64, num_servers=16, ...)."""
 
@@ -71,7 +83,7 @@ class Job:
     lora_rank: int = 0
     local: bool = False
     scores_old: bool = True  # a forward pass for the old log-probs
-    dispatch: str = "each"  # each (a token is sent to each chosen expert, as here) | once (once per machine)
+    dispatch: str = "each"  # each (alltoall: a token is sent to each chosen expert) | once (DeepEP: once per machine)
 
     # other models on the same or further ranks
     critic: Role | None = None
@@ -82,14 +94,22 @@ class Job:
     server_gpus: int = 1  # per server
     num_servers: int = 1
     server_ep: int = 1
+    attention_dp: int = 1  # groups of a server's GPUs that share its requests and KV cache
     server_precision: str = "bf16"  # bf16 | fp8: of its weights and matrix products
     memory_fraction: float = 0.7  # of a GPU, for weights and KV cache
     max_running: int = 256  # concurrent requests of a server
+    max_total_tokens: int | None = None  # limit of a server's KV cache; None: all that fit
+    cache_width: int = 2  # bytes of a number in the KV cache
+    not_modelled: tuple[str, ...] = ()  # arguments of the servers that change nothing here
     ahead: int = 0  # iterations of prefetch
+    order: str = "finished"  # finished | prompts: what the trainer takes of it
 
     # the push
-    push: str = "sharded"  # sharded (shard to shard) | shared (the same, on common GPUs) | gathered (whole tensors)
+    push: str = "sharded"  # to GPUs of their own: sharded (shard to shard) | gathered (whole tensors)
     bucket_bytes: int = 2**26
+
+    async_save: bool = False  # checkpoints are copied to host memory, and written while the training goes on
+    time_limits: TimeLimits | None = None  # None: of no configuration
 
     @property
     def actor(self) -> Role:

@@ -6,13 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megarl.plan.job import Job
-from megarl.plan.memory.gpu_budget import GpuBudget, fullest, gpu_budgets
+from megarl.plan.limits import Limit, limits
+from megarl.plan.memory.gpu_budget import GpuBudget, fullest, gpu_budgets, local_totals
+from megarl.plan.memory.host import host_budget
 from megarl.plan.time import serving, transfers
 from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.serving import Rollout, Server
 from megarl.plan.time.training import Training, scoring, training
 
 STAGES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights", "other")
+
+WAITS = 0.1  # share of a step that the trainer waits, above which it is said
+HOST = "host"  # the row of a machine's host memory
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class Prediction:
 
     fits: bool
     memory: dict[str, GpuBudget]  # kind of rank -> part -> bytes
+    local_totals: dict[str, int]  # kind of rank -> bytes with local layers, where they differ from `memory`
+    fits_local: bool  # whether it fits with local layers, too
     stages: dict[str, float]  # the STAGES that the run has
     step_s: float
     tokens_per_s_per_gpu: float  # all tokens of the step, prompts included
@@ -30,21 +37,27 @@ class Prediction:
     push_s: float
     micro_batches: int  # of each replica in an optimizer step
     concurrency: float  # concurrent completions of a server
+    limits: list[Limit]  # times of the stages against the configuration's limits
     why: list[str] = field(default_factory=list)  # reasons: memory that does not fit, slow stages
 
 
 def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
     """Predict a step.  Times are for a step in the middle of a run, without evaluation and checkpoint."""
-    memory = gpu_budgets(job, constants)
+    memory = gpu_budgets(job, constants) | {HOST: host_budget(job)}
     trained = training(job, None, constants)
     written = serving.rollout(job, constants)
     stages = stage_times(job, trained, written, constants)
-    step_s = _step(job, stages)
-    too_small = list(_misfits(job, memory, constants))
+    step_s = _step(job, stages, written, constants)
+    too_small, local = list(_misfits(job, memory, constants)), local_totals(job)
+    too_small_local = list(_local_misfits(job, local))
+    times = limits(job, stages, written, constants)
+    too_long = [str(limit) for limit in times if limit.state == "exceeded"]
     share = trained.mfu * trained.seconds * job.num_ranks / (step_s * job.num_gpus)
     return Prediction(
-        fits=not too_small,
+        fits=not too_small and not too_long,
         memory=memory,
+        local_totals=local,
+        fits_local=not too_small and not too_long and not too_small_local,
         stages=stages,
         step_s=step_s,
         tokens_per_s_per_gpu=job.tokens / step_s / job.num_gpus,
@@ -54,14 +67,15 @@ def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
         push_s=stages["update_weights"],
         micro_batches=trained.micro_batches,
         concurrency=written.concurrency,
-        why=[*too_small, *_slow(job, stages, trained, written)],
+        limits=times,
+        why=[*too_small, *too_long, *too_small_local, *_slow(job, stages, trained, written, step_s)],
     )
 
 
 def step_time(job: Job, constants: Constants = CONSTANTS) -> float:
     """Seconds of a whole step, without a check of memory."""
-    stages = stage_times(job, training(job, None, constants), serving.rollout(job, constants), constants)
-    return _step(job, stages)
+    written = serving.rollout(job, constants)
+    return _step(job, stage_times(job, training(job, None, constants), written, constants), written, constants)
 
 
 def training_time(job: Job, constants: Constants = CONSTANTS) -> float:
@@ -108,22 +122,26 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
     return found
 
 
-def _step(job: Job, stages: dict[str, float]) -> float:
-    """The sum of the stages; with prefetch on separate GPUs, the slower of generation and training plus the push."""
+def _step(job: Job, stages: dict[str, float], written: Rollout, constants: Constants) -> float:
+    """The sum of the stages; ahead of the training servers generate beside all of them but the push."""
     if not job.runs_ahead:
         return sum(stages.values())
     pauses = stages["update_weights"]
-    learning = sum(stages.values()) - stages["gen"] - pauses
-    return max(stages["gen"], learning) + pauses
+    return serving.step_ahead(job, written, _working(stages), constants) + pauses
+
+
+def _working(stages: dict[str, float]) -> float:
+    """Seconds of the trainer alone."""
+    return sum(stages.values()) - stages["gen"] - stages["update_weights"]
 
 
 def _misfits(job: Job, memory: dict[str, GpuBudget], constants: Constants) -> Iterator[str]:
-    budget = job.gpu.memory_bytes
     for kind, parts in memory.items():
-        if parts["total"] > budget:
+        budget, of = (job.gpu.host_bytes, "machine") if kind == HOST else (job.gpu.memory_bytes, "GPU")
+        if budget is not None and parts["total"] > budget:
             largest = max((name for name in parts if name != "total"), key=lambda name: parts[name])
             yield (
-                f"{kind}: {parts['total'] / 1e9:.0f} GB of the {budget / 1e9:.0f} of a GPU, most of it {largest} "
+                f"{kind}: {parts['total'] / 1e9:.0f} GB of the {budget / 1e9:.0f} of a {of}, most of it {largest} "
                 f"({parts[largest] / 1e9:.0f} GB)"
             )
     if not job.num_servers:
@@ -136,7 +154,16 @@ def _misfits(job: Job, memory: dict[str, GpuBudget], constants: Constants) -> It
         )
 
 
-def _slow(job: Job, stages: dict[str, float], trained: Training, written: Rollout) -> Iterator[str]:
+def _local_misfits(job: Job, totals: dict[str, int]) -> Iterator[str]:
+    if totals and (most := max(totals.values())) > job.gpu.memory_bytes:
+        kind = max(totals, key=lambda name: totals[name])
+        yield (
+            f"without Transformer-Engine (local layers) it does not fit: {kind} takes {most / 1e9:.0f} GB of the "
+            f"{job.gpu.memory_bytes / 1e9:.0f} of a GPU"
+        )
+
+
+def _slow(job: Job, stages: dict[str, float], trained: Training, written: Rollout, step_s: float) -> Iterator[str]:
     """What takes the time, the slowest stage first."""
     total = sum(stages.values())
     slowest = max(stages, key=lambda name: stages[name])
@@ -151,5 +178,8 @@ def _slow(job: Job, stages: dict[str, float], trained: Training, written: Rollou
         yield f"reducing gradients adds {trained.parts['gradients'] / trained.seconds:.0%} to the training"
     if written.bound == "cache":
         yield f"completions of a server that its KV cache holds at a time: {written.concurrency:.0f}"
+    waits = 1 - (_working(stages) + stages["update_weights"]) / step_s
+    if job.runs_ahead and waits > WAITS:
+        yield f"with ahead={job.ahead} and order={job.order} the trainer waits {waits:.0%} of a step for completions"
     if written.tail > 0.4 * written.seconds:
         yield f"in {written.tail / written.seconds:.0%} of gen no completion waits any more, and servers empty"

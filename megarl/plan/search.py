@@ -45,7 +45,7 @@ def search(job: Job, composed: Composed, constants: Constants = CONSTANTS) -> li
     found: dict[tuple[int, ...], Proposal] = {}
     for other in _ranked(job, constants):
         layout, words = other.layout, words_of(job, other)
-        kind = (layout.tp, layout.pp, layout.cp, layout.ep, other.server_gpus)
+        kind = (layout.tp, layout.pp, layout.cp, layout.ep, other.server_gpus, other.attention_dp)
         if not words or kind in found or not _is_better(predict(other, constants), own):
             continue
         real = composed(words)  # the slowest call here
@@ -76,6 +76,7 @@ def words_of(job: Job, other: Job) -> list[str]:
         ("actor.ppo_max_token_len_per_gpu", other.max_tokens, job.max_tokens),
         ("rollout.tensor_model_parallel_size", other.server_gpus, job.server_gpus),
         ("rollout.expert_parallel_size", other.server_ep, job.server_ep),
+        ("rollout.attention_dp", other.attention_dp, job.attention_dp),
         ("rollout.num_servers", other.num_servers, job.num_servers),
     ):
         if new != old:
@@ -117,12 +118,14 @@ def _causes(job: Job, other: Job, constants: Constants) -> Iterator[tuple[set[st
     if other.max_tokens > job.max_tokens:
         yield UPDATES | SCORES, "micro-batches are larger"
     writes, wrote = serving.rollout(other, constants), serving.rollout(job, constants)
-    if other.server_gpus != job.server_gpus and writes.seconds < wrote.seconds:
+    servers = [(run.server_gpus, run.attention_dp) for run in (other, job)]
+    if servers[0] != servers[1] and writes.seconds < wrote.seconds:
         held = [each.concurrency * run.num_servers for each, run in ((writes, other), (wrote, job))]
         each = "GPUs" if other.server_gpus > 1 else "GPU"
+        groups = f" in {other.attention_dp} attention groups" if other.attention_dp > 1 else ""
         yield (
             {"gen"},
-            f"servers of {other.server_gpus} {each} write {held[0]:.0f} completions at a time, "
+            f"servers of {other.server_gpus} {each}{groups} write {held[0]:.0f} completions at a time, "
             f"{writes.step_s * 1e3:.0f} ms a token, not {held[1]:.0f} at {wrote.step_s * 1e3:.0f} ms",
         )
 
@@ -133,8 +136,8 @@ def _ranked(job: Job, constants: Constants) -> list[Job]:
     timed = [(serving.rollout(run, constants).seconds, index, run) for index, run in enumerate(candidates.servers(job))]
     pairs = []
     for (_, trainer), (_, _, run) in product(trainers, sorted(timed)[:NUM_SERVERS]):
-        other = replace(trainer, server_gpus=run.server_gpus, server_ep=run.server_ep, num_servers=run.num_servers)
-        pairs.append(other)
+        of_servers = ("server_gpus", "server_ep", "attention_dp", "num_servers")
+        pairs.append(replace(trainer, **{name: getattr(run, name) for name in of_servers}))
     return sorted(pairs, key=lambda other: step_time(other, constants) * (1 + WORD * len(words_of(job, other))))
 
 

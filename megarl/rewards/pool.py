@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -106,7 +106,8 @@ class RewardPool:
         assert self._pool is not None, "start() comes before score()"
         loop = asyncio.get_running_loop()
         jobs = [
-            _Job(prompt, completion, f"{prompt.uid}#{index}", loop.create_future())
+            # Without the columns: rewards do not read them, and they may be many times as large as the tokens.
+            _Job(prompt, replace(completion, columns={}), f"{prompt.uid}#{index}", loop.create_future())
             for index, completion in enumerate(completions)
         ]
         self._waiting.extend(jobs)

@@ -48,12 +48,13 @@ class PushSettings:
     urls: tuple[str, ...]
     token: str
     dtype: str = "float32"  # of the servers' weights
-    bucket_bytes: int = 64 * 2**20
+    bucket_bytes: int | None = None  # of two buckets; None: from the model's size
     timeout_s: float = 120.0
     pause_mode: str = "retract"  # what happens to running requests during a push: retract | in_place | abort
     adapters_kept: int = 0  # adapters that a server keeps; 0: servers get whole weights with merged adapters
     transport: str = "auto"  # of the weights to a server: shared | sharded | gathered | auto
-    check_every: int = 0  # pushes between comparisons with an exported folder that servers read; 0: none
+    check_every: int = 0  # pushes between checks by whole tensors or an exported folder, see Pusher; 0: none
+    export_folder: str | None = None  # of these comparisons; None: a temporary folder, for servers on this machine
     # GPUs of trainer and servers, as the fields of a weights.push.gpu_handles.Gpus; None: unknown.
     gpus: dict[str, Any] | None = None
 
@@ -79,14 +80,17 @@ class Role:
         plugins: Sequence[str] = (),
         lora: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
+        reads_weights: bool = True,
     ) -> int:
         """Build the model on the ranks from an HF folder; returns the parameters of a rank of the last stage.
+
+        `reads_weights` False: a restore follows, which brings all of them, and the folder's are not read.
 
         `lora` freezes the model and trains adapters: {"rank": 16, "alpha": 32, "targets": ["q_proj", ...], "seed": 0}.
         `engine`: the fields of mcore.training.execution.ExecutionOptions that differ from the defaults.
         """
-        arguments = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins), "lora": lora}
-        arguments["engine"] = engine or {}
+        arguments: dict[str, Any] = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins)}
+        arguments |= {"lora": lora, "engine": engine or {}, "reads_weights": reads_weights}
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         self.hidden_size = replies[0].result["hidden_size"]
         self.lacks_transformer_engine = bool(replies[0].result["lacks_transformer_engine"])
@@ -100,8 +104,13 @@ class Role:
         """Onload the whole role; it stays on the device."""
         self.group.call("onload", {"role": self.name})
 
-    def save(self, folder: Path) -> None:
-        self.group.call("save", {"role": self.name, "folder": str(folder)})
+    def save(self, folder: Path, *, in_background: bool = False) -> None:
+        """Write a checkpoint of the role; `in_background`: return when it is in the ranks' host memory."""
+        self.group.call("save", {"role": self.name, "folder": str(folder), "in_background": in_background})
+
+    def is_saved(self) -> bool:
+        """Whether every rank has written its part of the last save; raises a RankError if one could not."""
+        return all(reply.result["is_done"] for reply in self.group.call("is_saved", {"role": self.name}))
 
     def restore(self, folder: Path) -> None:
         self.group.call("restore", {"role": self.name, "folder": str(folder)})
@@ -124,9 +133,8 @@ class Role:
         scale = self.temperature if temperature is None else temperature
         arguments = {"role": self.name, "temperature": scale, "names": list(names), "reference": reference}
         replies = self.group.call("columns", arguments, [_payload(batch, p, ()) for p in plans])
-        lengths = batch.lengths.tolist()
-        empty = torch.zeros(0)
-        return {n: unpack(plans, [r.tensors.get(n, empty) for r in replies], lengths) for n in names}
+        lengths = batch.lengths.tolist()  # a replica without sequences answers without columns
+        return {n: unpack(plans, [r.tensors[n] for r in replies if n in r.tensors], lengths) for n in names}
 
     def _plan(self, batch: Batch) -> list[RankPlan]:
         return plan(
@@ -153,11 +161,11 @@ class Trainable(Role):
         how = self.update_settings
         assert how is not None, f"role {self.name} has no loss to train with"
         batch = batch.with_per_sequence(index=torch.arange(batch.num_sequences))  # so that an error can name the sample
-        minis = [
+        minis = (  # not a list: the columns of all epochs would take several times the memory of the batch
             mini
             for epoch in range(how.epochs)
             for mini in mini_batches(batch, how.prompts_per_step, seed=seed * 1000 + epoch)
-        ]
+        )
         stats = [self._step(mini, how, seed=seed * 1000 + i) for i, mini in enumerate(minis)]
         merged = merge_stats(stats)
         kl = f"{self.kind}/ppo_kl"
@@ -249,9 +257,12 @@ class Critic(Trainable):
 
 
 def _payload(batch: Batch, part: RankPlan, columns: tuple[str, ...]) -> dict[str, Tensor]:
-    mine = batch.select(part.indices).keep_columns(*columns)
+    """The sequences of a replica with these columns, in the order in which it runs them."""
+    mine = batch.keep_columns(*columns).select(part.indices)
     sizes = torch.tensor(part.micro_sizes, dtype=torch.int64)
-    return {"tokens": mine.tokens.int(), "lengths": mine.lengths, "micro_sizes": sizes, **mine.columns}
+    frame = {"tokens": mine.tokens.int(), "lengths": mine.lengths, "micro_sizes": sizes}
+    assert not frame.keys() & mine.columns.keys(), f"no column may be called {', '.join(frame)}"
+    return frame | dict(mine.columns)
 
 
 def _stats(reply: Reply) -> Stats:

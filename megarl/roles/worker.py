@@ -19,7 +19,8 @@ from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
-from megarl.mcore import checkpoint
+from megarl.mcore.checkpoint import checkpoint
+from megarl.mcore.checkpoint.files import Saving
 from megarl.mcore.models.lora import LoraSettings, apply_lora
 from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
 from megarl.mcore.setup import RankInfo, device_for, initialize, replica_group
@@ -55,6 +56,7 @@ class Role:
     gradients: OffloadBuffer  # gradient buffers, which only an update needs
     moments: OffloadBuffer  # optimizer state
     pusher: Pusher | AdapterPusher | None = None  # set by `connect`
+    saving: Saving | None = None  # the last save
     last_loss: tuple[dict[str, Any], Any] | None = None
 
     def loss(self, settings: dict[str, Any]) -> Any:
@@ -75,13 +77,32 @@ class Worker:
         self.roles: dict[str, Role] = {}
         self.layout: Layout
         self.rank_info: RankInfo
-        self.device: torch.device
+        self.device = torch.device("cpu")  # until setup
         self.share: Any
+        self.has_neighbours = False  # servers work on the ranks' GPUs at the same time
 
     def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
         methods = [self.setup, self.load, self.columns, self.update, self.connect, self.push]
-        methods += [self.save, self.restore, self.export, self.offload, self.onload]
-        return {method.__name__: method for method in methods}
+        methods += [self.save, self.is_saved, self.restore, self.export, self.offload, self.onload]
+        return {method.__name__: self._freeing(method) for method in methods}
+
+    def _freeing(self, method: Callable[[dict[str, Any], Tensors], Answer]) -> Callable[..., Answer]:
+        """The method; after it, memory that torch keeps for later goes back to a GPU that a server needs.
+
+        A server needs it if it works at the same time, or, with turns, once no role is on the GPU.
+        """
+
+        def run(arguments: dict[str, Any], tensors: Tensors) -> Answer:
+            try:
+                return method(arguments, tensors)
+            finally:
+                if self.device.type == "cuda" and (self.has_neighbours or self._is_offloaded()):
+                    torch.cuda.empty_cache()
+
+        return run
+
+    def _is_offloaded(self) -> bool:
+        return all(role.parameters.is_offloaded for role in self.roles.values())
 
     def setup(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         self.layout = Layout(**arguments["layout"])
@@ -89,6 +110,7 @@ class Worker:
         self.device = device_for(arguments["device"])
         self.rank_info = initialize(self.layout, **where)
         self.share = replica_group(timeout_s=arguments["timeout_s"])
+        self.has_neighbours = arguments.get("has_neighbours", False)
         return {"replica": self.rank_info.replica, "is_reporter": self.rank_info.is_reporter}, {}
 
     def load(self, arguments: dict[str, Any], _: Tensors) -> Answer:
@@ -101,8 +123,14 @@ class Worker:
         kind, optim, lora = arguments["kind"], arguments["optim"], arguments["lora"]
         engine = ExecutionOptions(**arguments["engine"])
         engine = engine if lora is None else engine.for_adapters()
+        engine.check_context_parallel(self.layout.cp)
         model = build_model(hf, self.layout, role=kind, dtype=arguments["dtype"], engine=engine)
-        load_hf(model, arguments["folder"], hf, role=kind)
+        if arguments["reads_weights"]:
+            load_hf(model, arguments["folder"], hf, role=kind)
+        else:  # a checkpoint of another layout may have fewer rows of padding, which are zero
+            with torch.no_grad():
+                for param in (param for chunk in model for param in chunk.parameters()):
+                    param.zero_()
         if lora is not None:
             settings = LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
             apply_lora(model, settings, seed=lora["seed"])
@@ -134,13 +162,14 @@ class Worker:
         return {}, {}
 
     @contextmanager
-    def onloaded(self, name: str, *others: str, learns: bool = False) -> Iterator[Role]:
+    def onloaded(self, name: str, *others: str, gradients: bool = False, moments: bool = False) -> Iterator[Role]:
         """Onload the weights of a role, and of others that it needs; afterwards what was offloaded is offloaded again.
 
-        `learns`: also its gradient buffers and its optimizer state.
+        `gradients`, `moments`: also the role's gradient buffers, its optimizer state.
         """
         roles = [self.roles[each] for each in (name, *others)]
-        buffers = [role.parameters for role in roles] + (roles[0].buffers[1:] if learns else [])
+        buffers = [role.parameters for role in roles]
+        buffers += [roles[0].gradients] * gradients + [roles[0].moments] * moments
         offloaded = [buffer for buffer in buffers if buffer.is_offloaded]
         for buffer in offloaded:
             buffer.onload()
@@ -151,9 +180,9 @@ class Worker:
                 buffer.offload()
 
     @contextmanager
-    def readable(self, name: str, *, learns: bool = False) -> Iterator[Role]:
+    def readable(self, name: str, *, moments: bool = False) -> Iterator[Role]:
         """A role with onloaded, synchronized parameters, which code other than its forward pass can read."""
-        with self.onloaded(name, learns=learns) as role, synchronized(role.model):
+        with self.onloaded(name, moments=moments) as role, synchronized(role.model):
             yield role
 
     def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
@@ -169,7 +198,7 @@ class Worker:
 
     def update(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """One optimizer step on this replica's share of a mini-batch."""
-        with self.onloaded(arguments["role"], *_references(arguments), learns=True) as role:
+        with self.onloaded(arguments["role"], *_references(arguments), gradients=True, moments=True) as role:
             assert role.optimizer is not None, f"role {arguments['role']} was loaded without an optimizer"
             try:
                 stats, grad_norm, lr = train_step(
@@ -215,12 +244,19 @@ class Worker:
         return asdict(report) if report else {}, {}
 
     def save(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        with self.readable(arguments["role"], learns=True) as role:
-            checkpoint.save(Path(arguments["folder"]), role.model, role.optimizer)
+        with self.readable(arguments["role"], moments=True) as role:
+            how = {"in_background": arguments["in_background"]}
+            role.saving = checkpoint.save(Path(arguments["folder"]), role.model, role.optimizer, **how)
         return {}, {}
 
+    def is_saved(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Whether this rank's part of the last save is written; raises the error of one that failed."""
+        saving = self.roles[arguments["role"]].saving
+        assert saving is not None, f"role {arguments['role']} was never saved"
+        return {"is_done": saving.is_done}, {}
+
     def restore(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        with self.readable(arguments["role"], learns=True) as role:
+        with self.readable(arguments["role"], moments=True) as role:
             checkpoint.load(Path(arguments["folder"]), role.model, role.optimizer)
         return {}, {}
 
@@ -248,6 +284,7 @@ def _pusher(role: Role, settings: dict[str, Any]) -> Pusher | AdapterPusher:
         pause_mode=settings["pause_mode"],
         check_every=settings["check_every"],
         source_folder=role.source_folder,
+        export_folder=settings["export_folder"],
         gpus=Gpus(**settings["gpus"]) if settings["gpus"] else None,
     )
 

@@ -5,6 +5,7 @@ Both use only `protocol`, so they work with SGLang and the HF server.
 
 from __future__ import annotations
 
+import json
 import ssl
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -13,7 +14,15 @@ from typing import Any
 import httpx
 
 from megarl.rollout.pool import EnginePool, RolloutFailed
-from megarl.rollout.protocol import FLATTENED, Abilities, Route, SamplingParams, auth_headers, error_message
+from megarl.rollout.protocol import (
+    FLATTENED,
+    KEEP_ALIVE_S,
+    Abilities,
+    Route,
+    SamplingParams,
+    auth_headers,
+    error_message,
+)
 
 __all__ = ["ServerClient", "ServerError", "EnginePool", "RolloutFailed"]
 
@@ -36,8 +45,13 @@ class ServerClient:
     def __init__(self, url: str, token: str, *, timeout_s: float = 120.0) -> None:
         self.url = url.rstrip("/")
         # trust_env=False: a proxy from the environment must neither see the token nor get requests for loopback
-        headers = auth_headers(token)
-        self._http = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=_certificates())
+        self._http = httpx.Client(
+            headers=auth_headers(token),
+            timeout=timeout_s,
+            trust_env=False,
+            verify=_certificates(),
+            limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
+        )
         self._abilities: Abilities | None = None
 
     def close(self) -> None:
@@ -70,10 +84,19 @@ class ServerClient:
         return {f"{i}:{name}": digest for i, rank in enumerate(ranks) for name, digest in rank.items()}
 
     def rank_checksums(self) -> list[dict[str, str]]:
-        """Digest of every tensor by its name on each tensor-parallel rank of the server."""
-        return [
-            dict(rank["checksums"]) for rank in self._accepted(Route.WEIGHTS_CHECKER, {"action": "checksum"})["ranks"]
-        ]
+        """Digest of every tensor by its name on each tensor-parallel rank of the server.
+
+        With attention data parallelism each group answers for all ranks; equal answers count once.
+        """
+        ranks = self._accepted(Route.WEIGHTS_CHECKER, {"action": "checksum"})["ranks"]
+        found: list[dict[str, Any]] = []
+        seen: set[str] = set()
+        for rank in ranks:
+            who = json.dumps([rank.get("parallelism_info"), rank.get("per_gpu_checksum")])
+            if rank.get("parallelism_info") is None or who not in seen:
+                found.append(dict(rank["checksums"]))
+            seen.add(who)
+        return found
 
     def prompt_log_probs(self, prompt_ids: Sequence[int], adapter: str | None = None) -> list[float]:
         """Log-probs of all tokens of a prompt except the first, also of those in the server's prefix cache."""
@@ -174,8 +197,17 @@ class ServerClient:
         body: dict[str, Any] = {"serialized_named_tensors": list(payloads), "load_format": load_format}
         self._accepted(Route.UPDATE_FROM_TENSOR, body | self._after_update(version, flush_cache))
 
-    def update_from_disk(self, model_path: str, *, version: int | None = None, flush_cache: bool = True) -> None:
-        self._accepted(Route.UPDATE_FROM_DISK, {"model_path": model_path, **self._after_update(version, flush_cache)})
+    def update_from_disk(
+        self,
+        model_path: str,
+        *,
+        version: int | None = None,
+        flush_cache: bool = True,
+        load_format: str | None = None,
+    ) -> None:
+        """Make the server read the weights of a folder; `load_format`: in this way, None: as at its start."""
+        body = {"model_path": model_path, **self._after_update(version, flush_cache)}
+        self._accepted(Route.UPDATE_FROM_DISK, body | ({"load_format": load_format} if load_format else {}))
 
     def _after_update(self, version: int | None, flush_cache: bool) -> dict[str, Any]:
         flush = flush_cache and self.abilities.flush_beside_queue  # otherwise the server runs without a prefix cache

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from asyncio import gather
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from megarl.rollout.pieces import write
 from megarl.rollout.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import MAX_SEED, SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample
@@ -34,23 +35,20 @@ async def collect_group(
     score: Score,
     *,
     decode: Callable[[list[int]], str],
+    piece_tokens: int = 0,
     greedy: bool = False,
 ) -> list[Sample] | LostRollout:
-    """n scored completions of one prompt; a LostRollout if the request failed or a completion was aborted.
+    """n scored completions of one prompt, each with its own request; a LostRollout if one of them failed.
 
-    `decode` turns a completion's tokens into text without special tokens. With params.sampling_seed every prompt has
-    its own seed, made of this one and the prompt's uid. With `greedy` one more, greedy completion is generated, and
-    each sample has its reward. Exceptions of `score` are raised.
+    `decode` turns a completion's tokens into text without special tokens. With params.sampling_seed every completion
+    has its own seed: see for_completion. `piece_tokens`: see pieces.write. With `greedy` one more, greedy completion is
+    generated, and each sample has its reward. Exceptions of `score` are raised.
     """
-    asked = [(n, for_prompt(params, prompt.uid))] + ([(1, params.as_greedy())] if greedy else [])
+    asked = [for_completion(params, prompt.uid, index) for index in range(n)] + [params.as_greedy()] * greedy
     try:
-        answers = await gather(*(pool.generate(prompt.token_ids, count, how, rid=None) for count, how in asked))
+        completions = await _write_all(pool, prompt.token_ids, asked, piece_tokens)
     except RolloutFailed as error:
         return LostRollout(prompt, str(error))
-    completions = [completion for answer in answers for completion in answer]
-    aborted = sum(completion.finish_reason == "abort" for completion in completions)
-    if aborted:
-        return LostRollout(prompt, f"{aborted} of {len(completions)} completions were aborted by the server")
     completions = [replace(completion, text=decode(completion.token_ids)) for completion in completions]
     results = await score(prompt, completions)
     assert len(results) == len(completions), (
@@ -63,9 +61,33 @@ async def collect_group(
     ]
 
 
-def for_prompt(params: SamplingParams, uid: str) -> SamplingParams:
-    """The same parameters with a seed for this prompt: with one seed all prompts would get the same random numbers."""
+async def _write_all(
+    pool: EnginePool, prompt_ids: Sequence[int], asked: Sequence[SamplingParams], piece_tokens: int
+) -> list[Completion]:
+    """One completion for each of `asked`; if one fails, the others are cancelled."""
+    with pool.session(len(asked)) as home:
+        tasks = [
+            asyncio.create_task(write(pool, prompt_ids, params, piece_tokens=piece_tokens, prefer=home))
+            for params in asked
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        except (RolloutFailed, asyncio.CancelledError) as error:
+            done = [task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception()]
+            cause = "lost" if isinstance(error, RolloutFailed) else "cancelled"
+            pool.waste(cause, sum(len(completion.token_ids) for completion in done))
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def for_completion(params: SamplingParams, uid: str, index: int) -> SamplingParams:
+    """The same parameters with a seed for completion `index` of the visit `uid` of a prompt.
+
+    A visit that is asked again has the same seeds: they depend on nothing else.
+    """
     if params.sampling_seed is None:
         return params
-    digest = hashlib.sha256(f"{params.sampling_seed}:{uid}".encode()).digest()
+    digest = hashlib.sha256(f"{params.sampling_seed}:{uid}:{index}".encode()).digest()
     return replace(params, sampling_seed=int.from_bytes(digest[:4], "big") & MAX_SEED)

@@ -1,35 +1,35 @@
-"""The child process behind `CollectorClient`: an asyncio loop that requests completions from servers and scores them.
+"""The child process behind `Collectors`: an asyncio loop that requests completions from servers and scores them.
 
-It talks to the driver over one pipe. In: `Order`s, and which servers to use (`Trust`, `Fence`). Out: lists of all
-waiting messages: ("group", ticket, index, packed group) and, at most once, ("error", sentence).
-A group is sent as plain tuples and without its prompt, which the driver still has, to make pickling cheap.
+It talks to the driver over one pipe, in the words of `messages`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
-import queue
+import resource
 import signal
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Protocol
 
 from transformers import AutoTokenizer
 
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.collect import Scored, collect_group
+from megarl.rollout.messages import Cancel, Close, Fence, Hold, Message, Order, Outbox, Trust, pack
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.protocol import SamplingParams
-from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
+from megarl.sample import Completion, LostRollout, Prompt
 
 logger = logging.getLogger("megarl.rollout.collector")
 
-PackedGroup = list[tuple[Any, ...]] | str  # one tuple per sample, or why the group is lost
+HEARTBEAT_S = 1.0
 
 
 class Scorer(Protocol):
@@ -47,50 +47,23 @@ class CollectorSettings:
     urls: tuple[str, ...]
     token: str
     tokenizer_path: str
-    timeout_s: float  # of one attempt of one request
-    max_in_flight: int
+    timeout_s: float  # of one request
+    max_in_flight: int  # completions
+    piece_tokens: int  # of one request; 0: no limit
     fenced: bool  # a server gets no request before a `Trust` names it
+    salted: bool  # the servers know salts of their prefix caches
     make_scorer: Callable[[], Scorer]
     log_path: str
     parent_pid: int
 
 
-@dataclass(frozen=True)
-class Order:
-    ticket: int
-    prompts: list[Prompt]
-    n: int
-    params: SamplingParams
-    greedy: bool = False  # also a greedy completion of each prompt
-
-
-@dataclass(frozen=True)
-class Trust:
-    """The server holds this version of the weights, verified."""
-
-    url: str
-    version: int
-    adapter: str | None = None
-
-
-@dataclass(frozen=True)
-class Fence:
-    """The server's weights are not verified."""
-
-    url: str
-
-
-Message = Order | Trust | Fence
-
-
 def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
-    """The child's main function; returns when the pipe is closed or after an error."""
+    """The child's main function; returns when it is told to close, when the pipe is closed, or after an error."""
     die_with_parent(settings.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and ends this process
     _log_to(settings.log_path)
-    outbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-    sender = threading.Thread(target=_send_all, args=(pipe, outbox))
-    sender.start()
+    _allow_all_files()
+    outbox = Outbox(pipe)
     try:
         scorer = settings.make_scorer()
         scorer.start()
@@ -101,8 +74,8 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
     except Exception as error:
         logger.exception("the collector ends")
         outbox.put(("error", traceback.format_exception_only(error)[-1].strip()))
-    outbox.put(None)
-    sender.join()
+    outbox.close()
+    outbox.join()
 
 
 def _log_to(path: str) -> None:
@@ -113,27 +86,14 @@ def _log_to(path: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
 
-def _send_all(pipe: Connection, outbox: queue.SimpleQueue[Any]) -> None:
-    """Runs in a thread: a full pipe blocks this thread, not the loop that sends requests to servers."""
-    while True:
-        messages = [outbox.get()]
-        while not outbox.empty():
-            messages.append(outbox.get())
-        try:
-            pipe.send([message for message in messages if message is not None])
-        except BrokenPipeError:  # the driver closed its end
-            return
-        if messages[-1] is None:
-            return
+def _allow_all_files() -> None:
+    """Every request has a socket, and the usual limit is 1024 open files."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _collect(
-    pipe: Connection, outbox: queue.SimpleQueue[Any], settings: CollectorSettings, scorer: Scorer
-) -> None:
-    loop = asyncio.get_running_loop()
-    orders: asyncio.Queue[Message | None] = asyncio.Queue()
-    reader = threading.Thread(target=_read_all, args=(pipe, loop, orders), daemon=True)
-    reader.start()
+async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings, scorer: Scorer) -> None:
+    inbox: asyncio.Queue[list[Message]] = asyncio.Queue()
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path)
     pool = EnginePool(
         settings.urls,
@@ -142,33 +102,65 @@ async def _collect(
         max_in_flight=settings.max_in_flight,
         vocab_size=len(tokenizer),
         fenced=settings.fenced,
+        salted=settings.salted,
     )
+    running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
 
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    async def one(order: Order, index: int) -> None:
-        prompt = order.prompts[index]
+    async def one(order: Order) -> None:
         group = await collect_group(
-            pool, prompt, order.n, order.params, scorer.score, decode=decode, greedy=order.greedy
+            pool,
+            order.prompt,
+            order.n,
+            order.params,
+            scorer.score,
+            decode=decode,
+            piece_tokens=settings.piece_tokens,
+            greedy=order.greedy,
         )
         if isinstance(group, LostRollout):
-            logger.warning("lost the rollout of %s: %s", prompt.uid, group.reason)
-        outbox.put(("group", order.ticket, index, pack(group)))
+            logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
+        outbox.put(("group", order.number, pack(group)))
+
+    async def beat() -> None:
+        while True:
+            outbox.put(("beat", pool.counters()))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    gc.collect()
+    gc.freeze()  # else every full collection visits all imported modules
+    threading.Thread(target=_read_all, args=(pipe, asyncio.get_running_loop(), inbox), daemon=True).start()
+
+    def start(order: Order) -> None:
+        task = running[order.number] = tasks.create_task(one(order))
+        task.add_done_callback(partial(ended, order.number))
+
+    def ended(number: int, task: asyncio.Task[None]) -> None:
+        if running[number] is task:  # an order may come back after it was cancelled
+            del running[number]
 
     async with pool:
         try:
             async with asyncio.TaskGroup() as tasks:
-                while (message := await orders.get()) is not None:
-                    match message:
-                        case Trust(url, version, adapter):
-                            pool.trust(url, version, adapter)
-                        case Fence(url):
-                            pool.fence(url)
-                        case Order():
-                            for index in range(len(message.prompts)):
-                                tasks.create_task(one(message, index))
-                raise _Closed
+                tasks.create_task(beat())
+                while True:
+                    for message in await inbox.get():
+                        match message:
+                            case Order():
+                                start(message)
+                            case Cancel(number):
+                                if number in running:  # it may have ended just now
+                                    running[number].cancel()
+                            case Trust(url, version, adapter):
+                                pool.trust(url, version, adapter)
+                            case Fence(url):
+                                pool.fence(url)
+                            case Hold(url):
+                                pool.hold(url)
+                            case Close():
+                                raise _Closed
         except ExceptionGroup as group:
             error = _first(group)
             if not isinstance(error, _Closed):
@@ -176,56 +168,21 @@ async def _collect(
 
 
 class _Closed(Exception):
-    """The pipe is closed: cancels all running tasks."""
+    """The driver wants no more: cancels all running tasks."""
 
 
-def _read_all(pipe: Connection, loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[Message | None]) -> None:
-    while True:
+def _read_all(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[list[Message]]) -> None:
+    messages: list[Message] = []
+    while Close() not in messages:
         try:
-            order = pipe.recv()
+            messages = pipe.recv()
         except (EOFError, OSError):  # the driver closed its end, or died
-            order = None
+            messages = [Close()]
         if loop.is_closed():
             return
-        loop.call_soon_threadsafe(orders.put_nowait, order)
-        if order is None:
-            return
+        loop.call_soon_threadsafe(inbox.put_nowait, messages)
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
     error = group.exceptions[0]
     return _first(error) if isinstance(error, ExceptionGroup) else error
-
-
-def pack(group: list[Sample] | LostRollout) -> PackedGroup:
-    if isinstance(group, LostRollout):
-        return group.reason
-    return [
-        (
-            sample.completion.token_ids,
-            sample.completion.log_probs,
-            sample.completion.finish_reason,
-            tuple(astuple(span) for span in sample.completion.versions),
-            sample.completion.text,
-            sample.reward,
-            sample.reward_extra,
-            sample.greedy_reward,
-        )
-        for sample in group
-    ]
-
-
-def unpack(packed: PackedGroup, prompt: Prompt) -> list[Sample] | LostRollout:
-    """The group of `prompt`, as it was before `pack`."""
-    if isinstance(packed, str):
-        return LostRollout(prompt, packed)
-    return [
-        Sample(
-            prompt,
-            Completion(token_ids, log_probs, reason, tuple(VersionSpan(*span) for span in spans), text),
-            reward,
-            extra,
-            greedy_reward,
-        )
-        for token_ids, log_probs, reason, spans, text, reward, extra, greedy_reward in packed
-    ]

@@ -1,69 +1,63 @@
-"""The driver's side of the rollout: submit prompts, take scored groups; several batches may be in flight.
+"""The driver's side of the rollout: submit prompts, get scored groups; many may be in flight.
 
-A child process (`collector`) does the work, so that generation, decoding and scoring go on while the driver trains.
+Child processes (`collector`) do the work, so that generation, decoding and scoring go on while the driver trains.  Each
+has a share of the servers.  An order waits here until a collector with a live server has room for it.  A collector that
+ends, or gives no sign of life, is started again and is given its open orders again: no order is lost, and each ticket
+is filled once.
 """
 
 from __future__ import annotations
 
 import atexit
-import multiprocessing
+import heapq
+import math
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import wait
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megarl.processes.lifetime import last_lines
-from megarl.rollout.collector import (
-    CollectorSettings,
-    Fence,
-    Message,
-    Order,
-    PackedGroup,
-    Scorer,
-    Trust,
-    run_collector,
-    unpack,
-)
+from megarl.rollout.collector import CollectorSettings, Scorer
+from megarl.rollout.collector_process import CollectorProcess
+from megarl.rollout.collector_share import CollectorError, OpenOrder, Share, Ticket, added
+from megarl.rollout.messages import Fence, Hold, Order, PackedGroup, Trust, unpack
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import LostRollout, Prompt, Sample
+from megarl.sample import Prompt
 
-_CLOSE_S = 5.0
+__all__ = ["CollectorError", "Collectors", "Ticket"]
 
-
-class CollectorError(RuntimeError):
-    """The collector failed, ended, or did not finish in time. One sentence, with the path of its log."""
-
-
-@dataclass
-class _Awaited:
-    """The prompts of a ticket, and its finished groups."""
-
-    prompts: list[Prompt]
-    groups: dict[int, PackedGroup] = field(default_factory=dict)  # by the index of the prompt
-    awaited_since: float = 0.0  # time.monotonic() of the first call of `ready`; 0: not yet called
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.groups) == len(self.prompts)
+SERVERS_OF_A_COLLECTOR = 8  # by default
+_LOOK_S = 1.0
 
 
-class CollectorClient:
+class Collectors:
     """Example:
 
-        collector = CollectorClient(
+        collectors = Collectors(
             urls=urls, token=token, tokenizer_path=path, make_scorer=partial(RewardPool, "gsm8k", 2),
             timeout_s=120, log_path=run / "logs/collector.log")
-        ticket = collector.submit(prompts, n=8, params=SamplingParams(max_new_tokens=256))
-        while not collector.ready(ticket):
-            ...                               # check the servers
-        groups = collector.take(ticket)       # one entry per prompt, in the order of the prompts
-        collector.close()
+        tickets = collectors.submit(prompts, n=8, params=SamplingParams(max_new_tokens=256))
+        while any(ticket.group is None for ticket in tickets):
+            collectors.wait()                 # and check the servers
+        collectors.close()
 
-    `make_scorer` is pickled into the child and called there. Create a CollectorClient in a thread that lives as long
-    as it. With `fenced`, a server gets no request before `trust` names it.
+    Create it, and call `wait`, in a thread that lives as long as it: see `lifetime`.
+
+    Args:
+        make_scorer: pickled into each collector and called there.
+        timeout_s: of one request; a piece that takes longer is cut short and goes on.  An answer has no time limit.
+        log_path: of several collectors, number i writes to <stem>_<i><suffix>.
+        num_collectors: None: one for each 8 servers.
+        max_in_flight: completions that a collector requests at a time.
+        piece_tokens: new tokens of one request at most; 0: no limit.
+        fenced: a server gets no request before `trust` names it.
+        salted: the servers know salts of their prefix caches (Abilities.cache_salt).
+        heartbeat_s: a collector that says nothing for so long is killed and started again.
+        max_restarts: of a collector within ten minutes.
+        move_after_s: the orders of a collector go to others if it has had no live server for so long.
     """
 
     def __init__(
@@ -75,118 +69,193 @@ class CollectorClient:
         make_scorer: Callable[[], Scorer],
         timeout_s: float,
         log_path: str | Path,
+        num_collectors: int | None = None,
         max_in_flight: int = 512,
+        piece_tokens: int = 0,
         fenced: bool = False,
+        salted: bool = False,
+        heartbeat_s: float = 60.0,
+        max_restarts: int = 3,
+        move_after_s: float = 10.0,
     ) -> None:
-        self._log_path = str(log_path)
-        settings = CollectorSettings(
-            tuple(urls), token, tokenizer_path, timeout_s, max_in_flight, fenced, make_scorer, self._log_path,
-            os.getpid(),
-        )  # fmt: skip
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks that the driver's threads hold
-        self._pipe, theirs = context.Pipe()
-        # not a daemon: daemons may not have children, and the reward's workers are children of the collector
-        self._process = context.Process(target=run_collector, args=(theirs, settings), name="collector")
-        self._process.start()
-        theirs.close()
-        self._orders: dict[int, _Awaited] = {}  # by ticket
-        self._num_tickets = 0
-        # without this, at exit multiprocessing would wait for the child, and the child for this process
+        num = min(len(urls), num_collectors or math.ceil(len(urls) / SERVERS_OF_A_COLLECTOR))
+        self._heartbeat_s, self._move_after_s = heartbeat_s, move_after_s
+        self._room = 2 * max_in_flight  # completions of a collector: half of them wait there, so that no slot waits
+        self._news = threading.Condition()  # its lock guards all that follows
+        self._open: dict[int, OpenOrder] = {}  # by number
+        self._waiting: list[int] = []  # a heap of the orders that no collector has; cancelled ones stay in it
+        self._came: list[tuple[Ticket, PackedGroup]] = []  # tickets that `wait` will fill
+        self._numbers = count()
+        self._error: CollectorError | None = None
+        self._shares: list[Share] = []
+        with self._news:
+            for index in range(num):
+                settings = CollectorSettings(
+                    urls=tuple(urls[index::num]),
+                    token=token,
+                    tokenizer_path=tokenizer_path,
+                    timeout_s=timeout_s,
+                    max_in_flight=max_in_flight,
+                    piece_tokens=piece_tokens,
+                    fenced=fenced,
+                    salted=salted,
+                    make_scorer=make_scorer,
+                    log_path=str(_numbered(Path(log_path), index, num)),
+                    parent_pid=os.getpid(),
+                )
+                self._shares.append(Share(settings, partial(self._hear, index), max_restarts))
+        self._share_of = {url: share for share in self._shares for url in share.urls}
+        # without this, at exit multiprocessing would wait for the children, and they for this process
         atexit.register(self.close)
 
     @property
-    def pid(self) -> int | None:
-        return self._process.pid
+    def pids(self) -> list[int | None]:
+        return [share.process.pid for share in self._shares]
 
-    def submit(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams, greedy: bool = False) -> int:
-        """Start the generation of n completions per prompt; returns the ticket for `ready` and `take`.
+    # ---- orders
+
+    def submit(
+        self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams, greedy: bool = False
+    ) -> list[Ticket]:
+        """Start the generation of n completions per prompt; returns a ticket for each prompt.
 
         `greedy`: generate one more, greedy completion per prompt; each sample of the group gets its reward.
         """
-        ticket, self._num_tickets = self._num_tickets, self._num_tickets + 1
-        self._orders[ticket] = _Awaited(list(prompts))
-        self._send(Order(ticket, list(prompts), n, params, greedy))
-        return ticket
+        tickets = [Ticket(prompt) for prompt in prompts]
+        with self._news:
+            for ticket in tickets:
+                ticket.number = next(self._numbers)
+                order = Order(ticket.number, ticket.prompt, n, params, greedy)
+                self._open[order.number] = OpenOrder(order, ticket)
+                heapq.heappush(self._waiting, order.number)
+            self._assign()
+        return tickets
+
+    def wait(self, timeout_s: float = 1.0) -> bool:
+        """Fill the tickets of all groups that came, and start collectors again that ended.
+
+        Waits up to `timeout_s` for a group; False if none came.  Raises CollectorError if a collector reports an error,
+        or ends too often.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._news:
+            self._look()
+            while not self._came and (left := deadline - time.monotonic()) > 0:
+                self._news.wait(min(left, _LOOK_S))
+                self._look()
+            came, self._came = self._came, []
+        for ticket, packed in came:
+            assert ticket.group is None, f"order {ticket.number} was filled twice"
+            ticket.group = unpack(packed, ticket.prompt)
+        return bool(came)
+
+    def cancel(self, tickets: Iterable[Ticket]) -> None:
+        """Nobody wants these groups any more: tickets that are not filled stay so."""
+        with self._news:
+            unwanted = {ticket.number for ticket in tickets}
+            for number in unwanted & self._open.keys():
+                opened = self._open.pop(number)
+                if opened.share is not None:
+                    opened.share.cancel(opened)
+            self._came = [(ticket, packed) for ticket, packed in self._came if ticket.number not in unwanted]
+            self._assign()
+
+    # ---- servers
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None:
         """See rollout.trust."""
-        self._send(Trust(url, version, adapter))
+        with self._news:
+            self._share_of[url].trust(Trust(url, version, adapter))
+            self._assign()
 
     def fence(self, url: str) -> None:
         """See rollout.trust."""
-        self._send(Fence(url))
+        with self._news:
+            self._share_of[url].fence(Fence(url))
 
-    def ready(self, ticket: int, timeout_s: float = 1.0, *, limit_s: float = 3600.0) -> bool:
-        """Whether all groups of a ticket are here; waits up to `timeout_s` for a message about any ticket.
+    def hold(self, url: str) -> None:
+        """See rollout.trust."""
+        with self._news:
+            self._share_of[url].hold(Hold(url))
 
-        Raises CollectorError if the collector failed or ended, or if groups are missing `limit_s` after the first
-        call for this ticket; KeyError for an unknown ticket and for one that is already taken.
+    # ---- counters, the end
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Those of EnginePool.counters summed over the collectors, about a second old; and
+
+        orders: open ones; orders_waiting: of these, those that no collector has; restarts: of collectors, in total.
         """
-        order = self._orders[ticket]
-        order.awaited_since = order.awaited_since or time.monotonic()
-        deadline = order.awaited_since + limit_s
-        if order.is_complete or self._receive(min(deadline, time.monotonic() + timeout_s)):
-            return order.is_complete
-        if time.monotonic() >= deadline:
-            done, total = self.progress(ticket)
-            raise CollectorError(
-                f"the collector finished {done} of {total} prompts within {limit_s:g} s; its log: {self._log_path}"
-            )
-        return False
-
-    def progress(self, ticket: int) -> tuple[int, int]:
-        """(finished groups, all groups) of a ticket."""
-        order = self._orders[ticket]
-        return len(order.groups), len(order.prompts)
-
-    def take(self, ticket: int) -> list[list[Sample] | LostRollout]:
-        """The groups of a ready ticket, in the order of its prompts."""
-        order = self._orders.pop(ticket)
-        assert order.is_complete, f"ticket {ticket} is not ready"
-        return [unpack(order.groups[index], prompt) for index, prompt in enumerate(order.prompts)]
+        with self._news:
+            with_collector = sum(len(share.orders) for share in self._shares)
+            return {
+                **added(share.totals for share in self._shares),
+                "orders": float(len(self._open)),
+                "orders_waiting": float(len(self._open) - with_collector),
+                "restarts": float(sum(share.num_restarts for share in self._shares)),
+            }
 
     def close(self) -> None:
-        """End the child, by signals if it does not end by itself."""
+        """End the collectors, by signals if they do not end by themselves."""
         atexit.unregister(self.close)
-        self._pipe.close()
-        for end in (lambda: None, self._process.terminate, self._process.kill):
-            end()
-            self._process.join(_CLOSE_S)
-            if not self._process.is_alive():
+        for share in self._shares:
+            share.process.ask_to_end()
+        for share in self._shares:
+            share.process.end()
+
+    # ---- what the threads of the collectors call, and `wait`
+
+    def _hear(self, index: int, process: CollectorProcess, messages: list[tuple[Any, ...]]) -> None:
+        with self._news:
+            share = self._shares[index]
+            for kind, *content in messages:
+                if kind == "group":
+                    self._finish(process, *content)
+                elif kind == "beat":
+                    share.counters = content[0] if process is share.process else share.counters
+                else:
+                    self._error = CollectorError(f"the collector failed: {content[0]}; its log: {process.log_path}")
+            share.has_ended |= not messages and process is share.process
+            self._assign()
+            self._news.notify_all()
+
+    def _finish(self, process: CollectorProcess, number: int, packed: PackedGroup) -> None:
+        opened = self._open.pop(number, None)
+        if opened is None:  # cancelled, or another collector was faster
+            return
+        if opened.share is not None and opened.share.process is not process:  # it was moved meanwhile
+            opened.share.cancel(opened)
+        elif opened.share is not None:
+            opened.share.settle(opened)
+        self._came.append((opened.ticket, packed))
+
+    def _assign(self) -> None:
+        """Give waiting orders, lowest numbers first, to collectors with the fewest completions per live server."""
+        while self._waiting:
+            free = [share for share in self._shares if share.live and share.load < self._room]
+            if not free:
                 return
+            opened = self._open.get(heapq.heappop(self._waiting))
+            if opened is not None:
+                min(free, key=lambda share: share.load / len(share.live)).give(opened)
 
-    def _send(self, message: Message) -> None:
-        try:
-            self._pipe.send(message)
-        except OSError:  # the child's end is closed: `_receive` knows why
-            self._receive(time.monotonic())
-            raise self._ended() from None
+    def _look(self) -> None:
+        if self._error is not None:
+            raise self._error
+        for share in self._shares:
+            share.look(self._heartbeat_s)
+        now = time.monotonic()
+        if any(share.live for share in self._shares):
+            for share in self._shares:
+                if not share.live and now - share.dead_since >= self._move_after_s:
+                    self._take_back(share)
+            self._assign()
 
-    def _receive(self, deadline: float) -> bool:
-        """Receive the child's messages, of any ticket; False if none came before the deadline."""
-        ready = wait([self._pipe, self._process.sentinel], timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return False
-        if self._pipe not in ready and not self._pipe.poll():
-            raise self._ended()
-        try:
-            messages = self._pipe.recv()
-        except (EOFError, OSError):
-            raise self._ended() from None
-        for message in messages:
-            self._take(*message)
-        return True
+    def _take_back(self, share: Share) -> None:
+        for opened in list(share.orders.values()):
+            share.cancel(opened)
+            heapq.heappush(self._waiting, opened.order.number)
 
-    def _take(self, kind: str, *content: Any) -> None:
-        if kind == "error":
-            raise CollectorError(f"the collector failed: {content[0]}; its log: {self._log_path}")
-        ticket, index, group = content
-        if ticket in self._orders:
-            self._orders[ticket].groups[index] = group
 
-    def _ended(self) -> CollectorError:
-        self._process.join(_CLOSE_S)
-        return CollectorError(
-            f"the collector (pid {self._process.pid}) ended with exit code {self._process.exitcode}; "
-            f"its log: {self._log_path}{last_lines(self._log_path)}"
-        )
+def _numbered(path: Path, index: int, num: int) -> Path:
+    return path if num == 1 else path.with_stem(f"{path.stem}_{index}")

@@ -1,32 +1,51 @@
-"""Prefetch: requests the completions of the next iterations while the driver trains, as far as staleness allows.
+"""Prefetch: requests the completions of coming iterations while the driver trains, as many as staleness allows.
 
-`ahead=0` requests an iteration's completions only when the driver waits for them: on-policy.  With `ahead=k`, up to k
-further iterations are generated while the driver trains; the staleness of a sample's first token is at most k pushes.
+At most (ahead + 1) B visits of prompts are outstanding, B an iteration's prompts: running, or finished and waiting.
+New ones are admitted only when the driver begins to wait for an iteration, that is after a push.  `ahead=0` is
+on-policy.  A group is never dropped for its age: what is too old is decided token by token, by `rollout.max_age`.
 
-Dynamic sampling drops groups whose rewards are all equal and, with refill, requests more prompts until the iteration
-is full.
+`order=finished` takes, of the finished groups, those of the lowest visits: a long answer is trained when it is done.
+`order=prompts` takes the visits strictly in order, so an iteration waits for its slowest answer.
+
+Dynamic sampling (`Filter`) drops groups whose rewards are all equal.  With refill, other visits take their places until
+the iteration is full.  The ledger settles every visit once: trained, filtered or lost.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from megarl.algo.reward_shaping import is_informative
-from megarl.rollout.collector_client import CollectorClient
-from megarl.rollout.protocol import MAX_SEED, SamplingParams
+from megarl.data.ledger import FILTERED, LOST, OUTCOMES, TRAINED, Ledger
+from megarl.rollout.collector_client import Ticket
+from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.usage import Usage
 from megarl.sample import REWARD_ERROR, LostRollout, Prompt, Sample
 
-FEWEST_KEPT = 0.1  # lower bound of the expected share of kept groups, for the size of a refill
+PROMPTS, FINISHED = "prompts", "finished"
+
+Group = list[Sample]
 
 
 class PromptSource(Protocol):
-    def take(self, count: int) -> list[Prompt]: ...
+    def visit(self, number: int) -> Prompt: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+
+class Writers(Protocol):
+    """The part of `Collectors` that is used here."""
+
+    def submit(
+        self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams, greedy: bool = False
+    ) -> list[Ticket]: ...
+
+    def wait(self, timeout_s: float = 1.0) -> bool: ...
+
+    @property
+    def counters(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -34,8 +53,8 @@ class Filter:
     """Which groups dynamic sampling keeps, and whether it replaces the others.  Example: Filter(refill=False)."""
 
     metric: str = "score"  # the reward, or one of its extra numbers
-    refill: bool = True  # request other prompts for dropped groups
-    max_batches: int = 10  # generation batches of one iteration, the first included
+    refill: bool = True  # visit other prompts for dropped groups
+    max_batches: int = 10  # an iteration sees at most so many times its number of prompts
 
     def keeps(self, group: Sequence[Sample]) -> bool:
         """Whether the metric differs between the group's completions."""
@@ -57,33 +76,24 @@ class Filter:
 class RolloutBatch:
     """The rollout of one training step."""
 
-    groups: list[list[Sample]]
+    groups: list[Group]
     lost: list[LostRollout]
-    position: dict[str, Any]  # in the prompts, after this iteration: what a checkpoint saves
-    counts: dict[str, float] = field(default_factory=dict)  # metrics of dynamic sampling
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """rollout/lost, and rollout/{dropped_share,gen_batches} with dynamic sampling."""
-        return {"rollout/lost": float(len(self.lost))} | {f"rollout/{name}": n for name, n in self.counts.items()}
+    visits: dict[str, list[int]] = field(default_factory=dict)  # what became of which: trained, filtered, lost
+    metrics: dict[str, float] = field(default_factory=dict)  # rollout/*
 
 
 @dataclass
-class _Iteration:
-    """A requested iteration, and its groups so far."""
+class _Seen:
+    """What the iteration that is waited for has seen so far."""
 
-    ticket: int  # of its latest generation batch
-    before: dict[str, Any]  # position of its first prompt
-    params: SamplingParams  # of all its generation batches
-    kept: list[list[Sample]] = field(default_factory=list)
+    finished: int = 0  # groups, without lost ones
+    filtered: int = 0
     lost: list[LostRollout] = field(default_factory=list)
-    num_seen: int = 0  # groups that were not lost
-    num_batches: int = 0  # generation batches that are here
-    is_complete: bool = False
+    settled: dict[str, list[int]] = field(default_factory=lambda: {outcome: [] for outcome in OUTCOMES})
 
 
 class Prefetcher:
-    """Requests iterations first_step .. num_steps - 1, each of `num_prompts` prompts with n completions.
+    """Requests what iterations first_step .. num_steps - 1 need, each `num_prompts` visits with n completions.
 
     Example:
 
@@ -91,100 +101,220 @@ class Prefetcher:
             ...                               # check the servers
         batch = prefetcher.take()
 
-    `greedy`: also a greedy completion of each prompt.  `keep`: dynamic sampling; None keeps every group.
+    `waiting`: finished groups of a run that this one continues, by visit.  `greedy`: also a greedy completion of each
+    prompt.  `keep`: dynamic sampling; None keeps every group.  `turn_s`: with GPUs that servers and trainer share, an
+    iteration is not ready before the servers generated for so long, unless nothing is left to do; `clock` in seconds.
     """
 
     def __init__(
         self,
-        collector: CollectorClient,
+        writers: Writers,
+        ledger: Ledger,
         prompts: PromptSource,
         *,
         num_prompts: int,
         n: int,
         params: SamplingParams,
         ahead: int,
+        order: str,
         first_step: int,
         num_steps: int,
+        waiting: Mapping[int, Group] | None = None,
         greedy: bool = False,
         keep: Filter | None = None,
+        turn_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._collector, self._prompts = collector, prompts
+        assert order in (PROMPTS, FINISHED), f"order {order}: expected {PROMPTS} or {FINISHED}"
+        self._writers, self._ledger, self._prompts = writers, ledger, prompts
         self._num_prompts, self._n, self._params, self._greedy, self._keep = num_prompts, n, params, greedy, keep
-        self._ahead, self._next_step, self._num_steps = ahead, first_step, num_steps
-        self._under_way: deque[_Iteration] = deque()
+        self._ahead, self._order, self._step, self._num_steps = ahead, order, first_step, num_steps
+        self._turn_s, self._clock = turn_s, clock
+        # What is outstanding, by visit: each is in one of these.
+        self._running: dict[int, Ticket] = {}
+        self._arrived: dict[int, Group | LostRollout] = dict(waiting or {})  # not yet looked at
+        self._finished: dict[int, Group | LostRollout] = {}  # may be taken
+        self._began: dict[int, int] = {}  # visit -> step at which it was admitted
+        self._waits_since: float | None = None  # for the next iteration
+        self._seen, self._usage = _Seen(), Usage()
+        self._tokens: Counter[str] = Counter()  # of completions: finished and trained, how many and how long
+
+    # ---- what the driver calls
 
     def ready(self, timeout_s: float = 1.0) -> bool:
-        """Whether the next iteration is complete; waits up to `timeout_s`, as CollectorClient.ready does.
+        """Whether the next iteration is complete; waits up to `timeout_s` for something to finish.
 
-        It also requests further iterations up to `ahead`, and another generation batch if dynamic sampling kept too
-        few groups.  Raises RuntimeError if every group of a generation batch was lost, or if dynamic sampling with
-        refill keeps too few groups within the allowed generation batches.
+        The first call of an iteration admits new visits.  Raises RuntimeError if all groups of an iteration were lost,
+        or if dynamic sampling keeps too few groups.
         """
-        while len(self._under_way) <= self._ahead and self._next_step < self._num_steps:
-            self._submit()
-        iteration = self._under_way[0]
-        if not iteration.is_complete and self._collector.ready(iteration.ticket, timeout_s):
-            self._add(iteration, self._collector.take(iteration.ticket))
-        return iteration.is_complete
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """(finished groups, all groups) of the generation batch that the next iteration waits for."""
-        return self._collector.progress(self._under_way[0].ticket)
+        if self._waits_since is None:
+            self._waits_since = self._clock()
+            self._writers.wait(0.0)  # what came while the driver trained makes room, or is the oldest
+            self._look()
+            self._admit((self._ahead + 1) * self._num_prompts)
+        if not self._is_ready():
+            self._writers.wait(timeout_s)
+            self._look()
+        return self._is_ready()
 
     def take(self) -> RolloutBatch:
         """The next iteration, once it is ready.  With dynamic sampling without refill it may have no group."""
-        iteration = self._under_way.popleft()
-        assert iteration.is_complete, "an iteration is taken when it is ready"
-        kept, lost = iteration.kept, iteration.lost
-        if self._keep is None:
-            return RolloutBatch(kept, lost, self._position())
-        dropped = 1 - len(kept) / iteration.num_seen
-        counts = {"dropped_share": dropped, "gen_batches": float(iteration.num_batches)}
-        return RolloutBatch(kept[: self._num_prompts], lost, self._position(), counts)
-
-    def _add(self, iteration: _Iteration, found: Sequence[list[Sample] | LostRollout]) -> None:
-        """Add a generation batch; if the iteration is not complete with it, request another one."""
-        groups = [group for group in found if not isinstance(group, LostRollout)]
-        lost = [group for group in found if isinstance(group, LostRollout)]
-        if not groups:
+        assert self._is_ready(), "an iteration is taken when it is ready"
+        visits = self._candidates()
+        settled, found = self._ledger.num_settled, {visit: self._finished.pop(visit) for visit in visits}
+        groups: list[Group] = []
+        for visit, group in found.items():
+            if (self._refills or self._sort_out(visit, group)) and isinstance(group, list):
+                groups.append(group)
+                self._settle(visit, TRAINED)
+                self._count("trained", group)
+        lost = self._seen.lost
+        if not groups and len(lost) == len(found):
             raise RuntimeError(f"all {len(lost)} prompts of an iteration were lost; the first: {lost[0].reason}")
-        keep = self._keep
-        iteration.kept += groups if keep is None else [group for group in groups if keep.keeps(group)]
-        iteration.lost += lost
-        iteration.num_seen += len(groups)
-        iteration.num_batches += 1
-        num_kept = len(iteration.kept)
-        if keep is None or not keep.refill or num_kept >= self._num_prompts:
-            iteration.is_complete = True
-        elif iteration.num_batches == keep.max_batches:
-            raise RuntimeError(_too_few(keep, num_kept, self._num_prompts, iteration.num_seen))
-        else:
-            count = self._guess(self._num_prompts - num_kept, num_kept / iteration.num_seen)
-            iteration.ticket = self._ask(count, iteration.params)
+        metrics, outcomes = self._metrics(lateness=settled - min(visits)), self._seen.settled
+        self._step, self._waits_since, self._seen = self._step + 1, None, _Seen()
+        return RolloutBatch(groups, lost, outcomes, metrics)
 
-    def _guess(self, missing: int, share_kept: float) -> int:
-        """How many prompts will probably fill the gap; at most a whole batch."""
-        return min(self._num_prompts, math.ceil(missing / max(share_kept, FEWEST_KEPT)))
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(groups of the next iteration that are there, all of them)."""
+        return len(self._candidates()), self._num_prompts
 
-    def _position(self) -> dict[str, Any]:
-        """Where a resumed run continues in the prompts: at the first of the iterations that are in flight.
+    @property
+    def is_idle(self) -> bool:
+        """Whether no completion is being generated."""
+        self._receive()
+        return not self._running
 
-        Refills took prompts after those of the iterations in flight; a resumed run may use them again, and skips none.
-        """
-        return self._under_way[0].before if self._under_way else self._prompts.state_dict()
+    def wait(self, timeout_s: float = 1.0) -> None:
+        """Wait for something to finish, without admitting anything."""
+        self._writers.wait(timeout_s)
 
-    def _submit(self) -> None:
-        step, self._next_step = self._next_step, self._next_step + 1
-        before, seed = self._prompts.state_dict(), self._params.sampling_seed
-        # A separate seed for each step: a resumed run samples what the run that died would have sampled.
-        params = (
-            self._params if seed is None else replace(self._params, sampling_seed=(seed * 1_000_003 + step) & MAX_SEED)
+    @property
+    def waiting(self) -> dict[int, Group]:
+        """Finished groups that no iteration has taken yet, by visit: a checkpoint saves them."""
+        self._writers.wait(0.0)
+        self._receive()
+        both = self._finished | self._arrived
+        return {visit: group for visit, group in sorted(both.items()) if not isinstance(group, LostRollout)}
+
+    # ---- admission
+
+    @property
+    def _refills(self) -> bool:
+        return self._keep is not None and self._keep.refill
+
+    @property
+    def _num_outstanding(self) -> int:
+        return len(self._running) + len(self._arrived) + len(self._finished)
+
+    def _admit(self, most: int) -> None:
+        """Admit visits until `most` are outstanding, but no more than the iterations that are left can take."""
+        most = min(most, (self._num_steps - self._step) * self._num_prompts)
+        visits = self._ledger.issue(max(0, most - self._num_outstanding))
+        if not visits:
+            return
+        asked = self._writers.submit(
+            [self._prompts.visit(visit) for visit in visits], n=self._n, params=self._params, greedy=self._greedy
         )
-        self._under_way.append(_Iteration(self._ask(self._num_prompts, params), before, params))
+        self._running.update(zip(visits, asked, strict=True))
+        self._began.update(dict.fromkeys(visits, self._step))
+        bound = (self._ahead + 1) * self._num_prompts
+        assert self._num_outstanding <= bound, (
+            f"{self._num_outstanding} visits are outstanding, expected {bound} at most"
+        )
 
-    def _ask(self, count: int, params: SamplingParams) -> int:
-        return self._collector.submit(self._prompts.take(count), n=self._n, params=params, greedy=self._greedy)
+    # ---- what has finished
+
+    def _receive(self) -> None:
+        done = {visit: ticket.group for visit, ticket in self._running.items() if ticket.group is not None}
+        for visit, group in done.items():
+            del self._running[visit]
+            self._arrived[visit] = group
+            if isinstance(group, list):
+                self._count("generated", group)
+
+    def _look(self) -> None:
+        """Look at what has arrived; with refill, dropped and lost groups are settled and others take their places.
+
+        Only while the driver waits for an iteration: what is settled belongs to a step.
+        """
+        self._receive()
+        while self._arrived:
+            for visit, group in sorted(self._arrived.items()):
+                if not self._refills or self._sort_out(visit, group):
+                    self._finished[visit] = group
+            self._arrived.clear()
+            if self._refills:
+                self._check_share_kept()
+                self._admit(self._num_prompts)
+                self._receive()
+
+    def _sort_out(self, visit: int, group: Group | LostRollout) -> bool:
+        """Settle a lost group, and one that dynamic sampling drops; returns whether the group is kept."""
+        if isinstance(group, LostRollout):
+            self._seen.lost.append(group)
+            self._settle(visit, LOST)
+            return False
+        self._seen.finished += 1
+        if self._keep is None or self._keep.keeps(group):
+            return True
+        self._seen.filtered += 1
+        self._settle(visit, FILTERED)
+        return False
+
+    def _check_share_kept(self) -> None:
+        """Raises RuntimeError if the iteration has seen as many groups as it may and is not full."""
+        keep, seen, num_kept = self._keep, self._seen, len(self._finished)
+        assert keep is not None, "only dynamic sampling keeps a share"
+        if num_kept == 0 and len(seen.lost) >= self._num_prompts and not seen.finished:
+            raise RuntimeError(
+                f"all {len(seen.lost)} prompts of an iteration were lost; the first: {seen.lost[0].reason}"
+            )
+        if num_kept < self._num_prompts and seen.finished >= keep.max_batches * self._num_prompts:
+            raise RuntimeError(_too_few(keep, num_kept, self._num_prompts, seen.finished))
+
+    def _candidates(self) -> list[int]:
+        """The finished visits that the next iteration would take, lowest first."""
+        return sorted(self._finished)[: self._num_prompts]
+
+    def _is_ready(self) -> bool:
+        visits = self._candidates()
+        if len(visits) < self._num_prompts:
+            return False
+        if self._order == PROMPTS and self._running and min(self._running) < visits[-1]:
+            return False
+        if self._turn_s is None or not self._running or self._waits_since is None:
+            return True
+        return self._clock() - self._waits_since >= self._turn_s
+
+    def _settle(self, visit: int, outcome: str) -> None:
+        self._ledger.settle(visit, outcome)
+        self._seen.settled[outcome].append(visit)
+        self._began.pop(visit, None)
+
+    # ---- metrics
+
+    def _count(self, what: str, group: Group) -> None:
+        self._tokens[what] += sum(len(sample.completion.token_ids) for sample in group)
+        self._tokens[f"{what} completions"] += len(group)
+
+    def _metrics(self, lateness: int) -> dict[str, float]:
+        """Of the iteration that is taken: see docs/outputs."""
+        seen, tokens = self._seen, self._tokens
+        out = {"lost": float(len(seen.lost)), "in_flight": float(len(self._running))}
+        out["finished_waiting"] = float(len(self._finished) + len(self._arrived))
+        out["iterations_waiting"] = out["finished_waiting"] / self._num_prompts
+        out["displacement_max"] = float(max(0, lateness))
+        out["oldest_start_lag"] = float(self._step - min(self._began.values(), default=self._step))
+        if tokens["generated completions"] and tokens["trained completions"]:
+            trained = tokens["trained"] / tokens["trained completions"]
+            generated = tokens["generated"] / tokens["generated completions"]
+            out["length_trained_over_generated"] = trained / generated if generated else 1.0
+        if self._keep is not None:
+            out["dropped_share"] = seen.filtered / max(1, seen.finished)
+            out["gen_batches"] = seen.finished / self._num_prompts
+        return {f"rollout/{name}": value for name, value in (self._usage.of_step(self._writers.counters) | out).items()}
 
 
 def _too_few(how: Filter, num_kept: int, wanted: int, num_seen: int) -> str:

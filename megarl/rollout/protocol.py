@@ -11,11 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megarl.rollout.wire_columns import read_columns
 from megarl.sample import Completion, VersionSpan
 
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
@@ -54,17 +55,25 @@ class Abilities:
     # An update flushes the prefix cache although requests are waiting (those that a pause retracted). Without this
     # feature such a flush crashes the server, so it has to run without a prefix cache.
     flush_beside_queue: bool
+    cache_salt: bool  # requests of different salts share no KV
 
     @staticmethod
     def of(version: str) -> Abilities:
         """By the version in /server_info: of SGLang, or of our HF server, which has all features."""
         numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
         if len(numbers) < 3:  # our HF server, or a development version of SGLang
-            return Abilities(update_sessions=True, version_spans=True, flush_beside_queue=True)
-        since_21 = numbers >= (0, 5, 21)
-        return Abilities(update_sessions=since_21, version_spans=numbers >= (0, 5, 20), flush_beside_queue=since_21)
+            numbers = (1, 0, 0)
+        return Abilities(
+            update_sessions=numbers >= (0, 5, 21),
+            version_spans=numbers >= (0, 5, 20),
+            flush_beside_queue=numbers >= (0, 5, 21),
+            cache_salt=numbers >= (0, 5, 18),
+        )
 
 
+# A client closes a connection that was idle for so long.  Shorter than stock SGLang's 5 s: otherwise the server may
+# close a connection while a request is on its way to it.
+KEEP_ALIVE_S = 3.0
 PAUSE_MODES = ("abort", "retract", "in_place")
 FLATTENED = "flattened_bucket"  # load_format: one broadcast of the uint8 concatenation of all tensors
 
@@ -138,26 +147,48 @@ def _check(name: str, value: Any, kind: Any, wanted: str, allowed: Any) -> None:
         raise ValueError(f"{name}={value!r}: expected {wanted}")
 
 
-def generate_body(prompt_ids: Sequence[int], n: int, params: SamplingParams, rid: str) -> dict[str, Any]:
-    """The body of /generate for `n` completions of one prompt, with log-probs of the completions only."""
+def generate_body(
+    prompt_ids: Sequence[int], n: int, params: SamplingParams, rid: str, salt: str | None = None
+) -> dict[str, Any]:
+    """The body of /generate for `n` completions of one prompt, with log-probs of the completions only.
+
+    `salt`: the server reuses KV of requests with the same salt only.  It may hold KV of earlier weights, so a salt
+    names one version of the weights, of one run.
+    """
     return {
         "input_ids": list(prompt_ids),
         "sampling_params": params.to_json(n),
         "return_logprob": True,
         "logprob_start_len": -1,
         "rid": rid,
+        "cache_salt": salt,
     }
 
 
-def parse_completions(reply: Any, n: int) -> list[Completion]:
-    """The n completions of a /generate reply, without text. Raises ValueError for a reply of another shape."""
+class Reply(NamedTuple):
+    """One completion of a /generate reply, without text, and how much of its prompt was in the prefix cache."""
+
+    completion: Completion
+    cached_tokens: int | None  # None: the server does not say
+
+
+def parse_replies(reply: Any, n: int, *, num_asked: int | None = None) -> list[Reply]:
+    """The n completions of a /generate reply.  Raises ValueError for a reply of another shape.
+
+    `num_asked`: tokens of the request, which the reply's columns cover too; None: no reply has columns.
+    """
     items = reply if isinstance(reply, list) else [reply]
     if len(items) != n:
         raise ValueError(f"the reply of {Route.GENERATE} holds {len(items)} completions, expected {n}")
-    return [_completion(item) for item in items]
+    return [Reply(_completion(item, num_asked), item["meta_info"].get("cached_tokens")) for item in items]
 
 
-def _completion(item: Any) -> Completion:
+def parse_completions(reply: Any, n: int, *, num_asked: int | None = None) -> list[Completion]:
+    """The completions alone of `parse_replies`."""
+    return [parsed.completion for parsed in parse_replies(reply, n, num_asked=num_asked)]
+
+
+def _completion(item: Any, num_asked: int | None) -> Completion:
     try:
         token_ids, meta = item["output_ids"], item["meta_info"]
         finish_reason, triples = meta["finish_reason"]["type"], meta["output_token_logprobs"]
@@ -170,6 +201,7 @@ def _completion(item: Any) -> Completion:
         log_probs=[triple[0] for triple in triples],
         finish_reason=finish_reason,
         versions=_versions(meta, len(token_ids)),
+        columns=read_columns(meta, num_asked, len(token_ids)),
     )
 
 

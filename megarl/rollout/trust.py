@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Trusts(Protocol):
-    """Implemented by EnginePool, by CollectorClient, and by servers.router.Routed for servers behind a router."""
+    """Implemented by EnginePool, by Collectors, and by servers.router.Routed for servers behind a router."""
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None:
         """The server at `url` holds this version of the weights, verified: it may generate, and its completions count.
@@ -16,3 +16,6 @@ class Trusts(Protocol):
 
     def fence(self, url: str) -> None:
         """The weights of the server at `url` are not verified: its running requests are retried elsewhere or later."""
+
+    def hold(self, url: str) -> None:
+        """Send the server at `url` no new requests until the next `trust`; what runs comes back, also as aborted."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megarl.auth import SERVER_VARIABLE, without_tokens
 from megarl.sockets import interface_variables
 
@@ -28,23 +30,40 @@ class EngineLaunch:
     max_running_requests: int = 512  # completions decoded at once
     max_total_tokens: int | None = None  # tokens held in the KV cache; None: the engine's default
     random_seed: int | None = None
-    weight_version: int = 0  # version of the weights in `model_path`
+    weight_version: int = 0  # version of the weights of its start
     num_threads: int = 1  # CPU threads of the hf engine
     index: int = 0  # number of the server, set by the supervisor; determines cores, GPUs and the seed
-    # The rest is for sglang only.
-    python: str | None = None  # of SGLang's environment; None: MEGARL_SGLANG_PYTHON, else .venv-sglang/bin/python
-    args: tuple[str, ...] = ()  # passed on to SGLang as they are, after ours
     device: str | None = None  # "cpu" or "cuda"; None: cuda if this machine has a device
     first_gpu: int | None = None  # None: each server takes the next tensor_parallel_size GPUs
+    memory_fraction: float | None = None  # of a GPU's memory, for weights and KV cache; None: the engine's default
+    # The rest is for sglang only.
+    reads_weights: bool = True  # from model_path; False: random ones until the first push
+    longest_pause_s: float = 600.0  # for which the trainer may pause it, or keep it busy with one order
+    python: str | None = None  # of SGLang's environment; None: MEGARL_SGLANG_PYTHON, else .venv-sglang/bin/python
+    args: tuple[str, ...] = ()  # passed on to SGLang as they are, after ours
     group_port: int | None = None  # for the rendezvous of its ranks; None: the supervisor picks a free one
-    memory_fraction: float | None = None  # of a GPU's memory, for weights and KV cache; None: SGLang's default
     expert_parallel_size: int = 1  # number of its tensor_parallel_size ranks over which experts are distributed
+    quantization: str = "none"  # of its linear layers: none | fp8
+    attention_dp: int = 1  # groups of its ranks that compute attention for requests of their own
     num_machines: int = 1  # over which its ranks are distributed
     machine: int = 0  # number of this machine among them; the first one serves HTTP
     meeting_host: str | None = None  # address of the first machine; the rendezvous is at its group_port
     memory_saver: bool = False  # needed for release_memory to free GPU memory
     lora_rank: int = 0  # maximum rank of loaded adapters; 0: no adapters
     lora_targets: tuple[str, ...] = ()  # Hugging Face module names, such as "q_proj"
+
+    @property
+    def uses_cpu(self) -> bool:
+        return not torch.cuda.is_available() if self.device is None else self.device == "cpu"
+
+    @property
+    def gpu(self) -> int:
+        """The first GPU of a server that does not use the CPU.
+
+        Not chosen by CUDA_VISIBLE_DEVICES: GPU memory shared between two processes needs the same device numbers in
+        both.
+        """
+        return self.index * self.tensor_parallel_size if self.first_gpu is None else self.first_gpu
 
     @property
     def url(self) -> str:
@@ -67,11 +86,11 @@ MakeCommand = Callable[[EngineLaunch, Path], ServerCommand]
 
 
 def hf_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
-    """The command of the HF server, which ends when this process ends."""
+    """The command of the HF server, on the CPU or one GPU; it ends when this process ends."""
     if launch.tensor_parallel_size != 1:
         raise ValueError(
-            f"rollout.tensor_model_parallel_size={launch.tensor_parallel_size}: expected 1, the hf engine is one "
-            "process"
+            f"rollout.tensor_model_parallel_size={launch.tensor_parallel_size}: expected 1, because the hf engine is "
+            "one process"
         )
     command = [sys.executable, "-m", "megarl.hf_server.main", "--die-with-parent", str(os.getpid())]
     options = {
@@ -79,6 +98,8 @@ def hf_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--host": launch.host,
         "--port": launch.port,
         "--dtype": launch.dtype,
+        "--device": "cpu" if launch.uses_cpu else f"cuda:{launch.gpu}",
+        "--memory-fraction": None if launch.uses_cpu else launch.memory_fraction,
         "--max-running-requests": launch.max_running_requests,
         "--max-total-tokens": launch.max_total_tokens,
         "--random-seed": launch.random_seed,

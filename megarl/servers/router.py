@@ -7,6 +7,7 @@ The router is slow to notice dead servers: the driver, which health-checks the s
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -25,6 +26,7 @@ from megarl.servers.sglang_environment import foreign_environment, sglang_python
 _POLL_S = 0.05
 _START_S = 60.0
 _WORKER_S = 60.0  # timeout of adding one server
+_LONGER_S = 60  # by which a request's timeout in the router is longer than its client's
 _READY = "ready"  # status of a worker that gets requests
 
 
@@ -53,8 +55,17 @@ class Router:
     """
 
     def __init__(
-        self, token: str, log: Path, *, host: str = "127.0.0.1", python: str | None = None, args: tuple[str, ...] = ()
+        self,
+        token: str,
+        log: Path,
+        *,
+        request_timeout_s: float = 120.0,
+        host: str = "127.0.0.1",
+        python: str | None = None,
+        args: tuple[str, ...] = (),
     ) -> None:
+        """`request_timeout_s`: that of its client; the router waits longer for the servers, so the client decides."""
+        args = ("--request-timeout-secs", str(math.ceil(request_timeout_s) + _LONGER_S), *args)
         port, metrics_port = free_ports([host] * 2)
         launch = EngineLaunch("smg", "", host=host, port=port, group_port=metrics_port, python=python, args=args)
         self._token = token
@@ -154,6 +165,10 @@ class Routed:
         self._trusted[url] = version, adapter
         self._router.add(url)
         self._collector.trust(self._router.url, version, adapter)
+
+    def hold(self, url: str) -> None:
+        """Send no new requests: to no server, because which one the router chooses is unknown."""
+        self._collector.hold(self._router.url)
 
     def fence(self, url: str) -> None:
         """Remove the server.  All running requests of the router are retried: which of them it has is unknown."""

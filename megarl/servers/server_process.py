@@ -26,7 +26,7 @@ from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.engines import ENGINES
 from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch, MakeCommand
 
-PORT_TAKEN = "address already in use"
+PORT_TAKEN = "already in use"  # "address ..." of the system, "port is ..." of SGLang
 _QUIET_PORTS = range(20_000, 32_000)  # ephemeral ports are 32768 and above on Linux, 49152 and above elsewhere
 _POLL_S = 0.1
 _STOP_S = 5.0

@@ -13,8 +13,6 @@ import os
 import signal
 from pathlib import Path
 
-import torch
-
 from megarl.servers.launch import EngineLaunch, ServerCommand, flags
 from megarl.servers.sglang_environment import foreign_environment, sglang_python
 
@@ -24,6 +22,8 @@ _PLUGINS = "[sglang.srt.plugins]\nmegarl = megarl.weights.push.receiver:setup\n"
 _CPU_PLUGIN = "megarl_cpu = megarl_cpu_plugin:setup\n"
 _STAND_INS = Path(__file__).parent / "sglang_cpu"
 _CPU_TOKENS = 65536  # SGLang's default takes most of the machine's memory
+_DETERMINISTIC = "--enable-deterministic-inference"
+_BATCH_S = 300.0  # SGLang's own limit for one batch
 
 
 def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
@@ -31,7 +31,7 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
 
     Raises ValueError if there is no Python of SGLang's environment at the expected path.
     """
-    python, on_cpu = sglang_python(launch.python), uses_cpu(launch)
+    python, on_cpu = sglang_python(launch.python), launch.uses_cpu
     options: dict[str, object] = {
         "--model-path": launch.model_path,
         "--host": launch.host,
@@ -46,10 +46,16 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--weight-version": launch.weight_version,
         "--custom-weight-loader": WEIGHT_LOADER,
         "--log-level-http": "warning",  # otherwise it logs a line for every request
+        # SGLang ends itself if a batch takes longer, and it counts the time of a pause in place as part of the batch.
+        "--watchdog-timeout": _BATCH_S + launch.longest_pause_s,
     }
     argv = [str(python), "-m", "megarl.servers.sglang_server", str(os.getpid()), "--skip-server-warmup"]
+    argv.append("--sleep-on-idle")  # an idle scheduler would poll without pause, and the trainer needs the core
     argv += (
         flags(options)
+        + _attention_groups(launch)
+        + _weights(launch)
+        + _quantization(launch)
         + _machines(launch)
         + (_cpu_options() if on_cpu else _gpu_options(launch))
         + _lora(launch, on_cpu)
@@ -73,6 +79,36 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     return ServerCommand([*argv, *launch.args], environment, stop_signal=signal.SIGKILL)
 
 
+def _attention_groups(launch: EngineLaunch) -> list[str]:
+    """The options of attention data parallelism.
+
+    --attn-dp-size N is SGLang 0.5.23's name of `--enable-dp-attention --dp-size N`, which it deprecates.  With
+    --enable-dp-lm-head each group computes the logits of its own requests; otherwise SGLang gathers the hidden states
+    and logits of all groups on every rank, [running completions, vocabulary] numbers in each step.  The head is then
+    whole in each group, like the embedding.  --moe-dense-tp-size stays unset: dense layers and shared experts divide by
+    the tensor-parallel size (config/validate/servers.py checks it), and whole copies of them would take memory.
+    """
+    if launch.attention_dp == 1:
+        return []
+    return [*flags({"--attn-dp-size": launch.attention_dp}), "--enable-dp-lm-head"]
+
+
+def _quantization(launch: EngineLaunch) -> list[str]:
+    """The options of a server that quantizes bfloat16 weights when it loads them, at each push again.
+
+    With SGLang's other load formats a second load fails: the first one replaces each bfloat16 parameter by a transposed
+    fp8 tensor without a loader (Fp8LinearMethod.process_weights_after_loading), and nothing restores it before an
+    update.  The loader of flash_rl stages each layer in bfloat16 and quantizes it into its fp8 tensor and scales
+    (QuantizedRLModelLoader), for /update_weights_from_distributed, _from_tensor and _from_disk alike.
+    """
+    return [] if launch.quantization == "none" else ["--quantization", launch.quantization, "--load-format", "flash_rl"]
+
+
+def _weights(launch: EngineLaunch) -> list[str]:
+    """Random weights for a server that gets all of them before its first request: nothing is read from disk."""
+    return [] if launch.reads_weights else ["--load-format", "dummy"]
+
+
 def _machines(launch: EngineLaunch) -> list[str]:
     """The options of a server whose ranks are on several machines."""
     if launch.num_machines == 1:
@@ -81,23 +117,20 @@ def _machines(launch: EngineLaunch) -> list[str]:
     return flags({"--nnodes": launch.num_machines, "--node-rank": launch.machine, "--dist-init-addr": meeting})
 
 
-def uses_cpu(launch: EngineLaunch) -> bool:
-    return not torch.cuda.is_available() if launch.device is None else launch.device == "cpu"
-
-
 def _cpu_options() -> list[str]:
-    # --sleep-on-idle: an idle scheduler would otherwise poll without pause, and other processes need the core.
-    return ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
+    return ["--device", "cpu", "--attention-backend", "torch_native"]
 
 
 def _gpu_options(launch: EngineLaunch) -> list[str]:
-    first = launch.index * launch.tensor_parallel_size if launch.first_gpu is None else launch.first_gpu
-    # Not by CUDA_VISIBLE_DEVICES: GPU memory shared between two processes needs the same device numbers in both.
-    out = flags({"--base-gpu-id": first, "--mem-fraction-static": launch.memory_fraction})
+    out = flags({"--base-gpu-id": launch.gpu, "--mem-fraction-static": launch.memory_fraction})
     # With fusion the shared expert becomes one more routed expert, which the weight tables do not know.
     out.append("--disable-shared-experts-fusion")
     if launch.dtype == "float32":  # SGLang's default on Hopper, FlashAttention 3, takes 16-bit types only
         out += ["--attention-backend", "triton"]
+    elif _DETERMINISTIC not in launch.args:
+        # As in the trainer (mcore/logprobs/fused.py), logits are not rounded to 16 bits: log-probs would differ more.
+        # SGLang's product in float32 into a given buffer is not among those that it makes deterministic.
+        out.append("--enable-fp32-lm-head")
     return [*out, "--enable-memory-saver"] if launch.memory_saver else out
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import megarl
 from megarl.auth import without_tokens
+from megarl.servers.nccl import versions_in
 from megarl.sockets import interface_variables
 
 PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
 DEFAULT_PYTHON = ".venv-sglang/bin/python"
+KERNELS = ("sglang-kernel", "sgl-kernel")  # SGLang's own for GPUs: the name today, and before
 
 # Variables that a trainer, its launcher or an active virtual environment set for themselves; not passed on.
 # SGLang refuses to release memory with expandable_segments, which trainers often set.
@@ -42,6 +44,23 @@ def sglang_python(configured: str | None) -> Path:
         raise ValueError(
             f"{name}: no Python there, expected that of an environment with SGLang: run `bash launch/sglang_cpu.sh` "
             "(a machine without GPU), or set rollout.sglang.python"
+        )
+    return python
+
+
+def sglang_gpu_python(configured: str | None) -> Path:
+    """As `sglang_python`, of an environment whose SGLang can use a GPU; its packages' metadata is read.
+
+    Raises ValueError if there is none: launch/sglang_cpu.sh leaves out the packages for GPUs.
+    """
+    python = sglang_python(configured)
+    found = versions_in(python, ["sglang", *KERNELS])
+    if "sglang" not in found:
+        raise ValueError(f"{python}: no package sglang there; expected it: run `bash launch/gpu/install.sh`")
+    if not found.keys() & set(KERNELS):
+        raise ValueError(
+            f"{python}: SGLang {found['sglang']} for machines without GPU, without the package {KERNELS[0]}; expected "
+            "it: run `bash launch/gpu/install.sh`"
         )
     return python
 

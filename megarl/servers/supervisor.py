@@ -6,7 +6,7 @@
     STARTING --it ends, or takes too long--> RESTING
     a server that has used up its restarts goes OUT instead of RESTING
 
-A restarted server has the same url and is a new process, with the weights of its model folder.  Servers may run on
+A restarted server has the same url and is a new process, which has the weights of its start.  Servers may run on
 several machines.  Those that run already (`at`) are health-checked too, but never ended.
 """
 

@@ -46,6 +46,7 @@ class Algorithm:
     critic: Update | None  # None: the estimator does not use values
     advantages: Mapping[str, Any]  # arguments of estimate(), except the KL coefficient, which the controller sets
     correction: Correction
+    max_age: int | None  # of a token that counts, in pushes
     shaping: tuple[Shaping, ...]
     columns: tuple[str, ...]  # computed by the actor's forward pass before the first optimizer step
     reads_reference: bool  # the estimator, the KL penalty or the loss uses the reference's log-probs
@@ -82,6 +83,7 @@ def make_algorithm(config: Config) -> Algorithm:
         critic=critic_update(config) if learns_values else None,
         advantages=_advantages(config),
         correction=Correction(**vars(algorithm.rollout_correction)),
+        max_age=config.rollout.max_age,
         shaping=_shaping(config),
         columns=("log_probs", *(name for name in ("sum_pi_squared", "full_kl") if name in reads)),
         reads_reference="ref_log_probs" in reads | set(actor.loss.columns),

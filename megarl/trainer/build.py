@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,18 +13,20 @@ from typing import Any
 import torch
 
 from megarl.config import Config, layout_of, to_yaml, used_roles
-from megarl.config.placement import placements
+from megarl.config.placement import placements, serves_beside_actor
 from megarl.config.validate.models import model_numbers
+from megarl.config.validate.servers import misplaced
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
 from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.rewards.pool import RewardPool
-from megarl.rollout.collector_client import CollectorClient
+from megarl.rollout.collector_client import Collectors
 from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machines
+from megarl.weights.mapping.server_map import is_enlarged
 from megarl.weights.push.channel import own_address
 
 
@@ -42,7 +45,13 @@ def model_folder(path: str) -> str:
 
 def engine_settings(role: Any) -> dict[str, Any]:
     """How a role's layout is computed: fields of mcore.training.execution.ExecutionOptions."""
-    names = ["transformer_impl", "recompute_granularity", "recompute_method", "recompute_num_layers"]
+    names = [
+        "transformer_impl",
+        "moe_token_dispatcher_type",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+    ]
     names += ["overlap_grad_reduce", "overlap_param_gather", "param_offload", "optimizer_offload"]
     chosen = {name: getattr(role.megatron, name) for name in names if hasattr(role.megatron, name)}
     return {"strategy": role.strategy, **chosen}
@@ -75,6 +84,7 @@ def make_group(
         call_timeout_s=trainer.call_timeout_s,
         start_timeout_s=trainer.start_timeout_s,
         environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_order else None,
+        setup={"has_neighbours": serves_beside_actor(config)},
     )
 
 
@@ -143,11 +153,14 @@ def server_launch(config: Config) -> EngineLaunch:
         dtype=rollout.dtype,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         expert_parallel_size=rollout.expert_parallel_size,
+        attention_dp=rollout.attention_dp,
+        quantization=rollout.quantization,
         max_running_requests=rollout.max_running_requests,
         max_total_tokens=rollout.max_total_tokens,
+        longest_pause_s=config.trainer.call_timeout_s,
         random_seed=rollout.seed,
         python=rollout.sglang.python,
-        args=(*rollout.sglang.args, *_in_flight_args(config)),
+        args=tuple(rollout.sglang.args),
         device=None if config.trainer.device == "auto" else config.trainer.device,
         memory_fraction=rollout.memory_fraction,
         memory_saver=rollout.placement == "shared",
@@ -157,9 +170,16 @@ def server_launch(config: Config) -> EngineLaunch:
 
 
 def supervision(config: Config) -> supervisor.Supervision:
-    """Start timeout and maximum restarts of the servers."""
-    rollout = config.rollout
-    return supervisor.Supervision(start_timeout_s=rollout.start_timeout_s, max_restarts=rollout.max_restarts)
+    """Timeouts and maximum restarts of the servers.
+
+    A server does not answer while it carries out an order of a push, which may take as long as a call to the ranks.
+    """
+    rollout, shortest = config.rollout, supervisor.Supervision.answer_within_s
+    return supervisor.Supervision(
+        start_timeout_s=rollout.start_timeout_s,
+        answer_within_s=max(shortest, config.trainer.call_timeout_s),
+        max_restarts=rollout.max_restarts,
+    )
 
 
 def make_servers(config: Config, token: str, nodes: Nodes | None = None, *, trains: bool = True) -> supervisor.Servers:
@@ -167,13 +187,23 @@ def make_servers(config: Config, token: str, nodes: Nodes | None = None, *, trai
     rollout = config.rollout
     if rollout.urls:
         return supervisor.Servers.at(rollout.urls, token, supervision(config))
-    launch, launches, machines = server_launch(config), [], []
+    launches, machines = [], []
+    launch = server_launch(config)
+    launch = replace(launch, reads_weights=not (trains and config.first_push_is_whole) or _is_padded(launch))
     for places, gpu in placements(config, trains=trains):
         parts = tuple((nodes.machine(k), nodes.address(k)) if nodes else (HERE, rollout.host) for k in places)
         machine, address = parts[0]
         launches.append(replace(launch, host=address, first_gpu=gpu))
         machines.append(machine if len(parts) == 1 else Machines(parts))
     return supervisor.Servers(launches, token, config.trainer.run_dir / "logs", supervision(config), machines)
+
+
+def _is_padded(launch: EngineLaunch) -> bool:
+    """Whether the server pads the model, whose padding no push brings."""
+    if not launch.uses_cpu or launch.engine != "sglang":
+        return False
+    hf = json.loads((Path(launch.model_path) / "config.json").read_text())
+    return is_enlarged("sglang", hf, launch.tensor_parallel_size)
 
 
 def server_places(config: Config) -> list[tuple[range, int]]:
@@ -184,8 +214,11 @@ def server_places(config: Config) -> list[tuple[range, int]]:
 def check_gpus(config: Config, *, trains: bool) -> None:
     """Refuse servers for which this machine has too few GPUs; the other machines are assumed to be equal."""
     gpus, size = torch.cuda.device_count(), config.rollout.tensor_model_parallel_size
-    if config.rollout.engine != "sglang" or config.rollout.urls or config.trainer.device == "cpu" or not gpus:
+    if config.rollout.urls or config.trainer.device == "cpu" or not gpus:
         return
+    if config.rollout.placement == "separate":
+        for sentence in misplaced(config, trains=trains):
+            raise ValueError(sentence)
     for index, (machines, first) in enumerate(placements(config, trains=trains)):
         if (last := first + size // len(machines) - 1) >= gpus:
             raise ValueError(
@@ -194,30 +227,39 @@ def check_gpus(config: Config, *, trains: bool) -> None:
             )
 
 
-def _in_flight_args(config: Config) -> list[str]:
-    """No prefix cache: in-place pushes keep it, and new completions would reuse KV computed with old weights."""
-    return ["--disable-radix-cache"] if config.rollout.engine == "sglang" and config.rollout.ahead else []
-
-
 def plugins(config: Config) -> list[str]:
     """The user's modules, and files as absolute paths, which are valid in every process."""
     specs = config.algorithm.plugins
     return [str(Path(spec).expanduser().resolve()) if spec.endswith(".py") else spec for spec in specs]
 
 
-def make_collector(config: Config, urls: Sequence[str], token: str, *, fenced: bool = False) -> CollectorClient:
-    """The collector of a run, started; `fenced`: it sends requests to a server only once that is trusted."""
-    reward = config.reward
-    return CollectorClient(
+SERVERS_PER_COLLECTOR = 8
+
+
+def make_collectors(
+    config: Config, urls: Sequence[str], token: str, *, fenced: bool = False, salted: bool = False
+) -> Collectors:
+    """The collectors of a run, started; `fenced`: they send requests to a server only once that is trusted.
+
+    `salted`: all servers know salts of their prefix caches.
+    """
+    rollout, reward = config.rollout, config.reward
+    servers = max(len(urls), len(rollout.urls) or rollout.num_servers)
+    count = min(len(urls), rollout.num_collectors or -(-len(urls) // SERVERS_PER_COLLECTOR))
+    workers = -(-reward.num_workers // count)
+    in_flight = rollout.max_in_flight or servers * rollout.max_running_requests
+    return Collectors(
         urls=urls,
         token=token,
         tokenizer_path=model_folder(config.model.tokenizer_path),
-        make_scorer=partial(
-            RewardPool, reward.fn, reward.num_workers, reward.timeout_s, reward.on_error, plugins(config)
-        ),
-        timeout_s=config.rollout.request_timeout_s,
+        make_scorer=partial(RewardPool, reward.fn, workers, reward.timeout_s, reward.on_error, plugins(config)),
+        num_collectors=count,
+        piece_tokens=rollout.piece_tokens,
+        timeout_s=rollout.request_timeout_s,
+        max_in_flight=-(-in_flight // count),
         log_path=config.trainer.run_dir / "logs" / "collector.log",
         fenced=fenced,
+        salted=salted,
     )
 
 

@@ -9,54 +9,113 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.config import Config
+from megarl.data.groups import save_groups
+from megarl.sample import Sample
 
 MANIFEST = "manifest.json"
+ROLLOUTS = "rollouts"  # folder of the finished groups that waited
+POLL_S = 0.05  # between two questions whether all files are written
 
 
 class Saves(Protocol):
     """The part of a role that a checkpoint uses."""
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path, *, in_background: bool) -> None:
+        """Write the role; `in_background`: return when its ranks may train on."""
+        ...
+
+    def is_saved(self) -> bool:
+        """Whether the last save is complete on every rank; raises its error."""
+        ...
 
     def restore(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finished save.  `state` is the driver's: position in the prompts, KL controller, totals, seed."""
+    """A finished save.  `state` is the driver's: ledger of the prompts, KL controller, totals, seed."""
 
     folder: Path
     step: int  # finished iterations
     state: dict[str, Any]
 
 
-def save(root: Path, step: int, roles: Mapping[str, Saves], state: dict[str, Any], *, keep: int) -> Checkpoint:
-    """Write `root/step_N`, then delete all but the newest `keep` checkpoints.
+class Saver:
+    """Saves the checkpoints of a run, one at a time: start (models), describe (the driver's state), poll or finish."""
 
-    Checkpoints of later steps are deleted too: they are of a run that this one replaces, resumed from an earlier step.
-    """
-    folder = root / f"step_{step:08d}"
-    _forget(folder)  # left by a run that died during the save, or that is resumed from an earlier step
-    folder.mkdir(parents=True)
-    for name, role in roles.items():
-        role.save(folder / name)
-    manifest = {"step": step, "roles": sorted(roles), "state": state}
-    partial = folder / f".{MANIFEST}.partial"
-    partial.write_text(json.dumps(manifest, indent=2))
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
-    partial.rename(folder / MANIFEST)
-    kept = [c for c in all_checkpoints(root) if c.step <= step][-keep:]
-    for other in all_checkpoints(root):
-        if other not in kept:
-            _forget(other.folder)
-    return Checkpoint(folder, step, state)
+    def __init__(self, root: Path, roles: Mapping[str, Saves], *, keep: int, in_background: bool) -> None:
+        """`keep`: number of newest checkpoints that are kept.  `in_background`: ranks train on while they write."""
+        self.last: Checkpoint | None = None  # of the finished ones
+        self._root, self._roles, self._keep, self._in_background = root, roles, keep, in_background
+        self._pending: tuple[int, dict[str, Any] | None] | None = None
+
+    def start(self, step: int) -> None:
+        """Begin `root/step_N` with the models as they are after `step` iterations, when the one before is finished."""
+        self.finish()
+        folder, finished = self._folder(step), {c.folder for c in all_checkpoints(self._root)}
+        for left in {folder, *self._root.glob("step_*")} - (finished - {folder}):  # by runs that died during a save
+            _forget(left)
+        folder.mkdir(parents=True)
+        for name, role in self._roles.items():
+            role.save(folder / name, in_background=self._in_background)
+        self._pending = step, None
+
+    def describe(self, state: dict[str, Any], waiting: Mapping[int, Sequence[Sample]] | None = None) -> None:
+        """Set the driver's state of the checkpoint that was started; `waiting`: finished groups, by visit."""
+        assert self._pending is not None, "no checkpoint was started"
+        step = self._pending[0]
+        save_groups(self._folder(step) / ROLLOUTS, waiting or {})
+        self._pending = step, state
+        if not self._in_background:
+            self.finish()
+
+    def poll(self) -> bool:
+        """Finish the checkpoint if all its files are written; returns whether none is left to finish.
+
+        Raises the error of a rank that could not write.
+        """
+        if self._pending is None:
+            return True
+        step, state = self._pending
+        if state is None or not all(role.is_saved() for role in self._roles.values()):
+            return False
+        self._pending, self.last = None, self._commit(step, state)
+        return True
+
+    def finish(self) -> None:
+        """Wait until no checkpoint is left to finish."""
+        assert self._pending is None or self._pending[1] is not None, "the checkpoint has no state yet"
+        while not self.poll():
+            time.sleep(POLL_S)
+
+    def _commit(self, step: int, state: dict[str, Any]) -> Checkpoint:
+        """Write the manifest, then delete all but the newest checkpoints.
+
+        Checkpoints of later steps are deleted too: they are of a run that this one replaces, resumed from an earlier
+        step.
+        """
+        folder = self._folder(step)
+        manifest = {"step": step, "roles": sorted(self._roles), "state": state}
+        partial = folder / f".{MANIFEST}.partial"
+        partial.write_text(json.dumps(manifest, indent=2))
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        partial.rename(folder / MANIFEST)
+        kept = [c for c in all_checkpoints(self._root) if c.step <= step][-self._keep :]
+        for other in all_checkpoints(self._root):
+            if other not in kept:
+                _forget(other.folder)
+        return Checkpoint(folder, step, state)
+
+    def _folder(self, step: int) -> Path:
+        return self._root / f"step_{step:08d}"
 
 
 def restore(checkpoint: Checkpoint, roles: Mapping[str, Saves]) -> None:
@@ -99,7 +158,7 @@ def all_checkpoints(root: Path) -> list[Checkpoint]:
 def changes(before: Config, now: Config) -> list[str]:
     """Settings that differ, as `key old -> new`, except the run's length, its loggers and its resume mode."""
     old, new = _flat(asdict(before)), _flat(asdict(now))
-    free = ("trainer.total_training_steps", "trainer.total_epochs", "trainer.logger", "trainer.resume_mode")
+    free = {f"trainer.{key}" for key in ("total_training_steps", "total_epochs", "logger", "resume_mode", "async_save")}
     changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in free]
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in changed]
 

@@ -95,6 +95,11 @@ class Colocation:
 
 def check_shared_gpus(config: Config) -> None:
     """Refuse servers on the actor's GPUs that no push could reach (`check_shared_seats`)."""
-    device = config.trainer.device
-    if config.rollout.engine == "sglang" and (device == "cuda" or (device == "auto" and torch.cuda.is_available())):
+    if uses_gpus(config):
         check_shared_seats(config)
+
+
+def uses_gpus(config: Config) -> bool:
+    """Whether ranks and servers of a run use GPUs here."""
+    device = config.trainer.device
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())

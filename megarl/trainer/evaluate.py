@@ -15,12 +15,12 @@ from transformers.utils import logging
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
 from megarl.rewards.result import to_result
-from megarl.rollout.collector_client import CollectorClient
+from megarl.rollout.collector_client import Collectors, Ticket
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
-from megarl.trainer.build import make_collector, read_prompts
+from megarl.trainer.build import make_collectors, read_prompts
 from megarl.trainer.infrastructure import Infrastructure
 
 
@@ -74,33 +74,38 @@ class Evaluator:
         found = evaluator.take()
     """
 
-    def __init__(self, collector: CollectorClient, prompts: Sequence[Prompt], config: Config) -> None:
+    def __init__(self, collectors: Collectors, prompts: Sequence[Prompt], config: Config) -> None:
         val = config.rollout.val_kwargs
-        self._collector, self.prompts, self._n = collector, prompts, val.n
+        self._collectors, self.prompts, self._n = collectors, prompts, val.n
         self._params = SamplingParams(
             temperature=val.temperature,
             top_p=val.top_p,
             max_new_tokens=config.data.max_response_length,
             sampling_seed=config.rollout.seed,
         )
-        self._ticket = -1
+        self._tickets: list[Ticket] = []
 
     def submit(self) -> None:
         """Start generation."""
-        self._ticket = self._collector.submit(self.prompts, n=self._n, params=self._params)
+        self._tickets = self._collectors.submit(self.prompts, n=self._n, params=self._params)
 
     def ready(self) -> bool:
-        """Whether all completions are generated and scored; waits up to 1 s, as CollectorClient.ready does."""
-        return self._collector.ready(self._ticket)
+        """Whether all completions are generated and scored; waits up to 1 s for some of them."""
+        done, total = self.progress
+        if done < total:
+            self._collectors.wait()
+            done, total = self.progress
+        return done == total
 
     @property
     def progress(self) -> tuple[int, int]:
         """(finished prompts, all prompts)."""
-        return self._collector.progress(self._ticket)
+        return sum(ticket.group is not None for ticket in self._tickets), len(self._tickets)
 
     def take(self) -> Evaluation:
         """The evaluation, once it is ready.  Raises RuntimeError if every prompt was lost."""
-        groups = self._collector.take(self._ticket)
+        groups = [ticket.group for ticket in self._tickets if ticket.group is not None]
+        assert len(groups) == len(self._tickets), "an evaluation is taken when it is ready"
         if groups and all(isinstance(group, LostRollout) for group in groups):
             reason = next(group.reason for group in groups if isinstance(group, LostRollout))
             raise RuntimeError(f"every prompt of the evaluation was lost; the first: {reason}")
@@ -160,9 +165,9 @@ def main(config: Config) -> int:
             for url in servers.urls:
                 router.add(url)
         with closing(
-            make_collector(config, [router.url] if router else servers.urls, infrastructure.server_token)
-        ) as collector:
-            evaluator = Evaluator(collector, prompts, config)
+            make_collectors(config, [router.url] if router else servers.urls, infrastructure.server_token)
+        ) as collectors:
+            evaluator = Evaluator(collectors, prompts, config)
             evaluator.submit()
             while not evaluator.ready():
                 look_after(servers, router)

@@ -87,8 +87,8 @@ class Infrastructure:
         return self._servers
 
     def _make_router(self) -> Router:
-        log = self.config.trainer.run_dir / "logs" / "router.log"
-        return Router(self.server_token, log, python=self.config.rollout.sglang.python)
+        log, rollout = self.config.trainer.run_dir / "logs" / "router.log", self.config.rollout
+        return Router(self.server_token, log, request_timeout_s=rollout.request_timeout_s, python=rollout.sglang.python)
 
     def forgive(self, error: Exception) -> None:
         """Count a failure of the ranks; raises it again after trainer.max_restarts restarts.

@@ -74,21 +74,26 @@ def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], G
     return Roles(actor, critic, reference, residents)
 
 
-def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int) -> None:
-    """Load the weights of their folders, and make optimizers for a run of `num_steps` steps."""
-    dtype = config.model.dtype
+def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int, *, resumes: bool) -> None:
+    """Load the weights of their folders, and make optimizers for a run of `num_steps` steps.
+
+    `resumes`: a checkpoint is restored next.  It has all weights of what is trained but the base of adapters.
+    """
+    dtype, lora = config.model.dtype, lora_settings(config)
     roles.actor.load(
         model_folder(config.model.path),
         dtype=dtype,
         optim=optim_settings(config.actor, optimizer_steps(config, config.actor, num_steps - critic_warmup)),
         plugins=plugins(config),
-        lora=lora_settings(config),
+        lora=lora,
         engine=engine_settings(config.actor),
+        reads_weights=lora is not None or not resumes,
     )
     if roles.critic:
         optim = optim_settings(config.critic, optimizer_steps(config, config.critic, num_steps))
         engine = engine_settings(config.critic)
-        roles.critic.load(model_folder(config.critic.model.path), dtype=dtype, optim=optim, engine=engine)
+        critic = model_folder(config.critic.model.path)
+        roles.critic.load(critic, dtype=dtype, optim=optim, engine=engine, reads_weights=not resumes)
     if roles.reference:
         engine = engine_settings(config.ref)
         roles.reference.load(model_folder(config.ref.model.path), dtype=dtype, engine=engine)

@@ -17,44 +17,50 @@ import torch
 from rich.console import Console
 
 from megarl.config import Config, from_yaml, layout_of, to_yaml
-from megarl.config.placement import gpu_seats
+from megarl.config.placement import gpu_seats, pushes_over_nccl
+from megarl.data.groups import load_groups
+from megarl.data.ledger import Ledger
 from megarl.group import Group
 from megarl.layout import Layout
 from megarl.metrics.jsonl import drop_after
+from megarl.metrics.report import SAMPLES, VISITS
 from megarl.metrics.timer import Timer
 from megarl.metrics.trackers import Trackers
 from megarl.plugins import load_plugins
 from megarl.rewards import REWARDS, load_reward
 from megarl.roles.handles import PushSettings
 from megarl.rollout.client import ServerClient
-from megarl.rollout.collector_client import CollectorClient
+from megarl.rollout.collector_client import Collectors
 from megarl.rollout.prefetch import Prefetcher
-from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.protocol import Abilities, SamplingParams
 from megarl.rollout.trust import Trusts
 from megarl.sample import Batch
 from megarl.servers import supervisor
+from megarl.servers.nccl import check_one_nccl
 from megarl.servers.router import Routed
 from megarl.servers.sglang_environment import sglang_python
 from megarl.trainer import checkpoint
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import (
-    make_collector,
+    make_collectors,
     make_group,
     model_folder,
     ranks_address,
     read_prompts,
     start_trackers,
 )
-from megarl.trainer.colocation import ALL, GENERATION, check_shared_gpus
+from megarl.trainer.checkpoint import Saver
+from megarl.trainer.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
 from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.roles import Roles, load_roles, make_roles, trainers_turn
+from megarl.trainer.roles import Roles, load_roles, make_roles
 from megarl.trainer.server_manager import Push, ServerManager
 from megarl.weights.verify.canary import Canary
 
 # Maximum difference of a server's log-probs of the canary: its kernels and its order of summation are different.
 # Tensors in the wrong place, which the canary has to detect, cause differences of 1 and more.
-CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
+# fp8, which has 3 bits of mantissa, gets half of that.
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "fp8": 0.5}
 CANARY_TOKENS = 64
 
 
@@ -66,21 +72,25 @@ class Run:
 
     roles: Roles
     server_manager: ServerManager
-    collector: CollectorClient
+    collectors: Collectors
+    ledger: Ledger
     prefetcher: Prefetcher
     evaluator: Evaluator
     timer: Timer
     trackers: Trackers
+    saver: Saver | None = None  # set when there are roles to save
 
     def __init__(
         self, config: Config, infrastructure: Infrastructure, resume: checkpoint.Checkpoint | None = None
     ) -> None:
         """`resume`: the checkpoint to resume from; None: the one that trainer.resume_mode selects."""
-        self.config, self._infrastructure = config, infrastructure
+        self.config, self._infrastructure, self._resume = config, infrastructure, resume
         self.dir = config.trainer.run_dir
         self.model_path = model_folder(config.model.path)
         if config.rollout.engine == "sglang" and (not config.rollout.urls or config.rollout.router):
-            sglang_python(config.rollout.sglang.python)  # raises if it is missing
+            python = sglang_python(config.rollout.sglang.python)  # raises if it is missing
+            if uses_gpus(config) and pushes_over_nccl(config):
+                check_one_nccl(python)
         check_shared_gpus(config)
         load_plugins(config.algorithm.plugins)
         if not isinstance(REWARDS.get(config.reward.fn), str):  # a user's function from a file or a plug-in
@@ -106,14 +116,23 @@ class Run:
                 f"trainer.critic_warmup={warmup}: expected fewer than the {self.num_steps} steps of the run"
             )
         self.resumed_from = resume or checkpoint.find(config.trainer.resume_mode, self.checkpoints)
-        self.last_save = resume
         self.first_step = self.resumed_from.step if self.resumed_from else 0
         self._groups: dict[tuple[Layout, int, int], Group] = {}  # layout, first rank, ranks
         self._stack = ExitStack()
 
     @property
+    def drains(self) -> bool:
+        """Whether a push waits for what is generated."""
+        return self.config.rollout.ahead > 0 and self.config.rollout.update == "drain"
+
+    @property
     def checkpoints(self) -> Path:
         return self.dir / "checkpoints"
+
+    @property
+    def last_save(self) -> checkpoint.Checkpoint | None:
+        """The newest checkpoint that this run has finished, or from which it was restarted."""
+        return (self.saver.last if self.saver else None) or self._resume
 
     def __enter__(self) -> Self:
         try:
@@ -132,7 +151,8 @@ class Run:
         self._say_what_resumes()
         (self.dir / "config.yaml").write_text(to_yaml(config))
         resume_step = self.first_step if self.resumed_from else None
-        drop_after(self.dir / "samples.jsonl", resume_step)
+        drop_after(self.dir / SAMPLES, resume_step)
+        drop_after(self.dir / VISITS, resume_step)
         self.trackers = start_trackers(config, self.num_steps, resume_step)
         self._stack.callback(self.trackers.close)
         self.timer = Timer(on_stage=self.trackers.stage)
@@ -141,25 +161,30 @@ class Run:
         self.roles = make_roles(config, self.algorithm, self._group_of)
         self.trackers.stage("starting servers")
         token, processes = self._infrastructure.server_token, self._infrastructure.serve()
-        if config.rollout.ahead:
-            check_version_spans(processes.urls, token)
-        router = self._infrastructure.router
-        self._start_collector([router.url] if router else processes.urls, token)
-        asked = Routed(router, self.collector) if router else self.collector
+        abilities = [ability_of(url, token) for url in processes.urls]
+        if config.rollout.ahead and not self.drains:
+            check_version_spans(abilities)
+        router, salted = self._infrastructure.router, all(ability.cache_salt for ability in abilities)
+        self._start_collectors([router.url] if router else processes.urls, token, salted=salted)
+        asked = Routed(router, self.collectors) if router else self.collectors
         self.server_manager = self._make_server_manager(processes, asked)
         for group in self._groups.values():
             group.start()
         self.server_manager.release_memory()
-        load_roles(self.roles, config, self.num_steps, self.algorithm.critic_warmup)
+        resumes = self.resumed_from is not None
+        load_roles(self.roles, config, self.num_steps, self.algorithm.critic_warmup, resumes=resumes)
         if self.roles.actor.lacks_transformer_engine:
             self._warn(
                 "Transformer-Engine is not installed: Megatron's local layers are slower and take more memory than "
                 "`megarl plan` says; install it, or set transformer_impl=local"
             )
         self.roles.actor.connect(self._push_settings(processes.urls, token))
+        trainer, roles = config.trainer, self.roles.trainable
+        self.saver = Saver(
+            self.checkpoints, roles, keep=trainer.max_checkpoints_to_keep, in_background=trainer.async_save
+        )
         if self.resumed_from is not None:
-            checkpoint.restore(self.resumed_from, self.roles.trainable)
-            self.prompts.load_state_dict(self.resumed_from.state["prompts"])
+            checkpoint.restore(self.resumed_from, roles)
             self.algorithm.kl.load_state_dict(self.resumed_from.state["kl"])
         self.roles.offload()
         (self.dir / "summary.json").unlink(missing_ok=True)  # only a finished run has one
@@ -197,19 +222,30 @@ class Run:
             bucket_bytes=rollout.bucket_bytes,
             # A push waits for a server several times, and must end before the call of the ranks times out.
             timeout_s=min(rollout.request_timeout_s, self.config.trainer.call_timeout_s / 6),
-            pause_mode="in_place" if rollout.ahead else "retract",
+            pause_mode="in_place" if rollout.ahead and rollout.update == "in_place" else "retract",
             # Adapters of running completions, and the new one.
             adapters_kept=rollout.ahead + 2 if lora.rank and lora.push == "adapter" else 0,
             transport=rollout.push,
             check_every=rollout.check_every,
+            export_folder=self._export_folder(),
             gpus=gpu_seats(self.config, urls),
         )
+
+    def _export_folder(self) -> str | None:
+        """Where servers read what a push must leave in them; None: in a temporary folder, if they are on this machine.
+
+        Digests of quantized weights are not computed here, so such servers have to read the folder on any machine.
+        """
+        is_apart = self.config.trainer.nnodes > 1 or bool(self.config.rollout.urls)
+        return str(self.dir / "push_check") if self.config.rollout.quantization != "none" and is_apart else None
 
     def _canary(self, ids: list[int]) -> dict[str, Any]:
         """A prompt and its log-probs under the actor, which every server has to reproduce after a push."""
         batch = Batch(torch.tensor(ids), torch.tensor([len(ids)]), {})
         log_probs = self.roles.actor.log_probs(batch, temperature=1.0)[1:].tolist()
-        return {"prompt_ids": ids, "log_probs": log_probs, "tolerance": CANARY_TOLERANCE[self.config.rollout.dtype]}
+        rollout = self.config.rollout
+        precision = rollout.dtype if rollout.quantization == "none" else rollout.quantization
+        return {"prompt_ids": ids, "log_probs": log_probs, "tolerance": CANARY_TOLERANCE[precision]}
 
     def _warn(self, sentence: str) -> None:
         Console(stderr=True, soft_wrap=True).print(f"warning: {sentence}", markup=False, highlight=False)
@@ -242,12 +278,18 @@ class Run:
             self._groups[world] = self._stack.enter_context(group)
         return self._groups[world]
 
-    def _start_collector(self, urls: Sequence[str], token: str) -> None:
-        config = self.config
-        self.collector = make_collector(config, urls, token, fenced=True)
-        self._stack.callback(self.collector.close)
+    def _start_collectors(self, urls: Sequence[str], token: str, *, salted: bool) -> None:
+        config, rollout = self.config, self.config.rollout
+        ledger, waiting = Ledger(self.prompts.fingerprint), {}
+        if self.resumed_from is not None:
+            waiting = load_groups(self.resumed_from.folder / checkpoint.ROLLOUTS)
+            ledger.load_state_dict(self.resumed_from.state["ledger"], finished=waiting)
+        self.collectors = make_collectors(config, urls, token, fenced=True, salted=salted)
+        self._stack.callback(self.collectors.close)
+        self.ledger = ledger
         self.prefetcher = Prefetcher(
-            self.collector,
+            self.collectors,
+            ledger,
             self.prompts,
             num_prompts=config.data.train_batch_size,
             n=config.rollout.n,
@@ -258,27 +300,29 @@ class Run:
                 max_new_tokens=config.data.max_response_length,
                 sampling_seed=config.rollout.seed,
             ),
-            ahead=config.rollout.ahead,
+            # In time slices one more iteration is there, so that the servers have work for the whole slice.
+            ahead=rollout.ahead if rollout.turn_s is None else 1,
+            order=rollout.order,
+            turn_s=rollout.turn_s,
             first_step=self.first_step,
             num_steps=self.num_steps,
+            waiting=waiting,
             greedy=self.algorithm.wants_greedy,
             keep=self.algorithm.keep,
         )
-        self.evaluator = Evaluator(self.collector, self.val_prompts, config)
+        self.evaluator = Evaluator(self.collectors, self.val_prompts, config)
 
-    def save(self, step: int, position: dict[str, Any], totals: dict[str, Any]) -> None:
-        """Save a checkpoint after `step` iterations; `position`: the position in the prompts after them.
+    def describe_save(self, totals: dict[str, Any]) -> None:
+        """Complete the checkpoint that `saver` has started, before the next iteration is begun.
 
-        The seed is the whole random state: completions, orders and shuffles depend only on it and the step or prompt,
+        The seed is the whole random state: completions, orders and shuffles depend only on it and the step or visit,
         and ranks draw no random numbers because dropout is 0.
         """
-        algorithm = self.algorithm
-        state = {"prompts": position, "kl": algorithm.kl.state_dict(), "totals": totals, "seed": algorithm.seed}
-        keep = self.config.trainer.max_checkpoints_to_keep
-        with trainers_turn(self.roles, self.server_manager, self.timer):
-            self.last_save = checkpoint.save(self.checkpoints, step, self.roles.trainable, state, keep=keep)
-        if self.server_manager.shares_gpus:  # the servers have released the weights of their last push
-            self.server_manager.push(step)
+        algorithm, waiting = self.algorithm, self.prefetcher.waiting
+        state: dict[str, Any] = {"ledger": self.ledger.state_dict(), "kl": algorithm.kl.state_dict()}
+        state |= {"totals": totals, "seed": algorithm.seed}
+        assert self.saver is not None, "the run has not started"
+        self.saver.describe(state, waiting)
 
 
 def check_vocabularies(policy: str, reference: str, config: Config) -> None:
@@ -292,16 +336,22 @@ def check_vocabularies(policy: str, reference: str, config: Config) -> None:
         )
 
 
-def check_version_spans(urls: Sequence[str], token: str) -> None:
-    """Raises ValueError for a server that does not report the weights version of each token.
+def ability_of(url: str, token: str) -> Abilities:
+    """Features of the server at `url`."""
+    engine = ServerClient(url, token)
+    try:
+        return engine.abilities
+    finally:
+        engine.close()
+
+
+def check_version_spans(abilities: Sequence[Abilities]) -> None:
+    """Raises ValueError if a server does not report the weights version of each token.
 
     With rollout.ahead > 0 a push may come in the middle of a completion.
     """
-    for url in urls:
-        engine = ServerClient(url, token)
-        spans = engine.abilities.version_spans
-        engine.close()
-        if not spans:
-            raise ValueError(
-                "rollout.ahead: this SGLang tells only one version a completion; expected 0, or 0.5.20 and newer"
-            )
+    if not all(ability.version_spans for ability in abilities):
+        raise ValueError(
+            "rollout.ahead: this SGLang tells only one version a completion; expected 0, rollout.update=drain, or "
+            "SGLang 0.5.20 and newer"
+        )

@@ -18,7 +18,7 @@ class RunLog:
     timer: Timer
     trackers: Trackers
     totals: Totals
-    samples: Path  # file with some completions of every step
+    folder: Path  # of the run: samples.jsonl, some completions of every step; visits.jsonl, what became of each visit
     num_devices: int  # for throughput per device
 
 

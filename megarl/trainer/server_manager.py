@@ -90,17 +90,29 @@ class ServerManager:
         if time.monotonic() - self._tended >= _TEND_EVERY_S:
             self._repair()
 
+    def watch(self) -> bool:
+        """Take dead servers out of service; returns whether any server holds the weights of the last push.
+
+        Unlike `check_servers` it starts and pushes nothing, so the trainer may hold other weights meanwhile.
+        """
+        self._look(starts=False)
+        return bool(self.holding)
+
     def release_memory(self) -> None:
         """Servers that share the trainer's GPUs release their memory; after that they need a push to serve again.
 
-        Waits for servers that are starting: they load a model into the memory that the trainer needs.
+        Waits for servers that are starting: they load a model into the memory that the trainer needs.  What a
+        completion has so far is kept, and another request continues it after the push.
         """
         if (colocation := self._colocation) is None:
             return
         while State.STARTING in self._servers.states:
             time.sleep(_TEND_EVERY_S)
             self._look(starts=False)
-        self._in_turn(self._serving(), lambda url: colocation.release_memory(url, self._lends))
+        serving = self._serving()
+        for url in serving:
+            self._collector.hold(url)
+        self._in_turn(serving, lambda url: colocation.release_memory(url, self._lends))
 
     def _in_turn(self, urls: Sequence[str], act: Callable[[str], None]) -> list[str]:
         """Call `act` for all servers in parallel; returns those where it succeeded.

@@ -7,7 +7,7 @@ from algo_reference import Packed, packs, random_packed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.correction import Correction, correct
+from megarl.algo.correction import Correction, correct, too_old
 from megarl.algo.finite import NonFiniteError
 from megarl.sample import Batch
 
@@ -106,16 +106,81 @@ def test_statistics_by_hand_with_the_correction_off():
         "ess": 8.75**2 / (5 * 24.3125),  # squares 16 + 1/16 + 4 + 4 + 1/4
         "share_cut": 0.0,
         "share_rejected": 0.0,
+        "is_on": 0.0,
     }
     numbers = {name: stat.result() for name, stat in stats.items()}
     assert numbers == {f"rollout_corr/{name}": pytest.approx(x, rel=1e-6) for name, x in expected.items()}
+
+
+# The weights in training are version 7; in the first sequence ages 2 and 1, in the second 5, -, 0 and 0.
+AGED = BATCH.with_columns(versions=torch.tensor([-1, 5, 6, 2, -1, 7, 7], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("max_age", "stays", "share"),
+    [(5, [1, 1, 1, 1, 1], 0), (4, [1, 1, 0, 1, 1], 0.2), (1, [0, 1, 0, 1, 1], 0.4), (0, [0, 0, 0, 1, 1], 0.6)],
+)
+def test_tokens_that_are_too_old_leave_the_loss_by_hand(max_age, stays, share):
+    mask = BATCH.columns["response_mask"] != 0
+    assert (~too_old(AGED, 7, max_age))[mask].tolist() == [bool(s) for s in stays]
+    out, stats = correct(AGED, Correction(), version=7, max_age=max_age)
+    assert out.columns["keep"][mask].tolist() == stays
+    assert stats["rollout_corr/share_too_old"].result() == pytest.approx(share)
+    assert stats["rollout_corr/share_rejected"].result() == 0, "these are not the rejected ones"
+
+
+def test_a_token_that_is_too_old_is_no_case_for_rejection_or_a_cut():
+    how = Correction("token", 3.0, reject_by="ratio", reject_low=0.3)  # cuts the first token, rejects the second
+    out, stats = correct(AGED, how, version=7, max_age=1)  # the first and the third are too old
+    assert (out.columns["keep"] * BATCH.columns["response_mask"]).tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert stats["rollout_corr/share_too_old"].result() == pytest.approx(2 / 5)
+    assert stats["rollout_corr/share_rejected"].result() == pytest.approx(1 / 3)
+    assert stats["rollout_corr/share_cut"].result() == 0
+    assert stats["rollout_corr/ess"].result() == pytest.approx(8.75**2 / (5 * 24.3125)), "the gap is of all tokens"
+
+
+def test_only_what_was_still_in_can_be_too_old():
+    batch = AGED.with_columns(keep=torch.tensor([1.0, 0, 1, 1, 1, 1, 1]))
+    out, stats = correct(batch, Correction(), version=7, max_age=1)
+    assert (out.columns["keep"] * BATCH.columns["response_mask"]).tolist() == [0, 0, 1, 0, 0, 1, 1]
+    assert stats["rollout_corr/share_too_old"].result() == pytest.approx(1 / 4)
+
+
+def test_statistics_by_age_by_hand():
+    _, stats = correct(AGED, Correction("token", 3.0), version=7, max_age=2)
+    numbers = {name.removeprefix("rollout_corr/"): stat.result() for name, stat in stats.items() if "age_" in name}
+    expected = {
+        "ess/age_0": 2.5**2 / (2 * 4.25),  # ratios 2 and 1/2
+        "ess/age_1": 1.0,
+        "ess/age_2": 1.0,
+        "ess/age_5_8": 1.0,
+        "log_prob_gap_mean/age_0": LN2,
+        "log_prob_gap_mean/age_1": 2 * LN2,
+        "log_prob_gap_mean/age_2": 2 * LN2,
+        "log_prob_gap_mean/age_5_8": LN2,
+        "share_cut/age_0": 0,
+        "share_cut/age_1": 0,
+        "share_cut/age_2": 1.0,  # the ratio 4
+        "share_cut/age_5_8": 0,  # of no token, because it is too old
+    }
+    assert numbers == {name: pytest.approx(value, rel=1e-6) for name, value in expected.items()}
+    _, stats = correct(AGED, Correction(), version=7)
+    assert sorted(name.split("/")[1] for name in stats if "/age_" in name) == ["ess"] * 4 + ["log_prob_gap_mean"] * 4
+
+
+def test_the_newest_weights_have_no_statistics_by_age():
+    newest = BATCH.with_columns(versions=torch.tensor([-1, 7, 7, 7, -1, 7, 7], dtype=torch.int32))
+    plain, plain_stats = correct(BATCH, Correction("token"))
+    out, stats = correct(newest, Correction("token"), version=7)
+    assert stats == plain_stats
+    assert all(torch.equal(out.columns[name], plain.columns[name]) for name in ("keep", "rollout_weight"))
 
 
 def test_a_server_that_agrees_has_no_gap():
     _, stats = correct(batch_of([2, 1], [NAN, 0.0, 0.0]), Correction("sequence", reject_by="ratio", reject_high=1.0))
     numbers = {name.removeprefix("rollout_corr/"): stat.result() for name, stat in stats.items()}
     zeros = ("log_prob_gap_mean", "log_prob_gap_max", "kl", "k3_kl", "share_cut", "share_rejected")
-    assert numbers == dict.fromkeys(zeros, 0.0) | {"ppl_ratio": 1.0, "ess": 1.0}
+    assert numbers == dict.fromkeys(zeros, 0.0) | {"ppl_ratio": 1.0, "ess": 1.0, "is_on": 1.0}
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -136,6 +201,7 @@ def test_nothing_to_train_on(lengths):
     assert {name: stat.result() for name, stat in stats.items()} == {
         "rollout_corr/share_cut": 0,
         "rollout_corr/share_rejected": 0,
+        "rollout_corr/is_on": 1,
     }
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algo import AGG_MODES, POLICY_LOSSES, ActorLoss, CriticLoss, step_columns
+from megarl.algo.correction import Correction, correct
 from megarl.algo.registry import PolicyLoss
 from megarl.algo.verl_compat.losses import DocumentedLoss
 from megarl.sample import Batch, Stats, merge_stats
@@ -120,6 +121,26 @@ def check(fn: Loss, step: Batch, micro_batches: list[list[int]], dtype: torch.dt
 def test_any_partition_has_the_same_loss_gradient_and_statistics(policy, mode, dtype, num_micro_batches, seed):
     fn = Loss(policy)
     check(fn, make_step(fn, mode, dtype, seed), partition(num_micro_batches, seed), dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=3)
+@given(num_micro_batches=st.integers(1, 8), seed=st.integers(0, 10**6))
+def test_tokens_that_are_too_old_count_in_no_denominator_of_any_partition(mode, num_micro_batches, seed):
+    """The same loss, gradient and statistics as of a step in which nobody had to learn these tokens."""
+    fn, batch = Loss("ppo"), random_packed(LENGTHS, seed, groups=GROUPS, dtype=torch.float64).batch
+    g = torch.Generator().manual_seed(seed)
+    batch = batch.with_columns(versions=torch.randint(0, 8, (batch.num_tokens,), generator=g, dtype=torch.int32))
+    young = (batch.columns["versions"] >= 4).double()
+    steps = []
+    for each, max_age in ((batch, 3), (batch.with_columns(response_mask=batch.columns["response_mask"] * young), None)):
+        corrected, _ = correct(each, Correction("token"), version=7, max_age=max_age)
+        steps.append(step_columns(corrected, loss=fn.actor, agg_mode=mode, loss_scale_factor=16.0))
+    one, other = (fn(step) for step in steps)
+    assert one[0] == other[0]
+    assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+    assert one[2] == other[2]
+    check(fn, steps[0], partition(num_micro_batches, seed), torch.float64)
 
 
 @pytest.mark.parametrize("kl", KLS)

@@ -127,9 +127,9 @@ def test_without_trl_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_a_failing_side_says_how_it_ended(tmp_path: Path) -> None:
     words = [sys.executable, "-c", "raise SystemExit('no such thing')"]
     with pytest.raises(WayFailed, match="exit code 1, expected 0; it said: no such thing"):
-        bench_peer._execute(words, tmp_path / "log", {})
+        bench_peer.execute(words, tmp_path / "log", {})
     with pytest.raises(WayFailed, match="ended by SIGABRT; it said: "):
-        bench_peer._execute([sys.executable, "-c", "import os; os.abort()"], tmp_path / "log", {})
+        bench_peer.execute([sys.executable, "-c", "import os; os.abort()"], tmp_path / "log", {})
 
 
 def test_a_way_that_dies_is_reported_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_a_way_that_dies_is_reported_and_the_others_go_on(tmp_path: Path, monkey
     def stand_in(work: Work, way: Way, python: Path, name: str) -> dict[str, Any]:
         done.append(f"{way.side} {way.words}")
         if way == ways[2]:
-            bench_peer._execute([str(python), "-c", "import os; os.abort()"], tmp_path / "log", {})
+            bench_peer.execute([str(python), "-c", "import os; os.abort()"], tmp_path / "log", {})
         return {"tokens/s": 100.0, "iteration_s": 1.0}
 
     monkeypatch.setattr(bench_peer, "run_side", stand_in)
@@ -170,7 +170,7 @@ def test_a_side_that_does_not_end_is_ended_with_all_that_it_started(
     monkeypatch.setattr(bench_peer, "END_S", 0.1)
     words = ["bash", "-c", "trap '' TERM; sleep 600 & echo $!; wait; sleep 600"]
     with pytest.raises(WayFailed, match=r"not done after 3 s; its log ends: \d+$"):
-        bench_peer._execute(words, tmp_path / "log", {})
+        bench_peer.execute(words, tmp_path / "log", {})
     child = int((tmp_path / "log").read_text())
     deadline = time.monotonic() + 30  # a killed process takes its time on a busy machine
     while _runs(child) and time.monotonic() < deadline:
@@ -208,7 +208,7 @@ def test_trl_is_told_all_of_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyP
         said = {"ends": [1.0, 2.0, 3.0, 4.0], "tokens": [8192, 8192], "versions": pins()}
         Path(told["out"]).write_text(json.dumps(said))
 
-    monkeypatch.setattr(bench_peer, "_execute", stand_in)
+    monkeypatch.setattr(bench_peer, "execute", stand_in)
     assert run_side(work, Way("trl", 2), Path("python"), "it")["tokens/s"] == 8192 / 2
     assert (told["OMP_NUM_THREADS"], told["threads"]) == ("1", 1)
     assert told.items() >= {"model": work.model, "data": work.data, "prompts": 64, "epochs": 2, "lr": 3e-4}.items()

@@ -13,8 +13,9 @@ from typing import Any
 
 import bench_push
 import pytest
+import torch
 from machine import copy_bandwidth, hardware, slug, versions
-from push_matrix import SIZES, Case, ServerSet, by_servers, cpu_cases, gpu_cases, quick_cases, useful_bytes
+from push_matrix import SIZES, TRANSPORTS, Case, ServerSet, by_servers, cpu_cases, gpu_cases, quick_cases, useful_bytes
 from push_plan import PlanCost, plan_cost
 from push_report import Row, Setting, markdown, notes, plan_words
 from rich.console import Console
@@ -120,11 +121,37 @@ def test_the_page_has_numbers_setting_and_notes() -> None:
 
 
 def test_servers_are_started_once_for_all_cases_that_they_can_serve() -> None:
-    for cases in (cpu_cases(), gpu_cases(1), gpu_cases(4), quick_cases()):
+    for cases in (cpu_cases(), gpu_cases(1), gpu_cases(4), quick_cases(1), quick_cases(2)):
         grouped = list(by_servers(cases))
         assert len({servers for servers, _ in grouped}) == len(grouped)
         assert sorted(map(repr, cases)) == sorted(repr(case) for _, some in grouped for case in some)
         assert all(case.servers.size in SIZES for case in cases)
+
+
+def on_gpus(count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bench_push.Bench:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    options = Namespace(device="cuda", minutes=9.0, quick=False, engines=["hf"], transports=TRANSPORTS, repeats=1)
+    return bench_push.Bench(Console(quiet=True), folder, options)
+
+
+def test_with_one_gpu_a_server_shares_it_and_gets_its_weights_by_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, servers = on_gpus(1, tmp_path, monkeypatch), ServerSet("hf", "1.5B")
+    assert [case.servers for case in bench.cases()] == [servers] and bench.num_ranks == 1
+    launch = bench._launch(servers, tmp_path, 0)
+    assert (launch.device, launch.first_gpu, launch.dtype) == ("cuda", 0, "bfloat16")
+    assert bench._seats(servers, [URL]) == {"trainer": ["0/0"], "servers": {URL: ["0/0"]}}
+    blocked = "not run: NCCL joins no two processes of one GPU"
+    assert [bench._why_not(transport) for transport in TRANSPORTS] == [blocked, "", blocked]
+
+
+def test_with_eight_gpus_servers_stand_behind_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, servers = on_gpus(8, tmp_path, monkeypatch), ServerSet("sglang", "7B", tp=2, replicas=2)
+    assert bench.num_ranks == 4
+    assert [bench._launch(servers, tmp_path, index).first_gpu for index in range(2)] == [4, 6]
+    assert bench._seats(servers, [URL, "b"])["servers"] == {URL: ["0/4", "0/5"], "b": ["0/6", "0/7"]}
+    assert [bench._why_not(transport) for transport in TRANSPORTS] == ["", "", ""]
 
 
 def test_what_there_was_no_time_for_is_a_row_too(tmp_path: Path) -> None:

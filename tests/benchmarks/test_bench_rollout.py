@@ -35,8 +35,22 @@ def test_an_engine_has_its_usual_sizes_where_none_are_given() -> None:
     assert sized(plain, "sglang").prompts == SIZES["sglang on cpu"]["prompts"] < sized(plain, "instant").prompts
     on_gpu = parser().parse_args(["--device", "cuda"])
     assert sized(on_gpu, "sglang").new_tokens == SIZES["cuda"]["new_tokens"]
+    assert sized(on_gpu, "hf").prompts < SIZES["cuda"]["prompts"], "the hf engine is no fast one on a GPU either"
     quick = sized(parser().parse_args(["--device", "cpu", "--quick", "--n", "3"]), "sglang")
     assert (quick.n, quick.new_tokens) == (3, QUICK["new_tokens"])
+
+
+def test_on_a_gpu_the_cache_of_the_hf_engine_holds_what_is_under_way(tmp_path: Path) -> None:
+    on_gpu = bench_rollout.sized(parser().parse_args(["--device", "cuda"]), "hf")
+    launch = bench_rollout.launch_of("hf", tmp_path, on_gpu)
+    assert (launch.memory_fraction, launch.gpu) == (bench_rollout.HF_SHARE, 0)
+    model = bench_rollout.GPU_MODEL
+    bytes_per_token = 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * 2  # keys and values, bfloat16
+    asked = on_gpu.prompts * on_gpu.n * (on_gpu.prompt_tokens + on_gpu.new_tokens)
+    assert 2 * asked * bytes_per_token < launch.memory_fraction * 40e9
+    assert bench_rollout.launch_of("sglang", tmp_path, on_gpu).memory_fraction is None, "it takes most of a GPU itself"
+    on_cpu = bench_rollout.sized(parser().parse_args(["--device", "cpu"]), "hf")
+    assert bench_rollout.launch_of("hf", tmp_path, on_cpu).memory_fraction is None
 
 
 def test_requests_are_the_same_each_time_and_their_lengths_stand_together() -> None:

@@ -81,6 +81,15 @@ def test_sizes_that_cannot_be_are_refused(given: dict[str, int], sentence: str) 
         bench_step.measure(options(**given))
 
 
+def test_mfu_is_of_the_gpus_data_sheet_if_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench_step.gpu_peak("cpu") == (None, [])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert bench_step.gpu_peak("cuda") == (989.4e12, ["MFU: of the 989 TFLOP/s of h200's data sheet"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T4")
+    peak, (note,) = bench_step.gpu_peak("cuda")
+    assert peak is None and note.startswith("no MFU: gpu=NVIDIA T4: what it can do is not known")
+
+
 def test_both_loops_make_the_same_gradient_and_the_ratio_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine.MATRIX, "cpu", 128)
     found = bench_step.measure(options(tokens=128, row=64))

@@ -200,5 +200,5 @@ def test_a_key_without_meaning_warns_once_and_says_what_replaces_it(word, instea
 
 def test_the_engine_cpu_is_another_name_of_hf():
     assert load("rollout.engine=cpu") == load("rollout.engine=hf")
-    assert from_yaml(to_yaml(load()).replace("engine: hf", "engine: cpu")) == load()
-    assert description("rollout.engine").allowed == "hf (or cpu) | sglang"
+    assert from_yaml(to_yaml(load()).replace("engine: auto", "engine: cpu")) == load("rollout.engine=hf")
+    assert description("rollout.engine").allowed == "auto | hf (or cpu) | sglang"

@@ -69,6 +69,12 @@ def test_a_folder_and_a_configuration_that_disagree_are_refused(tmp_path: Path) 
     assert "the config.json in model.path" in refusal(f"model.path={there}", "model.config.num_hidden_layers=3")
 
 
+def test_an_empty_configuration_takes_away_that_of_a_recipe(tmp_path: Path) -> None:
+    there = folder(tmp_path / "m", num_hidden_layers=3)
+    (tmp_path / "a.yaml").write_text("model: {path: org/other, config: {num_hidden_layers: 4}}")
+    assert load(f"recipe={tmp_path}/a.yaml", f"model.path={there}", "model.config={}").model.config == {}
+
+
 def test_a_config_json_that_is_none_is_refused(tmp_path: Path) -> None:
     there = folder(tmp_path / "m")
     Path(there, "config.json").write_text("{")

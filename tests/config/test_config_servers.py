@@ -1,10 +1,11 @@
 """The rollout servers: whether they can hold the policy, and where they stand."""
 
 import pytest
-from config_helpers import DENSE, EXPERTS, load, refusal
+from config_helpers import BASE, DENSE, EXPERTS, load, refusal
 
+from megarl.config import ConfigError, load_config
 from megarl.config.placement import placements
-from megarl.config.validate.servers import EP, TP, server_misfits
+from megarl.config.validate.servers import ADP, EP, TP, server_misfits
 from megarl.layout import ModelNumbers
 
 SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
@@ -26,23 +27,45 @@ SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
             f"{TP}=8 does not divide the model's intermediate_size=100; nearest: {TP}=4, or {TP}=2, or {TP}=1",
         ),
         ("rollout.n=1", f"{TP}=2 {EP}=4", f"{EP}=4 does not divide {TP}=2"),
+        (
+            EXPERTS,
+            f"{TP}=4 {ADP}=3",
+            f"{ADP}=3 does not divide {TP}=4; nearest: {ADP}=4, or {TP}=3, or {TP}=6",
+        ),
+        (
+            DENSE.replace("heads:8", "heads:6").replace("heads:4", "heads:2"),
+            f"{TP}=8 {ADP}=2",
+            f"{TP}=8 / {ADP}=2, which is 4, does not divide the model's num_attention_heads=6",
+        ),
+        (
+            f"{DENSE[:-1]},model_type:llama}}",
+            f"{TP}=2 {ADP}=2",
+            f"{ADP}=2: SGLang has it for qwen3, qwen3_moe, deepseek_v3, and the model is of llama; expected 1",
+        ),
+        (
+            DENSE,
+            f"{TP}=2 {ADP}=2 actor.lora.rank=4 actor.lora.push=adapter",
+            f"{ADP}=2: servers of adapters (actor.lora.push=adapter) run without it; expected 1, or push=merged",
+        ),
+        ("rollout.n=1", f"{ADP}=0", f"{ADP}=0: expected at least 1"),
         ("rollout.n=1", "rollout.memory_fraction=1", "rollout.memory_fraction=1.0: expected a number between 0 and 1"),
-        (
-            "rollout.val_kwargs.n=2",
-            "rollout.sglang.args=[--enable-deterministic-inference] rollout.n=1",
-            "all rollout.val_kwargs.n=2 completions of a prompt would be equal",
-        ),
-        (
-            "rollout.n=4",
-            "rollout.sglang.args=[--enable-deterministic-inference]",
-            "rollout.sglang.args=--enable-deterministic-inference: all rollout.n=4 completions of a prompt would be "
-            "equal",
-        ),
         (
             "rollout.placement=shared",
             "rollout.ahead=1",
-            "rollout.ahead=1: with rollout.placement=shared the servers sleep while the trainer works; expected 0, or",
+            "rollout.ahead=1: with rollout.placement=shared the servers sleep while the trainer works; expected 0 "
+            "(and rollout.turn_s for completions that last several turns), or placement=separate",
         ),
+        (
+            "rollout.placement=separate rollout.first_gpu=null",
+            "rollout.turn_s=30",
+            "rollout.turn_s=30.0: servers and trainer take turns only with rollout.placement=shared; expected null",
+        ),
+        ("rollout.ahead=1", "rollout.order=oldest", "rollout.order=oldest: expected one of finished, prompts"),
+        ("rollout.ahead=1", "rollout.update=abort", "rollout.update=abort: expected one of in_place, retract, drain"),
+        ("rollout.ahead=1", "rollout.max_age=-1", "rollout.max_age=-1: expected a number of at least 0"),
+        ("rollout.ahead=1", "rollout.piece_tokens=-1", "rollout.piece_tokens=-1: expected a number of at least 0"),
+        ("rollout.n=1", "rollout.order=prompts", "rollout.order=prompts: has no effect"),
+        ("rollout.n=1", "rollout.max_age=1", "rollout.max_age=1: has no effect"),
         (
             "rollout.placement=shared",
             f"{TP}=2 rollout.num_servers=5",
@@ -90,6 +113,47 @@ def test_servers_that_cannot_be_are_told(model: str, typed: str, told: str) -> N
     assert told in refusal(*SGLANG, *model.split(), *typed.split())
 
 
+FP8 = ("rollout.quantization=fp8", "model.dtype=bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("rollout.engine=hf", "rollout.quantization=fp8: rollout.engine=hf does not quantize; expected none"),
+        ("trainer.device=cpu", "rollout.quantization=fp8: SGLang quantizes on GPUs only, and trainer.device=cpu"),
+        (
+            f"{DENSE[:-1]},model_type:deepseek_v3}}",
+            "rollout.quantization=fp8: SGLang quantizes pushed weights again for qwen2 and qwen3 only, not for "
+            "deepseek_v3; expected none",
+        ),
+        ("rollout.dtype=float32", "rollout.dtype=float32: rollout.quantization=fp8 quantizes 16-bit weights; expected"),
+        (
+            "rollout.push=sharded",
+            "rollout.push=sharded: rollout.quantization=fp8 quantizes whole tensors; expected auto",
+        ),
+        ("actor.lora.rank=4 actor.lora.push=adapter", "rollout.quantization=fp8: servers of adapters (actor.lora.push"),
+        ("rollout.quantization=int4", "rollout.quantization=int4: expected one of none, fp8"),
+    ],
+)
+def test_servers_that_cannot_be_quantized_are_told(typed: str, told: str) -> None:
+    assert told in refusal(*SGLANG, *FP8, *typed.split())
+
+
+def test_quantization_has_a_key_of_its_own() -> None:
+    for words in ("[--quantization,fp8]", "['--quantization=fp8']"):
+        told = refusal(*SGLANG, f"rollout.sglang.args={words}")
+        assert told.startswith("rollout.sglang.args=--quantization")
+        assert told.endswith("expected rollout.quantization=fp8")
+
+
+def test_quantized_servers_are_advised_to_be_corrected_for() -> None:
+    words = ["model.path=x", "data.train_files=y", *SGLANG, *FP8, f"{DENSE[:-1]},model_type:qwen3}}"]
+    advice = "rollout.quantization=fp8: log-probs of the quantized servers differ from the trainer's"
+    assert any(advice in said for said in load_config(words)[1])
+    corrected = load_config([*words, "algorithm.rollout_correction.level=token"])[1]
+    assert not any(advice in said for said in corrected)
+
+
 def test_wider_servers_on_shared_gpus_are_fewer() -> None:
     shared = (*SGLANG, DENSE.replace("heads:8", "heads:28"), "rollout.placement=shared", "rollout.num_servers=8")
     told = refusal(*shared, f"{TP}=8")
@@ -100,9 +164,39 @@ def test_wider_servers_on_shared_gpus_are_fewer() -> None:
 
 
 def test_the_hf_engine_is_one_process() -> None:
-    for key in (TP, EP):
-        assert refusal(f"{key}=2") == f"{key}=2: expected 1, because rollout.engine=hf is one process"
-    assert refusal("rollout.router=true").startswith("rollout.router=true: rollout.engine=hf has no router")
+    for key in (TP, EP, ADP):
+        told = refusal("rollout.engine=hf", f"{key}=2")
+        assert told == f"{key}=2: expected 1, because rollout.engine=hf is one process"
+    assert refusal("rollout.engine=hf", "rollout.router=true").startswith(
+        "rollout.router=true: rollout.engine=hf has no router"
+    )
+
+
+def test_the_hf_engine_stands_on_gpus_as_sglang_does() -> None:
+    on_gpus = ("rollout.engine=hf", "trainer.device=cuda")
+    assert [gpu for _, gpu in placements(load(*on_gpus, "rollout.num_servers=2"), trains=True)] == [1, 2]
+    assert refusal(*on_gpus, "rollout.first_gpu=0").startswith("rollout.first_gpu=0: GPU 0 of each machine is the tr")
+    load(*on_gpus, "rollout.first_gpu=0", "rollout.memory_fraction=0.3")
+    # Whether this machine has GPUs is seen when the run starts.
+    load("rollout.engine=hf", "rollout.num_servers=40")
+
+
+def test_an_engine_that_is_not_chosen_yet_is_checked_as_sglang() -> None:
+    assert load().rollout.engine == "auto"
+    assert load(DENSE, f"{TP}=8", "rollout.router=true").rollout.engine == "auto"
+    assert refusal(DENSE, f"{TP}=3").startswith(f"{TP}=3 does not divide the model's num_attention_heads=8")
+    assert refusal("rollout.num_servers=40").endswith("fewer or smaller ones, or rollout.urls")
+
+
+def test_the_engine_is_chosen_before_the_checks_that_depend_on_it() -> None:
+    words = [*BASE, f"{TP}=2"]
+    for engine, wanted in (("sglang", "sglang"), ("auto", "auto")):
+        config, _ = load_config(words, choose_engine=lambda config, engine=engine: engine)
+        assert config.rollout.engine == wanted
+    with pytest.raises(ConfigError, match="rollout.engine=hf is one process"):
+        load_config(words, choose_engine=lambda config: "hf")
+    config, _ = load_config([*words, "rollout.engine=sglang"], choose_engine=lambda config: "hf")
+    assert config.rollout.engine == "sglang", "what is said is not chosen"
 
 
 def test_servers_may_be_wider_than_keys_and_values_and_than_a_machine() -> None:
@@ -163,8 +257,7 @@ def test_an_expert_is_shared_by_what_is_left() -> None:
         ("rollout.num_servers=2 rollout.urls=['http://a:1']", "rollout.urls names servers that run already"),
         ("rollout.host=b rollout.urls=['http://a:1']", "rollout.urls names servers that run already"),
         ("rollout.host=b trainer.nnodes=2", "with trainer.nnodes=2 servers listen at the addresses of their machines"),
-        ("rollout.memory_fraction=0.5", "rollout.engine=hf uses no GPU"),
-        ("rollout.first_gpu=2", "rollout.engine=hf uses no GPU"),
+        ("rollout.memory_fraction=0.5 rollout.engine=hf trainer.device=cpu", "trainer.device=cpu uses no GPU"),
         ("rollout.first_gpu=2 rollout.engine=sglang trainer.device=cpu", "trainer.device=cpu uses no GPU"),
     ],
 )

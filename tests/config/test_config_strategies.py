@@ -14,9 +14,42 @@ TP2 = "actor.megatron.tensor_model_parallel_size=2"
     [
         ("actor.strategy=ddp", "actor.strategy=ddp: expected one of megatron, fsdp, none"),
         ("actor.megatron.transformer_impl=te", "expected one of auto, local, transformer_engine"),
+        ("actor.megatron.moe_token_dispatcher_type=allgather", "expected one of auto, alltoall, flex"),
+        (
+            "actor.megatron.moe_token_dispatcher_type=flex trainer.device=cpu",
+            "actor.megatron.moe_token_dispatcher_type=flex: it runs on GPUs only; expected auto or alltoall",
+        ),
+        (
+            f"actor.megatron.moe_token_dispatcher_type=flex {DENSE}",
+            "actor.megatron.moe_token_dispatcher_type=flex: the model has no experts; expected auto or alltoall",
+        ),
+        (
+            f"actor.megatron.moe_token_dispatcher_type=flex {EXPERTS}",
+            "actor.megatron.moe_token_dispatcher_type=flex: each rank has all experts whole; expected auto or alltoall",
+        ),
+        (
+            f"actor.megatron.moe_token_dispatcher_type=flex {EXPERTS} actor.megatron.expert_model_parallel_size=2",
+            "moe_token_dispatcher_type=flex: it sends bfloat16, and model.dtype=float32; expected auto or alltoall",
+        ),
         (
             "actor.megatron.transformer_impl=transformer_engine trainer.device=cpu",
             "actor.megatron.transformer_impl=transformer_engine: it runs on GPUs only; expected auto or local",
+        ),
+        (
+            "actor.megatron.transformer_impl=transformer_engine actor.lora.rank=8",
+            "actor.megatron.transformer_impl=transformer_engine: adapters need local layers, and actor.lora.rank=8; "
+            "expected auto or local",
+        ),
+        (
+            "actor.megatron.context_parallel_size=2 actor.num_ranks=2 actor.lora.rank=8 trainer.device=cuda",
+            "actor.megatron.context_parallel_size=2: on GPUs it needs Transformer Engine's layers, and "
+            "actor.lora.rank=8 needs local layers; expected 1",
+        ),
+        (
+            "ref.megatron.context_parallel_size=2 ref.num_ranks=2 ref.megatron.transformer_impl=local "
+            "trainer.device=cuda actor.use_kl_loss=true",
+            "ref.megatron.context_parallel_size=2: on GPUs it needs Transformer Engine's layers, and "
+            "ref.megatron.transformer_impl=local means local layers; expected 1",
         ),
         (
             "actor.megatron.recompute_granularity=full",
@@ -81,6 +114,12 @@ def test_choices_that_change_no_result_are_taken() -> None:
     )  # fmt: skip
     assert config.critic.megatron.recompute_method == "uniform", "the critic follows"
     assert load(*ON_8, "actor.use_kl_loss=true", "actor.kl_loss_type=full", TP2).ref.megatron
+
+
+def test_deepep_is_taken_for_experts_on_several_ranks_and_the_reference_follows() -> None:
+    words = ("actor.megatron.moe_token_dispatcher_type=flex", "actor.megatron.expert_model_parallel_size=2")
+    config = load(*ON_8, EXPERTS, *words, "model.dtype=bfloat16")
+    assert config.ref.megatron.moe_token_dispatcher_type == "flex"
 
 
 def test_where_nothing_can_be_sharded_fsdp_is_megatron() -> None:

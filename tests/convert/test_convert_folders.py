@@ -53,14 +53,14 @@ def test_a_sequence_classifier_is_a_critic(model: Path) -> None:
 def test_no_model_at_all(tmp_path: Path) -> None:
     assert refusal(tmp_path / "nowhere") == (
         f"{tmp_path}/nowhere: neither a Hugging Face folder (no config.json) nor a finished Megatron checkpoint "
-        "(no metadata.json)"
+        "(no checkpoint.json)"
     )
 
 
 def test_a_whole_checkpoint_is_told_apart_from_a_roles_part(tmp_path: Path) -> None:
     for role in ("actor", "critic"):
         (tmp_path / "step_1" / role).mkdir(parents=True)
-        (tmp_path / "step_1" / role / "metadata.json").touch()
+        (tmp_path / "step_1" / role / "checkpoint.json").touch()
     (tmp_path / "step_1" / "manifest.json").write_text("{}")
     folder = tmp_path / "step_1"
     assert refusal(folder) == f"{folder}: a checkpoint with actor, critic; expected {folder}/actor"
@@ -68,14 +68,14 @@ def test_a_whole_checkpoint_is_told_apart_from_a_roles_part(tmp_path: Path) -> N
 
 def test_a_checkpoint_without_its_manifest_is_unfinished(tmp_path: Path) -> None:
     (tmp_path / "step_1" / "actor").mkdir(parents=True)
-    (tmp_path / "step_1" / "actor" / "metadata.json").touch()
+    (tmp_path / "step_1" / "actor" / "checkpoint.json").touch()
     assert "an unfinished checkpoint (no manifest.json in it or beside it)" in refusal(tmp_path / "step_1" / "actor")
 
 
 def test_a_checkpoint_whose_run_is_not_there_wants_its_model_named(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints" / "step_1" / "actor"
     folder.mkdir(parents=True)
-    (folder / "metadata.json").touch()
+    (folder / "checkpoint.json").touch()
     (folder.parent / "manifest.json").write_text("{}")
     config = tmp_path / "run" / "config.yaml"
     assert refusal(folder) == f"{folder}: there is no {config} to say whose weights these are; expected model=FOLDER"
@@ -119,7 +119,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path, error: type[BaseException]) -
 def test_what_a_killed_process_left_is_no_model_and_goes_at_the_next_try(tmp_path: Path) -> None:
     left = tmp_path / "target.partial"
     left.mkdir()
-    (left / "metadata.json").touch()  # Megatron had written its shards, the manifest was still to come
+    (left / "checkpoint.json").touch()  # the shards were written, the manifest was still to come
     assert "an unfinished checkpoint" in refusal(left)
     with staged(tmp_path / "target") as partial:
         assert not list(partial.iterdir())

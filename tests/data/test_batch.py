@@ -1,24 +1,34 @@
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
-from megarl.data.batch import make_batch, mini_batches, sample_names
+from megarl.algo import ActorLoss, CriticLoss
+from megarl.algo.advantages.estimate import DATA
+from megarl.data.batch import OWN_COLUMNS, make_batch, mini_batches, sample_names
 from megarl.sample import Completion, Prompt, Sample, VersionSpan
 
 
-def sample(uid, prompt_ids, token_ids, log_probs, reward, *, finish="stop", versions=((0, 0, 9),)):
+def sample(uid, prompt_ids, token_ids, log_probs, reward, *, finish="stop", versions=None, columns=None):
+    versions = ((0, 0, len(token_ids)),) if versions is None else versions
     spans = tuple(VersionSpan(*span) for span in versions)
-    return Sample(Prompt(uid, prompt_ids, "x"), Completion(token_ids, log_probs, finish, spans), reward)
+    completion = Completion(token_ids, log_probs, finish, spans, columns=columns or {})
+    return Sample(Prompt(uid, prompt_ids, "x"), completion, reward)
 
 
 def slow_batch(groups):
     """Token by token: what make_batch does at once."""
-    tokens, mask, log_probs = [], [], []
+    tokens, mask, log_probs, versions = [], [], [], []
     for group in groups:
         for one in group:
             tokens += one.prompt.token_ids + one.completion.token_ids
             mask += [0.0] * len(one.prompt.token_ids) + [1.0] * len(one.completion.token_ids)
             log_probs += [0.0] * len(one.prompt.token_ids) + one.completion.log_probs
-    return tokens, mask, log_probs
+            versions += [-1] * len(one.prompt.token_ids)
+            for span in one.completion.versions:
+                versions += [span.version] * (span.end - span.start)
+    return tokens, mask, log_probs, versions
 
 
 def test_two_groups_by_hand():
@@ -35,6 +45,7 @@ def test_two_groups_by_hand():
     assert batch.lengths.tolist() == [3, 4, 4]
     assert batch.columns["response_mask"].tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1]
     assert batch.columns["rollout_log_probs"].tolist() == [0, 0, -0.5, 0, 0, -0.25, -1, 0, -1, -2, -3]
+    assert batch.columns["versions"].tolist() == [-1, -1, 0, -1, -1, 3, 4, -1, 2, 2, 2]
     assert batch.per_sequence["score"].tolist() == [1, 0, -1]
     assert batch.per_sequence["group"].tolist() == [0, 0, 1]
     assert batch.per_sequence["version_min"].tolist() == [0, 3, 2]
@@ -82,7 +93,8 @@ def test_a_sample_is_named_by_its_prompt_and_its_place_in_the_group():
 def test_types_of_the_columns():
     batch = make_batch([[sample("0-0", [5], [7], [-0.5], 1)]])
     assert batch.tokens.dtype == batch.lengths.dtype == torch.int64
-    assert {column.dtype for column in batch.columns.values()} == {torch.float32}
+    wanted = {"response_mask": torch.float32, "rollout_log_probs": torch.float32, "versions": torch.int32}
+    assert {name: column.dtype for name, column in batch.columns.items()} == wanted
     wanted = {"score": torch.float32, "truncated": torch.float32, "group": torch.int64}
     wanted |= {"version_min": torch.int64, "version_max": torch.int64}
     assert {name: row.dtype for name, row in batch.per_sequence.items()} == wanted
@@ -99,7 +111,9 @@ def random_groups(num_groups, seed=0):
         prompt, group = ints(0, 50, ints(1, 6, 1)[0]), []
         for _ in range(ints(1, 5, 1)[0]):
             tokens = ints(0, 50, ints(0, 7, 1)[0])
-            group.append(sample(f"0-{g}", prompt, tokens, [-0.5 * t for t in tokens], float(g)))
+            cut = len(tokens) // 3
+            versions = ((g, 0, cut), (g + 2, cut, len(tokens)))
+            group.append(sample(f"0-{g}", prompt, tokens, [-0.5 * t for t in tokens], float(g), versions=versions))
         groups.append(group)
     return groups
 
@@ -107,10 +121,69 @@ def random_groups(num_groups, seed=0):
 def test_many_groups_match_the_slow_reference():
     groups = random_groups(20)
     batch = make_batch(groups)
-    tokens, mask, log_probs = slow_batch(groups)
+    tokens, mask, log_probs, versions = slow_batch(groups)
     assert batch.tokens.tolist() == tokens
     assert batch.columns["response_mask"].tolist() == mask
     assert batch.columns["rollout_log_probs"].tolist() == log_probs
+    assert batch.columns["versions"].tolist() == versions
+
+
+def with_columns(uid, num_prompt, num_new, **columns):
+    return sample(uid, [5] * num_prompt, [7] * num_new, [-0.5] * num_new, 1.0, columns=columns)
+
+
+def test_the_columns_of_completions_become_columns_of_the_batch():
+    """A column of a dtype and a shape that nothing here knows: tokens' numbers 0 .. 2 and 10 .. 14."""
+    routes = [np.arange(n, dtype=np.uint16)[:, None, None] + np.zeros((1, 3, 2), np.uint16) for n in (3, 5)]
+    groups = [[with_columns("0-0", 2, 1, routes=routes[0])], [with_columns("0-1", 1, 4, routes=routes[1] + 10)]]
+    batch = make_batch(groups)
+    found = batch.columns["routes"]
+    assert (found.dtype, found.shape) == (torch.uint16, (8, 3, 2))
+    assert found[:, 0, 0].tolist() == [0, 1, 2, 10, 11, 12, 13, 14]
+    assert torch.equal(found, batch.columns["routes"][:, :1, :1].expand(8, 3, 2))
+    (first, second) = mini_batches(batch, 1, seed=None)
+    assert second.columns["routes"][:, 2, 1].tolist() == [10, 11, 12, 13, 14]
+
+
+def test_a_column_is_asked_of_every_sample():
+    one = np.zeros((3, 2), np.uint8)
+    with pytest.raises(
+        ValueError, match=r"sample 0-1#1 has no such column, sample 0-0#0 uint8 \['N', 2\]; expected"
+    ) as e:
+        make_batch(
+            [
+                [with_columns("0-0", 2, 1, a=one)],
+                [with_columns("0-1", 2, 1, a=one), with_columns("0-1", 2, 1)],
+            ]
+        )
+    assert str(e.value).startswith("column a of the completions: ")
+    with pytest.raises(ValueError, match=r"sample 0-1#0 has uint8 \['N', 2\], sample 0-0#0 no such column"):
+        make_batch([[with_columns("0-0", 2, 1)], [with_columns("0-1", 2, 1, a=one)]])
+
+
+@pytest.mark.parametrize("other", [np.zeros((3, 2), np.uint16), np.zeros((3, 4), np.uint8), np.zeros(3, np.uint8)])
+def test_a_column_is_of_one_kind(other):
+    with pytest.raises(ValueError, match=r"sample 0-0#1 has u.*, sample 0-0#0 uint8 \['N', 2\]"):
+        make_batch([[with_columns("0-0", 2, 1, a=np.zeros((3, 2), np.uint8)), with_columns("0-0", 2, 1, a=other)]])
+
+
+def test_a_completion_cannot_bring_a_column_that_the_trainer_computes():
+    """An engine that sent `keep` would otherwise decide what is learnt."""
+    for name in ("keep", "versions", "tokens"):
+        with pytest.raises(ValueError, match=f"^column {name} of a completion: expected a name that the trainer"):
+            make_batch([[with_columns("0-0", 2, 1, **{name: np.zeros(3)})]])
+
+
+def test_every_column_that_an_estimator_or_a_loss_reads_is_the_trainers_own():
+    per_sequence = {"group", "group_ids", "score", "raw_score", "greedy_score", "reward_parts", "truncated"}
+    per_sequence |= {"version_min", "version_max"}
+    read = {*DATA} - per_sequence
+    for loss in ("ppo", "clip_cov", "kl_cov"):
+        for kl in ("low_var_kl", "full"):
+            loss_fn = ActorLoss(loss, use_kl_loss=True, kl_loss_type=kl, use_rollout_weight=True)
+            read |= {*loss_fn.columns, *loss_fn.outputs}
+    read |= {*CriticLoss(0.5).columns, *CriticLoss(0.5).outputs}
+    assert read <= OWN_COLUMNS, read - OWN_COLUMNS
 
 
 def test_a_completion_that_contradicts_itself_is_caught():
@@ -118,6 +191,17 @@ def test_a_completion_that_contradicts_itself_is_caught():
         make_batch([[sample("0-0", [5], [7], [], 1.0)]])
     with pytest.raises(AssertionError, match="completion of prompt 0-0 does not say which weights wrote it"):
         make_batch([[sample("0-0", [5], [7], [-1.0], 1.0, versions=())]])
+    for versions in (((0, 0, 2),), ((0, 1, 1),), ((0, 0, 1), (1, 2, 1))):
+        with pytest.raises(AssertionError, match="completion of prompt 0-0 has 1 tokens, and versions of other ones"):
+            make_batch([[sample("0-0", [5], [7], [-1.0], 1.0, versions=versions)]])
+    short = with_columns("0-0", 2, 1, a=np.zeros((2, 4)))
+    with pytest.raises(AssertionError, match=r"completion of prompt 0-0 has 2 entries of column a, expected 2 \+ 1"):
+        make_batch([[short]])
+
+
+def test_two_completions_are_compared_without_their_columns():
+    one = with_columns("0-0", 2, 1, a=np.zeros((3, 2))).completion
+    assert one == replace(one, columns={"a": np.ones((3, 2))})
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])

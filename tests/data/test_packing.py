@@ -138,6 +138,10 @@ def test_unpack_undoes_a_plan(lengths, num_ranks):
     parts = [batch.select(rank.indices).tokens for rank in plans]
     assert torch.equal(unpack(plans, parts, lengths), tokens)
     assert torch.equal(unpack(plans, parts, batch.lengths), tokens)
+    wide = [torch.stack([part, -part], 1).to(torch.int16) for part in parts]
+    found = unpack(plans, wide, lengths)
+    assert found.dtype == torch.int16
+    assert torch.equal(found, torch.stack([tokens, -tokens], 1).to(torch.int16))
 
 
 def test_unpack_refuses_parts_that_do_not_fit():

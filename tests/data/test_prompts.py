@@ -25,7 +25,7 @@ def sums(tmp_path):
 
 
 def test_a_prompt_carries_the_row(sums, tokenizer):
-    prompt = Prompts(sums, tokenizer, max_prompt_length=4, shuffle=False).take(3)[2]
+    prompt = Prompts(sums, tokenizer, max_prompt_length=4, shuffle=False).visit(2)
     assert prompt.uid == "0-2"
     assert prompt.token_ids == tokenizer.convert_tokens_to_ids(["2", "+", "1", "="])
     assert (prompt.text, prompt.ground_truth, prompt.data_source, prompt.extra) == ("2+1=", "3", "sums", {"a": 2})
@@ -33,32 +33,23 @@ def test_a_prompt_carries_the_row(sums, tokenizer):
 
 def test_an_epoch_is_a_permutation_and_the_uid_says_which(sums, tokenizer):
     prompts = Prompts(sums, tokenizer, max_prompt_length=4, seed=3)
-    uids = [prompt.uid for prompt in prompts.take(16)]
+    uids = [prompts.visit(number).uid for number in range(16)]
     assert sorted(uids[:8]) == [f"0-{row}" for row in range(8)]
     assert sorted(uids[8:]) == [f"1-{row}" for row in range(8)]
     assert [uid[2:] for uid in uids[:8]] != [uid[2:] for uid in uids[8:]]
     assert len(prompts) == 8
 
 
-def test_evaluation_takes_the_first_rows_in_file_order_and_moves_nothing(sums, tokenizer):
+def test_evaluation_takes_the_first_rows_in_file_order(sums, tokenizer):
     prompts = Prompts(sums, tokenizer, max_prompt_length=4)
-    before = prompts.state_dict()
     assert [prompt.uid for prompt in prompts.all(3)] == ["eval-0", "eval-1", "eval-2"]
     assert len(prompts.all()) == 8
-    assert prompts.state_dict() == before
 
 
-def test_a_saved_position_continues_and_belongs_to_the_content(sums, tokenizer, tmp_path):
-    prompts = Prompts(sums, tokenizer, max_prompt_length=4)
-    prompts.take(11)
-    state = json.loads(json.dumps(prompts.state_dict()))
-    assert (state["epoch"], state["position"]) == (1, 3)
-    again = Prompts(sums, tokenizer, max_prompt_length=4)
-    again.load_state_dict(state)
-    assert again.take(9) == prompts.take(9)
+def test_the_fingerprint_belongs_to_the_content(sums, tokenizer, tmp_path):
     changed = write(tmp_path / "b.jsonl", [{"prompt": "1"}] * 8)
-    with pytest.raises(ValueError, match="the saved data position belongs to other data"):
-        Prompts(changed, tokenizer, max_prompt_length=4).load_state_dict(state)
+    first, again, other = (Prompts(path, tokenizer, max_prompt_length=4) for path in (sums, sums, changed))
+    assert first.fingerprint == again.fingerprint != other.fingerprint
 
 
 def test_a_long_prompt_is_refused_by_line_or_counted(tmp_path, tokenizer):
@@ -67,7 +58,7 @@ def test_a_long_prompt_is_refused_by_line_or_counted(tmp_path, tokenizer):
         Prompts(path, tokenizer, max_prompt_length=4)
     prompts = Prompts(path, tokenizer, max_prompt_length=4, overlong="filter", shuffle=False)
     assert (prompts.num_filtered, len(prompts)) == (1, 2)
-    assert [prompt.uid for prompt in prompts.take(2)] == ["0-0", "0-2"]
+    assert [prompts.visit(number).uid for number in range(2)] == ["0-0", "0-2"]
     with pytest.raises(ValueError, match="data.max_prompt_length=0: every prompt of .*a.jsonl is longer"):
         Prompts(path, tokenizer, max_prompt_length=0, overlong="filter")
 
@@ -80,7 +71,7 @@ def test_an_empty_prompt_is_refused(tmp_path, tokenizer):
 
 def test_gsm8k_rows_and_a_system_prompt_go_through_the_chat_template(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "It is 4. #### 4"}])
-    prompt = Prompts(path, tokenizer, max_prompt_length=64, system_prompt="be brief").take(1)[0]
+    prompt = Prompts(path, tokenizer, max_prompt_length=64, system_prompt="be brief").visit(0)
     assert tokenizer.decode(prompt.token_ids) == "<system>be brief<eos><user>2+2?<eos><assistant>"
     assert prompt.text == [{"role": "user", "content": "2+2?"}]
     assert prompt.ground_truth == "4"

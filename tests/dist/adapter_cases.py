@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lora_cases import Lora
-from parity_cases import CPU
+from lora_cases import CPU, Lora
 
 from megarl.layout import Layout
 from megarl.mcore.models.lora import LoraSettings, adapted

@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.convert.worker import Worker
 from megarl.group import RankError, Reply
 from megarl.layout import Layout
-from megarl.mcore import checkpoint
+from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
 from megarl.mcore.models.model import build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, make_groups

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shards_cases import LAYOUTS, Trained
 
 from megarl.layout import Layout
-from megarl.mcore import checkpoint
+from megarl.mcore.checkpoint import checkpoint
 
 LAYOUTS |= {
     "ep2": Layout(ep=2),
@@ -52,24 +52,6 @@ def weights_elsewhere(folder: str, root: str) -> dict[str, Any]:
     return found
 
 
-def refusals(folder: str, root: str) -> list[str]:
-    """The sentences about an optimizer that had experts dealt to ranks, and one that had not."""
-    found = []
-    for first, then in (("ep2", "dp2"), ("dp2", "ep2")):
-        where = Path(root) / f"refused {first}"
-        trained = Trained(folder, LAYOUTS[first], "adamw", "float32", "actor")
-        trained.step()
-        checkpoint.save(where, trained.model, trained.optimizer)
-        trained.close()
-        other = Trained(folder, LAYOUTS[then], "adamw", "float32", "actor")
-        try:
-            checkpoint.load(where, other.model, other.optimizer)
-        except ValueError as error:
-            found.append(str(error))
-        other.close()
-    return found
-
-
 def all_cases(folder: str, root: str, pairs: list[tuple[str, str]]) -> dict[str, Any]:
     found: dict[str, Any] = {f"{first} {then}": trained_elsewhere(folder, root, first, then) for first, then in pairs}
-    return found | {"frozen": weights_elsewhere(folder, root), "refusals": refusals(folder, root)}
+    return found | {"frozen": weights_elsewhere(folder, root)}

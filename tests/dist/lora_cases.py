@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from chunks import named_parameters, parameters
-from parity_cases import CPU, make_step
+from parity_cases import make_step
 from torch import Tensor
 
 from megarl.data.packing import plan
 from megarl.layout import Layout
-from megarl.mcore import checkpoint
+from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora, identity
 from megarl.mcore.models.model import build_model, read_hf_config, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
@@ -26,6 +26,7 @@ from megarl.weights.hf.adapter import adapter_parameters, adapter_tensors, load_
 from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
 from megarl.weights.hf.load import load_hf
 
+CPU = torch.device("cpu")
 # With eps=1 the update is smooth in the gradient: the rounding of a small one is not divided by its size.
 OPTIM = OptimSettings("adamw", lr=0.1, eps=1.0, weight_decay=0.1, decay_style="linear", decay_steps=20)
 

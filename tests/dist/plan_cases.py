@@ -13,7 +13,7 @@ from megarl.weights.reshard.describe import from_json
 from megarl.weights.reshard.exchange import Link, agree, answer, check_messages, check_params, compare, receive, send
 from megarl.weights.reshard.plan import Plan
 from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
-from megarl.weights.verify.digests import digest
+from megarl.weights.reshard.transfers import Message
 
 CPU = torch.device("cpu")
 PADDING = -7.0
@@ -31,7 +31,7 @@ def exchange_all(cases: dict[str, tuple[str, str, int]], corrupt: str | None = N
 def _exchange(sender: str, receiver: str, message_bytes: int, corrupt: str | None) -> Any:
     """What a receiver holds in the end, or the parts that a sender's receivers hold otherwise."""
     plan = Plan(from_json(sender), from_json(receiver), min_cut_bytes=64)
-    agree(plan.fingerprint(message_bytes), dist.group.WORLD, CPU)
+    agree(plan.fingerprint(message_bytes), Link(dist.group.WORLD, {}, CPU, 30.0))
     num_senders, num_receivers = plan.sender.num_ranks, plan.receiver.num_ranks
     rank = dist.get_rank()
     if rank < num_senders:
@@ -46,9 +46,14 @@ def _exchange(sender: str, receiver: str, message_bytes: int, corrupt: str | Non
 def _send(plan: Plan, rank: int, message_bytes: int, link: Link) -> list[str]:
     params = cut_by_hand(plan.sender, rank, whole_tensors(plan.sender))
     check_params(plan.sender, rank, params)
-    messages = plan.messages_out(rank, message_bytes)
-    sent = send(messages, params, link, digest=digest)
-    return compare(messages, sent, link)
+    messages = [message for message in plan.messages_out(rank, message_bytes) if message.peer in link.ranks]
+    return _send_all(messages, params, link)
+
+
+def _send_all(messages: list[Message], params: Params, link: Link) -> list[str]:
+    sent = send([(link, message) for message in messages], params)
+    assert not sent.errors
+    return compare(messages, [each.hexdigest() for each in sent.hashes.get(link, ())], link)
 
 
 def _receive(plan: Plan, rank: int, message_bytes: int, link: Link, corrupt: str | None) -> Params:
@@ -62,7 +67,7 @@ def _receive(plan: Plan, rank: int, message_bytes: int, link: Link, corrupt: str
     assert receive(messages, params, link) == plan.num_bytes(rank)
     if corrupt in params:
         params[corrupt].view(-1)[0] += 1
-    answer(messages, params, link, digest=digest)
+    answer(messages, params, link)
     return params
 
 
@@ -98,10 +103,10 @@ def peak_memory(sender: str, receiver: str, message_bytes: int) -> int:
     link = Link(dist.group.WORLD, {0: 1 - rank}, CPU, 30.0)
     with torch.profiler.profile(profile_memory=True) as profile:
         if rank == 0:
-            assert compare(messages, send(messages, params, link, digest=digest), link) == []
+            assert _send_all(messages, params, link) == []
         else:
             receive(messages, params, link)
-            answer(messages, params, link, digest=digest)
+            answer(messages, params, link)
     kept = peak = 0
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
@@ -115,7 +120,7 @@ def disagree(sender: str, receiver: str) -> tuple[str, str]:
     mine = ServerSharding(from_json(receiver).table, dtype="float64") if dist.get_rank() == 1 else from_json(receiver)
     params = {"w": torch.full((4, 2), PADDING)}
     try:
-        agree(Plan(from_json(sender), mine).fingerprint(64), dist.group.WORLD, CPU)
+        agree(Plan(from_json(sender), mine).fingerprint(64), Link(dist.group.WORLD, {}, CPU, 30.0))
     except ValueError as error:
         return str(error), str(params["w"].unique().tolist())
     return "agreed", ""

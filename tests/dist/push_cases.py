@@ -25,7 +25,7 @@ from megarl.sample import Batch, MicroBatch
 from megarl.weights.hf.export import hf_tensors
 from megarl.weights.hf.gather import local_parameters
 from megarl.weights.hf.load import load_hf
-from megarl.weights.push import sharded
+from megarl.weights.push import routes, sharded
 from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.push import Canary, Pusher
 from megarl.weights.push.report import PushError
@@ -117,11 +117,14 @@ def _corrupt_in_flight(url: str) -> list[Any]:
             at += raw.numel()
         return send(self, Bucket(bucket.names, bucket.shapes, bucket.dtype, data, bucket.is_last))
 
-    def isend(op: Any, raw: torch.Tensor, peer: int, link: Any) -> Any:
-        if op is dist.isend and dist.get_rank() == 1:
-            raw = raw.clone()
-            raw[0] ^= 1
-        return start(op, raw, peer, link)
+    def isend(ops: Any, link: Any) -> Any:
+        changed = []
+        for op, raw, peer in ops:
+            if op is dist.isend and dist.get_rank() == 1:
+                raw = raw.clone()
+                raw[0] ^= 1
+            changed.append((op, raw, peer))
+        return start(changed, link)
 
     return [mock.patch.object(Server, "_broadcast", broadcast), mock.patch.object(exchange, "_start", isend)]
 
@@ -172,10 +175,13 @@ def _drop_mapped(number: str) -> list[Any]:
 
 
 def _drop_message(_: str) -> list[Any]:
-    """The last message of rank 1 does not leave it.  (Behind any other gloo ends a receiver that gets the next.)"""
+    """The last message of rank 1 to each server does not leave it.  (Behind any other gloo ends a receiver that gets
+    the next.)
+    """
 
-    def fewer(messages: Any, *args: Any, **named: Any) -> list[str]:
-        return exchange.send(messages[: -1 if dist.get_rank() == 1 else None], *args, **named)
+    def fewer(queue: Any, *args: Any, **named: Any) -> exchange.Sent:
+        last = {link: i for i, (link, _) in enumerate(queue)}.values() if dist.get_rank() == 1 else ()
+        return exchange.send([each for i, each in enumerate(queue) if i not in last], *args, **named)
 
     return [mock.patch.object(sharded, "send", fewer)]
 
@@ -196,7 +202,7 @@ def _swap_places(names: str) -> list[Any]:
     """The table of what servers hold is wrong about these names: of experts or layers it takes the first two for each
     other, in a stack of experts the tensors that lie over one another.
     """
-    table, other = sharded.server_table, {names.format(i): names.format(1 - i) for i in (0, 1)}
+    table, other = routes.server_table, {names.format(i): names.format(1 - i) for i in (0, 1)}
 
     def swapped(*args: Any) -> list[Any]:
         ops = table(*args)
@@ -205,17 +211,17 @@ def _swap_places(names: str) -> list[Any]:
         stack = next(op for op in ops if names.format(0) in op.hf_shapes)
         return [replace(op, names=tuple(reversed(op.names))) if op is stack else op for op in ops]
 
-    return [mock.patch.object(sharded, "server_table", swapped)]
+    return [mock.patch.object(routes, "server_table", swapped)]
 
 
 def _leave_out(rank: str) -> list[Any]:
     """A rank of the trainer does not join, though it has something to send."""
-    members = sharded._members
+    members = routes.members_of
 
     def fewer(claims: Any) -> dict[int, int]:
         return {other: place for other, place in members(claims).items() if other != int(rank)}
 
-    return [mock.patch.object(sharded, "_members", fewer)]
+    return [mock.patch.object(routes, "members_of", fewer)]
 
 
 def _describe_otherwise(rank: str) -> list[Any]:
@@ -263,6 +269,28 @@ def _signal(number: int) -> Callable[[str], list[Any]]:
         ]
 
     return patches
+
+
+def record_order(version: int) -> list[tuple[str, Any]]:
+    """Push, and tell in which order this rank used its groups: (collective | message | check, group, ...)."""
+    order: list[tuple[str, Any]] = []
+    agree, start = exchange.agree, exchange._start
+
+    def name(group: Any) -> str:
+        return str(dist.distributed_c10d._world.pg_names[group])
+
+    def agreeing(fingerprint: str, link: Any) -> None:
+        order.append(("collective", name(link.group)))
+        agree(fingerprint, link)
+
+    def starting(ops: Any, link: Any) -> Any:
+        kinds = {op for op, _, _ in ops}
+        order.append(("message" if kinds == {dist.isend} else "check", name(link.group)))
+        return start(ops, link)
+
+    with mock.patch.object(sharded, "agree", agreeing), mock.patch.object(exchange, "_start", starting):
+        _held["pusher"].push(_held["model"], version)
+    return order
 
 
 def _misroute(_: str) -> list[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -14,7 +16,8 @@ from torch import nn
 
 from megarl.data.packing import plan
 from megarl.layout import Layout
-from megarl.mcore import checkpoint
+from megarl.mcore.checkpoint import checkpoint
+from megarl.mcore.checkpoint.held import held_optimizer, held_weights
 from megarl.mcore.models.model import build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
@@ -153,6 +156,21 @@ def weights_only(folder: str, root: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def checkpoint_peak(folder: str, root: str) -> dict[str, Any]:
+    """The bytes that a rank copies to host memory for a save, the model's parameters, and the collectives it ran."""
+    trained = Trained(folder, LAYOUTS["dp2 sharded"], "adamw", "bfloat16", "actor")
+    trained.step()
+    pieces = [*held_weights(trained.model, own=True), *held_optimizer(trained.optimizer, trained.model, own=True)]
+    names = ("all_gather", "all_gather_into_tensor", "gather", "all_gather_object", "gather_object", "all_to_all")
+    with ExitStack() as stack:
+        watched = [stack.enter_context(mock.patch.object(dist, name)) for name in names]
+        checkpoint.save(Path(root) / "peak", trained.model, trained.optimizer)
+        gathers = [name for name, mocked in zip(names, watched, strict=True) if mocked.called]
+    params = sum(param.numel() for param in parameters(trained.model))
+    trained.close()
+    return {"bytes": sum(piece.memory.nbytes for piece in pieces), "params": params, "gathers": gathers}
+
+
 def refusals(folder: str, root: str) -> dict[str, str]:
     """The sentences about a folder that holds nothing, and about the checkpoint of another optimizer."""
     trained = Trained(folder, LAYOUTS["dp2"], "sgd", "float32", "actor")
@@ -169,6 +187,7 @@ def refusals(folder: str, root: str) -> dict[str, str]:
 def all_cases(folder: str, root: str, cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     found: dict[str, Any] = {name: saved_and_loaded(folder, root, *case) for name, case in cases.items()}
     found["frozen"] = weights_only(folder, root)
+    found["peak"] = checkpoint_peak(folder, root)
     found |= refusals(folder, root)
     found["children"] = [child.cmdline() for child in psutil.Process().children(recursive=True)]
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from push_cases import K_PROJ, O_PROJ, build, connect, push, ranks_that_go_on
+from push_cases import K_PROJ, O_PROJ, build, connect, push, ranks_that_go_on, record_order
 from push_servers import HFServer
 from spawn import Ranks
 from tiny_models import write_model
@@ -91,15 +91,27 @@ def test_the_way_that_is_fastest_here_is_chosen(connected, servers) -> None:
     assert set(connected("auto")()["report"].transports.values()) == {"sharded"}
 
 
-@pytest.mark.parametrize("transport", SLOWER)
-def test_what_a_push_left_is_what_the_server_reads_from_the_exported_folder(transport, connected, servers) -> None:
-    go = connected(transport, check_every=2)
+def test_slices_are_compared_with_whole_tensors_again_from_time_to_time_without_a_file(connected, servers) -> None:
+    go, urls = connected("sharded", check_every=2), sorted(server.url for server in servers)
     go()
-    assert [go()["report"].compared for _ in range(3)] == [
-        sorted(s.url for s in servers),
-        [],
-        sorted(s.url for s in servers),
-    ]
+    assert [go("full-disk")["report"].compared for _ in range(3)] == [urls, [], urls]
+
+
+def test_all_ranks_use_their_groups_in_one_order(connected, servers, ranks: Ranks) -> None:
+    go = connected("sharded")
+    go()
+    orders = ranks.run(record_order, next(versions), timeout_s=240)
+    groups = list(dict.fromkeys(group for _, group in orders[0]))
+    assert len(groups) == len(servers)
+    for order in orders:
+        kinds = [kind for kind, _ in order]
+        assert [group for kind, group in order if kind == "collective"] == groups
+        assert [group for kind, group in order if kind == "check"] == groups
+        assert kinds == sorted(kinds, key=["collective", "message", "check"].index), "one phase after another"
+    turns = [[groups.index(group) for kind, group in order if kind == "message"] for order in orders]
+    assert len(turns[0]) == len(turns[1]) > 20
+    # In every turn one rank sends to one server, and the other rank to the other one.
+    assert all(one == 1 - other for one, other in zip(*turns, strict=True)), turns
 
 
 def test_an_element_corrupted_under_way_is_named_its_server_left_out_and_the_next_push_heals_it(
@@ -301,12 +313,6 @@ def test_servers_that_nothing_vouches_for_are_left_out(fault, settings, words, c
     for server in servers:
         assert words in report.failed[server.url]
         assert server.is_paused
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_no_fault_of_servers_that_digests_vouch_for(connected, servers) -> None:
-    report = connected("gathered", check_every=1)("full-disk")["report"]
-    assert set(report.transports) == {server.url for server in servers} and report.compared == []
 
 
 def test_the_ranks_go_on_after_all_that(ranks: Ranks) -> None:

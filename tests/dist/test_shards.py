@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,30 @@ from shards_cases import all_cases
 from spawn import Ranks
 
 from megarl.data.tiny import write_tiny_model
+from megarl.layout import Layout, padded_vocab_size
+from megarl.plan.job import Role
+from megarl.plan.memory.host import saved_bytes
 
 pytestmark = pytest.mark.dist
 SHAPE = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 # name: optimizer, type, role, saved under, loaded under, steps before
 CASES: dict[str, Any] = {
     "plain": ("adamw", "float32", "actor", "tp2", ["tp2", "pp2", "dp2"], 2),
-    "sharded": ("adamw", "float32", "actor", "tp2 sharded", ["tp2 sharded", "pp2 sharded", "dp2 sharded"], 2),
-    "interleaved": ("adamw", "float32", "actor", "pp2 vpp2", ["pp2 vpp2", "pp2", "tp2", "pp2 uneven"], 2),
+    "sharded": ("adamw", "float32", "actor", "tp2 sharded", ["tp2 sharded", "pp2 sharded", "dp2 sharded", "dp2"], 2),
+    "interleaved": (
+        "adamw",
+        "float32",
+        "actor",
+        "pp2 vpp2",
+        ["pp2 vpp2", "pp2", "tp2", "pp2 uneven", "dp2 sharded"],
+        2,
+    ),
     "to interleaved": ("adamw", "float32", "actor", "tp2", ["pp2 vpp2"], 2),
     "interleaved sharded": ("adamw", "float32", "actor", "pp2 vpp2 sharded", ["pp2 vpp2 sharded", "dp2 sharded"], 2),
     "interleaved critic": ("sgd", "float32", "critic", "pp2 vpp2", ["dp2"], 2),
     "critic": ("adamw", "float32", "critic", "pp2", ["tp2"], 2),
     "bf16": ("adamw", "bfloat16", "actor", "tp2", ["tp2"], 2),
-    "bf16 sharded": ("adamw", "bfloat16", "actor", "dp2 sharded", ["dp2 sharded"], 2),
+    "bf16 sharded": ("adamw", "bfloat16", "actor", "dp2 sharded", ["dp2 sharded", "dp2"], 2),
     "sgd": ("sgd", "float32", "actor", "tp2", ["pp2"], 2),
     # As an actor is saved while the critic warms up alone.
     "before the first step": ("sgd", "float32", "actor", "tp2", ["tp2"], 0),
@@ -108,10 +119,22 @@ def test_a_folder_without_a_checkpoint_is_refused_in_one_sentence(ranks: list) -
 def test_the_checkpoint_of_another_optimizer_is_refused_in_one_sentence(ranks: list) -> None:
     for rank in ranks:
         assert rank["other"].endswith(
-            "its optimizer had optim.name=adamw use_distributed_optimizer=false model.dtype=float32, this one has "
-            "optim.name=sgd use_distributed_optimizer=false model.dtype=float32; expected the same settings"
+            "its optimizer had optim.name=adamw model.dtype=float32, this one has optim.name=sgd model.dtype=float32; "
+            "expected the same settings"
         )
 
 
 def test_saving_leaves_no_process_behind(ranks: list) -> None:
     assert [rank["children"] for rank in ranks] == [[], []]
+
+
+def test_checkpoint_peak_is_an_equal_share_of_each_rank_and_nothing_is_gathered(ranks: list, folder: Path) -> None:
+    """Weights 2 bytes, master weights 4, two moments 8; what the planner counts, and a few rows of padding."""
+    hf = json.loads((folder / "config.json").read_text())
+    peaks = [rank["peak"] for rank in ranks]
+    assert sum(peak["bytes"] for peak in peaks) == 14 * peaks[0]["params"]
+    assert max(peak["bytes"] for peak in peaks) < 1.05 * min(peak["bytes"] for peak in peaks)
+    assert [peak["gathers"] for peak in peaks] == [[], []]
+    planned = saved_bytes(Role("actor", hf, Layout(), 2, max_tokens=1, log_prob_tokens=1))
+    padding = padded_vocab_size(hf["vocab_size"], 1) - hf["vocab_size"]
+    assert 14 * peaks[0]["params"] - planned == 14 * padding * hf["hidden_size"]

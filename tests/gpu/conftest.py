@@ -12,10 +12,16 @@ from megarl.mcore.setup import destroy_groups, make_groups
 
 
 @pytest.fixture(scope="module")
-def one_gpu() -> Iterator[None]:
+def world() -> Iterator[None]:
+    """A world of one rank, without Megatron's groups."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def one_gpu(world: None) -> Iterator[None]:  # noqa: ARG001
     """Groups of size 1."""
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     make_groups(Layout())
     yield
     destroy_groups()
-    dist.destroy_process_group()

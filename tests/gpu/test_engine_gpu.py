@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_cases import Case, run
 
 from megarl.data.tiny import write_tiny_model
+from megarl.layout import Layout
 from megarl.mcore.training.execution import ExecutionOptions
+from megarl.mcore.training.host_memory import HostMemory
 
 pytestmark = pytest.mark.gpu
 ENGINES = {
@@ -21,13 +22,6 @@ ENGINES = {
     "uniform": ExecutionOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     "offloaded": ExecutionOptions(param_offload=True, optimizer_offload=True),
 }
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +45,29 @@ def test_three_steps_end_where_those_without_it_do(plain: dict[str, Any], case: 
     for weight, expected in plain["weights"].items():
         error = (got["weights"][weight] - expected).abs().max() / expected.abs().max()
         assert error < 1e-3, f"{weight}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_goes_on_where_the_run_was(world: None, case: Case, tmp_path: Path, dtype: str) -> None:  # noqa: ARG001
+    """Two steps, a save, and the third step by a new model and optimizer that were loaded."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    case = replace(case, dtype=dtype)
+    whole, saved = run(case, ""), run(replace(case, saved_under=Layout()), str(tmp_path))
+    close = 1e-3 if dtype == "float32" else 2e-2
+    assert saved["norms"] == pytest.approx(whole["norms"], rel=close)
+    for weight, expected in whole["weights"].items():
+        error = (saved["weights"][weight] - expected).abs().max() / expected.abs().max()
+        assert error < close, f"{weight}: relative error {error:.1e}"
+
+
+def test_offloaded_tensors_wait_in_pinned_memory() -> None:
+    memory = HostMemory([1000, 3 * 2**20])
+    there = torch.arange(1000, device="cuda") % 256
+    for part in memory.parts:
+        assert part.is_pinned()
+        part[:1000].copy_(there.to(torch.uint8), non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(memory.parts[1][:1000].long(), there.cpu())
 
 
 def test_muon_trains(plain: dict[str, Any], case: Case) -> None:

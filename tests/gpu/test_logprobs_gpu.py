@@ -44,9 +44,9 @@ def test_a_whole_pass_is_that_of_log_softmax(dtype: torch.dtype) -> None:
     factors = torch.randn(4, 300, generator=g).cuda()
     got = fused_columns(*sides, labels, 4000, 0.8, reference)
     expected = plain_columns(*sides, labels, 4000, 0.8, reference)
+    for name in ALL:  # logits are float32 for both
+        torch.testing.assert_close(got[name].double(), expected[name], atol=2e-5, rtol=2e-5)
     close = 2e-5 if dtype is torch.float32 else 3e-2
-    for name in ALL:
-        torch.testing.assert_close(got[name].double(), expected[name], atol=close, rtol=close)
     ours = torch.autograd.grad(total(got, factors), sides)
     for own, theirs in zip(ours, torch.autograd.grad(total(expected, factors), sides), strict=True):
         torch.testing.assert_close(own, theirs, atol=close * theirs.abs().max().item(), rtol=close)
@@ -66,7 +66,7 @@ def test_the_peak_is_a_chunk(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> N
         fused_columns(hidden, weight, labels, 65_536)["log_probs"].sum().backward()
 
     step()
-    chunk, logits = 2 * 2**24, 2 * 4096 * 65_536
+    chunk, logits = (4 + 2) * 2**24, 2 * 4096 * 65_536  # logits in float32, and their gradient in bfloat16
     limit = chunk + 30_000_000 if kernels is fused_triton else chunk + 130_000_000  # blocks in float32
     assert peak_bytes(step, "cuda") < limit < logits
 

@@ -1,4 +1,4 @@
-"""On a real GPU: whole small runs with stock SGLang on the same GPU, weights by CUDA IPC; with two GPUs, by NCCL."""
+"""On a real GPU: whole small runs with each engine on the same GPU, weights by CUDA IPC; with two GPUs, by NCCL."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ LAYOUTS = {
     "offloaded": [*ON_ONE, "actor.megatron.param_offload=true", "actor.megatron.optimizer_offload=true"],
 }
 WAYS = ("gathered", "sharded")
+ENGINES = ("hf", "sglang")
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +31,29 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_parts(tmp_path_factory.mktemp("parts"), hidden=256, head_dim=64, ffn=512)
 
 
-def run(parts: Path, folder: Path, name: str, *more: str) -> dict[str, Any]:
-    engine = ["rollout.engine=sglang", f"rollout.sglang.python={sglang_python(os.environ.get(PYTHON_VARIABLE))}"]
-    engine += ["algorithm.adv_estimator=grpo", "model.dtype=bfloat16", "trainer.device=cuda"]
-    assert main(["train", *settings(parts, folder, name, *engine, *more)]) == 0
+def run(parts: Path, folder: Path, name: str, engine: str, *more: str) -> dict[str, Any]:
+    words = [f"rollout.engine={engine}", "algorithm.adv_estimator=grpo", "model.dtype=bfloat16", "trainer.device=cuda"]
+    if engine == "sglang":
+        words.append(f"rollout.sglang.python={sglang_python(os.environ.get(PYTHON_VARIABLE))}")
+    assert main(["train", *settings(parts, folder, name, *words, *more)]) == 0
     return json.loads((folder / name / "summary.json").read_text())
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_trainer_and_server_share_one_gpu(parts: Path, tmp_path: Path, layout: str) -> None:
-    summary = run(parts, tmp_path, layout, *LAYOUTS[layout])
+def test_trainer_and_server_share_one_gpu(parts: Path, tmp_path: Path, layout: str, engine: str) -> None:
+    summary = run(parts, tmp_path, layout, engine, *LAYOUTS[layout])
     assert summary["pushes"] == summary["pushes_verified"] == 4
     assert summary["log_prob_gap_max"] < 0.3, "bfloat16 on both sides, other kernels and another order of sums"
     assert set(steps(tmp_path / layout, "push/fallbacks").values()) == {0.0}, "CUDA IPC, and nothing slower"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL refuses two ranks on one GPU")
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("way", WAYS)
-def test_weights_cross_by_nccl(parts: Path, tmp_path: Path, way: str) -> None:
-    summary = run(parts, tmp_path, way, "trainer.n_gpus_per_node=1", f"rollout.push={way}", "rollout.first_gpu=1")
+def test_weights_cross_by_nccl(parts: Path, tmp_path: Path, way: str, engine: str) -> None:
+    summary = run(
+        parts, tmp_path, way, engine, "trainer.n_gpus_per_node=1", f"rollout.push={way}", "rollout.first_gpu=1"
+    )
     assert summary["pushes"] == summary["pushes_verified"] == 4
     assert set(steps(tmp_path / way, "push/fallbacks").values()) == {0.0}

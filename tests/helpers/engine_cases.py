@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from parity_cases import LOSSES, make_step
 
 from megarl.data.packing import plan
 from megarl.layout import Layout
-from megarl.mcore import checkpoint
+from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.models.lora import LoraSettings, apply_lora
-from megarl.mcore.models.model import build_model, read_hf_config
+from megarl.mcore.models.model import build_model, read_hf_config, unwrap
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training import optimizer as optimizer_module
 from megarl.mcore.training.execution import ExecutionOptions
@@ -47,6 +47,7 @@ class Case:
     saved_under: Layout | None = None
     with_gradients: bool = False
     with_adapters: bool = False
+    frees_outputs: bool = False  # a pipeline stage frees them once they are sent, as on a GPU
 
 
 class Trained:
@@ -55,13 +56,15 @@ class Trained:
     def __init__(self, case: Case, layout: Layout) -> None:
         self.where, self.layout, self.device = make_groups(layout), layout, device_for("auto")
         self.hf = read_hf_config(case.folder)
-        model = build_model(self.hf, layout, dtype=case.dtype, engine=case.engine)
+        engine = replace(case.engine, transformer_impl="local")  # Transformer-Engine's attention takes no float32
+        model = build_model(self.hf, layout, dtype=case.dtype, engine=engine)
+        unwrap(model[0]).config.deallocate_pipeline_outputs |= case.frees_outputs
         load_hf(model, case.folder, self.hf)
         if case.with_adapters:
             apply_lora(model, LoraSettings(rank=2, alpha=4.0))
         small = partial(optimizer_module.DistributedDataParallelConfig, bucket_size=4000)
         with mock.patch.object(optimizer_module, "DistributedDataParallelConfig", small):
-            self.model = wrap_for_training(model, layout, case.engine)
+            self.model = wrap_for_training(model, layout, engine)
         self.optimizer = Optimizer(self.model, OPTIMIZERS[case.optim])
         offload = case.engine.param_offload
         self.buffer = OffloadBuffer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,15 +16,13 @@ from megarl.data.packing import plan
 from megarl.layout import Layout
 from megarl.mcore.logprobs import logprobs
 from megarl.mcore.models.model import Model, build_model, read_hf_config
-from megarl.mcore.setup import destroy_groups, make_groups
+from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only
 from megarl.sample import Batch, LossOutput
 from megarl.weights.hf.load import load_hf
-
-CPU = torch.device("cpu")
 
 
 class EveryColumn:
@@ -102,22 +100,23 @@ def run_cases(folder: str, cases: dict[str, Case]) -> dict[str, Any]:
 
 def run_case(folder: str, case: Case) -> dict[str, Any]:
     """What this rank sees; whole tensors on rank 0.  A sharded optimizer leaves no whole gradient to be looked at."""
-    where = make_groups(case.layout)
+    where, device = make_groups(case.layout), device_for("auto")
     try:
         hf, role = read_hf_config(folder), case.role.split()[0]
-        model = build_model(hf, case.layout, role=role, engine=case.engine)
+        engine = replace(case.engine, transformer_impl="local")  # Transformer-Engine's attention takes no float32
+        model = build_model(hf, case.layout, role=role, engine=engine)
         load_hf(model, folder, hf, role=role)
         reference = _reference(folder, hf, case.layout) if "reference" in case.role else None
         if role == "critic":
             fill_value_head(model)
-        model = wrap_for_training(model, case.layout, case.engine)
+        model = wrap_for_training(model, case.layout, engine)
         optimizer = Optimizer(model, OptimSettings(name=case.optim, lr=0.05, momentum=0.9, eps=1.0))
         batch, loss = make_step(hf["vocab_size"]), LOSSES[case.role]
         part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=case.max_tokens)[where.replica]
         micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
         outputs = Outputs(case.layout, hf["vocab_size"], temperature=0.8, names=NAMES[case.role])
-        how = {"num_tokens": batch.num_tokens, "device": CPU, "reference": reference}
-        columns = forward_only(model, micros, outputs, CPU, reference)
+        how = {"num_tokens": batch.num_tokens, "device": device, "reference": reference}
+        columns = forward_only(model, micros, outputs, device, reference)
         optimizer.zero_grad()
         stats = backward(model, micros, outputs, loss, **how)
         gradient = {} if case.layout.use_distributed_optimizer else gradients(model, hf, role)
@@ -143,7 +142,7 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
 
 def _reference(folder: str, hf: dict[str, Any], layout: Layout) -> Model:
     """The same model with smaller weights."""
-    model = build_model(hf, layout)
+    model = build_model(hf, layout, engine=ExecutionOptions(transformer_impl="local"))
     load_hf(model, folder, hf)
     with torch.no_grad():
         for param in parameters(model):

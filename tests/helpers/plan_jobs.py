@@ -27,12 +27,12 @@ FREE = replace(
     Constants(),
     **dict.fromkeys(
         ("layer_s", "expert_layer_s", "decode_step_s", "decode_layer_s", "all_reduce_s", "all_reduce_nic_s", "push_s",
-         "push_tensor_s", "sleep_s", "wake_s", "step_s", "sequence_s", "touches", "ring_turn"), 0.0,
+         "push_tensor_s", "bucket_s", "sleep_s", "wake_s", "step_s", "sequence_s", "touches", "ring_turn"), 0.0,
     ),
     **dict.fromkeys(
         ("matmul", "experts", "attention", "head", "memory", "link", "nic", "all_to_all", "tp_exposed",
          "replica_imbalance", "expert_imbalance", "decode_memory", "decode_matmul", "prefill_matmul", "cache_waste",
-         "push_nic", "push_link", "gather", "broadcast", "host"), 1.0,
+         "push_nic", "gather", "broadcast", "host"), 1.0,
     ),
     tail=1.0,
 )  # fmt: skip

@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from megarl.cli import main
 from megarl.data.arithmetic import write_task
 from megarl.data.tiny import write_tiny_model
 
@@ -60,6 +63,19 @@ def steps(run: Path, metric: str) -> dict[int, float]:
 def train_in_a_process(words: list[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
         return subprocess.Popen([sys.executable, "-m", "megarl", "train", *words], stdout=out, stderr=out)
+
+
+def train_kill_resume(words: list[str], run: Path, step: int) -> int:
+    """Start a run, end its driver by SIGKILL after `step`, and run it to its end; returns how many children it had."""
+    process = train_in_a_process(words, run.with_suffix(".log"))
+    wait_for_step(run, step, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive, f"children outlived the driver: {alive}"
+    assert main(["train", *words]) == 0
+    return len(children)
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes], limit_s: float = 600.0) -> None:

@@ -1,4 +1,7 @@
-"""Run functions on n gloo ranks, each a process of its own, with a limit on the time."""
+"""Run functions on n ranks, each a process of its own, with a limit on the time.
+
+They speak over gloo on CPUs; with MEGARL_TEST_DEVICE=cuda in the environment over NCCL, each on a GPU of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any, Self
 
 from megarl.sockets import host_store, interface_variables
 
+DEVICE = os.environ.get("MEGARL_TEST_DEVICE", "cpu")  # | cuda
 # What each rank needs: loaded once, in a process that only forks, since importing costs more than most cases.
 PRELOADED = ["torch.distributed", "megarl.roles.worker", "transformers"]
 
@@ -59,7 +63,8 @@ class Ranks:
         self._processes = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
+        # A process that asked CUDA for anything cannot be forked, and imports ask.
+        context = multiprocessing.get_context("spawn" if DEVICE == "cuda" else "forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._results, self._calls = context.Queue(), [context.Queue() for _ in range(self._n)]
         # The meeting point stands before the ranks import torch: a port that was only looked for may be taken by then.
@@ -104,15 +109,21 @@ def _rank(rank: int, n: int, port: int, calls: Any, results: Any) -> None:
     env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     env["TORCHELASTIC_USE_AGENT_STORE"] = True  # the store is the parent's
     os.environ.update({**interface_variables("127.0.0.1"), **{name: str(value) for name, value in env.items()}})
+    if DEVICE == "cpu":  # also where there are GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
     import torch.distributed as dist
+    from torch.utils._pytree import tree_map_only
 
     from megarl.mcore import cpu
+    from megarl.mcore.setup import backend_of, device_for
 
     gc.freeze()  # what is loaded stays; looking through all of it after each case would cost more than the case
     torch.set_num_threads(1)
     cpu.activate()
-    dist.init_process_group("gloo")
+    if DEVICE == "cuda":
+        torch.cuda.set_device(device_for(DEVICE))
+    dist.init_process_group(backend_of(DEVICE))
     parent = multiprocessing.parent_process()
     assert parent is not None, "a rank is a child"
     while parent.is_alive():
@@ -123,7 +134,7 @@ def _rank(rank: int, n: int, port: int, calls: Any, results: Any) -> None:
         try:
             fn, args = pickle.loads(call)
             # Bytes, because torch would send tensors as handles of this process.
-            results.put((rank, None, pickle.dumps(fn(*args))))
+            results.put((rank, None, pickle.dumps(tree_map_only(torch.Tensor, torch.Tensor.cpu, fn(*args)))))
         except BaseException:  # torch's CheckpointException is no Exception
             results.put((rank, traceback.format_exc(), None))
         del call, fn, args

@@ -1,7 +1,7 @@
 """A tiny model, and servers of it. Everything here runs over real HTTP on loopback.
 
 The contract suite knows a server only as `Served`; `VARIANTS` says which there are. Those of SGLang need the
-environments that launch/sglang_cpu.sh makes.
+environments that launch/sglang_cpu.sh makes.  With MEGARL_TEST_DEVICE=cuda they are servers on a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from spawn import DEVICE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -34,6 +35,8 @@ TOKEN = "a token of the tests"
 ALPHABET = "0123456789+-*=?abcdefghijklmno"
 
 
+# Heads of 64: the smallest that attention kernels on a GPU take.
+HEAD = 64 if DEVICE == "cuda" else 8
 ROOT = Path(__file__).parents[2]
 CURRENT, OLD = "0.5.23", "0.5.17"  # of SGLang
 
@@ -130,12 +133,12 @@ def make_model(folder: Path, seed: int, *, tied: bool = False) -> str:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
     config = Qwen3Config(
         vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=4 * HEAD,
+        intermediate_size=8 * HEAD,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=HEAD,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=tied,
         bos_token_id=None,
@@ -169,7 +172,8 @@ def running(variant: Variant, model_path: str, log_dir: Path) -> Iterator[Server
         random_seed=7,
         tensor_parallel_size=variant.tensor_parallel_size,
         python=sglang_of(variant.version) if variant.engine == "sglang" else None,
-        device="cpu",
+        device=DEVICE,
+        **({"first_gpu": 0, "memory_fraction": 0.2} if DEVICE == "cuda" else {}),  # several share the only one
     )
     with Servers([launch] * variant.servers, TOKEN, log_dir) as servers:
         servers.start()

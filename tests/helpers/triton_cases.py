@@ -17,9 +17,20 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import interpreter
 
 from megarl.mcore.logprobs import fused_torch, fused_triton
 from megarl.mcore.logprobs import token_statistics as ts
+
+# Triton's interpreter before 3.7 makes an index of int(array of one entry), which NumPy 2.4 refuses.
+if os.environ.get("TRITON_INTERPRET") == "1" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patched
 
 NAMES = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
 

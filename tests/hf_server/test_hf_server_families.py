@@ -55,12 +55,41 @@ def logits_in_two_ways(model: HFModel, tokens: torch.Tensor, prompt: int) -> tor
     cache = model.new_cache(max_tokens=len(tokens))
     cache.reserve(1, len(tokens), used=(0, 0))
     with torch.inference_mode():
-        hidden = model.prefill(tokens[None, :prompt], Prefill(cache, 0, torch.zeros(1, dtype=torch.int64)))
+        hidden = model.prefill(tokens[None, :prompt], Prefill(cache, 0, [0], [0], [prompt]))
         found = [model.logits(hidden[0, -1])]
         for at in range(prompt, len(tokens)):
             position = torch.tensor([at])
             found.append(model.decode(tokens[None, at], Decode(cache, position, at + 1), position, at + 1)[0])
     return torch.stack(found)
+
+
+def test_a_prefill_behind_cached_tokens_is_that_of_the_whole(folders: tuple[str, str]) -> None:
+    """Three sequences, of which 0, 5 and 11 of 12 tokens are there; the second one is for two completions."""
+    model, length, starts, sources = HFModel(folders[0], torch.float32), 12, [0, 5, 11], [0, 1, 1, 2]
+    tokens = torch.randint(model.vocab_size, (3, length), generator=torch.Generator().manual_seed(0))
+    alone = [model.new_cache(max_tokens=length) for _ in starts]
+    cache = model.new_cache(max_tokens=5 * length)
+    cache.reserve(5, length, used=(0, 0))
+    with torch.inference_mode():
+        expected = []
+        for own, ids in zip(alone, tokens, strict=True):
+            own.reserve(1, length, used=(0, 0))
+            expected.append(model.prefill(ids[None], Prefill(own, 0, [0], [0], [length]))[0])
+        for slot, number in enumerate(sources, start=1):
+            at = torch.arange(starts[number])
+            cache.copy(alone[number], (at * 0, at), (at * 0 + slot, at))
+        counts = [length - start for start in starts]
+        new = torch.zeros(3, length, dtype=torch.int64)
+        for number, start in enumerate(starts):
+            new[number, : counts[number]] = tokens[number, start:]
+        found = model.prefill(new, Prefill(cache, 1, sources, starts, counts))
+    assert not found.isnan().any(), "nor is padding"
+    for number, start in enumerate(starts):
+        torch.testing.assert_close(found[number, : counts[number]], expected[number][start:], atol=1e-5, rtol=1e-5)
+    for layer, held in enumerate(cache.tensors):
+        assert not held[0].any(), "slot 0 is not among them"
+        for slot, number in enumerate(sources, start=1):
+            torch.testing.assert_close(held[slot], alone[number].tensors[layer][0], atol=1e-5, rtol=1e-5)
 
 
 def test_tensors_pushed_under_hub_names_make_the_model_of_their_folder(folders: tuple[str, str]) -> None:

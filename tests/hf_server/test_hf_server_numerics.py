@@ -6,6 +6,7 @@ import asyncio
 import random
 import shutil
 
+import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,8 +14,7 @@ from tiny_server import CONTEXT, EOS, VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from megarl.hf_server.model import HFModel
-from megarl.rollout.pool import EnginePool
-from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body, parse_completions
 
 PROMPTS = [[random.Random(i).randrange(2, VOCAB) for _ in range(3 + i % 7)] for i in range(12)]
 SEEDED = SamplingParams(max_new_tokens=24, sampling_seed=11)
@@ -23,13 +23,17 @@ SEEDED = SamplingParams(max_new_tokens=24, sampling_seed=11)
 def ask(server, requests):
     """requests: [(delay_s, prompt, n, params)], all under way together; their completions in order."""
 
-    async def one(pool, delay_s, prompt, n, params):
+    async def one(session, number, delay_s, prompt, n, params):
         await asyncio.sleep(delay_s)
-        return await pool.generate(prompt, n, params)
+        async with session.post(
+            server.url + Route.GENERATE, json=generate_body(prompt, n, params, f"{number}")
+        ) as reply:
+            assert reply.status == 200, await reply.text()
+            return parse_completions(await reply.json(), n)
 
     async def run():
-        async with EnginePool([server.url], server.token, timeout_s=60) as pool:
-            return await asyncio.gather(*(one(pool, *request) for request in requests))
+        async with aiohttp.ClientSession(headers=auth_headers(server.token)) as session:
+            return await asyncio.gather(*(one(session, number, *request) for number, request in enumerate(requests)))
 
     return asyncio.run(run())
 

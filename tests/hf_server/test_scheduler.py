@@ -3,59 +3,22 @@
 from __future__ import annotations
 
 import copy
-import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
+from hf_engine import body, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_server import VOCAB
 
-from megarl.hf_server.calls import read_call, write_reply
 from megarl.hf_server.model import HFModel
-from megarl.hf_server.running_batch import Call
 from megarl.hf_server.sampling import draw, row_key, uniforms
-from megarl.hf_server.scheduler import HFEngine, _prefill_groups
-from megarl.rollout.protocol import SamplingParams, parse_completions
+from megarl.rollout.protocol import parse_completions
 
 
 @pytest.fixture(scope="module")
 def model(model_path):
     return HFModel(model_path, torch.float32)
-
-
-@contextmanager
-def running(model, **limits):
-    """An engine and a function that answers bodies, all submitted at once."""
-    deaths, done = [], threading.Semaphore(0)
-    limits = {"max_running": 8, "max_total_tokens": None, **limits}
-    engine = HFEngine(
-        model,
-        random_seed=3,
-        weight_version="0",
-        on_done=lambda calls: [done.release() for _ in calls],
-        on_death=lambda error: (deaths.append(error), done.release()),
-        **limits,
-    )
-
-    def answer(bodies):
-        calls = [read_call(body, model, engine.max_total_tokens) for body in bodies]
-        for call in calls:
-            engine.submit(call)
-        for _ in calls:
-            assert done.acquire(timeout=30)
-            if deaths:
-                raise deaths[0]
-        return [write_reply(call, body) for call, body in zip(calls, bodies, strict=True)]
-
-    engine.start()
-    yield engine, answer
-    engine.stop()
-
-
-def body(prompt, n=1, **params):
-    return {"input_ids": prompt, "sampling_params": {"n": n, **params}, "return_logprob": True}
 
 
 def slow_completion(reference, prompt, index, params):
@@ -66,7 +29,7 @@ def slow_completion(reference, prompt, index, params):
         with torch.no_grad():
             logits = reference(torch.tensor([prompt + tokens])).logits[:, -1]
         columns = [torch.tensor([params.get(name, default)]) for name, default in KNOBS]
-        token, log_prob = draw(logits, *columns, uniforms(key, torch.tensor([position])))
+        token, log_prob = draw(logits, *columns, uniforms(key, torch.tensor([len(prompt) + position])))
         tokens.append(token.item())
         log_probs.append(log_prob.item())
         if tokens[-1] in (1, *params.get("stop_token_ids", ())):
@@ -85,7 +48,8 @@ PARAMS = st.fixed_dictionaries(
         "stop_token_ids": st.lists(TOKENS, max_size=3),
     },
 )
-REQUEST = st.tuples(st.lists(TOKENS, min_size=1, max_size=9), st.integers(1, 4), PARAMS)
+PROMPT = st.lists(st.integers(2, 4), min_size=1, max_size=9)  # of few tokens: many begin alike
+REQUEST = st.tuples(PROMPT, st.integers(1, 4), st.sampled_from([None, "a"]), PARAMS)
 
 
 @settings(max_examples=20)
@@ -95,16 +59,19 @@ REQUEST = st.tuples(st.lists(TOKENS, min_size=1, max_size=9), st.integers(1, 4),
     max_total_tokens=st.integers(16, 60),
 )
 def test_any_mix_under_any_limit_equals_one_row_alone(model, reference, requests, max_running, max_total_tokens):
-    bodies = [body(prompt, n, **params) for prompt, n, params in requests]
+    bodies = [body(prompt, n, salt, **params) for prompt, n, salt, params in requests]
     with running(model, max_running=max_running, max_total_tokens=max_total_tokens) as (engine, answer):
-        replies = answer(bodies)
-        slots, positions = engine._cache.data.shape[1:3]
-        assert slots * positions <= max_total_tokens
-    for (prompt, n, params), reply in zip(requests, replies, strict=True):
-        for index, completion in enumerate(parse_completions(reply, n)):
+        first = answer(bodies)
+        slots, positions = engine._cache.size
+        assert slots * positions + engine._prefixes.capacity <= max_total_tokens
+        again = answer(bodies)
+    for (prompt, n, _, params), *replies in zip(requests, first, again, strict=True):
+        both = [parse_completions(reply, n) for reply in replies]
+        for index, completions in enumerate(zip(*both, strict=True)):
             tokens, log_probs = slow_completion(reference, prompt, index, params)
-            assert completion.token_ids == tokens
-            assert completion.log_probs == pytest.approx(log_probs, abs=1e-5)
+            for completion in completions:
+                assert completion.token_ids == tokens
+                assert completion.log_probs == pytest.approx(log_probs, abs=1e-5)
 
 
 def test_an_error_in_the_engine_reaches_whoever_must_end_the_server(model, monkeypatch):
@@ -135,23 +102,6 @@ def test_one_server_seed_repeats_itself(model):
         with running(model) as (_, answer):
             outputs.append([reply["output_ids"] for reply in answer([body([5, i], max_new_tokens=9) for i in (2, 3)])])
     assert outputs[0] == outputs[1]
-
-
-def test_completions_of_a_prompt_share_its_prefill_and_lengths_stay_close():
-    call = Call()
-    params = SamplingParams(max_new_tokens=1)
-    for length in [5, 300, 6, 5]:
-        call.add(3, "r", list(range(length)), params, ())
-    groups = _prefill_groups(call.rows)
-    shapes = [[(len(rows[0].prompt), len(rows)) for rows in group] for group in groups]
-    assert shapes == [[(5, 3), (5, 3), (6, 3)], [(300, 3)]]
-
-
-def test_retracted_rows_of_one_prompt_are_prefilled_apart():
-    call = Call()
-    call.add(2, "r", [5, 6], SamplingParams(max_new_tokens=3), ())
-    call.rows[0].token_ids = [7]
-    assert [[rows[0].sequence for rows in group] for group in _prefill_groups(call.rows)] == [[[5, 6], [5, 6, 7]]]
 
 
 def test_bfloat16_is_served_as_transformers_computes_it(model_path, reference):

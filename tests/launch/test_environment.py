@@ -43,17 +43,20 @@ COMMANDS = {
     ".venv": ". launch/environment.sh; make_environment",
     ".venv-sglang": "bash launch/sglang_cpu.sh",
     ".venv-sglang-0.5.17": "bash launch/sglang_cpu.sh 0.5.17",
+    # as on a machine with GPUs
+    ".venv ": "bash launch/gpu/install.sh trainer",
+    ".venv-sglang ": "bash launch/gpu/install.sh server",
 }
 
 
 @pytest.mark.parametrize("folder", COMMANDS)
 def test_an_installation_that_works_shows_no_word_of_pip(repository: Path, folder: str) -> None:
-    done = make(repository, COMMANDS[folder])
+    done, command, folder = make(repository, COMMANDS[folder]), COMMANDS[folder], folder.strip()
     assert (done.returncode, done.stderr) == (0, "")
     assert f"installing into {folder} with Python 3.12.0" in done.stdout
     assert NOISE not in done.stdout
     assert NOISE in (repository / folder / "install.log").read_text()
-    again = make(repository, COMMANDS[folder], fails="torch")
+    again = make(repository, command, fails="install")
     assert again.returncode == 0
     assert f"{folder} is ready" in again.stdout
 
@@ -77,3 +80,36 @@ def test_torch_comes_first_and_every_package_under_the_pins(repository: Path) ->
     said = [line for line in (repository / ".venv/install.log").read_text().splitlines() if line.startswith("==")]
     under = "== pip install --constraint launch/constraints.txt"
     assert said == ["== pip install --upgrade pip", f"{under} torch", f"{under} --editable .[dev]"]
+
+
+def test_environments_for_gpus_come_from_the_locks_and_stay(repository: Path) -> None:
+    make(repository, "bash launch/gpu/install.sh trainer megarl server")
+    locked = "== pip install --require-hashes --requirement launch/gpu"
+    for folder, more in (
+        (".venv", ["== pip install --no-deps --no-build-isolation --editable ."]),
+        (".venv-sglang", []),
+    ):
+        said = [line for line in (repository / folder / "install.log").read_text().splitlines() if line[:2] == "=="]
+        lock = {".venv": "trainer", ".venv-sglang": "server"}[folder]
+        assert said == ["== pip install --upgrade pip", f"{locked}/{lock}.txt", *more]
+    done = make(repository, COMMANDS[".venv"], fails="install")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), "the versions for CPUs do not replace them"
+
+
+def test_transformer_engine_is_built_from_its_lock_where_there_is_a_compiler(repository: Path) -> None:
+    lacking = make(repository, f"CUDA_HOME={repository} bash launch/gpu/install.sh trainer transformer_engine")
+    assert lacking.returncode == 2
+    assert "bin/nvcc: install CUDA's toolkit 13.0, or name the other parts: trainer megarl server" in lacking.stderr
+    (repository / "bin").mkdir()
+    shutil.copy(repository / "python", repository / "bin/nvcc")
+    built = make(repository, f"CUDA_HOME={repository} bash launch/gpu/install.sh trainer transformer_engine")
+    assert (built.returncode, built.stderr) == (0, "")
+    last = [line for line in (repository / ".venv/install.log").read_text().splitlines() if line[:2] == "=="][-1]
+    options = "--no-deps --no-build-isolation --require-hashes --requirement launch/gpu/transformer_engine.txt"
+    assert last == f"== pip install {options}"
+
+
+def test_an_unknown_part_is_named(repository: Path) -> None:
+    done = make(repository, "bash launch/gpu/install.sh apex")
+    assert done.returncode == 2
+    assert "apex: expected trainer, transformer_engine, megarl or server" in done.stderr

@@ -123,3 +123,23 @@ def test_trainer_and_servers_agree_on_where_servers_are() -> None:
     name, service = servers["metadata"]["name"], servers["spec"]["serviceName"]
     wanted = {f"http://{name}-{index}.{service}:30000" for index in range(servers["spec"]["replicas"])}
     assert set(served.rollout.urls) == wanted
+
+
+def test_slurm_starts_the_image_with_the_folders_that_were_named(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$*\"\n")
+    srun.chmod(0o755)
+    (tmp_path / "scontrol").write_text("#!/usr/bin/env bash\necho host1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MEGARL_TOKEN")}
+    env |= {"PATH": f"{tmp_path}:{env['PATH']}", "MEGARL_ROOT": str(LAUNCH.parent), "SLURM_SUBMIT_DIR": str(tmp_path)}
+    env |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[0-1]", "SERVER_NODES": "1"}
+    env |= {"CONTAINER_IMAGE": "/shared/megarl.sqsh", "CONTAINER_MOUNTS": "/models:/models"}
+    command = ["bash", LAUNCH / "slurm.sbatch", "recipe=quickstart"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    server, trainer = sorted(done.stdout.splitlines(), key=lambda line: "megarl train" in line)
+    inside = f"--container-image=/shared/megarl.sqsh --container-workdir={tmp_path} "
+    inside += f"--container-mounts={tmp_path}:{tmp_path},/models:/models"
+    assert f"{inside} python -m megarl train recipe=quickstart trainer.nnodes=1" in trainer
+    assert f"{inside} bash /opt/megarl/launch/servers.sh recipe=quickstart" in server

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -23,18 +24,19 @@ from megarl.mcore import cpu, fixes
 
 SHIM_NAMES = [case.__name__ for case in SHIMS]
 FIX_NAMES = [case.__name__ for case in FIXES]
+NO_CUDA = "CUDA|NVIDIA"  # of a build for CUDA: that there is no driver
 WITHOUT = {
-    "current_device": "CUDA",
-    "device_named_cuda": "CUDA",
+    "current_device": NO_CUDA,
+    "device_named_cuda": NO_CUDA,
     "type_names": "AssertionError",
-    "tensor_cuda": "CUDA",
-    "pin_memory": "pin",
-    "synchronize": "CUDA",
-    "generator": "CUDA",
-    "streams": "CUDA",
+    "tensor_cuda": NO_CUDA,
+    "pin_memory": "pin|NVIDIA",
+    "synchronize": NO_CUDA,
+    "generator": NO_CUDA,
+    "streams": NO_CUDA,
     "splits_as_numbers": "AssertionError: gloo's all-to-all takes no tensor for its splits",
-    "mesh_of_cuda": "CUDA",
-    "number_of_the_device": "CUDA",
+    "mesh_of_cuda": NO_CUDA,
+    "number_of_the_device": NO_CUDA,
     "moe_router": "NameError: name 'te_general_gemm' is not defined",
     "latent_attention": "TypeError: isinstance() arg 2 must be a type",
     "fsdp_linears": "TypeError: isinstance() arg 2 must be a type",
@@ -60,7 +62,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SHIM_NAMES)
 def test_a_shim_is_needed_and_helps(found: dict[str, Any], name: str) -> None:
     assert found["without shims"][name], "stock Megatron does this now: remove the shim"
-    assert WITHOUT[name] in found["without shims"][name]
+    assert re.search(WITHOUT[name], found["without shims"][name])
     assert found["with shims"][name] == ""
 
 

@@ -21,6 +21,8 @@ from megarl.sample import Batch, Stat, Stats, merge_stats
 
 PROMPTS, PLACES, VOCABULARY, END = 12, 6, 8, 0
 Metrics = dict[str, float]
+SCHEDULE = {"idle_share": 0.02, "finished_waiting": 3, "iterations_waiting": 0.25, "in_flight": 24, "stale_prefix": 0}
+SCHEDULE |= {"tokens_wasted_share": 0.01}  # rollout/* of a healthy run
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Toy:
     certainty: float = 1.0  # of the target's logits at the start
     end_bias: float = 1.5  # of the logit that ends an answer
     ahead: int = 0  # steps that the policy which writes is behind
+    max_age: int | None = None  # of a token that counts
     server_noise: float = 0.0  # of the logits of the policy that writes
     trainer_noise: float = 0.0  # of the trainer's first pass
     reward_scale: float = 1.0
@@ -49,6 +52,7 @@ class Toy:
     loss: tuple[tuple[str, Any], ...] = ()  # fields of ActorLoss
     lost: int = 0  # prompts that no server answered, in every step
     dropped_share: float = 0.0  # of the groups, by dynamic sampling
+    schedule: tuple[tuple[str, float], ...] = ()  # of SCHEDULE, where the run has others
 
 
 @dataclass
@@ -97,7 +101,7 @@ def _step(
         batch, _ = overlong_filter(batch)
     kl = {"use_kl_in_reward": toy.kl_in_reward, "kl_coef": 0.001}
     batch, stats = estimate(batch, adv_estimator=toy.estimator, **kl)
-    batch, found = correct(batch, toy.correction)
+    batch, found = correct(batch, toy.correction, version=step, max_age=toy.max_age)
     stats |= found
     update = _Update(batch, step)
     steps = []
@@ -109,6 +113,7 @@ def _step(
         loss = ActorLoss(**{"use_kl_loss": True, "kl_loss_coef": 0.001, **dict(toy.loss)})
         steps.append(update("actor", loss, actor, {"log_probs": log_probs, "entropy": entropy}))
     of_collector = {"rollout/lost": float(toy.lost), "rollout/dropped_share": toy.dropped_share}
+    of_collector |= {f"rollout/{name}": float(value) for name, value in (SCHEDULE | dict(toy.schedule)).items()}
     merged = merge_stats(steps)
     first = next((s["actor/ppo_kl"] for s in steps if "actor/ppo_kl" in s), None)
     merged |= {} if first is None else {"actor/first_ppo_kl": first}
@@ -143,7 +148,10 @@ def _answers(state: State, logits: Tensor, step: int, lag: int) -> tuple[Batch, 
         "truncated": (lengths == PLACES) & (answer[:, -1] != END),
         "version_min": torch.full((len(prompt),), step - lag),
     }
-    batch = Batch(tokens, lengths + 1, {"response_mask": mask}, rows)
+    # Weights changed while an answer was written: its second half is a step younger.
+    versions = torch.where(place % PLACES < PLACES // 2, step - lag, step - lag + min(lag, 1)).int()
+    columns = {"response_mask": mask, "versions": torch.where(place >= 0, versions, -1)}
+    batch = Batch(tokens, lengths + 1, columns, rows)
     return batch.with_columns(rollout_log_probs=_columns(logits, batch, place)[0].detach()), place
 
 

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -55,6 +56,11 @@ FAULTS: dict[str, Toy] = {
     "correction_rejects": Toy(
         steps=10, server_noise=1.5, correction=Correction(reject_by="ratio", reject_low=0.5, reject_high=2.0)
     ),
+    "correction_missing": Toy(steps=20, ahead=8, lr=0.3),
+    "ahead_too_small": Toy(steps=11, schedule=(("idle_share", 0.3), ("finished_waiting", 0))),
+    "ahead_too_large": Toy(steps=11, schedule=(("iterations_waiting", 1.5),)),
+    "prefix_stale": Toy(steps=4, schedule=(("stale_prefix", 2),)),
+    "tokens_wasted": Toy(steps=6, schedule=(("tokens_wasted_share", 0.2),)),
     "rollouts_lost": Toy(steps=6, lost=3),
 }
 BY_NAME = {rule.name: rule for rule in RULES}
@@ -87,6 +93,15 @@ def test_a_rule_speaks_on_curves_that_have_its_fault(name):
 def test_a_healthy_run_gets_no_advice_at_all(toy):
     assert said(toy) == {}
     assert run(toy)[-1]["critic/score/mean"] > 3 * run(toy)[0]["critic/score/mean"], "it learns"
+
+
+def test_a_trainer_that_waits_without_running_ahead_is_on_policy():
+    assert not said(Toy(steps=11, schedule=(("idle_share", 0.3), ("finished_waiting", 0), ("in_flight", 0))))
+
+
+def test_a_correction_that_is_on_is_not_missing():
+    stale = FAULTS["correction_missing"]
+    assert "correction_missing" not in said(replace(stale, correction=Correction("token")))
 
 
 SIGNS = ("drifts_against_advantages", "loss_contradicts_ratio", "policy_loss_rises")
@@ -127,7 +142,7 @@ def test_every_rule_has_a_name_of_its_own_and_a_fault_that_shows_it():
 def test_every_sentence_is_one_line_with_a_key_and_names_no_key_that_is_not_there(name):
     advice, keys = BY_NAME[name].advice, leaf_types().keys()
     assert "\n" not in advice
-    metrics = ("rollout_corr/", "critic/", "actor/")
+    metrics = ("rollout_corr/", "critic/", "actor/", "rollout/")
     words = [word.rstrip(".,;") for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)+|[a-z_]+/[a-z_/*]+", advice)]
     named = [word for word in words if "/" not in word and word != "samples.jsonl"]
     assert named, "it says which key to change"
@@ -138,7 +153,12 @@ def test_every_sentence_is_one_line_with_a_key_and_names_no_key_that_is_not_ther
 def test_every_metric_that_the_page_of_the_losses_explains_is_one_that_a_run_has():
     page = (Path(megarl.__file__).parent / "algo/README.md").read_text().partition("## What the statistics mean")[2]
     explained = {name for name in re.findall(r"`([a-z_]+/[a-z_0-9/]+)`", page) if not name.endswith("/")}
-    toys = [*HEALTHY, Toy(steps=6, loss=(("policy_loss", "kl_cov"),)), *FAULTS.values()]
+    toys = [
+        *HEALTHY,
+        Toy(steps=6, loss=(("policy_loss", "kl_cov"),)),
+        Toy(steps=6, ahead=2, max_age=1, correction=Correction("token")),
+    ]
+    toys += FAULTS.values()
     assert explained <= {name for toy in toys for metrics in run(toy) for name in metrics}
     assert {name for rule in RULES for name in rule.looks_at} <= explained
 

@@ -51,6 +51,34 @@ def test_batch_statistics_by_hand():
     assert batch_stats(example(), version=5) == pytest.approx(expected, abs=1e-7)
 
 
+def test_ages_of_tokens_by_hand():
+    """Version 5 is in training; the four trainable tokens are of ages 4, 0, 0 and 12."""
+    versions = torch.tensor([-1, -1, 1, -1, 5, -1, 5, -1, -7], dtype=torch.int32)
+    mask = torch.tensor([0, 0, 1, 0, 1, 0, 1, 0, 1.0])
+    batch = example().with_columns(versions=versions, response_mask=mask)
+    found = {name: value for name, value in batch_stats(batch, version=5).items() if "token_age" in name}
+    assert found == {
+        "off_policy/token_age/mean": 4.0,
+        "off_policy/token_age/p50": 0.0,
+        "off_policy/token_age/p99": 12.0,
+        "off_policy/token_age/max": 12.0,
+        "off_policy/token_age/share/age_0": 0.5,
+        "off_policy/token_age/share/age_3_4": 0.25,
+        "off_policy/token_age/share/age_9_up": 0.25,
+    }
+    assert not any("token_age" in name for name in batch_stats(batch))
+    newest = batch.with_columns(versions=torch.full((9,), 5, dtype=torch.int32))
+    assert not any("token_age" in name for name in batch_stats(newest, version=5))
+
+
+def test_percentiles_of_ages_are_ages_that_occur():
+    """100 tokens of ages 0 .. 99: half of them are at most 49, 99 of them at most 98."""
+    versions, mask = -torch.arange(100, dtype=torch.int32), torch.ones(100)
+    columns = {"versions": versions, "response_mask": mask}
+    stats = batch_stats(Batch(torch.zeros(100).long(), torch.tensor([100]), columns), version=0)
+    assert (stats["off_policy/token_age/p50"], stats["off_policy/token_age/p99"]) == (49, 98)
+
+
 def test_nothing_trainable_leaves_token_statistics_out():
     batch = example().with_columns(response_mask=torch.zeros(9))
     stats = batch_stats(batch)

@@ -7,9 +7,13 @@ from plan_jobs import FREE, GPU, HF, job
 
 from megarl.layout import Layout
 from megarl.plan.job import Role
+from megarl.plan.memory.count import whole
 from megarl.plan.memory.gpu_budget import gpu_budgets, work_of
-from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES, of_push
+from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES, bucket_bytes_of, of_push
 from megarl.plan.predict import STAGES, predict, push_time, rollout_time, step_time, training_time
+from megarl.plan.time import mapped_push
+from megarl.plan.time.constants import CONSTANTS
+from megarl.plan.time.serving import rollout, step_ahead
 
 LARGE = replace(GPU, memory_bytes=10**11)
 
@@ -46,7 +50,9 @@ def test_ahead_of_the_training_the_slower_half_counts():
     apart = own(shared=False, ahead=1)
     found = predict(apart, FREE)
     learning = found.stages["old_log_prob"] + found.stages["update_actor"] + found.stages["other"]
-    assert found.step_s == pytest.approx(max(found.stages["gen"], learning) + found.push_s)
+    written = rollout(apart, FREE)
+    assert found.step_s == pytest.approx(step_ahead(apart, written, learning, FREE) + found.push_s)
+    assert found.step_s >= max(found.stages["gen"], learning) + found.push_s
     assert predict(replace(apart, ahead=0), FREE).step_s > found.step_s
     assert apart.num_gpus == 2
 
@@ -66,11 +72,25 @@ def test_every_part_of_every_rank_is_told():
 
 def test_a_push_is_the_rule_of_memory():
     shared = own(num_ranks=2, server_gpus=2)
-    held = of_push(HF, Layout(), 0, work_of(shared.actor), 2, shared.bucket_bytes)
+    held = of_push(HF, Layout(), 0, work_of(shared.actor), 2 * whole(HF) // 2, shared.bucket_bytes)
     assert gpu_budgets(shared)["push"]["total"] == sum(held)
     large = gpu_budgets(replace(shared, bucket_bytes=2**33))["push"]
     assert large["total"] - gpu_budgets(shared)["push"]["total"] == 2**33 - shared.bucket_bytes
     assert "server_weights" not in gpu_budgets(replace(shared, shared=False))["push"]
+
+
+def test_a_mapped_push_takes_as_long_as_the_slower_of_gathering_and_loading():
+    gpu = replace(own().gpu, memory_bandwidth=100.0)
+    job = replace(own(push="shared", server_gpus=2), gpu=gpu, bucket_bytes=200)
+    constants = replace(CONSTANTS, memory=0.5, bucket_s=1.0)
+    # 1,000 bytes in ten buckets: digests 20 s; each server GPU reads and writes 500 bytes: 20 s, and 10 s of requests.
+    assert mapped_push.seconds(job, 1000, 5.0, constants) == pytest.approx(30 + 25 / 10)
+    assert mapped_push.seconds(job, 1000, 80.0, constants) == pytest.approx(100 + 30 / 10)
+
+
+def test_buckets_follow_the_size_of_the_model_between_two_limits():
+    sizes = [10**9, 2**36, 10**12]
+    assert [bucket_bytes_of(size) for size in sizes] == [2**26, 2**30, 2**31]
 
 
 def test_roles_that_stay_are_in_the_way_of_others():
@@ -113,6 +133,23 @@ def test_what_does_not_fit_is_named():
     assert "too little for one sequence of 100 tokens" in tight.why[0]
 
 
+def test_memory_with_local_layers_is_told_beside_it():
+    plain = predict(own(), FREE)
+    # of a token: 6 and 4 times the hidden size, 5 and 3 times the width of the feed-forward; four layers, and one twice
+    fused, local = 4 * 16 + 2 * (4 + 2) * 4 + 3 * 32, 6 * 16 + 3 * 16 + 2 * 8 + 4 * 4 + 5 * 32
+    more = 2 * 100 * 5 * (local - fused)
+    assert plain.local_totals == {"actor": plain.memory["actor"]["total"] + more}
+    assert plain.fits and plain.fits_local
+    total = plain.memory["actor"]["total"]
+    tight = predict(own(gpu=replace(LARGE, memory_bytes=total + more - 1), shared=False, memory_fraction=0.3), FREE)
+    (said,) = [why for why in tight.why if why.startswith("without Transformer-Engine (local layers) it does not fit:")]
+    assert "actor takes" in said
+    assert not tight.fits_local
+    both = predict(own(critic=role("critic"), reference=role("ref", optimizer=None)), FREE)
+    assert set(both.local_totals) == {"actor", "critic", "ref"}
+    assert predict(own(local=True), FREE).local_totals == {}  # they are planned with them already
+
+
 def test_what_is_slow_is_named():
     waiting = predict(own(layout=Layout(pp=4), num_ranks=4, prompts=4, mini_batch=4), FREE)
     assert any(
@@ -120,6 +157,15 @@ def test_what_is_slow_is_named():
     )
     full = predict(own(memory_fraction=6e-8, gpu=replace(LARGE, memory_bytes=10**12)), FREE)
     assert any("that its KV cache holds at a time: " in why for why in full.why)
+
+
+def test_a_trainer_that_waits_ahead_is_named():
+    slow = own(
+        shared=False, ahead=1, order="prompts", response_tokens=1e6, longest=10**7, gpu=replace(LARGE, host_bytes=None)
+    )
+    (said,) = [why for why in predict(slow, FREE).why if "order=prompts the trainer waits" in why]
+    assert said.startswith("with ahead=1 and order=prompts the trainer waits 9") and "% of a step" in said
+    assert not [why for why in predict(replace(slow, response_tokens=1.0), FREE).why if "the trainer waits" in why]
 
 
 def test_faster_hardware_is_never_slower():

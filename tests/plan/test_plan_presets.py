@@ -36,6 +36,7 @@ def made_job(case):
         shared=rollout.get("placement") == "shared",
         server_gpus=rollout.get("tensor_model_parallel_size", 1),
         server_ep=rollout.get("expert_parallel_size", 1),
+        attention_dp=rollout.get("attention_dp", 1),
         num_servers=rollout.get("num_servers", 1),
         memory_fraction=rollout.get("memory_fraction", 0.5),
         **offload,

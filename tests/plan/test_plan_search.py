@@ -50,7 +50,7 @@ def test_short_sequences_are_not_shared():
 def test_servers_that_are_tried_take_as_many_gpus():
     job = run("qwen3_235b_a22b", 64)
     found = list(candidates.servers(job))
-    assert len({one.server_gpus for one in found}) == len(found)
+    assert len({(one.server_gpus, one.attention_dp) for one in found}) == len(found)
     assert {(one.server_gpus, one.server_ep) for one in found} >= {(4, 1), (8, 1), (16, 1)}
     dealt = [(one.server_gpus, one.server_ep) for one in candidates.servers(replace(job, server_ep=8))]
     assert set(dealt) >= {(4, 4), (8, 8), (16, 16)}
@@ -59,12 +59,30 @@ def test_servers_that_are_tried_take_as_many_gpus():
     assert max(apart) == 8
 
 
+def test_attention_groups_are_tried_where_sglang_has_them():
+    groups = {one.attention_dp for one in candidates.servers(run("deepseek_v3_671b", 64)) if one.server_gpus == 16}
+    assert groups == {1, 2, 4, 8, 16}
+    assert {one.attention_dp for one in candidates.servers(run("qwen3_8b", 8))} == {1}  # neither experts nor a latent
+    assert {one.attention_dp for one in candidates.servers(run("mixtral_8x7b", 8))} == {1}
+
+
+def test_a_latent_cache_is_a_reason_for_attention_groups():
+    slow = run("deepseek_v3_671b", 512, gpu=find("h200"), layout=Layout(
+        pp=4, cp=2, ep=32, etp=1, first_stage_layers=16, last_stage_layers=15, use_distributed_optimizer=True,
+    ), num_servers=32, server_gpus=16, server_ep=16)  # fmt: skip
+    groups = replace(slow, attention_dp=4)
+    assert predict(groups).stages["gen"] < 0.9 * predict(slow).stages["gen"]
+    assert words_of(slow, groups) == ["rollout.attention_dp=4"]
+    assert "in 4 attention groups" in reason(slow, predict(slow), groups, predict(groups))
+
+
 def composed_of(job):
     """What `load_config` makes of words, for the few that a search types."""
     fields = {f"actor.megatron.{key}": field for field, key in KEYS.items()}
     names = {
         "actor.ppo_max_token_len_per_gpu": "max_tokens", "rollout.tensor_model_parallel_size": "server_gpus",
         "rollout.expert_parallel_size": "server_ep", "rollout.num_servers": "num_servers",
+        "rollout.attention_dp": "attention_dp",
     }  # fmt: skip
 
     def composed(words):
@@ -141,7 +159,7 @@ def test_small_times_have_a_decimal():
 
 @pytest.mark.slow
 def test_what_is_proposed_for_a_recipe_composes_to_what_was_predicted():
-    recipe, gpu = "grpo_deepseek_v3_671b_64x8h200", find("h200")
+    recipe, gpu = "grpo_mixtral_8x7b_4x8h100", find("h100")
 
     def composed(words):
         return job_of(load_config([f"recipe={recipe}", *words], command="config")[0], gpu)

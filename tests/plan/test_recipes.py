@@ -1,13 +1,15 @@
 """configs/recipe: whole runs that are named by their hardware compose as they are, and are what they are named."""
 
 import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from ladder import ROOT, read_ladder
 
-from megarl.config import config_dir, load_config, recipe_names
-from megarl.config.placement import gpu_seats
+from megarl.config import load_config, recipe_names
+from megarl.config.placement import gpu_seats, placements
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import GPUS
 from megarl.plan.time.constants import CONSTANTS
@@ -51,11 +53,19 @@ def test_a_push_finds_a_rank_of_the_actor_on_every_gpu_of_a_server(name):
 
 
 def test_so_does_the_run_of_one_gpu():
-    script = (config_dir().parent / "launch" / "one_gpu.sh").read_text()
-    words = re.search(r'megarl train (recipe=quickstart .*?) "\$@"', script, re.DOTALL)[1]
-    config, warnings = load_config(words.replace("\\\n", " ").split(), command="train")
+    (rung,) = [rung for rung in read_ladder(ROOT / "launch/one_gpu.toml") if rung.name == "sglang_quickstart"]
+    words = shlex.split(rung.commands[0].format(python="python", out="/out"))
+    config, warnings = load_config(words[words.index("train") + 1 :], command="train")
     assert not warnings
     assert config.rollout.placement == "shared"
+    assert_shares(config)
+
+
+def test_trainer_and_server_of_the_reference_run_take_its_one_gpu_in_turns():
+    config, warnings = load_config(["recipe=gsm8k_qwen2_5_0_5b_1gpu", "trainer.device=cuda"], command="train")
+    assert not warnings
+    assert config.rollout.engine == "auto"
+    assert placements(config, trains=True) == [(range(0, 1), 0)]
     assert_shares(config)
 
 

@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import megarl
@@ -81,6 +83,20 @@ def run(fn, groups, **settings):
         return asyncio.run(score_all()), pool
     finally:
         pool.stop()
+
+
+def test_a_reward_process_gets_no_columns(tmp_path):
+    """They may be a hundred times as large as the tokens, and no reward reads them."""
+    (tmp_path / "mine.py").write_text("def count(prompt, completion): return float(len(completion.columns))")
+    pool = RewardPool(f"{tmp_path}/mine.py:count")
+    given = replace(completion("a"), columns={"routes": np.zeros((2, 4))})
+    pool.start()
+    try:
+        (result,) = asyncio.run(pool.score(Prompt("0-0", [1], "x"), [given]))
+    finally:
+        pool.stop()
+    assert result.reward == 0
+    assert list(given.columns) == ["routes"], "the sample keeps them"
 
 
 ZERO = RewardResult(0.0, {"reward_error": 1.0})

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from gsm8k_shaped import write_rows
 from readme_blocks import BOOK, first_cells
 from ring_cases import lines, steps
 
@@ -45,18 +46,6 @@ def test_the_recipe_carries_the_published_numbers() -> None:
     assert config.uses_reference
 
 
-def write_rows(file: Path, first_numbers: range) -> None:
-    """Rows of GSM8K's shape, whose answer is always 7: a random model says it now and then."""
-    rows = [
-        {
-            "question": f"Ann has {a} pens and gets {7 - a} more. How many pens has she?",
-            "answer": f"She has {a} + {7 - a} = <<{a}+{7 - a}=7>>7 pens.\n#### 7",
-        }
-        for a in first_numbers
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of four prompts, each with the recipe's four optimizer steps, on one CPU rank."""
@@ -71,6 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data.max_prompt_length=64",
         "data.max_response_length=32",
         f"model.path={folder}/model",
+        "model.config={}",  # the preset's sizes are those of the published model
         "model.dtype=float32",
         "actor.ppo_mini_batch_size=1",
         "rollout.n=8",

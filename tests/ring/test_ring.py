@@ -51,7 +51,7 @@ def test_nothing_of_a_run_listens_but_on_loopback(ppo: Path, seen: Listeners) ->
 def test_every_push_is_verified_and_every_sample_knows_its_weights(ppo: Path) -> None:
     summary = json.loads((ppo / "summary.json").read_text())
     assert summary["pushes_verified"] == 4, "before the first step and after each of three"
-    assert steps(ppo, "push/compared") == {1: 1.0, 2: 0.0, 3: 1.0}, "every second is read from an exported folder too"
+    assert steps(ppo, "push/compared") == {1: 1.0, 2: 0.0, 3: 1.0}, "every second has whole tensors too"
     for sample in lines(ppo / "samples.jsonl"):
         assert sample["versions"] == [[sample["step"] - 1, 0, sample["num_tokens"]]]
 

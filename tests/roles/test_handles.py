@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.data.packing import RankPlan
 from megarl.group import RankError, Reply
-from megarl.roles.handles import Actor, Critic, Packing, PushSettings, Reference, Update
+from megarl.roles.handles import Actor, Critic, Packing, PushSettings, Reference, Update, _payload
 from megarl.sample import Batch, Stat, token_positions
 
 Payload = dict[str, Tensor]
@@ -327,12 +328,31 @@ def test_other_errors_of_ranks_stay_what_they_are() -> None:
 
 def test_a_replica_that_ran_dummies_only_answers_with_no_column() -> None:
     def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
-        tokens = payload["tokens"].float()
+        tokens = torch.stack([payload["tokens"], payload["tokens"]], 1)
         return Reply({}, {"log_probs": tokens} if len(tokens) else {})
 
     batch = make_batch(1).select([1])
     group: Any = NotingGroup(3, answer)
-    assert torch.equal(make_actor(group).log_probs(batch), batch.tokens.float())
+    found = make_actor(group).log_probs(batch)
+    assert found.dtype == torch.int32, "the replica's, not that of an empty tensor beside it"
+    assert found.tolist() == [[t, t] for t in batch.tokens.tolist()]
+
+
+def test_a_column_that_nobody_knows_is_sent_where_it_is_asked_for() -> None:
+    """As it is, with its sequences; a call that does not name it does not send it."""
+    batch = make_batch(3)
+    routes = (batch.tokens[:, None, None] * torch.tensor([[1, 2], [3, 4]])).to(torch.uint16)
+    batch = batch.with_columns(routes=routes)
+    group = NotingGroup(2, trained())
+    make_actor(group).update(batch)
+    assert not any("routes" in payload for payload in group.calls[0][2])
+    part = RankPlan([4, 0, 5], [1, 0, 2])
+    sent = _payload(batch, part, ("routes", "advantages"))
+    assert sent.keys() == {"tokens", "lengths", "micro_sizes", "routes", "advantages"}
+    assert sent["routes"].dtype == torch.uint16
+    assert torch.equal(sent["routes"].long(), sent["tokens"][:, None, None] * torch.tensor([[1, 2], [3, 4]]))
+    with pytest.raises(AssertionError, match="no column may be called tokens, lengths, micro_sizes"):
+        _payload(batch.with_columns(lengths=torch.zeros(24)), part, ("lengths",))
 
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:
@@ -365,7 +385,7 @@ def test_plain_numbers_travel_to_the_ranks() -> None:
     load, connect = group.calls[0][1], group.calls[1][1]
     assert load == {
         "role": "actor", "kind": "actor", "folder": "folder", "dtype": "bfloat16", "optim": {"lr": 0.1}, "lora": None,
-        "plugins": ["mine.py"], "engine": {},
+        "plugins": ["mine.py"], "engine": {}, "reads_weights": True,
     }  # fmt: skip
     assert connect["role"] == "actor"
     assert (connect["settings"]["urls"], connect["settings"]["pause_mode"]) == (("http://a",), "in_place")

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from megarl.layout import Layout
 from megarl.mcore.training.offload import Moved
 from megarl.roles import worker as worker_module
 from megarl.roles.worker import Role, Worker
@@ -51,7 +53,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, list[set[str]]]:
     return worker, seen
 
 
-WHERE = {"role": "actor", "folder": "/nowhere", "adapter": None, "canary": None, "version": 1, "only": []}
+WHERE = {
+    "role": "actor",
+    "folder": "/nowhere",
+    "adapter": None,
+    "canary": None,
+    "version": 1,
+    "only": [],
+    "in_background": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -59,15 +69,36 @@ WHERE = {"role": "actor", "folder": "/nowhere", "adapter": None, "canary": None,
     [
         (Worker.push, {"parameters"}),
         (Worker.export, {"parameters"}),
-        (Worker.save, ALL),
-        (Worker.restore, ALL),
+        (Worker.save, {"parameters", "moments"}),
+        (Worker.restore, {"parameters", "moments"}),
     ],
 )
-def test_only_what_learns_wakes_more_than_weights(seen: Any, method: Callable[..., Any], wanted: set[str]) -> None:
+def test_a_call_onloads_only_what_it_reads(seen: Any, method: Callable[..., Any], wanted: set[str]) -> None:
     worker, found = seen
     method(worker, WHERE, {})
     assert found == [wanted]
     assert onloaded(worker.roles["actor"]) == set(), "it sleeps again"
+
+
+@pytest.mark.parametrize(
+    ("device", "neighbours", "onloaded", "freed"),
+    [("cuda", False, False, 1), ("cuda", False, True, 0), ("cuda", True, True, 1), ("cpu", True, False, 0)],
+)
+def test_memory_that_torch_keeps_goes_back_where_a_server_needs_it(
+    seen: Any, monkeypatch: pytest.MonkeyPatch, device: str, neighbours: bool, onloaded: bool, freed: int
+) -> None:
+    """With turns when no role is on the GPU, beside a server after every call; also after a call that failed."""
+    worker, _ = seen
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("freed"))
+    worker.device, worker.has_neighbours = torch.device(device), neighbours
+    if onloaded:
+        worker.onload({"role": "actor"}, {})
+    worker.handlers()["export"](WHERE, {})
+    assert len(calls) == freed
+    with pytest.raises(KeyError):
+        worker.handlers()["export"](WHERE | {"role": "nobody"}, {})
+    assert len(calls) == 2 * freed
 
 
 def test_a_turn_of_the_trainer_wakes_all(seen: Any) -> None:
@@ -76,3 +107,21 @@ def test_a_turn_of_the_trainer_wakes_all(seen: Any) -> None:
     assert onloaded(worker.roles["actor"]) == ALL
     assert worker.offload({"role": "actor"}, {})[0] == {"num_bytes": 9}
     assert onloaded(worker.roles["actor"]) == set()
+
+
+def test_a_role_with_local_layers_and_context_parallelism_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters make the layers local."""
+    worker = Worker()
+    worker.layout = Layout(cp=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(worker_module, "read_hf_config", lambda folder: {})  # noqa: ARG005
+    role: dict[str, Any] = {
+        "kind": "actor",
+        "optim": None,
+        "lora": {"rank": 2},
+        "engine": {},
+        "plugins": [],
+        "folder": "/nowhere",
+    }
+    with pytest.raises(ValueError, match=r"^context_parallel_size=2: on GPUs it needs Transformer Engine's layers"):
+        worker.load(role, {})

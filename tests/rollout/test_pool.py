@@ -3,71 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import contextlib
 
 import pytest
 from aiohttp import web
+from fake_servers import Writer, babbling, broken, completion_of, good, nothing, refusing, reply_to, serving, silent
 
-from megarl.rollout.pool import EnginePool, RolloutFailed
-from megarl.rollout.protocol import Route, SamplingParams
+from megarl.rollout.client import ServerClient, ServerError
+from megarl.rollout.pieces import write
+from megarl.rollout.pool import WASTE, EnginePool, RolloutFailed
+from megarl.rollout.protocol import SamplingParams
 from megarl.sample import VersionSpan
 from megarl.servers.supervisor import free_ports
 
 PARAMS = SamplingParams(max_new_tokens=2)
+SEEDED = SamplingParams(max_new_tokens=8, sampling_seed=3)
+LONG = completion_of(3, 1, 8)  # what a `Writer` writes after a prompt of one token
 PATIENCE_S = 2.0  # where a limit must pass while others, in this same process, answer within it
-
-
-def reply_to(body, tokens=(4, 1), version="0"):
-    meta = {"finish_reason": {"type": "stop"}, "weight_version": version}
-    meta["output_token_logprobs"] = [[-1.0, token, None] for token in tokens]
-    return [{"output_ids": list(tokens), "meta_info": meta} for _ in range(body["sampling_params"]["n"])]
-
-
-async def good(request):
-    return web.json_response(reply_to(await request.json()))
-
-
-async def broken(request):
-    return web.json_response({"error": {"message": "out of order"}}, status=500)
-
-
-async def refusing(request):
-    return web.json_response({"error": {"message": "such a prompt is not wanted"}}, status=400)
-
-
-async def silent(request):
-    await asyncio.sleep(600)  # longer than any test waits
-
-
-async def babbling(request):
-    return web.json_response([{"output_ids": [3]}])
-
-
-@asynccontextmanager
-async def serving(*handlers):
-    """A server for each handler; yields (urls, list of request bodies of each)."""
-    urls, runners, seen = [], [], []
-    for handler in handlers:
-        bodies = []
-        seen.append(bodies)
-
-        async def record(request, handler=handler, bodies=bodies):
-            bodies.append(await request.json())
-            return await handler(request)
-
-        app = web.Application()
-        app.router.add_post(Route.GENERATE, record)
-        runner = web.AppRunner(app, shutdown_timeout=0.01)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)
-        await site.start()
-        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        runners.append(runner)
-    try:
-        yield urls, seen
-    finally:
-        for runner in runners:
-            await runner.cleanup()
 
 
 def run(test):
@@ -77,20 +29,20 @@ def run(test):
 def test_work_goes_to_the_least_loaded_server():
     async def test():
         async with serving(good, good) as (urls, seen), EnginePool(urls, "", timeout_s=60) as pool:
-            await asyncio.gather(*(pool.generate([3], 2, PARAMS) for _ in range(40)))
+            await asyncio.gather(*(pool.generate([3], PARAMS) for _ in range(40)))
             assert [len(bodies) for bodies in seen] == [20, 20]
 
     run(test)
 
 
-@pytest.mark.parametrize(("bad", "timeout_s"), [(broken, 60), (silent, PATIENCE_S)])
+@pytest.mark.parametrize(("bad", "timeout_s"), [(broken, 60), (silent, PATIENCE_S / 2)])
 def test_a_failed_request_is_tried_on_another_server(bad, timeout_s):
     async def test():
         async with serving(bad, good) as (urls, seen), EnginePool(urls, "", timeout_s=timeout_s, rest_s=600) as pool:
-            answers = await asyncio.gather(*(pool.generate([3], 1, PARAMS, rid=f"r{i}") for i in range(6)))
-            assert [answer[0].token_ids for answer in answers] == [[4, 1]] * 6
+            answers = await asyncio.gather(*(pool.generate([3], PARAMS) for i in range(6)))
+            assert [answer.completion.token_ids for answer in answers] == [[4, 1]] * 6
             assert len(seen[0]) == 3 and len(seen[1]) == 6
-            await pool.generate([3], 1, PARAMS)
+            await pool.generate([3], PARAMS)
             assert len(seen[0]) == 3, "a server that has just failed was asked again"
             names = [body["rid"] for bodies in seen for body in bodies]
             assert len(set(names)) == len(names), "two attempts share a name"
@@ -104,7 +56,7 @@ def test_a_dead_server_is_named_with_the_reason_of_every_attempt():
         pool = EnginePool([f"http://127.0.0.1:{port}"], "", timeout_s=60, retries=2, rest_s=0.02)
         async with pool:
             with pytest.raises(RolloutFailed, match=rf"3 attempts failed.*{port}.*Connect") as caught:
-                await pool.generate([3], 1, PARAMS)
+                await pool.generate([3], PARAMS)
         assert str(caught.value).count(str(port)) >= 3
 
     run(test)
@@ -115,17 +67,17 @@ def test_a_silent_server_costs_at_most_attempts_times_the_limit():
         options = {"timeout_s": 0.2, "retries": 1, "rest_s": 0.05}
         async with serving(silent) as (urls, _), EnginePool(urls, "", **options) as pool:
             with pytest.raises(RolloutFailed, match=r"2 attempts failed: .*no answer within 0\.2 s"):
-                await pool.generate([3], 1, PARAMS)
+                await pool.generate([3], PARAMS)
 
     run(test)
 
 
-@pytest.mark.parametrize(("bad", "words"), [(refusing, "prompt is not wanted"), (babbling, "holds 1 completions")])
+@pytest.mark.parametrize(("bad", "words"), [(refusing, "prompt is not wanted"), (babbling, "lacks 'meta_info'")])
 def test_a_refusal_or_a_senseless_reply_is_not_tried_again(bad, words):
     async def test():
         async with serving(bad) as (urls, seen), EnginePool(urls, "", timeout_s=60) as pool:
             with pytest.raises(RolloutFailed, match=words):
-                await pool.generate([3], 2, PARAMS)
+                await pool.generate([3], PARAMS)
             assert len(seen[0]) == 1
 
     run(test)
@@ -136,7 +88,7 @@ def test_a_prompt_that_could_kill_a_server_is_never_sent(prompt):
     async def test():
         async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=60, vocab_size=8) as pool:
             with pytest.raises(RolloutFailed):
-                await pool.generate(prompt, 1, PARAMS)
+                await pool.generate(prompt, PARAMS)
             assert not seen[0]
 
     run(test)
@@ -150,7 +102,7 @@ def test_a_server_that_comes_back_is_used_again():
             return await next(moody, good)(request)
 
         async with serving(handler) as (urls, _), EnginePool(urls, "", timeout_s=60, rest_s=0.02) as pool:
-            assert len(await pool.generate([3], 4, PARAMS)) == 4
+            assert (await pool.generate([3], PARAMS)).completion.token_ids == [4, 1]
 
     run(test)
 
@@ -168,7 +120,7 @@ def test_no_more_requests_are_on_the_wire_than_allowed():
             return await good(request)
 
         async with serving(slow) as (urls, _), EnginePool(urls, "", timeout_s=60, max_in_flight=7) as pool:
-            await asyncio.gather(*(pool.generate([3], 1, PARAMS) for _ in range(7 * 7)))
+            await asyncio.gather(*(write(pool, [3], PARAMS) for _ in range(7 * 7)))
         assert most == 7
 
     run(test)
@@ -178,8 +130,8 @@ def test_two_thousand_requests_are_answered_by_a_real_server(server):
     async def test():
         async with EnginePool([server.url], server.token, timeout_s=60) as pool:
             params = SamplingParams(max_new_tokens=1)
-            answers = await asyncio.gather(*(pool.generate([2 + i % 30], 1, params) for i in range(2000)))
-        assert [len(answer[0].token_ids) for answer in answers] == [1] * 2000
+            answers = await asyncio.gather(*(write(pool, [2 + i % 30], params) for i in range(2000)))
+        assert [len(answer.token_ids) for answer in answers] == [1] * 2000
 
     asyncio.run(test())
 
@@ -187,11 +139,11 @@ def test_two_thousand_requests_are_answered_by_a_real_server(server):
 def test_a_fenced_server_is_asked_for_nothing_until_it_is_trusted():
     async def test():
         async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=60, fenced=True) as pool:
-            asked = asyncio.create_task(pool.generate([3], 1, PARAMS))
+            asked = asyncio.create_task(pool.generate([3], PARAMS))
             await asyncio.sleep(0.05)
             assert not seen[0] and not asked.done()
             pool.trust(urls[0], 0)
-            assert (await asked)[0].token_ids == [4, 1]
+            assert (await asked).completion.token_ids == [4, 1]
 
     run(test)
 
@@ -199,11 +151,11 @@ def test_a_fenced_server_is_asked_for_nothing_until_it_is_trusted():
 def test_what_a_fenced_server_was_writing_is_written_by_another():
     async def test():
         async with serving(silent, good) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
-            asked = [asyncio.create_task(pool.generate([3], 1, PARAMS)) for _ in range(4)]
+            asked = [asyncio.create_task(pool.generate([3], PARAMS)) for _ in range(4)]
             while not len(seen[0]) == len(seen[1]) == 2:
                 await asyncio.sleep(0.01)
             pool.fence(urls[0])
-            assert [(await task)[0].token_ids for task in asked] == [[4, 1]] * 4
+            assert [(await task).completion.token_ids for task in asked] == [[4, 1]] * 4
             assert [len(bodies) for bodies in seen] == [2, 4]
 
     run(test)
@@ -213,16 +165,16 @@ def test_a_completion_waits_until_its_version_is_trusted_on_its_server():
     """The server goes on as soon as its push is verified, so an answer may overtake the news of that."""
 
     async def ahead(request):
-        return web.json_response(reply_to(await request.json(), version="8"))
+        return web.json_response(reply_to(version="8"))
 
     async def test():
         async with serving(ahead) as (urls, _), EnginePool(urls, "", timeout_s=60, fenced=True) as pool:
             pool.trust(urls[0], 7)
-            asked = asyncio.create_task(pool.generate([3], 1, PARAMS))
+            asked = asyncio.create_task(pool.generate([3], PARAMS))
             await asyncio.sleep(0.05)
             assert not asked.done()
             pool.trust(urls[0], 8)
-            assert (await asked)[0].versions[0].version == 8
+            assert (await asked).completion.versions[0].version == 8
 
     run(test)
 
@@ -231,25 +183,25 @@ def test_a_completion_of_an_unverified_version_is_never_handed_out():
     """A server that restarted in between serves the weights of its folder, stamped 0: another one is asked instead."""
 
     async def restarted(request):
-        return web.json_response(reply_to(await request.json(), version="0"))
+        return web.json_response(reply_to(version="0"))
 
     async def right(request):
-        return web.json_response(reply_to(await request.json(), version="7", tokens=(5, 1)))
+        return web.json_response(reply_to(version="7", tokens=(5, 1)))
 
     async def test():
         options = {"timeout_s": PATIENCE_S, "fenced": True, "rest_s": 600}
         async with serving(restarted, right) as (urls, _), EnginePool(urls, "", **options) as pool:
             for url in urls:
                 pool.trust(url, 7)
-            answers = await asyncio.gather(*(pool.generate([3], 1, PARAMS) for _ in range(4)))
-            assert [answer[0].token_ids for answer in answers] == [[5, 1]] * 4
+            answers = await asyncio.gather(*(pool.generate([3], PARAMS) for _ in range(4)))
+            assert [answer.completion.token_ids for answer in answers] == [[5, 1]] * 4
 
     async def alone():
         options = {"timeout_s": PATIENCE_S, "fenced": True, "rest_s": 0.01, "retries": 1}
         async with serving(restarted) as (urls, _), EnginePool(urls, "", **options) as pool:
             pool.trust(urls[0], 7)
             with pytest.raises(RolloutFailed, match=r"unverified weights \(version 0\)"):
-                await pool.generate([3], 1, PARAMS)
+                await pool.generate([3], PARAMS)
 
     run(test)
     run(alone)
@@ -261,11 +213,11 @@ def test_completions_are_asked_with_the_adapter_and_are_of_its_version():
     async def test():
         async with serving(good) as (urls, seen), EnginePool(urls, "", timeout_s=60, fenced=True) as pool:
             pool.trust(urls[0], 7, "actor_7")
-            (answer,) = await pool.generate([3], 1, PARAMS)
+            answer = await pool.generate([3], PARAMS)
             pool.trust(urls[0], 8, "actor_8")
-            (later,) = await pool.generate([3], 1, PARAMS)
+            later = await pool.generate([3], PARAMS)
             assert [body["lora_path"] for body in seen[0]] == ["actor_7", "actor_8"]
-            assert [answer.versions, later.versions] == [(VersionSpan(v, 0, 2),) for v in (7, 8)]
+            assert [piece.completion.versions for piece in (answer, later)] == [(VersionSpan(v, 0, 2),) for v in (7, 8)]
 
     run(test)
 
@@ -282,13 +234,302 @@ def test_a_fence_and_the_next_trust_in_one_breath_lose_nothing():
         options = {"timeout_s": 200, "fenced": True, "retries": 0, "rest_s": 60}
         async with serving(handler) as (urls, seen), EnginePool(urls, "", **options) as pool:
             pool.trust(urls[0], 0)
-            asked = [asyncio.create_task(pool.generate([3], 1, PARAMS)) for _ in range(3)]
+            asked = [asyncio.create_task(pool.generate([3], PARAMS)) for _ in range(3)]
             while len(seen[0]) < 3:
                 await asyncio.sleep(0.01)
             pool.fence(urls[0])
             pool.trust(urls[0], 0)
             slow.set()
-            assert [(await task)[0].token_ids for task in asked] == [[4, 1]] * 3
+            assert [(await task).completion.token_ids for task in asked] == [[4, 1]] * 3
             assert len(seen[0]) == 6
 
     run(test)
+
+
+def test_a_session_stays_on_its_server_until_that_is_much_busier():
+    async def test():
+        here, there = Writer(stops_after=0), Writer(stops_after=0)
+        options = {"timeout_s": 200, "max_in_flight": 64}  # 64 / 8 / 2 servers: up to 4 more than the least busy one
+        async with serving(here, there) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            asked = []
+            for expected in ([1, 0], [2, 0], [3, 0], [4, 0], [5, 0], [5, 1], [6, 1], [6, 2]):
+                asked.append(asyncio.create_task(pool.generate([3], SEEDED, prefer=urls[0])))
+                while [len(bodies) for bodies in seen] != expected:
+                    await asyncio.sleep(0.005)
+            here.go.set(), there.go.set()
+            assert {(await task).url for task in asked} == set(urls)
+
+    run(test)
+
+
+def test_sessions_are_spread_by_their_completions():
+    with contextlib.ExitStack() as stack:
+        pool = EnginePool(["http://a", "http://b"], "", timeout_s=1)
+        homes = [stack.enter_context(pool.session(size)) for size in (8, 2, 2, 2, 2, 2)]
+        assert homes == ["http://a"] + ["http://b"] * 4 + ["http://a"]
+        pool.fence("http://b")
+        assert stack.enter_context(pool.session(2)) == "http://a"
+    pool.trust("http://b", 0)
+    with pool.session(1) as first, pool.session(1) as second:
+        assert {first, second} == {"http://a", "http://b"}, "ended sessions count no more"
+
+
+def test_a_held_server_is_asked_for_nothing_new_and_brings_back_what_it_has():
+    async def test():
+        held, other = Writer(stops_after=3), Writer()
+        async with serving(held, other) as (urls, seen), EnginePool(urls, "", timeout_s=200, fenced=True) as pool:
+            pool.trust(urls[0], 0)
+            asked = asyncio.create_task(pool.generate([3], SEEDED))
+            while not held.ended:
+                await asyncio.sleep(0.005)
+            pool.hold(urls[0])
+            waiting = asyncio.create_task(pool.generate([3], SEEDED))
+            await asyncio.sleep(0.05)
+            assert len(seen[0]) == 1 and not waiting.done()
+            held.end()
+            piece = await asked
+            assert (piece.completion.token_ids, piece.completion.finish_reason) == (LONG[:3], "abort")
+            pool.trust(urls[1], 0)
+            assert (await waiting).url == urls[1]
+            held.go.set()
+            pool.fence(urls[1])
+            waiting = asyncio.create_task(pool.generate([3], SEEDED))
+            pool.trust(urls[0], 0)
+            assert (await waiting).completion.token_ids == LONG
+
+    run(test)
+
+
+def test_a_request_whose_time_is_over_brings_back_what_is_written():
+    async def test():
+        async with serving(Writer(stops_after=3)) as (urls, _), EnginePool(urls, "", timeout_s=0.5) as pool:
+            completion, _ = await pool.generate([3], SEEDED)
+            assert (completion.token_ids, completion.finish_reason) == (LONG[:3], "abort")
+            assert pool.counters()["wasted_failed"] == 0
+
+    run(test)
+
+
+def test_a_server_that_only_ends_requests_is_given_up():
+    async def test():
+        options = {"timeout_s": 60, "retries": 1, "rest_s": 0.01}
+        async with serving(nothing) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            with pytest.raises(RolloutFailed, match="2 attempts failed: .*before the first token"):
+                await pool.generate([3], PARAMS)
+
+    run(test)
+
+
+def test_a_request_that_a_push_ended_in_the_queue_has_not_failed():
+    """A push that aborts ends also requests that have no token yet, again and again."""
+
+    async def test():
+        writer = Writer(stops_after=0)
+        options = {"timeout_s": 200, "retries": 0, "fenced": True, "rest_s": 600}
+        async with serving(writer) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            pool.trust(urls[0], 0)
+            asked = asyncio.create_task(pool.generate([3], SEEDED))
+            for push in range(1, 4):
+                while len(seen[0]) != push or not writer.ended:
+                    await asyncio.sleep(0.005)
+                pool.hold(urls[0])
+                writer.end()
+                while writer.ended:
+                    await asyncio.sleep(0.005)
+                pool.trust(urls[0], push)
+            writer.version = "3"
+            writer.go.set()
+            assert (await asked).completion.token_ids == LONG
+
+    run(test)
+
+
+def test_a_request_may_wait_in_the_queue_of_a_server_that_writes_for_others():
+    async def test():
+        writer = Writer(stops_after=0)
+        options = {"timeout_s": PATIENCE_S, "retries": 0}
+        async with serving(writer) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            asked = asyncio.create_task(pool.generate([3], SEEDED))
+            while not seen[0]:
+                await asyncio.sleep(0.005)
+            writer.stops_after = None
+            await pool.generate([3], SEEDED)
+            assert (await asked).completion.token_ids == LONG
+            assert len(seen[0]) == 3, "it was ended without a token, and asked once more"
+
+    run(test)
+
+
+def test_requests_carry_the_newest_trusted_version_as_salt():
+    async def test():
+        options = {"timeout_s": 60, "fenced": True}
+        async with serving(Writer("7")) as (urls, seen):
+            async with EnginePool(urls, "", **options, salted=True) as pool:
+                for version in (6, 7, 5):
+                    pool.trust(urls[0], version)
+                await pool.generate([3], SEEDED)
+                pool.fence(urls[0])
+                pool.trust(urls[0], 7, "actor_7")
+                await pool.generate([3], SEEDED)
+            async with (
+                EnginePool(urls, "", **options) as plain,
+                EnginePool(urls, "", timeout_s=60, salted=True) as free,
+            ):
+                plain.trust(urls[0], 7)
+                await plain.generate([3], SEEDED)
+                await free.generate([3], SEEDED)
+            salts = [body.get("cache_salt") for body in seen[0]]
+            assert salts[0] == salts[1] and salts[0].endswith(".7") and salts[2:] == [None, None]
+
+            async with EnginePool(urls, "", **options, salted=True) as later:
+                later.trust(urls[0], 7)
+                await later.generate([3], SEEDED)
+            assert seen[0][-1]["cache_salt"] != salts[0], "a later run may have other weights of this number"
+
+    run(test)
+
+
+class Caching(Writer):
+    """Has every prompt in its cache, but none for a request with a salt of its own."""
+
+    empty = False
+
+    async def write(self, body, ended):
+        self.cached = int(not self.empty and body["cache_salt"].count(".") == 1)
+        return await super().write(body, ended)
+
+
+def test_a_stale_prefix_is_asked_again_at_last_with_a_salt_of_its_own():
+    async def test():
+        writer = Caching("8")
+        options = {"timeout_s": 60, "fenced": True, "salted": True}
+        async with serving(writer) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            pool.trust(urls[0], 7)
+            asked = asyncio.create_task(pool.generate([3], SEEDED))
+            while not seen[0]:
+                await asyncio.sleep(0.005)
+            pool.trust(urls[0], 8)  # the push had ended when the server began to write
+            assert (await asked).completion.versions == (VersionSpan(8, 0, len(LONG)),)
+            assert [body["cache_salt"].split(".")[1] for body in seen[0]] == ["7", "8"]
+            found = pool.counters()
+            assert (found["stale_prefixes"], found["wasted_stale"], found["pieces"]) == (1, len(LONG), 1)
+            assert found["tokens"] == 2 * len(LONG)
+
+            pool.fence(urls[0])
+            for version in (8, 9):  # it claims 9, and goes on to write with 8
+                pool.trust(urls[0], version)
+            await pool.generate([3], SEEDED)
+            assert len(seen[0]) == 5 and pool.counters()["stale_prefixes"] == 3
+            assert len({body["cache_salt"] for body in seen[0]}) == 4, "twice with that of 9, then with one of its own"
+
+            writer.empty = True
+            await pool.generate([3], SEEDED)
+            assert len(seen[0]) == 6 and pool.counters()["stale_prefixes"] == 3, "an empty cache is never stale"
+
+    run(test)
+
+
+def test_a_server_that_does_not_know_salts_is_told():
+    async def test():
+        writer = Writer("8")
+        writer.cached = 1
+        options = {"timeout_s": 60, "fenced": True, "salted": True, "retries": 1}
+        async with serving(writer) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            for version in (8, 9):
+                pool.trust(urls[0], version)
+            with pytest.raises(RolloutFailed, match="its prefix cache does not keep salts apart"):
+                await pool.generate([3], SEEDED)
+            assert len(seen[0]) == 4
+
+    run(test)
+
+
+def test_what_a_cut_off_request_wrote_is_estimated_and_counted_by_its_cause():
+    async def test():
+        writer = Writer()
+        async with serving(writer) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
+            await pool.generate([3], SEEDED)
+            writer.stops_after = 0
+            for cause in ("fenced", "cancelled"):
+                asked = asyncio.create_task(pool.generate([3], SEEDED))
+                while not writer.ended:
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(0.1)  # much longer than the first one took
+                assert pool.counters()["in_flight"] == 1
+                if cause == "fenced":
+                    pool.fence(urls[0])
+                    await asyncio.sleep(0)  # the request ends
+                    assert pool.counters()["in_flight"] == 0
+                asked.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asked
+                assert pool.counters()[f"wasted_{cause}"] == SEEDED.max_new_tokens
+                pool.trust(urls[0], 0)
+            found = pool.counters()
+            assert found["tokens"] == len(LONG) + 2 * SEEDED.max_new_tokens
+            assert found.keys() >= {f"wasted_{cause}" for cause in WASTE}
+            assert 0.2 < found["busy_s"] <= found["servers_s"]
+
+    run(test)
+
+
+def test_a_task_that_is_cancelled_and_fenced_at_once_is_cancelled():
+    async def test():
+        writer = Writer(stops_after=0)
+        async with serving(writer) as (urls, _), EnginePool(urls, "", timeout_s=200) as pool:
+            asked = asyncio.create_task(pool.generate([3], SEEDED))
+            while not writer.ended:
+                await asyncio.sleep(0.005)
+            pool.fence(urls[0])
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+
+    run(test)
+
+
+@pytest.mark.parametrize(("rest_s", "connections"), [(0.0, 1), (0.3, 2)])
+def test_clients_do_not_use_a_connection_that_was_idle_for_long(monkeypatch, rest_s, connections):
+    """A server closes idle connections too, and would close one while a request is on its way to it."""
+    monkeypatch.setattr("megarl.rollout.sender.KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr("megarl.rollout.client.KEEP_ALIVE_S", 0.1)
+
+    async def peers_of(ask):
+        peers = set()
+
+        async def note(request):
+            peers.add(request.transport.get_extra_info("peername"))
+            return await good(request)
+
+        async with serving(note) as (urls, _):
+            for _ in range(2):
+                await ask(urls[0])
+                await asyncio.sleep(rest_s)
+        return len(peers)
+
+    async def with_a_pool():
+        pool = None
+
+        async def ask(url):
+            nonlocal pool
+            if pool is None:
+                pool = await EnginePool([url], "token", timeout_s=PATIENCE_S).__aenter__()
+            await pool.generate([5], PARAMS)
+
+        try:
+            return await peers_of(ask)
+        finally:
+            await pool.__aexit__()
+
+    async def with_a_client():
+        clients = {}
+
+        async def ask(url):
+            client = clients.setdefault(url, ServerClient(url, "token", timeout_s=PATIENCE_S))
+            with contextlib.suppress(ServerError):  # it is not the reply that was asked for
+                await asyncio.to_thread(client.prompt_log_probs, [5, 6])
+
+        return await peers_of(ask)
+
+    assert asyncio.run(with_a_pool()) == connections
+    assert asyncio.run(with_a_client()) == connections

@@ -1,13 +1,14 @@
-"""What is asked for each iteration, what dynamic sampling keeps of it, and where a resumed run would go on."""
+"""What is admitted and taken for each iteration, what dynamic sampling keeps of it, and what a checkpoint keeps."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from megarl.data.ledger import Ledger
+from megarl.rollout.collector_client import Ticket
 from megarl.rollout.prefetch import Filter, Prefetcher, RolloutBatch
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
@@ -16,41 +17,39 @@ Scores = Callable[[int], list[float] | None]
 
 
 class Numbers:
-    """Prompts 0, 1, 2, ... and the position among them."""
+    """The prompt of visit i is the token i."""
 
-    def __init__(self, position: int = 0) -> None:
-        self.position = position
-
-    def take(self, count: int) -> list[Prompt]:
-        self.position += count
-        return [Prompt(f"0-{i}", [i], "") for i in range(self.position - count, self.position)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+    def visit(self, number: int) -> Prompt:
+        return Prompt(f"0-{number}", [number], "")
 
 
 class Written:
-    """Stands for a CollectorClient: `scores(i)` are the rewards of the group of prompt i, None loses it."""
+    """Stands for the collectors: `scores(i)` are the rewards of the group of visit i, None loses it.
+
+    Each `wait` finishes what was asked for, or only what `finishes` names.
+    """
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
-        self.questions: Counter[int] = Counter()  # by ticket
+        self.open: dict[int, Ticket] = {}
+        self.finishes: set[int] | None = None
 
-    def submit(self, prompts: Sequence[Prompt], **how: Any) -> int:
+    def submit(self, prompts: Sequence[Prompt], **how: Any) -> list[Ticket]:
+        tickets = [Ticket(prompt) for prompt in prompts]
         self.asked.append(([prompt.token_ids[0] for prompt in prompts], how))
-        return len(self.asked) - 1
+        self.open.update((ticket.prompt.token_ids[0], ticket) for ticket in tickets)
+        return tickets
 
-    def ready(self, ticket: int, timeout_s: float) -> bool:
-        """At the second question."""
-        self.questions[ticket] += 1
-        return self.questions[ticket] > 1
+    def wait(self, timeout_s: float = 1.0) -> bool:
+        done = [visit for visit in self.open if self.finishes is None or visit in self.finishes]
+        for visit in done:
+            self.open.pop(visit).group = self.group(visit)
+        return bool(done)
 
-    def progress(self, ticket: int) -> tuple[int, int]:
-        return 0, len(self.asked[ticket][0])
-
-    def take(self, ticket: int) -> list[list[Sample] | LostRollout]:
-        return [self.group(i) for i in self.asked[ticket][0]]
+    @property
+    def counters(self) -> dict[str, float]:
+        return {}
 
     def group(self, number: int) -> list[Sample] | LostRollout:
         prompt, scores = Prompt(f"0-{number}", [number], ""), self.scores(number)
@@ -61,12 +60,13 @@ class Written:
 
 
 def prefetcher(
-    scores: Scores, *, ahead: int = 0, num_steps: int = 9, first: int = 0, **how: Any
-) -> tuple[Prefetcher, Written]:
-    collector, params = Written(scores), SamplingParams(sampling_seed=7)
-    source = Numbers(first)
-    sizes = {"num_prompts": 4, "n": 2, "first_step": 0, "num_steps": num_steps}
-    return Prefetcher(collector, source, params=params, ahead=ahead, **sizes, **how), collector  # type: ignore[arg-type]
+    scores: Scores, *, ahead: int = 0, num_steps: int = 9, first_step: int = 0, **how: Any
+) -> tuple[Prefetcher, Written, Ledger]:
+    """Iterations of four visits."""
+    written, ledger = Written(scores), how.pop("ledger", Ledger("data"))
+    sizes = {"num_prompts": 4, "n": 2, "first_step": first_step, "num_steps": num_steps}
+    how = {"params": SamplingParams(sampling_seed=7), "ahead": ahead, "order": "finished"} | sizes | how
+    return Prefetcher(written, ledger, Numbers(), **how), written, ledger
 
 
 def following(asking: Prefetcher) -> RolloutBatch:
@@ -85,83 +85,132 @@ def odd_differ(number: int) -> list[float]:
 
 
 def test_without_a_filter_every_group_counts() -> None:
-    asking, collector = prefetcher(odd_differ)
+    asking, written, ledger = prefetcher(odd_differ)
     first, second = following(asking), following(asking)
     assert (numbers(first.groups), numbers(second.groups)) == ([0, 1, 2, 3], [4, 5, 6, 7])
-    assert (first.position, second.position) == ({"position": 4}, {"position": 8})
-    assert first.metrics == {"rollout/lost": 0.0}
-    seeds = [how["params"].sampling_seed for _, how in collector.asked]
-    assert seeds == [7 * 1_000_003, 7 * 1_000_003 + 1]
-    assert [(how["n"], how["greedy"]) for _, how in collector.asked] == [(2, False)] * 2
+    assert [asked for asked, _ in written.asked] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert first.metrics["rollout/lost"] == first.metrics["rollout/stale_prefix"] == 0.0
+    assert "rollout/dropped_share" not in first.metrics
+    assert ledger.counts == {"trained": 8, "filtered": 0, "lost": 0}
+    assert [(how["n"], how["greedy"]) for _, how in written.asked] == [(2, False)] * 2
 
 
 def test_greedy_completions_are_asked_for_where_they_are_wanted() -> None:
-    asking, collector = prefetcher(odd_differ, greedy=True)
+    asking, written, _ = prefetcher(odd_differ, greedy=True)
     following(asking)
-    assert collector.asked[0][1]["greedy"] is True
-
-
-def test_groups_that_are_all_alike_are_dropped_and_others_take_their_place() -> None:
-    asking, collector = prefetcher(odd_differ, keep=Filter())
-    found = following(asking)
-    assert numbers(found.groups) == [1, 3, 5, 7]
-    assert [asked for asked, _ in collector.asked] == [[0, 1, 2, 3], [4, 5, 6, 7]], "half are kept, so 4 for a gap of 2"
-    assert found.metrics == {"rollout/lost": 0.0, "rollout/dropped_share": 0.5, "rollout/gen_batches": 2.0}
-    assert found.position == {"position": 8}
-    seeds = {how["params"].sampling_seed for _, how in collector.asked}
-    assert len(seeds) == 1, "one iteration, one seed; prompts differ by their uid"
-    assert numbers(following(asking).groups) == [9, 11, 13, 15]
-
-
-def test_every_generation_batch_is_waited_for_and_its_progress_can_be_told() -> None:
-    """One question for each that is answered with no, and one that is answered with yes."""
-    asking, collector = prefetcher(lambda number: [0.0, float(number in (0, 1, 2, 4))], keep=Filter())
-    told = []
-    while not asking.ready():
-        told.append((len(collector.asked), asking.progress))
-    assert told == [(1, (0, 4)), (2, (0, 2)), (2, (0, 2))], "the first batch was short of one group"
-    assert numbers(asking.take().groups) == [0, 1, 2, 4]
+    assert written.asked[0][1]["greedy"] is True
 
 
 def test_an_iteration_that_is_not_ready_is_not_taken() -> None:
-    asking, _ = prefetcher(odd_differ)
+    asking, written, _ = prefetcher(odd_differ)
+    written.finishes = {0, 1, 2}
     assert not asking.ready()
+    assert asking.progress == (3, 4)
     with pytest.raises(AssertionError, match="an iteration is taken when it is ready"):
         asking.take()
 
 
-def test_what_is_more_than_an_iteration_wants_is_left_out() -> None:
-    asking, _ = prefetcher(lambda number: [0.0, float(number in (0, 1, 2) or number > 3)], keep=Filter())
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("order", ["prompts", "finished"])
+def test_no_more_is_outstanding_than_staleness_allows(order: str, ahead: int) -> None:
+    """(ahead + 1) iterations while the driver waits, `ahead` while it trains; none beyond the last iteration."""
+    asking, written, ledger = prefetcher(odd_differ, ahead=ahead, num_steps=5, order=order)
+    for step in range(5):
+        assert not ledger.open or len(ledger.open) == 4 * min(ahead, 5 - step)
+        while not asking.ready():
+            assert len(ledger.open) == 4 * min(ahead + 1, 5 - step)
+        asking.take()
+    assert sorted(visit for asked, _ in written.asked for visit in asked) == list(range(20))
+    assert ledger.counts["trained"] == 20 and ledger.open == []
+
+
+def test_of_what_is_finished_the_oldest_is_taken() -> None:
+    asking, written, _ = prefetcher(odd_differ, ahead=1)
+    written.finishes = {1, 3, 4, 6, 7}
+    first = following(asking)
+    assert numbers(first.groups) == [1, 3, 4, 6], "visit 0 is not finished; visit 7 is younger"
+    assert first.metrics["rollout/finished_waiting"] == 1 and first.metrics["rollout/in_flight"] == 3
+    assert first.metrics["rollout/displacement_max"] == 0
+    written.finishes = None
+    second = following(asking)
+    assert numbers(second.groups) == [0, 2, 5, 7]
+    assert second.metrics["rollout/displacement_max"] == 4, "visit 0 was the fifth that was trained"
+    assert second.metrics["rollout/oldest_start_lag"] == 0, "those of the third iteration are outstanding"
+
+
+def test_in_the_order_of_the_prompts_an_iteration_waits_for_its_slowest() -> None:
+    asking, written, _ = prefetcher(odd_differ, ahead=1, order="prompts")
+    written.finishes = {0, 1, 3, 4, 5, 6, 7}
+    assert not asking.ready()
+    assert not asking.ready()
+    written.finishes = None
+    assert numbers(following(asking).groups) == [0, 1, 2, 3]
+
+
+def test_groups_that_are_all_alike_are_dropped_and_others_take_their_place() -> None:
+    asking, written, ledger = prefetcher(odd_differ, keep=Filter())
     found = following(asking)
-    assert numbers(found.groups) == [0, 1, 2, 4]
-    assert found.position == {"position": 6}, "three of four were kept, so two prompts for a gap of one"
-    assert found.metrics["rollout/dropped_share"] == pytest.approx(1 / 6)
+    assert numbers(found.groups) == [1, 3, 5, 7]
+    assert [asked for asked, _ in written.asked] == [[0, 1, 2, 3], [4, 5], [6], [7]], "one for each that was dropped"
+    assert found.metrics["rollout/dropped_share"] == 0.5 and found.metrics["rollout/gen_batches"] == 2
+    assert found.visits == {"trained": [1, 3, 5, 7], "filtered": [0, 2, 4, 6], "lost": []}
+    assert ledger.counts == {"trained": 4, "filtered": 4, "lost": 0}
+    assert numbers(following(asking).groups) == [9, 11, 13, 15]
+
+
+@pytest.mark.parametrize("late", range(8))
+def test_an_on_policy_iteration_with_refill_is_the_same_whatever_finishes_first(late: int) -> None:
+    """The first four visits in number whose rewards differ; nothing is left over."""
+    asking, written, ledger = prefetcher(odd_differ, keep=Filter())
+    written.finishes = set(range(8)) - {late}
+    for _ in range(9):
+        asking.ready()
+    written.finishes = None
+    assert numbers(following(asking).groups) == [1, 3, 5, 7]
+    assert ledger.open == [] and ledger.num_settled == 8
+
+
+def test_a_surplus_group_waits_for_the_next_iteration() -> None:
+    asking, written, ledger = prefetcher(lambda number: [0.0, 1.0], ahead=1, keep=Filter())
+    following(asking)
+    assert list(asking.waiting) == [4, 5, 6, 7]
+    assert numbers(following(asking).groups) == [4, 5, 6, 7]
+    assert [asked for asked, _ in written.asked] == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]
+    assert ledger.counts == {"trained": 8, "filtered": 0, "lost": 0}
+
+
+def test_ahead_of_the_training_a_dropped_group_is_replaced_where_the_iteration_needs_it_or_with_the_next() -> None:
+    asking, written, _ = prefetcher(lambda number: [0.0, float(number not in (1, 2))], ahead=1, keep=Filter())
+    assert numbers(following(asking).groups) == [0, 3, 4, 5]
+    assert [asked for asked, _ in written.asked] == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    following(asking)
+    assert written.asked[1][0] == [8, 9, 10, 11, 12, 13], "two in the place of the dropped ones"
 
 
 def test_without_a_refill_the_rest_is_the_iteration_even_if_nothing_is_left() -> None:
-    asking, collector = prefetcher(lambda number: [0.0, float(number == 2)], keep=Filter(refill=False))
+    asking, written, ledger = prefetcher(lambda number: [0.0, float(number == 2)], keep=Filter(refill=False))
     assert numbers(following(asking).groups) == [2]
     empty = following(asking)
     assert empty.groups == []
     assert empty.metrics["rollout/dropped_share"] == 1.0
-    assert len(collector.asked) == 2
+    assert len(written.asked) == 2
+    assert ledger.counts == {"trained": 1, "filtered": 7, "lost": 0}
 
 
 def test_a_bound_on_generation_batches_ends_in_one_clear_sentence() -> None:
-    asking, collector = prefetcher(lambda number: [0.0, float(number == 2)], keep=Filter(max_batches=3))
+    asking, written, _ = prefetcher(lambda number: [0.0, float(number == 2)], keep=Filter(max_batches=3))
     with pytest.raises(RuntimeError) as caught:
         following(asking)
     assert str(caught.value).startswith(
-        "algorithm.filter_groups.max_num_gen_batches=3: 1 of 12 groups had completions of different score, and an "
+        "algorithm.filter_groups.max_num_gen_batches=3: 1 of 13 groups had completions of different score, and an "
         "iteration needs 4; expected prompts that are neither solved nor hopeless"
     )
-    assert len(collector.asked) == 3
 
 
 def test_a_metric_may_be_a_further_number_of_the_reward() -> None:
-    asking, _ = prefetcher(odd_differ, keep=Filter("acc"))
+    asking, _, _ = prefetcher(odd_differ, keep=Filter("acc"))
     assert numbers(following(asking).groups) == [1, 3, 5, 7]
-    asking, _ = prefetcher(odd_differ, keep=Filter("fluency"))
+    asking, _, _ = prefetcher(odd_differ, keep=Filter("fluency"))
     with pytest.raises(ValueError, match=r"metric=fluency: the reward of sample 0-0#0 has no number .*\(here: acc\)$"):
         following(asking)
 
@@ -173,47 +222,92 @@ def test_a_sample_whose_reward_failed_counts_as_0() -> None:
     assert Filter("acc").keeps([failed, Sample(prompt, completion, 0.0, {"acc": 1.0})])
 
 
-def test_lost_prompts_are_replaced_too_and_an_iteration_that_lost_all_stops_the_run() -> None:
-    asking, _ = prefetcher(lambda number: None if number == 1 else [0.0, 1.0], keep=Filter())
+def test_a_lost_group_is_missing_in_its_iteration_and_with_refill_it_is_replaced() -> None:
+    loses_1 = lambda number: None if number == 1 else [0.0, 1.0]  # noqa: E731
+    asking, _, ledger = prefetcher(loses_1)
+    found = following(asking)
+    assert numbers(found.groups) == [0, 2, 3] and [lost.reason for lost in found.lost] == ["no server"]
+    assert ledger.counts == {"trained": 3, "filtered": 0, "lost": 1}
+    asking, _, _ = prefetcher(loses_1, keep=Filter())
     found = following(asking)
     assert numbers(found.groups) == [0, 2, 3, 4]
     assert found.metrics["rollout/lost"] == 1.0
-    asking, _ = prefetcher(lambda number: None)
+
+
+@pytest.mark.parametrize("keep", [None, Filter(), Filter(refill=False)])
+def test_an_iteration_that_lost_all_stops_the_run(keep: Filter | None) -> None:
+    asking, _, _ = prefetcher(lambda number: None, keep=keep)
     with pytest.raises(RuntimeError, match="^all 4 prompts of an iteration were lost; the first: no server$"):
         following(asking)
 
 
-def test_ahead_of_the_training_no_prompt_is_left_out_by_a_resumed_run() -> None:
-    asking, collector = prefetcher(odd_differ, ahead=1, keep=Filter())
-    first = following(asking)
-    assert [asked for asked, _ in collector.asked] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert numbers(first.groups) == [1, 3, 9, 11], "the second iteration was under way already"
-    assert first.position == {"position": 4}, "where that one begins"
-    second = following(asking)
-    assert numbers(second.groups) == [5, 7, 17, 19]
-    assert second.position == {"position": 12}
-
-    again, _ = prefetcher(odd_differ, ahead=1, keep=Filter(), first=first.position["position"])
-    assert numbers(following(again).groups)[:2] == [5, 7]
-
-
-def test_a_resumed_feed_asks_for_what_the_first_would_have_asked_for() -> None:
-    asking, collector = prefetcher(odd_differ, keep=Filter())
+def test_a_resumed_run_uses_what_waited_and_begins_the_rest_again() -> None:
+    asking, written, ledger = prefetcher(odd_differ, ahead=2)
+    written.finishes = {0, 1, 2, 3, 6, 9}
     following(asking)
-    position = following(asking).position
-    third = following(asking)
-    resumed = Written(odd_differ)
-    params = SamplingParams(sampling_seed=7)
-    again = Prefetcher(
-        resumed, Numbers(position["position"]), num_prompts=4, n=2, params=params, ahead=0, first_step=2, num_steps=9,
-        keep=Filter(),
-    )  # type: ignore[arg-type]  # fmt: skip
-    assert following(again) == third
-    assert resumed.asked == collector.asked[4:]
+    state, waiting = ledger.state_dict(), asking.waiting
+    assert sorted(waiting) == [6, 9] and state["open"] == [4, 5, 6, 7, 8, 9, 10, 11]
+
+    ledger = Ledger("data")
+    ledger.load_state_dict(state, finished=waiting)
+    again, written, _ = prefetcher(odd_differ, ahead=2, first_step=1, num_steps=4, ledger=ledger, waiting=waiting)
+    found = [following(again) for _ in range(3)]
+    assert [asked for asked, _ in written.asked] == [[4, 5, 7, 8, 10, 11, 12, 13, 14, 15]]
+    assert [numbers(batch.groups) for batch in found] == [[4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert ledger.counts["trained"] == 16
 
 
-def test_nothing_is_asked_beyond_the_last_iteration() -> None:
-    asking, collector = prefetcher(odd_differ, ahead=3, num_steps=2)
+def test_a_run_that_resumes_with_a_smaller_lead_first_uses_what_is_there() -> None:
+    asking, _, ledger = prefetcher(odd_differ, ahead=3)
     following(asking)
-    assert len(collector.asked) == 2
-    assert following(asking).position == {"position": 8}
+    state, waiting = ledger.state_dict(), asking.waiting
+    ledger = Ledger("data")
+    ledger.load_state_dict(state, finished=waiting)
+    again, written, _ = prefetcher(odd_differ, ahead=0, first_step=1, ledger=ledger, waiting=waiting)
+    found = [following(again) for _ in range(4)]
+    assert [numbers(batch.groups)[0] for batch in found] == [4, 8, 12, 16]
+    assert [asked for asked, _ in written.asked] == [[16, 17, 18, 19]]
+
+
+def test_a_turn_of_shared_gpus_lasts_its_time_or_until_nothing_is_left_to_do() -> None:
+    now = [0.0]
+    asking, written, _ = prefetcher(odd_differ, ahead=1, turn_s=5.0, clock=lambda: now[0])
+    written.finishes = {0, 1, 2, 3}
+    assert not asking.ready(), "the iteration is there, but the servers have time left"
+    now[0] = 4.9
+    assert not asking.ready()
+    now[0] = 5.0
+    assert asking.ready()
+    assert numbers(asking.take().groups) == [0, 1, 2, 3]
+    written.finishes = {4, 5}
+    now[0] = 99.0
+    assert not asking.ready()
+    now[0] = 200.0
+    assert not asking.ready(), "the time is over, and the iteration is not full"
+    written.finishes = None
+    assert asking.ready()
+
+
+def test_what_is_generated_can_be_waited_for_without_beginning_more() -> None:
+    asking, written, _ = prefetcher(odd_differ, ahead=1)
+    written.finishes = {0, 1, 2, 3}
+    following(asking)
+    assert not asking.is_idle
+    written.finishes = None
+    asking.wait()
+    assert asking.is_idle
+    assert len(written.asked) == 1
+
+
+def test_lengths_that_were_trained_are_compared_with_lengths_that_were_generated() -> None:
+    asking, written, _ = prefetcher(odd_differ, ahead=1)
+    written.finishes = {0, 1, 2, 3, 4}
+    written.group = lambda visit: [  # type: ignore[method-assign]
+        Sample(
+            Prompt(f"0-{visit}", [visit], ""),
+            Completion([1] * (visit + 1), [-1.0] * (visit + 1), "stop", (VersionSpan(0, 0, visit + 1),)),
+            0.0,
+        )
+    ]
+    found = following(asking)
+    assert found.metrics["rollout/length_trained_over_generated"] == pytest.approx(2.5 / 3.0)

@@ -9,6 +9,7 @@ from megarl.rollout.protocol import (
     error_message,
     generate_body,
     parse_completions,
+    parse_replies,
     tensor_digest,
 )
 from megarl.sample import Completion, VersionSpan
@@ -64,6 +65,17 @@ def test_the_body_asks_for_log_probs_of_the_completion_only():
     assert body["sampling_params"]["n"] == 2
 
 
+def test_the_body_has_the_salt():
+    assert generate_body((5, 6), 1, SamplingParams(), "a", "r.3")["cache_salt"] == "r.3"
+    assert generate_body((5, 6), 1, SamplingParams(), "a")["cache_salt"] is None
+
+
+def test_a_reply_says_how_much_was_cached_where_the_server_does():
+    replies = parse_replies([item(cached_tokens=7), item()], 2)
+    assert [reply.cached_tokens for reply in replies] == [7, None]
+    assert [reply.completion for reply in replies] == parse_completions([item(), item()], 2)
+
+
 def test_a_reply_becomes_completions():
     spans = (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
     reply = [item(spans=[("3", 0, 1), ("4", 1, 2)])]
@@ -95,11 +107,12 @@ def test_a_reply_that_is_not_what_was_asked_is_an_error(reply, words):
 
 
 def test_abilities_go_by_the_version():
-    assert Abilities.of("0.5.17") == Abilities(update_sessions=False, version_spans=False, flush_beside_queue=False)
-    assert Abilities.of("0.5.20") == Abilities(update_sessions=False, version_spans=True, flush_beside_queue=False)
-    everything = Abilities(update_sessions=True, version_spans=True, flush_beside_queue=True)
+    oldest = {"update_sessions": False, "version_spans": False, "flush_beside_queue": False, "cache_salt": False}
+    assert Abilities.of("0.5.17") == Abilities(**oldest)
+    assert Abilities.of("0.5.18") == Abilities(**{**oldest, "cache_salt": True})
+    assert Abilities.of("0.5.20") == Abilities(**{**oldest, "cache_salt": True, "version_spans": True})
     for version in ("0.5.21", "0.5.23.post1", "0.6.0", "1.0.0", "megarl-hf", "0.7.dev3", ""):
-        assert Abilities.of(version) == everything
+        assert Abilities.of(version) == Abilities(**dict.fromkeys(oldest, True))
 
 
 def test_the_digest_is_sha256_of_the_row_major_bytes():

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import aiohttp
 import pytest
 from safetensors import safe_open
+from spawn import DEVICE
 from tiny_server import PARAMS
 
 from megarl.rollout.client import ServerError
@@ -25,15 +26,17 @@ from megarl.rollout.protocol import (
     error_message,
     generate_body,
     parse_completions,
-    tensor_digest,
 )
 from megarl.sample import VersionSpan
+from megarl.weights.verify.digests import Kind, digest
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=3000, ignore_eos=True, sampling_seed=3)
 REFUSED = (400, 422)  # the second by the router
 LIMIT_S = 240  # of what must happen, however busy the machine is
+# Between log-probs of the same tokens, read in one pass or written one by one: GPUs sum in another order for each size.
+CLOSE = 1e-4 if DEVICE == "cuda" else 1e-5
 LONG_GREEDY = SamplingParams(temperature=0, max_new_tokens=1000, ignore_eos=True)
 
 
@@ -252,7 +255,7 @@ def test_retraction_is_counted_and_keeps_the_tokens(server, background):
     assert reply["meta_info"]["num_retractions"] == 1
     got = parse_completions(reply, 1)[0]
     assert got.token_ids == expected.token_ids
-    assert got.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+    assert got.log_probs == pytest.approx(expected.log_probs, abs=CLOSE)
 
 
 def test_an_unknown_pause_mode_is_refused(server):
@@ -294,10 +297,11 @@ def test_an_update_without_a_pause_waits_for_the_running_requests(server, backgr
     assert [span.version for span in generate(server)[0].versions] == [5]
 
 
-def test_checksums_are_sha256_of_the_bytes_of_what_each_rank_holds(server):
+def test_checksums_are_of_the_bytes_of_what_each_rank_holds(server):
     """SGLang keeps some tensors of the folder under their names, and others as parts of larger ones."""
+    kind: Kind = "words" if DEVICE == "cuda" else "sha256"
     with safe_open(f"{server.model_path}/model.safetensors", framework="pt") as file:
-        expected = {name: tensor_digest(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        expected = {name: digest(file.get_tensor(name), kind) for name in file.keys()}  # noqa: SIM118
     for engine in server.engine.engines:
         ranks = engine.rank_checksums()
         assert len(ranks) == server.variant.tensor_parallel_size
@@ -353,9 +357,11 @@ def test_released_memory_comes_back(server, tags):
     server.engine.wait_until_idle()
     server.engine.release_memory(tags)
     server.engine.resume_memory(tags)
+    if tags is None and server.variant.engine == "hf" and DEVICE == "cuda":  # its weights are lost, and pushed again
+        server.engine.update_from_disk(server.model_path, version=0)
     after = generate(server)[0]
     assert after.token_ids == before.token_ids
-    assert after.log_probs == pytest.approx(before.log_probs, abs=1e-5)
+    assert after.log_probs == pytest.approx(before.log_probs, abs=CLOSE)
 
 
 def test_requests_beyond_the_limit_of_running_rows_wait_their_turn(server):

@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -47,9 +48,9 @@ def writers(router, count=20):
 
     async def ask():
         async with EnginePool([router.url], TOKEN, timeout_s=30) as pool:
-            return await asyncio.gather(*(pool.generate([5, 6 + i % 8], 1, PARAMS) for i in range(count)))
+            return await asyncio.gather(*(pool.generate([5, 6 + i % 8], PARAMS) for i in range(count)))
 
-    return Counter(completion.versions[0].version for group in asyncio.run(ask()) for completion in group)
+    return Counter(piece.completion.versions[0].version for piece in asyncio.run(ask()))
 
 
 @sglang
@@ -118,6 +119,17 @@ def test_a_router_that_cannot_start_says_why(servers, tmp_path):
         router.start(servers.urls)
 
 
+def test_the_router_waits_longer_for_a_server_than_its_client_waits_for_the_router(tmp_path):
+    """smg gives up after 1800 s by default."""
+    launches = []
+    machine = SimpleNamespace(start=lambda launch, *_: launches.append(launch))
+    router = Router(TOKEN, tmp_path / "router.log", request_timeout_s=7200.5)
+    router._process.machine = machine
+    router._process.spawn()
+    args = launches[0].args
+    assert int(args[args.index("--request-timeout-secs") + 1]) > 7200.5
+
+
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 
 
@@ -140,6 +152,9 @@ class Notes:
 
     def fence(self, url: str) -> None:
         self.said.append(("fence", url))
+
+    def hold(self, url: str) -> None:
+        self.said.append(("hold", url))
 
 
 def test_a_server_gets_work_before_its_version_counts() -> None:
@@ -174,3 +189,9 @@ def test_without_any_server_nothing_is_asked_for() -> None:
     notes.said.clear()
     routed.fence(A)
     assert notes.said == [("remove", A), ("fence", ROUTER)]
+
+
+def test_a_held_server_holds_all_because_the_router_chooses() -> None:
+    notes: Any = Notes()
+    Routed(notes, notes).hold(A)
+    assert notes.said == [("hold", ROUTER)]

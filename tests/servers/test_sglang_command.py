@@ -50,6 +50,11 @@ def test_a_server_without_gpu_has_its_recipe(make):
     assert str(STAND_INS) in command.environment["PYTHONPATH"].split(":")
 
 
+def test_a_server_whose_weights_are_pushed_reads_none(make):
+    assert option(make(reads_weights=False), "--load-format") == "dummy"
+    assert "--load-format" not in make().argv
+
+
 def test_the_kv_cache_is_always_limited_without_gpu(make):
     assert int(option(make(), "--max-total-tokens")) == 65536
     assert option(make(max_total_tokens=9), "--max-total-tokens") == "9"
@@ -69,15 +74,44 @@ def test_a_server_on_gpus_has_nothing_of_that(make):
     assert option(command, "--mem-fraction-static") == "0.5"
     assert "--enable-memory-saver" in command.argv
     assert command.environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
-    assert not {"--device", "--attention-backend", "--max-total-tokens", "--sleep-on-idle"} & set(command.argv)
+    assert not {"--device", "--attention-backend", "--max-total-tokens"} & set(command.argv)
     assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & set(command.environment)
     assert "sglang_cpu" not in command.environment["PYTHONPATH"]
     assert option(make(device="cuda", first_gpu=5), "--base-gpu-id") == "5"
     assert "--enable-memory-saver" not in make(memory_saver=True).argv
 
 
+def test_attention_groups_have_the_head_to_themselves(make):
+    command = make(tensor_parallel_size=4, attention_dp=2)
+    assert option(command, "--attn-dp-size") == "2" and "--enable-dp-lm-head" in command.argv
+    assert not {"--attn-dp-size", "--enable-dp-lm-head"} & set(make(tensor_parallel_size=4).argv)
+
+
+def test_a_quantized_server_loads_so_that_it_can_quantize_again(make):
+    command = make(device="cuda", dtype="bfloat16", quantization="fp8")
+    assert (option(command, "--quantization"), option(command, "--load-format")) == ("fp8", "flash_rl")
+    assert not {"--quantization", "--load-format"} & set(make(device="cuda", dtype="bfloat16").argv)
+
+
 def test_float32_on_a_gpu_takes_an_attention_that_computes_in_it(make):
     assert option(make(device="cuda"), "--attention-backend") == "triton"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_idle_server_leaves_its_core_to_others(make, device):
+    assert "--sleep-on-idle" in make(device=device).argv
+
+
+def test_a_long_pause_is_no_hang(make):
+    """SGLang's watchdog does not stop during a pause in place."""
+    assert float(option(make(longest_pause_s=1000.0), "--watchdog-timeout")) == 1300
+
+
+def test_logits_are_not_rounded_to_16_bits_on_a_gpu(make):
+    flag = "--enable-fp32-lm-head"
+    assert flag in make(device="cuda", dtype="bfloat16").argv
+    assert flag not in make(device="cuda").argv + make(dtype="bfloat16").argv
+    assert flag not in make(device="cuda", dtype="bfloat16", args=("--enable-deterministic-inference",)).argv
 
 
 def test_further_arguments_come_last_and_so_win(make):

@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_server import TOKEN
 
 from megarl.hf_server import main
@@ -86,6 +87,18 @@ def test_the_token_is_in_the_environment_and_not_on_the_command_line():
 def test_the_hf_engine_has_no_tensor_parallelism():
     with pytest.raises(ValueError, match="tensor_model_parallel_size=2"):
         hf_command(EngineLaunch("hf", "/m", port=5, tensor_parallel_size=2), Path("/f"))
+
+
+def test_the_hf_engine_takes_one_gpu_where_there_is_one(monkeypatch):
+    def options(**fields):
+        return " ".join(hf_command(EngineLaunch("hf", "/m", port=5, memory_fraction=0.3, **fields), Path("/f")).argv)
+
+    assert "--device cpu" in options(device="cpu") and "--memory-fraction" not in options(device="cpu")
+    assert "--device cuda:6 --memory-fraction 0.3" in options(device="cuda", first_gpu=6)
+    assert "--device cuda:2" in options(device="cuda", index=2)
+    for has_gpu, wanted in ((True, "--device cuda:0"), (False, "--device cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert wanted in options()
 
 
 def test_an_unknown_engine_is_refused():
@@ -299,7 +312,7 @@ def test_one_of_two_servers_is_killed_and_the_work_goes_on(server, model_path, t
 
         async def work(engine):
             async with EnginePool([server.url, *servers.urls], TOKEN, timeout_s=240) as pool:
-                tasks = [asyncio.create_task(pool.generate([5, 6 + i], 2, PARAMS)) for i in range(12)]
+                tasks = [asyncio.create_task(pool.generate([5, 6 + i % 12], PARAMS)) for i in range(24)]
                 while not await asyncio.to_thread(is_writing, engine):
                     assert not all(task.done() for task in tasks)
                 os.kill(victim, signal.SIGKILL)
@@ -307,7 +320,7 @@ def test_one_of_two_servers_is_killed_and_the_work_goes_on(server, model_path, t
 
         with closing(ServerClient(servers.urls[0], TOKEN)) as engine:
             answers = asyncio.run(work(engine))
-        assert all(len(completion.token_ids) == 200 for answer in answers for completion in answer)
+        assert all(len(piece.completion.token_ids) == 200 for piece in answers)
         with pytest.raises(ServerDied, match=rf"server 0 \(pid {victim}\) ended with exit code -9.*server_0\.log"):
             servers.check()
 

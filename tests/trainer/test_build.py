@@ -20,5 +20,21 @@ from megarl.trainer.build import make_group
 def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str], ordered: bool) -> None:
     config = load(*words)
     group = make_group(config, config.actor, "ranks_0")
+    assert not group._setup["has_neighbours"]
     assert dict(group._environment) == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered else {})
     assert group._start_timeout_s == config.trainer.start_timeout_s == 600
+
+
+@pytest.mark.parametrize(
+    ("words", "beside"),
+    [
+        (["rollout.first_gpu=1", "rollout.memory_fraction=0.3"], True),
+        (["rollout.first_gpu=2"], False),
+        (["rollout.first_gpu=1", "rollout.placement=shared"], False),  # in turns
+        (["rollout.urls=['http://a:1']"], False),
+        (["actor.num_ranks=1", "rollout.first_gpu=1", "rollout.memory_fraction=0.3"], False),
+    ],
+)
+def test_ranks_learn_of_servers_that_work_on_their_gpus_at_the_same_time(words: list[str], beside: bool) -> None:
+    config = load("trainer.n_gpus_per_node=2", *words)
+    assert make_group(config, config.actor, "ranks_0")._setup["has_neighbours"] == beside

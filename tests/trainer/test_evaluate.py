@@ -72,12 +72,12 @@ def test_completions_are_asked_of_the_router_where_there_is_one(
         def serve(self) -> Servers:
             return Servers()
 
-    def make_collector(config: Config, urls: list[str], token: str) -> None:
+    def make_collectors(config: Config, urls: list[str], token: str) -> None:
         asked.extend(urls)
         raise Stopped
 
     monkeypatch.setattr(evaluate, "Infrastructure", Infrastructure)
-    monkeypatch.setattr(evaluate, "make_collector", make_collector)
+    monkeypatch.setattr(evaluate, "make_collectors", make_collectors)
     monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: SimpleNamespace(all=lambda _: ["a prompt"]))
     config = Config()
     config.data.val_files = ["a.jsonl"]
@@ -91,18 +91,19 @@ def test_completions_are_asked_of_the_router_where_there_is_one(
 def test_the_servers_are_looked_after_while_their_completions_are_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers, looks = [False, False, True], []
+    waits, looks = [], []
     sample = SimpleNamespace(reward=0.5, prompt=SimpleNamespace(data_source=""))
-    collector = SimpleNamespace(
-        submit=lambda prompts, **how: 7,
-        ready=lambda ticket: answers.pop(0),
-        progress=lambda ticket: (0, 1),
-        take=lambda ticket: [[sample]],
-        close=lambda: None,
-    )
+    ticket = SimpleNamespace(group=None)
+
+    def wait() -> None:
+        waits.append("waited")
+        if len(waits) == 3:
+            ticket.group = [sample]
+
+    collectors = SimpleNamespace(submit=lambda prompts, **how: [ticket], wait=wait, close=lambda: None)
     infrastructure = nullcontext(SimpleNamespace(serve=Servers, router=None, server_token="token"))
     monkeypatch.setattr(evaluate, "Infrastructure", lambda *_, **__: infrastructure)
-    monkeypatch.setattr(evaluate, "make_collector", lambda *_: collector)
+    monkeypatch.setattr(evaluate, "make_collectors", lambda *_: collectors)
     monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: SimpleNamespace(all=lambda _: ["a prompt"]))
     monkeypatch.setattr(evaluate, "look_after", lambda servers, router: looks.append(servers.urls))
     config = resolved(Config())

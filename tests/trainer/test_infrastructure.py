@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from megarl.group import RankError
 from megarl.machines import NodeLost
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import ServerDied, Servers, Supervision
+from megarl.trainer import build as build_module
 from megarl.trainer import infrastructure as site_module
-from megarl.trainer.build import check_ids, make_servers, server_places, supervision
+from megarl.trainer.build import check_ids, make_servers, server_launch, server_places, supervision
 from megarl.trainer.infrastructure import Infrastructure
 
 
@@ -102,9 +104,36 @@ def test_servers_for_which_the_machine_has_too_few_gpus_are_refused(monkeypatch:
 def test_servers_get_the_time_to_load_that_the_settings_give() -> None:
     config = Config()
     config.rollout.start_timeout_s, config.rollout.max_restarts = 7200.0, 5
-    assert supervision(config) == Supervision(start_timeout_s=7200.0, max_restarts=5)
+    assert supervision(config) == Supervision(start_timeout_s=7200.0, answer_within_s=600.0, max_restarts=5)
     config.rollout.urls = ["http://a:1"]
     assert make_servers(config, "token")._patience == supervision(config)
+
+
+@pytest.mark.parametrize(("call_s", "answer_s"), [(30.0, 180.0), (3600.0, 3600.0)])
+def test_a_server_may_be_busy_with_a_push_as_long_as_a_call_to_the_ranks_may_take(
+    call_s: float, answer_s: float
+) -> None:
+    config = Config()
+    config.trainer.call_timeout_s = call_s
+    assert supervision(config).answer_within_s == answer_s
+    assert server_launch(config).longest_pause_s == call_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "trains", "reads"),
+    [({}, True, False), ({}, False, True), ({"lora": "adapter"}, True, True), ({"quantization": "fp8"}, True, True)],
+)
+def test_servers_read_weights_only_if_no_push_brings_all_of_them(
+    changes: dict[str, str], trains: bool, reads: bool
+) -> None:
+    config = Config()
+    config.model.path, config.rollout.engine, config.trainer.device = "/m", "sglang", "cuda"
+    config.rollout.quantization = changes.get("quantization", "none")
+    if "lora" in changes:
+        config.actor.lora.rank, config.actor.lora.push = 4, changes["lora"]
+    with mock.patch.object(build_module, "model_folder", lambda path: path):
+        servers = make_servers(resolved(config), "token", trains=trains)
+    assert [server.process.launch.reads_weights for server in servers._servers] == [reads]
 
 
 class Fake:

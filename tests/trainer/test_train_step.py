@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarl.algo.finite import NonFiniteError
+from megarl.data.ledger import Ledger
 from megarl.metrics.timer import Timer
 from megarl.rollout.prefetch import RolloutBatch
 from megarl.sample import Batch, Completion, Prompt, Sample, VersionSpan
@@ -81,6 +82,10 @@ class Noted:
     def check_servers(self) -> None:
         self.waiting.append("checked")
 
+    def poll(self) -> None:
+        """Of a saver."""
+        self.waiting.append("polled")
+
     def metrics(self, report: dict[str, Any]) -> dict[str, float]:
         return {}
 
@@ -94,27 +99,31 @@ class Noted:
 def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Path) -> None:
     """Versions count iterations, so the servers get the next number; nobody computes anything."""
     said: Any = Noted()
-    prefetcher: Any = Waited(RolloutBatch([], [], {"position": 4}, {"dropped_share": 1.0, "gen_batches": 1.0}))
+    prefetcher: Any = Waited(
+        RolloutBatch([], [], {"filtered": [7]}, {"rollout/lost": 0.0, "rollout/dropped_share": 1.0})
+    )
     algorithm: Any = SimpleNamespace(kl=None)
     nobody: Any = None
-    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path / "samples.jsonl", 1)
-    assert train_step(3, prefetcher, Roles(nobody), algorithm, said, log) == {"position": 4}
+    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
+    train_step(3, prefetcher, Roles(nobody), algorithm, said, log, said, saves=False)
     assert said.pushed == [4]
     ((step, metrics),) = said.logged
     assert step == 4
     assert metrics["actor/skipped_steps"] == metrics["rollout/dropped_share"] == 1.0
     assert metrics["perf/total_num_tokens"] == 0
+    assert metrics["rollout/idle_share"] == metrics["timing_s/gen"] / metrics["timing_s/step"]
     assert "critic/score/mean" not in metrics
     assert (tmp_path / "samples.jsonl").read_text() == ""
-    assert said.waiting == ["checked", ("gen", 1, 4), "checked", ("gen", 2, 4)], "servers, while the batch is awaited"
+    assert (tmp_path / "visits.jsonl").read_text() == '{"step": 4, "filtered": [7]}\n'
+    assert said.waiting == ["checked", "polled", ("gen", 1, 4), "checked", "polled", ("gen", 2, 4)]
 
 
-def test_the_servers_are_looked_after_while_an_evaluation_is_awaited(tmp_path: Path) -> None:
+def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited(tmp_path: Path) -> None:
     said: Any = Noted()
     evaluator: Any = Waited(Evaluation([]))
-    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path / "samples.jsonl", 1)
-    assert measure(3, evaluator, said, log) is evaluator.found
-    assert said.waiting == ["checked", ("evaluate", 1, 4), "checked", ("evaluate", 2, 4)]
+    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
+    assert measure(3, evaluator, said, log, said) is evaluator.found
+    assert said.waiting == ["checked", "polled", ("evaluate", 1, 4), "checked", "polled", ("evaluate", 2, 4)]
     assert said.logged == [(3, {"val/score": 0.0, "val/lost": 0.0})]
 
 
@@ -136,29 +145,46 @@ def test_a_place_is_counted_on_from_the_sequences_before() -> None:
     assert found.details == {"column": "log_probs", "sequence": 12, "token": 7, "value": float("inf")}
 
 
-def test_a_save_is_a_turn_of_the_trainer_behind_which_servers_are_pushed_again(tmp_path: Path) -> None:
+def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
+    """So it takes no turn and no push of its own."""
     story: list[Any] = []
-    actor: Any = SimpleNamespace(
-        onload=lambda: story.append("onload"),
-        offload=lambda: story.append("offload"),
-        save=lambda folder: story.append(("save", folder.name)),
-    )
+    said: Any = Noted()
+    said.shares_gpus = True
+    said.release_memory = lambda: story.append("servers release")
+    said.push = lambda v: story.append(("push", v)) or Noted.push(said, v)
+    resident: Any = SimpleNamespace(onload=lambda: story.append("onload"), offload=lambda: story.append("offload"))
+    saver: Any = SimpleNamespace(start=lambda step: story.append(("save", step)), poll=lambda: True)
+    prefetcher: Any = Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
+    algorithm: Any = SimpleNamespace(kl=None)
+    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
+    train_step(2, prefetcher, Roles(resident, residents=(resident,)), algorithm, said, log, saver, saves=True)
+    assert story == ["servers release", "onload", ("save", 3), "offload", ("push", 3)]
+
+
+def test_a_checkpoint_holds_the_state_of_the_driver() -> None:
+    described: list[Any] = []
     run: Any = Run.__new__(Run)
-    run.config = SimpleNamespace(trainer=SimpleNamespace(max_checkpoints_to_keep=1))
-    run.dir, run.timer, run.roles = tmp_path, Timer(), Roles(actor, residents=(actor,))
     run.algorithm = SimpleNamespace(kl=SimpleNamespace(state_dict=dict), seed=7)
-    run.server_manager = SimpleNamespace(
-        shares_gpus=True,
-        release_memory=lambda: story.append("servers release"),
-        push=lambda v: story.append(("push", v)),
-    )
-    run.save(3, {"position": 4}, {})
-    assert story == ["servers release", "onload", ("save", "actor"), "offload", ("push", 3)]
-    assert run.last_save.state == {"prompts": {"position": 4}, "kl": {}, "totals": {}, "seed": 7}
-    del story[:]
-    run.server_manager.shares_gpus = False
-    run.save(4, {"position": 5}, {})
-    assert ("push", 4) not in story, "those on GPUs of their own hold what they were pushed"
+    run.saver = SimpleNamespace(describe=lambda *said: described.append(said))
+    run.prefetcher, run.ledger = SimpleNamespace(waiting={3: []}), Ledger("data")
+    run.describe_save({"pushes": 2})
+    state = {"ledger": Ledger("data").state_dict(), "kl": {}, "totals": {"pushes": 2}, "seed": 7}
+    assert described == [(state, {3: []})]
+
+
+@pytest.mark.parametrize("ends", ["idle", "no server"])
+def test_a_push_may_wait_for_what_is_generated_as_long_as_a_server_can_go_on(tmp_path: Path, ends: str) -> None:
+    story: list[str] = []
+    said: Any = Noted()
+    said.push = lambda v: story.append("push") or Noted.push(said, v)
+    said.watch = lambda: story.append("watch") or ends == "idle" or story.count("watch") < 3
+    prefetcher: Any = Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
+    type(prefetcher).is_idle = property(lambda _: ends == "idle" and story.count("wait") == 2)
+    prefetcher.wait = lambda: story.append("wait")
+    nobody: Any = None
+    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
+    train_step(2, prefetcher, Roles(nobody), SimpleNamespace(kl=None), said, log, said, saves=False, drains=True)  # type: ignore[arg-type]
+    assert story == ["watch", "wait"] * 2 + (["push"] if ends == "idle" else ["watch", "push"])
 
 
 def test_a_model_is_written_when_the_servers_have_given_their_memory_back(tmp_path: Path) -> None:

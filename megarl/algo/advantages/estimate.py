@@ -25,7 +25,7 @@ SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "reward_weights")
 DATA = (
     *("values", "old_log_probs", "ref_log_probs", "rollout_log_probs", "sum_pi_squared", "full_kl", "keep"),
     *("group", "group_ids", "score", "raw_score", "greedy_score", "reward_parts", "truncated"),
-    *("response_mask", "version_min", "version_max"),
+    *("response_mask", "versions", "version_min", "version_max"),
 )
 
 
@@ -57,7 +57,7 @@ def estimate(
     """
     check_estimator_args(adv_estimator, adv_estimator_args or {})
     mask, segment_ids = batch.columns["response_mask"] != 0, batch.segment_ids
-    inputs = {name: c for name, c in batch.columns.items() if c.is_floating_point()}
+    inputs = {name: c for name, c in batch.columns.items() if name in DATA and c.is_floating_point()}
     require_finite(inputs, mask, segment_ids)
     batch = batch.with_columns(**{name: clean(c, mask).float() for name, c in inputs.items()})
 
@@ -152,7 +152,8 @@ def check_estimator_args(adv_estimator: str, args: Mapping[str, Any]) -> None:
 
 def _asked_for(adv_estimator: str, batch: Batch, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments of this estimator, taken from the batch and the settings."""
-    offered = {**batch.columns, **batch.per_sequence, "group_ids": batch.per_sequence.get("group"), **settings}
+    columns = {name: column for name, column in batch.columns.items() if name in DATA}
+    offered = {**columns, **batch.per_sequence, "group_ids": batch.per_sequence.get("group"), **settings}
     asked = {}
     for name, has_default in keyword_names(ADV_ESTIMATORS[adv_estimator]).items():
         if offered.get(name) is not None:

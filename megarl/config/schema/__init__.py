@@ -47,6 +47,12 @@ class Config:
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def first_push_is_whole(self) -> bool:
+        """Does the first push bring every weight of a server as it is computed with?  Not for adapters, nor for fp8."""
+        pushes_adapters = self.actor.lora.rank > 0 and self.actor.lora.push == "adapter"
+        return not pushes_adapters and self.rollout.quantization == "none"
+
+    @property
     def full_kl(self) -> str:
         """The setting that compares the full distributions of actor and reference at each token; "" if none does."""
         if self.actor.use_kl_loss and self.actor.kl_loss_type in FULL_KL:

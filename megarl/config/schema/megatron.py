@@ -21,6 +21,7 @@ class Megatron:
     expert_tensor_parallel_size: int | None = None  # ranks that share each expert; null = tensor_model_parallel_size
     # The keys below change memory and time only, never a result.
     transformer_impl: str = "auto"  # auto (transformer_engine if it is installed) | local | transformer_engine
+    moe_token_dispatcher_type: str = "auto"  # alltoall | flex (DeepEP) | auto (flex if deep_ep is installed and fits)
     recompute_granularity: str | None = None  # activation recomputation: selective (core attention) | full (layers)
     recompute_method: str | None = None  # full: uniform (groups of layers) | block (the first layers of a stage)
     recompute_num_layers: int | None = None  # full: layers per group (uniform), recomputed layers per stage (block)
@@ -59,6 +60,7 @@ class FollowsActor(Megatron):
     expert_model_parallel_size: int | None = II("actor.megatron.expert_model_parallel_size")
     expert_tensor_parallel_size: int | None = II("actor.megatron.expert_tensor_parallel_size")
     transformer_impl: str = II("actor.megatron.transformer_impl")
+    moe_token_dispatcher_type: str = II("actor.megatron.moe_token_dispatcher_type")
     recompute_granularity: str | None = II("actor.megatron.recompute_granularity")
     recompute_method: str | None = II("actor.megatron.recompute_method")
     recompute_num_layers: int | None = II("actor.megatron.recompute_num_layers")

@@ -22,7 +22,7 @@ class SGLang:
 
 @dataclass
 class Rollout:
-    engine: str = "hf"  # the program that generates: hf (transformers' modelling code) | sglang
+    engine: str = "auto"  # program that generates: hf (transformers) | sglang; auto = sglang where it and a GPU are
     sglang: SGLang = field(default_factory=SGLang)
     n: int = 1  # completions per prompt: the size of a group
     temperature: float = 1.0  # of the softmax; the trainer's log-probs are scaled by it too
@@ -30,22 +30,33 @@ class Rollout:
     top_k: int = -1  # sample from the k most likely tokens; -1 = all
     tensor_model_parallel_size: int = 1  # GPUs of one server
     expert_parallel_size: int = 1  # ranks of one server that share the experts of a layer
+    attention_dp: int = (
+        1  # attention data parallelism: groups of one server's ranks that share its requests and KV cache
+    )
     num_servers: int = 1  # servers, each with a whole copy of the model
     urls: list[str] = field(default_factory=list)  # of servers that already run (launch/servers.sh); empty = start them
     placement: str = "separate"  # separate (own GPUs) | shared (colocation: the trainer's GPUs, in turns)
     first_gpu: int | None = None  # first GPU of the servers; null = the first after the trainer's; shared, evaluate: 0
-    memory_fraction: float | None = None  # sglang: share of a GPU for weights and KV cache; null = SGLang decides
+    memory_fraction: float | None = None  # share of a GPU for weights and KV cache; null = the engine's default
     router: bool = False  # sglang: send requests through its router instead of to each server
     ahead: int = 0  # prefetch: iterations that the rollout may run ahead of training; 0 = on-policy
+    order: str = "finished"  # finished (of the finished groups the oldest) | prompts (strictly as they were begun)
+    update: str = "in_place"  # a push with ahead>0: in_place (keeps the KV cache) | retract | drain (waits)
+    max_age: int | None = None  # tokens that older weights wrote are left out of the loss; null = all count
+    piece_tokens: int = 2048  # tokens of one request; a longer completion continues in the next; 0 = one request
+    turn_s: float | None = None  # shared: seconds that servers generate in a turn; what is unfinished continues later
+    num_collectors: int | None = None  # processes that request and score completions; null = one for 8 servers
+    max_in_flight: int | None = None  # requests at a time; null = max_running_requests of every server
     max_running_requests: int = 512  # completions that a server generates at the same time
     max_total_tokens: int | None = None  # size of a server's KV cache; null = enough for max_running_requests
     dtype: str = II("model.dtype")  # of the server's weights
-    request_timeout_s: float = 120.0  # a request that takes longer is retried, on another server if there is one
+    quantization: str = "none"  # none | fp8: sglang quantizes its linear layers when it loads the pushed weights
+    request_timeout_s: float = 120.0  # a request that takes longer is ended, and the next one continues its tokens
     host: str = "127.0.0.1"  # address on which servers listen
     seed: int = II("trainer.seed")  # of the sampling
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
-    bucket_bytes: int = 67108864  # weights are sent to the servers in buckets of this size
+    bucket_bytes: int | None = None  # of weights on their way; null = from the model's size: 64 MiB to 2 GiB
     push: str = "auto"  # gathered | shared | sharded: transport of the weights; auto = the fastest that works
-    check_every: int = 100  # pushes between comparisons with an exported folder that servers read; 0 = never
+    check_every: int = 100  # pushes between checks by whole tensors (quantized: by an exported folder); 0 = never
     max_restarts: int = 3  # restarts of a server before it stays out; ten minutes of service reset the count
     start_timeout_s: float = 1800.0  # a server that takes longer to load its model counts as dead

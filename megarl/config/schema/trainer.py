@@ -21,6 +21,7 @@ class Trainer:
     device: str = "auto"  # auto | cpu | cuda
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # console jsonl tensorboard wandb
     save_freq: int = -1  # iterations between checkpoints; -1 = none
+    async_save: bool = True  # checkpoints are copied to host memory and written while the training goes on
     test_freq: int = -1  # iterations between evaluations; -1 = none
     val_before_train: bool = True  # evaluate before the first iteration
     resume_mode: str = "auto"  # auto (the newest checkpoint of this run) | disable | folder of a checkpoint
@@ -32,7 +33,7 @@ class Trainer:
     max_restarts: int = 0  # how often failed ranks are restarted from the last checkpoint
     check_only: bool = False  # print the layout of all roles and exit
     start_timeout_s: float = 600.0  # the run stops if ranks take longer to import and to meet
-    call_timeout_s: float = 600.0  # a call to the ranks that takes longer stops the run
+    call_timeout_s: float = 600.0  # a call to the ranks that takes longer stops the run; a server may be silent as long
 
     @property
     def num_ranks(self) -> int:

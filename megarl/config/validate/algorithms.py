@@ -35,6 +35,10 @@ def advice(config: Config) -> Iterator[str]:
             drawn = "tokens are drawn from a renormalized part of the distribution"
             biased = "log-probs of server and trainer are over all tokens, so the probability ratio is biased"
             yield f"rollout.{key}={value}: {drawn}, and {biased}"
+    if config.rollout.quantization != "none" and algorithm.rollout_correction.level is None:
+        differ = "log-probs of the quantized servers differ from the trainer's"
+        how = "algorithm.rollout_correction.level=token corrects it"
+        yield f"rollout.quantization={config.rollout.quantization}: {differ}; {how}"
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
         yield "actor.use_kl_loss=true and algorithm.use_kl_in_reward=true: the KL penalty counts twice"
     if actor.use_kl_loss and actor.kl_loss_type in names.KL_WITHOUT_GRADIENT and not actor.kl_importance:

@@ -15,42 +15,79 @@ from megarl.layout import ModelNumbers
 MOST_GPUS = 16  # of any existing machine; this machine's number is checked when servers start
 MOST_BESIDE = 0.5  # of a GPU's memory, for a server that runs at the same time as the trainer on the same GPU
 TP, EP = "rollout.tensor_model_parallel_size", "rollout.expert_parallel_size"
+ADP = "rollout.attention_dp"
+FP8 = "rollout.quantization=fp8"
+# The families whose loaders in SGLang can quantize again after the first load (supports_quantized_rl_reload).
+FAMILIES_WITH_FP8 = ("qwen2", "qwen3")
+# Their classes in SGLang have a group of ranks for attention; those of other families cut attention over all ranks.
+FAMILIES_WITH_ADP = ("qwen3", "qwen3_moe", "deepseek_v3")
 
 
 def contradictions(config: Config, command: str) -> Iterator[str]:
-    """One sentence for each invalid combination."""
+    """One sentence for each invalid combination.
+
+    rollout.engine=auto is checked as sglang, which it is on machines with GPUs: a command that starts servers has
+    replaced it by then (`load_config`).
+    """
     rollout = config.rollout
     if command not in ("train", "config", "evaluate", "serve"):
         return
     if rollout.engine == "hf":
-        for key, size in ((TP, rollout.tensor_model_parallel_size), (EP, rollout.expert_parallel_size)):
+        sizes = {TP: rollout.tensor_model_parallel_size, EP: rollout.expert_parallel_size, ADP: rollout.attention_dp}
+        for key, size in sizes.items():
             if size != 1:
                 yield f"{key}={size}: expected 1, because rollout.engine=hf is one process"
     else:
         yield from _sizes(config)
-    if rollout.router and rollout.engine != "sglang":
-        yield f"rollout.router=true: rollout.engine={rollout.engine} has no router; expected false"
-    counts = {"rollout.n": 1 if command == "evaluate" else rollout.n, "rollout.val_kwargs.n": rollout.val_kwargs.n}
-    several = next((f"{key}={n}" for key, n in counts.items() if n > 1), None)
-    if several and (flag := "--enable-deterministic-inference") in rollout.sglang.args:
-        # SGLang draws by seed and position alone (sampler.py), and a request has one seed for all its completions.
-        yield f"rollout.sglang.args={flag}: all {several} completions of a prompt would be equal; expected 1"
+    if rollout.router and rollout.engine == "hf":
+        yield "rollout.router=true: rollout.engine=hf has no router; expected false"
+    if rollout.quantization == "fp8":
+        yield from _fp8(config)
+    if given := next((word for word in rollout.sglang.args if word.split("=")[0] == "--quantization"), None):
+        once = "without another load format SGLang quantizes the first weights only"
+        yield f"rollout.sglang.args={given}: {once}; expected {FP8}"
+    if rollout.turn_s is not None and rollout.placement != "shared":
+        turns = "servers and trainer take turns only with rollout.placement=shared"
+        yield f"rollout.turn_s={rollout.turn_s}: {turns}; expected null, and rollout.ahead for more at a time"
     if rollout.urls:
         yield from _urls(config)
     elif rollout.placement == "shared" and command != "evaluate":
         yield from _shared(config)
-    elif rollout.engine == "sglang" and config.trainer.device != "cpu":
-        yield from _apart(config, trains=command != "evaluate")
+    # With trainer.device=auto the hf engine takes GPUs only where a machine has some, which is seen at the start.
+    elif config.trainer.device == "cuda" or (config.trainer.device == "auto" and rollout.engine != "hf"):
+        yield from misplaced(config, trains=command != "evaluate")
 
 
-def server_misfits(numbers: ModelNumbers, tp: int, ep: int) -> Iterator[tuple[str, str]]:
+def _fp8(config: Config) -> Iterator[str]:
+    rollout, family = config.rollout, models.model_config(config, "actor").get("model_type")
+    if rollout.engine != "sglang":
+        yield f"{FP8}: rollout.engine={rollout.engine} does not quantize; expected none"
+    if config.trainer.device == "cpu":
+        yield f"{FP8}: SGLang quantizes on GPUs only, and trainer.device=cpu; expected none"
+    if family is not None and family not in FAMILIES_WITH_FP8:
+        known = " and ".join(FAMILIES_WITH_FP8)
+        yield f"{FP8}: SGLang quantizes pushed weights again for {known} only, not for {family}; expected none"
+    if rollout.dtype != "bfloat16":
+        yield f"rollout.dtype={rollout.dtype}: {FP8} quantizes 16-bit weights; expected bfloat16"
+    if rollout.push == "sharded":
+        yield f"rollout.push=sharded: {FP8} quantizes whole tensors; expected auto, shared or gathered"
+    if config.actor.lora.rank and config.actor.lora.push == "adapter":
+        yield f"{FP8}: servers of adapters (actor.lora.push=adapter) are not quantized; expected none, or push=merged"
+
+
+def server_misfits(numbers: ModelNumbers, tp: int, ep: int, attention_dp: int = 1) -> Iterator[tuple[str, str]]:
     """What SGLang would refuse after minutes of loading: the key, and a sentence that begins with its value."""
     heads, kv = numbers.num_attention_heads, numbers.num_key_value_heads
     latent = numbers.kv_latent_size is not None  # all heads share the latent, and every rank has a copy
-    if heads is not None and heads % tp:
-        yield TP, f"{tp} does not divide the model's num_attention_heads={heads}"
-    if kv is not None and not latent and kv % tp and tp % kv:
-        yield TP, f"{tp} neither divides the model's num_key_value_heads={kv} nor is a multiple of it"
+    if tp % attention_dp:
+        yield ADP, f"{attention_dp} does not divide {TP}={tp}"
+        return
+    group = tp // attention_dp  # ranks over which attention is cut
+    ranks = f"{tp}" if attention_dp == 1 else f"{tp} / {ADP}={attention_dp}, which is {group},"
+    if heads is not None and heads % group:
+        yield TP, f"{ranks} does not divide the model's num_attention_heads={heads}"
+    if kv is not None and not latent and kv % group and group % kv:
+        yield TP, f"{ranks} neither divides the model's num_key_value_heads={kv} nor is a multiple of it"
     if numbers.intermediate_size is not None and numbers.intermediate_size % tp:
         yield TP, f"{tp} does not divide the model's intermediate_size={numbers.intermediate_size}"
     if tp % ep:
@@ -66,26 +103,39 @@ def server_misfits(numbers: ModelNumbers, tp: int, ep: int) -> Iterator[tuple[st
 
 def _sizes(config: Config) -> Iterator[str]:
     rollout, numbers = config.rollout, models.model_numbers(config, "actor")
-    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
-    for key, sentence in server_misfits(numbers, tp, ep):
+    tp, ep, attention_dp = rollout.tensor_model_parallel_size, rollout.expert_parallel_size, rollout.attention_dp
+    yield from _attention_groups(config)
+    for key, sentence in server_misfits(numbers, tp, ep, attention_dp):
         near = ", or ".join(" ".join(words) for words in _nearest(config, numbers))
         yield f"{key}={sentence}{'; nearest: ' if near else ''}{near}"
+
+
+def _attention_groups(config: Config) -> Iterator[str]:
+    size, family = config.rollout.attention_dp, models.model_config(config, "actor").get("model_type")
+    if size > 1 and family is not None and family not in FAMILIES_WITH_ADP:
+        known = ", ".join(FAMILIES_WITH_ADP)
+        yield f"{ADP}={size}: SGLang has it for {known}, and the model is of {family}; expected 1"
+    if size > 1 and config.actor.lora.rank and config.actor.lora.push == "adapter":
+        yield f"{ADP}={size}: servers of adapters (actor.lora.push=adapter) run without it; expected 1, or push=merged"
 
 
 def _nearest(config: Config, numbers: ModelNumbers) -> list[list[str]]:
     """Words to type for valid servers, the nearest first; with fewer servers if the shared GPUs are not enough."""
     rollout = config.rollout
-    tp, ep, count = rollout.tensor_model_parallel_size, rollout.expert_parallel_size, rollout.num_servers
+    now = (rollout.tensor_model_parallel_size, rollout.expert_parallel_size, rollout.attention_dp)
+    tp, count = now[0], rollout.num_servers
     shared = rollout.placement == "shared" and not rollout.urls
-    sizes = [(width, part) for width in range(1, max(16, 2 * tp)) for part in divisors(width)]
+    widths = range(1, max(16, 2 * tp))
+    groups = {width: divisors(width) if now[2] > 1 else [1] for width in widths}
     found = []
-    for n, m in sizes:
-        room = _room(config, n) if shared else count
-        if next(server_misfits(numbers, n, m), None) or room < 1:
+    for sizes in ((width, part, group) for width in widths for part in divisors(width) for group in groups[width]):
+        room = _room(config, sizes[0]) if shared else count
+        if next(server_misfits(numbers, *sizes), None) or room < 1:
             continue
-        words = [f"{key}={new}" for key, new, old in ((TP, n, tp), (EP, m, ep)) if new != old]
+        words = [f"{key}={new}" for key, new, old in zip((TP, EP, ADP), sizes, now, strict=True) if new != old]
         fewer = [f"rollout.num_servers={room}"] if room < count else []
-        found.append((len(words), abs(log2(n / tp)) + abs(log2(m / ep)), n, words + fewer))
+        far = sum(abs(log2(new / old)) for new, old in zip(sizes, now, strict=True))
+        found.append((len(words), far, sizes[0], words + fewer))
     fewest = min((number for number, *_ in found), default=0)
     return [words for number, *_, words in sorted(found) if number == fewest][:3]
 
@@ -94,7 +144,8 @@ def _shared(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.ahead:
         turns = "the servers sleep while the trainer works"
-        yield f"rollout.ahead={rollout.ahead}: with rollout.placement=shared {turns}; expected 0, or placement=separate"
+        wanted = "expected 0 (and rollout.turn_s for completions that last several turns), or placement=separate"
+        yield f"rollout.ahead={rollout.ahead}: with rollout.placement=shared {turns}; {wanted}"
     tp, each, nodes = rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node, config.trainer.nnodes
     if not _fills(tp, each):
         sizes = [n for n in range(1, config.trainer.num_ranks + 1) if _fills(n, each)]
@@ -108,7 +159,7 @@ def _shared(config: Config) -> Iterator[str]:
         yield f"rollout.num_servers={rollout.num_servers}: {where}room for {room}; {wanted}"
 
 
-def _apart(config: Config, *, trains: bool) -> Iterator[str]:
+def misplaced(config: Config, *, trains: bool) -> Iterator[str]:
     """Servers on their own GPUs: not on the trainer's, and only on GPUs that a machine can have."""
     rollout, trainer = config.rollout, config.trainer
     tp, each, first = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node, rollout.first_gpu

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megarl.config.resolve import layout_of
 from megarl.config.schema import Config
+from megarl.config.validate import models
 from megarl.config.validate.layouts import used_roles
 
 
@@ -38,6 +39,21 @@ def _strategy(config: Config, role: str) -> Iterator[str]:
         yield f"{role}.strategy=none: expected megatron or fsdp, because there are {node.num_ranks} ranks"
     if node.megatron.transformer_impl == "transformer_engine" and config.trainer.device == "cpu":
         yield f"{role}.megatron.transformer_impl=transformer_engine: it runs on GPUs only; expected auto or local"
+    if node.megatron.moe_token_dispatcher_type == "flex" and (reason := _without_deepep(config, role)):
+        yield f"{role}.megatron.moe_token_dispatcher_type=flex: {reason}; expected auto or alltoall"
+    lora = config.actor.lora.rank if role == "actor" else 0
+    if lora and node.megatron.transformer_impl == "transformer_engine":
+        yield (
+            f"{role}.megatron.transformer_impl=transformer_engine: adapters need local layers, and "
+            f"actor.lora.rank={lora}; expected auto or local"
+        )
+    cp, is_local = node.megatron.context_parallel_size, node.megatron.transformer_impl == "local"
+    if cp > 1 and config.trainer.device == "cuda" and (lora or is_local):
+        local = f"actor.lora.rank={lora} needs" if lora else f"{role}.megatron.transformer_impl=local means"
+        yield (
+            f"{role}.megatron.context_parallel_size={cp}: on GPUs it needs Transformer Engine's layers, and {local} "
+            "local layers; expected 1"
+        )
     if role == "ref":
         return
     for key in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
@@ -47,6 +63,18 @@ def _strategy(config: Config, role: str) -> Iterator[str]:
         yield f"{role}.strategy=fsdp: it shards adamw only, not {role}.optim.name={node.optim.name}; expected megatron"
     if node.strategy == "fsdp" and role == "actor" and config.actor.lora.rank:
         yield f"actor.strategy=fsdp: actor.lora.rank={config.actor.lora.rank} trains adapters only; expected megatron"
+
+
+def _without_deepep(config: Config, role: str) -> str:
+    """Why DeepEP cannot dispatch the tokens of a role; empty if it can where the package deep_ep is installed."""
+    layout, numbers = layout_of(getattr(config, role).megatron), models.model_numbers(config, role)
+    if config.trainer.device == "cpu":
+        return "it runs on GPUs only"
+    if numbers.num_hidden_layers is not None and not numbers.num_experts:
+        return "the model has no experts"
+    if layout.ep * layout.expert_tp == 1:
+        return "each rank has all experts whole"
+    return "" if config.model.dtype == "bfloat16" else f"it sends bfloat16, and model.dtype={config.model.dtype}"
 
 
 def _optimizer(config: Config, role: str) -> Iterator[str]:

@@ -42,9 +42,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": names.DTYPES,
     "reward.on_error": names.REWARD_ERRORS,
     "rollout.dtype": names.DTYPES,
-    "rollout.engine": names.ENGINES,
+    "rollout.engine": (names.AUTO, *names.ENGINES),
     "rollout.placement": names.PLACEMENTS,
     "rollout.push": names.PUSHES,
+    "rollout.order": names.ORDERS,
+    "rollout.update": names.UPDATES,
+    "rollout.quantization": names.QUANTIZATIONS,
     "actor.lora.push": names.LORA_PUSHES,
     "trainer.device": names.DEVICES,
 } | {
@@ -62,6 +65,7 @@ CHOICES |= {
     for key, choices in (
         ("strategy", names.STRATEGIES),
         ("megatron.transformer_impl", names.TRANSFORMERS),
+        ("megatron.moe_token_dispatcher_type", names.DISPATCHERS),
         ("megatron.recompute_granularity", names.RECOMPUTE_GRANULARITIES),
         ("megatron.recompute_method", names.RECOMPUTE_METHODS),
     )
@@ -94,10 +98,16 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.top_k": (lambda v: v == -1 or v >= 1, "-1 (all tokens) or at least 1"),
     "rollout.tensor_model_parallel_size": _AT_LEAST_1,
     "rollout.expert_parallel_size": _AT_LEAST_1,
+    "rollout.attention_dp": _AT_LEAST_1,
     "rollout.num_servers": _AT_LEAST_1,
     "rollout.first_gpu": _AT_LEAST_0,
     "rollout.memory_fraction": _INSIDE_UNIT,
     "rollout.ahead": _AT_LEAST_0,
+    "rollout.max_age": _AT_LEAST_0,
+    "rollout.piece_tokens": _AT_LEAST_0,
+    "rollout.turn_s": _ABOVE_0,
+    "rollout.num_collectors": _AT_LEAST_1,
+    "rollout.max_in_flight": _AT_LEAST_1,
     "rollout.max_running_requests": _AT_LEAST_1,
     "rollout.request_timeout_s": _ABOVE_0,
     "rollout.start_timeout_s": _ABOVE_0,
@@ -244,11 +254,8 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
     if command in ("train", "config"):
         yield from algorithms.contradictions(config)
     yield from servers.contradictions(config, command)
-    if config.actor.lora.rank and config.actor.lora.push == "adapter" and config.rollout.engine != "sglang":
-        yield (
-            f"actor.lora.push=adapter: expected merged, because rollout.engine={config.rollout.engine} serves no "
-            "adapters"
-        )
+    if config.actor.lora.rank and config.actor.lora.push == "adapter" and config.rollout.engine == "hf":
+        yield "actor.lora.push=adapter: expected merged, because rollout.engine=hf serves no adapters"
     yield from _names(config)
 
 

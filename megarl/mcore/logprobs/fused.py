@@ -1,8 +1,10 @@
 """Fused linear and softmax columns, computed in chunks over a vocabulary that is sharded over ranks.
 
 Saved from the forward pass: the hidden states, the weight, and a few numbers for each token.  In addition each pass
-needs one buffer of CHUNK_ELEMENTS logits in the model's dtype (shared between the two models if a reference's logits
-are needed too) and, in backward, the products of that chunk.  The gradient overwrites the logits.
+needs one buffer of CHUNK_ELEMENTS logits (shared between the two models if a reference's logits are needed too) and, in
+backward, the products of that chunk.  The gradient overwrites the logits.  On a GPU logits of a 16-bit model are
+float32, as those of its servers (`servers/sglang.py`): rounded to bfloat16, a logit of 20 is off by up to 0.06.  On a
+CPU, where torch has no such product, they have the model's dtype.
 
 A chunk is some tokens times some rows of the vocabulary.  It has many tokens, because each group of tokens costs a pass
 over the weight and its main_grad; but not all, because each group of rows costs a pass over the tokens' gradients.
@@ -32,7 +34,7 @@ if torch.cuda.is_available() and find_spec("triton"):
 
     gpu_kernels = fused_triton
 
-CHUNK_ELEMENTS = 2**26 if torch.cuda.is_available() else 2**23  # 128 MiB of bf16; a CPU gains nothing above 32 MiB
+CHUNK_ELEMENTS = 2**26 if torch.cuda.is_available() else 2**23  # 256 MiB; a CPU gains nothing above 32 MiB
 CHUNK_TOKENS = 2**13
 
 
@@ -89,6 +91,7 @@ class _Columns(torch.autograd.Function):
             for chunk in chunks.of(sides, index[at]):
                 how = (chunk.index, chunk.num_real, job.temperature, job.names)
                 found[:, at] = merged(found[:, at], chunk.kernels.statistics(chunk.logits, chunk.ref_logits, *how))
+                del chunk  # else the next group's buffer is made beside this one
         all_reduce_(found, job.group)
         ctx.job = job
         ctx.save_for_backward(hidden, weight, index, found, ref_hidden, ref_weight)
@@ -116,9 +119,11 @@ class _Columns(torch.autograd.Function):
             for chunk in chunks.of(sides, index[at]):
                 how = (chunk.index, factors[:, at], chunk.num_real, job.temperature)
                 chunk.kernels.gradient_(chunk.logits, chunk.ref_logits, *how)
-                add_product_(of_lot, chunk.logits, weight[chunk.rows])
+                grad = chunk.logits.to(weight.dtype)
+                add_product_(of_lot, grad, weight[chunk.rows])
                 if of_weight is not None:
-                    of_weight.add(chunk.rows, chunk.logits, sides[0])
+                    of_weight.add(chunk.rows, grad, sides[0])
+                del chunk, grad  # else the next gradient, and the next group's buffer, are made beside these
             grad_hidden[at] = of_lot.to(grad_hidden.dtype)
         own = _sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
         return None, own, of_weight.finish() if of_weight is not None else None, None, None, None
@@ -163,16 +168,29 @@ class _Chunks:
         """The chunks of logits of these tokens; index [C] of their labels in this rank's part of the vocabulary."""
         num_tokens = len(index)
         most = min(self.width, max(8, self.elements // num_tokens // 8 * 8))
-        buffers = [side.new_empty(num_tokens * most) for side in sides]
+        buffers = [side.new_empty(num_tokens * most, dtype=_logits_dtype(side)) for side in sides]
         for first in range(0, self.width, most):
             rows = slice(first, min(first + most, self.width))
             size, num_real = rows.stop - first, min(rows.stop, self.num_real) - first
             logits = [
-                torch.mm(side, weight[rows].T, out=buffer[: num_tokens * size].view(num_tokens, size))
+                _product(side, weight[rows].T, buffer[: num_tokens * size].view(num_tokens, size))
                 for side, weight, buffer in zip(sides, self.weights, buffers, strict=True)
             ]
             here = torch.where((index >= first) & (index < first + num_real), index - first, -1)
             yield _Chunk(rows, logits[0], logits[1] if len(logits) > 1 else None, here, num_real)
+
+
+def _logits_dtype(hidden: Tensor) -> torch.dtype:
+    """Of the logits of these hidden states."""
+    has_product = hidden.is_cuda and "dtype_out" in torch.ops.aten.mm.overloads()  # torch >= 2.8
+    return torch.float32 if has_product and hidden.dtype in (torch.bfloat16, torch.float16) else hidden.dtype
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """out = left @ right, summed in float32 and rounded once, to the dtype of `out`."""
+    if out.dtype == left.dtype:
+        return torch.mm(left, right, out=out)
+    return torch.mm(left, right, out_dtype=out.dtype, out=out)
 
 
 def _reached(grads: dict[str, Tensor]) -> Tensor:

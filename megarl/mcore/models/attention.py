@@ -172,7 +172,13 @@ class SDPAttention(MegatronModule):
         return back >= 0 if self.window is None else (back >= 0) & (back < self.window)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[b, n, s, d] each; keys and values may have fewer heads (grouped-query attention)."""
+        """[b, n, s, d] each; keys and values may have fewer heads (grouped-query attention).
+
+        On CUDA a mask makes every key and value head repeat, since flash attention takes no mask, and the
+        memory-efficient kernel no fewer heads (torch's sdp_utils.cpp); without both, all heads' scores are in memory.
+        """
+        if mask is not None and q.is_cuda:
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
         )

@@ -194,7 +194,7 @@ def merge(model: Model) -> None:
 
 
 def sharded_state(chunk: nn.Module) -> dict[str, Any]:
-    """The adapters for dist_checkpointing: {name in this chunk: sharded tensor under the name in the whole model}."""
+    """The adapters for a checkpoint: {name in this chunk: sharded tensor under the name in the whole model}."""
     names = {id(param): name for name, param in unwrap(chunk).named_parameters()}
     groups = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
     state: dict[str, Any] = {}

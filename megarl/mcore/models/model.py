@@ -13,12 +13,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
 from megarl.layout import Layout, misfits, numbers_of, padded_vocab_size
-from megarl.mcore.logprobs.main_grad import has_fused_accumulation
 from megarl.mcore.models.families import family_of
+from megarl.mcore.models.fusions import available_fusions, fuse_weight_gradients
 from megarl.mcore.models.hf import HFConfig
 from megarl.mcore.models.layers import block_spec
 from megarl.mcore.models.mla import keep_router_biases
@@ -50,9 +50,17 @@ def transformer_config(
     """Megatron's config of this model: its family's settings, its layout, and the settings for packed RL training."""
     check_layout(hf, layout)
     family = family_of(hf)
+    # variable_seq_lengths refuses Megatron's default, allgather, for dense models too
+    dispatcher = engine.dispatcher(layout.ep * layout.expert_tp, dtype) if numbers_of(hf).num_experts else "alltoall"
+    latent = issubclass(family.config, MLATransformerConfig)
     return family.config(
         **family.settings(hf),
         **_pipeline(layout),
+        **available_fusions(
+            uses_transformer_engine=engine.uses_transformer_engine,
+            latent_attention=latent,
+            fsdp=engine.strategy == "fsdp",
+        ),
         **engine.transformer_settings(),
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -67,10 +75,8 @@ def transformer_config(
         attention_softmax_in_fp32=True,
         calculate_per_token_loss=True,  # the loss is a weighted sum over tokens: see step.py
         variable_seq_lengths=True,  # packed rows differ in length from one micro-batch to the next
-        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths refuses the default, for dense models too
+        moe_token_dispatcher_type=dispatcher,  # of flex, DeepEP is the default backend
         use_cpu_initialization=not torch.cuda.is_available(),
-        masked_softmax_fusion=False,  # needs Apex
-        gradient_accumulation_fusion=has_fused_accumulation(),
     )
 
 
@@ -79,6 +85,9 @@ def _pipeline(layout: Layout) -> dict[str, Any]:
 
     Batched sends and receives are matched by their order.  With two pipeline ranks the next rank is also the previous
     one and the orders at the two ends differ: interleaved stages would silently receive each other's tensors.
+
+    On a GPU a stage frees its output once it is sent.  Not with interleaved stages: Megatron then frees it while it is
+    still being sent, and torch keeps for the sender the tensor object, but not the memory that this object loses.
     """
     first, last = layout.first_stage_layers, layout.last_stage_layers
     return {
@@ -89,6 +98,7 @@ def _pipeline(layout: Layout) -> dict[str, Any]:
         "num_layers_in_last_pipeline_stage": None if layout.pp == 2 and first is not None else last,
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
+        "deallocate_pipeline_outputs": torch.cuda.is_available() and layout.pp > 1 and layout.vpp == 1,
     }
 
 
@@ -181,6 +191,8 @@ def make_chunks(
         )
         if not config.multi_latent_attention:  # each of its attention layers has its own rope
             gpt.rotary_pos_emb.inv_freq = make_rope(hf, config.kv_channels).frequencies
+        if engine.uses_transformer_engine and engine.strategy != "fsdp":
+            fuse_weight_gradients(gpt)
         chunks.append(gpt)
     return chunks
 

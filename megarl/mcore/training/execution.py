@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from megatron.core.extensions import transformer_engine
+from megatron.core.transformer.moe import fused_a2a
 
 STRATEGIES = ("megatron", "fsdp", "none")
 TRANSFORMERS = ("auto", "local", "transformer_engine")
+DISPATCHERS = ("auto", "alltoall", "flex")
+DEEPEP_RANKS = (2, 4, 8, 16, 32, 64, 128)  # group sizes for which every release of DeepEP has kernels (launch.cuh)
 GRANULARITIES = (None, "selective", "full")
 METHODS = (None, "uniform", "block")
 
@@ -22,12 +25,18 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and transformer_engine.HAVE_TE
 
 
+def has_deep_ep() -> bool:
+    """Whether Megatron could import the package deep_ep and there is a GPU to run it."""
+    return torch.cuda.is_available() and fused_a2a.HAVE_DEEP_EP
+
+
 @dataclass(frozen=True)
 class ExecutionOptions:
     """The execution options of one role.  ValueError for an unknown value or a contradiction between two."""
 
     strategy: str = "megatron"  # megatron | fsdp (Megatron-FSDP) | none (one process, no wrapper)
     transformer_impl: str = "auto"  # auto (transformer_engine if installed and on a GPU) | local | ...
+    moe_token_dispatcher_type: str = "auto"  # alltoall | flex (DeepEP) | auto (flex where it is installed and fits)
     recompute_granularity: str | None = None  # selective (the core attention) | full (whole layers)
     recompute_method: str | None = None  # of full: uniform (groups of layers) | block (the first layers of a stage)
     recompute_num_layers: int | None = None  # of full: in a group | of a stage
@@ -39,6 +48,7 @@ class ExecutionOptions:
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("transformer_impl", self.transformer_impl, TRANSFORMERS)
+        _one_of("moe_token_dispatcher_type", self.moe_token_dispatcher_type, DISPATCHERS)
         _one_of("recompute_granularity", self.recompute_granularity, GRANULARITIES)
         _one_of("recompute_method", self.recompute_method, METHODS)
         layers, is_full = self.recompute_num_layers, self.recompute_granularity == "full"
@@ -64,8 +74,32 @@ class ExecutionOptions:
 
     @property
     def lacks_transformer_engine(self) -> bool:
-        """Whether `auto` takes the local layers on a GPU: slower, with more activations than the planner counts."""
+        """Whether `auto` takes the local layers on a GPU: slower, with more activations (`local` in a plan)."""
         return self.transformer_impl == "auto" and torch.cuda.is_available() and not has_transformer_engine()
+
+    def dispatcher(self, expert_ranks: int, dtype: torch.dtype) -> str:
+        """Megatron's moe_token_dispatcher_type for layers whose experts are shared by `expert_ranks` ranks.
+
+        ValueError if flex is requested but not available.  `auto` takes it where DeepEP's kernels fit: bfloat16, and a
+        group size that they are compiled for.
+        """
+        if self.moe_token_dispatcher_type == "flex" and not has_deep_ep():
+            raise ValueError(
+                "moe_token_dispatcher_type=flex: the package deep_ep cannot be imported, or there is no GPU; expected "
+                "auto or alltoall"
+            )
+        fits = has_deep_ep() and dtype is torch.bfloat16 and expert_ranks in DEEPEP_RANKS
+        chosen = "flex" if fits else "alltoall"
+        return chosen if self.moe_token_dispatcher_type == "auto" else self.moe_token_dispatcher_type
+
+    def check_context_parallel(self, size: int) -> None:
+        """ValueError for context parallelism on a GPU with local layers: each rank would need a mask and, without a
+        flash kernel for it, scores for all pairs of its tokens and the row's tokens."""
+        if size > 1 and torch.cuda.is_available() and not self.uses_transformer_engine:
+            raise ValueError(
+                f"context_parallel_size={size}: on GPUs it needs Transformer Engine's layers, and these are local; "
+                "expected 1, or transformer_impl=transformer_engine without adapters"
+            )
 
     def for_adapters(self) -> ExecutionOptions:
         """The same options with local linears, which adapters need.  ValueError if others are requested."""

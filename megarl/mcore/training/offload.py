@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, FullyShardedDataP
 from torch import Tensor, nn
 
 from megarl.mcore.models.model import Model
+from megarl.mcore.training.host_memory import HostMemory
 from megarl.mcore.training.optimizer import Optimizer
 from megarl.mcore.training.wrappers import fsdp_shards, gather_fsdp, release_fsdp
 
@@ -30,7 +31,7 @@ class Moved(NamedTuple):
 
 
 class OffloadBuffer:
-    """Host memory into which one role is offloaded.  It is pinned if there is a GPU, and is reused."""
+    """Host memory into which one role is offloaded.  It is reused as long as the sizes of the tensors stay."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class OffloadBuffer:
         """
         self.model, self.optimizer = model, optimizer
         self._parts, self.is_offloaded = (parameters, gradients, moments), False
-        self._host: dict[int, Tensor] = {}  # by the address of the storage object
+        self._host = HostMemory(())  # a part for each storage in `_kept`
         self._kept: list[torch.UntypedStorage] = []
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
 
@@ -61,7 +62,12 @@ class OffloadBuffer:
         weights, gradients, state = (part if chosen else [] for part, chosen in found)
         moved = Moved(*(sum(x.nbytes() for x in part) for part in (weights, gradients, state)))
         self._kept, self._emptied = [*weights, *state], [(x, x.nbytes()) for x in gradients]
-        self._host = {x._cdata: self._copy(x) for x in self._kept}
+        sizes = tuple(x.nbytes() for x in self._kept)
+        if self._host.sizes != sizes:
+            self._host = HostMemory(())  # frees the old memory before there is new
+            self._host = HostMemory(sizes)
+        for storage, host in zip(self._kept, self._host.parts, strict=True):
+            host.copy_(_bytes(storage), non_blocking=True)
         _wait()
         for storage in (*self._kept, *gradients):
             storage.resize_(0)
@@ -71,8 +77,7 @@ class OffloadBuffer:
 
     def onload(self) -> None:
         """Allocate device memory again and fill it, gradients with zeros.  Does nothing if not offloaded."""
-        for storage in self._kept:
-            host = self._host[storage._cdata]
+        for storage, host in zip(self._kept, self._host.parts if self._kept else (), strict=True):
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=True)
         for storage, size in self._emptied:
@@ -80,13 +85,6 @@ class OffloadBuffer:
             _bytes(storage).zero_()
         self._kept, self._emptied, self.is_offloaded = [], [], False
         _wait()
-
-    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
-        """Copy its bytes to host memory asynchronously; reuse the last offload's buffer if the size is the same."""
-        host = self._host.get(storage._cdata)
-        if host is None or host.numel() != storage.nbytes():
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        return host.copy_(_bytes(storage), non_blocking=True)
 
     def _storages(self) -> tuple[list[torch.UntypedStorage], ...]:
         """Storages of weights, gradients and the optimizer, each once: a shared one counts as the first of these."""

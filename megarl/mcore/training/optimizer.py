@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 from megarl.layout import Layout
 from megarl.mcore.models.layers import check_trainable
@@ -140,7 +142,6 @@ class Optimizer:
         chunks: list[Any] = list(model)
         config, wrapper = chunks[0].config, chunks[0].ddp_config
         _check_optimizer(settings.name, wrapper, has_adapters=_has_adapters(model))
-        self._has_expert_ranks = config.expert_model_parallel_size > 1
         self.inner: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam" if settings.name == "adamw" else "sgd",  # for muon only its groups are used
@@ -158,6 +159,7 @@ class Optimizer:
                 overlap_param_gather=wrapper.overlap_param_gather,
             ),
             chunks,
+            use_gloo_process_groups=False,
         )
         if settings.name == "sgd":  # Megatron has no such function for it (optimizer/__init__:408)
             for part in self.parts:
@@ -174,17 +176,57 @@ class Optimizer:
         return getattr(self.inner, "chained_optimizers", [self.inner])
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether data-parallel ranks hold different runs of the state."""
+        return bool(self.inner.config.use_distributed_optimizer)
+
+    @property
     def kind(self) -> str:
         """A description of the optimizer; it can load only checkpoints that were saved with an equal one."""
-        config = self.inner.config
-        sharded = str(config.use_distributed_optimizer).lower()
-        dtype = "bfloat16" if config.bf16 else "float32"
-        # With expert parallelism Megatron gives experts their own optimizer, with a state of another form.
-        experts = " expert_model_parallel_size>1" if self._has_expert_ranks else ""
-        parts = f" strategy=fsdp ranks={dist.get_world_size()}" if isinstance(self.inner, FsdpOptimizer) else ""
-        return (
-            f"optim.name={self.settings.name} use_distributed_optimizer={sharded} model.dtype={dtype}{experts}{parts}"
-        )
+        dtype = "bfloat16" if self.inner.config.bf16 else "float32"
+        ranks = f" strategy=fsdp {self._layout}" if isinstance(self.inner, FsdpOptimizer) else ""
+        return f"optim.name={self.settings.name} model.dtype={dtype}{ranks}"
+
+    @property
+    def _layout(self) -> str:
+        config: Any = self.inner.model_chunks[0].config
+        tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
+        return f"ranks={dist.get_world_size()} tp={tp} ep={ep} etp={config.expert_tensor_parallel_size}"
+
+    def runs(self) -> Iterator[tuple[nn.Parameter, int, int, dict[str, Tensor]]]:
+        """(parameter, start, stop, state) of each run [start, stop) of a flat parameter whose state this rank has.
+
+        `state`: flat or of the parameter's shape, by Megatron's names (exp_avg, ...); `param`: its master weights,
+        unless they are the parameter itself.
+        """
+        for part in self.parts:
+            if not part.is_stub_optimizer:
+                yield from _distributed_runs(part) if self.is_distributed else self._whole_runs(part)
+
+    def _whole_runs(self, part: Any) -> Iterator[tuple[nn.Parameter, int, int, dict[str, Tensor]]]:
+        trained = [p for chunk in self.model for p in unwrap(chunk).parameters() if p.requires_grad]
+        by_main = {id(getattr(p, "main_param", p)): p for p in trained}
+        for main in (main for group in part.optimizer.param_groups for main in group["params"]):
+            param = by_main[id(main)]
+            masters = {} if main is param else {"param": main.detach()}
+            yield param, 0, param.numel(), masters | _large(part.optimizer.state[main])
+
+    def make_state(self) -> None:
+        """Make zero state, as after `step_index` steps, into which a checkpoint is loaded."""
+        if isinstance(self.inner, FsdpOptimizer):
+            self.inner.make_state(self.step_index)
+            return
+        for part in self.parts:
+            if part.is_stub_optimizer:
+                continue
+            inner = part.optimizer
+            if part.init_state_fn is not None:
+                part.init_state_fn(inner)
+            for group in inner.param_groups:
+                if not isinstance(inner, torch.optim.Adam | torch.optim.SGD):  # those of Apex, Transformer-Engine; Muon
+                    group["step"] = self.step_index
+                for param in group["params"] if isinstance(inner, torch.optim.Adam) else ():
+                    inner.state[param]["step"] = torch.tensor(float(self.step_index))
 
     @property
     def lr(self) -> float:
@@ -203,6 +245,22 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()
+
+
+def _distributed_runs(part: Any) -> Iterator[tuple[nn.Parameter, int, int, dict[str, Tensor]]]:
+    """Of Megatron's distributed optimizer, from its own table of which run of each parameter this rank has."""
+    buckets = (bucket for buffer in part.gbuf_ranges for of_dtype in buffer.values() for bucket in of_dtype)
+    for param, ranges in ((param, ranges) for bucket in buckets for param, ranges in bucket["param_map"].items()):
+        group, index = part.model_param_group_index_map[param]
+        main = part.optimizer.param_groups[group]["params"][index]
+        masters = {} if param.dtype == main.dtype else {"param": main.detach()}
+        run = ranges["param"]
+        yield param, run.start, run.end, masters | _large(part.optimizer.state[main])
+
+
+def _large(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Without step counters."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
 
 
 def _momentum_buffers(optimizer: torch.optim.Optimizer, _: Any = None) -> None:

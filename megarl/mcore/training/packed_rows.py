@@ -31,16 +31,22 @@ class PackedRow:
     tokens: Tensor  # [1, T/cp] int64
     positions: Tensor  # [1, T/cp] int64, within each sequence
     labels: Tensor  # [T/cp] int64, the token that follows each
+    sources: Tensor  # [T/cp] int64, the index in the batch of the token at each place; -1 at padding
     packed: PackedParams
     predicts: Tensor  # [N'] index, in the gathered row, of the output that predicts a token; N' = predicted tokens
     predicted: Tensor  # [N'] indices of these tokens in the batch
     num_tokens: int  # of the batch
     num_own_tokens: int  # in this context-parallel rank's slice, padding and dummies not counted
 
+    def slice(self, column: Tensor) -> Tensor:
+        """The batch's column [N, ...] -> that of the tokens of this rank [T/cp, ...], 0 at padding, on every stage."""
+        return _at(column, self.sources.to(column.device))
+
     def column(self, output: Tensor) -> Tensor:
-        """This rank's outputs [T/cp] -> the batch's column [N], whole on every context-parallel rank."""
+        """This rank's outputs [T/cp, ...] -> the batch's column [N, ...], whole on every context-parallel rank."""
         whole = gather_context(output)
-        return whole.new_zeros(self.num_tokens).index_copy(0, self.predicted, whole.index_select(0, self.predicts))
+        column = whole.new_zeros(self.num_tokens, *whole.shape[1:])
+        return column.index_copy(0, self.predicted, whole.index_select(0, self.predicts))
 
 
 def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedRow:
@@ -54,16 +60,11 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedR
     at = starts[batch.segment_ids] + inside  # [N] position of each token in the padded row
 
     total = int(ends[-1])
-    tokens, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
-    tokens[at] = batch.tokens
-    predicted = torch.nonzero(inside > 0).squeeze(1)
-    predicts = at[predicted] - 1
-    labels[predicts] = batch.tokens[predicted]
-    positions = torch.arange(total) - torch.repeat_interleave(starts, sizes)
-
     own = own_positions(starts.tolist(), padded, layout.cp)
-    real = torch.zeros(total, dtype=torch.bool)
-    real[at] = True
+    sources = torch.full((total,), -1).index_copy(0, at, torch.arange(batch.num_tokens))[own]
+    predicted = torch.nonzero(inside > 0).squeeze(1)
+    following = torch.zeros_like(batch.tokens).index_copy(0, predicted - 1, batch.tokens[predicted])
+    positions = torch.arange(total) - torch.repeat_interleave(starts, sizes)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device)
     longest = max(padded)
     packed = PackedParams(
@@ -75,15 +76,21 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedR
         pad=pad_plan(padded, device=device) if layout.cp == 1 else None,
     )
     return PackedRow(
-        tokens=tokens[own][None].to(device),
+        tokens=_at(batch.tokens, sources)[None].to(device),
         positions=positions[own][None].to(device),
-        labels=labels[own].to(device),
+        labels=_at(following, sources).to(device),
+        sources=sources.to(device),
         packed=packed,
-        predicts=where_gathered(own, predicts, layout.cp, starts.tolist(), padded).to(device),
+        predicts=where_gathered(own, at[predicted] - 1, layout.cp, starts.tolist(), padded).to(device),
         predicted=predicted.to(device),
         num_tokens=batch.num_tokens,
-        num_own_tokens=0 if micro.is_dummy else int(real[own].sum()),
+        num_own_tokens=0 if micro.is_dummy else int((sources >= 0).sum()),
     )
+
+
+def _at(column: Tensor, sources: Tensor) -> Tensor:
+    """The entries of a column [N, ...] at these indices, -1 for the 0 behind its end; torch fills no uint16."""
+    return torch.cat([column, column.new_zeros(1, *column.shape[1:])])[sources]
 
 
 def padded_lengths(lengths: list[int], layout: Layout) -> list[int]:
@@ -152,7 +159,7 @@ def micro_batches(batch: Batch, micro_sizes: Sequence[int]) -> list[MicroBatch]:
 
 def dummy(like: Batch) -> MicroBatch:
     """A micro-batch of two tokens; all its columns, including weights, are 0."""
-    columns = {name: column.new_zeros(2) for name, column in like.columns.items()}
+    columns = {name: column.new_zeros(2, *column.shape[1:]) for name, column in like.columns.items()}
     return MicroBatch(Batch(torch.zeros(2, dtype=torch.int64), torch.tensor([2]), columns), is_dummy=True)
 
 

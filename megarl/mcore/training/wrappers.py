@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallelConfig, FullyShardedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -67,31 +66,18 @@ class FsdpOptimizer(DistributedOptimizer):
     (Megatron's own are DTensors for torch's checkpoints, a different format from that of the weights.)
     """
 
-    def sharded_state_dict(
-        self,
-        model_sharded_state_dict: Any,
-        is_loading: bool = False,
-        **how: Any,  # noqa: ARG002
-    ) -> dict[str, Any]:
-        for _, param in self._held() if is_loading else ():
-            self.optimizer.state[param].update({name: torch.zeros_like(param) for name in MOMENTS})
-        rank = dist.get_rank()
-        tensors = {f"fsdp.{rank}.{name}": tensor for name, tensor in self._own_parts()}
-        parts = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
-        return {"parts": parts, "step": self._step}
+    def make_state(self, step: int) -> None:
+        """Make zero moments, as after `step` steps, into which a checkpoint is loaded."""
+        for group in self.optimizer.param_groups:
+            group["step"] = step  # Apex's and Transformer Engine's optimizers count steps for a whole group
+        for _, param in self._held():
+            zeros = {name: torch.zeros_like(param) for name in MOMENTS}
+            self.optimizer.state[param].update(zeros, step=torch.tensor(float(step)))
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy the model's whole parameters, which were loaded before, and then load the shards of this rank."""
+    def copy_weights(self) -> None:
+        """Copy the model's whole parameters into this rank's shard of the weights, not of the master weights."""
         self._cut(lambda group: [group.model_weight_buffer])
-        rank = dist.get_rank()
-        for name, tensor in self._own_parts():
-            tensor.copy_(state["parts"][f"fsdp.{rank}.{name}"])
-        for group in self.optimizer.param_groups:
-            if "step" in group:  # Apex's and Transformer Engine's optimizers count steps for a whole group
-                group.update(step=state["step"])
-        for _, param in self._held():
-            self.optimizer.state[param]["step"] = torch.tensor(float(state["step"]))
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: Any = None) -> None:  # noqa: ARG002
@@ -105,22 +91,16 @@ class FsdpOptimizer(DistributedOptimizer):
                     for i, param in enumerate(group.params):
                         buffer.set_item(i, param.data)
 
-    @property
-    def _step(self) -> int:
-        """The number of steps that the moments include."""
-        of_groups = [group["step"] for group in self.optimizer.param_groups if "step" in group]
-        of_params = [self.optimizer.state[param].get("step", 0) for _, param in self._held()]
-        return int([*of_groups, *of_params][0])
-
     def _held(self) -> list[tuple[int, Any]]:
         """Parameters of which this rank has a shard; the others have no gradient and no moments here."""
         return [(i, p) for i, p in enumerate(self.get_parameters()) if p._local_tensor.numel()]
 
-    def _own_parts(self) -> Iterator[tuple[str, Tensor]]:
+    def own_parts(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's shard of each parameter, in the dtype of the optimizer, and of its moments."""
+        rank = dist.get_rank()
         for i, param in self._held():
             held = {"weight": param, **{name: self.optimizer.state[param][name] for name in MOMENTS}}
-            yield from ((f"{i}.{name}", tensor._local_tensor) for name, tensor in held.items())
+            yield from ((f"fsdp.{rank}.{i}.{name}", tensor._local_tensor.detach()) for name, tensor in held.items())
 
 
 class OneProcess(_BaseDataParallel):

@@ -24,7 +24,7 @@ def main(request: Request, words: list[str]) -> int:
     for warning in plan.warnings:
         Console(stderr=True, soft_wrap=True).print(f"warning: {warning}", markup=False, highlight=False)
     prediction = predict(job)
-    said = [*plan.said, *_lengths(job, request)]
+    said = [*plan.said, *_lengths(job, request), *_dispatch(plan, job)]
     proposals = _proposals(plan, request, job) if request.search else []
     console = Console()
     if request.json:
@@ -58,6 +58,13 @@ def _proposals(plan: Plan, request: Request, job: Job) -> list[Proposal]:
             return None
 
     return search(job, composed)
+
+
+def _dispatch(plan: Plan, job: Job) -> list[str]:
+    """That `auto` is planned as alltoall: whether the cluster has the package deep_ep is not known here."""
+    key = "actor.megatron.moe_token_dispatcher_type"
+    is_open = plan.config.actor.megatron.moe_token_dispatcher_type == "auto" and job.layout.ep > 1
+    return [f"tokens reach experts by alltoall; where deep_ep is installed, {key}=flex plans DeepEP"] if is_open else []
 
 
 def _lengths(job: Job, request: Request) -> list[str]:

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from megarl.config import Config, layout_of, used_roles
 from megarl.layout import Layout
-from megarl.plan.command.show import memory_table, plain_table
+from megarl.plan.command.show import LOCAL, memory_table, plain_table
 from megarl.plan.from_config import job_of, numbers_of_model
 from megarl.plan.gpus import GPUS
 from megarl.plan.memory.count import of_stage, whole
-from megarl.plan.memory.gpu_budget import GpuBudget, gpu_budgets_of_trainer
+from megarl.plan.memory.gpu_budget import GpuBudget, gpu_budgets_of_trainer, local_totals
 from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
@@ -51,13 +51,16 @@ class Seat:
 def report(config: Config, console: Console | None = None) -> None:
     """Print the report for the roles of `megarl train`."""
     console = console or Console(soft_wrap=True)
-    seats, budgets = seats_of(config), rooms_of(config)
+    seats, job = seats_of(config), job_of(config, GPUS["h100"])  # the trainer's memory is the same on every type of GPU
+    budgets, local = gpu_budgets_of_trainer(job), local_totals(job)
     console.print(_layouts(seats))
     console.print("\na rank of each kind")
     console.print(_ranks(seats))
     reserve = f"{RESERVE_BYTES / 1e9:.0f} GB are spare"
     console.print(f"\nthe GB of GPU memory that it takes at its fullest, where {reserve}", highlight=False)
-    console.print(memory_table(budgets))
+    console.print(memory_table(budgets, local))
+    if local:
+        console.print(LOCAL, highlight=False)
     console.print()
     for line in _lines(config, seats, budgets):
         console.print(line, markup=False, highlight=False)
@@ -66,11 +69,6 @@ def report(config: Config, console: Console | None = None) -> None:
 def seats_of(config: Config) -> list[Seat]:
     """Raises: ValueError if the numbers of a role's model are not known yet."""
     return [_seat(config, role) for role in used_roles(config, "train")]
-
-
-def rooms_of(config: Config) -> dict[str, GpuBudget]:
-    """Memory on a GPU of the trainer; it does not depend on the type of GPU."""
-    return gpu_budgets_of_trainer(job_of(config, GPUS["h100"]))
 
 
 def _seat(config: Config, role: str) -> Seat:
@@ -121,7 +119,7 @@ def _lines(config: Config, seats: list[Seat], budgets: Mapping[str, GpuBudget]) 
     rollout = config.rollout
     if rollout.urls:
         yield f"servers: {len(rollout.urls)} that run already"
-    elif rollout.engine == "sglang":
+    elif rollout.engine != "hf":  # auto: with GPUs it is sglang
         where = "the trainer's, in turns" if rollout.placement == "shared" else "of their own"
         yield f"servers: {rollout.num_servers} of {rollout.tensor_model_parallel_size} GPUs each, {where}"
         if rollout.memory_fraction is not None:
@@ -129,4 +127,4 @@ def _lines(config: Config, seats: list[Seat], budgets: Mapping[str, GpuBudget]) 
             share = f"{rollout.memory_fraction:.0%} of each GPU for weights and cache"
             yield f"a server takes {share}, and {beside / 1e9:.0f} GB"
     else:
-        yield f"servers: {rollout.num_servers}, rollout.engine={rollout.engine}"
+        yield f"servers: {rollout.num_servers}, rollout.engine=hf"

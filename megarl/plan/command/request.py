@@ -16,6 +16,7 @@ OPTIONS = {
     "--gpus-per-node N": "of a machine; unset = as configured",
     "--nic GBIT": "Gbit/s of one GPU to other machines; unset = as the data sheet has it",
     "--link GB": "GB/s of one GPU to others of its machine, one direction; unset = the same",
+    "--host GB": "GB of host memory of a machine; unset = predicted, but not compared",
     "--prompt-tokens MEAN": "length of a prompt; unset = a quarter of data.max_prompt_length",
     "--response-tokens MEAN": "length of a completion; unset = half of data.max_response_length",
     "--search": "look for better layouts, and say why they are better",
@@ -42,6 +43,7 @@ class Request:
     gpus_per_node: int | None = None
     nic: float | None = None  # Gbit/s
     link: float | None = None  # GB/s
+    host: float | None = None  # GB
     prompt_tokens: float | None = None
     response_tokens: float | None = None
     search: bool = False
@@ -110,6 +112,7 @@ _VALUES: dict[str, Callable[[str, str], Any]] = {
     "--gpus-per-node": _count,
     "--nic": _above_0("Gbit/s"),
     "--link": _above_0("GB/s"),
+    "--host": _above_0("GB"),
     "--prompt-tokens": _above_0("tokens"),
     "--response-tokens": _above_0("tokens"),
 }

@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.layout import Layout
+from megarl.plan import server_args
 from megarl.plan.job import Job
+from megarl.plan.limits import Limit
 from megarl.plan.memory.count import whole
 from megarl.plan.memory.gpu_budget import GpuBudget
 from megarl.plan.predict import Prediction
@@ -26,11 +28,13 @@ COLUMNS = {
     "whole": ("gathered",),
     "chunk": ("log_prob_chunk",),
     "cache": ("kv_cache",),
-    "push": ("server_weights", "push_bucket", "save_bucket"),
-    "others": ("others",),
+    "push": ("server_weights", "push_bucket"),
+    "others": ("others", "save_copies"),
     "spare": ("reserve",),
     "GB": ("total",),
 }
+HOST = "host: host memory of a machine, for what roles offload and (others) copies of checkpoints"
+LOCAL = "local: GB with local layers, where Transformer-Engine is not installed"
 WIDTH = 74
 AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
@@ -44,13 +48,14 @@ def plain_table(*names: str) -> Table:
     return table
 
 
-def memory_table(budgets: Mapping[str, GpuBudget]) -> Table:
-    """GB (10^9 bytes) of a rank of each kind; unused columns are left out."""
+def memory_table(budgets: Mapping[str, GpuBudget], local: Mapping[str, int]) -> Table:
+    """GB (10^9 bytes) of a rank of each kind; unused columns are left out.  local: totals with local layers."""
     present = {part for budget in budgets.values() for part in budget}
     used = {name: parts for name, parts in COLUMNS.items() if present & set(parts)}
-    table = plain_table("rank", *used)
+    table = plain_table("rank", *used, *(["local"] if local else []))
     for kind, budget in budgets.items():
-        sizes = (sum(budget.get(part, 0) for part in parts) for parts in used.values())
+        sizes = [sum(budget.get(part, 0) for part in parts) for parts in used.values()]
+        sizes += [local.get(kind, budget["total"])] if local else []
         table.add_row(kind, *(f"{size / 1e9:.1f}" if size else "" for size in sizes))
     return table
 
@@ -60,14 +65,22 @@ def show(console: Console, job: Job, prediction: Prediction, said: Sequence[str]
     _line(console, headline(job))
     for line in said:
         _line(console, f"assumed: {line}")
+    for argument in job.not_modelled:
+        _line(console, f"not modelled: {argument} ({server_args.KEY})")
     budget = job.gpu.memory_bytes / 1e9
     _line(console, f"\npredicted GB of a rank of each kind, at its fullest (a GPU has {budget:.0f})")
-    console.print(memory_table(prediction.memory))
+    console.print(memory_table(prediction.memory, prediction.local_totals))
+    _line(console, HOST)
+    if prediction.local_totals:
+        _line(console, LOCAL)
     step = f"{job.sequences} completions, {job.tokens / 1e6:.1f} million tokens"
     _line(console, f"\npredicted seconds of a step of {step}")
     console.print(_stages(prediction))
     _line(console, "")
     console.print(_numbers(prediction))
+    if late := [limit for limit in prediction.limits if limit.state != "ok"]:
+        _line(console, "\ntime limits that are exceeded, or of which more than half is predicted")
+        console.print(_limits(late))
     _line(console, "")
     _line(console, "it fits" if prediction.fits else "IT DOES NOT FIT")
     for line in prediction.why:
@@ -99,7 +112,8 @@ def headline(job: Job) -> str:
     kind = f"{_parameters(whole(job.hf))} on {job.num_gpus} x {job.gpu.name}"
     links = f"a GPU sends {job.gpu.link_bandwidth / 1e9:g} GB/s inside its machine, {_gbit(job):g} Gbit/s beyond"
     place = "the trainer's GPUs, in turns" if job.shared else "GPUs of their own"
-    servers = f"{job.num_servers} server{'s' if job.num_servers > 1 else ''} of {job.server_gpus} on {place}"
+    groups = f" in {job.attention_dp} attention groups" if job.attention_dp > 1 else ""
+    servers = f"{job.num_servers} server{'s' if job.num_servers > 1 else ''} of {job.server_gpus}{groups} on {place}"
     lengths = f"mean lengths {job.prompt_tokens:.0f} + {job.response_tokens:.0f} of at most {job.longest}"
     return f"{kind}, {job.gpus_per_node} a machine\n{links}\n{layout_words(job.layout)}; {servers}\n{lengths}"
 
@@ -129,6 +143,8 @@ def as_json(job: Job, prediction: Prediction, said: Sequence[str]) -> dict[str, 
     return {
         "fits": prediction.fits,
         "memory_gb": {kind: {part: round(size / 1e9, 2) for part, size in budget.items()} for kind, budget in budgets},
+        "memory_local_gb": {kind: round(size / 1e9, 2) for kind, size in prediction.local_totals.items()},
+        "fits_local": prediction.fits_local,
         "step_s": round(prediction.step_s, 2),
         "tokens_per_s_per_gpu": round(prediction.tokens_per_s_per_gpu, 2),
         "mfu": round(prediction.mfu, 4),
@@ -136,6 +152,17 @@ def as_json(job: Job, prediction: Prediction, said: Sequence[str]) -> dict[str, 
         "bubble": round(prediction.bubble, 4),
         "push_s": round(prediction.push_s, 3),
         "stages": {name: round(seconds, 3) for name, seconds in prediction.stages.items()},
+        "limits": [
+            {
+                "what": limit.what,
+                "seconds": round(limit.seconds, 1),
+                "limit_s": limit.limit_s,
+                "key": limit.key,
+                "state": limit.state,
+                "expected_s": limit.expected_s,
+            }
+            for limit in prediction.limits
+        ],
         "micro_batches": prediction.micro_batches,
         "concurrency": round(prediction.concurrency, 1),
         "gpu": job.gpu.name,
@@ -146,11 +173,19 @@ def as_json(job: Job, prediction: Prediction, said: Sequence[str]) -> dict[str, 
         "layout": {axis: getattr(job.layout, "expert_tp" if axis == "etp" else axis) for axis in AXES},
         "recompute": job.recompute,
         "max_tokens": job.max_tokens,
-        "servers": {"num": job.num_servers, "gpus": job.server_gpus, "ep": job.server_ep, "shared": job.shared},
+        "servers": {
+            "num": job.num_servers,
+            "gpus": job.server_gpus,
+            "ep": job.server_ep,
+            "shared": job.shared,
+            "attention_dp": job.attention_dp,
+            "precision": job.server_precision,
+        },  # fmt: skip
         "prompt_tokens": job.prompt_tokens,
         "response_tokens": job.response_tokens,
         "parameters": whole(job.hf),
         "assumed": list(said),
+        "not_modelled": list(job.not_modelled),
         "why": prediction.why,
     }
 
@@ -176,6 +211,15 @@ def _stages(prediction: Prediction) -> Table:
     for name, seconds in prediction.stages.items():
         table.add_row(name, f"{seconds:.1f}", f"{seconds / total:.0%}")
     table.add_row("step", f"{prediction.step_s:.1f}", "")
+    return table
+
+
+def _limits(limits: Sequence[Limit]) -> Table:
+    table = plain_table("what", "s", "limit", "expected", "key")
+    table.columns[4].justify = "left"
+    for limit in limits:
+        numbers = (f"{each:.0f}" for each in (limit.seconds, limit.limit_s, limit.expected_s))
+        table.add_row(limit.what, *numbers, limit.key)
     return table
 
 

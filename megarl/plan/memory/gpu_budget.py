@@ -6,10 +6,11 @@ whole trainer is offloaded during generation (megarl/trainer/roles.py: trainers_
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
 from megarl.plan.job import Job, Role
-from megarl.plan.memory.count import kinds_of_stage, of_stage
+from megarl.plan.memory.count import kinds_of_stage, of_stage, whole
 from megarl.plan.memory.memory import (
     RESERVE_BYTES,
     SERVER_BYTES,
@@ -22,6 +23,7 @@ from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.serving import Server
 
 CHUNK_NUMBERS = 2**26  # logits in memory at the same time (megarl/mcore/logprobs/fused.py)
+LOGIT_BYTES = 6  # a logit in float32, and its gradient in bfloat16
 GpuBudget = dict[str, int]  # part -> bytes; `total` is the last
 
 
@@ -42,6 +44,17 @@ def gpu_budgets_of_trainer(job: Job) -> dict[str, GpuBudget]:
     if job.num_servers:
         found["push"] = _push(job)
     return found
+
+
+def local_totals(job: Job) -> dict[str, int]:
+    """Kind of rank -> bytes with Megatron's local layers, of the kinds for which they differ.
+
+    megatron.transformer_impl=auto takes these layers where Transformer-Engine is not installed.
+    """
+    critic, reference = (role and replace(role, local=True) for role in (job.critic, job.reference))
+    local = replace(job, local=True, critic=critic, reference=reference)
+    planned, found = gpu_budgets_of_trainer(job), gpu_budgets_of_trainer(local)
+    return {kind: budget["total"] for kind, budget in found.items() if budget["total"] != planned[kind]["total"]}
 
 
 def work_of(role: Role) -> Work:
@@ -87,8 +100,8 @@ def _room(job: Job, role: Role, memory: Memory, *, is_last: bool) -> GpuBudget:
     chunk = 0
     if is_last and role.name != "critic":
         rows = role.hf["vocab_size"] // role.layout.tp
-        chunk = 2 * min(CHUNK_NUMBERS, rows * role.max_tokens // role.layout.cp)
-    return _summed(
+        chunk = LOGIT_BYTES * min(CHUNK_NUMBERS, rows * role.max_tokens // role.layout.cp)
+    return summed(
         weights=memory.weights,
         gradients=memory.gradients,
         optimizer=memory.optimizer,
@@ -104,13 +117,14 @@ def _resident(job: Job, working: Role) -> int:
     """Bytes of other roles that stay on the GPU while this role works."""
     total = 0
     for role in job.roles:
-        is_apart = (
-            role.first_rank >= working.first_rank + working.num_ranks
-            or working.first_rank >= role.first_rank + role.num_ranks
-        )
-        if not is_apart and role.name != working.name:
+        if overlap(role, working) and role.name != working.name:
             total += _staying(role, fullest(role))
     return total
+
+
+def overlap(one: Role, other: Role) -> bool:
+    """Whether two roles share ranks."""
+    return one.first_rank < other.first_rank + other.num_ranks and other.first_rank < one.first_rank + one.num_ranks
 
 
 def _staying(role: Role, memory: Memory) -> int:
@@ -125,10 +139,11 @@ def _push(job: Job) -> GpuBudget:
     weights are on the same GPU."""
     role = job.actor
     stage = max(range(role.layout.pp), key=lambda at: of_stage(role.hf, role.layout, at).total)
-    parts = of_push(role.hf, role.layout, stage, work_of(role), job.server_gpus, job.bucket_bytes)
+    server_bytes = Server(job, CONSTANTS).weight_bytes
+    parts = of_push(role.hf, role.layout, stage, work_of(role), server_bytes, job.bucket_bytes)
     memory = held(role, stage)
     stays = _resident(job, role) + _staying(role, memory) - (0 if role.param_offload else memory.weights)
-    return _summed(
+    return summed(
         weights=parts.weights,
         server_weights=parts.server if job.shared else 0,
         push_bucket=parts.bucket,
@@ -138,14 +153,16 @@ def _push(job: Job) -> GpuBudget:
 
 
 def _save(job: Job, role: Role) -> GpuBudget:
-    """The whole role is onloaded, plus its largest tensor, unsharded and in float32."""
+    """Weights and optimizer are onloaded; each rank copies its own share to host memory, tensor by tensor.
+
+    With fsdp the weights are unsharded meanwhile, as in a push.
+    """
     memory = fullest(role)
-    largest = role.hf["hidden_size"] * max(role.hf["vocab_size"], role.hf["intermediate_size"])
-    return _summed(
+    return summed(
         weights=memory.weights,
-        gradients=memory.gradients,
+        gradients=0 if role.param_offload else memory.gradients,
         optimizer=memory.optimizer,
-        save_bucket=4 * largest,
+        gathered=(4 if role.dtype == "float32" else 2) * whole(role.hf, role.name) if role.fsdp else 0,
         others=_resident(job, role),
         reserve=memory.reserve,
     )
@@ -154,8 +171,9 @@ def _save(job: Job, role: Role) -> GpuBudget:
 def _server(job: Job, constants: Constants) -> GpuBudget:
     server = Server(job, constants)
     reserve = SERVER_BYTES + (RESERVE_BYTES if job.shared else 0)
-    return _summed(weights=server.weight_bytes, kv_cache=server.cache_bytes, reserve=reserve)
+    return summed(weights=server.weight_bytes, kv_cache=server.cache_bytes, reserve=reserve)
 
 
-def _summed(**parts: int) -> GpuBudget:
+def summed(**parts: int) -> GpuBudget:
+    """Parts that are not 0, and their sum."""
     return {name: size for name, size in parts.items() if size} | {"total": sum(parts.values())}

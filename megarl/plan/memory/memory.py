@@ -20,7 +20,8 @@ Only one role is counted: with param_offload and optimizer_offload the others ar
 
 With colocation (rollout.placement=shared) two more phases need memory, each without the rest of the above:
 
-    push          the actor's weights, the server's, the largest tensor sharded and whole, and a bucket that holds it
+    push          the actor's weights, the server's, the largest tensor sharded and whole, and two buckets, each of
+                  which holds it: one is filled while servers load the other
     generation    the server's memory_fraction of the GPU for weights and cache, and SERVER_BYTES
 """
 
@@ -40,12 +41,12 @@ from megarl.plan.memory.count import (
     num_experts,
     of_layer,
     of_stage,
-    whole,
 )
 from megarl.plan.time.constants import CONSTANTS
 
 RESERVE_BYTES = 8 * 10**9
 SERVER_BYTES = 12 * 10**9  # SGLang's memory in addition to memory_fraction: for prefill and CUDA graphs
+SMALLEST_PAIR, LARGEST_PAIR = 2**26, 2**31  # bytes of the two buckets of a push
 MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1}  # float32 numbers that the optimizer keeps per parameter
 
 
@@ -98,21 +99,25 @@ class PushMemory(NamedTuple):
 
     weights: int
     server: int  # weights of a server on the same GPU
-    bucket: int  # the largest tensor, sharded and whole, and a bucket
+    bucket: int  # the largest tensor, sharded and whole, and two buckets
     reserve: int = RESERVE_BYTES
 
 
-def of_push(hf: HFConfig, layout: Layout, stage: int, work: Work, server_size: int, bucket_bytes: int) -> PushMemory:
-    """Memory on a GPU of the actor's pipeline stage during a push to a server of `server_size` GPUs that uses this GPU.
+def of_push(hf: HFConfig, layout: Layout, stage: int, work: Work, server_bytes: int, bucket_bytes: int) -> PushMemory:
+    """Memory on a GPU of the actor's pipeline stage during a push to a server that has `server_bytes` of weights on it.
 
     With fsdp, too, the whole stage counts: parameters are unsharded while a push reads them.  A tensor larger than
     bucket_bytes gets its own bucket.
     """
     width = 4 if work.dtype == "float32" else 2
     largest = width * hf["hidden_size"] * max(hf["vocab_size"], hf["intermediate_size"])
-    of_server = -(-whole(hf) // server_size)
-    on_its_way = 2 * largest + max(largest, bucket_bytes)
-    return PushMemory(width * of_stage(hf, layout, stage).total, width * of_server, on_its_way)
+    on_its_way = 2 * largest + 2 * max(largest, bucket_bytes // 2)
+    return PushMemory(width * of_stage(hf, layout, stage).total, server_bytes, on_its_way)
+
+
+def bucket_bytes_of(model_bytes: int) -> int:
+    """Bytes of the two buckets of a push where rollout.bucket_bytes is null: some 128 buckets, up to 1 GiB each."""
+    return max(SMALLEST_PAIR, min(LARGEST_PAIR, model_bytes // 64))
 
 
 def part_of(parameters: Parameters, layout: Layout, num_ranks: int) -> int:
@@ -150,7 +155,11 @@ def _activations(hf: HFConfig, layout: Layout, stage: int, work: Work, width: in
 
 
 def kept_numbers(hf: HFConfig, layout: Layout, sparse: bool, imbalance: float = 1.0) -> int:
-    """Numbers that a layer keeps per token: the operands of its matrix products, norms and attention.
+    """Numbers that a layer of Transformer-Engine keeps per token: the operands of products, norms and attention.
+
+    A gated feed-forward keeps 3 times its width: gate and up, which are one tensor, and their product, the input of the
+    last linear.  This is right with Megatron's fused activation only (mcore/models/fusions.py).  Separate
+    operations also keep silu(gate) and up + 0, 5 in all, as the local layers do.
 
     imbalance: tokens of a rank's experts, relative to a uniform distribution.
     """
@@ -167,9 +176,10 @@ def kept_numbers(hf: HFConfig, layout: Layout, sparse: bool, imbalance: float = 
 
 
 def locally_kept(hf: HFConfig, layout: Layout, sparse: bool) -> int:
-    """The same without fused kernels, counted tensor by tensor in measured runs (test_measured_memory.py).
+    """The same without fused kernels, counted tensor by tensor (test_measured_memory.py, test_saved_tensors.py).
 
-    Latent attention and shared experts were not measured; they are scaled like a standard layer.
+    Latent attention and shared experts were not measured; they are scaled like a standard layer.  On a GPU their
+    activation is fused too, so that this is more than they keep.
     """
     hidden = hf["hidden_size"]
     split = layout.tp if layout.sequence_parallel else 1

@@ -65,7 +65,7 @@ def fake_world(layout: Layout, stage: int) -> Iterator[None]:
     stage_ranks = lcm(layout.tp * layout.cp, layout.ep * layout.expert_tp)
     dist.init_process_group("fake", store=FakeStore(), rank=stage * stage_ranks, world_size=layout.pp * stage_ranks)
     try:
-        make_groups(layout, gloo=False)
+        make_groups(layout)
         assert parallel_state.get_pipeline_model_parallel_rank() == stage, "pipeline stages lie one after the other"
         yield
     finally:

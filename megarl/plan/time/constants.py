@@ -29,32 +29,33 @@ class Constants:
     # communication
     link: float = 0.70  # share of the links' bandwidth inside a machine
     nic: float = 0.75  # share of the adapters' bandwidth between machines
-    all_to_all: float = 0.449  # factor on top of the two above for the all-to-all of experts
+    all_to_all: float = 0.436  # factor on top of the two above for the all-to-all of experts
     tp_exposed: float = 0.80  # share of tensor-parallel communication that no computation hides
     grad_hidden: float = 0.80  # share of the last micro-batch's backward pass that can hide the gradient reduction
     replica_imbalance: float = 1.03  # time of the busiest replica over the mean
 
     # servers
-    decode_memory: float = 0.616  # share of memory bandwidth: weights and cache read for each token
+    decode_memory: float = 0.61  # share of memory bandwidth: weights and cache read for each token
     decode_matmul: float = 0.45  # share of peak FLOP/s, if decoding of many sequences is compute-bound
     prefill_matmul: float = 0.50  # share of peak FLOP/s: prefill of prompts
     decode_step_s: float = 0.00498  # each step of a server: scheduler, sampling, replies
     decode_layer_s: float = 12e-6  # each layer of a step: kernels of a CUDA graph
     all_reduce_s: float = 12e-6  # an all-reduce of a step inside a machine
-    all_reduce_nic_s: float = 3.6e-05  # an all-reduce over several machines
+    all_reduce_nic_s: float = 4.04e-05  # an all-reduce over several machines
     tail: float = 2.57  # the longest completion over the mean, as far as the limit allows
     cache_waste: float = 0.90  # share of the KV cache that running requests fill
 
     # weights
     push_nic: float = 0.433  # share of the adapters' bandwidth, shard to shard
-    push_link: float = 0.20  # share of the links' bandwidth, shard to shard inside a machine
-    gather: float = 0.611  # share of the links' or the adapters' bandwidth when ranks gather whole tensors
-    broadcast: float = 0.743  # share of the adapters' bandwidth when every server gets the whole model
-    push_s: float = 0.485  # each push: pause, plan, versions, checks
-    push_tensor_s: float = 4.14e-05  # each tensor of the model: names, copies, load
+    gather: float = 0.3  # share of the links' or the adapters' bandwidth when ranks gather whole tensors
+    broadcast: float = 0.606  # share of the adapters' bandwidth when every server gets the whole model
+    push_s: float = 0.471  # each push: pause, plan, versions, checks
+    push_tensor_s: float = 4.55e-05  # each tensor of the model: names, copies, load
+    bucket_s: float = 5e-3  # each bucket of whole tensors: a barrier, a request to every server, digests
 
-    # colocation and the driver
+    # colocation, disks and the driver
     host: float = 0.60  # share of the bandwidth to host memory
+    disk: float = 1e9  # B/s at which a machine reads and writes models and checkpoints: depends on the file system
     sleep_s: float = 1.0  # a server releases its memory
     wake_s: float = 1.5  # a server resumes its memory
     step_s: float = 2.0  # driver, rewards, advantages, logs, each step

@@ -33,6 +33,7 @@ class Shape:
     cache_size: int  # numbers of a token in a layer's KV cache
     cache_parts: int  # ranks that can share these numbers; 1: every rank has all (the latent is common to all heads)
     head_params: int
+    table_params: int  # the embedding and, if it is another table, the head
 
     def layer_params(self, sparse: bool) -> int:
         """Parameters of a layer that a token uses, without chosen experts."""
@@ -77,6 +78,7 @@ def shape_of(hf: HFConfig, role: str = "actor") -> Shape:
         cache_size=cache,
         cache_parts=parts,
         head_params=0 if role == "critic" else padded_vocab_size(hf["vocab_size"], 1) * hidden,
+        table_params=hf["vocab_size"] * hidden * (1 if role == "critic" or hf.get("tie_word_embeddings") else 2),
     )
 
 

@@ -2,17 +2,22 @@
 
 A decode step generates a token of each running completion.  It reads the weights, or computes with them if that takes
 longer, and reads the KV cache of all running completions.  If the server is full, completions wait; when none waits any
-more, the number of running ones falls with the tail of their lengths (`lengths.py`).  With prefetch there are always
-waiting completions, and no tail.  Expert parallelism inside a server has no effect on the predicted time.
+more, the number of running ones falls with the tail of their lengths (`lengths.py`).  With prefetch the tail of an
+iteration is generated beside the next ones (`ahead.py`).  Expert parallelism inside a server has no effect on the
+predicted time.
+
+Attention data parallelism divides a server's running completions, and so its KV cache, over groups of its GPUs.  Each
+group has attention and the vocabulary's tables whole.  Groups are assumed to be equally full.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megarl.plan.job import Job
 from megarl.plan.memory.count import whole
+from megarl.plan.time.ahead import waited
 from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.flops import Shape, shape_of
 from megarl.plan.time.lengths import context_of_writing, running, tail_of
@@ -25,15 +30,16 @@ POINTS = 12  # of the tail, at which the speed is computed
 class Rollout:
     """One step of the run."""
 
-    seconds: float
+    seconds: float  # ahead of the training: of a step whose training takes no time
     prefill: float  # part of seconds: prefill of prompts
     tail: float  # part of seconds: after the last waiting completion has started
     concurrency: float  # concurrent completions of a full server
     step_s: float  # decode step of a full server
     bound: str  # cache | requests | work: the limit of the concurrency
+    places: float  # completions that a server may run at the same time
 
 
-NOTHING = Rollout(0.0, 0.0, 0.0, 0.0, 0.0, "work")  # for the time of a step without generation
+NOTHING = Rollout(0.0, 0.0, 0.0, 0.0, 0.0, "work", 1.0)  # for the time of a step without generation
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,17 @@ class Server:
 
     @property
     def weight_width(self) -> int:
-        return 1 if self.job.server_precision == "fp8" else 2
+        """Bytes of a parameter of the layers; the tables of the vocabulary are never quantized."""
+        return 1 if self.job.server_precision == "fp8" else self._plain_width
+
+    @property
+    def _plain_width(self) -> int:
+        return 4 if self.job.dtype == "float32" else 2
+
+    @property
+    def group_gpus(self) -> int:
+        """GPUs that share the attention of a completion."""
+        return self.job.server_gpus // self.job.attention_dp
 
     @property
     def peak(self) -> float:
@@ -62,24 +78,30 @@ class Server:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of weights on each GPU."""
-        return self.weight_width * whole(self.job.hf) // self.job.server_gpus
+        job, shape = self.job, self.shape
+        attention, tables = shape.num_layers * shape.attention_params, shape.table_params
+        rest = whole(job.hf) - attention - tables
+        of_group = self.weight_width * attention + self._plain_width * tables
+        return (self.weight_width * rest + job.attention_dp * of_group) // job.server_gpus
 
     @cached_property
     def token_bytes(self) -> float:
-        """Bytes of a token in the KV cache of each GPU: heads are sharded, as far as there are enough."""
+        """Bytes of a token in the KV cache of each GPU of its group: heads are sharded, as far as there are enough."""
         shape = self.shape
-        return 2 * shape.num_layers * shape.cache_size / min(self.job.server_gpus, shape.cache_parts)
+        return self.job.cache_width * shape.num_layers * shape.cache_size / min(self.group_gpus, shape.cache_parts)
 
     @cached_property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache on each GPU."""
-        return max(0, int(self.job.memory_fraction * self.job.gpu.memory_bytes) - self.weight_bytes)
+        room = max(0, int(self.job.memory_fraction * self.job.gpu.memory_bytes) - self.weight_bytes)
+        most = self.job.max_total_tokens
+        return room if most is None else min(room, int(most * self.token_bytes))
 
     @cached_property
     def room(self) -> float:
         """Number of completions of mean context that fit into the KV cache."""
         held = context_of_writing(self.job, self.constants)
-        return self.cache_bytes * self.constants.cache_waste / (self.token_bytes * held)
+        return self.job.attention_dp * self.cache_bytes * self.constants.cache_waste / (self.token_bytes * held)
 
     def step(self, running: float) -> float:
         """Seconds of a decode step with `running` completions."""
@@ -87,7 +109,7 @@ class Server:
         bandwidth = job.gpu.memory_bandwidth * c.decode_memory
         flops = 2 * running * shape.active_params / job.server_gpus
         weights = max(self._read(running) / bandwidth, flops / (self.peak * c.decode_matmul))
-        cache = running * context_of_writing(job, c) * self.token_bytes / bandwidth
+        cache = running / job.attention_dp * context_of_writing(job, c) * self.token_bytes / bandwidth
         return weights + cache + self._sent(running) + c.decode_step_s + shape.num_layers * c.decode_layer_s
 
     def prefill(self, tokens: float) -> float:
@@ -105,31 +127,54 @@ class Server:
         return self.weight_bytes - experts * (1 - chosen)
 
     def _sent(self, running: float) -> float:
-        """Seconds of two all-reduces over the server's GPUs in each layer."""
-        size = self.job.server_gpus
-        if size == 1:
-            return 0.0
-        is_wide = size > self.job.link_domain
-        least = self.constants.all_reduce_nic_s if is_wide else self.constants.all_reduce_s
-        one = least + 2 * self.links.ring(2 * running * self.shape.hidden, size)
-        return 2 * self.shape.num_layers * one
+        """Seconds of two all-reduces over the server's GPUs in each layer.
+
+        With attention data parallelism the first is over the GPUs of a group.  In place of the second the tokens of all
+        groups are gathered before the feed-forward layer and reduced and scattered after it: the same bytes, in two
+        calls.
+        """
+        job = self.job
+        if job.attention_dp == 1:
+            return 2 * self.shape.num_layers * self._reduced(running, job.server_gpus)
+        calls = self._reduced(running / job.attention_dp, self.group_gpus)
+        calls += self._least(job.server_gpus) + self._reduced(running, job.server_gpus)
+        return self.shape.num_layers * calls
+
+    def _reduced(self, tokens: float, size: int) -> float:
+        """Seconds of an all-reduce of the hidden states of `tokens` over `size` GPUs."""
+        return self._least(size) + 2 * self.links.ring(2 * tokens * self.shape.hidden, size) if size > 1 else 0.0
+
+    def _least(self, size: int) -> float:
+        """Seconds of a call without data."""
+        return self.constants.all_reduce_nic_s if size > self.job.link_domain else self.constants.all_reduce_s
 
 
 def rollout(job: Job, constants: Constants = CONSTANTS) -> Rollout:
     """Time to generate all completions of a step."""
     server = Server(job, constants)
     requests = max(1.0, job.sequences / job.num_servers)
-    there = requests * job.ahead if job.runs_ahead else requests
+    there = requests * job.ahead if job.runs_ahead else requests  # some of (ahead + 1) iterations are finished
     limits = {"cache": max(1.0, server.room), "requests": float(job.max_running), "work": there}
     bound = min(limits, key=lambda name: limits[name])
     full = limits[bound]
     tail = tail_of(job, constants)
-    step_s, longest = server.step(full), tail * job.response_tokens
+    step_s, longest, places = server.step(full), tail * job.response_tokens, min(limits["cache"], limits["requests"])
     prefill_s = server.prefill(job.prompts / job.num_servers * job.prompt_tokens)  # a group shares its prompt
     if job.runs_ahead:
-        writing_s = max(requests * job.response_tokens / full, longest / (job.ahead + 1)) * step_s
-        return Rollout(writing_s + prefill_s, prefill_s, 0.0, full, step_s, bound)
+        written = Rollout(0.0, prefill_s, 0.0, full, step_s, bound, places)
+        return replace(written, seconds=step_ahead(job, written, 0.0, constants))
     waiting_s = (requests - full) * job.response_tokens / full * step_s
     middles = [(point + 0.5) / POINTS for point in range(POINTS)]
     tail_s = sum(server.step(max(1.0, full * running(at, tail))) for at in middles) * longest / POINTS
-    return Rollout(waiting_s + tail_s + prefill_s, prefill_s, tail_s, full, step_s, bound)
+    return Rollout(waiting_s + tail_s + prefill_s, prefill_s, tail_s, full, step_s, bound, places)
+
+
+def step_ahead(job: Job, written: Rollout, working_s: float, constants: Constants) -> float:
+    """Seconds of a step ahead of the training, without the push, during which servers write nothing.
+
+    `working_s`: of the trainer.  While servers prefill they write nothing either.
+    """
+    beside_s = max(0.0, working_s - written.prefill)
+    step_s = beside_s + waited(job, written.step_s, beside_s, constants)
+    full_s = job.sequences / job.num_servers * job.response_tokens / written.places * written.step_s
+    return max(working_s, max(step_s, full_s) + written.prefill)

@@ -1,19 +1,24 @@
 """Times of transfers between the passes of a step: a push to the servers, and offload to host memory and back.
 
-Transports of a push (`job.push`):
+Transports of a push (megarl/weights/push):
 
-sharded, shared   each GPU of a server gets its own part from ranks that hold it; every replica of the actor sends
-gathered          whole tensors are gathered from the ranks that hold parts, and sent to every server
+sharded    servers on GPUs of their own: each GPU of a server gets its own part from ranks that hold it; every replica
+           of the actor sends
+gathered   the same servers: whole tensors are gathered in buckets, and rank 0 broadcasts each bucket to every server
+shared     servers on the trainer's GPUs, the only transport there: the same buckets, which servers map
 """
 
 from __future__ import annotations
 
 from math import ceil
 
+from megarl.layout import Layout
 from megarl.plan.job import Job, Role
-from megarl.plan.memory.count import num_experts, sparse_layers, whole
+from megarl.plan.memory.count import num_experts, of_stage, sparse_layers, whole
 from megarl.plan.memory.memory import Memory
+from megarl.plan.time import mapped_push
 from megarl.plan.time.constants import CONSTANTS, Constants
+from megarl.plan.time.links import Links
 
 DENSE_TENSORS, EXPERT_TENSORS = 12, 3  # of a layer, and of an expert, in Hugging Face's format
 
@@ -22,43 +27,42 @@ def push(job: Job, constants: Constants = CONSTANTS) -> float:
     """Seconds until every server has the new weights."""
     num_bytes = 2 * whole(job.hf)
     fixed = constants.push_s + tensors(job) * constants.push_tensor_s
-    if job.push == "gathered":
-        return fixed + _gather(job, num_bytes, constants) + num_bytes / (job.gpu.nic_bandwidth * constants.broadcast)
-    received = num_bytes / job.server_gpus
-    sent = num_bytes * job.num_servers / job.num_ranks  # by each rank, if all ranks take part
-    near = near_share(job)
-    far_s = max(received, sent) * (1 - near) / (job.gpu.nic_bandwidth * constants.push_nic)
-    near_s = max(received, sent) * near / (job.gpu.link_bandwidth * constants.push_link)
-    return fixed + max(far_s, near_s)
-
-
-def near_share(job: Job) -> float:
-    """Share of a server's weights that ranks on its own machine hold.
-
-    Megatron orders ranks tp, cp, ep, dp, pp, so a machine holds only as many pipeline stages as fit on it.
-    """
-    if not job.shared:
-        return 0.0
-    machines = max(1, ceil(job.num_ranks / job.link_domain))
-    return 1 / min(job.layout.pp, machines)
+    if not _has_buckets(job):
+        received = num_bytes / job.server_gpus
+        sent = num_bytes * job.num_servers / job.num_ranks  # by each rank, if all ranks take part
+        return fixed + max(received, sent) / (job.gpu.nic_bandwidth * constants.push_nic)
+    gather_s = _gather(job, num_bytes, constants)
+    if job.shared:
+        return fixed + mapped_push.seconds(job, num_bytes, gather_s, constants)
+    fixed += ceil(num_bytes / job.bucket_bytes) * constants.bucket_s
+    return fixed + gather_s + num_bytes / (job.gpu.nic_bandwidth * constants.broadcast)
 
 
 def tensors(job: Job) -> int:
     """Number of tensors, each with a fixed cost; in shards, the experts of a layer are sent stacked."""
     sparse = sparse_layers(job.hf)
-    experts = (num_experts(job.hf) or 0) if job.push == "gathered" else 1
+    experts = (num_experts(job.hf) or 0) if _has_buckets(job) else 1
     return len(sparse) * DENSE_TENSORS + sum(sparse) * experts * EXPERT_TENSORS
 
 
+def _has_buckets(job: Job) -> bool:
+    return job.shared or job.push == "gathered"
+
+
 def _gather(job: Job, num_bytes: int, constants: Constants) -> float:
-    """Seconds in which every sending rank gathers the parts of the other ranks of its replica."""
-    layout = job.layout
-    size = job.num_ranks if job.fsdp else max(layout.tp, layout.ep * layout.expert_tp) * layout.pp
-    if size == 1:
-        return 0.0
-    is_near = size <= job.link_domain
-    bandwidth = job.gpu.link_bandwidth if is_near else job.gpu.nic_bandwidth
-    return num_bytes * (size - 1) / size / (bandwidth * constants.gather)
+    """Seconds until every rank of a replica had all tensors whole, as in megarl/weights/hf/gather.py.
+
+    Each rank first gets its own part of every pipeline stage, then the parts of the ranks that share a tensor or the
+    experts of a layer.  Ranks of a group that are on one machine use the adapters of all of them.
+    """
+    gpu, layout = job.gpu, job.layout
+    links = Links(gpu.link_bandwidth * constants.gather, gpu.nic_bandwidth * constants.gather, job.link_domain)
+    if job.fsdp:
+        return links.ring(num_bytes, job.num_ranks)
+    experts, expert_ranks = 2 * of_stage(job.hf, Layout(), 0).experts, layout.ep * layout.expert_tp
+    dense = num_bytes - experts
+    of_stages = links.ring(dense / layout.tp + experts / expert_ranks, layout.pp, job.num_ranks // layout.pp)
+    return of_stages + links.ring(dense, layout.tp) + links.ring(experts, expert_ranks)
 
 
 def offload_of_call(job: Job, role: Role, held: Memory, constants: Constants, *, learns: bool) -> float:

@@ -3,6 +3,7 @@
 Some versions of `/weights_checker` synchronise with CUDA without a check whether it is available.
 SGLang keeps adapters in pinned memory, which torch cannot allocate without an accelerator; here it is pageable memory.
 Multi-latent attention (DeepSeek) has no handler registered for `torch_native`, and would use Triton's.
+With attention data parallelism batches are padded; `torch_native` has no length for rows of padding.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def setup() -> None:
         for name in ("tensor", "empty", "zeros"):
             setattr(torch, name, _ordinary(getattr(torch, name)))
         _attend_to_latents()
+        _attend_to_padding()
 
 
 def _attend_to_latents() -> None:
@@ -31,6 +33,12 @@ def _attend_to_latents() -> None:
     registry = import_module(f"{package}.attention_backend_handler").AttentionBackendRegistry
     latent = import_module(f"{package}.attention_forward_methods").AttnForwardMethod.MLA
     registry.register("torch_native", lambda attention, batch: latent)
+
+
+def _attend_to_padding() -> None:
+    """Let torch_native give rows of padding a length of 1, as SGLang's other attention on a CPU does."""
+    backend = import_module("sglang.srt.layers.attention.torch_native_backend").TorchNativeAttnBackend
+    backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
 def _nothing_to_wait_for(device: object = None) -> None:

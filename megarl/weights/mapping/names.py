@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+Axis = Literal["tp", "etp", "attn"]  # the ranks over which a parameter is cut: see ShardCoordinate
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ShardCoordinate:
     """The position of a rank among the ranks over which the weights of one layer are cut.
 
     Dense parameters are cut over `tp` ranks.  Experts are distributed over `ep` ranks, each is cut over `etp` ranks.
+    A server with attention data parallelism cuts attention and the vocabulary over groups of `attn` ranks only.
     """
 
     tp_rank: int = 0
@@ -33,6 +35,8 @@ class ShardCoordinate:
     ep: int = 1
     etp_rank: int = 0
     etp: int = 1
+    attn_rank: int = 0
+    attn: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Op(ABC):
 
     param: str  # e.g. decoder.layers.3.mlp.linear_fc1.weight
     copies: tuple[str, ...] = field(default=(), kw_only=True)  # parameters with the same content on other stages
-    axis: Literal["tp", "etp"] = field(default="tp", kw_only=True)  # the ranks over which the parameter is cut
+    axis: Axis = field(default="tp", kw_only=True)  # the ranks over which the parameter is cut
     expert: tuple[int, int] | None = field(default=None, kw_only=True)  # (number, count); None: not of a single expert
 
     required = True  # an HF folder without these tensors is refused
@@ -78,7 +82,8 @@ class Op(ABC):
 
     def cut(self, coordinate: ShardCoordinate) -> tuple[int, int]:
         """(rank, size) of `coordinate` along the axis over which this parameter is cut."""
-        return (coordinate.tp_rank, coordinate.tp) if self.axis == "tp" else (coordinate.etp_rank, coordinate.etp)
+        c = coordinate
+        return {"tp": (c.tp_rank, c.tp), "etp": (c.etp_rank, c.etp), "attn": (c.attn_rank, c.attn)}[self.axis]
 
     def held_by(self, coordinate: ShardCoordinate) -> bool:
         """Whether a rank at `coordinate` holds this parameter; each expert-parallel rank has a run of the experts."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megarl.weights.mapping.families import HFConfig, table_for
-from megarl.weights.mapping.names import QKV, GateUp, Op, Piece, Rename, Shape, ShardCoordinate
+from megarl.weights.mapping.names import QKV, Axis, GateUp, Op, Piece, Rename, Shape, ShardCoordinate
 
 EngineKind = Literal["hf", "sglang"]
 Shapes = Mapping[str, Shape]
 
 _CUT_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj)\.weight$")
 _CUT_BY_ROWS = re.compile(r"\.(q_b_proj|kv_b_proj)\.weight$")
+# Cut over the ranks of an attention group.  In SGLang these are attention and the embedding (attn_tp_group), and with
+# --enable-dp-lm-head the head; feed-forward layers and experts are always cut over all ranks of the server.
+_OF_ATTENTION_GROUP = re.compile(r"\.self_attn\.|embed_tokens\.weight$|lm_head\.weight$")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.weight$")
 # first tensor of a stack of experts -> the parameter, the tensors stacked in it by rows, and the dimension of the cut
 _STACKS: Mapping[str, tuple[str, tuple[str, ...], int]] = {
@@ -114,7 +117,7 @@ class StackedExperts(Op):
     num_experts: int
     shape: tuple[int, int]
     dim: int
-    axis: Literal["tp", "etp"] = field(default="etp", kw_only=True)
+    axis: Axis = field(default="etp", kw_only=True)
 
     def __post_init__(self) -> None:
         assert self.dim == 0 or len(self.names) == 1, f"{self.param}: tensors cut by columns are not stacked by rows"
@@ -190,13 +193,18 @@ def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
     shapes = {name: shape for op in table_for(hf_config) for name, shape in op.hf_shapes.items()}
     if engine == "hf":
         return [Rename(name, name, shape) for name, shape in shapes.items()]
-    return [op for name in shapes if (op := _sglang(name, shapes, hf_config)) is not None]
+    ops = [op for name in shapes if (op := _sglang(name, shapes, hf_config)) is not None]
+    return [replace(op, axis="attn") if _OF_ATTENTION_GROUP.search(op.param) else op for op in ops]
 
 
-def coordinates(tp: int, ep: int = 1) -> list[ShardCoordinate]:
-    """The coordinate of each rank of an SGLang server: `ep` groups of neighbouring ranks share the experts."""
-    etp = tp // ep
-    return [ShardCoordinate(rank, tp, rank // etp, ep, rank % etp, etp) for rank in range(tp)]
+def coordinates(tp: int, ep: int = 1, attention_dp: int = 1) -> list[ShardCoordinate]:
+    """The coordinate of each rank of an SGLang server.
+
+    `ep` groups of neighbouring ranks share the experts.  `attention_dp` groups of neighbouring ranks have attention and
+    the vocabulary each, for requests of their own.
+    """
+    etp, attn = tp // ep, tp // attention_dp
+    return [ShardCoordinate(rank, tp, rank // etp, ep, rank % etp, etp, rank % attn, attn) for rank in range(tp)]
 
 
 def is_enlarged(engine: EngineKind, hf_config: HFConfig, tp: int) -> bool:

@@ -37,7 +37,7 @@ def broadcast_json(value: Any) -> Any:
 
 def _encode(value: Any) -> Tensor:
     """[bytes] uint8 on a device that the world's backend supports."""
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
 
 

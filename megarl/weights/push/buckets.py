@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megarl.plan.memory.memory import SMALLEST_PAIR, bucket_bytes_of
 from megarl.weights.mapping.names import Shape, num_bytes
 from megarl.weights.push.report import Clock
 
 Sizes = Mapping[str, tuple[Shape, torch.dtype]]  # HF name -> shape and type, in the order of export
 NewBuffer = Callable[[int, torch.device], Tensor]
+
+_FREE_SHARE = 0.1  # of a GPU's free memory: the most that two buckets take
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Bucket:
     names: list[str]
     shapes: list[Shape]
     dtype: torch.dtype
-    data: Tensor  # [bytes] uint8; valid until the next bucket is filled
+    data: Tensor  # [bytes] uint8; valid until the bucket after the next one is filled
     is_last: bool
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
@@ -75,17 +79,18 @@ def fill_buckets(
     new_buffer: NewBuffer | None = None,
     clock: Clock | None = None,
 ) -> Iterator[Bucket]:
-    """The tensors of `stream`, in the order of `sizes`, as buckets that share one buffer.
+    """The tensors of `stream`, in the order of `sizes`, as buckets of which two exist at a time.
 
-    `new_buffer` makes that buffer: [bytes] uint8 on the given device, ordinary memory by default.  `clock` counts the
-    seconds in which `stream` gathers a tensor (gather), and in which tensors are copied into the bucket (convert).
+    So one can be filled while the one before is on its way; its receivers must have released it before the bucket
+    after the next one is requested.  `new_buffer` makes memory for a bucket: [bytes] uint8 on the given device,
+    ordinary memory by default.  `clock` counts the seconds in which `stream` gathers a tensor (gather), and in which
+    tensors are copied into the bucket (convert).
     """
-    clock = clock or Clock()
-    buffer: Tensor | None = None
-    plan = plan_buckets(sizes, bucket_bytes)
-    largest = max(_total(names, sizes) for names in plan)
+    clock, plan = clock or Clock(), plan_buckets(sizes, bucket_bytes)
+    buffers = _Buffers([_total(names, sizes) for names in plan], bucket_bytes, new_buffer or _new_buffer)
     for i, names in enumerate(plan):
         shapes, dtype = [sizes[n][0] for n in names], sizes[names[0]][1]
+        buffer: Tensor | None = None
         at = 0
         for name in names:
             with clock("gather"):
@@ -94,15 +99,49 @@ def fill_buckets(
             with clock("convert"):
                 raw = tensor.reshape(-1).view(torch.uint8)
                 if buffer is None:
-                    buffer = (new_buffer or _new_buffer)(largest, raw.device)
+                    buffer = buffers.take(i, raw.device)
                 buffer[at : at + raw.numel()].copy_(raw)
             at += raw.numel()
-        assert buffer is not None and at == _total(names, sizes), f"a bucket was filled with {at} bytes"
+        assert buffer is not None and at == buffers.sizes[i], f"a bucket was filled with {at} bytes"
         yield Bucket(names, shapes, dtype, buffer[:at], i == len(plan) - 1)
+
+
+class _Buffers:
+    """The memory of buckets.  On a CPU two buffers are used in turn.
+
+    On a GPU each bucket has memory of its own, because torch does not reuse memory that another process has mapped
+    before that process has released it and its GPU has finished reading.  (A server answers when its first rank has.)
+    """
+
+    def __init__(self, sizes: Sequence[int], bucket_bytes: int, new: NewBuffer) -> None:
+        self.sizes, self._bucket_bytes, self._new = sizes, bucket_bytes, new
+        self._in_turn: dict[int, Tensor] = {}
+
+    def take(self, i: int, device: torch.device) -> Tensor:
+        """Memory for bucket `i`."""
+        if device.type == "cuda":
+            torch.cuda.ipc_collect()  # returns what was released to torch's allocator
+            return self._new(max(self.sizes[i], min(self._bucket_bytes, max(self.sizes))), device)
+        if i % 2 not in self._in_turn:
+            self._in_turn[i % 2] = self._new(max(self.sizes[i % 2 :: 2]), device)
+        return self._in_turn[i % 2]
 
 
 def _new_buffer(num_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def bucket_bytes_for(sizes: Sizes) -> int:
+    """Bytes of the two buckets of a push, the same on all ranks: limited by the GPU with the least free memory.
+
+    A collective on GPUs.
+    """
+    found = bucket_bytes_of(_total(sizes, sizes))
+    if torch.cuda.is_available():
+        free = torch.tensor(torch.cuda.mem_get_info()[0], device="cuda")
+        dist.all_reduce(free, op=dist.ReduceOp.MIN)
+        found = max(SMALLEST_PAIR, min(found, int(_FREE_SHARE * free)))
+    return found
 
 
 def _total(names: Iterable[str], sizes: Sizes) -> int:

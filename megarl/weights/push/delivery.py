@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from megarl.weights.mapping.server_map import EngineKind, server_table
 from megarl.weights.push.buckets import Bucket, Sizes
 from megarl.weights.push.gpu_handles import take
 from megarl.weights.push.report import one_line
-from megarl.weights.push.servers import Server
+from megarl.weights.push.servers import Server, Spent
 from megarl.weights.push.shared import payload, shared_buffer
 from megarl.weights.push.targets import Lead
 from megarl.weights.verify.digests import Kind, RankDigests
@@ -32,7 +33,10 @@ class _Layout(NamedTuple):
 
 
 class BucketRound:
-    """Sends the waiting servers one bucket after another, and meanwhile computes the digests that they must report."""
+    """Sends the waiting servers one bucket after another, and meanwhile computes the digests that they must report.
+
+    `send` only starts a bucket; call `settle` before the next one is sent.  In between the next one can be filled.
+    """
 
     def __init__(self, lead: Lead, hf_config: HFConfig, sizes: Sizes) -> None:
         """Join the groups of `gathered` servers, and begin an update on all servers of the round."""
@@ -41,6 +45,8 @@ class BucketRound:
             url: transport for url, transport in self._targets.waiting().items() if transport != "sharded"
         }
         self._sums: dict[_Layout, list[RankDigests]] = {}
+        self._orders: dict[str, Future[Spent]] = {}  # of the bucket that is under way
+        self._sent_at = 0.0  # when it was started
         dtypes = {name: dtype for name, (_, dtype) in sizes.items()}
         for url in self._transports:
             layout = _layout(self._targets.left[url])
@@ -74,9 +80,10 @@ class BucketRound:
 
     def send(self, bucket: Bucket, handles: Mapping[str, list[str]] | None) -> None:
         """`handles`: of the bucket on each GPU; None: the bucket is only in this process' memory."""
+        assert not self._orders, "the bucket before is still under way"
         version, flush = (self._lead.version, self._lead.flush_cache) if bucket.is_last else (None, False)
-        targets, start = self._targets, time.perf_counter()
-        orders = targets.start(lambda server: server.send(bucket, version, flush), self._of("gathered"))
+        targets, self._sent_at = self._targets, time.perf_counter()
+        self._orders = targets.start(lambda server: server.send(bucket, version, flush), self._of("gathered"))
         for url in self._of("shared"):
             server = targets.left[url]
             try:
@@ -86,14 +93,20 @@ class BucketRound:
             except ValueError as error:
                 targets.fall_back(url, one_line(error))
             else:
-                orders |= targets.start(partial(Server.map, texts=texts, version=version, flush_cache=flush), [url])
+                order = partial(Server.map, texts=texts, version=version, flush_cache=flush)
+                self._orders |= targets.start(order, [url])
         with targets.clock("verify"):
             self._add(bucket)
-        hashed = time.perf_counter() - start
+
+    def settle(self) -> None:
+        """Wait until all servers have loaded the bucket that is under way, if there is one, and released its memory."""
+        (orders, self._orders), targets = (self._orders, {}), self._targets
+        began = time.perf_counter()
         with targets.clock("send"):
             spent = list(targets.finish(orders).values())
-        longest, sent = max((s.total for s in spent), default=0.0), max((s.send for s in spent), default=0.0)
-        targets.clock.split("load", of="send", seconds=max(0.0, longest - max(hashed, sent)))
+        waited = time.perf_counter() - began
+        sending = max((self._sent_at + s.send - began for s in spent), default=0.0)  # of the wait, until bytes had left
+        targets.clock.split("load", of="send", seconds=max(0.0, waited - max(0.0, sending)))
 
     def _of(self, transport: str) -> list[str]:
         return [url for url in self.urls if self._transports[url] == transport]

@@ -51,7 +51,7 @@ def exchange(bucket: Bucket, wanted: Mapping[str, int], trainer: Sequence[str]) 
     `trainer`: the GPUs of the ranks, if they are known.
     """
     mine = trainer[dist.get_rank()] if trainer else _name(torch.cuda.current_device())
-    torch.cuda.synchronize()
+    torch.cuda.current_stream().synchronize()  # the bucket is filled on this stream; others may go on
     return dict(gather_json((mine, [payload(bucket) for _ in range(wanted.get(mine, 0))])))
 
 

@@ -27,14 +27,16 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError
 
 from megarl.mcore.models.model import Model
-from megarl.weights.hf.export import BUFFER_BYTES, hf_sizes, hf_tensors, save_hf
+from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
 from megarl.weights.mapping.families import HFConfig
+from megarl.weights.mapping.names import num_bytes
 from megarl.weights.push.agreement import broadcast_json
-from megarl.weights.push.buckets import Sizes, fill_buckets
+from megarl.weights.push.buckets import Sizes, bucket_bytes_for, fill_buckets
 from megarl.weights.push.channel import is_here
 from megarl.weights.push.delivery import BucketRound
 from megarl.weights.push.gpu_handles import Gpus, exchange, wanted_handles
 from megarl.weights.push.report import Clock, PushError, PushReport, one_line
+from megarl.weights.push.routes import message_bytes_of
 from megarl.weights.push.servers import CLEANING_S, Server
 from megarl.weights.push.sharded import ShardedSender
 from megarl.weights.push.targets import TRANSPORTS, Lead, Targets
@@ -46,13 +48,14 @@ __all__ = ["Canary", "PushError", "PushReport", "Pusher"]
 logger = logging.getLogger("megarl.push")
 
 _MAX_THREADS = 512  # one for each concurrent request to a server
+_GATHERED_BYTES = 256 << 20  # the most that is gathered at a time; a bucket takes several such parts
 
 
 class Pusher:
     """Exists on every rank; groups are made when they are first needed, and again for a server that was restarted.
 
-    Peak extra memory: one bucket on each rank that sends; in addition what `hf_tensors` needs if tensors are gathered
-    (also after the first slices), or what `ShardedSender` says.
+    Peak extra memory: `bucket_bytes`, or twice the largest tensor, on each rank that sends whole tensors (also after
+    the first slices), and what `hf_tensors` needs to gather them; or what `ShardedSender` says.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Pusher:
         *,
         dtype: torch.dtype | None = None,
         transport: str = "auto",
-        bucket_bytes: int = BUFFER_BYTES,
+        bucket_bytes: int | None = None,
         timeout_s: float = 120.0,
         pause_mode: str = "retract",
         check_every: int = 0,
@@ -73,20 +76,18 @@ class Pusher:
     ) -> None:
         """`dtype`: the servers' dtype (None: the trainer's); `timeout_s` limits every single wait; `gpus`: the GPUs of
         the trainer and its servers, as far as they are known.  `pause_mode`: abort | retract | in_place (running
-        completions go on, with new weights and their old KV cache).
+        completions go on, with new weights and their old KV cache).  `bucket_bytes`: of the two buckets that exist
+        at a time; None: by the size of the model and the free memory.
 
-        Every `check_every`-th push (0: none) also writes the model into `export_folder` with the files of
-        `source_folder`, makes servers load it, and compares their checksums with those after the push.  This check does
-        not depend on our own computation of digests.  All servers must be able to read `export_folder`; None: a
-        temporary folder, for servers on this machine only.  A server whose digests cannot be computed, such as one with
-        quantized weights, is checked in this way at its first push too, and is dropped if that is not possible.
+        Every `check_every`-th push (0: none), servers that get slices get whole tensors too, as the first time.  A
+        server whose digests cannot be computed, such as one with quantized weights, loads the model from a folder at
+        its first push and every `check_every`-th one, and must then have the same checksums as after the push; it is
+        dropped if that is not possible the first time.  The folder is written for such servers only, with the files of
+        `source_folder`: `export_folder`, which all servers must be able to read; None: a temporary folder, for servers
+        on this machine only, which is deleted again.
         """
         if transport not in ("auto", *TRANSPORTS):
             raise ValueError(f"transport={transport!r}: expected auto, {', '.join(TRANSPORTS)}")
-        if check_every and source_folder is None:
-            raise ValueError(
-                f"check_every={check_every}: expected a source_folder too, for the files beside the weights"
-            )
         self._urls, self._token, self._hf_config, self._dtype = tuple(urls), token, hf_config, dtype
         self._transport, self._bucket_bytes, self._timeout_s = transport, bucket_bytes, timeout_s
         self._check_every, self._source_folder, self._export_folder = check_every, source_folder, export_folder
@@ -96,7 +97,7 @@ class Pusher:
         self._servers: dict[str, Server] = {}
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "push", _use_device, (device,))
-        self._sender = ShardedSender(hf_config, bucket_bytes, len(self._urls), timeout_s, self._threads)
+        self._sender: ShardedSender | None = None
         self._cleaning: list[Future[None]] = []
 
     def push(
@@ -111,7 +112,11 @@ class Pusher:
 
         `only`: push to these servers only; the state of the others is kept.
         """
-        self._sizes = self._sizes or hf_sizes(model, self._hf_config, dtype=self._dtype)
+        if self._sender is None:
+            self._sizes = hf_sizes(model, self._hf_config, dtype=self._dtype)
+            self._bucket_bytes = self._bucket_bytes or bucket_bytes_for(self._sizes)
+            message_bytes = message_bytes_of(self._bucket_bytes)
+            self._sender = ShardedSender(self._hf_config, message_bytes, self._timeout_s, self._threads)
         if dist.get_rank() != 0:
             while (order := broadcast_json(None)) is not None:
                 self._follow(model, order)
@@ -128,7 +133,8 @@ class Pusher:
         """Leave all groups."""
         for server in self._servers.values():
             self._cleaning.append(self._threads.submit(server.leave))
-        self._sender.close()
+        if self._sender is not None:
+            self._sender.close()
         wait(self._cleaning)
         self._servers = {}
 
@@ -139,26 +145,31 @@ class Pusher:
         if order["what"] == "export":
             self._export(model, order["folder"], lead)
         elif order["what"] == "sharded":
+            assert self._sender is not None, "a push makes the sender first"
             self._sender.send(model, order["offers"], self._sizes, lead)
         elif order["handles"] or in_first_copy():
             self._stream(model, order["handles"], lead)
 
     def _stream(self, model: Model, handles: dict[str, int], lead: Lead | None) -> None:
         """One round of buckets.  `handles`: which GPUs' memory servers map, and by how many of their ranks."""
-        clock = lead.targets.clock if lead else Clock()
-        stream = hf_tensors(model, self._hf_config, dtype=self._dtype, buffer_bytes=self._bucket_bytes, clock=clock)
+        assert self._bucket_bytes is not None, "a push computes it first"
+        clock, bucket_bytes = lead.targets.clock if lead else Clock(), max(1, self._bucket_bytes // 2)
+        at_once = min(bucket_bytes, _GATHERED_BYTES)
+        stream = hf_tensors(model, self._hf_config, dtype=self._dtype, buffer_bytes=at_once, clock=clock)
         try:
             if not handles and lead is None:
                 return
             round_ = BucketRound(lead, self._hf_config, self._sizes) if lead else None
             new_buffer = round_.new_buffer if round_ else None
-            for bucket in fill_buckets(stream, self._sizes, self._bucket_bytes, new_buffer=new_buffer, clock=clock):
+            for bucket in fill_buckets(stream, self._sizes, bucket_bytes, new_buffer=new_buffer, clock=clock):
+                if round_:
+                    round_.settle()  # the bucket before this one, which servers loaded while this one was filled
+                # A collective: by now the memory of the bucket before is free on all ranks.
                 texts = exchange(bucket, handles, self._gpus.trainer) if handles else None
                 if round_:
                     round_.send(bucket, texts)
-                if handles:
-                    dist.barrier()  # by now the servers have released the buffers
             if round_:
+                round_.settle()
                 round_.verify()
         finally:
             deque(stream, maxlen=0)  # finish the stream's collectives: the other ranks wait in them
@@ -202,12 +213,13 @@ class Pusher:
             targets.each(Server.open)
         self._num_pushes += 1
         due = self._check_every and self._num_pushes % self._check_every == 0
-        return Lead(targets, version, flush_cache=self._pause_mode != "in_place", compares=bool(due))
+        return Lead(targets, version, flush_cache=self._pause_mode != "in_place", checks=bool(due))
 
     def _next_order(self, lead: Lead) -> dict[str, Any] | None:
         """What all ranks do next; None: all remaining servers have the weights."""
         waiting = lead.targets.waiting()
         if sharded := [url for url, transport in waiting.items() if transport == "sharded"]:
+            assert self._sender is not None, "a push makes the sender first"
             return {"what": "sharded", "offers": self._sender.offers(lead, sharded)}
         look_at_slices(lead)
         if waiting := lead.targets.waiting():
@@ -217,7 +229,7 @@ class Pusher:
         if lead.compares and self._readers(lead):
             lead.compares = False
             try:
-                folder = self._export_folder or tempfile.mkdtemp(prefix="megarl_push_")
+                folder = self._export_folder or _folder_with_room(self._sizes)
             except OSError as error:
                 _go_without_folder(lead, error)
             else:
@@ -228,10 +240,11 @@ class Pusher:
         return None
 
     def _readers(self, lead: Lead) -> list[str]:
-        """Servers that can read an exported folder."""
+        """Servers whose digests cannot be computed and that can read an exported folder."""
         if self._source_folder is None:
             return []
-        return [url for url in lead.targets.left if self._export_folder is not None or is_here(url)]
+        unknown = [url for url, server in lead.targets.left.items() if not server.nature.is_plain]
+        return [url for url in unknown if self._export_folder is not None or is_here(url)]
 
     def _finish(self, lead: Lead, canary: Canary | None) -> PushReport:
         """Resume generation on the servers that hold the weights; failed servers stay paused and are cleaned up."""
@@ -253,6 +266,14 @@ def _go_without_folder(lead: Lead, error: Exception) -> None:
     """Servers that were verified by digests stay in the push: a full disk is not their fault."""
     logger.warning("the servers were not compared with an exported folder: %s", one_line(error))
     lead.drop_unverified(one_line(error))
+
+
+def _folder_with_room(sizes: Sizes) -> str:
+    """A new temporary folder; OSError if its file system has less than twice the room that the weights need."""
+    needed, free = sum(num_bytes(*size) for size in sizes.values()), shutil.disk_usage(tempfile.gettempdir()).free
+    if free < 2 * needed:
+        raise OSError(f"{tempfile.gettempdir()} has {free} bytes free, expected twice the model's {needed}")
+    return tempfile.mkdtemp(prefix="megarl_push_")
 
 
 def in_first_copy() -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -26,8 +26,8 @@ from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.weights.reshard.describe import from_json
 from megarl.weights.reshard.exchange import Link, agree, answer, check_messages, check_params, receive
 from megarl.weights.reshard.plan import Plan
-from megarl.weights.reshard.transfers import Message
-from megarl.weights.verify.digests import Kind, digest
+from megarl.weights.reshard.transfers import Message, Turns
+from megarl.weights.verify.digests import Kind
 
 logger = logging.getLogger("megarl.receiver")
 
@@ -64,17 +64,21 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         return
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device
+    is_first = told["meeting"]["group_name"] not in _groups
     group = _meet(told["meeting"], told["group_rank"])
     senders = {int(rank): member for rank, member in told["senders"].items()}
-    link = Link(group, senders, device, told["meeting"]["timeout_s"])
-    kind: Kind = "words" if device.type == "cuda" else "sha256"
+    hashes: Kind = "words" if device.type == "cuda" else "sha256"
+    link = Link(group, senders, device, told["meeting"]["timeout_s"], hashes)
     try:
         messages, num_bytes = _prepare(told, params, link)
+        if is_first:  # rows of padding get no slice; a server that started without weights has random ones there
+            for name in _plan(told["trainer"], told["server"]).receiver.shapes(told["rank"]):
+                params[name].zero_()
         if (written := receive(messages, params, link)) != num_bytes:
             raise RuntimeError(f"rank {told['rank']} of the server was sent {written} bytes, expected {num_bytes}")
         if (derive := getattr(model, "post_load_weights", None)) is not None:
             derive()  # as SGLang's own loading does at its end: compute what it derives from the weights
-        answer(messages, params, link, digest=partial(digest, kind=kind))
+        answer(messages, params, link)
     except BaseException:
         leave_weight_group(_groups.pop(told["meeting"]["group_name"]))
         raise
@@ -89,22 +93,28 @@ def _prepare(told: dict[str, Any], params: dict[str, Tensor], link: Link) -> tup
     try:
         plan = _plan(told["trainer"], told["server"])
         check_params(plan.receiver, rank, params)
-        messages = plan.messages_in(rank, message_bytes)
-        check_messages(plan, rank, messages, link)
-        fingerprint = plan.fingerprint(message_bytes)
+        derived, fingerprint = _derive(plan, rank, message_bytes)
+        check_messages(plan, rank, derived, link)
     except ValueError:
         try:
-            agree(_UNLIKE, link.group, link.device)
+            agree(_UNLIKE, link)
         except ValueError:
             logger.info("the trainer has been told that this rank does not fit")
         raise
-    agree(fingerprint, link.group, link.device)
-    return messages, plan.num_bytes(rank)
+    agree(fingerprint, link)
+    turns = Turns(**told["turns"])
+    return sorted(derived, key=lambda message: turns.place(message, message.peer, rank)), plan.num_bytes(rank)
 
 
 @lru_cache(maxsize=1)
 def _plan(trainer: str, server: str) -> Plan:
     return Plan(from_json(trainer), from_json(server))
+
+
+@lru_cache(maxsize=1)
+def _derive(plan: Plan, rank: int, message_bytes: int) -> tuple[list[Message], str]:
+    """Messages and fingerprint, which are the same in every push; for large models they take seconds."""
+    return plan.messages_in(rank, message_bytes), plan.fingerprint(message_bytes)
 
 
 def _meet(meeting: dict[str, Any], rank: int) -> dist.ProcessGroup:

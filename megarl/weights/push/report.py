@@ -23,7 +23,7 @@ class PushReport:
         str, list[str]
     ]  # url -> "transport: reason" of each faster transport that failed before a slower one was used
     # urls whose checksums were the same after the server itself loaded whole tensors: from an exported folder or, the
-    # first time that a server process was sent slices, from buckets that were sent after the slices
+    # first time that a server process was sent slices and at each later check, from buckets sent after the slices
     compared: list[str]
     # seconds of rank 0, or of the slowest sender, by phase: join, pause, gather, convert, send, load, verify, resume
     timings: dict[str, float]

@@ -22,7 +22,7 @@ from megarl.weights.push.channel import Meeting, leave, meet
 from megarl.weights.push.report import PushError
 from megarl.weights.verify.digests import Kind
 
-_TRANSFER_S = 24 * 3600.0  # limit of a whole transfer of slices
+_TRANSFER_S = 24 * 3600.0  # limit of orders whose time grows with the model: the call of the ranks ends before
 CLEANING_S = 5.0  # the timeout of each request to a server that has already failed
 RECEIVER = "megarl.weights.push.receiver.load"  # the custom weight loader of servers in sharded transfers
 
@@ -35,28 +35,44 @@ class Nature:
     coordinates: tuple[ShardCoordinate, ...]  # of its ranks
     hashes: Kind
     first_gpu: int | None  # None: on a CPU
-    is_plain: (
-        bool  # it holds the tensors unchanged, cut over its ranks: not quantized, padded, pipeline- or data-parallel
-    )
+    is_plain: bool  # it holds the tensors unchanged, cut over its ranks as our tables say: not quantized or padded
     has_receiver: bool
     started: str  # differs after a restart
+    disk_format: str | None = None  # SGLang's name of the way in which it reads a folder; None: its own
 
     @classmethod
     def read(cls, info: Mapping[str, Any], hf_config: HFConfig) -> Nature:
         on_gpu, tp = info.get("device", "cpu") != "cpu", int(info.get("tp_size") or 1)
         engine: EngineKind = "hf" if info.get("version") == "megarl-hf" else "sglang"
-        stages = max(int(info.get(key) or 1) for key in ("pp_size", "dp_size"))
+        attention_dp = int(info.get("attn_dp_size") or 1)
         return cls(
             engine=engine,
-            coordinates=tuple(coordinates(tp, int(info.get("ep_size") or 1))),
+            coordinates=tuple(coordinates(tp, int(info.get("ep_size") or 1), attention_dp)),
             hashes="words" if on_gpu else "sha256",
             first_gpu=int(info.get("base_gpu_id") or 0) if on_gpu else None,
             is_plain=info.get("quantization") is None
-            and stages == 1
+            and _has_known_cut(info, tp, attention_dp)
             and (on_gpu or not is_enlarged(engine, hf_config, tp)),
             has_receiver=RECEIVER in (info.get("custom_weight_loader") or ()),
             started=json.dumps(info.get("startup_time"), sort_keys=True),
+            # One that started with random weights would read none in its own way.
+            disk_format="auto" if info.get("load_format") == "dummy" else None,
         )
+
+
+def _has_known_cut(info: Mapping[str, Any], tp: int, attention_dp: int) -> bool:
+    """Whether a server cuts its layers over its ranks as `server_map` says.
+
+    Other options of SGLang have whole dense layers (moe_dense_tp_size=1) or shared experts (moe_a2a_backend) on each
+    rank, or cut the head over all ranks although attention is data parallel (without enable_dp_lm_head).
+    """
+    sizes = (int(info.get(key) or 1) for key in ("pp_size", "dp_size", "moe_dp_size", "attn_cp_size"))
+    return (
+        all(size == 1 for size in sizes)
+        and info.get("moe_dense_tp_size") in (None, tp)
+        and info.get("moe_a2a_backend") in (None, "none")
+        and (attention_dp == 1 or bool(info.get("enable_dp_lm_head")))
+    )
 
 
 @dataclass(frozen=True)
@@ -245,7 +261,11 @@ class Server:
     def compare(self, folder: str, version: int) -> None:
         """PushError unless it holds the same before and after reading the model in `folder`."""
         before = self.held
-        self.engine.update_from_disk(folder, version=version, flush_cache=False)
+        engine = ServerClient(self.url, self._token, timeout_s=_TRANSFER_S)
+        try:
+            engine.update_from_disk(folder, version=version, flush_cache=False, load_format=self.nature.disk_format)
+        finally:
+            engine.close()
         for rank, (held, read) in enumerate(zip(before, self.look(), strict=True)):
             differ = [name for name in held | read if held.get(name) != read.get(name)]
             if differ:

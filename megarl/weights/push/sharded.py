@@ -3,6 +3,10 @@
 Rank 0 makes a server's ranks run `receiver.load`.  They join one process group for each server, with the trainer's
 ranks that have something to send.  The sender of each part compares its digest with the digest of what the server now
 holds there, so nothing is gathered, neither to send nor to check.
+
+A rank uses its groups in one order, which is the same on all ranks: first a collective with each server, in the order
+of the offers; then the messages to all servers in the order of `Turns`; then the check of each server.  `exchange` says
+why.
 """
 
 from __future__ import annotations
@@ -15,66 +19,36 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
-from megarl.mcore.models.layers import layers_per_chunk
-from megarl.mcore.models.model import Model, unwrap
+from megarl.mcore.models.model import Model
 from megarl.rollout.client import ServerError
 from megarl.servers.weight_group import leave_weight_group
 from megarl.weights.hf.gather import local_parameters
-from megarl.weights.mapping.families import HFConfig, table_for
+from megarl.weights.mapping.families import HFConfig
 from megarl.weights.mapping.names import some_names
-from megarl.weights.mapping.server_map import EngineKind, server_table
 from megarl.weights.push.agreement import gather_json
 from megarl.weights.push.buckets import Sizes
 from megarl.weights.push.channel import Meeting, own_address
 from megarl.weights.push.report import Clock, one_line
+from megarl.weights.push.routes import Layout, Route, Routes
 from megarl.weights.push.servers import Server
 from megarl.weights.push.shared import message
 from megarl.weights.push.targets import Lead
-from megarl.weights.reshard.describe import to_json
 from megarl.weights.reshard.exchange import Link, agree, compare, send
-from megarl.weights.reshard.plan import Plan
-from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
-from megarl.weights.reshard.transfers import Message
-from megarl.weights.verify.digests import Kind, digest
+from megarl.weights.reshard.transfers import Message, Turns
 
 HELLO = "{}"  # a text that only tests whether the receiver can be called
-_ENOUGH_BYTES = 1 << 20  # of a message: with many servers messages get smaller, but below this the time costs too much
-
-
-class _Layout(NamedTuple):
-    """The layout of a server."""
-
-    engine: EngineKind
-    tp: int
-    ep: int
-
-
-@dataclass(frozen=True)
-class _Route:
-    """What the trainer and the servers of one layout must know about each other."""
-
-    trainer: str  # the shardings as text
-    server: str
-    fingerprint: str
-    messages: list[Message]  # what this rank sends
-    members: dict[int, int]  # rank of the trainer -> its rank in the group, where the server's ranks come after them
-
-
-class _Claim(NamedTuple):
-    """What each rank of the trainer reports before anything is sent to servers of a new layout."""
-
-    error: str  # why it cannot take part
-    fingerprint: str
-    sends: bool
+# Timeouts that a server waits for the trainer, if there are several servers: a rank that waits for a server that hangs
+# sends nothing to the others meanwhile.
+_PATIENCE = 3
 
 
 @dataclass
@@ -85,23 +59,17 @@ class _Outcome:
     wrong: list[str] = field(default_factory=list)  # parts that on the server differ from what was sent
     num_parts: int = 0
     sent: str = ""  # 64 hex digits of the digests of all parts
-    seconds: dict[str, float] = field(default_factory=dict)  # join, convert, send, verify
 
 
 class ShardedSender:
     """Exists on every rank; keeps the groups with servers until a transfer fails or a server was restarted.
 
-    Peak extra memory: one bucket on each rank, or 2 MiB for each server if that is more.  A model with adapters also
-    needs up to four merged weights, plus one for each server.
+    Peak extra memory: two messages on each rank.  A model with adapters also needs up to four merged weights.
     """
 
-    def __init__(
-        self, hf_config: HFConfig, bucket_bytes: int, num_servers: int, timeout_s: float, threads: Executor
-    ) -> None:
-        self._hf_config, self._timeout_s, self._threads = hf_config, timeout_s, threads
-        most = max(bucket_bytes // 2, 1024)  # two messages are under way to each server
-        self._message_bytes = max(most // max(1, num_servers), min(most, _ENOUGH_BYTES))
-        self._routes: dict[_Layout, _Route] = {}
+    def __init__(self, hf_config: HFConfig, message_bytes: int, timeout_s: float, threads: Executor) -> None:
+        self._message_bytes, self._timeout_s, self._threads = message_bytes, timeout_s, threads
+        self._routes = Routes(hf_config)
         self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # url -> name, group
         self._meetings: dict[str, tuple[str, Meeting]] = {}  # on rank 0: url -> server's start, rendezvous
         self._listeners: dict[str, socket.socket] = {}  # on rank 0: url -> socket of a rendezvous not joined yet
@@ -130,14 +98,17 @@ class ShardedSender:
 
     def _offer(self, server: Server, url: str) -> dict[str, Any]:
         nature = server.nature
-        layout = _Layout(nature.engine, nature.coordinates[0].tp, nature.coordinates[0].ep)
+        first = nature.coordinates[0]
+        layout = Layout(nature.engine, first.tp, first.ep, first.tp // first.attn)
         return {"url": url, "layout": layout, "hashes": nature.hashes, "meeting": asdict(self._meetings[url][1])}
 
-    def _invite(self, offer: Mapping[str, Any], lead: Lead, server: Server) -> None:
-        route, layout = self._routes[_Layout(*offer["layout"])], _Layout(*offer["layout"])
+    def _invite(self, offer: Mapping[str, Any], turns: Turns, patience: int, lead: Lead, server: Server) -> None:
+        layout = Layout(*offer["layout"])
+        route = self._routes[layout]
         meeting = offer["meeting"] | {"world_size": len(route.members) + layout.tp}
+        meeting["timeout_s"] *= patience
         common = {"trainer": route.trainer, "server": route.server, "message_bytes": self._message_bytes}
-        common |= {"senders": route.members, "meeting": _join_arguments(meeting)}
+        common |= {"senders": route.members, "turns": asdict(turns), "meeting": _join_arguments(meeting)}
         texts = [json.dumps({**common, "rank": r, "group_rank": len(route.members) + r}) for r in range(layout.tp)]
         server.open()
         server.take_part([message(text) for text in texts], lead.version, lead.flush_cache)
@@ -145,90 +116,98 @@ class ShardedSender:
     # ---- on every rank
 
     def send(self, model: Model, offers: Sequence[Mapping[str, Any]], sizes: Sizes, lead: Lead | None) -> None:
-        """Send to all of these servers in parallel; each has its own group and thread, so none waits for another."""
+        """Send to all of these servers.  A server that fails is skipped from then on."""
         offers = self._possible(offers, model, sizes, lead)
         start = time.perf_counter()
+        turns = _turns([Layout(*offer["layout"]).tp for offer in offers])
         answers: dict[str, Future[None]] = {}
         if lead:
-            for offer in offers:
-                order = partial(self._invite, offer, lead)
+            patience = _PATIENCE if len(offers) > 1 else 1
+            for offer, of_server in zip(offers, turns, strict=True):
+                order = partial(self._invite, offer, of_server, patience, lead)
                 answers |= lead.targets.start(order, [offer["url"]])
-        params = _Recent(local_parameters(model))
-        here = [self._threads.submit(self._send_to, offer, params) for offer in offers]
-        gathered = gather_json([asdict(one.result()) for one in here])
-        outcomes = [[_Outcome(**one) for one in of_rank] for of_rank in gathered]
+        clock = Clock()
+        mine = self._send_to_all(offers, turns, _Recent(local_parameters(model)), clock)
+        gathered = gather_json([[asdict(one) for one in mine], clock.seconds])
+        outcomes = [[_Outcome(**one) for one in of_rank] for of_rank, _ in gathered]
         for i, offer in enumerate(offers):
             if any(of_rank[i].error or of_rank[i].wrong for of_rank in outcomes):
                 self._forget(offer["url"])
         if lead:
             by_url = {offer["url"]: [of_rank[i] for of_rank in outcomes] for i, offer in enumerate(offers)}
-            _conclude(lead, by_url, answers, time.perf_counter() - start, self._timeout_s)
+            _conclude(lead, by_url, answers, self._timeout_s)
+            _charge(lead.targets.clock, [seconds for _, seconds in gathered], time.perf_counter() - start)
 
     def _possible(
         self, offers: Sequence[Mapping[str, Any]], model: Model, sizes: Sizes, lead: Lead | None
     ) -> list[Mapping[str, Any]]:
         """The offers of servers that hold the same model as the trainer; the result is the same on all ranks."""
-        faults = {_Layout(*offer["layout"]): "" for offer in offers}
+        faults = {Layout(*offer["layout"]): "" for offer in offers}
         for layout in faults:
             try:
-                self._prepare(layout, model, sizes)
+                self._routes.prepare(layout, model, sizes, self._message_bytes)
             except ValueError as error:
                 faults[layout] = one_line(error)
         for offer in offers:
-            if lead and (reason := faults[_Layout(*offer["layout"])]):
+            if lead and (reason := faults[Layout(*offer["layout"])]):
                 lead.targets.fall_back(offer["url"], reason)
-        return [offer for offer in offers if not faults[_Layout(*offer["layout"])]]
+        return [offer for offer in offers if not faults[Layout(*offer["layout"])]]
 
-    def _prepare(self, layout: _Layout, model: Model, sizes: Sizes) -> None:
-        """A collective of all ranks if the layout is new; ValueError on all of them if any cannot take part."""
-        if layout in self._routes:
-            return
-        route: _Route | None = None
-        try:
-            route = self._route(layout, model, sizes)
-            claim = _Claim("", route.fingerprint, bool(route.messages))
-        except ValueError as error:
-            claim = _Claim(one_line(error), "", False)
-        members = _members([_Claim(*one) for one in gather_json(claim)])
-        assert route is not None, "a rank without one has said why"
-        self._routes[layout] = replace(route, members=members)
+    def _send_to_all(
+        self, offers: Sequence[Mapping[str, Any]], turns: Sequence[Turns], params: _Recent, clock: Clock
+    ) -> list[_Outcome]:
+        """The outcome of each offer on this rank; uses one group at a time, in the order that the module names."""
+        rank, outcomes = dist.get_rank(), [_Outcome() for _ in offers]
+        with clock("join"):
+            links = self._links(offers, outcomes)
+            for i, link in list(links.items()):
+                try:
+                    agree(self._route(offers[i]).fingerprint, link)
+                except (RuntimeError, ValueError) as error:  # a peer is gone (torch); fingerprints differ
+                    outcomes[i].error = one_line(error)
+                    del links[i]
+        places: list[tuple[tuple[int, int], Link, Message]] = []
+        for i, link in links.items():
+            messages = self._route(offers[i]).messages
+            places += [(turns[i].place(each, rank, each.peer), link, each) for each in messages]
+        queue = [(link, each) for _, link, each in sorted(places, key=lambda entry: entry[0])]
+        with clock("send"):
+            sent = send(queue, params, clock)
+        with clock("verify"):
+            texts = {each: each.hexdigest() for each in set(chain.from_iterable(sent.hashes.values()))}
+            for i, link in links.items():
+                try:
+                    if link in sent.errors:
+                        raise sent.errors[link]
+                    digests = [texts[each] for each in sent.hashes.get(link, ())]
+                    outcomes[i].wrong = compare([each for to, each in queue if to is link], digests, link)
+                except RuntimeError as error:  # a peer is gone or does not answer
+                    outcomes[i].error = one_line(error)
+                else:
+                    outcomes[i].num_parts = len(digests)
+                    outcomes[i].sent = hashlib.sha256("".join(digests).encode()).hexdigest()
+        return outcomes
 
-    def _route(self, layout: _Layout, model: Model, sizes: Sizes) -> _Route:
-        """The route as this rank derives it, without members."""
-        trainer, server = _trainer_sharding(model, self._hf_config, sizes), self._server_sharding(layout, sizes)
-        rank, params, plan = dist.get_rank(), local_parameters(model), Plan(trainer, server)
-        if lacking := [name for name in trainer.shapes(rank) if name not in params]:
-            raise ValueError(f"rank {rank} of the trainer does not have {some_names(lacking)} of its description")
-        messages = plan.messages_out(rank, self._message_bytes)
-        fingerprint = plan.fingerprint(self._message_bytes)
-        return _Route(to_json(trainer), to_json(server), fingerprint, messages, {})
+    def _links(self, offers: Sequence[Mapping[str, Any]], outcomes: Sequence[_Outcome]) -> dict[int, Link]:
+        """Index of an offer -> this rank's link to the server; they are joined in parallel, which uses no GPU."""
+        joining = {
+            i: self._threads.submit(self._link, offer)
+            for i, offer in enumerate(offers)
+            if dist.get_rank() in self._route(offer).members
+        }
+        links: dict[int, Link] = {}
+        for i, one in joining.items():
+            try:
+                links[i] = one.result()
+            except (RuntimeError, ValueError) as error:
+                outcomes[i].error = one_line(error)
+        return links
 
-    def _server_sharding(self, layout: _Layout, sizes: Sizes) -> ServerSharding:
-        table = tuple(server_table(layout.engine, self._hf_config))
-        return ServerSharding(table, tp=layout.tp, ep=layout.ep, **_types(table, sizes))
+    def _route(self, offer: Mapping[str, Any]) -> Route:
+        return self._routes[Layout(*offer["layout"])]
 
-    def _send_to(self, offer: Mapping[str, Any], params: _Recent) -> _Outcome:
-        route, outcome = self._routes[_Layout(*offer["layout"])], _Outcome()
-        if dist.get_rank() not in route.members:
-            return outcome
-        hashes: Kind = offer["hashes"]
-        clock = Clock()
-        try:
-            with clock("join"):
-                link = self._link(offer, route)
-                agree(route.fingerprint, link.group, link.device)
-            with clock("send"):
-                digests = send(route.messages, params, link, digest=partial(digest, kind=hashes), clock=clock)
-            with clock("verify"):
-                outcome.wrong = compare(route.messages, digests, link)
-            outcome.num_parts, outcome.sent = len(digests), hashlib.sha256("".join(digests).encode()).hexdigest()
-        except (RuntimeError, ValueError) as error:  # a peer is gone or does not answer (torch); fingerprints differ
-            outcome.error = one_line(error)
-        outcome.seconds = dict(clock.seconds)
-        return outcome
-
-    def _link(self, offer: Mapping[str, Any], route: _Route) -> Link:
-        url, layout = offer["url"], _Layout(*offer["layout"])
+    def _link(self, offer: Mapping[str, Any]) -> Link:
+        url, layout, route = offer["url"], Layout(*offer["layout"]), self._route(offer)
         meeting = Meeting(**{**offer["meeting"], "world_size": len(route.members) + layout.tp})
         known = self._groups.get(url)
         if known is None or known[0] != meeting.name:
@@ -237,7 +216,7 @@ class ShardedSender:
             group = meeting.join(route.members[dist.get_rank()], self._listeners.pop(url, None))
             known = self._groups[url] = (meeting.name, group)
         ranks = {rank: len(route.members) + rank for rank in range(layout.tp)}
-        return Link(known[1], ranks, _device(), self._timeout_s)
+        return Link(known[1], ranks, _device(), self._timeout_s, offer["hashes"])
 
     def _forget(self, url: str) -> Future[None] | None:
         """Leave the group with a server; if the other side does not answer, this may last until the timeout."""
@@ -277,17 +256,10 @@ class _Recent(Mapping[str, Tensor]):
         return len(self._params)
 
 
-def _members(claims: Sequence[_Claim]) -> dict[int, int]:
-    """Rank of the trainer -> rank in the group, for rank 0 and all senders; ValueError unless all claims agree."""
-    if error := next((claim.error for claim in claims if claim.error), ""):
-        raise ValueError(error)
-    if others := [str(rank) for rank, claim in enumerate(claims) if claim.fingerprint != claims[0].fingerprint]:
-        raise ValueError(
-            f"rank {some_names(others)} of the trainer describes the model, its layout or the messages in another way "
-            "than rank 0: expected one version of megarl and one layout on all ranks"
-        )
-    joining = [rank for rank, claim in enumerate(claims) if claim.sends or rank == 0]
-    return {rank: i for i, rank in enumerate(joining)}
+def _turns(sizes: Sequence[int]) -> list[Turns]:
+    """The turns of each server, from the numbers of their ranks."""
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [Turns(max(dist.get_world_size(), sum(sizes)), first) for first in firsts]
 
 
 def _greet(server: Server) -> None:
@@ -300,7 +272,6 @@ def _conclude(
     lead: Lead,
     outcomes: Mapping[str, list[_Outcome]],
     answers: Mapping[str, Future[None]],
-    seconds: float,
     timeout_s: float,
 ) -> None:
     """On rank 0: decide from the outcomes of all ranks and the servers' answers which servers are done."""
@@ -318,11 +289,14 @@ def _conclude(
             targets.done[url] = "sharded"
             lead.verified[url] = sum(one.num_parts for one in found)
             lead.sent[url] = "".join(one.sent for one in found)
-    spent = [one.seconds for found in outcomes.values() for one in found]
-    slowest = max(spent, key=lambda phases: sum(phases.values()), default={})
+
+
+def _charge(clock: Clock, by_rank: Sequence[Mapping[str, float]], seconds: float) -> None:
+    """Count the phases of the slowest rank, and the rest of `seconds` as load."""
+    slowest = max(by_rank, key=lambda phases: sum(phases.values()))
     for phase, of_phase in slowest.items():
-        targets.clock.seconds[phase] += of_phase
-    targets.clock.seconds["load"] += max(0.0, seconds - sum(slowest.values()))
+        clock.seconds[phase] += of_phase
+    clock.seconds["load"] += max(0.0, seconds - sum(slowest.values()))
 
 
 def _refusal(answer: Future[None]) -> str:
@@ -332,30 +306,6 @@ def _refusal(answer: Future[None]) -> str:
     if error is not None and not isinstance(error, ServerError | ValueError):
         raise error
     return "" if error is None else one_line(error)
-
-
-def _trainer_sharding(model: Model, hf_config: HFConfig, sizes: Sizes) -> MegatronSharding:
-    """The sharding of this model over the ranks, which are numbered in Megatron's default order."""
-    ps, table = parallel_state, tuple(table_for(hf_config))
-    return MegatronSharding(
-        table,
-        world_size=dist.get_world_size(),
-        tp=ps.get_tensor_model_parallel_world_size(),
-        pp=ps.get_pipeline_model_parallel_world_size(),
-        vpp=len(model),
-        layers_per_chunk=layers_per_chunk(unwrap(model[0]).config),
-        cp=ps.get_context_parallel_world_size(),
-        ep=ps.get_expert_model_parallel_world_size(),
-        etp=ps.get_expert_tensor_parallel_world_size(),
-        **_types(table, sizes),
-    )
-
-
-def _types(table: Sequence[Any], sizes: Sizes) -> dict[str, Any]:
-    """`dtype` and `dtypes` of a sharding: the types in which the parameters are sent."""
-    types = {op.param: str(sizes[next(iter(op.hf_shapes))][1]).removeprefix("torch.") for op in table}
-    most = max(set(types.values()), key=list(types.values()).count)
-    return {"dtype": most, "dtypes": tuple((param, dtype) for param, dtype in types.items() if dtype != most)}
 
 
 def _join_arguments(meeting: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,8 +122,11 @@ class Targets:
 class Lead:
     """Rank 0's state of one push."""
 
-    def __init__(self, targets: Targets, version: int, *, flush_cache: bool, compares: bool) -> None:
-        self.targets, self.version, self.flush_cache, self.compares = targets, version, flush_cache, compares
+    def __init__(self, targets: Targets, version: int, *, flush_cache: bool, checks: bool) -> None:
+        """`checks`: compare slices with whole tensors, and checksums that are not computed here with a folder."""
+        self.targets, self.version, self.flush_cache = targets, version, flush_cache
+        self.checks = checks
+        self.compares = checks  # whether an exported folder is still to be read
         self.sent: dict[str, str] = {}  # url -> digests of the slices sent to it, until its checksums are read
         # url -> (those digests, its checksums): servers that get whole tensors too, to compare where these are placed
         self.slices: dict[str, tuple[str, list[dict[str, str]]]] = {}
@@ -171,7 +174,7 @@ def _obstacle(server: Server, transport: str, wanted: str, on_gpu: bool, gpus: C
         if not nature.has_receiver:
             return "a server that was started with our custom weight loader"
         if not nature.is_plain:
-            return "a server without quantization, pipeline stages or data parallelism"
+            return "a server without quantization that cuts its layers over its ranks as our tables say"
         return "a server that has slices where it puts whole tensors" if server.fits_slices is False else None
     if transport == "shared":
         if not is_here(server.url):

@@ -1,16 +1,21 @@
 """Executes the transfers of a plan point to point over one process group, in messages of bounded size.
 
 `send` runs on the trainer's ranks and `receive` in the server's processes; each rank knows only its own messages and
-processes them in the order of the plan.  At most two messages of a rank are in flight: peak extra memory is twice
+processes them in the order of `Turns`.  At most two messages of a rank are in flight: peak extra memory is twice
 `message_bytes` on either side.  Works on gloo, and on NCCL after a first collective: so every member must call `agree`
 first.  A wait that exceeds the timeout raises torch's RuntimeError.
+
+A trainer's rank has one communicator with each server.  NCCL allows kernels of several communicators on a GPU only if
+all ranks start them in an order in which no two ranks wait for each other, because a kernel that waits for its peer can
+keep the next one from starting.  So one thread sends to all servers, in the order of `Turns` over all of them.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import cycle
 from typing import Any
@@ -25,37 +30,42 @@ from megarl.weights.reshard.plan import Plan
 from megarl.weights.reshard.regions import Box
 from megarl.weights.reshard.sharding import ParameterSlice, Sharding
 from megarl.weights.reshard.transfers import Message, Transfer
-from megarl.weights.verify.digests import as_bytes
+from megarl.weights.verify.digests import Hash, Kind, as_bytes, hashed
 
 Params = Mapping[str, Tensor]
-Digest = Callable[[Tensor], str]  # of a [bytes] uint8 tensor: DIGEST_CHARS ASCII characters
 
 DIGEST_CHARS = 16
 _IN_FLIGHT = 2
+_POLL_S = 5e-5  # between two looks at a GPU's transfer; a message takes much longer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Link:
     """A process group with members of both sides.
 
-    `ranks`: rank of the other side -> its rank in the group.  Messages to other ranks are skipped, so a plan for
-    several servers can be executed over one group for each.
+    `ranks`: rank of the other side -> its rank in the group.  `hashes`: the digests that both sides compare.
     """
 
     group: dist.ProcessGroup
     ranks: Mapping[int, int]
     device: torch.device
     timeout_s: float = 120.0
-
-    def mine(self, messages: Sequence[Message]) -> list[Message]:
-        return [message for message in messages if message.peer in self.ranks]
+    hashes: Kind = "sha256"
 
 
-def agree(fingerprint: str, group: dist.ProcessGroup, device: torch.device) -> None:
+@dataclass
+class Sent:
+    """What became of the messages to each link."""
+
+    hashes: dict[Link, list[Hash]] = field(default_factory=dict)  # of each part as it was sent
+    errors: dict[Link, RuntimeError] = field(default_factory=dict)  # why the rest of its messages was not sent
+
+
+def agree(fingerprint: str, link: Link) -> None:
     """All members compare their fingerprints; ValueError on every member if any differs.  A collective."""
-    mine = torch.tensor(list(bytes.fromhex(fingerprint)), dtype=torch.uint8, device=device)
-    found = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(found, mine, group=group)
+    mine = torch.tensor(list(bytes.fromhex(fingerprint)), dtype=torch.uint8, device=link.device)
+    found = [torch.empty_like(mine) for _ in range(link.group.size())]
+    _wait([dist.all_gather(found, mine, group=link.group, async_op=True)], link)
     others = [str(rank) for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]
     if others:
         raise ValueError(
@@ -93,40 +103,53 @@ def _num_written(message: Message) -> int:
     return sum(part.num_bytes * len(part.param_slices) for part in message.parts)
 
 
-def send(
-    messages: Sequence[Message], params: Params, link: Link, *, digest: Digest | None = None, clock: Clock | None = None
-) -> list[str]:
-    """Send `Plan.messages_out`; with `digest`, returns the digest of each part as it was sent, for `compare`.
+def send(queue: Sequence[tuple[Link, Message]], params: Params, clock: Clock | None = None) -> Sent:
+    """Send messages of `Plan.messages_out` to one or several servers, one after another.
 
-    A part is converted to the receiver's type before it is sent.  `params` must not change before this returns.
-    `clock` counts the seconds in which parts are copied into messages (convert) and digested (verify).
+    A part is converted to the receiver's type before it is sent.  `params` must not change before this returns.  If a
+    link fails, its remaining messages are skipped, and those of the others are sent.  `clock` counts the seconds in
+    which parts are copied into messages (convert) and digested (verify).
     """
-    clock = clock or Clock()
-    mine = link.mine(messages)
-    buffers, under_way = _buffers(mine, link), deque[list[dist.Work]]()
-    known: dict[tuple[str, Box], str] = {}  # receivers that need the same box get the same bytes
-    digests: list[str] = []
-    for message, buffer in zip(mine, cycle(buffers), strict=False):
-        if len(under_way) == len(buffers):
-            _wait(under_way.popleft(), link)
+    clock, sent = clock or Clock(), Sent({link: [] for link, _ in queue})
+    free = deque[Tensor](_buffers([message for _, message in queue], queue[0][0].device) if queue else ())
+    under_way = deque[tuple[Link, Tensor, list[dist.Work]]]()
+    known: dict[tuple[str, Box, Kind], Hash] = {}  # receivers that need the same box get the same bytes
+
+    def finish_oldest() -> None:
+        link, buffer, works = under_way.popleft()
+        try:
+            _wait(works, link)
+        except RuntimeError as error:
+            sent.errors.setdefault(link, error)
+        free.append(buffer)
+
+    for link, message in queue:
+        if not free and link not in sent.errors:
+            finish_oldest()
+        if link in sent.errors:
+            continue
+        buffer = free.popleft()
         for part, raw in _parts(message, buffer):
             with clock("convert"):
                 _as_tensor(raw, part).copy_(_view(params, part.param_slices[0], part.shape))
-            if digest is not None:
-                what = (part.hf_name, part.box)
-                with clock("verify"):
-                    known[what] = known.get(what) or digest(raw)
-                digests.append(known[what])
-        under_way.append(_start(dist.isend, buffer[: message.num_bytes], message.peer, link))
-    for works in under_way:
-        _wait(works, link)
-    return digests
+            what = (part.hf_name, part.box, link.hashes)
+            with clock("verify"):
+                known[what] = known.get(what) or hashed(raw, link.hashes)
+            sent.hashes[link].append(known[what])
+        try:
+            under_way.append((link, buffer, _start([(dist.isend, buffer[: message.num_bytes], message.peer)], link)))
+        except RuntimeError as error:
+            sent.errors[link] = error
+            free.append(buffer)
+    while under_way:
+        finish_oldest()
+    return sent
 
 
 def receive(messages: Sequence[Message], params: Params, link: Link) -> int:
     """Receive `Plan.messages_in` into the parameters; returns how many bytes of these were written."""
     num_bytes = 0
-    for message, buffer in _incoming(link.mine(messages), link):
+    for message, buffer in _incoming(messages, link):
         for part, raw in _parts(message, buffer):
             for param_slice in part.param_slices:
                 _view(params, param_slice, part.shape).copy_(_as_tensor(raw, part))
@@ -134,39 +157,58 @@ def receive(messages: Sequence[Message], params: Params, link: Link) -> int:
     return num_bytes
 
 
-def answer(messages: Sequence[Message], params: Params, link: Link, *, digest: Digest) -> None:
-    """The receiver's side of the check: send each sender the digests of its parts, read back from the parameters."""
-    for message in link.mine(messages):
-        text = "".join(_digest_held(part, params, digest) for part in message.parts)
-        raw = torch.tensor(list(text.encode()), dtype=torch.uint8, device=link.device)
-        _wait(_start(dist.isend, raw, message.peer, link), link)
+def answer(messages: Sequence[Message], params: Params, link: Link) -> None:
+    """The receiver's side of the check: send each sender the digests of its parts, read back from the parameters.
+
+    One text for each sender, in the order of its messages.
+    """
+    held = [(message.peer, [_hashes_held(part, params, link.hashes) for part in message.parts]) for message in messages]
+    texts: dict[int, str] = {}
+    for peer, parts in held:  # only now: on a GPU, reading a digest waits for it
+        texts[peer] = texts.get(peer, "") + "".join(map(_digest_held, parts))
+    raw = {
+        peer: torch.tensor(list(text.encode()), dtype=torch.uint8, device=link.device) for peer, text in texts.items()
+    }
+    _wait(_start([(dist.isend, raw[peer], peer) for peer in sorted(raw)], link), link)
 
 
 def compare(messages: Sequence[Message], sent: Sequence[str], link: Link) -> list[str]:
     """The sender's side of the check: descriptions of the parts whose digest on the receiver is not what was sent.
 
-    Example: ["model.norm.weight[0:64] on rank 3"].
+    `messages`: in the order in which they were sent, as the digests in `sent`.  Example: ["model.norm.weight[0:64] on
+    rank 3"].
     """
+    num_parts: dict[int, int] = {}
+    for message in messages:
+        num_parts[message.peer] = num_parts.get(message.peer, 0) + len(message.parts)
+    raw = {
+        peer: torch.empty(DIGEST_CHARS * count, dtype=torch.uint8, device=link.device)
+        for peer, count in num_parts.items()
+    }
+    _wait(_start([(dist.irecv, raw[peer], peer) for peer in sorted(raw)], link), link)
+    held = {peer: iter(_cut(bytes(text.tolist()).decode())) for peer, text in raw.items()}
     wrong, expected = [], iter(sent)
-    for message in link.mine(messages):
-        raw = torch.empty(DIGEST_CHARS * len(message.parts), dtype=torch.uint8, device=link.device)
-        _wait(_start(dist.irecv, raw, message.peer, link), link)
-        text = bytes(raw.tolist()).decode()
-        for i, part in enumerate(message.parts):
-            if text[i * DIGEST_CHARS : (i + 1) * DIGEST_CHARS] != next(expected):
+    for message in messages:
+        for part in message.parts:
+            if next(held[message.peer]) != next(expected):
                 where = ", ".join(f"{start}:{stop}" for start, stop in part.box)
                 wrong.append(f"{part.hf_name}[{where}] on rank {part.peer}")
     return wrong
 
 
+def _cut(text: str) -> Iterator[str]:
+    for start in range(0, len(text), DIGEST_CHARS):
+        yield text[start : start + DIGEST_CHARS]
+
+
 def _incoming(messages: Sequence[Message], link: Link) -> Iterator[tuple[Message, Tensor]]:
     """Each message and its bytes, valid until the next one is requested; the next message is in flight meanwhile."""
-    buffers = _buffers(messages, link)
+    buffers = _buffers(messages, link.device)
     under_way: deque[tuple[Message, Tensor, list[dist.Work]]] = deque()
     for message, buffer in zip(messages, cycle(buffers), strict=False):
         if len(under_way) == len(buffers):
             yield _arrived(*under_way.popleft(), link)
-        under_way.append((message, buffer, _start(dist.irecv, buffer[: message.num_bytes], message.peer, link)))
+        under_way.append((message, buffer, _start([(dist.irecv, buffer[: message.num_bytes], message.peer)], link)))
     while under_way:
         yield _arrived(*under_way.popleft(), link)
 
@@ -176,20 +218,33 @@ def _arrived(message: Message, buffer: Tensor, works: list[dist.Work], link: Lin
     return message, buffer
 
 
-def _buffers(messages: Sequence[Message], link: Link) -> list[Tensor]:
+def _buffers(messages: Sequence[Message], device: torch.device) -> list[Tensor]:
     largest = max((message.num_bytes for message in messages), default=0)
     count = min(_IN_FLIGHT, len(messages))
-    return [torch.empty(largest, dtype=torch.uint8, device=link.device) for _ in range(count)]
+    return [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
 
 
-def _start(op: Callable[..., Any], raw: Tensor, peer: int, link: Link) -> list[dist.Work]:
-    # A batch of one: NCCL then uses the group's own communicator; a single isend would make one for every pair.
-    return dist.batch_isend_irecv([dist.P2POp(op, raw, group=link.group, group_peer=link.ranks[peer])])
+def _start(ops: Sequence[tuple[Callable[..., Any], Tensor, int]], link: Link) -> list[dist.Work]:
+    """Start (dist.isend or dist.irecv, bytes, peer) together.
+
+    Always as a batch: NCCL then uses the group's own communicator; a single isend would make one for every pair.
+    """
+    p2p = [dist.P2POp(op, raw, group=link.group, group_peer=link.ranks[peer]) for op, raw, peer in ops]
+    return dist.batch_isend_irecv(p2p) if p2p else []
 
 
 def _wait(works: list[dist.Work], link: Link) -> None:
+    """Block until all are done; RuntimeError after the timeout.
+
+    On a GPU torch's own wait with a timeout looks only about once in a millisecond, in which a GPU sends tens of
+    megabytes, and its wait without one never ends if the peer is gone.  So the transfer's event is looked at here;
+    after the timeout torch's wait fails at once and aborts the communicator.
+    """
+    deadline = time.monotonic() + link.timeout_s
     for work in works:
-        work.wait(timedelta(seconds=link.timeout_s))
+        while link.device.type == "cuda" and not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        work.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
 
 
 def _parts(message: Message, buffer: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
@@ -210,6 +265,10 @@ def _view(params: Params, param_slice: ParameterSlice, shape: Shape) -> Tensor:
     return part
 
 
-def _digest_held(part: Transfer, params: Params, digest: Digest) -> str:
-    held = {digest(as_bytes(_view(params, param_slice, part.shape))) for param_slice in part.param_slices}
+def _hashes_held(part: Transfer, params: Params, kind: Kind) -> list[Hash]:
+    return [hashed(as_bytes(_view(params, param_slice, part.shape)), kind) for param_slice in part.param_slices]
+
+
+def _digest_held(hashes: Sequence[Hash]) -> str:
+    held = {each.hexdigest() for each in hashes}
     return held.pop() if len(held) == 1 else "-" * DIGEST_CHARS  # equals no digest: the places differ

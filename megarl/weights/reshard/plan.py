@@ -20,7 +20,7 @@ from megarl.weights.mapping.names import some_names
 from megarl.weights.reshard.describe import fingerprint
 from megarl.weights.reshard.regions import Box, box_size, contains, intersect, refine
 from megarl.weights.reshard.sharding import Holding, ParameterSlice, Sharding
-from megarl.weights.reshard.transfers import Message, Transfer, in_turn, inside, itemsize
+from megarl.weights.reshard.transfers import Message, Transfer, Turns, inside, itemsize, pack_all
 
 MIN_CUT_BYTES = 1 << 20  # a region smaller than this is sent whole
 _TENSORS_AT_ONCE = 1024
@@ -72,23 +72,24 @@ class Plan:
             for box, _ in param_slices
         )
 
-    def messages_out(self, rank: int, message_bytes: int) -> list[Message]:
-        """What sender `rank` sends, in messages of at most `message_bytes`, in an order that avoids deadlock.
+    def messages_out(self, rank: int, message_bytes: int, turns: Turns | None = None) -> list[Message]:
+        """What sender `rank` sends, in messages of at most `message_bytes`, in the order of `turns`.
 
-        In each turn every sender has one receiver and every receiver one sender, and all ranks count turns in the same
-        way.  So if ranks process their messages in order, no two ranks wait for each other.
+        None: those of a transfer to these receivers alone.
         """
-        turns = self._num_turns
-        return in_turn(self.sends(rank), message_bytes, {peer: (peer - rank) % turns for peer in range(turns)})
+        order = turns or self.turns
+        messages = pack_all(self.sends(rank), message_bytes)
+        return sorted(messages, key=lambda message: order.place(message, rank, message.peer))
 
-    def messages_in(self, rank: int, message_bytes: int) -> list[Message]:
-        """The same messages for receiver `rank`, in the same order of turns."""
-        turns = self._num_turns
-        return in_turn(self.receives(rank), message_bytes, {peer: (rank - peer) % turns for peer in range(turns)})
+    def messages_in(self, rank: int, message_bytes: int, turns: Turns | None = None) -> list[Message]:
+        """The same messages for receiver `rank`, in the same order."""
+        order = turns or self.turns
+        messages = pack_all(self.receives(rank), message_bytes)
+        return sorted(messages, key=lambda message: order.place(message, message.peer, rank))
 
     @property
-    def _num_turns(self) -> int:
-        return max(self.sender.num_ranks, self.receiver.num_ranks)
+    def turns(self) -> Turns:
+        return Turns(max(self.sender.num_ranks, self.receiver.num_ranks))
 
     def _regions(
         self, names: Iterable[str], *, holder: int | None = None, needer: int | None = None

@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megarl.weights.mapping.names import Op, Piece, Shape, ShardCoordinate
+from megarl.weights.mapping.server_map import coordinates
 from megarl.weights.reshard.regions import Box
 
 
@@ -263,16 +264,19 @@ class MegatronSharding(Sharding):
 class ServerSharding(Sharding):
     """Replicas of a server, one after another, each of `tp` ranks in `ep` groups that share the experts, as in SGLang.
 
-    Rank r of a replica has the r // (tp/ep)-th run of the experts, and the (r % (tp/ep))-th part of each.
+    Rank r of a replica has the r // (tp/ep)-th run of the experts, and the (r % (tp/ep))-th part of each.  It has the
+    (r % (tp/attention_dp))-th part of attention and vocabulary, which each of the `attention_dp` groups has whole.
     """
 
     tp: int = 1
     ep: int = 1
+    attention_dp: int = 1
     num_replicas: int = 1
 
     def __post_init__(self) -> None:
-        if self.tp % self.ep:
-            raise ValueError(f"a server's ep_size={self.ep} does not divide its tp_size={self.tp}")
+        for what, size in (("ep_size", self.ep), ("attention_dp", self.attention_dp)):
+            if self.tp % size:
+                raise ValueError(f"a server's {what}={size} does not divide its tp_size={self.tp}")
 
     @property
     def num_ranks(self) -> int:
@@ -283,11 +287,14 @@ class ServerSharding(Sharding):
         return 1
 
     def coordinate(self, rank: int) -> ShardCoordinate:
-        tp_rank, etp = rank % self.tp, self.tp // self.ep
-        return ShardCoordinate(tp_rank, self.tp, tp_rank // etp, self.ep, tp_rank % etp, etp)
+        return self._coordinates[rank % self.tp]
 
     def stage(self, rank: int) -> int:
         return 0
 
     def params_on(self, op: Op, stage: int) -> tuple[str, ...]:
         return (op.param,)
+
+    @cached_property
+    def _coordinates(self) -> list[ShardCoordinate]:
+        return coordinates(self.tp, self.ep, self.attention_dp)

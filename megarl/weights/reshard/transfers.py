@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,6 +49,7 @@ class Message:
     """Transfers of one pair of ranks that are sent together, and the byte at which each starts."""
 
     peer: int
+    number: int  # among the messages of its pair
     parts: tuple[Transfer, ...]
     starts: tuple[int, ...]
     num_bytes: int
@@ -60,17 +61,28 @@ def inside(param_slice: ParameterSlice, outer: Box, inner: Box) -> ParameterSlic
     return replace(param_slice, start=tuple(start))
 
 
-def in_turn(transfers: Iterable[Transfer], message_bytes: int, turn_of: Mapping[int, int]) -> list[Message]:
-    """The first messages of all peers in the order of turns, then all second messages, and so on."""
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The order of messages: in each turn every sender has one receiver, and every receiver one sender.
+
+    Receivers are counted over all servers, and `first` is the number of a server's rank 0.  After the last turn come
+    the second messages of all pairs, and so on.  The place of a message is the same for both of its ranks, and no rank
+    has two messages at one place.  So ranks that process their messages in this order never wait in a circle.
+    """
+
+    count: int
+    first: int = 0
+
+    def place(self, message: Message, sender: int, receiver: int) -> tuple[int, int]:
+        return message.number, (self.first + receiver - sender) % self.count
+
+
+def pack_all(transfers: Iterable[Transfer], message_bytes: int) -> list[Message]:
+    """The messages of one rank with all its peers."""
     by_peer: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         by_peer[transfer.peer].append(transfer)
-    numbered = [
-        (i, turn_of[peer], message)
-        for peer, theirs in by_peer.items()
-        for i, message in enumerate(pack(theirs, message_bytes))
-    ]
-    return [message for _, _, message in sorted(numbered, key=lambda entry: entry[:2])]
+    return [message for theirs in by_peer.values() for message in pack(theirs, message_bytes)]
 
 
 def pack(transfers: Iterable[Transfer], message_bytes: int) -> Iterator[Message]:
@@ -79,19 +91,19 @@ def pack(transfers: Iterable[Transfer], message_bytes: int) -> Iterator[Message]
         raise ValueError(f"message_bytes={message_bytes}: expected at least {ALIGNMENT}")
     parts: list[Transfer] = []
     starts: list[int] = []
-    end = 0
+    end = number = 0
     for transfer in transfers:
         for box in cut(transfer.box, message_bytes // itemsize(transfer.dtype)):
             part = transfer.part(box)
             start = -(-end // ALIGNMENT) * ALIGNMENT
             if parts and start + part.num_bytes > message_bytes:
-                yield Message(transfer.peer, tuple(parts), tuple(starts), end)
-                parts, starts, start = [], [], 0
+                yield Message(transfer.peer, number, tuple(parts), tuple(starts), end)
+                parts, starts, start, number = [], [], 0, number + 1
             parts.append(part)
             starts.append(start)
             end = start + part.num_bytes
     if parts:
-        yield Message(parts[0].peer, tuple(parts), tuple(starts), end)
+        yield Message(parts[0].peer, number, tuple(parts), tuple(starts), end)
 
 
 def itemsize(dtype: str) -> int:

@@ -16,7 +16,8 @@ from megarl.weights.push.targets import Lead
 def look_at_slices(lead: Lead) -> None:
     """After slices were sent: servers whose checksums contradict them fall back to another transport.
 
-    Servers whose slices were not yet compared with whole tensors get these too; `compare_with_whole` then compares.
+    Servers whose slices were not yet compared with whole tensors, or have to be again, get these too;
+    `compare_with_whole` then compares.
     """
     targets, (sent, lead.sent) = lead.targets, (lead.sent, {})
     with targets.clock("verify"):
@@ -25,7 +26,7 @@ def look_at_slices(lead: Lead) -> None:
     for url, held in looked.items():
         if url in faults:
             targets.fall_back(url, faults[url])
-        elif targets.left[url].fits_slices:
+        elif targets.left[url].fits_slices and not lead.checks:
             targets.left[url].remember(sent[url])
         else:
             lead.slices[url] = (sent[url], held)

@@ -7,7 +7,8 @@ are reproduced here although the trainer never holds the server's parameter: its
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Literal, Protocol
 
 import torch
@@ -19,7 +20,7 @@ Kind = Literal["sha256", "words"]  # as SGLang hashes on a CPU | on CUDA
 
 _LOW = 0xFFFFFFFF
 _TILE = 8192  # words that are summed before the sum is mixed
-_CHUNK = 32 * _TILE  # words hashed at a time, which bounds the memory
+_CHUNK = 32 * _TILE  # words that torch's operations hash at a time, which bounds the memory
 _SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & _LOW)
 _PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of a word's number, one pair for each seed
 
@@ -50,40 +51,30 @@ class Sha256:
 class Words:
     """SGLang's hash of a CUDA tensor: each 32-bit word is mixed with its number; sums of 8,192 are mixed and summed.
 
-    Runs on the device of its input, a few megabytes at a time.
+    Runs on the device of its input, and waits for it only in `hexdigest`.
     """
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)  # bytes of an unfinished word
         self._num_words = 0
-        self._sums: list[tuple[Tensor, Tensor]] = []  # of each chunk's tiles; a tile may continue in the next chunk
+        self._sums: list[Tensor] = []  # [2, tiles] of each run of words; its last tile may continue in the next run
 
     def update(self, raw: Tensor) -> None:
         if self._rest.numel():
             raw = torch.cat([self._rest.to(raw.device), raw])
         whole = raw.numel() // 4 * 4
         self._rest = raw[whole:].clone()
-        words = raw[:whole].clone() if raw.storage_offset() % 4 else raw[:whole]
-        for chunk in words.view(torch.int32).split(_CHUNK):
-            self._add(chunk)
+        if whole:
+            words = raw[:whole].clone() if raw.storage_offset() % 4 else raw[:whole]
+            self._add(words.view(torch.int32))
 
     def _add(self, words: Tensor) -> None:
-        numbers = torch.arange(self._num_words, self._num_words + len(words), device=words.device)
-        value, first = words.long() & _LOW, self._num_words // _TILE
-        tiles, count = numbers // _TILE - first, (self._num_words + len(words) - 1) // _TILE - first + 1
-        sums = []
-        for (factor, turn), seed in zip(_PLACES, _SEEDS, strict=True):
-            place = ((numbers * factor + seed) & _LOW) ^ (
-                ((numbers << turn) | ((numbers & _LOW) >> (32 - turn))) & _LOW
-            )
-            mixed = _mix(value ^ place)
-            sums.append(torch.zeros(count, dtype=torch.int64, device=words.device).index_add_(0, tiles, mixed))
-        if self._sums and self._num_words % _TILE:  # the last tile so far continues
-            for sum_, before in zip(sums, self._sums[-1], strict=True):
-                before[-1] += sum_[0]
-            sums = [sum_[1:] for sum_ in sums]
-        if len(sums[0]):
-            self._sums.append((sums[0], sums[1]))
+        sums = (_gpu_tile_sums if words.is_cuda else tile_sums)(words, self._num_words)
+        if self._num_words % _TILE:  # the last tile so far continues
+            self._sums[-1][:, -1] += sums[:, 0].to(self._sums[-1].device)
+            sums = sums[:, 1:]
+        if sums.numel():
+            self._sums.append(sums)
         self._num_words += len(words)
 
     def hexdigest(self) -> str:
@@ -91,9 +82,35 @@ class Words:
             self.update(self._rest.new_zeros(4 - self._rest.numel()))
         total, length = 0, (self._num_words * 4) & _LOW
         for sums in self._sums:
-            high, low = (_mix((sum_ & _LOW) ^ length).tolist() for sum_ in sums)
-            total += sum((h << 32) | w for h, w in zip(high, low, strict=True))
+            high, low = _mix((sums.long() & _LOW) ^ length).sum(1).tolist()
+            total += (high << 32) + low
         return f"{_mix64(total & (2**64 - 1)):016x}" if self._num_words else f"{0:016x}"
+
+
+def tile_sums(words: Tensor, first: int) -> Tensor:
+    """[2, T]: for each tile that `words` (int32) touches the two sums of its mixed words, of which 32 bits count.
+
+    `first`: the number of the first word.  Takes a few megabytes at a time.
+    """
+    start = first // _TILE
+    sums = torch.zeros(2, (first + len(words) - 1) // _TILE - start + 1, dtype=torch.int64, device=words.device)
+    for chunk in words.split(_CHUNK):
+        numbers = torch.arange(first, first + len(chunk), device=words.device)
+        value, tiles = chunk.long() & _LOW, numbers // _TILE - start
+        for (factor, turn), seed, sum_ in zip(_PLACES, _SEEDS, sums, strict=True):
+            place = ((numbers * factor + seed) & _LOW) ^ (
+                ((numbers << turn) | ((numbers & _LOW) >> (32 - turn))) & _LOW
+            )
+            sum_.index_add_(0, tiles, _mix(value ^ place))
+        first += len(chunk)
+    return sums
+
+
+_gpu_tile_sums: Callable[[Tensor, int], Tensor] = tile_sums
+if torch.cuda.is_available() and find_spec("triton"):  # without CUDA, SGLang's environment has a stub named triton
+    from megarl.weights.verify import words_triton
+
+    _gpu_tile_sums = words_triton.tile_sums
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -119,9 +136,14 @@ HASHES: Mapping[Kind, type[Sha256] | type[Words]] = {"sha256": Sha256, "words": 
 
 def digest(tensor: Tensor, kind: Kind = "sha256") -> str:
     """16 hex digits of a whole tensor's bytes in row-major order."""
+    return hashed(tensor, kind).hexdigest()
+
+
+def hashed(tensor: Tensor, kind: Kind = "sha256") -> Hash:
+    """The same before its digits are read: `words` on a GPU are only started, so many can be under way."""
     out = HASHES[kind]()
     out.update(as_bytes(tensor))
-    return out.hexdigest()
+    return out
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -138,6 +160,7 @@ class ParameterDigest:
     def __init__(self, op: Op, coordinate: ShardCoordinate, dtype: torch.dtype, kind: Kind) -> None:
         shape, self._hash = op.shape_at(coordinate), HASHES[kind]()
         self._num_bytes, self._at = num_bytes(shape, dtype), 0
+        self._device = torch.device("cpu")  # of the tensors, as soon as there was one
         self._waiting: dict[int, Tensor] = {}  # first byte -> bytes
         self._pieces: dict[str, list[tuple[Piece, int]]] = {}
         for piece in op.pieces_at(coordinate):
@@ -161,6 +184,7 @@ class ParameterDigest:
 
     def _take(self, start: int, raw: Tensor) -> None:
         assert start >= self._at, "two pieces of a parameter overlap"
+        self._device = raw.device
         self._zeros(start - self._at)
         self._hash.update(raw)
         self._at += raw.numel()
@@ -169,7 +193,7 @@ class ParameterDigest:
     def _zeros(self, count: int) -> None:
         while count:
             some = min(count, 4 * _CHUNK)
-            self._hash.update(torch.zeros(some, dtype=torch.uint8))
+            self._hash.update(torch.zeros(some, dtype=torch.uint8, device=self._device))
             count, self._at = count - some, self._at + some
 
     def hexdigest(self) -> str:

@@ -39,6 +39,19 @@ def test_grpo_by_hand_with_the_score_on_the_last_trainable_token():
     assert all(c.dtype == torch.float32 for c in out.columns.values())
 
 
+def test_columns_that_no_estimator_reads_stay_as_they_are():
+    """Of any dtype and shape; a NaN of theirs means nothing here."""
+    batch = batch_of([2, 2], [0, 1, 0, 1], [0.0, 4.0], [0, 0])
+    others = {
+        "support": torch.full((4, 3, 2), math.nan, dtype=torch.float16),
+        "routes": torch.arange(8).view(4, 2).to(torch.uint8),
+        "versions": torch.tensor([-1, 3, -1, 4], dtype=torch.int32),
+    }
+    out, _ = estimate(batch.with_columns(**others), adv_estimator="grpo")
+    assert all(out.columns[name] is column for name, column in others.items())
+    assert out.columns["advantages"].tolist() == estimate(batch, adv_estimator="grpo")[0].columns["advantages"].tolist()
+
+
 def test_dr_grpo_leaves_the_std_out():
     batch = batch_of([2, 2], [0, 1, 0, 1], [0.0, 4.0], [0, 0])
     out, _ = estimate(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=False)

@@ -220,3 +220,52 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert weight.main_grad.isnan().all()  # type: ignore[attr-defined]
     assert hidden.grad is not None
     assert hidden.grad.any()
+
+
+@contextmanager
+def logits_in_float32() -> Iterator[None]:
+    """As on a GPU: 16-bit factors, a product in float32."""
+
+    def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+        return out.copy_(left.float() @ right.float())
+
+    with (
+        mock.patch.object(fused, "_logits_dtype", lambda hidden: torch.float32),
+        mock.patch.object(fused, "_product", product),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("has_main_grad", [False, True])
+def test_logits_in_float32_give_closer_columns_and_gradients_of_a_16_bit_model(has_main_grad: bool) -> None:
+    g = torch.Generator().manual_seed(5)
+    hidden = torch.randn(12, 64, generator=g).bfloat16().requires_grad_()
+    weight: Any = (2 * torch.randn(40, 64, generator=g)).bfloat16().requires_grad_()
+    reference = (hidden.detach() * 0.75, weight.detach())
+    labels, factors = torch.randint(0, 37, (12,), generator=g), torch.randn(4, 12, generator=g)
+    exact = plain_columns(hidden, weight, labels, 37, reference=reference)
+    wanted = gradients(exact, factors, hidden, weight)
+
+    def errors() -> tuple[float, float]:
+        """Largest error of the columns, and that of the gradients relative to the largest gradient."""
+        if has_main_grad:
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(40, 64), False
+        with chunks_of(elements=160, tokens=5):
+            columns = fused_columns(hidden, weight, labels, 37, reference=reference)
+            hidden.grad = weight.grad = None
+            total(columns, factors).backward()
+        found = hidden.grad, weight.main_grad if has_main_grad else weight.grad
+        off = max(float((columns[name].double() - exact[name]).abs().max()) for name in ALL)
+        pairs = zip(found, wanted, strict=True)
+        return off, max(float((x.double() - y.double()).abs().max() / y.double().abs().max()) for x, y in pairs)
+
+    rounded = errors()
+    with logits_in_float32():
+        closer = errors()
+    assert closer[0] < 1e-4 < 1e-2 < rounded[0]
+    assert closer[1] < rounded[1] < 0.02  # both round the logits' gradient to 16 bits
+
+
+def test_logits_have_the_models_dtype_on_a_cpu() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        assert fused._logits_dtype(torch.empty(1, dtype=dtype)) is dtype

@@ -123,7 +123,7 @@ def test_where_it_is_set_the_linears_and_the_head_of_a_model_use_it(monkeypatch:
     kernel = mock.Mock(side_effect=accumulate)
     with_kernel(monkeypatch, kernel)
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
-    monkeypatch.setattr(model, "has_fused_accumulation", lambda: True)
+    monkeypatch.setattr(model, "available_fusions", lambda **_: {"gradient_accumulation_fusion": True})
     (actor,) = model.build_model(QWEN2, Layout())
     linears = [m for m in actor.modules() if isinstance(m, (layers.ColumnParallelLinear, layers.RowParallelLinear))]
     assert len(linears) == 4 * QWEN2["num_hidden_layers"] + 1

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_cases import KINDS, errors
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.mcore.models import attention as attention_module
 from megarl.mcore.models.attention import Norm, PackedParams, SDPAttention, pad_plan
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -165,3 +168,39 @@ def test_norms_are_torchs_and_marked_for_sequence_parallelism() -> None:
         assert norm.eps == 1e-6
         assert norm.weight.sequence_parallel is sequence_parallel
     assert isinstance(Norm(SimpleNamespace(normalization="LayerNorm", sequence_parallel=False), 16), torch.nn.LayerNorm)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_tests_of_long_rows_compare_agrees_on_short_ones(kind: str) -> None:
+    heads = replace(KINDS[kind], window=16 if KINDS[kind].window else None)
+    found = errors(SDPAttention, heads, [70, 1, 40], torch.float32, torch.device("cpu"))
+    assert sorted(found) == ["key", "output", "query", "value"]
+    assert max(found.values()) < 1e-5, found
+
+
+class OnGpu(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("device", "masked", "pairs"), [("cpu", False, 2), ("cpu", True, 2), ("cuda", False, 2), ("cuda", True, 4)]
+)
+def test_heads_are_repeated_where_no_fused_kernel_takes_fewer(
+    attention: SDPAttention, monkeypatch: pytest.MonkeyPatch, device: str, masked: bool, pairs: int
+) -> None:
+    """The memory-efficient kernel, the one with masks on every GPU, has no grouped queries."""
+    found: dict[str, object] = {}
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **how: object) -> Tensor:
+        found.update(how, heads=(q.size(1), k.size(1), v.size(1)))
+        return q
+
+    monkeypatch.setattr(attention_module.F, "scaled_dot_product_attention", kernel)
+    kind = OnGpu if device == "cuda" else Tensor
+    q, k, v = (torch.empty(1, heads, 6, DIM).as_subclass(kind) for heads in (4, 2, 2))
+    attention._sdpa(q, k, v, torch.ones(6, 6, dtype=torch.bool) if masked else None)
+    assert found["heads"] == (4, pairs, pairs)
+    assert found["enable_gqa"] is (pairs == 2)
+    assert found["is_causal"] is not masked

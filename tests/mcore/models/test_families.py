@@ -12,6 +12,7 @@ from megarl.layout import Layout
 from megarl.mcore.models.families import family_of, sparse_layers
 from megarl.mcore.models.layers import block_spec, check_trainable, layers_with_experts
 from megarl.mcore.models.model import transformer_config
+from megarl.mcore.training import execution
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -70,6 +71,13 @@ def test_qwen3_moe_by_its_keys() -> None:
     assert settings(QWEN3_MOE | {"norm_topk_prob": False})["moe_router_pre_softmax"]
     as_transformers_5_writes_it = {("num_local_experts" if k == "num_experts" else k): v for k, v in QWEN3_MOE.items()}
     assert settings(as_transformers_5_writes_it) == found
+
+
+def test_only_experts_are_dispatched_by_deepep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "has_deep_ep", lambda: True)
+    for hf, layout, chosen in ((QWEN3_MOE, Layout(ep=2), "flex"), (QWEN3_MOE, Layout(), "alltoall"),
+                               (LLAMA, Layout(tp=2), "alltoall")):  # fmt: skip
+        assert transformer_config(hf, layout, torch.bfloat16).moe_token_dispatcher_type == chosen
 
 
 @pytest.mark.parametrize(

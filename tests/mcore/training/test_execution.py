@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.mcore.training import execution as engine_module
 from megarl.mcore.training.execution import ExecutionOptions
@@ -51,8 +53,48 @@ def test_transformer_engine_is_the_choice_where_it_is(monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: True)
     for engine in (ExecutionOptions(**LAYERS), ExecutionOptions(transformer_impl="transformer_engine", **LAYERS)):
         found = engine.transformer_settings()
-        assert found == {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, **LAYERS}
+        assert found == {
+            "transformer_impl": "transformer_engine", "moe_grouped_gemm": True, **LAYERS
+        }  # fmt: skip
     assert not ExecutionOptions(transformer_impl="local").uses_transformer_engine
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "chosen"),
+    [
+        (1, torch.bfloat16, "alltoall"),  # Megatron's flex dispatcher asserts that there are several
+        (8, torch.bfloat16, "flex"),
+        (6, torch.bfloat16, "alltoall"),  # DeepEP has no kernels for 6 ranks
+        (8, torch.float32, "alltoall"),
+    ],
+)
+def test_tokens_are_dispatched_by_deepep_where_it_fits(ranks, dtype, chosen, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ExecutionOptions().dispatcher(ranks, dtype) == "alltoall"
+    monkeypatch.setattr(engine_module, "has_deep_ep", lambda: True)
+    assert ExecutionOptions().dispatcher(ranks, dtype) == chosen
+    assert ExecutionOptions(moe_token_dispatcher_type="alltoall").dispatcher(ranks, dtype) == "alltoall"
+    assert ExecutionOptions(moe_token_dispatcher_type="flex").dispatcher(ranks, dtype) == "flex"
+
+
+def test_deepep_is_refused_where_it_is_not() -> None:
+    with pytest.raises(ValueError, match="moe_token_dispatcher_type=flex: the package deep_ep cannot be imported"):
+        ExecutionOptions(moe_token_dispatcher_type="flex").dispatcher(8, torch.bfloat16)
+    with pytest.raises(ValueError, match="expected one of auto, alltoall, flex"):
+        ExecutionOptions(moe_token_dispatcher_type="allgather")
+
+
+@pytest.mark.parametrize(
+    ("size", "gpu", "has_te", "refused"),
+    [(2, True, False, True), (2, True, True, False), (2, False, False, False), (1, True, False, False)],
+)
+def test_context_parallel_on_a_gpu_needs_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, size: int, gpu: bool, has_te: bool, refused: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: has_te)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    says = pytest.raises(ValueError, match=r"^context_parallel_size=2: on GPUs it needs") if refused else nullcontext()
+    with says:
+        ExecutionOptions().check_context_parallel(size)
 
 
 def test_adapters_get_the_layers_that_they_are_made_for(monkeypatch: pytest.MonkeyPatch) -> None:

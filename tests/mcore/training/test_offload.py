@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megarl.mcore.training import host_memory
 from megarl.mcore.training.offload import Moved, OffloadBuffer
 
 
@@ -21,6 +22,21 @@ class Views(nn.Module):
         self.a, self.b = nn.Parameter(self.flat[:8].view(2, 4)), nn.Parameter(self.flat[8:])
         for param, gradient in ((self.a, self.gradients[:8].view(2, 4)), (self.b, self.gradients[8:])):
             param.main_grad = gradient  # type: ignore[attr-defined]
+
+
+class CudaRuntime:
+    """What is asked of CUDA's runtime, which answers every call with `code`."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.calls = code, list[tuple[Any, ...]]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.calls.append(("pin", address, size, flags))
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append(("unpin", address))
+        return self.code
 
 
 @pytest.fixture
@@ -70,11 +86,50 @@ def test_a_second_sleep_and_a_second_wake_do_nothing(views: Views) -> None:
 def test_host_memory_is_used_again(views: Views) -> None:
     sleeper = buffer(views)
     sleeper.offload()
-    first = [host.data_ptr() for host in sleeper._host.values()]
+    first = sleeper._host
     sleeper.onload()
     sleeper.offload()
-    assert [host.data_ptr() for host in sleeper._host.values()] == first
+    assert sleeper._host is first
     sleeper.onload()
+
+
+def test_tensors_that_appeared_since_the_last_sleep_sleep_too(views: Views) -> None:
+    """The first step of an optimizer makes its moments."""
+    sleeper = buffer(views)
+    sleeper.offload()
+    sleeper.onload()
+    views.moments = nn.Parameter(torch.arange(100.0))
+    assert sleeper.offload().parameters == 48 + 400
+    sleeper.onload()
+    assert views.moments.tolist() == list(range(100))
+    assert views.flat.tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_host_memory_has_no_more_than_its_bytes_and_is_pinned_as_one_block(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    runtime = CudaRuntime(code=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = host_memory.HostMemory([1000, 0, 70_000])  # 2**17 bytes as torch's pinned memory for the last one alone
+    assert [part.numel() for part in memory.parts] == [1000, 0, 70_000]
+    assert memory.num_bytes == 1024 + 70_144
+    address = memory.parts[0].data_ptr()
+    assert [part.data_ptr() - address for part in memory.parts if part.numel()] == [0, 1024]
+    assert address % 4096 == 0
+    for value, part in enumerate(memory.parts):
+        part.fill_(value)
+    assert memory.parts[0].sum() == 0
+    del memory, part
+    assert runtime.calls == ([("pin", address, 1024 + 70_144, 1), ("unpin", address)] if gpu else [])
+
+
+def test_memory_that_cuda_does_not_pin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: CudaRuntime(code=2))
+    with pytest.raises(RuntimeError, match="256 bytes of host memory cannot be pinned: cudaHostRegister returned 2"):
+        host_memory.HostMemory([100])
 
 
 def test_nothing_sleeps_unasked(views: Views) -> None:

@@ -154,6 +154,42 @@ def test_a_dummy_has_columns_of_zeros_and_counts_no_tokens() -> None:
         assert row.tokens.shape == (1, 2)
 
 
+@given(lengths_of_rows, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.booleans())
+def test_a_column_that_nobody_knows_is_sliced_like_the_tokens(
+    lengths: list[int], cp: int, tp: int, sequence_parallel: bool
+) -> None:
+    """Numbers that the token tells, at its place on the one context rank that has it; 0 at padding."""
+    batch = batch_of(lengths)
+    routes = (batch.tokens[:, None, None] * torch.tensor([[1, 2, 3], [4, 5, 6]])).to(torch.uint16)
+    all_rows = rows_of_all_ranks(batch, Layout(tp=tp, cp=cp, sequence_parallel=sequence_parallel))
+    for row in all_rows:
+        found = row.slice(routes)
+        assert (found.dtype, found.shape) == (torch.uint16, (row.tokens.size(1), 2, 3))
+        assert torch.equal(found[:, 0, 0].long(), row.tokens[0])
+        assert torch.equal(found.long(), row.tokens[0][:, None, None] * torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    tokens = torch.cat([row.slice(batch.tokens) for row in all_rows])
+    assert sorted(tokens[tokens > 0].tolist()) == batch.tokens.tolist()
+
+
+def test_an_output_of_several_numbers_a_token_is_a_column_of_them() -> None:
+    row = make_row(MicroBatch(batch_of([3, 2])), Layout(), CPU)
+    output = torch.arange(10.0).view(5, 2)
+    assert row.column(output).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0], [6, 7]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.int32, torch.bfloat16, torch.float64])
+def test_dummies_and_micro_batches_keep_dtype_and_shape(dtype: torch.dtype) -> None:
+    batch = batch_of([2, 1, 3]).with_columns(some=torch.arange(24).view(6, 2, 2).to(dtype))
+    made = in_whole_turns(micro_batches(batch, [2, 0, 1]), Layout(pp=2, vpp=2))
+    assert [micro.is_dummy for micro in made] == [False, True, False, True]
+    assert {(micro.batch.columns["some"].dtype, micro.batch.columns["some"].shape[1:]) for micro in made} == {
+        (dtype, (2, 2))
+    }
+    assert torch.equal(made[2].batch.columns["some"], batch.columns["some"][3:])
+    for row in rows_of_all_ranks(made[1].batch, Layout(cp=2), is_dummy=True):
+        assert not row.slice(made[1].batch.columns["some"]).any()
+
+
 def test_micro_batches_take_sequences_in_order() -> None:
     batch = batch_of([2, 1, 3]).with_columns(weight=torch.arange(6.0))
     first, second, third = micro_batches(batch, [2, 0, 1])

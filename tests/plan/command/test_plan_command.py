@@ -36,6 +36,16 @@ def test_the_keys_of_json_stand_for_programs(capsys):
     assert (found["link_gb_s"], found["nic_gbit_s"]) == (450, 400)
 
 
+def test_both_kinds_of_layers_are_planned(capsys):
+    words = ("recipe=grpo_qwen3_32b_8x8h100", "actor.megatron.transformer_impl=auto", "--json")
+    for more in ([], ["actor.megatron.transformer_impl=local"], ["actor.lora.rank=8"]):
+        assert call(*words, *more) == 0
+    auto, local, adapters = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert auto["fits"] and not auto["fits_local"]
+    assert auto["memory_local_gb"] == {"actor": local["memory_gb"]["actor"]["total"]}
+    assert not local["fits"] and local["memory_local_gb"] == {} == adapters["memory_local_gb"]
+
+
 def test_a_search_says_why(capsys):
     assert call(RECIPE, "--search", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -53,7 +63,17 @@ def test_a_table_is_80_columns_wide():
     show(console, job, prediction, plan.said)
     show_proposals(console, prediction, [])
     text = console.export_text()
-    for part in ("critic", "server", "cache", "update_critic", "tokens/s/GPU", "bubble", "it fits", "layout is called"):
+    for part in (
+        "critic",
+        "local: GB with local layers",
+        "server",
+        "cache",
+        "update_critic",
+        "tokens/s/GPU",
+        "bubble",
+        "it fits",
+        "layout is called",
+    ):
         assert part in text
     assert "…" not in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import bench_plan_memory
 import pytest
 import torch
-from memory_ranks import PARTS, Case, measure
+from memory_ranks import PARTS, Case, measure, predicted
 from preset_files import hf_of
 from spawn import Ranks, run_ranks
 from tensor_memory import TensorMemory
 
 from megarl.layout import Layout
+from megarl.plan.memory.count import whole
 from megarl.plan.memory.memory import Work, of_stage_bytes
 
 pytestmark = pytest.mark.dist
@@ -50,6 +52,14 @@ def one_rank() -> Any:
 def test_of_one_process(one_rank: Ranks, hf: dict[str, Any], recompute: bool) -> None:
     (found,) = one_rank.run(measure, Case("one", hf, recompute=recompute))
     check(found)
+
+
+def test_of_one_process_in_bfloat16_with_float32_copies(one_rank: Ranks) -> None:
+    (found,) = one_rank.run(measure, Case("one", QWEN, recompute=True, dtype="bfloat16"))
+    for part, width in (("weights", 2), ("gradients", 4), ("optimizer", 12)):
+        assert found["predicted"][part] == width * whole(QWEN)
+        assert found["predicted"][part] == pytest.approx(found["measured"][part], rel=EXACT), part
+    assert TOTAL[0] < found["predicted"]["total"] / found["measured"]["total"] < TOTAL[1]
 
 
 def test_of_many_sequences(one_rank: Ranks) -> None:
@@ -94,6 +104,41 @@ def test_the_cases_are_ranks_that_can_be():
         memory = of_stage_bytes(case.hf, layout, 0, Work(case.num_ranks, case.tokens, dtype="float32", local=True))
         assert all(getattr(memory, part) > 0 for part in PARTS)
     assert [case.name for case in bench_plan_memory.cases(quick=True)] == ["qwen3", "qwen3 recomputed"]
+
+
+@pytest.mark.parametrize(("free_gb", "layers"), [(167, [24, 28, 28]), (89, [24, 28, 11]), (24, [24, 9])])
+def test_on_a_gpu_models_have_as_many_layers_as_fit(free_gb: int, layers: list[int]) -> None:
+    found = bench_plan_memory.gpu_cases(free_gb * 10**9)
+    assert [case.hf["num_hidden_layers"] for case in found] == layers
+    room = 0.9 * free_gb * 10**9
+    assert all(predicted(case, Layout(), 0).total <= room for case in found)
+    if free_gb == 89:
+        assert found[2].name == "qwen2_5_7b, local layers, 11 of 28 layers"
+        more = replace(found[2], hf=found[2].hf | {"num_hidden_layers": 12})
+        assert predicted(more, Layout(), 0).total > room
+
+
+def test_on_a_gpu_without_room_there_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="4 GB of the GPU are free; expected room for qwen2_5_0_5b"):
+        bench_plan_memory.gpu_cases(4 * 10**9)
+
+
+def test_a_case_that_fails_is_a_note_and_the_others_have_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    options, parts = bench_plan_memory.parser().parse_args(["--device", "cpu", "--quick"]), dict.fromkeys(PARTS, 100)
+    refused = {"qwen3 recomputed"}
+
+    def rows(case: Case) -> list[dict[str, Any]]:
+        if case.name in refused:
+            raise ValueError(f"case {case.name}: out of memory")
+        return [bench_plan_memory.line(case, 0, dict.fromkeys(("predicted", "measured"), parts | {"total": 400}))]
+
+    monkeypatch.setattr(bench_plan_memory, "_rows", rows)
+    result = bench_plan_memory.work(options)
+    assert [row["case"] for row in result.rows] == ["qwen3"]
+    assert result.notes[1:] == ["case qwen3 recomputed: out of memory"]
+    refused.add("qwen3")
+    with pytest.raises(ValueError, match="case qwen3: out of memory; case qwen3 recomputed: out of memory"):
+        bench_plan_memory.work(options)
 
 
 def test_what_is_counted_is_storages():

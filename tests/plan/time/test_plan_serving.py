@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from plan_jobs import FREE, GPU, HF, MOE, job
+from preset_files import hf_of
 
 from megarl.layout import Layout
 from megarl.plan.memory.count import whole
@@ -11,10 +12,12 @@ from megarl.plan.memory.gpu_budget import fullest
 from megarl.plan.time import transfers
 from megarl.plan.time.flops import shape_of
 from megarl.plan.time.lengths import context_of, running, tail_of
-from megarl.plan.time.serving import Server, rollout
+from megarl.plan.time.serving import Server, rollout, step_ahead
 
 TOKEN = 2 * 2 * 2 * 4 * 4  # bytes of a token in the cache: 2 bytes, keys and values, 2 heads of 4, 4 layers
 WEIGHTS = 2 * whole(HF)
+
+FAST = replace(FREE, memory=1e30)  # memory of a GPU takes no time, either
 
 
 def test_lengths_have_a_mean_and_a_tail():
@@ -57,6 +60,31 @@ def test_a_cache_is_shared_as_far_as_there_are_heads():
     assert sizes == [TOKEN, TOKEN / 2, TOKEN / 2]
 
 
+def test_attention_groups_divide_the_completions_and_repeat_attention():
+    # 4 layers of 16*(4+2*2)*4 + 16*16 numbers of matrices and 2 norms of 16, and two tables of 64 * 16
+    again = 4 * (16 * 8 * 4 + 16 * 16 + 2 * 16) + 2 * 64 * 16
+    whole_group, two = (Server(job(server_gpus=2, attention_dp=n), FREE) for n in (1, 2))
+    assert two.weight_bytes - whole_group.weight_bytes == 2 * again // 2
+    assert (whole_group.token_bytes, two.token_bytes) == (TOKEN / 2, TOKEN)  # a group of one GPU has all heads
+    assert two.room == pytest.approx(2 * two.cache_bytes / (TOKEN * 75))
+    # Either way a GPU reads half of the cache of 8 completions.  An all-reduce over both GPUs in a layer is left out.
+    all_reduce = 2 * (2 * 8 * 16) / 2 / GPU.link_bandwidth
+    added = (two.weight_bytes - whole_group.weight_bytes) / 1e9 - 4 * all_reduce
+    assert two.step(8) - whole_group.step(8) == pytest.approx(added)
+
+
+def test_a_latent_cache_is_divided_by_groups_alone():
+    own = job(hf=hf_of("deepseek_v3_671b"), gpu=replace(GPU, memory_bytes=10**12), server_gpus=16)
+    plain, groups = Server(own, FREE), Server(replace(own, attention_dp=16), FREE)
+    assert plain.token_bytes == groups.token_bytes == 2 * 61 * (512 + 64)
+    assert groups.room / plain.room == pytest.approx(16 * groups.cache_bytes / plain.cache_bytes)
+
+
+def test_a_quantized_server_has_a_byte_for_a_parameter_but_whole_tables():
+    plain, fp8 = (Server(job(server_precision=name), FREE).weight_bytes for name in ("bf16", "fp8"))
+    assert plain - fp8 == whole(HF) - 2 * 64 * 16
+
+
 def test_all_completions_of_one_length_run_together():
     found = rollout(job(), FREE)
     prompts = 2 * 8 * 50 * shape_of(HF).active_params / 1e12
@@ -73,12 +101,33 @@ def test_completions_wait_for_a_place():
     assert rollout(full, FREE).concurrency == pytest.approx(4)
 
 
-def test_a_tail_takes_longer_and_is_not_waited_for_ahead():
+def test_a_tail_takes_longer_and_is_written_beside_others_ahead():
     tailed = replace(FREE, tail=2.0)
     long = job(longest=500)
     assert rollout(long, tailed).seconds > rollout(long, FREE).seconds
     apart = replace(long, shared=False, ahead=4)
     assert rollout(apart, tailed).tail == 0
+
+
+def test_ahead_full_servers_write_an_iteration_at_their_rate():
+    apart = job(shared=False, ahead=2, max_running=2)  # 8 completions of 50 tokens, two at a time
+    written = rollout(apart, FREE)
+    assert (written.places, written.bound) == (2, "requests")
+    full_s = 8 / 2 * 50 * Server(apart, FREE).step(2) + written.prefill
+    assert written.seconds == pytest.approx(full_s)
+    assert step_ahead(apart, written, 0.9 * full_s, FREE) == pytest.approx(full_s)
+    assert step_ahead(apart, written, 2 * full_s, FREE) == pytest.approx(2 * full_s)
+
+
+def test_ahead_with_free_places_equal_lengths_are_waited_for_as_one():
+    """A completion takes 50 steps; of two iterations of 1 s of work one is written while the other is trained."""
+    apart = job(shared=False, ahead=1)
+    written = rollout(apart, FREE)
+    one_s = 50 * written.step_s
+    assert one_s > 2 * written.prefill
+    for order in ("prompts", "finished"):
+        found = step_ahead(replace(apart, order=order), written, written.prefill + one_s / 4, FREE)
+        assert found == pytest.approx((one_s + one_s / 4) / 2 + written.prefill), order
 
 
 def test_a_server_over_machines_sums_through_adapters():
@@ -95,15 +144,6 @@ def test_a_push_sends_each_gpu_its_own_part():
     assert transfers.push(many, FREE) == pytest.approx(WEIGHTS * 2 / GPU.nic_bandwidth)
 
 
-def test_shared_gpus_have_some_of_it_near():
-    near = job(num_ranks=8, layout=Layout(tp=8, sequence_parallel=True), server_gpus=8)
-    assert transfers.near_share(near) == 1
-    assert transfers.push(near, FREE) == pytest.approx(WEIGHTS / 8 / GPU.link_bandwidth)
-    far = job(num_ranks=32, layout=Layout(tp=8, pp=4, sequence_parallel=True), server_gpus=8, num_servers=4)
-    assert transfers.near_share(far) == 1 / 4
-    assert transfers.near_share(replace(far, shared=False)) == 0
-
-
 def test_whole_tensors_are_gathered_and_sent():
     alone = job(shared=False, push="gathered")
     assert transfers.push(alone, FREE) == pytest.approx(WEIGHTS / GPU.nic_bandwidth)
@@ -111,9 +151,50 @@ def test_whole_tensors_are_gathered_and_sent():
     assert transfers.push(cut, FREE) == pytest.approx(WEIGHTS / GPU.nic_bandwidth + WEIGHTS / 2 / GPU.link_bandwidth)
 
 
+def test_servers_on_the_trainers_gpus_map_what_was_gathered():
+    cut = job(layout=Layout(tp=2), num_ranks=2, server_gpus=2)
+    assert cut.shared
+    assert transfers.push(cut, FAST) == pytest.approx(WEIGHTS / 2 / GPU.link_bandwidth)
+    assert transfers.push(job(), FAST) == pytest.approx(0)  # one rank has all
+    fsdp = replace(job(), fsdp=True, num_ranks=16, layout=Layout(use_distributed_optimizer=True))
+    # the 8 ranks of each of two machines receive through the adapters of all 8
+    assert transfers.push(fsdp, FAST) == pytest.approx(WEIGHTS * 15 / 16 / (8 * GPU.nic_bandwidth))
+    assert transfers.push(replace(fsdp, shared=False, num_servers=16), FAST) == pytest.approx(
+        WEIGHTS / GPU.nic_bandwidth
+    )
+
+
+def test_stages_pass_on_their_parts_before_ranks_gather_them():
+    cut = job(layout=Layout(tp=2, pp=4), num_ranks=32, server_gpus=8, num_servers=4)  # each stage is one machine
+    of_stages, of_tensors = WEIGHTS / 2 * 3 / 4 / GPU.nic_bandwidth, WEIGHTS / 2 / GPU.link_bandwidth
+    assert transfers.push(cut, FAST) == pytest.approx(of_stages + of_tensors)
+
+
+def test_experts_are_gathered_over_their_own_ranks():
+    experts = 2 * 4 * 4 * 3 * 16 * 32  # bytes: layers, experts, matrices
+    dense = 2 * whole(MOE) - experts
+    cut = job(hf=MOE, layout=Layout(tp=2, ep=4, etp=1, sequence_parallel=True), num_ranks=4, server_gpus=4)
+    parts = dense / 2 + experts * 3 / 4
+    assert transfers.push(cut, FAST) == pytest.approx(parts / GPU.link_bandwidth)
+    across = replace(cut, gpus_per_node=2)  # two machines, each with the adapters of two ranks
+    assert transfers.push(across, FAST) == pytest.approx(
+        dense / 2 / GPU.link_bandwidth + experts * 3 / 4 / (2 * GPU.nic_bandwidth)
+    )
+
+
+def test_a_bucket_costs_what_its_request_costs():
+    constants = replace(FREE, bucket_s=1.0)
+    small = job(bucket_bytes=WEIGHTS // 4)
+    apart = replace(small, shared=False)
+    assert transfers.push(replace(apart, push="gathered"), constants) == pytest.approx(4, rel=1e-3)
+    assert transfers.push(small, constants) == pytest.approx(8, rel=1e-3), "one is filled while the other is loaded"
+    assert transfers.push(apart, constants) < 1, "shards have no buckets"
+
+
 def test_experts_go_stacked_unless_they_are_gathered():
-    assert transfers.tensors(job(hf=MOE)) == 4 * (12 + 3)
-    assert transfers.tensors(job(hf=MOE, push="gathered")) == 4 * (12 + 3 * 4)
+    assert transfers.tensors(job(hf=MOE, shared=False)) == 4 * (12 + 3)
+    assert transfers.tensors(job(hf=MOE, shared=False, push="gathered")) == 4 * (12 + 3 * 4)
+    assert transfers.tensors(job(hf=MOE)) == 4 * (12 + 3 * 4)
 
 
 def test_an_offloaded_role_comes_and_goes_for_each_call():

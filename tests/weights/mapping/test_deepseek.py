@@ -162,7 +162,7 @@ def test_the_biases_of_a_bf16_model_are_one_bucket_of_float32(tiny: Path) -> Non
 @pytest.mark.parametrize("q_rank", [6, None])
 def test_an_sglang_rank_holds_the_latents_whole_and_its_heads_of_what_they_expand_to(q_rank: int | None) -> None:
     config = CONFIG | {"q_lora_rank": q_rank}
-    coordinate = ShardCoordinate(tp_rank=1, tp=2, etp_rank=1, etp=2)
+    coordinate = ShardCoordinate(tp_rank=1, tp=2, etp_rank=1, etp=2, attn_rank=1, attn=2)
     table = {op.param.removeprefix("model.layers.1."): op for op in server_table("sglang", config) if op.layer == 1}
     shapes = {name: op.shape_at(coordinate) for name, op in table.items()}
     queries = {

@@ -117,11 +117,11 @@ def test_qwen2_in_sglang_by_hand() -> None:
     q, k, v = (f"{at}.self_attn.{x}_proj" for x in "qkv")
     qkv, mlp = f"{at}.self_attn.qkv_proj", f"{at}.mlp"
     assert server_table("sglang", DENSE) == [
-        StackedVocab("model.embed_tokens.weight", "model.embed_tokens.weight", 21, 8),
+        StackedVocab("model.embed_tokens.weight", "model.embed_tokens.weight", 21, 8, axis="attn"),
         Rename(f"{at}.input_layernorm.weight", f"{at}.input_layernorm.weight", (8,)),
-        StackedQKV(f"{qkv}.weight", f"{q}.weight", f"{k}.weight", f"{v}.weight", 4, 2, 2, 8),
-        StackedQKV(f"{qkv}.bias", f"{q}.bias", f"{k}.bias", f"{v}.bias", 4, 2, 2, None),
-        Rename(f"{at}.self_attn.o_proj.weight", f"{at}.self_attn.o_proj.weight", (8, 8), 1),
+        StackedQKV(f"{qkv}.weight", f"{q}.weight", f"{k}.weight", f"{v}.weight", 4, 2, 2, 8, axis="attn"),
+        StackedQKV(f"{qkv}.bias", f"{q}.bias", f"{k}.bias", f"{v}.bias", 4, 2, 2, None, axis="attn"),
+        Rename(f"{at}.self_attn.o_proj.weight", f"{at}.self_attn.o_proj.weight", (8, 8), 1, axis="attn"),
         Rename(f"{at}.post_attention_layernorm.weight", f"{at}.post_attention_layernorm.weight", (8,)),
         GateUp(f"{mlp}.gate_up_proj.weight", f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight", 12, 8),
         Rename(f"{mlp}.down_proj.weight", f"{mlp}.down_proj.weight", (8, 12), 1),
@@ -131,7 +131,7 @@ def test_qwen2_in_sglang_by_hand() -> None:
 
 def test_the_head_of_an_untied_model_is_a_parameter_of_its_own() -> None:
     last = server_table("sglang", DENSE | {"tie_word_embeddings": False})[-1]
-    assert last == StackedVocab("lm_head.weight", "lm_head.weight", 21, 8)
+    assert last == StackedVocab("lm_head.weight", "lm_head.weight", 21, 8, axis="attn")
 
 
 def test_experts_are_stacked_and_the_router_is_whole() -> None:
@@ -153,10 +153,10 @@ def test_every_tensor_of_the_trainer_is_in_one_parameter_of_the_server(config: d
 
 def test_ranks_of_an_expert_parallel_server() -> None:
     assert coordinates(4, 2) == [
-        ShardCoordinate(0, 4, 0, 2, 0, 2),
-        ShardCoordinate(1, 4, 0, 2, 1, 2),
-        ShardCoordinate(2, 4, 1, 2, 0, 2),
-        ShardCoordinate(3, 4, 1, 2, 1, 2),
+        ShardCoordinate(0, 4, 0, 2, 0, 2, 0, 4),
+        ShardCoordinate(1, 4, 0, 2, 1, 2, 1, 4),
+        ShardCoordinate(2, 4, 1, 2, 0, 2, 2, 4),
+        ShardCoordinate(3, 4, 1, 2, 1, 2, 3, 4),
     ]
 
 

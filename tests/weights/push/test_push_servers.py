@@ -36,11 +36,32 @@ def test_what_a_server_says_of_itself() -> None:
     ours = Nature.read({"version": "megarl-hf", "device": "cpu"}, CONFIG)
     assert (ours.engine, ours.coordinates, ours.hashes, ours.first_gpu) == ("hf", (ShardCoordinate(),), "sha256", None)
     assert ours.is_plain and not ours.has_receiver
+    ours = Nature.read({"version": "megarl-hf", "device": "cuda", "base_gpu_id": 3}, CONFIG)
+    assert (ours.engine, ours.hashes, ours.first_gpu, ours.is_plain) == ("hf", "words", 3, True)
+
+
+def test_attention_groups_are_read_from_the_server() -> None:
+    groups = {"tp_size": 4, "ep_size": 2, "attn_dp_size": 2, "dp_size": 1, "enable_dp_lm_head": True}
+    nature = Nature.read(ON_GPU | groups | {"moe_a2a_backend": "none", "moe_dense_tp_size": None}, CONFIG)
+    assert nature.is_plain
+    assert [(c.attn_rank, c.attn, c.ep_rank) for c in nature.coordinates] == [
+        (0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"quantization": "fp8"}, {"pp_size": 2}, {"dp_size": 2}, {"device": "cpu", "tp_size": 4}],
+    [
+        {"quantization": "fp8"},
+        {"pp_size": 2},
+        {"dp_size": 2},
+        {"moe_dp_size": 2},
+        {"attn_cp_size": 2},
+        {"moe_dense_tp_size": 1},
+        {"moe_a2a_backend": "deepep"},
+        {"attn_dp_size": 2},  # without enable_dp_lm_head the head is cut over all ranks
+        {"device": "cpu", "tp_size": 4},
+    ],
 )
 def test_servers_that_hold_tensors_in_a_way_of_their_own_are_told_apart(change: dict[str, object]) -> None:
     assert not Nature.read(ON_GPU | change, CONFIG).is_plain

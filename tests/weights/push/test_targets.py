@@ -132,7 +132,7 @@ def test_a_push_that_no_server_took_is_an_error_that_carries_the_report(make) ->
     targets = make(server(HERE))
     targets.drop(HERE, "it is gone")
     with pytest.raises(PushError, match="weights version 3 failed: it is gone") as error:
-        Lead(targets, 3, flush_cache=True, compares=False).report({})
+        Lead(targets, 3, flush_cache=True, checks=False).report({})
     assert error.value.report is not None and error.value.report.failed == {HERE: "it is gone"}
 
 

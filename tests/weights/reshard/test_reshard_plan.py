@@ -10,7 +10,7 @@ from spread_tables import Model
 from megarl.weights.mapping.names import Rename
 from megarl.weights.reshard.plan import Plan
 from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
-from megarl.weights.reshard.transfers import ALIGNMENT, pack
+from megarl.weights.reshard.transfers import ALIGNMENT, Turns, pack
 
 SIZES = st.sampled_from([1, 2, 4])
 
@@ -174,6 +174,37 @@ def test_ranks_that_take_messages_one_by_one_never_wait_in_a_circle(plan, messag
             sends[sender].pop(0)
             receives[receiver].pop(0)
     assert not any(receives)
+
+
+@pytest.mark.parametrize("message_bytes", [32, 1 << 20])
+def test_ranks_that_send_to_several_servers_one_by_one_never_wait_in_a_circle(message_bytes):
+    """Servers of different layouts, each with its own plan; a rank reaches only its next message to any of them."""
+    model = Model(num_experts=4)
+    sender = MegatronSharding(model.trainer_table(), world_size=8, tp=2, pp=2, ep=2, etp=1)
+    sizes = [2, 4, 2]
+    plans = [Plan(sender, ServerSharding(model.server_table(), tp=tp, ep=2), min_cut_bytes=64) for tp in sizes]
+    turns = [Turns(8, sum(sizes[:i])) for i in range(len(sizes))]
+    sends = []
+    for rank in range(8):
+        places = [
+            (turns[i].place(message, rank, message.peer), (i, message.peer))
+            for i, plan in enumerate(plans)
+            for message in plan.messages_out(rank, message_bytes, turns[i])
+        ]
+        assert len({place for place, _ in places}) == len(places), "a rank has one message at a place"
+        sends.append([receiver for _, receiver in sorted(places)])
+    receives = {
+        (i, rank): [message.peer for message in plan.messages_in(rank, message_bytes, turns[i])]
+        for i, plan in enumerate(plans)
+        for rank in range(sizes[i])
+    }
+    while any(sends):
+        ready = [(s, queue[0]) for s, queue in enumerate(sends) if queue and receives[queue[0]][0] == s]
+        assert ready, f"nobody can go on: {sends} {receives}"
+        for rank, receiver in ready:
+            sends[rank].pop(0)
+            receives[receiver].pop(0)
+    assert not any(receives.values())
 
 
 @pytest.mark.parametrize(("num_senders", "num_receivers"), [(4, 4), (6, 3), (2, 5)])

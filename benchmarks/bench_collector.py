@@ -1,0 +1,102 @@
+"""How many requests a second one collector does, beside a bare aiohttp client with the same requests.
+
+    python benchmarks/bench_collector.py --json
+
+An instant server in a process of its own has every completion ready, so that the client is what takes time.  The bare
+client posts bodies that were encoded before, reads the answers as bytes and does nothing with them.  The collector
+makes the bodies, parses the answers, decodes them to text, scores them (a reward that costs nothing, in its own
+process), and hands samples to the driver.  Both take turns; the ratio is the median over the rounds of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench_rollout import ratio, serving, take_turns
+from page import Result, arguments, run
+from rollout_clients import BareClient, RingClient, requests
+
+from megarl.data.tiny import tiny_tokenizer, write_tiny_model
+from megarl.sample import Completion, Prompt
+
+GOAL = 0.9
+QUICK = {"prompts": 32, "turns": 1}
+USUAL = {"prompts": 2000, "turns": 3}
+TITLE = "One collector beside a bare client, requests a second"
+
+
+@dataclass(frozen=True)
+class Free:
+    """A reward that costs nothing."""
+
+    reward: float = 0.0
+    extra: dict[str, float] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Free]:
+        return [self] * len(completions)
+
+    def stop(self) -> None:
+        """There is nothing to stop."""
+
+
+def work(options: argparse.Namespace) -> Result:
+    sizes = QUICK if options.quick else USUAL
+    num, turns = options.prompts or sizes["prompts"], options.turns or sizes["turns"]
+    jobs = requests(
+        num,
+        options.n,
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        spread=0.0,
+        vocabulary=len(tiny_tokenizer()),
+    )
+    names = ("n", "prompt_tokens", "new_tokens", "concurrency")
+    configuration = {"prompts": num, "rounds": turns, **{name: getattr(options, name) for name in names}}
+    with tempfile.TemporaryDirectory(prefix="bench_collector_") as folder:
+        model = write_tiny_model(Path(folder) / "model")
+        log = Path(folder) / "collector.log"
+        with (
+            serving("instant", model, "", options, Path(folder)) as url,
+            closing(RingClient(url, "", model, options.concurrency, log, Free)) as ring,
+            closing(BareClient(url, "", options.concurrency)) as bare,
+        ):
+            ours, theirs = take_turns(ring, bare, jobs, turns)
+            asked, written = num * options.n * options.new_tokens, (ours.tokens, bare.check())
+    if written != (asked, asked):
+        raise ValueError(f"{asked} tokens were asked for, and {written} came; expected the same")
+    rows = [client.row("instant", name) for client, name in ((ours, "collector"), (theirs, "bare"))]
+    for row in rows:
+        row["requests/s"] = num * options.n / row["seconds"]
+    note = f"goal: collector_over_bare at least {GOAL}; the median of {turns} rounds that take turns"
+    return Result(
+        "collector",
+        options.device,
+        configuration,
+        rows,
+        {"collector_over_bare": ratio(ours, theirs)},
+        [note],
+        TITLE,
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    found = arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
+    found.add_argument("--prompts", type=int, help=f"default {USUAL['prompts']}")
+    found.add_argument("--n", type=int, default=1, help="completions of a prompt, each with its own request")
+    found.add_argument("--prompt-tokens", type=int, default=16)
+    found.add_argument("--new-tokens", type=int, default=16)
+    found.add_argument("--concurrency", type=int, default=256, help="requests under way")
+    found.add_argument("--turns", type=int, help=f"rounds of each client, default {USUAL['turns']}")
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(work, parser()))

@@ -1,0 +1,175 @@
+"""Files of finished groups that wait to be trained: written with a checkpoint, read by the run that goes on.
+
+groups.safetensors   of all samples, end to end: token_ids int32, log_probs float32, a tensor for each kind of column;
+                     of all prompts prompt_ids int32
+groups.jsonl         a line for each group, with everything else and the lengths; the last line has the digests of both
+
+Samples come back equal, floats to the last bit.  Nothing here executes what it reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from megarl.data.exact_json import from_json, to_json
+from megarl.sample import Completion, Prompt, Sample, VersionSpan
+
+TENSORS, LINES = "groups.safetensors", "groups.jsonl"
+
+
+def save_groups(folder: Path, groups: Mapping[int, Sequence[Sample]]) -> None:
+    """Write the groups of these visits; both files are on the disk at the end.  All samples of a group have its prompt.
+
+    Raises ValueError for a prompt with a field that no file can hold.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = _Parts()
+    lines = [json.dumps(_line(visit, group, parts)) for visit, group in groups.items()]
+    save_file(parts.joined(), folder / TENSORS)
+    text = "".join(f"{line}\n" for line in lines).encode()
+    digests = {TENSORS: _digest_of(folder / TENSORS), LINES: _digest(text)}
+    (folder / LINES).write_bytes(text + json.dumps(digests).encode())
+    for name in (TENSORS, LINES):
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def load_groups(folder: Path) -> dict[int, list[Sample]]:
+    """The groups of `save_groups`, in their order.  Raises ValueError for a file that is missing or has changed."""
+    try:
+        text, newline, last = (folder / LINES).read_bytes().rpartition(b"\n")
+        digests, text = json.loads(last), text + newline
+        intact = digests == {TENSORS: _digest_of(folder / TENSORS), LINES: _digest(text)}
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder}: the waiting groups cannot be read ({error}); expected an unchanged folder"
+        ) from error
+    if not intact:
+        raise ValueError(f"{folder}: {TENSORS} or {LINES} is damaged; expected an unchanged folder")
+    rest = _Rest(load_file(folder / TENSORS))
+    return dict(_group(json.loads(line), rest) for line in text.splitlines())
+
+
+class _Parts:
+    """Arrays on their way into the file: those that differ only in length are joined."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[np.ndarray]] = {}
+        self._kinds: dict[tuple[str, str, tuple[int, ...]], str] = {}
+
+    def add(self, key: str, part: np.ndarray) -> None:
+        self._parts.setdefault(key, []).append(part)
+
+    def add_column(self, name: str, column: np.ndarray) -> str:
+        """The key of the tensor that it becomes a part of: samples of other servers may have another kind of it."""
+        key = self._kinds.setdefault((name, column.dtype.name, column.shape[1:]), f"column_{len(self._kinds)}")
+        self.add(key, column)
+        return key
+
+    def joined(self) -> dict[str, np.ndarray]:
+        found = {key: np.concatenate(parts) for key, parts in self._parts.items()}
+        if "log_probs" in found:
+            found["log_probs"] = _as_narrow_as_exact(found["log_probs"])
+        return found
+
+
+class _Rest:
+    """The file's tensors, of which each sample takes its part, in the order in which they were written."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+        self._tensors, self._at = tensors, dict.fromkeys(tensors, 0)
+
+    def take(self, key: str, length: int) -> np.ndarray:
+        start = self._at[key]
+        self._at[key] += length
+        return self._tensors[key][start : start + length]
+
+
+def _line(visit: int, group: Sequence[Sample], parts: _Parts) -> dict[str, Any]:
+    assert all(sample.prompt == group[0].prompt for sample in group), f"visit {visit} has samples of several prompts"
+    samples = [_sample_to_json(sample, parts) for sample in group]
+    return {"visit": visit, "prompt": _prompt_to_json(group[0].prompt, parts) if group else None, "samples": samples}
+
+
+def _group(line: dict[str, Any], rest: _Rest) -> tuple[int, list[Sample]]:
+    if line["prompt"] is None:
+        return line["visit"], []
+    prompt = _prompt(line["prompt"], rest)
+    return line["visit"], [_sample(each, prompt, rest) for each in line["samples"]]
+
+
+def _prompt_to_json(prompt: Prompt, parts: _Parts) -> dict[str, Any]:
+    parts.add("prompt_ids", np.array(prompt.token_ids, dtype=np.int32))
+    try:
+        extra = to_json(prompt.extra)
+    except TypeError as error:
+        raise ValueError(f"prompt {prompt.uid}: a field of its row cannot be saved, it holds {error}") from error
+    return {
+        "uid": prompt.uid,
+        "num_tokens": len(prompt.token_ids),
+        "text": prompt.text,
+        "ground_truth": prompt.ground_truth,
+        "data_source": prompt.data_source,
+        "extra": extra,
+    }
+
+
+def _prompt(line: dict[str, Any], rest: _Rest) -> Prompt:
+    token_ids = rest.take("prompt_ids", line.pop("num_tokens")).tolist()
+    return Prompt(token_ids=token_ids, **{**line, "extra": from_json(line["extra"])})
+
+
+def _sample_to_json(sample: Sample, parts: _Parts) -> dict[str, Any]:
+    completion = sample.completion
+    parts.add("token_ids", np.array(completion.token_ids, dtype=np.int32))
+    parts.add("log_probs", np.array(completion.log_probs, dtype=np.float64))
+    return {
+        "num_tokens": len(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "versions": [astuple(span) for span in completion.versions],
+        "text": completion.text,
+        "columns": {name: parts.add_column(name, column) for name, column in completion.columns.items()},
+        "reward": sample.reward,
+        "reward_extra": sample.reward_extra,
+        "greedy_reward": sample.greedy_reward,
+    }
+
+
+def _sample(line: dict[str, Any], prompt: Prompt, rest: _Rest) -> Sample:
+    length, whole = line["num_tokens"], len(prompt.token_ids) + line["num_tokens"]
+    completion = Completion(
+        token_ids=rest.take("token_ids", length).tolist(),
+        log_probs=rest.take("log_probs", length).tolist(),
+        finish_reason=line["finish_reason"],
+        versions=tuple(VersionSpan(*span) for span in line["versions"]),
+        text=line["text"],
+        # Copies: a view would keep the tensor of all groups in memory until the last of them is trained.
+        columns={name: rest.take(key, whole).copy() for name, key in line["columns"].items()},
+    )
+    return Sample(prompt, completion, line["reward"], line["reward_extra"], line["greedy_reward"])
+
+
+def _as_narrow_as_exact(numbers: np.ndarray) -> np.ndarray:
+    """float64 as float32 if that loses no bit, as for the log-probs of every engine that computes them in float32."""
+    with np.errstate(over="ignore"):
+        narrow = numbers.astype(np.float32)
+    is_exact = np.array_equal(narrow.astype(np.float64).view(np.int64), numbers.view(np.int64))
+    return narrow if is_exact else numbers
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _digest_of(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -1,0 +1,104 @@
+"""Save and load a model and its optimizer; every layout loads what any other has saved.
+
+For a model with adapters only the adapters are written, with a digest of the base model.  The base never changes and
+is loaded from its HF folder.  With strategy=fsdp weights are written like all others, and the optimizer's shards as
+they are, for the same number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.mcore.checkpoint.files import Reader, Saving, read_json, sync, write
+from megarl.mcore.checkpoint.held import held_optimizer, held_weights
+from megarl.mcore.models import lora
+from megarl.mcore.models.model import Model
+from megarl.mcore.training.optimizer import Optimizer
+from megarl.mcore.training.wrappers import FsdpOptimizer
+
+ABOUT = "checkpoint.json"  # {"ranks", "adapters", "step_index", "kind"}; complete with the files of all ranks
+
+
+def save(folder: Path, model: Model, optimizer: Optimizer | None, *, in_background: bool = False) -> Saving:
+    """Write this rank's share; every rank of the group calls it.  `folder` must not hold a checkpoint yet.
+
+    Returns when all ranks have written theirs.  `in_background`: returns when this rank's share is in host memory; then
+    the checkpoint is finished when the savings of all ranks are.
+    """
+    about: dict[str, Any] = {"ranks": dist.get_world_size(), "adapters": lora.identity(model), "step_index": 0}
+    pieces = [*held_weights(model, own=True)]
+    if optimizer is not None:
+        about |= {"step_index": optimizer.step_index, "kind": optimizer.kind}
+        if optimizer.step_index:  # else there are no moments yet: e.g. of an actor while only the critic warms up
+            pieces += held_optimizer(optimizer, model, own=True)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ABOUT).write_text(json.dumps(about, indent=2))
+        sync(folder / ABOUT)
+    saving = write(folder, dist.get_rank(), pieces, in_background=in_background)
+    if not in_background:
+        dist.barrier()
+    return saving
+
+
+def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
+    """Fill the model and a new optimizer from a checkpoint, whatever layout wrote it; every rank reads its own part.
+
+    Raises a ValueError if the folder holds no finished checkpoint, or one of another kind of optimizer, or of adapters
+    that differ from the model's or belong to another base model.
+    """
+    about = _about(folder)
+    _check_adapters(folder, about["adapters"], lora.identity(model))
+    if optimizer is not None:
+        optimizer.step_index = _saved_step(folder, about, optimizer.kind)
+    reader = Reader(folder, about["ranks"])
+    reader.fill(held_weights(model, own=False))
+    if optimizer is None:
+        return
+    if not optimizer.step_index:
+        optimizer.inner.reload_model_params()  # the float32 master weights of bf16 weights
+        return
+    optimizer.make_state()
+    if isinstance(optimizer.inner, FsdpOptimizer):
+        optimizer.inner.copy_weights()
+    reader.fill(held_optimizer(optimizer, model, own=False))
+
+
+def adapters_in(folder: Path) -> dict[str, Any] | None:
+    """The description of a checkpoint's adapters (`lora.identity`); None: it holds a whole model."""
+    found: dict[str, Any] | None = _about(folder)["adapters"]
+    return found
+
+
+def weights_in(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each tensor of the model in a checkpoint, by Megatron's name."""
+    sizes = Reader(folder, _about(folder)["ranks"]).sizes
+    return {name: size for name, size in sizes.items() if not name.startswith(("optimizer.", "fsdp."))}
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    if not (folder / ABOUT).exists():
+        raise ValueError(f"{folder}: there is no checkpoint here; expected a folder that a save has finished")
+    return read_json(folder / ABOUT)
+
+
+def _saved_step(folder: Path, about: dict[str, Any], kind: str) -> int:
+    if about["step_index"] and about["kind"] != kind:
+        raise ValueError(
+            f"{folder}: its optimizer had {about['kind']}, this one has {kind}; expected the same settings"
+        )
+    return int(about["step_index"])
+
+
+def _check_adapters(folder: Path, saved: dict[str, Any] | None, own: dict[str, Any] | None) -> None:
+    if saved == own:
+        return
+    for key in ("rank", "alpha", "targets", "base"):
+        theirs, ours = (None if of is None else of[key] for of in (saved, own))
+        if theirs != ours:
+            what = "a base model with digest" if key == "base" else f"lora.{key}"
+            raise ValueError(f"{folder}: it was saved with {what} {theirs}, this model has {ours}; expected the same")

@@ -1,0 +1,174 @@
+"""The files of a sharded checkpoint: each rank writes its own, and reads of all ranks' files only what it needs.
+
+`rank_00003.0000.safetensors`, ... hold boxes of tensors.  `rank_00003.json`, written last, lists them:
+{"tensors": {name: {"shape": [...], "dtype": "float32", "boxes": [[offset, shape, file], ...]}}}.  No rank waits for
+another one, so a thread can write while the ranks train.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megarl.mcore.checkpoint.boxes import Box, Shape, overlap, slices
+from megarl.mcore.checkpoint.held import Piece
+
+FILE_BYTES = 2**30  # of a file, and so of the host memory that a save in the foreground takes
+
+
+class Saving:
+    """A save that may still be written."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    @property
+    def is_done(self) -> bool:
+        """Raises the error of a failed save."""
+        if self._future.done():
+            self._future.result()
+        return self._future.done()
+
+
+def write(folder: Path, rank: int, pieces: Iterable[Piece], *, in_background: bool) -> Saving:
+    """Write the pieces that this rank has to write.
+
+    `in_background`: copy all of them to host memory now, and write them in a thread.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    own = (piece for piece in pieces if piece.memory.numel())
+    if not in_background:
+        _write(folder, rank, map(_on_host, own))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return Saving(done)
+    copies = [_on_host(piece) for piece in own]
+    executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    saving = Saving(executor.submit(_write, folder, rank, iter(copies)))
+    executor.shutdown(wait=False)
+    return saving
+
+
+def _on_host(piece: Piece) -> Piece:
+    """The piece with a copy of its memory."""
+    copy = piece.memory.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return replace(piece, memory=copy)
+
+
+def _write(folder: Path, rank: int, copies: Iterator[Piece]) -> None:
+    tensors: dict[str, Any] = {}
+    for number, batch in enumerate(_batches(copies)):
+        file = folder / f"rank_{rank:05}.{number:04}.safetensors"
+        save_file({_key(piece.name, piece.box): piece.memory for piece in batch}, file)
+        sync(file)
+        for piece in batch:
+            dtype = str(piece.memory.dtype).removeprefix("torch.")
+            entry = tensors.setdefault(piece.name, {"shape": piece.whole, "dtype": dtype, "boxes": []})
+            entry["boxes"].append([*piece.box, number])
+    partial = folder / f".rank_{rank:05}.json.partial"
+    partial.write_text(json.dumps({"tensors": tensors}, separators=(",", ":")))
+    sync(partial)
+    partial.rename(folder / f"rank_{rank:05}.json")
+
+
+def _batches(copies: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """At least FILE_BYTES each, except the last."""
+    batch, size = list[Piece](), 0
+    for copy in copies:
+        batch.append(copy)
+        size += copy.memory.nbytes
+        if size >= FILE_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def sync(file: Path) -> None:
+    """Wait until a file is on the disk."""
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
+
+
+def _key(name: str, box: Box) -> str:
+    return f"{name}@{','.join(map(str, box[0]))}"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Raises ValueError, one sentence, if it is not the JSON that was written."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: it cannot be read ({error}); expected an unchanged folder") from error
+    return found
+
+
+class Reader:
+    """The tensors of a finished checkpoint."""
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        """Raises ValueError if a rank's list of tensors is missing."""
+        self.folder = folder
+        self.sizes: dict[str, tuple[Shape, str]] = {}  # of every tensor: shape and dtype
+        self._boxes: dict[str, list[tuple[Box, Path]]] = defaultdict(list)
+        for rank in range(num_ranks):
+            file = folder / f"rank_{rank:05}.json"
+            if not file.is_file():
+                raise ValueError(f"{file}: missing; expected one for each of the {num_ranks} ranks that saved")
+            for name, entry in read_json(file)["tensors"].items():
+                self.sizes[name] = tuple(entry["shape"]), entry["dtype"]
+                self._boxes[name] += [
+                    ((tuple(offset), tuple(shape)), folder / f"rank_{rank:05}.{number:04}.safetensors")
+                    for offset, shape, number in entry["boxes"]
+                ]
+
+    @torch.no_grad()
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        """Copy the saved values into the memory of each piece.
+
+        Raises ValueError for a piece that was not saved, wholly or in part, or whose tensor had another shape.
+        """
+        reads: dict[Path, list[tuple[str, Box, Box, Piece]]] = defaultdict(list)
+        for piece in pieces:
+            wanted = self._wanted(piece)
+            found = [(box, file, overlap(box, wanted)) for box, file in self._boxes[piece.name]] if wanted else []
+            parts = [(box, file, common) for box, file, common in found if common is not None]
+            if wanted and sum(math.prod(common[1]) for *_, common in parts) != math.prod(wanted[1]):
+                raise ValueError(f"{self.folder}: {piece.name} was not saved as a whole; expected an unchanged folder")
+            for box, file, common in parts:
+                reads[file].append((_key(piece.name, box), box, common, piece))
+        for file, wishes in reads.items():  # one open file at a time
+            self._read(file, wishes)
+
+    def _read(self, file: Path, wishes: list[tuple[str, Box, Box, Piece]]) -> None:
+        try:
+            with safe_open(file, "pt") as source:
+                for key, box, common, piece in wishes:
+                    stored = source.get_slice(key)[slices(common, box[0])] if box[1] else source.get_tensor(key)
+                    piece.memory[slices(common, piece.box[0])].copy_(stored)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file}: it cannot be read ({error}); expected an unchanged folder") from error
+
+    def _wanted(self, piece: Piece) -> Box | None:
+        """The part of a piece that was saved: rows of padding may be missing."""
+        if piece.name not in self.sizes:
+            raise ValueError(f"{self.folder}: it has no {piece.name}; expected a checkpoint of the same model")
+        shape = self.sizes[piece.name][0]
+        if shape == piece.whole:
+            return piece.box if piece.memory.numel() else None
+        if not piece.may_end_early or shape[1:] != piece.whole[1:]:
+            raise ValueError(
+                f"{self.folder}: {piece.name} was saved with shape {list(shape)}; expected {list(piece.whole)}"
+            )
+        return overlap((tuple(0 for _ in shape), shape), piece.box)

@@ -1,0 +1,139 @@
+"""What the driver and a collector say to each other over a pipe, in lists of messages.
+
+Driver to collector: `Order`, `Cancel`, `Trust`, `Fence`, `Hold`, `Close`.
+Collector to driver: ("group", number, packed group), ("beat", counters), and at most once ("error", sentence).
+A group is sent as plain tuples and without its prompt, which the driver still has, to make pickling cheap.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import astuple, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megarl.rollout.protocol import SamplingParams
+from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
+
+PackedGroup = list[tuple[Any, ...]] | str  # one tuple per sample, or why the group is lost
+
+
+@dataclass(frozen=True)
+class Order:
+    """n completions of one prompt, and with `greedy` one more, greedy completion."""
+
+    number: int
+    prompt: Prompt
+    n: int
+    params: SamplingParams
+    greedy: bool = False
+
+    @property
+    def num_completions(self) -> int:
+        return self.n + self.greedy
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Nobody wants this order any more."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The server holds this version of the weights, verified."""
+
+    url: str
+    version: int
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The server's weights are not verified."""
+
+    url: str
+
+
+@dataclass(frozen=True)
+class Hold:
+    """The server gets no new requests until the next `Trust`; what runs comes back."""
+
+    url: str
+
+
+@dataclass(frozen=True)
+class Close:
+    """The collector is to end."""
+
+
+Message = Order | Cancel | Trust | Fence | Hold | Close
+
+
+class Outbox:
+    """Sends messages in a thread, in lists of all that wait: a full pipe blocks this thread, not the caller."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send_all, daemon=True, name="outbox")
+        self._thread.start()
+
+    def put(self, message: Any) -> None:
+        self._waiting.put(message)
+
+    def close(self) -> None:
+        """No more messages follow; the thread ends when all are sent, or when the other side is gone."""
+        self._waiting.put(None)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _send_all(self) -> None:
+        while True:
+            messages = [self._waiting.get()]
+            while not self._waiting.empty():
+                messages.append(self._waiting.get())
+            try:
+                self._pipe.send([message for message in messages if message is not None])
+            except OSError:  # the other side is gone: who reads its messages knows that too
+                return
+            if messages[-1] is None:
+                return
+
+
+def pack(group: list[Sample] | LostRollout) -> PackedGroup:
+    if isinstance(group, LostRollout):
+        return group.reason
+    return [
+        (
+            sample.completion.token_ids,
+            sample.completion.log_probs,
+            sample.completion.finish_reason,
+            tuple(astuple(span) for span in sample.completion.versions),
+            sample.completion.text,
+            dict(sample.completion.columns),
+            sample.reward,
+            sample.reward_extra,
+            sample.greedy_reward,
+        )
+        for sample in group
+    ]
+
+
+def unpack(packed: PackedGroup, prompt: Prompt) -> list[Sample] | LostRollout:
+    """The group of `prompt`, as it was before `pack`."""
+    if isinstance(packed, str):
+        return LostRollout(prompt, packed)
+    return [
+        Sample(
+            prompt,
+            Completion(token_ids, log_probs, reason, tuple(VersionSpan(*span) for span in spans), text, columns),
+            reward,
+            extra,
+            greedy_reward,
+        )
+        for token_ids, log_probs, reason, spans, text, columns, reward, extra, greedy_reward in packed
+    ]

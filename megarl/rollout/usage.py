@@ -1,0 +1,33 @@
+"""Turns the totals that collectors count into the metrics of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+WASTED = "wasted_"  # tokens that are in no finished group, by cause
+
+
+class Usage:
+    """Example: usage = Usage(); ...; metrics |= usage.of_step(collectors.counters)"""
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, float] = {}
+
+    def of_step(self, counters: Mapping[str, float]) -> dict[str, float]:
+        """Of the time since the last call; see EnginePool.counters and Collectors.counters for the names.
+
+        Returns: servers_idle_share: of the servers' time without a request.  tokens_wasted_share, and for each cause
+            tokens_wasted_share/CAUSE: of the tokens that servers wrote.  stale_prefix: replies with KV of other
+            weights.  collector_restarts: in total.
+        """
+        new = {name: value - self._before.get(name, 0.0) for name, value in counters.items()}
+        self._before = dict(counters)
+        wasted = {name.removeprefix(WASTED): value for name, value in new.items() if name.startswith(WASTED)}
+        tokens = max(new.get("tokens", 0.0), sum(wasted.values()), 1.0)
+        out = {f"tokens_wasted_share/{cause}": value / tokens for cause, value in wasted.items() if value}
+        out["tokens_wasted_share"] = sum(wasted.values()) / tokens
+        if (servers_s := new.get("servers_s", 0.0)) > 0:
+            out["servers_idle_share"] = min(1.0, max(0.0, 1 - new["busy_s"] / servers_s))
+        out["stale_prefix"] = new.get("stale_prefixes", 0.0)
+        out["collector_restarts"] = counters.get("restarts", 0.0)
+        return out

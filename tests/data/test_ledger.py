@@ -1,0 +1,87 @@
+"""Every visit is settled exactly once, over any number of kills and resumes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from megarl.data.ledger import FILTERED, LOST, OUTCOMES, TRAINED, Ledger
+
+
+def test_visits_are_handed_out_in_order_and_settled_in_any() -> None:
+    ledger = Ledger("data")
+    assert ledger.issue(3) == [0, 1, 2]
+    ledger.settle(1, TRAINED)
+    ledger.settle(2, FILTERED)
+    assert ledger.open == [0] and ledger.num_settled == 2
+    assert ledger.issue(2) == [3, 4]
+    assert ledger.counts == {TRAINED: 1, FILTERED: 1, LOST: 0}
+
+
+@pytest.mark.parametrize("number", [1, 9])
+def test_a_visit_is_settled_once_and_only_if_it_is_open(number: int) -> None:
+    ledger = Ledger("data")
+    ledger.issue(2)
+    ledger.settle(1, LOST)
+    with pytest.raises(AssertionError, match=f"visit {number} is settled twice, or was never handed out"):
+        ledger.settle(number, TRAINED)
+
+
+def test_what_was_open_is_issued_again_before_anything_new() -> None:
+    before = Ledger("data")
+    before.issue(5)
+    before.settle(1, TRAINED)
+    state = json.loads(json.dumps(before.state_dict()))
+    after = Ledger("data")
+    after.load_state_dict(state, finished=[3])
+    assert after.open == [0, 2, 3, 4]
+    assert after.issue(2) == [0, 2]
+    assert after.issue(3) == [4, 5, 6], "visit 3 has its group already"
+    after.settle(3, TRAINED)
+    assert after.counts[TRAINED] == 2
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="belongs to other data"):
+        Ledger("5-ab").load_state_dict(Ledger("9-cd").state_dict())
+
+
+def test_a_saved_group_of_a_settled_visit_is_a_defect() -> None:
+    before = Ledger("data")
+    before.issue(1)
+    before.settle(0, TRAINED)
+    with pytest.raises(AssertionError, match="settled already"):
+        Ledger("data").load_state_dict(before.state_dict(), finished=[0])
+
+
+def test_a_thousand_random_lives_settle_every_visit_once() -> None:
+    """A life issues and settles; at random moments it saves, and dies: what it did since the save never happened."""
+    for seed in range(1000):
+        rng = random.Random(seed)
+        ledger, saved, outcomes, saved_outcomes = Ledger("data"), Ledger("data").state_dict(), {}, {}
+        idle = []  # open visits of which nobody knows in this life
+        for _ in range(rng.randrange(60)):
+            match rng.choice(["issue", "settle", "settle", "save", "die"]):
+                case "issue":
+                    idle += ledger.issue(rng.randrange(4))
+                case "settle" if idle:
+                    visit = idle.pop(rng.randrange(len(idle)))
+                    outcomes[visit] = rng.choice(OUTCOMES)
+                    ledger.settle(visit, outcomes[visit])
+                case "save":
+                    saved, saved_outcomes = json.loads(json.dumps(ledger.state_dict())), dict(outcomes)
+                case "die":
+                    ledger, outcomes, idle = Ledger("data"), dict(saved_outcomes), []
+                    ledger.load_state_dict(saved)
+        idle += ledger.issue(rng.randrange(4))
+        while ledger._again:
+            idle += ledger.issue(1)
+        for visit in idle:
+            outcomes[visit] = TRAINED
+            ledger.settle(visit, TRAINED)
+        assert ledger.open == []
+        assert sorted(outcomes) == list(range(len(outcomes))), "no gap, and none twice"
+        assert {name: n for name, n in ledger.counts.items() if n} == dict(Counter(outcomes.values()))

@@ -1,0 +1,390 @@
+"""The ladders of checks for machines with GPUs: how a ladder runs, and that what its rungs name exists."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import gpu_processes
+import gsm8k_shaped
+import ladder
+import pytest
+import torch
+import versions
+
+from megarl.commands import doctor
+from megarl.config import load_config
+from megarl.config.placement import gpu_seats
+from megarl.servers.sglang_environment import PYTHON_VARIABLE
+from megarl.trainer.colocation import check_shared_gpus
+
+ROOT = ladder.ROOT
+LADDERS = {name: ladder.read_ladder(ROOT / "launch" / f"{name}.toml") for name in ("one_gpu", "eight_gpus")}
+COMMANDS = {
+    f"{name}/{rung.name}/{i}": [word.format(python="python", out="/out", page="/out/1") for word in shlex.split(text)]
+    for name, rungs in LADDERS.items()
+    for rung in rungs
+    for i, text in enumerate(rung.commands)
+}
+TRAIN = {name: words[words.index("train") + 1 :] for name, words in COMMANDS.items() if "megarl" in words}
+PYTEST = {name: words for name, words in COMMANDS.items() if "pytest" in words}
+
+
+def files_in(words: list[str]) -> list[str]:
+    return [word for word in words if word.startswith("tests/") and word.endswith(".py")]
+
+
+FAKE = """
+[[rung]]
+name = "good"
+seconds = 60
+about = "a test file with a skip"
+commands = ["{python} -c 'print(1)'", "cp JUNIT {page}.xml"]
+
+[[rung]]
+name = "bad"
+seconds = 60
+about = "fails, and leaves a child behind"
+commands = ["sh -c 'sleep 1000 & echo child $!; echo no such kernel >&2; exit 3'", "touch {out}/never"]
+
+[[rung]]
+name = "slow"
+seconds = 1
+about = "takes too long, with a child that does not want to end"
+commands = ["sh -c 'sh -c \\"trap : TERM; echo child \\\\$\\\\$; while :; do sleep 1; done\\" & wait'"]
+
+[[rung]]
+name = "without"
+seconds = 60
+about = "needs what is not here"
+needs = "sh -c 'echo nothing like it; exit 1'"
+commands = ["true"]
+
+[[rung]]
+name = "last"
+seconds = 60
+about = "still runs"
+commands = ["true"]
+"""
+JUNIT = """<testsuites><testsuite><testcase name="a"/>
+<testcase name="b"><skipped message="Transformer-Engine is not installed"/></testcase></testsuite></testsuites>"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    (tmp_path / "fake.toml").write_text(FAKE.replace("JUNIT", str(tmp_path / "junit.xml")))
+    return tmp_path / "fake.toml"
+
+
+def pages(out: Path) -> dict[str, SimpleNamespace]:
+    found = [SimpleNamespace(**json.loads(file.read_text())) for file in sorted(out.glob("*.json"))]
+    return {page.name: page for page in found}
+
+
+def is_running(pid: int) -> bool:
+    """A killed process that nobody has waited for is not running."""
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "GRACE_S", 0.3)
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_every_rung_leaves_a_page_whatever_the_others_did(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = file.parent / "out"
+    assert ladder.main([str(file), "--out", str(out)]) == 1
+    found = pages(out)
+    assert list(found) == ["good", "bad", "slow", "without", "last"]
+    assert {name: page.verdict for name, page in found.items()} == {
+        "good": "passed",
+        "bad": "failed with exit status 3",
+        "slow": "ended after 1 s, its limit",
+        "without": "not run: nothing like it",
+        "last": "passed",
+    }
+    assert found["good"].tests == "1 run, 0 failed, 1 skipped: Transformer-Engine is not installed"
+    assert found["bad"].last_lines[-1] == "no such kernel"
+    assert not (out / "never").exists(), "the commands behind one that failed"
+    summary = (out / "summary.md").read_text()
+    assert "| bad | failed with exit status 3 |" in summary and "| last | passed |" in summary
+    assert "1 skipped: Transformer-Engine" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_no_process_of_a_rung_stays(file: Path) -> None:
+    out = file.parent / "out"
+    ladder.main([str(file), "--out", str(out)])
+    logs = "".join(log.read_text() for log in out.glob("*.log"))
+    children = [int(pid) for pid in re.findall(r"^child (\d+)$", logs, re.MULTILINE)]
+    assert len(children) == 2
+    assert not [pid for pid in children if is_running(pid)]
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_the_archive_has_pages_logs_and_results_but_no_models(file: Path) -> None:
+    out = file.parent / "out"
+    (out / "runs").mkdir(parents=True)
+    (out / "runs" / "metrics.jsonl").write_text("{}\n")
+    (out / "runs" / "model.safetensors").write_bytes(b"weights")
+    (out / "huge.log").write_bytes(bytes(ladder.ARCHIVED_BYTES + 1))
+    ladder.main([str(file), "--from", "last", "--out", str(out)])
+    with tarfile.open(file.parent / "out.tar.gz") as tar:
+        names = set(tar.getnames())
+    assert names == {"out/summary.md", "out/05_last.json", "out/05_last.log", "out/runs/metrics.jsonl"}
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_a_later_call_begins_where_it_is_told_and_keeps_the_earlier_pages(file: Path) -> None:
+    out = file.parent / "out"
+    assert ladder.main([str(file), "--out", str(out)]) == 1
+    bad = (out / "02_bad.json").read_text()
+    assert ladder.main([str(file), "--out", str(out), "--from", "without"]) == 0
+    assert (out / "02_bad.json").read_text() == bad
+    assert "| bad | failed with exit status 3 |" in (out / "summary.md").read_text()
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_when_the_time_is_up_a_rung_is_ended_and_the_others_are_not_run(file: Path) -> None:
+    text = file.read_text()
+    file.write_text(text[text.index('[[rung]]\nname = "slow"') :].replace("seconds = 1\n", "seconds = 1000\n"))
+    begun = time.monotonic()
+    assert ladder.main([str(file), "--minutes", str(1.5 / 60), "--out", str(file.parent / "out")]) == 1
+    assert time.monotonic() - begun < 10
+    found = pages(file.parent / "out")
+    assert found["slow"].verdict == "ended after 1 s, when the time was up"
+    assert found["last"].verdict == "not run: the time was up"
+    assert (file.parent / "out.tar.gz").exists()
+
+
+def test_one_that_is_interrupted_ends_its_rung_and_packs_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "fake.toml").write_text(
+        '[[rung]]\nname = "long"\nseconds = 100\nabout = "x"\ncommands = ["sh -c \'echo child $$; sleep 1000\'"]'
+    )
+    command = [sys.executable, str(ROOT / "launch/ladder.py"), str(tmp_path / "fake.toml"), "--out"]
+    process = subprocess.Popen([*command, str(tmp_path / "out")], stdout=subprocess.DEVNULL)
+    log, deadline = tmp_path / "out" / "01_long.log", time.monotonic() + 60
+    while not (log.exists() and re.search(r"^child \d+$", log.read_text(), re.MULTILINE)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == ladder.EXIT_INTERRUPTED
+    assert pages(tmp_path / "out")["long"].verdict == "interrupted"
+    assert (tmp_path / "out.tar.gz").exists()
+    assert not is_running(int(re.findall(r"^child (\d+)$", log.read_text(), re.MULTILINE)[0]))
+
+
+NVIDIA_SMI = """#!/bin/sh
+echo asked >>"$(dirname "$0")/asked"
+case $(wc -l <"$(dirname "$0")/asked") in
+1) echo 7 ;;
+2|3|STUCK) echo 7; echo 8 ;;
+esac
+"""
+ONE_THAT_FAILS = '[[rung]]\nname = "one"\nseconds = 9\nabout = "x"\ncommands = ["COMMAND"]'
+
+
+@pytest.mark.parametrize(
+    ("command", "stuck", "num_asked"),
+    [("true", "3", 1), ("false", "3", 4), ("false", "*", None)],
+    ids=["passed", "failed", "stuck"],
+)
+def test_after_a_rung_that_failed_the_next_waits_until_its_gpu_memory_is_free(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    stuck: str,
+    num_asked: int | None,
+) -> None:
+    """A made-up nvidia-smi: process 7 was there before, 8 stays for two questions, or for good."""
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI.replace("STUCK", stuck))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(ladder, "GPU_FREE_S", 60.0 if num_asked else 0.1)
+    (tmp_path / "fake.toml").write_text(ONE_THAT_FAILS.replace("COMMAND", command))
+    ladder.main([str(tmp_path / "fake.toml"), "--out", str(tmp_path / "out")])
+    if num_asked:
+        assert len((tmp_path / "asked").read_text().splitlines()) == num_asked
+    said = "one: processes that began with it still hold GPU memory"
+    assert (said in capsys.readouterr().out) == (num_asked is None)
+
+
+def test_without_nvidia_smi_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_processes.on_gpus() is None
+    assert gpu_processes.wait_for_gpus(None, 60.0)
+
+
+def test_a_rung_whose_tests_were_all_skipped_has_not_passed(tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(JUNIT.replace('<testcase name="a"/>', ""))
+    (tmp_path / "fake.toml").write_text(
+        f'[[rung]]\nname = "tests"\nseconds = 9\nabout = "x"\ncommands = ["cp {tmp_path / "junit.xml"} {{page}}.xml"]'
+    )
+    assert ladder.main([str(tmp_path / "fake.toml"), "--out", str(tmp_path / "out")]) == 1
+    assert pages(tmp_path / "out")["tests"].verdict == "failed: every test was skipped"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--from", "best"], "--from best: expected one of good, bad, slow, without, last"),
+        (["--minutes", "0"], "--minutes 0: expected more than 0"),
+        (["--python", "/no/python"], "--python /no/python: expected a Python that can be started"),
+    ],
+)
+def test_a_wrong_word_is_one_sentence(
+    file: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ladder.main([str(file), *words]) == ladder.EXIT_USAGE
+    assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+def test_the_versions_say_what_is_missing_and_end_with_1_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(versions.OPTIONAL, "transformer-engine-of-nobody", "its tests are skipped")
+    assert versions.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert f"torch: {importlib.metadata.version('torch')}" in lines
+    assert "transformer-engine-of-nobody: missing: its tests are skipped" in lines
+    assert lines[-1] == f"GPU: torch {torch.__version__} sees none"
+
+
+def test_the_versions_say_of_apex_what_the_doctor_says() -> None:
+    assert versions.OPTIONAL["apex"] == f"no {doctor._OPTIONAL['apex']}"
+
+
+def test_the_versions_name_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_gpu = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "mem_get_info": lambda index: (70 * 2**30, 80 * 2**30),
+        "get_device_capability": lambda index: (9, index),
+        "get_device_name": lambda index: f"GPU of kind {index}",
+    }
+    for name, value in of_gpu.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    found = versions.gpus()
+    assert found[1] == "NCCL: 2.27.3"
+    assert found[-1] == "GPU 1: GPU of kind 1, capability 9.1, 70.0 of 80.0 GiB free"
+    assert len(found) == 5
+
+
+def test_the_questions_for_the_gsm8k_recipe_need_no_download(tmp_path: Path) -> None:
+    assert gsm8k_shaped.main([str(tmp_path / "gsm8k")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "gsm8k" / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == gsm8k_shaped.NUM_TRAIN
+    assert all(row["answer"].endswith("#### 7") for row in rows)
+    config = json.loads((tmp_path / "gsm8k" / "model" / "config.json").read_text())
+    assert (config["model_type"], config["hidden_size"], config["num_key_value_heads"]) == ("qwen2", 32, 2)
+    assert gsm8k_shaped.main([str(tmp_path / "gsm8k")]) == 0, "a folder that is complete stays"
+    with pytest.raises(SystemExit):
+        gsm8k_shaped.main([str(tmp_path / "x"), "--hidden", "30"])
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_the_script_lists_its_rungs_without_a_gpu(name: str, tmp_path: Path) -> None:
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "launch" / f"{name}.sh"), "--list"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [rung.name for rung in LADDERS[name]]
+    assert all(rung.about in done.stdout for rung in LADDERS[name])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_files_of_a_command_exist(name: str) -> None:
+    named = [word for word in COMMANDS[name] if word.startswith(("launch/", "tests/", "benchmarks/"))]
+    assert named or name in TRAIN
+    assert not [word for word in named if not (ROOT / word).exists()]
+
+
+@pytest.mark.parametrize("name", [name for name, words in COMMANDS.items() if "benchmarks/" in " ".join(words)])
+def test_a_benchmark_takes_its_options(name: str) -> None:
+    _, script, *words = COMMANDS[name]
+    options = importlib.import_module(Path(script).stem).parser().parse_intermixed_args(words)
+    assert options.device == "cuda"
+    assert str(options.out) == "/out"
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_a_run_composes_and_puts_the_servers_on_the_trainers_gpus(name: str, tmp_path: Path) -> None:
+    gsm8k_shaped.main([str(tmp_path / "gsm8k")])  # what the command before it makes, in small
+    config, warnings = load_config([word.replace("/out", str(tmp_path)) for word in TRAIN[name]], command="train")
+    assert not warnings
+    assert set(config.trainer.logger) == {"console", "jsonl"}, "the others need packages that megarl does not require"
+    assert (config.trainer.device, config.rollout.placement) == ("cuda", "shared")
+    assert config.trainer.default_local_dir == f"{tmp_path}/runs"
+    check_shared_gpus(config)
+    seats = gpu_seats(config, ["http://0"])
+    assert seats is not None
+    assert set(seats["servers"]["http://0"]) <= set(seats["trainer"]), "else no push by memory that both map"
+
+
+def test_rungs_with_sglang_need_an_environment_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    needs = {rung.needs for rungs in LADDERS.values() for rung in rungs if rung.name.startswith("sglang_")}
+    (words,) = [shlex.split(text) for text in needs]
+    python = tmp_path / "python"
+    monkeypatch.setenv(PYTHON_VARIABLE, str(python))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for said, status in (('{"sglang": "0.5.23"}', 1), ('{"sglang": "0.5.23", "sgl-kernel": "0.3.21"}', 0)):
+        python.write_text(f"#!/bin/sh\necho '{said}'\n")
+        python.chmod(0o755)
+        done = subprocess.run([sys.executable, *words[1:]], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert status == 0 or "without the package sglang-kernel" in done.stderr.splitlines()[-1]
+
+
+def test_every_file_of_gpu_tests_is_in_a_rung_for_one_gpu() -> None:
+    named = {word for name, words in PYTEST.items() if name.startswith("one_gpu/") for word in words}
+    files = {file.relative_to(ROOT).as_posix() for file in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert len(files) > 5 and not files - named
+
+
+def test_what_the_hf_engine_does_on_one_gpu_is_checked_before_benchmarks_and_without_sglang() -> None:
+    rungs = LADDERS["one_gpu"]
+    first = next(i for i, rung in enumerate(rungs) if rung.name.startswith("bench_"))
+    early = {rung.name: rung for rung in rungs[:first]}
+    assert not early["hf_server"].needs and not early["hf_ring"].needs
+
+
+@pytest.mark.parametrize("name", [name for name, words in PYTEST.items() if len(files_in(words)) > 1])
+def test_a_file_that_cannot_be_imported_does_not_stop_the_others_of_its_rung(name: str) -> None:
+    assert "--continue-on-collection-errors" in PYTEST[name]
+
+
+@pytest.mark.parametrize("name", PYTEST)
+def test_a_rung_names_its_files_of_tests(name: str) -> None:
+    """pytest imports a whole folder before -k chooses."""
+    assert files_in(PYTEST[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PYTEST)
+def test_a_command_of_tests_finds_some(name: str, tmp_path: Path) -> None:
+    """pytest ends with 5 if it finds none."""
+    words = PYTEST[name][PYTEST[name].index("-m") :]
+    words = [word for word in words if not word.startswith("--junit-xml")]
+    done = subprocess.run(
+        [sys.executable, *words, "--collect-only", "-q"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -1,0 +1,66 @@
+"""Host memory of a machine: offloaded roles, and copies of checkpoints that are being written."""
+
+from dataclasses import replace
+
+from plan_jobs import GPU, HF, job
+
+from megarl.layout import Layout
+from megarl.plan.job import Role
+from megarl.plan.memory.count import whole
+from megarl.plan.memory.gpu_budget import fullest, gpu_budgets
+from megarl.plan.memory.host import host_budget, saved_bytes
+from megarl.plan.predict import predict
+
+CRITIC = Role("critic", HF, Layout(), 4, max_tokens=100, log_prob_tokens=100)
+
+
+def test_a_checkpoint_has_weights_master_weights_and_moments():
+    actor = job().actor
+    assert saved_bytes(actor) == whole(HF) * (2 + 4 + 8)
+    assert saved_bytes(replace(actor, dtype="float32")) == whole(HF) * (4 + 8)
+    assert saved_bytes(replace(actor, optimizer="sgd")) == whole(HF) * (2 + 4 + 4)
+    assert saved_bytes(replace(actor, lora_rank=8)) == 0
+
+
+def test_copies_are_the_share_of_a_machine():
+    own = job(num_ranks=16, gpus_per_node=8, shared=False, async_save=True)
+    assert host_budget(own) == {"save_copies": whole(HF) * 14 // 2, "total": whole(HF) * 14 // 2}
+    assert host_budget(replace(own, async_save=False)) == {"total": 0}
+    small = replace(own, num_ranks=4)
+    assert host_budget(small)["save_copies"] == whole(HF) * 14
+
+
+def test_every_role_that_is_offloaded_counts_on_each_rank():
+    own = job(num_ranks=4, shared=True, critic=CRITIC)
+    actor, critic = fullest(own.actor), fullest(CRITIC)
+    assert host_budget(own) == {
+        "weights": 4 * (actor.weights + critic.weights),
+        "optimizer": 4 * (actor.optimizer + critic.optimizer),
+        "total": 4 * (actor.weights + critic.weights + actor.optimizer + critic.optimizer),
+    }
+    apart = replace(own, shared=False, critic=replace(CRITIC, optimizer_offload=True, first_rank=4))
+    assert host_budget(apart) == {"optimizer": 4 * critic.optimizer, "total": 4 * critic.optimizer}
+    beside = replace(apart, param_offload=True, gpus_per_node=8)
+    both = {"weights": 4 * actor.weights, "optimizer": 4 * critic.optimizer}
+    assert host_budget(beside) == both | {"total": sum(both.values())}, "on other GPUs of the same machine"
+    assert host_budget(replace(beside, gpus_per_node=4))["total"] == max(both.values())
+
+
+def test_a_save_needs_no_gradients_and_gathers_only_with_fsdp():
+    own = job(param_offload=True, optimizer_offload=True)
+    found = gpu_budgets(own)["save"]
+    held = fullest(own.actor)
+    assert found == {
+        "weights": held.weights, "optimizer": held.optimizer, "reserve": held.reserve,
+        "total": held.weights + held.optimizer + held.reserve,
+    }  # fmt: skip
+    fsdp = job(num_ranks=2, fsdp=True, layout=Layout(use_distributed_optimizer=True))
+    assert gpu_budgets(fsdp)["save"]["gathered"] == 2 * whole(HF)
+
+
+def test_host_memory_is_compared_where_it_is_known():
+    own = job(num_ranks=8, async_save=True, gpu=replace(GPU, memory_bytes=10**11))
+    assert predict(own).fits
+    found = predict(replace(own, gpu=replace(own.gpu, host_bytes=10**6)))
+    assert not found.fits
+    assert any(line.startswith("host: 0 GB of the 0 of a machine, most of it ") for line in found.why)

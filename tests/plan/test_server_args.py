@@ -1,0 +1,74 @@
+"""Arguments of the servers that a plan knows, and those that it names because it does not."""
+
+from dataclasses import replace
+
+import pytest
+from plan_jobs import FREE, job
+
+from megarl.config import load_config
+from megarl.plan.from_config import job_of
+from megarl.plan.gpus import find
+from megarl.plan.server_args import read
+from megarl.plan.time.serving import Server
+
+WORDS = ["model=qwen3_8b", "layout=8x80", "rollout.engine=sglang"]
+
+
+def planned(*args):
+    config, _ = load_config([*WORDS, f"rollout.sglang.args=[{','.join(args)}]"], command="config")
+    return job_of(config, find("h100"))
+
+
+@pytest.mark.parametrize(
+    ("args", "changes"),
+    [
+        (["--mem-fraction-static", "0.8"], {"memory_fraction": 0.8}),
+        (["--mem-fraction-static=0.8", "--log-level=debug"], {"memory_fraction": 0.8}),
+        (["--max-running-requests", "64", "--max-running-requests", "32"], {"max_running": 32}),
+        (["--max-total-tokens", "100000"], {"max_total_tokens": 100_000}),
+        (["--kv-cache-dtype", "fp8_e5m2"], {"cache_width": 1}),
+        (["--kv-cache-dtype", "auto"], {"cache_width": 2}),
+        (["--quantization", "awq"], {"not_modelled": ("--quantization awq",)}),
+        (
+            ["--enable-dp-attention", "--cuda-graph-bs", "1", "2", "--context-length=4096"],
+            {"not_modelled": ("--enable-dp-attention", "--cuda-graph-bs 1 2", "--context-length 4096")},
+        ),
+        ([], {}),
+    ],
+)
+def test_an_argument_changes_the_plan_or_is_named(args, changes):
+    assert read(args) == {"not_modelled": ()} | changes
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--mem-fraction-static", "80"], "--mem-fraction-static 80: expected a share between 0 and 1"),
+        (["--max-running-requests", "many"], "--max-running-requests many: expected a whole number of at least 1"),
+        (["--max-total-tokens"], "--max-total-tokens : expected a whole number of at least 1"),
+    ],
+)
+def test_a_value_that_the_server_would_refuse_is_refused(args, sentence):
+    with pytest.raises(ValueError, match=f"^rollout.sglang.args={sentence}"):
+        read(args)
+
+
+def test_a_configuration_is_read():
+    job = planned("--mem-fraction-static", "0.4", "--enable-dp-attention")
+    assert (job.memory_fraction, job.not_modelled) == (0.4, ("--enable-dp-attention",))
+    assert planned().not_modelled == ()
+    words = [*WORDS[:2], "rollout.engine=hf", "rollout.placement=separate"]  # it has no such arguments
+    assert job_of(load_config(words, command="config")[0], find("h100")).not_modelled == ()
+
+
+def test_a_narrow_cache_holds_twice_as_much():
+    wide, narrow = (Server(job(cache_width=width), FREE) for width in (2, 1))
+    assert narrow.token_bytes == wide.token_bytes / 2 and narrow.room == 2 * wide.room
+    assert narrow.cache_bytes == wide.cache_bytes
+
+
+def test_a_cache_ends_at_its_tokens():
+    server = Server(job(max_total_tokens=1000), FREE)
+    assert server.cache_bytes == 1000 * server.token_bytes < Server(job(), FREE).cache_bytes
+    tiny = job(max_total_tokens=10**9)
+    assert Server(tiny, FREE).cache_bytes == Server(replace(tiny, max_total_tokens=None), FREE).cache_bytes

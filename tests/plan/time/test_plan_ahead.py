@@ -1,0 +1,95 @@
+"""Steps ahead of the training: by hand, and beside a simulation of the schedule in virtual time.
+
+Bounds: with free places `finished` is at most 5 % apart, and `prompts` at most 12 % too short, as the slowest answer
+differs from iteration to iteration.  Where full servers and lengths both count, both are at most 20 % too short.
+"""
+
+import math
+from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
+import pytest
+from async_policies import FINISHED, PROMPTS, Rule, simulate
+from plan_jobs import FREE, job
+from virtual_rollout import Trace, VirtualCollectors, VirtualPrompts
+
+from megarl.plan.time.ahead import balanced_wait, slowest
+from megarl.plan.time.lengths import running
+from megarl.plan.time.serving import Rollout, step_ahead
+from megarl.rollout.protocol import SamplingParams
+
+B, MEAN = 32, 1000  # prompts of an iteration; tokens of a completion, which take 1 s
+
+
+def predicted(order, ahead, working_s, *, tail, n, places=math.inf):
+    run = job(shared=False, ahead=ahead, order=order, prompts=B, n=n, response_tokens=MEAN, most_response=10**9)
+    written = Rollout(0.0, 0.0, 0.0, 1.0, 1 / MEAN, "work", places)
+    return step_ahead(run, written, working_s, replace(FREE, tail=tail))
+
+
+def simulated(order, ahead, working_s, *, tail, n, places=10**9):
+    """Lengths as lengths.py has them: over the longest they are Beta(1, tail - 1)."""
+    shares = np.random.default_rng(0).beta(1, tail - 1, (800, n))
+    lengths = np.maximum(1, np.rint(MEAN * tail * shares)).astype(int)
+    collectors = VirtualCollectors(Trace(lengths), servers=1, max_running=places, tokens_per_s=float(MEAN), whole=False)
+    params = SamplingParams(max_new_tokens=10**9)
+    rule = Rule(order, collectors, VirtualPrompts(), num_prompts=B, n=n, params=params, ahead=ahead)
+    return simulate(rule, collectors, train_s=working_s, steps=40, warmup=15).step_s
+
+
+@pytest.mark.parametrize("order", [PROMPTS, FINISHED])
+@pytest.mark.parametrize("tail", [1.5, 2.57, 6.0])
+def test_with_free_places_a_step_is_as_long_as_in_the_simulation(order, tail):
+    for n, ahead, working_s in [(1, 1, 0.2), (8, 1, 0.2), (8, 2, 1.0), (8, 4, 0.2)]:
+        case = {"tail": tail, "n": n}
+        ratio = predicted(order, ahead, working_s, **case) / simulated(order, ahead, working_s, **case)
+        assert (0.95 if order == FINISHED else 0.88) < ratio < 1.05, (n, ahead, working_s)
+
+
+@pytest.mark.parametrize("order", [PROMPTS, FINISHED])
+def test_with_full_servers_a_step_is_nearly_as_long_as_in_the_simulation(order):
+    for tail, n, ahead, working_s, share in [
+        (2.57, 8, 1, 0.2, 0.75), (2.57, 8, 2, 1.0, 0.75), (6.0, 8, 1, 1.0, 0.75), (1.5, 8, 1, 1.0, 0.75),
+        (2.57, 8, 2, 0.2, 0.25),
+    ]:  # fmt: skip
+        case = {"tail": tail, "n": n, "places": int(share * B * n)}
+        ratio = predicted(order, ahead, working_s, **case) / simulated(order, ahead, working_s, **case)
+        assert 0.8 < ratio < 1.05, (tail, n, ahead, working_s, share)
+
+
+def test_a_long_tail_is_what_the_order_finished_does_not_wait_for():
+    """Both rule and simulation: with a tail of 6 means, prompts wait more than twice as long as what is finished."""
+    case = {"tail": 6.0, "n": 1}
+    for step_s in (predicted, simulated):
+        strict, finished = (step_s(order, 2, 0.2, **case) for order in (PROMPTS, FINISHED))
+        assert strict > 2 * finished
+
+
+def test_a_wait_balances_what_is_unfinished():
+    """unfinished falls from 1 to 0 within 4 s."""
+
+    def unfinished(age_s):
+        return max(0.0, 1 - age_s / 4)
+
+    assert balanced_wait(0, 1.0, unfinished, 4.0) == pytest.approx(4.0)  # nothing is written beside the training
+    wait_s = balanced_wait(1, 1.0, unfinished, 4.0)
+    assert wait_s == pytest.approx(1.0)  # ages 1, 3 and 5: 3/4 + 1/4
+    assert balanced_wait(4, 1.0, unfinished, 4.0) == 0.0  # 1 + 3/4 + 2/4 + 1/4 are less
+    assert balanced_wait(1, 0.0, lambda _: 1.0, 4.0) == pytest.approx(2.0)  # two in turns
+
+
+def test_the_slowest_of_many_is_the_mean_of_the_longest_drawn():
+    rng = np.random.default_rng(1)
+    for tail, count in [(1.5, 8), (2.57, 256), (6.0, 64)]:
+        drawn = fmean(rng.beta(1, tail - 1, count).max() for _ in range(2000))
+        assert slowest(count, tail) == pytest.approx(drawn, rel=0.03)
+    assert slowest(5, 1.0) == 1.0
+
+
+def test_without_a_tail_both_orders_are_the_same():
+    assert running(0.999, 1.0) == 1.0
+    for ahead, working_s in [(1, 0.2), (2, 0.2), (4, 1.0)]:
+        found = {predicted(order, ahead, working_s, tail=1.0, n=4) for order in (PROMPTS, FINISHED)}
+        assert max(found) == pytest.approx(min(found))
+        assert max(found) == pytest.approx(max(working_s, (1 + working_s) / (ahead + 1)))

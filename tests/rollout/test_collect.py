@@ -1,0 +1,171 @@
+"""One prompt becomes a group: seeds, text, rewards, and what happens when a completion fails."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from fake_servers import EOS, Writer, completion_of, refusing, serving, silent
+
+from megarl.rollout.collect import collect_group, for_completion
+from megarl.rollout.messages import pack, unpack
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.protocol import SamplingParams
+from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
+
+PARAMS = SamplingParams(max_new_tokens=6, sampling_seed=4)
+PROMPT = Prompt("0-7", [5, 6, 9], "x")
+
+
+@dataclass(frozen=True)
+class Result:
+    reward: float
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+async def number_of_tokens(prompt, completions):
+    return [Result(float(len(completion.token_ids)), {"n": 1.0}) for completion in completions]
+
+
+def run(test):
+    asyncio.run(asyncio.wait_for(test(), 240))
+
+
+async def collect(pool, n=2, params=PARAMS, prompt=PROMPT, score=number_of_tokens, **how):
+    return await collect_group(pool, prompt, n, params, score, decode=lambda ids: f"{ids}", **how)
+
+
+def test_a_group_is_written_with_a_seed_for_each_completion_then_decoded_and_scored():
+    async def test():
+        async with serving(Writer()) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
+            for piece_tokens in (0, 1, 4):
+                group = await collect(pool, n=3, piece_tokens=piece_tokens)
+                assert [sample.completion.token_ids for sample in group] == [
+                    completion_of(for_completion(PARAMS, "0-7", index).sampling_seed, 3, 6) for index in range(3)
+                ]
+                for sample in group:
+                    tokens = sample.completion.token_ids
+                    assert (sample.completion.text, sample.reward) == (f"{tokens}", float(len(tokens)))
+                    assert (sample.prompt, sample.reward_extra, sample.greedy_reward) == (PROMPT, {"n": 1.0}, None)
+            assert [body["sampling_params"]["n"] for body in seen[0][:3]] == [1, 1, 1]
+
+    run(test)
+
+
+def test_seeds_depend_on_the_run_the_visit_and_the_index_alone():
+    seeds = {for_completion(PARAMS, f"0-{i}", index).sampling_seed for i in range(100) for index in range(8)}
+    assert len(seeds) == 800
+    assert for_completion(PARAMS, "0-1", 2) == for_completion(PARAMS, "0-1", 2)
+    assert for_completion(PARAMS, "0-1", 2) != for_completion(SamplingParams(6, sampling_seed=5), "0-1", 2)
+    assert for_completion(SamplingParams(), "0-1", 0).sampling_seed is None
+
+
+def test_the_completions_of_a_prompt_prefer_one_server():
+    async def test():
+        async with serving(Writer(), Writer()) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
+            prompts = [Prompt(f"0-{i}", [5, i], "x") for i in range(8)]
+            await asyncio.gather(*(collect(pool, n=4, prompt=prompt) for prompt in prompts))
+            for bodies in seen:
+                asked = [body["input_ids"][1] for body in bodies]
+                assert len(asked) == 16 and all(asked.count(prompt) == 4 for prompt in asked)
+
+    run(test)
+
+
+class Greedy(Writer):
+    """A request without a seed is the greedy one."""
+
+    async def write(self, body, ended):
+        if "sampling_seed" in body["sampling_params"]:
+            return await super().write(body, ended)
+        return [7, 8, EOS], "stop"
+
+
+def test_a_greedy_completion_is_asked_for_once_and_gives_its_reward_to_all():
+    async def test():
+        drawn = SamplingParams(temperature=0.5, top_p=0.5, top_k=3, max_new_tokens=6, sampling_seed=4)
+        async with serving(Greedy()) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
+            group = await collect(pool, params=drawn, greedy=True)
+            assert [sample.greedy_reward for sample in group] == [3.0, 3.0] and len(seen[0]) == 3
+            (greedy,) = [b["sampling_params"] for b in seen[0] if b["sampling_params"]["temperature"] == 0]
+            assert (greedy["top_p"], greedy["top_k"], greedy["max_new_tokens"]) == (1.0, -1, 6)
+            assert unpack(pack(group), PROMPT) == group
+
+    run(test)
+
+
+class Failing(Writer):
+    """Refuses the request of one seed as soon as all others are being written."""
+
+    def __init__(self, seed, others):
+        super().__init__(stops_after=0)
+        self.seed, self.others = seed, others
+
+    async def write(self, body, ended):
+        if body["sampling_params"].get("sampling_seed") != self.seed:
+            return await super().write(body, ended)
+        while len(self.ended) <= self.others:
+            await asyncio.sleep(0.005)
+        return [], "length"  # no tokens: a failed attempt
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_one_lost_completion_loses_its_group_and_frees_the_servers(greedy):
+    async def test():
+        server = Failing(for_completion(PARAMS, "0-7", 1).sampling_seed, others=2 + greedy)
+        options = {"timeout_s": 200, "retries": 0}
+        async with serving(server) as (urls, _), EnginePool(urls, "", **options) as pool:
+            lost = await collect(pool, n=3, greedy=greedy)
+            assert isinstance(lost, LostRollout) and lost.prompt == PROMPT
+            assert lost.reason.startswith("1 attempts failed: http") and "before the first token" in lost.reason
+            while server.ended:  # the others are cancelled, and the server hears of it
+                await asyncio.sleep(0.005)
+            assert pool.counters()["in_flight"] == 0
+
+    run(test)
+
+
+def test_the_tokens_of_a_lost_or_cancelled_group_are_counted():
+    async def test():
+        first, second = (for_completion(PARAMS, "0-7", index) for index in range(2))
+        tokens = completion_of(first.sampling_seed, 3, 6)
+
+        async def refuses_one(request):
+            if (await request.json())["sampling_params"]["sampling_seed"] != second.sampling_seed:
+                return await writer(request)
+            while pool.counters()["pieces"] == 0:
+                await asyncio.sleep(0.005)
+            return await (silent if cancelled else refusing)(request)
+
+        writer, cancelled = Writer(), False
+        async with serving(refuses_one) as (urls, _):
+            async with EnginePool(urls, "", timeout_s=200) as pool:
+                assert isinstance(await collect(pool), LostRollout)
+                assert pool.counters()["wasted_lost"] == pool.counters()["tokens"] == len(tokens)
+            cancelled = True
+            async with EnginePool(urls, "", timeout_s=200) as pool:
+                asked = asyncio.create_task(collect(pool))
+                while pool.counters()["pieces"] == 0:
+                    await asyncio.sleep(0.005)
+                asked.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asked
+                assert pool.counters()["wasted_cancelled"] >= len(tokens)
+
+    run(test)
+
+
+def test_packing_a_group_loses_nothing():
+    columns = {"experts": np.arange(10, dtype=np.uint8).reshape(5, 2)}
+    spans = (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2))
+    completion = Completion([4, 1], [-1.0, -0.1], "stop", spans, "ab", columns)
+    group = [Sample(PROMPT, completion, 0.5, {"a": 1.0}, 2.0), Sample(PROMPT, completion, 1.5)]
+    found = unpack(pack(group), PROMPT)
+    assert found == group
+    for sample in found:
+        assert sample.completion.columns["experts"].dtype == np.uint8
+        assert np.array_equal(sample.completion.columns["experts"], columns["experts"])
+    lost = LostRollout(PROMPT, "why")
+    assert unpack(pack(lost), PROMPT) == lost

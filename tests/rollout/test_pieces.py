@@ -1,0 +1,296 @@
+"""Completions in pieces: the same as at once; nothing written is lost or written twice, whatever its server does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_servers import Writer, broken, completion_of, serving, token_at
+from tiny_server import TOKEN, VARIANTS, running
+
+from megarl.rollout.pieces import join, write
+from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.protocol import SamplingParams
+from megarl.sample import Completion, VersionSpan
+
+PROMPT = [3, 4, 5]
+PARAMS = SamplingParams(max_new_tokens=24, sampling_seed=6)
+WHOLE = completion_of(6, len(PROMPT), 24)
+
+
+class Recording(EnginePool):
+    """Remembers what every piece was asked with, and what came."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.pieces = []
+
+    async def generate(self, prompt_ids, params, **how):
+        piece = await super().generate(prompt_ids, params, **how)
+        self.pieces.append((list(prompt_ids), params, piece))
+        return piece
+
+    def check(self, prompt, completion):
+        """Each piece went on exactly where the one before had ended, and the completion is all of them."""
+        so_far = []
+        for prompt_ids, _, (part, _) in self.pieces:
+            assert prompt_ids == prompt + so_far
+            so_far += part.token_ids
+        assert completion.token_ids == so_far
+        assert completion.log_probs == [value for _, _, (part, _) in self.pieces for value in part.log_probs]
+        edges = [0, *(span.end for span in completion.versions)]
+        assert [span.start for span in completion.versions] == edges[:-1] and edges[-1] == len(so_far)
+
+
+def run(test):
+    asyncio.run(asyncio.wait_for(test(), 240))
+
+
+def part(tokens, *spans, finish="length", **columns):
+    return Completion(
+        tokens, [-0.5 * token for token in tokens], finish, tuple(VersionSpan(*span) for span in spans), columns=columns
+    )
+
+
+def test_pieces_are_joined_with_their_versions_and_columns():
+    first = part([7, 8], (1, 0, 1), (2, 1, 2), experts=np.array([[1, 1], [2, 2], [3, 3]]), odd=np.arange(3.0))
+    # The second piece describes its own prompt again, and differently: what is there stays.
+    new = part([9, 10, 11], (2, 0, 1), (3, 1, 3), finish="stop", experts=np.full((6, 2), 9), odd=-np.arange(6.0))
+    whole = join(first, new, prompt_tokens=1)
+    assert whole.token_ids == [7, 8, 9, 10, 11] and whole.finish_reason == "stop"
+    assert whole.log_probs == [-3.5, -4.0, -4.5, -5.0, -5.5]
+    assert whole.versions == (VersionSpan(1, 0, 1), VersionSpan(2, 1, 3), VersionSpan(3, 3, 5))
+    assert whole.columns["experts"].tolist() == [[1, 1], [2, 2], [3, 3], [9, 9], [9, 9], [9, 9]]
+    assert whole.columns["odd"].tolist() == [0.0, 1.0, 2.0, -3.0, -4.0, -5.0]
+    apart = join(part([7], (1, 0, 1)), part([8], (2, 0, 1)), prompt_tokens=1)
+    assert apart.versions == (VersionSpan(1, 0, 1), VersionSpan(2, 1, 2))
+
+
+@pytest.mark.parametrize("columns", [{}, {"other": np.zeros(3)}, {"odd": np.zeros((3, 2))}, {"odd": np.zeros(3, int)}])
+def test_a_piece_with_other_columns_is_refused(columns):
+    with pytest.raises(RolloutFailed, match="columns"):
+        join(part([7], (1, 0, 1), odd=np.zeros(2)), part([8], (1, 0, 1), **columns), prompt_tokens=1)
+
+
+def test_a_completion_in_pieces_of_any_size_is_the_one_that_is_written_at_once():
+    async def test():
+        async with serving(Writer(), Writer()) as (urls, _):
+            for size in (0, 1, 2, 7, len(WHOLE) - 1, len(WHOLE), len(WHOLE) + 1, 100):
+                async with Recording(urls, "", timeout_s=200) as pool:
+                    completion = await write(pool, PROMPT, PARAMS, piece_tokens=size)
+                    pool.check(PROMPT, completion)
+                    assert completion == part(WHOLE, (0, 0, len(WHOLE)), finish=completion.finish_reason)
+                    assert completion.finish_reason == ("stop" if WHOLE[-1] == 1 else "length")
+                    assert len(pool.pieces) == (-(-len(WHOLE) // size) if size else 1)
+                    assert len({piece.url for _, _, piece in pool.pieces}) == 1, "it stays on its server"
+                    limits = [params.max_new_tokens for _, params, _ in pool.pieces]
+                    assert all(limit <= (size or 24) for limit in limits) and limits[0] == min(size or 24, 24)
+
+    run(test)
+
+
+@pytest.mark.parametrize("limit", [4, 5])
+def test_a_completion_ends_at_its_own_limit(limit):
+    async def test():
+        async with serving(Writer()) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
+            completion = await write(pool, PROMPT, replace(PARAMS, max_new_tokens=limit), piece_tokens=2)
+            assert (completion.token_ids, completion.finish_reason) == (WHOLE[:limit], "length")
+            assert len(seen[0]) == (limit + 1) // 2
+
+    run(test)
+
+
+def test_a_server_that_is_fenced_in_mid_piece_costs_only_this_piece():
+    async def test():
+        first, other = Writer("5"), Writer("6")
+        options = {"timeout_s": 200, "fenced": True}
+        async with serving(first, other) as (urls, seen), Recording(urls, "", **options) as pool:
+            pool.trust(urls[0], 5)
+            asked = asyncio.create_task(write(pool, PROMPT, PARAMS, piece_tokens=4))
+            while len(pool.pieces) < 2:
+                first.stops_after = 2 if len(seen[0]) >= 2 else None
+                await asyncio.sleep(0)
+            while not first.ended:
+                await asyncio.sleep(0.005)
+            verified = sum(len(piece.completion.token_ids) for _, _, piece in pool.pieces)
+            pool.fence(urls[0])
+            pool.trust(urls[1], 6)
+            completion = await asked
+            pool.check(PROMPT, completion)
+            assert completion.token_ids == WHOLE
+            assert completion.versions == (VersionSpan(5, 0, verified), VersionSpan(6, verified, len(WHOLE)))
+
+    run(test)
+
+
+def test_pieces_that_a_push_ends_go_on_with_the_next_version():
+    async def test():
+        writer = Writer("1", stops_after=5)
+        async with serving(writer) as (urls, _), Recording(urls, "", timeout_s=200, fenced=True) as pool:
+            pool.trust(urls[0], 1)
+            asked = asyncio.create_task(write(pool, PROMPT, PARAMS))
+            for version in (2, 3):
+                while not writer.ended:
+                    await asyncio.sleep(0.005)
+                pool.hold(urls[0])
+                writer.end()
+                while writer.ended:
+                    await asyncio.sleep(0.005)
+                writer.version = str(version)
+                pool.trust(urls[0], version)
+            writer.go.set()
+            completion = await asked
+            pool.check(PROMPT, completion)
+            assert completion.token_ids == WHOLE
+            assert completion.versions == (
+                VersionSpan(1, 0, 5),
+                VersionSpan(2, 5, 10),
+                VersionSpan(3, 10, len(WHOLE)),
+            )
+            assert not any(value for name, value in pool.counters().items() if name.startswith("wasted"))
+
+    run(test)
+
+
+def test_an_answer_may_take_longer_than_any_request():
+    async def test():
+        writer = Writer(stops_after=6)  # of each request, until its time is over
+        async with serving(writer) as (urls, seen), Recording(urls, "", timeout_s=0.3, retries=0) as pool:
+            completion = await write(pool, PROMPT, PARAMS)
+            pool.check(PROMPT, completion)
+            assert completion.token_ids == WHOLE and len(seen[0]) >= 3
+
+    run(test)
+
+
+class Flaky(Writer):
+    """Fails `failures` times before each piece."""
+
+    def __init__(self, failures):
+        super().__init__()
+        self.failures, self.num = failures, 0
+
+    async def __call__(self, request):
+        self.num += 1
+        return await (super().__call__(request) if self.num % (self.failures + 1) == 0 else broken(request))
+
+
+def test_attempts_are_counted_from_the_last_token():
+    """A fleet that goes on writing never fails, however often it stumbles; a dead one does."""
+
+    async def test(failures, retries):
+        options = {"timeout_s": 200, "retries": retries, "rest_s": 0.001}
+        async with serving(Flaky(failures)) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            completion = await write(pool, PROMPT, PARAMS, piece_tokens=3)
+            assert len(seen[0]) > 3 * retries
+            return completion.token_ids
+
+    assert asyncio.run(test(failures=2, retries=2)) == WHOLE
+    with pytest.raises(RolloutFailed, match="3 attempts failed"):
+        asyncio.run(test(failures=3, retries=2))
+
+
+def test_what_a_fleet_that_dies_had_written_is_counted_as_lost():
+    async def test():
+        writer = Writer()
+        dying = iter([writer, writer])
+
+        async def handler(request):
+            return await next(dying, broken)(request)
+
+        options = {"timeout_s": 200, "retries": 1, "rest_s": 0.001}
+        async with serving(handler) as (urls, _), EnginePool(urls, "", **options) as pool:
+            with pytest.raises(RolloutFailed, match="2 attempts failed.*out of order.* after 8 tokens"):
+                await write(pool, PROMPT, PARAMS, piece_tokens=4)
+            assert pool.counters()["wasted_lost"] == 8
+
+    run(test)
+
+
+def test_a_cancelled_completion_frees_its_slot_and_counts_its_tokens():
+    async def test():
+        writer = Writer()
+        async with serving(writer) as (urls, seen), EnginePool(urls, "", timeout_s=200, max_in_flight=1) as pool:
+            asked = asyncio.create_task(write(pool, PROMPT, PARAMS, piece_tokens=4))
+            while len(seen[0]) < 2:
+                writer.stops_after = 0 if seen[0] else None
+                await asyncio.sleep(0)
+            while not pool.counters()["pieces"] or not writer.ended:
+                await asyncio.sleep(0.005)
+            num_pieces = pool.counters()["pieces"]
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            assert pool.counters()["wasted_cancelled"] >= 4 * num_pieces
+            writer.go.set()
+            assert (await write(pool, PROMPT, PARAMS)).token_ids == WHOLE
+
+    run(test)
+
+
+def test_a_piece_with_the_wrong_tokens_is_noticed():
+    """The record of the tests above would see a token that is lost or doubled."""
+
+    async def test():
+        async with serving(Writer()) as (urls, _), Recording(urls, "", timeout_s=200) as pool:
+            completion = await write(pool, PROMPT, PARAMS, piece_tokens=4)
+            with pytest.raises(AssertionError):
+                pool.check(PROMPT, replace(completion, token_ids=completion.token_ids[:-1]))
+
+    run(test)
+    assert token_at(6, 3) == WHOLE[0] != token_at(6, 4)
+
+
+LONG = SamplingParams(max_new_tokens=200, sampling_seed=5, ignore_eos=True)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_in_mid_piece_costs_only_this_piece(server, model_path, tmp_path):
+    """Real servers: one of two dies while it writes; its pieces stay, and the other one goes on."""
+    prompts = [[5, 6 + i] for i in range(8)]
+
+    async def test(urls, victim):
+        async with EnginePool(urls[:1], TOKEN, timeout_s=240) as alone:
+            expected = await asyncio.gather(*(write(alone, prompt, LONG) for prompt in prompts))
+        pools = [Recording(urls, TOKEN, timeout_s=240) for _ in prompts]
+        async with asyncio.timeout(240):
+            for pool in pools:
+                await pool.__aenter__()
+            tasks = [
+                asyncio.create_task(write(pool, prompt, LONG, piece_tokens=10, prefer=urls[1]))
+                for pool, prompt in zip(pools, prompts, strict=True)
+            ]
+            while not all(len(pool.pieces) >= 3 for pool in pools):
+                await asyncio.sleep(0.001)
+            os.kill(victim, signal.SIGKILL)
+            completions = await asyncio.gather(*tasks)
+        for pool, prompt, completion in zip(pools, prompts, completions, strict=True):
+            pool.check(prompt, completion)
+            assert len(completion.token_ids) == 200
+            written_by = [piece.url for _, _, piece in pool.pieces]
+            assert written_by[:3] == [urls[1]] * 3 and written_by[-1] == urls[0]
+            await pool.__aexit__()
+        return expected, completions
+
+    with running(VARIANTS["hf"], model_path, tmp_path) as servers:
+        expected, completions = asyncio.run(test([server.url, *servers.urls], servers.pids[0]))
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+
+
+@pytest.mark.slow
+def test_pieces_of_a_real_server_are_the_completion_at_once(server):
+    params = SamplingParams(max_new_tokens=24, sampling_seed=9, top_p=0.9)
+
+    async def test():
+        async with EnginePool([server.url], server.token, timeout_s=240) as pool:
+            whole = await write(pool, PROMPT, params)
+            for size in (1, 2, 5, 23, 24):
+                pieces = await write(pool, PROMPT, params, piece_tokens=size)
+                assert (pieces.token_ids, pieces.versions) == (whole.token_ids, whole.versions)
+                assert pieces.log_probs == pytest.approx(whole.log_probs, abs=1e-5)
+
+    run(test)

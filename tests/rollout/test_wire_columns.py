@@ -1,0 +1,98 @@
+"""Columns of a reply: any name, dtype and shape, and an entry for each token of request and completion."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from typing import Any
+
+import numpy as np
+import pytest
+from wire import column_on_the_wire, reply_item
+
+from megarl.rollout import wire_columns
+from megarl.rollout.protocol import parse_completions
+from megarl.rollout.wire_columns import COLUMN_DTYPES, read_columns
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 2), (5, 3, 2), (5, 0)])
+@pytest.mark.parametrize("dtype", sorted(COLUMN_DTYPES))
+def test_a_column_arrives_as_it_was_sent(dtype: str, shape: tuple[int, ...]) -> None:
+    size = int(np.prod(shape))
+    sent = (np.arange(size) * 37 % 251).reshape(shape).astype(dtype)
+    found = read_columns({"columns": {"some": column_on_the_wire(sent)}}, 3, 2)["some"]
+    assert (found.dtype, found.shape, found.flags.writeable) == (np.dtype(dtype), shape, True)
+    assert np.array_equal(found, sent)
+
+
+def test_the_format_by_hand() -> None:
+    """258 = 0x0102 as uint16, the low byte first."""
+    data = b64encode(bytes([2, 1, 0, 0, 255, 255])).decode()
+    found = read_columns({"columns": {"some": {"dtype": "uint16", "shape": [3], "data": data}}}, 2, 1)
+    assert found["some"].tolist() == [258, 0, 65535]
+
+
+def test_a_completion_has_the_columns_of_its_reply() -> None:
+    routes = np.arange(10, dtype=np.uint8).reshape(5, 2)
+    sent = [reply_item([4, 6], [-0.5, -1.0], [(3, 0, 2)], {"routes": routes + i}) for i in range(2)]
+    first, second = parse_completions(sent, 2, num_asked=3)
+    assert np.array_equal(first.columns["routes"], routes)
+    assert np.array_equal(second.columns["routes"], routes + 1)
+
+
+def test_most_replies_have_no_columns() -> None:
+    assert read_columns({}, None, 2) == read_columns({"columns": {}}, None, 2) == {}
+    assert read_columns({"columns": None}, 3, 2) == {}
+
+
+def test_a_caller_that_gets_columns_says_how_long_its_request_was() -> None:
+    with pytest.raises(AssertionError, match="how many tokens it asked with"):
+        read_columns({"columns": {"some": column_on_the_wire(np.zeros(5))}}, None, 2)
+
+
+GOOD = column_on_the_wire(np.zeros((5, 2), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (GOOD | {"shape": [2, 5]}, r"has the shape \[2, 5\]: expected 5 entries, for 3 tokens of the request and 2 of"),
+        (GOOD | {"shape": []}, "has 10 bytes: expected uint8 of shape"),
+        (column_on_the_wire(np.zeros((4, 2))), r"has the shape \[4, 2\]"),
+        (column_on_the_wire(np.array(1.0)), r"has the shape \[\]: expected 5 entries"),
+        (GOOD | {"shape": [5, 3]}, r"has 10 bytes: expected uint8 of shape \[5, 3\]"),
+        (GOOD | {"shape": [5, -2]}, "has 10 bytes"),
+        (GOOD | {"shape": [-5, -2]}, "has 10 bytes"),
+        (GOOD | {"shape": ["5", 2]}, "has 10 bytes"),
+        (GOOD | {"shape": 5}, "cannot be read: TypeError"),
+        (GOOD | {"dtype": "uint16"}, "has 10 bytes: expected uint16"),
+        (GOOD | {"dtype": "object"}, "has dtype object: expected one of bool, float16"),
+        (GOOD | {"dtype": ["uint8"]}, "has dtype .'uint8'.: expected one of"),
+        (GOOD | {"data": "no base64!"}, "cannot be read: Error"),
+        (GOOD | {"data": 7}, "cannot be read: TypeError"),
+        ({"dtype": "uint8", "shape": [5, 2]}, "cannot be read: KeyError"),
+        ([1, 2], "cannot be read: TypeError"),
+        (None, "cannot be read: TypeError"),
+    ],
+)
+def test_a_bad_column_is_one_sentence_with_its_name(value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^column some of a completion .*{words}") as error:
+        read_columns({"columns": {"some": value}}, 3, 2)
+    assert "\n" not in str(error.value)
+
+
+def test_columns_that_are_no_object_are_refused() -> None:
+    with pytest.raises(ValueError, match="^the columns of a completion are a list: expected an object$"):
+        read_columns({"columns": [1]}, 3, 2)
+
+
+def test_an_engines_own_field_becomes_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    def widened(field: list[int], num_asked: int, num_new: int) -> np.ndarray:
+        return np.array([*field, *[0] * (num_asked + num_new - len(field))])
+
+    monkeypatch.setitem(wire_columns.ENGINE_COLUMNS, "their_field", ("ours", widened))
+    meta = {"their_field": [7, 8, 9, 10], "columns": {"some": GOOD}}
+    found = read_columns(meta, 3, 2)
+    assert found["ours"].tolist() == [7, 8, 9, 10, 0]
+    assert sorted(found) == ["ours", "some"]
+    with pytest.raises(ValueError, match=r"column ours of a completion has the shape \[6\]: expected 5 entries"):
+        read_columns({"their_field": [1] * 6}, 3, 2)

@@ -1,0 +1,119 @@
+"""One NCCL in the trainer's environment and in SGLang's: made-up environments, with metadata alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.commands import doctor
+from megarl.config import load_config
+from megarl.config.placement import pushes_over_nccl
+from megarl.servers import nccl
+from megarl.trainer import colocation, run
+
+
+def environment(folder: Path, **packages: str) -> Path:
+    """A Python that sees these packages and no others."""
+    site = folder / f"lib/python3.{sys.version_info[1]}/site-packages"
+    for name, version in packages.items():
+        about = site / f"{name}-{version}.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / "bin").mkdir(parents=True)
+    real = Path(sys._base_executable)  # type: ignore[attr-defined]
+    (folder / "pyvenv.cfg").write_text(f"home = {real.parent}\n")
+    (folder / "bin/python").symlink_to(real)
+    return folder / "bin/python"
+
+
+def load(*words: str):
+    config, _ = load_config(["model.path=m", "data.train_files=[x]", "rollout.engine=sglang", *words], command="train")
+    return config
+
+
+def test_versions_of_both_are_read_and_a_difference_is_refused(tmp_path: Path) -> None:
+    new = environment(tmp_path / "new", nvidia_nccl_cu13="2.30.7", torch="2.14.1")
+    old = environment(tmp_path / "old", nvidia_nccl_cu13="2.29.7", torch="2.13.0")
+    assert (nccl.nccl_of(new), nccl.nccl_of(old)) == ("2.30.7", "2.29.7")
+    nccl.check_one_nccl(new, new)
+    with pytest.raises(
+        ValueError, match=r"has NCCL 2.30.7 and the trainer's NCCL 2.29.7, .*`bash launch/gpu/install.sh`"
+    ):
+        nccl.check_one_nccl(new, old)
+
+
+def test_cuda_12_and_13_with_one_nccl_are_no_difference(tmp_path: Path) -> None:
+    twelve = environment(tmp_path / "12", nvidia_nccl_cu12="2.30.7")
+    thirteen = environment(tmp_path / "13", nvidia_nccl_cu13="2.30.7")
+    nccl.check_one_nccl(twelve, thirteen)
+
+
+def test_an_nccl_that_is_no_package_is_not_known(tmp_path: Path) -> None:
+    without = environment(tmp_path / "without", torch="2.14.1")
+    assert nccl.nccl_of(without) is None
+    nccl.check_one_nccl(environment(tmp_path / "with", nvidia_nccl_cu13="2.30.7"), without)
+
+
+def test_paths_of_this_process_do_not_lead_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = environment(tmp_path / "a", torch="2.14.1")
+    other = environment(tmp_path / "b", nvidia_nccl_cu13="2.30.7")
+    (site,) = (other.parents[1] / "lib").glob("*/site-packages")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    assert nccl.nccl_of(python) is None
+
+
+def test_a_python_that_does_not_run_is_named(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    with pytest.raises(ValueError, match="python: expected a Python that lists its packages, it failed"):
+        nccl.nccl_of(python)
+
+
+@pytest.mark.parametrize(
+    ("words", "over_nccl"),
+    [
+        (["rollout.placement=separate"], True),
+        (["rollout.placement=separate", "rollout.push=gathered"], True),
+        (["rollout.placement=shared"], False),
+        (["rollout.placement=shared", "rollout.num_servers=2", "actor.num_ranks=1"], True),  # server 1 beside the actor
+        (["rollout.placement=separate", "actor.lora.rank=4", "actor.lora.push=adapter"], False),
+        (["rollout.placement=separate", "rollout.urls=[http://10.0.0.1:30000]"], False),  # not started by this run
+    ],
+)
+def test_a_push_goes_over_nccl_to_servers_on_other_gpus(words: list[str], over_nccl: bool) -> None:
+    assert pushes_over_nccl(load("trainer.n_gpus_per_node=2", *words)) is over_nccl
+
+
+def test_a_run_whose_push_needs_one_nccl_does_not_start_with_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = environment(tmp_path / "server", nvidia_nccl_cu13="2.30.7")
+    ours = environment(tmp_path / "ours", nvidia_nccl_cu13="2.29.7")
+    monkeypatch.setattr(run, "uses_gpus", lambda config: True)
+    monkeypatch.setattr(run, "check_one_nccl", lambda python: nccl.check_one_nccl(python, ours))
+    words = [f"model.path={tmp_path}", f"rollout.sglang.python={server}", "rollout.placement=separate"]
+    with pytest.raises(ValueError, match="NCCL joins no two versions"):
+        run.Run(load(*words), None)  # type: ignore[arg-type]  # it does not come to the site
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_doctor_shows_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    server = environment(tmp_path / "server", nvidia_nccl_cu13="2.30.7", sglang="0.5.23")
+    monkeypatch.setattr(sys, "executable", str(environment(tmp_path / "ours", nvidia_nccl_cu13="2.29.7")))
+    monkeypatch.setattr(colocation, "uses_gpus", lambda config: on_gpu)
+    found = {row.subject: row for row in doctor.examine(load(f"rollout.sglang.python={server}"))}
+    assert found["SGLang"].found == "0.5.23"
+    assert found["NCCL"].found == "trainer 2.29.7, SGLang 2.30.7"
+    assert found["NCCL"].verdict == (doctor.FAIL if on_gpu else doctor.NOTE)
+    assert "bash launch/gpu/install.sh" in found["NCCL"].wanted
+
+
+def test_doctor_fails_without_sglang_only_where_a_run_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGARL_SGLANG_PYTHON", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for words, verdict in ((["rollout.engine=sglang"], doctor.FAIL), (["rollout.engine=hf"], doctor.OK)):
+        (row,) = [row for row in doctor.examine(load(*words)) if row.subject == "SGLang"]
+        assert row.verdict == verdict
