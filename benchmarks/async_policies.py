@@ -75,6 +75,7 @@ class Rule:
     def ready(self, timeout_s: float = 1.0) -> bool:
         if not self._waits:
             self._waits = True
+            self._collectors.wait(0.0)  # what came while the driver trained may be the lowest
             self._expire()
             self._admit()
         if self._chosen() is not None:
