@@ -254,7 +254,8 @@ UNREAD = {
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* sft.* trainer.check_only trainer.max_restarts "
-        "trainer.start_timeout_s"
+        "trainer.start_timeout_s rollout.n rollout.temperature rollout.top_p rollout.top_k rollout.ahead rollout.order "
+        "rollout.update rollout.max_age rollout.turn_s rollout.push rollout.bucket_bytes rollout.check_every"
     ),
 }
 COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")

@@ -1,47 +1,31 @@
 """Advice during a run: suggests changes to the settings from the metrics.
 
-A rule reads the last values of a few metrics. If they show a known problem, it names in one sentence the key to change;
-it changes nothing itself.  megarl/algo/README.md explains the metrics.
+A rule (rules.py) reads the last values of a few metrics. If they show a known problem, it names in one sentence the key
+to change; it changes nothing itself.
 
-A problem must persist for some steps, so that a single noisy step gives no advice.  Thresholds are valid for all
-losses, because they are shares, nats, or relative to the run's own history.
+A problem must persist for some steps, so that a single noisy step gives no advice.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megarl.metrics import signals
-
-History = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value), oldest first
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Example: Rule("clipped_often", ("actor/pg_clipfrac",), 5, signals.above(0.3), "lower actor.optim.lr")."""
-
-    name: str
-    looks_at: tuple[str, ...]
-    window: int  # number of last values of each metric
-    holds: Callable[..., bool]  # of one list of `window` numbers for each metric, oldest first
-    advice: str
-
-    def speaks(self, history: History) -> bool:
-        """Does the problem exist?  False before the window is full or if the last step lacks a metric."""
-        tails = [list(history.get(name, ()))[-self.window :] for name in self.looks_at]
-        if any(len(tail) < self.window for tail in tails) or len({tail[-1][0] for tail in tails}) > 1:
-            return False
-        return self.holds(*([value for _, value in tail] for tail in tails))
+from megarl.metrics.rules import RULES, Rule
 
 
 class Advisor:
-    """Applies the rules during a run, each at most once in `every` steps; keeps only the longest window of values."""
+    """Applies the rules during a run, each at most once in `every` steps; keeps only the longest window of values.
 
-    def __init__(self, rules: Sequence[Rule] | None = None, every: int = 100) -> None:
-        self._rules, self._every = RULES if rules is None else tuple(rules), every
+    `rollout`: the run's keys of that group; rules for other schedules do not apply.
+    """
+
+    def __init__(
+        self, rules: Sequence[Rule] = RULES, every: int = 100, *, rollout: Mapping[str, Any] | None = None
+    ) -> None:
+        self._rules, self._every = tuple(rule for rule in rules if rule.applies(rollout or {})), every
         longest = max((rule.window for rule in self._rules), default=0)
         names = {name for rule in self._rules for name in rule.looks_at}
         self._history = {name: deque[tuple[int, float]](maxlen=longest) for name in names}
@@ -62,297 +46,3 @@ class Advisor:
     def _may_speak(self, rule: Rule, step: int, metrics: Mapping[str, float]) -> bool:
         rested = rule.name not in self._said or step - self._said[rule.name] >= self._every
         return rested and all(name in metrics for name in rule.looks_at)
-
-
-SCORE = ("critic/score/mean", "critic/score/max", "critic/score/min")
-
-RULES: tuple[Rule, ...] = (
-    # the policy changes too fast, or not at all
-    Rule(
-        "policy_loss_rises",
-        ("actor/pg_loss", "critic/advantages/std", "critic/score/mean"),
-        20,
-        signals.policy_loss_rises,
-        "the policy loss rises while the score falls; try actor.optim.lr 10 times smaller, and see whether the rewards "
-        "are on the scale you meant (critic/score/*; algorithm.advantage_clip bounds their effect)",
-    ),
-    Rule(
-        "drifts_against_advantages",
-        ("actor/pg_loss", "actor/pg_loss_level", "actor/drift_good", "actor/drift_bad"),
-        10,
-        signals.drifts_against_advantages,
-        "the policy loss is above its level (actor/pg_loss_level) because each iteration makes the answers that were "
-        "better than expected less likely and the worse ones likelier (actor/drift_good and actor/drift_bad are below "
-        "0): something is stronger than the advantages; lower actor.entropy_coeff, actor.kl_loss_coef or "
-        "actor.optim.lr",
-    ),
-    Rule(
-        "loss_contradicts_ratio",
-        ("actor/pg_loss", "actor/pg_loss_level", "actor/drift_good", "actor/drift_bad"),
-        10,
-        signals.loss_contradicts_ratio,
-        "the policy loss is below its level (actor/pg_loss_level), as if the policy followed the advantages, but the "
-        "answers that were better than expected become less likely and the worse ones likelier (actor/drift_good and "
-        "actor/drift_bad are below 0); if algorithm.policy_loss_fn is a function of yours, its sign may be wrong, else "
-        "lower actor.entropy_coeff or actor.optim.lr",
-    ),
-    Rule(
-        "score_falls",
-        SCORE,
-        40,
-        signals.score_falls,
-        "the score has been falling for 40 steps; try actor.optim.lr 10 times smaller, or actor.use_kl_loss=true",
-    ),
-    Rule(
-        "ratio_explodes",
-        ("actor/ratio_mean", "actor/ratio_std"),
-        3,
-        signals.ratio_explodes,
-        "the ratio of new to old probabilities is far from 1; try actor.optim.lr 10 times smaller, or fewer optimizer "
-        "steps an iteration (actor.ppo_epochs, a larger actor.ppo_mini_batch_size)",
-    ),
-    Rule(
-        "clipped_often",
-        ("actor/pg_clipfrac",),
-        5,
-        signals.above(0.3),
-        "over 30 % of the tokens are clipped and learn nothing; lower actor.optim.lr or actor.ppo_epochs, or widen "
-        "actor.clip_ratio if the ratio is otherwise calm",
-    ),
-    Rule(
-        "clipped_below",
-        ("actor/pg_clipfrac_lower",),
-        5,
-        signals.above(0.01),
-        "over 1 % of the tokens are bad ones that became likelier by actor.clip_ratio_c times; lower actor.optim.lr, "
-        "and look at rollout_corr/log_prob_gap_mean",
-    ),
-    Rule(
-        "policy_kl_spikes",
-        ("actor/ppo_kl",),
-        20,
-        signals.spikes(10, at_least=0.05),
-        "the policy jumped within one iteration (actor/ppo_kl); set actor.use_kl_loss=true or raise "
-        "actor.kl_loss_coef, or lower actor.optim.lr",
-    ),
-    Rule(
-        "gradient_spikes",
-        ("actor/grad_norm",),
-        20,
-        signals.spikes(10, at_least=1.0, how_often=2),
-        "the gradient norm is again 10 times its usual size; set actor.max_grad_norm near its usual size, set "
-        "actor.use_kl_loss=true, or lower actor.optim.lr",
-    ),
-    Rule(
-        "entropy_collapses",
-        ("actor/entropy", *SCORE),
-        50,
-        signals.entropy_collapses,
-        "the entropy fell to a fifth within 50 steps and the score rises no longer; raise actor.clip_ratio_high "
-        "(0.28), set actor.entropy_coeff (0.001 to 0.01), or take algorithm.policy_loss_fn=clip_cov or kl_cov",
-    ),
-    Rule(
-        "entropy_explodes",
-        ("actor/entropy",),
-        30,
-        signals.entropy_explodes,
-        "the entropy has more than doubled in 30 steps, the policy becomes noise; lower actor.entropy_coeff or "
-        "actor.optim.lr",
-    ),
-    Rule(
-        "reference_kl_runs_away",
-        ("actor/kl_loss",),
-        20,
-        signals.runs_away(to=1.0, times=3),
-        "the policy leaves the reference by over 1 nat a token; raise actor.kl_loss_coef or lower actor.optim.lr",
-    ),
-    Rule(
-        "reward_kl_runs_away",
-        ("actor/reward_kl_penalty",),
-        20,
-        signals.runs_away(to=1.0, times=3),
-        "the policy leaves the reference by over 1 nat a token; raise algorithm.kl_ctrl.kl_coef, or let "
-        "algorithm.kl_ctrl.type=adaptive steer it to algorithm.kl_ctrl.target_kl",
-    ),
-    Rule(
-        "nothing_moves",
-        ("actor/kl_loss", "critic/score/mean"),
-        50,
-        signals.nothing_moves,
-        "in 50 steps the policy has hardly moved and the score not at all; try actor.optim.lr 10 times larger",
-    ),
-    # the value function
-    Rule(
-        "value_loss_flat",
-        ("critic/vf_loss", "critic/vf_explained_var", "critic/returns/std"),
-        50,
-        signals.value_loss_flat,
-        "the value loss has not fallen for 50 steps and the values explain nothing of the returns; raise "
-        "critic.optim.lr, and see whether critic/values/* can reach critic/returns/* within critic.cliprange_value",
-    ),
-    Rule(
-        "values_mislead",
-        ("critic/vf_loss", "critic/vf_explained_var", "critic/returns/std"),
-        20,
-        signals.values_mislead,
-        "for 20 steps the values have been worse than a constant (critic/vf_explained_var); lower critic.optim.lr, let "
-        "trainer.critic_warmup train the critic first, and see whether the rewards changed their scale",
-    ),
-    Rule(
-        "values_clipped",
-        ("critic/vf_clipfrac",),
-        10,
-        signals.above(0.3),
-        "over 30 % of the values want to move further than critic.cliprange_value lets them; raise it to the scale of "
-        "the returns, or set it to null",
-    ),
-    # the rewards and their learning signal
-    Rule(
-        "rewards_all_equal",
-        ("critic/score/max", "critic/score/min"),
-        5,
-        signals.all_equal,
-        "every answer of 5 steps had the same reward, so nothing is learnt; look at samples.jsonl and reward.fn, and "
-        "at rollout.temperature if the answers are all the same too; if all are right, take harder prompts",
-    ),
-    Rule(
-        "groups_all_equal",
-        ("algorithm/groups_all_equal",),
-        10,
-        signals.above(0.7),
-        "in over 70 % of the prompt groups all rewards are equal, which teaches nothing; set "
-        "algorithm.filter_groups.enable=true, raise rollout.n, or choose prompts of another difficulty",
-    ),
-    Rule(
-        "groups_dropped",
-        ("rollout/dropped_share",),
-        5,
-        signals.above(0.8),
-        "dynamic sampling throws over 80 % of the groups away; choose prompts of another difficulty (data.train_files) "
-        "or raise rollout.n",
-    ),
-    Rule(
-        "advantages_large",
-        ("critic/advantages/std",),
-        5,
-        signals.above(5.0),
-        "the advantages spread over more than 5, and the loss with them; scale the rewards (reward.fn), or set "
-        "algorithm.advantage_clip",
-    ),
-    Rule(
-        "answers_cut_off",
-        ("response_length/clip_ratio",),
-        5,
-        signals.above(0.3),
-        "over 30 % of the answers are cut off at the limit; raise data.max_response_length, or set "
-        "algorithm.overlong_filtering=true or algorithm.overlong_buffer.enable=true",
-    ),
-    Rule(
-        "steps_skipped",
-        ("actor/skipped_steps",),
-        10,
-        signals.often(0.3),
-        "optimizer steps are skipped because no token is left to learn from; loosen "
-        "algorithm.rollout_correction.reject_high, set algorithm.filter_groups.refill=true, or look at "
-        "algorithm.overlong_filtering",
-    ),
-    # the server's policy differs from the trainer's
-    Rule(
-        "rollout_gap",
-        ("rollout_corr/log_prob_gap_mean", "off_policy/version_lag/max"),
-        3,
-        signals.gap_without_lag,
-        "server and trainer disagree about the same weights by over 0.05 nats a token; compare rollout.dtype with "
-        "model.dtype, set rollout.check_every=1; "
-        "algorithm.rollout_correction.level=token makes up for a part",
-    ),
-    Rule(
-        "few_samples_count",
-        ("rollout_corr/ess", "off_policy/version_lag/max"),
-        5,
-        signals.few_count,
-        "less than 70 % of the tokens count (rollout_corr/ess) though the weights are the newest; see rollout.dtype "
-        "and set algorithm.rollout_correction.level=token",
-    ),
-    Rule(
-        "samples_too_old",
-        ("rollout_corr/ess", "off_policy/version_lag/mean"),
-        5,
-        signals.too_old,
-        "less than 70 % of the tokens count (rollout_corr/ess), because older weights wrote them; lower rollout.ahead "
-        "or set algorithm.rollout_correction.level=token",
-    ),
-    Rule(
-        "moved_before_training",
-        ("actor/first_ppo_kl",),
-        3,
-        signals.away_from_0(0.01),
-        "two passes over the same weights differ (actor/first_ppo_kl is not 0), so the ratio starts wrong; see "
-        "model.dtype (with algorithm.rollout_correction.bypass=true it is the gap to the server, and may be)",
-    ),
-    Rule(
-        "correction_cuts",
-        ("rollout_corr/share_cut",),
-        5,
-        signals.above(0.2),
-        "rollout correction cuts the weight of over 20 % of the tokens; lower rollout.ahead, or see "
-        "algorithm.rollout_correction.truncate and mask_low, mask_high",
-    ),
-    Rule(
-        "correction_rejects",
-        ("rollout_corr/share_rejected",),
-        5,
-        signals.above(0.2),
-        "rollout correction takes over 20 % of the tokens out; lower rollout.ahead, or loosen "
-        "algorithm.rollout_correction.reject_low and reject_high",
-    ),
-    Rule(
-        "correction_missing",
-        ("rollout_corr/is_on", "rollout_corr/ess", "off_policy/version_lag/mean"),
-        5,
-        signals.uncorrected,
-        "older weights wrote the tokens, by which over 5 % of them are lost (rollout_corr/ess), and nothing corrects "
-        "for it; set algorithm.rollout_correction.level=token, or algorithm.rollout_correction.bypass=true",
-    ),
-    # the schedule of rollout and training
-    Rule(
-        "ahead_too_small",
-        ("rollout/idle_share", "rollout/finished_waiting", "rollout/in_flight"),
-        10,
-        signals.waits_for_rollout,
-        "the trainer waits for completions in over 10 % of its time (rollout/idle_share) and none is ever ready; raise "
-        "rollout.ahead, or add servers (rollout.num_servers) if they are full (rollout/servers_idle_share)",
-    ),
-    Rule(
-        "ahead_too_large",
-        ("rollout/iterations_waiting",),
-        10,
-        signals.above(1.0),
-        "more than an iteration of finished groups always waits (rollout/iterations_waiting) and only becomes older; "
-        "lower rollout.ahead",
-    ),
-    Rule(
-        "prefix_stale",
-        ("rollout/stale_prefix",),
-        3,
-        signals.above(0),
-        "servers keep using the cache of older weights for prompts, and are asked again (rollout/stale_prefix); use "
-        "an engine that separates the cache by weights, or rollout.sglang.args=[--disable-radix-cache]",
-    ),
-    Rule(
-        "tokens_wasted",
-        ("rollout/tokens_wasted_share",),
-        5,
-        signals.above(0.1),
-        "over 10 % of the tokens are generated and never trained (rollout/tokens_wasted_share, and by cause below it); "
-        "look at the logs of the servers, raise rollout.request_timeout_s, or lower rollout.piece_tokens",
-    ),
-    Rule(
-        "rollouts_lost",
-        ("rollout/lost",),
-        5,
-        signals.above(0),
-        "prompts are lost in every step; raise rollout.request_timeout_s or lower rollout.max_running_requests, and "
-        "look at the logs of the servers",
-    ),
-)

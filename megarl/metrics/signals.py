@@ -168,6 +168,21 @@ def waits_for_rollout(idle: Sequence[float], waiting: Sequence[float], in_flight
     return min(idle) > 0.1 and max(waiting) == 0 and min(in_flight) > 0
 
 
+def waits_for_drain(idle: Sequence[float], in_flight: Sequence[float]) -> bool:
+    """The trainer waits although an iteration is generated while it trains."""
+    return min(idle) > 0.1 and min(in_flight) > 0
+
+
+def often_stale(requests: Sequence[float], share: Sequence[float]) -> bool:
+    """In every step several requests met KV of older weights, and more than 5 % of the tokens are lost by that.
+
+    A push overtakes single requests, those that it meets between their order and their first token: of the hundreds
+    of a step that is a hundredth.  A server that does not separate its cache gives such KV to every prompt of which
+    it has some, and each of them is asked again up to three times.
+    """
+    return min(requests) > 1 and min(share) > 0.05
+
+
 def all_equal(highest: Sequence[float], lowest: Sequence[float]) -> bool:
     """In every step the highest value equals the lowest."""
     return all(high == low for high, low in zip(highest, lowest, strict=True))

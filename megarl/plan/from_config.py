@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -69,9 +70,12 @@ def job_of(
         server_precision="fp8" if rollout.quantization == "fp8" else "bf16",
         memory_fraction=rollout.memory_fraction or MEMORY_FRACTION,
         max_running=rollout.max_running_requests,
+        max_in_flight=rollout.max_in_flight,
         max_total_tokens=rollout.max_total_tokens,
-        ahead=rollout.ahead,
+        ahead=rollout.ahead if rollout.turn_s is None else 1,  # as in trainer/run.py
         order=rollout.order,
+        drains=rollout.ahead > 0 and rollout.update == "drain",
+        turn_s=rollout.turn_s,
         push="sharded" if rollout.push in ("auto", "sharded") else "gathered",  # shared falls back, GPUs being apart
         bucket_bytes=rollout.bucket_bytes or bucket_bytes_of(_WIDTHS[rollout.dtype] * whole(own.hf)),
         async_save=config.trainer.async_save and config.trainer.save_freq > 0,
@@ -84,7 +88,19 @@ def job_of(
             saves=config.trainer.save_freq > 0,
         ),
     )
-    return replace(job, **server_args.read(rollout.sglang.args)) if rollout.engine != "hf" else job
+    read = server_args.read(rollout.sglang.args) if rollout.engine != "hf" else {"not_modelled": ()}
+    return replace(job, **read | {"not_modelled": (*_not_modelled(config), *read["not_modelled"])})
+
+
+def _not_modelled(config: Config) -> Iterator[str]:
+    """Keys that change the time of a step, and are not predicted: KEY=VALUE, and what they do."""
+    rollout, filters = config.rollout, config.algorithm.filter_groups
+    if rollout.ahead and rollout.update == "retract":
+        yield "rollout.update=retract: servers compute the KV of what they are generating again after each push"
+    if rollout.turn_s is not None:
+        yield f"rollout.turn_s={rollout.turn_s:g}: servers compute the KV of what continues again in each turn"
+    if filters.enable and filters.refill:
+        yield "algorithm.filter_groups.refill=true: completions of the groups that others replace"
 
 
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number

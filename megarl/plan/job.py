@@ -97,12 +97,15 @@ class Job:
     attention_dp: int = 1  # groups of a server's GPUs that share its requests and KV cache
     server_precision: str = "bf16"  # bf16 | fp8: of its weights and matrix products
     memory_fraction: float = 0.7  # of a GPU, for weights and KV cache
-    max_running: int = 256  # concurrent requests of a server
+    max_running: int = 256  # completions that a server generates at the same time
+    max_in_flight: int | None = None  # requests at a time, to all servers; None: as many as they run
     max_total_tokens: int | None = None  # limit of a server's KV cache; None: all that fit
     cache_width: int = 2  # bytes of a number in the KV cache
-    not_modelled: tuple[str, ...] = ()  # arguments of the servers that change nothing here
+    not_modelled: tuple[str, ...] = ()  # settings that change nothing here
     ahead: int = 0  # iterations of prefetch
     order: str = "finished"  # finished | prompts: what the trainer takes of it
+    drains: bool = False  # a push waits for all that is generated
+    turn_s: float | None = None  # shared: seconds of the servers' turn, with ahead=1; None: until an iteration is there
 
     # the push
     push: str = "sharded"  # to GPUs of their own: sharded (shard to shard) | gathered (whole tensors)
@@ -134,6 +137,16 @@ class Job:
     def runs_ahead(self) -> bool:
         """Whether servers generate while the trainer trains."""
         return not self.shared and self.ahead > 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether servers generate several iterations at a time, beside training and pushes."""
+        return self.runs_ahead and not self.drains
+
+    @property
+    def in_flight(self) -> float:
+        """Requests that a server is sent at a time; fewer than 1 if some servers get none."""
+        return self.max_running if self.max_in_flight is None else self.max_in_flight / self.num_servers
 
     @property
     def sequences(self) -> int:

@@ -1,4 +1,8 @@
-"""Predicted times against the time limits of a run: what takes longer than its limit ends the run, or is done again."""
+"""Predicted times against the time limits of a run: what takes longer than its limit ends the run, or is done again.
+
+Only a request that is being written may take longer: it ends with what it has, and another one continues its tokens.
+One that has no token yet when its time is over has failed.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +29,13 @@ class Limit:
     seconds: float  # predicted
     limit_s: float
     key: str  # of the configuration
+    continues: bool = False  # what takes longer is only cut, and continued
 
     @property
     def state(self) -> str:
-        """ok | near (more than half of the limit) | exceeded"""
+        """ok | near (more than half of the limit) | exceeded | cut"""
+        if self.continues:
+            return "cut" if self.seconds > self.limit_s else "ok"
         return "exceeded" if self.seconds > self.limit_s else "near" if self.seconds > NEAR * self.limit_s else "ok"
 
     @property
@@ -37,7 +44,8 @@ class Limit:
         return ceil(self.seconds / NEAR / ROUND_S) * ROUND_S
 
     def __str__(self) -> str:
-        taken = f"{self.what} takes {self.seconds:.0f} s; expected {self.expected_s:.0f} or more"
+        cut = ", so it is cut, and another request continues it" if self.state == "cut" else ""
+        taken = f"{self.what} takes {self.seconds:.0f} s{cut}; expected {self.expected_s:.0f} or more"
         return f"{self.key}={self.limit_s:g}: {taken}"
 
 
@@ -49,7 +57,9 @@ def limits(job: Job, stages: Mapping[str, float], written: Rollout, constants: C
 def _limits(job: Job, stages: Mapping[str, float], written: Rollout, constants: Constants) -> Iterator[Limit]:
     of = job.time_limits
     assert of is not None, "the caller has looked"
-    yield Limit(_piece(of), piece_s(job, of, written, constants), of.request_s, "rollout.request_timeout_s")
+    tokens, request = piece_tokens(job, of, constants), (of.request_s, "rollout.request_timeout_s")
+    yield Limit("the wait for a first token", wait_s(job, tokens, written), *request)
+    yield Limit(f"a request of {tokens:.0f} tokens", piece_s(job, tokens, written), *request, continues=True)
     for name in ("old_log_prob", "ref", "values", "update_weights"):
         if name in stages:
             yield Limit(name, stages[name], of.call_s, "trainer.call_timeout_s")
@@ -64,22 +74,30 @@ def _limits(job: Job, stages: Mapping[str, float], written: Rollout, constants: 
                 yield Limit(f"saving {role.name}", save_s(job, role, constants), of.call_s, "trainer.call_timeout_s")
 
 
-def _piece(of: TimeLimits) -> str:
-    return f"a request of {of.piece_tokens} tokens" if of.piece_tokens else "a whole completion"
-
-
-def piece_s(job: Job, of: TimeLimits, written: Rollout, constants: Constants) -> float:
-    """Seconds of the slowest request: a piece of a completion, or all of it, from the order until it is written.
-
-    As many requests are in flight as servers are told to run.  Where the KV cache holds fewer, a request first waits
-    inside its server until others are finished.
-    """
+def piece_tokens(job: Job, of: TimeLimits, constants: Constants) -> float:
+    """New tokens of the longest request: a piece of a completion, or all of it."""
     longest = tail_of(job, constants) * job.response_tokens
-    tokens = min(longest, of.piece_tokens or longest)
-    outstanding = job.sequences / job.num_servers * (1 + (job.ahead if job.runs_ahead else 0))
-    turns = max(0.0, min(job.max_running, outstanding) - written.places) / written.places
-    seconds = (turns * min(job.response_tokens, tokens) + tokens) * written.step_s
-    return seconds if job.runs_ahead else min(seconds, written.seconds)  # a server that empties is faster
+    return min(longest, of.piece_tokens or longest)
+
+
+def wait_s(job: Job, tokens: float, written: Rollout) -> float:
+    """Seconds that a request of so many tokens waits inside its server until others are finished.
+
+    It does so where more are in flight than the KV cache holds.
+    """
+    outstanding = job.sequences / job.num_servers * (1 if job.drains else 1 + job.ahead)
+    turns = max(0.0, min(job.in_flight, outstanding) - written.places) / written.places
+    return _within(job, turns * min(job.response_tokens, tokens) * written.step_s, written)
+
+
+def piece_s(job: Job, tokens: float, written: Rollout) -> float:
+    """Seconds of such a request, from the order until it is written."""
+    return _within(job, wait_s(job, tokens, written) + tokens * written.step_s, written)
+
+
+def _within(job: Job, seconds: float, written: Rollout) -> float:
+    """Servers that empty are faster, and end requests when their turn is over."""
+    return seconds if job.overlaps else min(seconds, written.seconds)
 
 
 def save_s(job: Job, role: Role, constants: Constants) -> float:

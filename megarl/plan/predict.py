@@ -51,7 +51,7 @@ def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
     too_small, local = list(_misfits(job, memory, constants)), local_totals(job)
     too_small_local = list(_local_misfits(job, local))
     times = limits(job, stages, written, constants)
-    too_long = [str(limit) for limit in times if limit.state == "exceeded"]
+    too_long, cut = ([str(limit) for limit in times if limit.state == state] for state in ("exceeded", "cut"))
     share = trained.mfu * trained.seconds * job.num_ranks / (step_s * job.num_gpus)
     return Prediction(
         fits=not too_small and not too_long,
@@ -68,7 +68,7 @@ def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
         micro_batches=trained.micro_batches,
         concurrency=written.concurrency,
         limits=times,
-        why=[*too_small, *too_long, *too_small_local, *_slow(job, stages, trained, written, step_s)],
+        why=[*too_small, *too_long, *too_small_local, *cut, *_slow(job, stages, trained, written, step_s)],
     )
 
 
@@ -180,6 +180,7 @@ def _slow(job: Job, stages: dict[str, float], trained: Training, written: Rollou
         yield f"completions of a server that its KV cache holds at a time: {written.concurrency:.0f}"
     waits = 1 - (_working(stages) + stages["update_weights"]) / step_s
     if job.runs_ahead and waits > WAITS:
-        yield f"with ahead={job.ahead} and order={job.order} the trainer waits {waits:.0%} of a step for completions"
+        what = "update=drain" if job.drains else f"order={job.order}"
+        yield f"with ahead={job.ahead} and {what} the trainer waits {waits:.0%} of a step for completions"
     if written.tail > 0.4 * written.seconds:
         yield f"in {written.tail / written.seconds:.0%} of gen no completion waits any more, and servers empty"

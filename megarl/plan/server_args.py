@@ -15,7 +15,7 @@ def read(args: Sequence[str]) -> dict[str, Any]:
     """Fields of a `Job`.  Raises: ValueError of one sentence for a value that SGLang would refuse.
 
     Example: read(["--max-running-requests", "64", "--enable-dp-attention"]) ->
-    {"max_running": 64, "not_modelled": ("--enable-dp-attention",)}
+    {"max_running": 64, "not_modelled": ("rollout.sglang.args=--enable-dp-attention",)}
     """
     found: dict[str, Any] = {}
     unknown: list[str] = []
@@ -24,11 +24,11 @@ def read(args: Sequence[str]) -> dict[str, Any]:
             field, parsed = _MODELLED[option]
             new = parsed(option, value)
             if new is None:
-                unknown.append(f"{option} {value}")
+                unknown.append(f"{KEY}={option} {value}")
             else:
                 found[field] = new
         elif option not in _WITHOUT_EFFECT:
-            unknown.append(f"{option} {value}".strip())
+            unknown.append(f"{KEY}={option} {value}".strip())
     return found | {"not_modelled": tuple(unknown)}
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.config import Config, layout_of, to_yaml, used_roles
+from megarl.config import Config, layout_of, used_roles
 from megarl.config.placement import placements, serves_beside_actor
 from megarl.config.validate.models import model_numbers
 from megarl.config.validate.servers import misplaced
@@ -105,9 +105,8 @@ def ranks_address(config: Config) -> str:
 
 def start_trackers(config: Config, num_steps: int, resume_step: int | None) -> Trackers:
     trainer = config.trainer
-    plain = {"config": to_yaml(config)}
     return make_trackers(
-        trainer.logger, trainer.run_dir, trainer.project_name, trainer.experiment_name, plain, num_steps,
+        trainer.logger, trainer.run_dir, trainer.project_name, trainer.experiment_name, asdict(config), num_steps,
         resume_step=resume_step,
     )  # fmt: skip
 

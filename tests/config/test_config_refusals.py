@@ -315,6 +315,11 @@ def test_the_commands_refuse_what_they_do_not_read():
             load_config([*sft, typed], command="sft")
     asks = ["model.path=m", "data.val_files=a", "reward.fn=mine"]
     load_config([*asks, "algorithm.plugins=[my.py]"], command="evaluate")
-    with pytest.raises(ConfigError, match="`megarl evaluate` does not read it"):
-        load_config([*asks[:2], "algorithm.policy_loss_fn=ppo"], command="evaluate")
+    schedule = ("ahead=1", "order=prompts", "update=drain", "max_age=2", "turn_s=30", "push=gathered", "check_every=1")
+    sampled = ("n=4", "temperature=0.7", "top_p=0.9", "top_k=5")  # rollout.val_kwargs counts
+    for typed in ("algorithm.policy_loss_fn=ppo", *(f"rollout.{word}" for word in (*schedule, *sampled))):
+        words = [*asks[:2], "rollout.placement=shared" if "turn_s" in typed else "rollout.placement=separate", typed]
+        with pytest.raises(ConfigError, match=f"^{typed}: has no effect, because `megarl evaluate` does not read it"):
+            load_config(words, command="evaluate")
+    load_config([*asks[:2], "rollout.val_kwargs.n=4", "rollout.max_in_flight=8"], command="evaluate")
     assert load_config([*sft, "sft.epochs=2", "actor.optim.lr=0.1"], command="sft")[0].sft.epochs == 2

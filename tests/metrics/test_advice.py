@@ -15,8 +15,9 @@ import megarl
 from megarl.algo import Correction, register_policy_loss
 from megarl.config.keys import groups, leaf_types
 from megarl.metrics import make_trackers
-from megarl.metrics.advice import RULES, Advisor, Rule
+from megarl.metrics.advice import Advisor
 from megarl.metrics.jsonl import read_lines
+from megarl.metrics.rules import RULES, Rule
 from megarl.metrics.signals import above, away_from_0, ends, falls, not_falling, often, rise, rises, runs_away, spikes
 
 HEALTHY = [Toy(steps=100), Toy(steps=80, estimator="grpo"), Toy(kl_in_reward=True)]
@@ -58,12 +59,16 @@ FAULTS: dict[str, Toy] = {
     ),
     "correction_missing": Toy(steps=20, ahead=8, lr=0.3),
     "ahead_too_small": Toy(steps=11, schedule=(("idle_share", 0.3), ("finished_waiting", 0))),
+    "drain_waits": Toy(steps=11, schedule=(("idle_share", 0.3),)),
+    "turn_too_long": Toy(steps=11, schedule=(("iterations_waiting", 0.6),)),
     "ahead_too_large": Toy(steps=11, schedule=(("iterations_waiting", 1.5),)),
-    "prefix_stale": Toy(steps=4, schedule=(("stale_prefix", 2),)),
+    "prefix_stale": Toy(steps=4, schedule=(("stale_prefix", 20), ("tokens_wasted_share/stale", 0.08))),
     "tokens_wasted": Toy(steps=6, schedule=(("tokens_wasted_share", 0.2),)),
     "rollouts_lost": Toy(steps=6, lost=3),
 }
 BY_NAME = {rule.name: rule for rule in RULES}
+TURNS, DRAIN = {"ahead": 0, "turn_s": 60.0, "order": "finished"}, {"ahead": 2, "turn_s": None, "update": "drain"}
+SCHEDULES = {"turn_too_long": TURNS, "drain_waits": DRAIN}  # of rules that apply to these alone
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,9 +80,9 @@ def backwards():
         return advantages * (log_probs - old_log_probs).exp(), {}
 
 
-def said(toy: Toy) -> dict[str, int]:
+def said(toy: Toy, rollout: dict | None = None) -> dict[str, int]:
     """Which rules spoke, and in which step first."""
-    advisor, first = Advisor(), {}
+    advisor, first = Advisor(rollout=rollout), {}
     for step, metrics in enumerate(run(toy), 1):
         for sentence in advisor.advise(step, metrics):
             first.setdefault(sentence.partition(":")[0], step)
@@ -86,7 +91,7 @@ def said(toy: Toy) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_rule_speaks_on_curves_that_have_its_fault(name):
-    assert name in said(FAULTS[name])
+    assert name in said(FAULTS[name], SCHEDULES.get(name))
 
 
 @pytest.mark.parametrize("toy", HEALTHY, ids=["ppo", "grpo", "kl_in_reward"])
@@ -97,6 +102,22 @@ def test_a_healthy_run_gets_no_advice_at_all(toy):
 
 def test_a_trainer_that_waits_without_running_ahead_is_on_policy():
     assert not said(Toy(steps=11, schedule=(("idle_share", 0.3), ("finished_waiting", 0), ("in_flight", 0))))
+
+
+def test_advice_on_the_schedule_can_be_followed():
+    """In turns rollout.ahead is refused; with drain it changes nothing; a turn ends where order=prompts lets it."""
+    waits = FAULTS["ahead_too_small"]
+    assert set(said(waits, {"ahead": 1, "update": "in_place"})) == {"ahead_too_small"}
+    assert set(said(waits, DRAIN)) == {"drain_waits"}
+    assert not said(waits, TURNS), "the trainer always waits for the servers' turn"
+    many = FAULTS["turn_too_long"]
+    assert set(said(many, TURNS)) == {"turn_too_long"}
+    assert not said(many, TURNS | {"order": "prompts"}) and not said(many, DRAIN)
+
+
+def test_single_requests_that_a_push_overtakes_are_no_fault():
+    for count, share in [(1, 0.08), (20, 0.04)]:
+        assert not said(Toy(steps=4, schedule=(("stale_prefix", count), ("tokens_wasted_share/stale", share))))
 
 
 def test_a_correction_that_is_on_is_not_missing():
@@ -251,6 +272,15 @@ def test_a_run_prints_its_advice_and_keeps_it_in_its_folder(tmp_path):
     assert text.getvalue() == f"advice at step 5: {sentence}\n"
     trackers(tmp_path, text, resume_step=4)
     assert not list(read_lines(tmp_path / "advice.jsonl")), "the resumed run says again what it finds again"
+
+
+def test_a_run_gets_the_advice_of_its_own_schedule(tmp_path):
+    console = Console(file=io.StringIO(), width=80)
+    following = make_trackers(["jsonl"], tmp_path, "megarl", "try", {"rollout": TURNS}, 10, console=console)
+    for step, metrics in enumerate(run(FAULTS["turn_too_long"]), 1):
+        following.log(step, metrics)
+    (found,) = read_lines(tmp_path / "advice.jsonl")
+    assert found["advice"].startswith("turn_too_long: ")
 
 
 def test_a_run_without_a_fault_has_no_advice_in_its_folder(tmp_path):

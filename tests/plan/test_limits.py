@@ -11,7 +11,7 @@ from megarl.config import load_config
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import find
 from megarl.plan.job import Role, TimeLimits
-from megarl.plan.limits import Limit, limits, piece_s, save_s
+from megarl.plan.limits import Limit, limits, piece_s, piece_tokens, save_s, wait_s
 from megarl.plan.memory.count import whole
 from megarl.plan.predict import predict
 from megarl.plan.time.serving import Rollout
@@ -40,8 +40,17 @@ def test_half_of_a_limit_is_near_it(seconds, state, expected):
 
 
 def test_a_limit_is_told_with_its_key_and_what_is_expected():
-    said = str(Limit("a whole completion", 130.0, 120.0, "rollout.request_timeout_s"))
-    assert said == "rollout.request_timeout_s=120: a whole completion takes 130 s; expected 300 or more"
+    said = str(Limit("old_log_prob", 130.0, 120.0, "trainer.call_timeout_s"))
+    assert said == "trainer.call_timeout_s=120: old_log_prob takes 130 s; expected 300 or more"
+
+
+def test_a_request_that_takes_longer_is_cut_and_continued():
+    request = Limit("a request of 256 tokens", 130.0, 120.0, "rollout.request_timeout_s", continues=True)
+    assert request.state == "cut" and replace(request, seconds=120.0).state == "ok"
+    assert str(request) == (
+        "rollout.request_timeout_s=120: a request of 256 tokens takes 130 s, so it is cut, and another request "
+        "continues it; expected 300 or more"
+    )
 
 
 def test_every_time_with_a_limit_is_compared():
@@ -50,7 +59,8 @@ def test_every_time_with_a_limit_is_compared():
     assert run.optimizer_steps == 2
     calls = "trainer.call_timeout_s"
     assert found(run) == [
-        ("a whole completion", 5.0, "rollout.request_timeout_s"),
+        ("the wait for a first token", 0.0, "rollout.request_timeout_s"),
+        ("a request of 50 tokens", 5.0, "rollout.request_timeout_s"),
         ("old_log_prob", 5.0, calls),
         ("update_weights", 7.0, calls),
         ("update_actor, one call", 15.0, calls),
@@ -67,7 +77,8 @@ def test_a_save_in_the_background_is_no_long_call():
 
 
 def seconds(written=WRITTEN, constants=FREE, piece=0, **changes):
-    return piece_s(job(**changes), replace(PLENTY, piece_tokens=piece), written, constants)
+    run = job(**changes)
+    return piece_s(run, piece_tokens(run, replace(PLENTY, piece_tokens=piece), constants), written)
 
 
 def test_a_request_waits_in_its_server_and_is_as_long_as_the_longest_completion():
@@ -79,6 +90,9 @@ def test_a_request_waits_in_its_server_and_is_as_long_as_the_longest_completion(
     # no more than max_running requests are in flight; ahead of training there are those of two iterations
     assert seconds(prompts=10_000, max_running=64) == pytest.approx((48 / 16 * 50 + 50) * 0.1)
     assert seconds(n=6, shared=False, ahead=1) == pytest.approx((80 / 16 * 50 + 50) * 0.1)
+    assert seconds(n=6, shared=False, ahead=1, max_in_flight=64) == pytest.approx((48 / 16 * 50 + 50) * 0.1)
+    assert seconds(n=6, shared=False, ahead=1, drains=True) == pytest.approx((32 / 16 * 50 + 50) * 0.1)
+    assert seconds(n=6, ahead=1, turn_s=1.0) == pytest.approx((80 / 16 * 50 + 50) * 0.1)
     assert seconds(replace(WRITTEN, seconds=12.0), n=6) == 12.0  # no longer than all of them
     assert seconds(constants=replace(FREE, tail=2.0)) == pytest.approx(50 * 0.1)  # the limit is 100 - 50
     assert seconds(constants=replace(FREE, tail=2.0), longest=150) == pytest.approx(100 * 0.1)
@@ -89,7 +103,14 @@ def test_a_request_is_no_longer_than_a_piece():
     assert seconds(piece=20, n=6) == pytest.approx((32 / 16 * 20 + 20) * 0.1)  # others' pieces are that short, too
     assert seconds(piece=80, constants=replace(FREE, tail=2.0), longest=150) == pytest.approx(80 * 0.1)
     run = limited(time_limits=replace(PLENTY, piece_tokens=20))
-    assert found(run)[0] == ("a request of 20 tokens", pytest.approx(2.0), "rollout.request_timeout_s")
+    assert found(run)[1] == ("a request of 20 tokens", pytest.approx(2.0), "rollout.request_timeout_s")
+
+
+def test_a_request_has_no_token_while_others_are_written():
+    assert wait_s(job(), 50, WRITTEN) == 0
+    assert wait_s(job(n=6), 50, WRITTEN) == pytest.approx(32 / 16 * 50 * 0.1)  # two turns before the last ones
+    assert wait_s(job(n=6), 20, WRITTEN) == pytest.approx(32 / 16 * 20 * 0.1)
+    assert wait_s(job(n=6), 50, replace(WRITTEN, seconds=3.0)) == 3.0  # the servers' turn is over
 
 
 @pytest.mark.parametrize(
@@ -112,6 +133,14 @@ def test_what_takes_too_long_does_not_fit():
     assert predict(replace(short, time_limits=None), FREE).fits
 
 
+def test_only_a_request_that_waits_too_long_for_its_first_token_does_not_fit():
+    short = limited(time_limits=replace(PLENTY, request_s=1e-9))
+    cut, late = predict(short, FREE), predict(replace(short, memory_fraction=6e-7), FREE)
+    assert cut.fits and any("a request of 50 tokens takes" in why and "it is cut" in why for why in cut.why)
+    assert late.concurrency < short.sequences
+    assert not late.fits and late.why[0].startswith("rollout.request_timeout_s=1e-09: the wait for a first token takes")
+
+
 def test_a_configuration_has_its_limits():
     words = ["model=qwen3_8b", "layout=8x80", "rollout.engine=sglang", "trainer.call_timeout_s=77"]
     words += ["trainer.save_freq=5", "rollout.request_timeout_s=33", "rollout.piece_tokens=256"]
@@ -126,9 +155,11 @@ def test_the_plan_shows_what_is_late(capsys):
     assert cli.main(words) == cli.main([*words, "--json"]) == 0
     *text, line = capsys.readouterr().out.splitlines()
     said, answer = "\n".join(text), json.loads(line)
-    assert "IT DOES NOT FIT" in said and "- rollout.request_timeout_s=40: a request of 2048 tokens takes" in said
-    assert "time limits that are exceeded" in said
-    assert "not modelled: --enable-dp-attention" in said and answer["not_modelled"] == ["--enable-dp-attention"]
-    late = {each["key"]: each for each in answer["limits"] if each["state"] == "exceeded"}
-    assert not answer["fits"] and late["rollout.request_timeout_s"]["limit_s"] == 40
-    assert late["rollout.request_timeout_s"]["expected_s"] >= 2 * late["rollout.request_timeout_s"]["seconds"]
+    assert "IT DOES NOT FIT" in said and "- trainer.call_timeout_s=30: " in said
+    assert "- rollout.request_timeout_s=40: a request of 2048 tokens takes" in said and "time limits that are " in said
+    argument = "rollout.sglang.args=--enable-dp-attention"
+    assert f"not modelled: {argument}\n" in said and answer["not_modelled"] == [argument]
+    late = {each["key"]: each for each in answer["limits"] if each["state"] in ("exceeded", "cut")}
+    assert not answer["fits"] and late["trainer.call_timeout_s"]["state"] == "exceeded"
+    request = late["rollout.request_timeout_s"]
+    assert (request["limit_s"], request["state"]) == (40, "cut") and request["expected_s"] >= 2 * request["seconds"]

@@ -57,6 +57,25 @@ def test_ahead_of_the_training_the_slower_half_counts():
     assert apart.num_gpus == 2
 
 
+def test_a_push_that_drains_waits_for_the_servers_tail():
+    apart = own(shared=False, ahead=1, drains=True, longest=500)
+    constants = replace(FREE, tail=2.0)
+    found = predict(apart, constants)
+    learning = sum(found.stages.values()) - found.stages["gen"] - found.push_s
+    assert found.step_s == pytest.approx(max(found.stages["gen"], learning) + found.push_s)
+    assert found.step_s > predict(replace(apart, drains=False), constants).step_s
+    long = replace(apart, response_tokens=1e6, longest=10**7, gpu=replace(LARGE, host_bytes=None))
+    assert any("ahead=1 and update=drain the trainer waits" in why for why in predict(long, FREE).why)
+
+
+def test_a_step_of_turns_is_the_servers_turn_and_the_trainers():
+    short, long = (predict(own(ahead=1, turn_s=each), FREE) for each in (1e-9, 1e9))
+    plain = predict(own(), FREE)
+    assert long.step_s == pytest.approx(plain.step_s)  # all that was begun is finished
+    assert short.step_s == pytest.approx(plain.step_s - plain.stages["gen"] + short.stages["gen"])
+    assert short.stages["gen"] < plain.stages["gen"]
+
+
 def test_every_part_of_every_rank_is_told():
     found = gpu_budgets(own(layout=Layout(pp=4), num_ranks=4))
     assert list(found) == ["actor stage 0", "actor stage 1-2", "actor stage 3", "save", "push", "server"]

@@ -8,7 +8,7 @@ from plan_jobs import FREE, job
 from megarl.config import load_config
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import find
-from megarl.plan.server_args import read
+from megarl.plan.server_args import KEY, read
 from megarl.plan.time.serving import Server
 
 WORDS = ["model=qwen3_8b", "layout=8x80", "rollout.engine=sglang"]
@@ -28,10 +28,16 @@ def planned(*args):
         (["--max-total-tokens", "100000"], {"max_total_tokens": 100_000}),
         (["--kv-cache-dtype", "fp8_e5m2"], {"cache_width": 1}),
         (["--kv-cache-dtype", "auto"], {"cache_width": 2}),
-        (["--quantization", "awq"], {"not_modelled": ("--quantization awq",)}),
+        (["--quantization", "awq"], {"not_modelled": (f"{KEY}=--quantization awq",)}),
         (
             ["--enable-dp-attention", "--cuda-graph-bs", "1", "2", "--context-length=4096"],
-            {"not_modelled": ("--enable-dp-attention", "--cuda-graph-bs 1 2", "--context-length 4096")},
+            {
+                "not_modelled": (
+                    f"{KEY}=--enable-dp-attention",
+                    f"{KEY}=--cuda-graph-bs 1 2",
+                    f"{KEY}=--context-length 4096",
+                )
+            },
         ),
         ([], {}),
     ],
@@ -55,10 +61,29 @@ def test_a_value_that_the_server_would_refuse_is_refused(args, sentence):
 
 def test_a_configuration_is_read():
     job = planned("--mem-fraction-static", "0.4", "--enable-dp-attention")
-    assert (job.memory_fraction, job.not_modelled) == (0.4, ("--enable-dp-attention",))
+    assert (job.memory_fraction, job.not_modelled) == (0.4, (f"{KEY}=--enable-dp-attention",))
     assert planned().not_modelled == ()
     words = [*WORDS[:2], "rollout.engine=hf", "rollout.placement=separate"]  # it has no such arguments
     assert job_of(load_config(words, command="config")[0], find("h100")).not_modelled == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "fields", "named"),
+    [
+        (["rollout.ahead=2", "rollout.update=drain"], {"ahead": 2, "drains": True}, []),
+        (["rollout.ahead=2", "rollout.update=retract"], {"ahead": 2, "drains": False}, ["rollout.update=retract"]),
+        (["rollout.turn_s=30"], {"ahead": 1, "turn_s": 30.0, "drains": False}, ["rollout.turn_s=30"]),
+        (["rollout.max_in_flight=64"], {"max_in_flight": 64, "turn_s": None}, []),
+        (["algorithm.filter_groups.enable=true"], {}, ["algorithm.filter_groups.refill=true"]),
+        (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.refill=false"], {}, []),
+    ],
+)
+def test_a_key_of_the_schedule_changes_the_plan_or_is_named(words, fields, named):
+    apart = ["rollout.placement=separate", "trainer.nnodes=2"] if "rollout.ahead=2" in words else []
+    config, _ = load_config(["recipe=grpo_qwen2_5_7b_1x8h100", *apart, *words], command="config")
+    job = job_of(config, find("h100"))
+    assert {name: getattr(job, name) for name in fields} == fields
+    assert [each.partition(":")[0] for each in job.not_modelled] == named
 
 
 def test_a_narrow_cache_holds_twice_as_much():

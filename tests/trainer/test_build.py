@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from config_helpers import load
 
-from megarl.trainer.build import make_group
+from megarl.metrics.jsonl import read_lines
+from megarl.trainer.build import make_group, start_trackers
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,13 @@ def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str
 def test_ranks_learn_of_servers_that_work_on_their_gpus_at_the_same_time(words: list[str], beside: bool) -> None:
     config = load("trainer.n_gpus_per_node=2", *words)
     assert make_group(config, config.actor, "ranks_0")._setup["has_neighbours"] == beside
+
+
+def test_a_run_gets_advice_on_its_own_schedule(tmp_path: Path) -> None:
+    words = ["rollout.placement=shared", "rollout.turn_s=60", "trainer.logger=[jsonl]"]
+    trackers = start_trackers(load(*words, f"trainer.default_local_dir={tmp_path}"), 20, None)
+    for step in range(10):
+        trackers.log(step, {"rollout/iterations_waiting": 0.6})
+    trackers.close()
+    (found,) = read_lines(next(tmp_path.rglob("advice.jsonl")))
+    assert found["advice"].startswith("turn_too_long: ")

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.layout import Layout
-from megarl.plan import server_args
 from megarl.plan.job import Job
 from megarl.plan.limits import Limit
 from megarl.plan.memory.count import whole
@@ -65,8 +64,8 @@ def show(console: Console, job: Job, prediction: Prediction, said: Sequence[str]
     _line(console, headline(job))
     for line in said:
         _line(console, f"assumed: {line}")
-    for argument in job.not_modelled:
-        _line(console, f"not modelled: {argument} ({server_args.KEY})")
+    for setting in job.not_modelled:
+        _line(console, f"not modelled: {setting}")
     budget = job.gpu.memory_bytes / 1e9
     _line(console, f"\npredicted GB of a rank of each kind, at its fullest (a GPU has {budget:.0f})")
     console.print(memory_table(prediction.memory, prediction.local_totals))

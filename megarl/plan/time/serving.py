@@ -2,9 +2,9 @@
 
 A decode step generates a token of each running completion.  It reads the weights, or computes with them if that takes
 longer, and reads the KV cache of all running completions.  If the server is full, completions wait; when none waits any
-more, the number of running ones falls with the tail of their lengths (`lengths.py`).  With prefetch the tail of an
-iteration is generated beside the next ones (`ahead.py`).  Expert parallelism inside a server has no effect on the
-predicted time.
+more, the number of running ones falls with the tail of their lengths (`lengths.py`).  With prefetch, and in turns of
+a fixed time, the tail of an iteration is generated beside the next ones (`ahead.py`).  Expert parallelism inside a
+server has no effect on the predicted time.
 
 Attention data parallelism divides a server's running completions, and so its KV cache, over groups of its GPUs.  Each
 group has attention and the vocabulary's tables whole.  Groups are assumed to be equally full.
@@ -30,7 +30,7 @@ POINTS = 12  # of the tail, at which the speed is computed
 class Rollout:
     """One step of the run."""
 
-    seconds: float  # ahead of the training: of a step whose training takes no time
+    seconds: float  # ahead of the training: of a step whose training takes no time; in turns: of the servers' turn
     prefill: float  # part of seconds: prefill of prompts
     tail: float  # part of seconds: after the last waiting completion has started
     concurrency: float  # concurrent completions of a full server
@@ -150,30 +150,44 @@ class Server:
 
 
 def rollout(job: Job, constants: Constants = CONSTANTS) -> Rollout:
-    """Time to generate all completions of a step."""
+    """Time in which servers generate as many completions as a step takes."""
     server = Server(job, constants)
     requests = max(1.0, job.sequences / job.num_servers)
-    there = requests * job.ahead if job.runs_ahead else requests  # some of (ahead + 1) iterations are finished
-    limits = {"cache": max(1.0, server.room), "requests": float(job.max_running), "work": there}
+    there = requests * job.ahead if job.overlaps else requests  # some of (ahead + 1) iterations are finished
+    limits = {"cache": max(1.0, server.room), "requests": min(job.max_running, job.in_flight), "work": there}
     bound = min(limits, key=lambda name: limits[name])
     full = limits[bound]
     tail = tail_of(job, constants)
     step_s, longest, places = server.step(full), tail * job.response_tokens, min(limits["cache"], limits["requests"])
     prefill_s = server.prefill(job.prompts / job.num_servers * job.prompt_tokens)  # a group shares its prompt
-    if job.runs_ahead:
+    if job.overlaps:
         written = Rollout(0.0, prefill_s, 0.0, full, step_s, bound, places)
         return replace(written, seconds=step_ahead(job, written, 0.0, constants))
     waiting_s = (requests - full) * job.response_tokens / full * step_s
     middles = [(point + 0.5) / POINTS for point in range(POINTS)]
     tail_s = sum(server.step(max(1.0, full * running(at, tail))) for at in middles) * longest / POINTS
-    return Rollout(waiting_s + tail_s + prefill_s, prefill_s, tail_s, full, step_s, bound, places)
+    written = Rollout(waiting_s + tail_s + prefill_s, prefill_s, tail_s, full, step_s, bound, places)
+    return written if job.turn_s is None else _turn(job, written, job.turn_s, constants)
+
+
+def _turn(job: Job, written: Rollout, turn_s: float, constants: Constants) -> Rollout:
+    """The servers' turn, of `turn_s` or more: what is unfinished continues in the next one.
+
+    While the trainer works nothing is generated, so a turn is a step ahead of a training that takes no time.  It ends
+    early when nothing is left to generate, so it never takes longer than an iteration (`written`) with its tail.
+    """
+    seconds = max(turn_s, step_ahead(job, written, 0.0, constants))
+    return replace(written, seconds=seconds, tail=0.0) if seconds < written.seconds else written
 
 
 def step_ahead(job: Job, written: Rollout, working_s: float, constants: Constants) -> float:
     """Seconds of a step ahead of the training, without the push, during which servers write nothing.
 
-    `working_s`: of the trainer.  While servers prefill they write nothing either.
+    `working_s`: of the trainer.  While servers prefill they write nothing either.  If the push drains, one whole
+    iteration is generated between two pushes, however far ahead, and the trainer works on one that is finished.
     """
+    if job.drains:
+        return max(working_s, written.seconds)
     beside_s = max(0.0, working_s - written.prefill)
     step_s = beside_s + waited(job, written.step_s, beside_s, constants)
     full_s = job.sequences / job.num_servers * job.response_tokens / written.places * written.step_s

@@ -130,6 +130,37 @@ def test_ahead_with_free_places_equal_lengths_are_waited_for_as_one():
         assert found == pytest.approx((one_s + one_s / 4) / 2 + written.prefill), order
 
 
+def test_a_push_that_drains_lies_between_whole_iterations():
+    """An iteration is finished when the push comes, and the next is begun behind it: nothing hides its tail."""
+    tailed, apart = replace(FREE, tail=2.0), job(longest=500, shared=False, ahead=4, drains=True)
+    written = rollout(apart, tailed)
+    assert written == rollout(job(longest=500), tailed) and written.tail > 0
+    assert step_ahead(apart, written, 0.5 * written.seconds, tailed) == written.seconds
+    assert step_ahead(apart, written, 3 * written.seconds, tailed) == 3 * written.seconds
+
+
+def test_no_more_requests_run_than_are_in_flight():
+    found = rollout(job(max_in_flight=4, num_servers=2), FREE)  # two for each server, which has four completions
+    assert (found.concurrency, found.bound, found.places) == (2, "requests", 2)
+    assert found.seconds - found.prefill == pytest.approx(4 / 2 * 50 * Server(job(), FREE).step(2))
+    assert rollout(job(max_in_flight=1000, max_running=2), FREE) == rollout(job(max_running=2), FREE)
+    ahead = job(max_in_flight=2, shared=False, ahead=2)
+    assert rollout(ahead, FREE) == rollout(replace(ahead, max_in_flight=None, max_running=2), FREE)
+
+
+def test_a_turn_is_as_long_as_it_is_set_unless_nothing_is_left():
+    """Equal lengths: with two iterations at a time, half of a completion's 50 steps are written in a turn."""
+    own = job(ahead=1, turn_s=1e-9)
+    plain = rollout(job(), FREE)
+    half_s, prefill = 25 * plain.step_s, plain.prefill
+    assert rollout(own, FREE).seconds == pytest.approx(half_s + prefill)
+    assert rollout(replace(own, turn_s=1.5 * half_s + prefill), FREE).seconds == pytest.approx(1.5 * half_s + prefill)
+    assert rollout(replace(own, turn_s=9 * half_s), FREE) == plain, "all that was begun is finished"
+    # two places for 8 completions: an iteration's tokens take as long as without turns
+    full = replace(own, max_running=2)
+    assert rollout(full, FREE).seconds == pytest.approx(rollout(replace(full, turn_s=None), FREE).seconds)
+
+
 def test_a_server_over_machines_sums_through_adapters():
     constants = replace(FREE, all_reduce_s=1.0, all_reduce_nic_s=7.0)
     inside, across = (Server(job(server_gpus=2, gpus_per_node=n), constants).step(1) for n in (2, 1))
