@@ -4,9 +4,10 @@ Only trusted servers generate.  `trust` adds a version of the weights to those t
 takes a server out of service and cancels its requests, `hold` only keeps new requests from it.  What a server wrote is
 returned only when all versions that generated a part of it are trusted on this server.
 
-All waits are bounded: a request has a limited number of attempts, each attempt has a time limit, and a server that
-failed gets no request for a time that doubles with each failure up to a limit.  The exception: while no server is in
-service, the pool waits for a `trust` without a time limit.
+A request has a limited number of attempts, each attempt has a time limit, and a server that failed gets no request for
+a time that doubles with each failure up to a limit.  Without a limit the pool waits for servers: for a `trust` while
+none is in service, and for a connection while none can be reached.  Such a request has killed no server, and whoever
+owns the servers restarts them or gives them up; the driver does so only between two training steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from megarl.rollout.pool_server import Ask, PoolServer, RolloutFailed, ServerFailed, TakenOut
+from megarl.rollout.pool_server import Ask, PoolServer, RolloutFailed, ServerFailed, TakenOut, Unreachable
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.sender import Sender
 from megarl.sample import Completion
@@ -119,9 +120,9 @@ class EnginePool:
         """One completion, or the first tokens of it if the server or the time limit ended it early.
 
         `prefer`: url of a server that is chosen if it is in service and not much busier than the least busy one.
-        Raises RolloutFailed if the request is refused, or if all attempts failed.
+        The caller checks the prompt: see `check_prompt`.  Raises RolloutFailed if the request is refused, or if all
+        attempts failed.
         """
-        self._check(prompt_ids)
         reasons: list[str] = []
         failed: set[PoolServer] = set()
         num_stale = 0
@@ -131,10 +132,11 @@ class EnginePool:
                 completion, is_stale = await self._ask(server, prompt_ids, params, alone=num_stale > 1)
             except TakenOut:
                 continue
-            except ServerFailed as error:
-                reasons.append(f"{server.url}: {error}")
+            except (ServerFailed, Unreachable) as error:
                 failed.add(server)
-                server.rest(self._rest_s)
+                server.rest(self._rest_s, error)
+                if isinstance(error, ServerFailed):
+                    reasons.append(f"{server.url}: {error}")
                 continue
             if (
                 is_stale
@@ -168,8 +170,8 @@ class EnginePool:
         except asyncio.CancelledError:
             cause = "cancelled"
             raise
-        except RolloutFailed:
-            ask.num_tokens = 0  # it was refused
+        except (RolloutFailed, Unreachable):
+            ask.num_tokens = 0  # it was refused, or not sent
             raise
         finally:
             num_tokens = server.written_by(ask)
@@ -192,8 +194,11 @@ class EnginePool:
             with contextlib.suppress(TimeoutError):
                 await self._sender.changed.wait(rest_s)
 
-    def _check(self, prompt_ids: Sequence[int]) -> None:
-        """Refuse ids outside the vocabulary, because a stock server crashes on them."""
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Raises RolloutFailed for ids outside the tokenizer's vocabulary, because a stock server crashes on them.
+
+        Not for tokens that a model wrote: they may be of the padding of its vocabulary, which every server has.
+        """
         if not prompt_ids:
             raise RolloutFailed("the prompt is empty")
         if self._vocab_size is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:

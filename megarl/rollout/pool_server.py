@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from megarl.sample import Completion
+
+logger = logging.getLogger("megarl.rollout.pool")
 
 _LONGEST_REST_S = 16.0
 
@@ -18,6 +21,10 @@ class RolloutFailed(RuntimeError):
 
 class ServerFailed(RuntimeError):
     """This attempt failed; a retry on another server, or later, may succeed."""
+
+
+class Unreachable(RuntimeError):
+    """There was no connection, so the server has not seen the request; not counted as an attempt."""
 
 
 class TakenOut(RuntimeError):
@@ -84,12 +91,14 @@ class PoolServer:
             return []
         return sorted({span.version for span in completion.versions} - self.trusted)
 
-    def rest(self, rest_s: float) -> None:
+    def rest(self, rest_s: float, why: Exception) -> None:
         """After a failure: no requests for `rest_s`, twice as long after each further failure, up to a limit."""
         now = time.monotonic()
         if self.resting_until > now:  # one crash fails many requests at once, but counts once
             return
-        self.resting_until = now + min(rest_s * 2**self.failures, _LONGEST_REST_S)
+        rest_s = min(rest_s * 2**self.failures, _LONGEST_REST_S)
+        logger.warning("%s gets no requests for %g s: %s", self.url, rest_s, why)
+        self.resting_until = now + rest_s
         self.failures += 1
 
     def begin(self, ask: Ask) -> None:

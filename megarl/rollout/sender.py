@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from megarl.rollout.pool_server import Ask, PoolServer, RolloutFailed, ServerFailed, TakenOut
+from megarl.rollout.pool_server import Ask, PoolServer, RolloutFailed, ServerFailed, TakenOut, Unreachable
 from megarl.rollout.protocol import (
     KEEP_ALIVE_S,
     Route,
@@ -89,7 +89,7 @@ class Sender:
         """What the server wrote, at least one token, and whether its prefix cache gave it KV of other weights.
 
         `alone`: with a salt that no other request has, so that it gets no KV from the cache.
-        Raises ServerFailed or TakenOut if another attempt may help, RolloutFailed if not.
+        Raises ServerFailed, Unreachable or TakenOut if another attempt may help, RolloutFailed if not.
         """
         adapter, version = server.adapter, server.newest if self._salted else None
         # KV of earlier weights is not used, nor that of another run, whose versions have the same numbers.
@@ -132,6 +132,10 @@ class Sender:
                 if reply.status != 200:
                     raise _refusal(url, reply.status, error_message(await reply.text(), reply.reason or ""))
                 return await reply.json()
+        except aiohttp.ClientSSLError as error:  # a wrong certificate does not heal by itself
+            raise ServerFailed(f"{type(error).__name__} {error}") from error
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise Unreachable(f"{type(error).__name__} {error}") from error
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a body that is no JSON
             raise ServerFailed(f"{type(error).__name__} {error}") from error
 

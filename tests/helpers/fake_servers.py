@@ -125,8 +125,8 @@ class Writer:
 
 
 @asynccontextmanager
-async def serving(*handlers: Handler) -> AsyncIterator[tuple[list[str], list[list[Any]]]]:
-    """A server for each handler; yields (urls, list of bodies of /generate of each)."""
+async def serving(*handlers: Handler, port: int = 0) -> AsyncIterator[tuple[list[str], list[list[Any]]]]:
+    """A server for each handler; yields (urls, list of bodies of /generate of each).  `port`: of one server; 0: any."""
     urls, runners, seen = [], [], []
     for handler in handlers:
         bodies: list[Any] = []
@@ -144,7 +144,7 @@ async def serving(*handlers: Handler) -> AsyncIterator[tuple[list[str], list[lis
             app.router.add_post(Route.ABORT, handler.__call__)
         runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)  # as real ones do
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)
+        site = web.TCPSite(runner, "127.0.0.1", port, backlog=2048)
         await site.start()
         urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
         runners.append(runner)
