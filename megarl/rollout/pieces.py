@@ -2,6 +2,7 @@
 
 A piece ends after `piece_tokens`, after the time limit of a request, or when its server ends it (a push that aborts, a
 time slice that is over).  The next piece goes on from there, on the same server if possible, otherwise on another one.
+A piece of fewer tokens than asked, with finish_reason "length", is the last one: the server has no room for more.
 Both engines draw token t from (seed, t), so a completion is the same in pieces of any size.
 """
 
@@ -34,13 +35,17 @@ async def write(
     each further one prefers the server of the piece before.
     Raises RolloutFailed if a request is refused, or if so many attempts in a row brought no token as the pool allows.
     """
+    pool.check_prompt(prompt_ids)
     written = _EMPTY
     try:
         async with pool.slots:
-            while (left := params.max_new_tokens - len(written.token_ids)) and written.finish_reason != "stop":
+            is_whole = False
+            while not is_whole:
+                left = params.max_new_tokens - len(written.token_ids)
                 part = replace(params, max_new_tokens=min(left, piece_tokens or left))
                 piece, prefer = await pool.generate([*prompt_ids, *written.token_ids], part, prefer=prefer)
                 written = join(written, piece, len(prompt_ids))
+                is_whole = len(piece.token_ids) == left or _is_last(piece, part)
     except RolloutFailed as error:
         pool.waste("lost", len(written.token_ids))
         after = f" after {len(written.token_ids)} tokens" if written.token_ids else ""
@@ -49,6 +54,12 @@ async def write(
         pool.waste("cancelled", len(written.token_ids))
         raise
     return written if written.finish_reason == "stop" else replace(written, finish_reason="length")
+
+
+def _is_last(piece: Completion, asked: SamplingParams) -> bool:
+    """Whether the model ended the completion, or its server has no room for more: its context or KV cache is full."""
+    is_full = piece.finish_reason == "length" and len(piece.token_ids) < asked.max_new_tokens
+    return is_full or piece.finish_reason == "stop"
 
 
 def join(written: Completion, piece: Completion, prompt_tokens: int) -> Completion:

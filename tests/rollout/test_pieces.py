@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_servers import Writer, broken, completion_of, serving, token_at
+from fake_servers import Writer, broken, completion_of, refusing, serving, token_at
 from tiny_server import TOKEN, VARIANTS, running
 
 from megarl.rollout.pieces import join, write
@@ -100,6 +100,47 @@ def test_a_completion_ends_at_its_own_limit(limit):
             completion = await write(pool, PROMPT, replace(PARAMS, max_new_tokens=limit), piece_tokens=2)
             assert (completion.token_ids, completion.finish_reason) == (WHOLE[:limit], "length")
             assert len(seen[0]) == (limit + 1) // 2
+
+    run(test)
+
+
+def test_a_token_outside_the_tokenizer_is_no_fault_of_the_prompt():
+    """A model may write ids of the padding of its vocabulary."""
+
+    async def test():
+        highest = max(PROMPT)
+        assert max(WHOLE[:4]) > highest
+        async with serving(Writer()) as (urls, _):
+            async with EnginePool(urls, "", timeout_s=200, vocab_size=highest + 1) as pool:
+                assert (await write(pool, PROMPT, PARAMS, piece_tokens=4)).token_ids == WHOLE
+
+    run(test)
+
+
+class Full(Writer):
+    """Has room for so many tokens; stock SGLang writes as many as fit, and refuses a prompt that fills it."""
+
+    room = len(PROMPT) + 7
+
+    async def __call__(self, request):
+        body = await request.json()
+        if len(body["input_ids"]) >= self.room:
+            return await refusing(request)
+        return await super().__call__(request)
+
+    async def write(self, body, ended):
+        tokens, finish = await super().write(body, ended)
+        left = self.room - len(body["input_ids"])
+        return tokens[:left], finish if len(tokens) <= left else "length"
+
+
+@pytest.mark.parametrize("piece_tokens", [0, 4])
+def test_a_completion_that_fills_its_server_ends_there(piece_tokens):
+    async def test():
+        async with serving(Full()) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
+            completion = await write(pool, PROMPT, PARAMS, piece_tokens=piece_tokens)
+            assert (completion.token_ids, completion.finish_reason) == (WHOLE[:7], "length")
+            assert len(seen[0]) == (2 if piece_tokens else 1)
 
     run(test)
 
