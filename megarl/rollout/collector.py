@@ -6,13 +6,13 @@ It talks to the driver over one pipe, in the words of `messages`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import resource
 import signal
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.collect import Scored, collect_group
-from megarl.rollout.messages import Cancel, Close, Fence, Hold, Message, Order, Outbox, Trust, pack
+from megarl.rollout.messages import Cancel, Close, Fence, Hold, Message, Order, Outbox, Trust, pack, sentence
 from megarl.rollout.pool import EnginePool
 from megarl.sample import Completion, LostRollout, Prompt
 
@@ -63,7 +63,7 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and ends this process
     _log_to(settings.log_path)
     _allow_all_files()
-    outbox = Outbox(pipe)
+    outbox = Outbox(pipe, partial(_tell, pipe))
     try:
         scorer = settings.make_scorer()
         scorer.start()
@@ -73,9 +73,16 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
             scorer.stop()
     except Exception as error:
         logger.exception("the collector ends")
-        outbox.put(("error", traceback.format_exception_only(error)[-1].strip()))
+        outbox.put(("error", sentence(error)))
     outbox.close()
     outbox.join()
+
+
+def _tell(pipe: Connection, error: Exception) -> None:
+    """The last message of a collector whose messages cannot be sent."""
+    logger.error("a message cannot be sent", exc_info=error)
+    with contextlib.suppress(OSError):  # the driver is gone
+        pipe.send([("error", sentence(error))])
 
 
 def _log_to(path: str) -> None:
@@ -93,7 +100,7 @@ def _allow_all_files() -> None:
 
 
 async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings, scorer: Scorer) -> None:
-    inbox: asyncio.Queue[list[Message]] = asyncio.Queue()
+    inbox: asyncio.Queue[list[Message] | Exception] = asyncio.Queue()
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path)
     pool = EnginePool(
         settings.urls,
@@ -146,7 +153,10 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(beat())
                 while True:
-                    for message in await inbox.get():
+                    messages = await inbox.get()
+                    if isinstance(messages, Exception):
+                        raise messages
+                    for message in messages:
                         match message:
                             case Order():
                                 start(message)
@@ -171,13 +181,18 @@ class _Closed(Exception):
     """The driver wants no more: cancels all running tasks."""
 
 
-def _read_all(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[list[Message]]) -> None:
-    messages: list[Message] = []
-    while Close() not in messages:
+def _read_all(
+    pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[list[Message] | Exception]
+) -> None:
+    """Put all messages into the inbox; last a list with a `Close`, or what happened when a message was read."""
+    messages: list[Message] | Exception = []
+    while not isinstance(messages, Exception) and Close() not in messages:
         try:
             messages = pipe.recv()
         except (EOFError, OSError):  # the driver closed its end, or died
             messages = [Close()]
+        except Exception as error:  # it cannot be unpickled
+            messages = error
         if loop.is_closed():
             return
         loop.call_soon_threadsafe(inbox.put_nowait, messages)

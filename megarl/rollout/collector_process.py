@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.processes.lifetime import last_lines
 from megarl.rollout.collector import CollectorSettings, run_collector
-from megarl.rollout.messages import Close, Message, Outbox
+from megarl.rollout.messages import Close, Message, Outbox, sentence
 
 _CLOSE_S = 5.0
 _START_S = 600.0  # until the first sign of life: imports, tokenizer, reward workers
@@ -39,7 +39,7 @@ class CollectorProcess:
         self._heard = time.monotonic()
         self._has_begun = False
         self._doubted = 0.0  # time.monotonic() when it was first found silent; 0: it is not
-        self._outbox = Outbox(self._pipe)
+        self._outbox = Outbox(self._pipe, self._fail)
         threading.Thread(target=self._read_all, daemon=True, name="collector's messages").start()
 
     @property
@@ -85,13 +85,18 @@ class CollectorProcess:
             f"its log: {self.log_path}{last_lines(self.log_path)}"
         )
 
+    def _fail(self, error: Exception) -> None:
+        """A message cannot be sent, read or understood: neither another one nor another collector would help."""
+        self._on_messages(self, [("error", sentence(error))])
+
     def _read_all(self) -> None:
-        while True:
-            try:
+        try:
+            while True:
                 messages = self._pipe.recv()
-            except (EOFError, OSError):
-                break
-            self._heard, self._has_begun = time.monotonic(), True
-            if messages:
-                self._on_messages(self, messages)
-        self._on_messages(self, [])
+                self._heard, self._has_begun = time.monotonic(), True
+                if messages:
+                    self._on_messages(self, messages)
+        except (EOFError, OSError):  # it has ended, perhaps in the middle of a message
+            self._on_messages(self, [])
+        except Exception as error:
+            self._fail(error)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -73,10 +75,14 @@ Message = Order | Cancel | Trust | Fence | Hold | Close
 
 
 class Outbox:
-    """Sends messages in a thread, in lists of all that wait: a full pipe blocks this thread, not the caller."""
+    """Sends messages in a thread, in lists of all that wait: a full pipe blocks this thread, not the caller.
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    `on_error`: called in this thread if messages cannot be sent although the other side is there, for example because
+    one cannot be pickled.  Nothing is sent after that.
+    """
+
+    def __init__(self, pipe: Connection, on_error: Callable[[Exception], None]) -> None:
+        self._pipe, self._on_error = pipe, on_error
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, daemon=True, name="outbox")
         self._thread.start()
@@ -100,8 +106,15 @@ class Outbox:
                 self._pipe.send([message for message in messages if message is not None])
             except OSError:  # the other side is gone: who reads its messages knows that too
                 return
+            except Exception as error:
+                return self._on_error(error)
             if messages[-1] is None:
                 return
+
+
+def sentence(error: Exception) -> str:
+    """The content of an "error"."""
+    return traceback.format_exception_only(error)[-1].strip()
 
 
 def pack(group: list[Sample] | LostRollout) -> PackedGroup:

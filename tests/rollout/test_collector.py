@@ -32,6 +32,25 @@ class Result:
     extra: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Breaking:
+    """Cannot be pickled, or not be unpickled, when it goes the way "there".  On the way "back" it is sent as it is."""
+
+    way: str
+    breaks: str
+
+    def __reduce__(self):
+        if self.way == "back":
+            return Breaking, (self.way, self.breaks)
+        if self.breaks == "sent":
+            raise ValueError("this cannot be sent")
+        return refuse, ("this cannot be read",)
+
+
+def refuse(why):
+    raise ValueError(why)
+
+
 class Scorer:
     """Rewards by the number of tokens; a prompt whose ground truth is "boom" breaks it."""
 
@@ -45,6 +64,8 @@ class Scorer:
         assert self.started
         if prompt.ground_truth == "boom":
             raise RuntimeError("the reward is broken")
+        if isinstance(prompt.ground_truth, Breaking) and prompt.ground_truth.way == "back":
+            return [Result(0.0, {"bad": Breaking("there", prompt.ground_truth.breaks)})]
         heavy = float(any(name.split(".")[0] == "megatron" for name in sys.modules))
         return [Result(len(c.token_ids) + self.bonus, {"megatron": heavy}) for c in completions]
 
@@ -166,6 +187,17 @@ def test_a_broken_reward_reaches_the_driver_as_one_error(make_collectors):
         for _ in range(2):
             with pytest.raises(CollectorError, match=r"RuntimeError: the reward is broken.*collector\.log"):
                 filled(collectors, tickets)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("breaks", ["sent", "read"])
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_a_message_that_cannot_cross_the_pipe_ends_the_run_with_a_sentence(make_collectors, way, breaks):
+    with serving_in_a_thread(Writer()) as (urls, _):
+        collectors = make_collectors(urls)
+        tickets = collectors.submit(prompts(1, ground_truth=Breaking(way, breaks)), n=1, params=PARAMS)
+        with pytest.raises(CollectorError, match=rf"ValueError: this cannot be {breaks}; .*collector\.log"):
+            filled(collectors, tickets)
 
 
 @pytest.mark.slow
