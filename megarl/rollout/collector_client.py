@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import heapq
-import math
 import os
 import threading
 import time
@@ -29,7 +28,6 @@ from megarl.sample import Prompt
 
 __all__ = ["CollectorError", "Collectors", "Ticket"]
 
-SERVERS_OF_A_COLLECTOR = 8  # by default
 _LOOK_S = 1.0
 
 
@@ -50,7 +48,7 @@ class Collectors:
         make_scorer: pickled into each collector and called there.
         timeout_s: of one request; a piece that takes longer is cut short and goes on.  An answer has no time limit.
         log_path: of several collectors, number i writes to <stem>_<i><suffix>.
-        num_collectors: None: one for each 8 servers.
+        num_collectors: as many as servers at most.
         max_in_flight: completions that a collector requests at a time.
         piece_tokens: new tokens of one request at most; 0: no limit.
         fenced: a server gets no request before `trust` names it.
@@ -69,7 +67,7 @@ class Collectors:
         make_scorer: Callable[[], Scorer],
         timeout_s: float,
         log_path: str | Path,
-        num_collectors: int | None = None,
+        num_collectors: int = 1,
         max_in_flight: int = 512,
         piece_tokens: int = 0,
         fenced: bool = False,
@@ -78,7 +76,7 @@ class Collectors:
         max_restarts: int = 3,
         move_after_s: float = 10.0,
     ) -> None:
-        num = min(len(urls), num_collectors or math.ceil(len(urls) / SERVERS_OF_A_COLLECTOR))
+        num = min(len(urls), num_collectors)
         self._heartbeat_s, self._move_after_s = heartbeat_s, move_after_s
         self._room = 2 * max_in_flight  # completions of a collector: half of them wait there, so that no slot waits
         self._news = threading.Condition()  # its lock guards all that follows
