@@ -136,8 +136,11 @@ class Prefetcher:
         self._finished: dict[int, Group | LostRollout] = {}  # may be taken
         self._began: dict[int, int] = {}  # visit -> step at which it was admitted
         self._waits_since: float | None = None  # for the next iteration
-        self._seen, self._usage = _Seen(), Usage()
+        self._seen = _Seen()
+        self._usage: Usage | None = None  # since the first iteration was waited for
         self._tokens: Counter[str] = Counter()  # of completions: finished and trained, how many and how long
+        for group in (waiting or {}).values():
+            self._count("generated", group)
 
     # ---- what the driver calls
 
@@ -149,6 +152,7 @@ class Prefetcher:
         """
         if self._waits_since is None:
             self._waits_since = self._clock()
+            self._usage = self._usage or Usage(self._writers.counters)
             self._writers.wait(0.0)  # what came while the driver trained makes room, or is the oldest
             self._look()
             self._admit((self._ahead + 1) * self._num_prompts)
@@ -301,7 +305,8 @@ class Prefetcher:
 
     def _metrics(self, lateness: int) -> dict[str, float]:
         """Of the iteration that is taken: see docs/outputs."""
-        seen, tokens = self._seen, self._tokens
+        seen, tokens, usage = self._seen, self._tokens, self._usage
+        assert usage is not None, "an iteration is waited for before it is taken"
         out = {"lost": float(len(seen.lost)), "in_flight": float(len(self._running))}
         out["finished_waiting"] = float(len(self._finished) + len(self._arrived))
         out["iterations_waiting"] = out["finished_waiting"] / self._num_prompts
@@ -314,7 +319,7 @@ class Prefetcher:
         if self._keep is not None:
             out["dropped_share"] = seen.filtered / max(1, seen.finished)
             out["gen_batches"] = seen.finished / self._num_prompts
-        return {f"rollout/{name}": value for name, value in (self._usage.of_step(self._writers.counters) | out).items()}
+        return {f"rollout/{name}": value for name, value in (usage.of_step(self._writers.counters) | out).items()}
 
 
 def _too_few(how: Filter, num_kept: int, wanted: int, num_seen: int) -> str:

@@ -8,10 +8,13 @@ WASTED = "wasted_"  # tokens that are in no finished group, by cause
 
 
 class Usage:
-    """Example: usage = Usage(); ...; metrics |= usage.of_step(collectors.counters)"""
+    """Example: usage = Usage(collectors.counters); ...; metrics |= usage.of_step(collectors.counters)
 
-    def __init__(self) -> None:
-        self._before: Mapping[str, float] = {}
+    What the counters say at its creation, for example the time of the start-up, is in no step.
+    """
+
+    def __init__(self, counters: Mapping[str, float]) -> None:
+        self._before = dict(counters)
 
     def of_step(self, counters: Mapping[str, float]) -> dict[str, float]:
         """Of the time since the last call; see EnginePool.counters and Collectors.counters for the names.

@@ -34,6 +34,7 @@ class Written:
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
         self.open: dict[int, Ticket] = {}
         self.finishes: set[int] | None = None
+        self.counters: dict[str, float] = {}
 
     def submit(self, prompts: Sequence[Prompt], **how: Any) -> list[Ticket]:
         tickets = [Ticket(prompt) for prompt in prompts]
@@ -46,10 +47,6 @@ class Written:
         for visit in done:
             self.open.pop(visit).group = self.group(visit)
         return bool(done)
-
-    @property
-    def counters(self) -> dict[str, float]:
-        return {}
 
     def group(self, number: int) -> list[Sample] | LostRollout:
         prompt, scores = Prompt(f"0-{number}", [number], ""), self.scores(number)
@@ -299,15 +296,33 @@ def test_what_is_generated_can_be_waited_for_without_beginning_more() -> None:
     assert len(written.asked) == 1
 
 
+def as_long_as_its_number(visit: int) -> list[Sample]:
+    length = visit + 1
+    completion = Completion([1] * length, [-1.0] * length, "stop", (VersionSpan(0, 0, length),))
+    return [Sample(Prompt(f"0-{visit}", [visit], ""), completion, 0.0)]
+
+
 def test_lengths_that_were_trained_are_compared_with_lengths_that_were_generated() -> None:
-    asking, written, _ = prefetcher(odd_differ, ahead=1)
+    asking, written, ledger = prefetcher(odd_differ, ahead=1)
     written.finishes = {0, 1, 2, 3, 4}
-    written.group = lambda visit: [  # type: ignore[method-assign]
-        Sample(
-            Prompt(f"0-{visit}", [visit], ""),
-            Completion([1] * (visit + 1), [-1.0] * (visit + 1), "stop", (VersionSpan(0, 0, visit + 1),)),
-            0.0,
-        )
-    ]
+    written.group = as_long_as_its_number  # type: ignore[method-assign]
     found = following(asking)
     assert found.metrics["rollout/length_trained_over_generated"] == pytest.approx(2.5 / 3.0)
+
+    state, waiting = ledger.state_dict(), asking.waiting
+    ledger = Ledger("data")
+    ledger.load_state_dict(state, finished=waiting)
+    again, written, _ = prefetcher(odd_differ, first_step=1, ledger=ledger, waiting=waiting)
+    written.group = as_long_as_its_number  # type: ignore[method-assign]
+    found = following(again)
+    assert numbers(found.groups) == [4, 5, 6, 7]
+    assert found.metrics["rollout/length_trained_over_generated"] == 1.0, "what waited in the checkpoint counts too"
+
+
+def test_the_time_before_the_first_iteration_is_waited_for_is_no_idle_time_of_the_servers() -> None:
+    asking, written, _ = prefetcher(odd_differ)
+    written.finishes = set()
+    written.counters = {"busy_s": 0.0, "servers_s": 100.0}
+    assert not asking.ready()
+    written.finishes, written.counters = None, {"busy_s": 3.0, "servers_s": 104.0}
+    assert following(asking).metrics["rollout/servers_idle_share"] == 0.25

@@ -6,7 +6,7 @@ from megarl.rollout.usage import Usage
 
 
 def test_totals_become_shares_of_the_step() -> None:
-    usage = Usage()
+    usage = Usage({})
     first = {"tokens": 100.0, "wasted_fenced": 10.0, "wasted_failed": 0.0, "busy_s": 6.0, "servers_s": 8.0}
     first |= {"stale_prefixes": 1.0, "restarts": 1.0}
     assert usage.of_step(first) == {
@@ -23,8 +23,15 @@ def test_totals_become_shares_of_the_step() -> None:
 
 
 def test_without_any_token_and_time_nothing_is_a_share() -> None:
-    assert Usage().of_step({}) == {"tokens_wasted_share": 0.0, "stale_prefix": 0.0, "collector_restarts": 0.0}
+    assert Usage({}).of_step({}) == {"tokens_wasted_share": 0.0, "stale_prefix": 0.0, "collector_restarts": 0.0}
 
 
 def test_an_estimate_of_wasted_tokens_is_never_more_than_all() -> None:
-    assert Usage().of_step({"tokens": 3.0, "wasted_fenced": 5.0})["tokens_wasted_share"] == pytest.approx(1.0)
+    assert Usage({}).of_step({"tokens": 3.0, "wasted_fenced": 5.0})["tokens_wasted_share"] == pytest.approx(1.0)
+
+
+def test_what_was_counted_before_is_in_no_step() -> None:
+    early = {"tokens": 100.0, "wasted_fenced": 100.0, "busy_s": 0.0, "servers_s": 60.0, "restarts": 1.0}
+    found = Usage(early).of_step(early | {"tokens": 200.0, "busy_s": 4.0, "servers_s": 64.0})
+    assert found["servers_idle_share"] == found["tokens_wasted_share"] == 0.0
+    assert found["collector_restarts"] == 1.0, "a total"
