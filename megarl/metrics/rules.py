@@ -334,9 +334,9 @@ RULES: tuple[Rule, ...] = (
         ("rollout/stale_prefix", "rollout/tokens_wasted_share/stale"),
         3,
         signals.often_stale,
-        "servers use the cache of older weights for prompts and are asked again, which wastes over 5 % of the tokens "
-        "(rollout/stale_prefix, rollout/tokens_wasted_share); use "
-        "an engine that separates the cache by weights, or rollout.sglang.args=[--disable-radix-cache]",
+        "requests that wait in a server during a push find KV in its cache that may be of older weights, and are "
+        "asked again, which wastes over 5 % of the tokens (rollout/stale_prefix, rollout/tokens_wasted_share); lower "
+        "rollout.max_in_flight, so that few wait, or set rollout.update=retract",
     ),
     Rule(
         "tokens_wasted",

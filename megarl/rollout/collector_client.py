@@ -52,7 +52,7 @@ class Collectors:
         max_in_flight: completions that a collector requests at a time.
         piece_tokens: new tokens of one request at most; 0: no limit.
         fenced: a server gets no request before `trust` names it.
-        salted: the servers know salts of their prefix caches (Abilities.cache_salt).
+        salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
         heartbeat_s: a collector that says nothing for so long is killed and started again.
         max_restarts: of a collector within ten minutes.
         move_after_s: the orders of a collector go to others if it has had no live server for so long.

@@ -47,7 +47,7 @@ class EnginePool:
         max_in_flight: size of `slots`.  Hold one during calls of `generate`, as `pieces.write` does.
         retries: after the first attempt.
         fenced: servers need a `trust` first.
-        salted: the servers know salts of their prefix caches (Abilities.cache_salt).
+        salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
     """
 
     def __init__(
@@ -138,9 +138,8 @@ class EnginePool:
                 if isinstance(error, ServerFailed):
                     reasons.append(f"{server.url}: {error}")
                 continue
-            if (
-                is_stale
-            ):  # once more, since by now the pool knows the version that wrote this; then with a salt of its own
+            if is_stale:
+                # Once more, since by now the pool knows the version that wrote this; then with a salt of its own.
                 num_stale += 1
                 self._counts["stale_prefixes"] += 1
                 self.waste("stale", len(completion.token_ids))

@@ -86,7 +86,7 @@ class Sender:
         *,
         alone: bool = False,
     ) -> tuple[Completion, bool]:
-        """What the server wrote, at least one token, and whether its prefix cache gave it KV of other weights.
+        """What the server wrote, at least one token, and whether its cache may have given it KV of other weights.
 
         `alone`: with a salt that no other request has, so that it gets no KV from the cache.
         Raises ServerFailed, Unreachable or TakenOut if another attempt may help, RolloutFailed if not.
@@ -114,6 +114,8 @@ class Sender:
         if adapter is not None:  # the server reports the version of the base weights
             completion = replace(completion, versions=(VersionSpan(adapter[1], 0, num_tokens),))
         await self._verify(server, completion)
+        # A push of which the salt does not know ended before the first token.  Whether the KV in the cache was older is
+        # not in the reply: another request of this salt may just have written it with the new weights.
         is_stale = version not in (None, completion.versions[0].version) and bool(cached_tokens)
         return completion, is_stale
 

@@ -240,7 +240,7 @@ def make_collectors(
 ) -> Collectors:
     """The collectors of a run, started; `fenced`: they send requests to a server only once that is trusted.
 
-    `salted`: all servers know salts of their prefix caches.
+    `salted`: all servers know salts of their prefix caches, and need them because they keep their KV in a push.
     """
     rollout, reward = config.rollout, config.reward
     servers = max(len(urls), len(rollout.urls) or rollout.num_servers)

@@ -126,6 +126,11 @@ class Run:
         return self.config.rollout.ahead > 0 and self.config.rollout.update == "drain"
 
     @property
+    def keeps_kv(self) -> bool:
+        """Whether servers keep their KV in a push; in any other push they flush their prefix caches."""
+        return self.config.rollout.ahead > 0 and self.config.rollout.update == "in_place"
+
+    @property
     def checkpoints(self) -> Path:
         return self.dir / "checkpoints"
 
@@ -164,7 +169,8 @@ class Run:
         abilities = [ability_of(url, token) for url in processes.urls]
         if config.rollout.ahead and not self.drains:
             check_version_spans(abilities)
-        router, salted = self._infrastructure.router, all(ability.cache_salt for ability in abilities)
+        router = self._infrastructure.router
+        salted = self.keeps_kv and all(ability.cache_salt for ability in abilities)
         self._start_collectors([router.url] if router else processes.urls, token, salted=salted)
         asked = Routed(router, self.collectors) if router else self.collectors
         self.server_manager = self._make_server_manager(processes, asked)
@@ -222,7 +228,7 @@ class Run:
             bucket_bytes=rollout.bucket_bytes,
             # A push waits for a server several times, and must end before the call of the ranks times out.
             timeout_s=min(rollout.request_timeout_s, self.config.trainer.call_timeout_s / 6),
-            pause_mode="in_place" if rollout.ahead and rollout.update == "in_place" else "retract",
+            pause_mode="in_place" if self.keeps_kv else "retract",
             # Adapters of running completions, and the new one.
             adapters_kept=rollout.ahead + 2 if lora.rank and lora.push == "adapter" else 0,
             transport=rollout.push,

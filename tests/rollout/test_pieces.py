@@ -110,9 +110,9 @@ def test_a_token_outside_the_tokenizer_is_no_fault_of_the_prompt():
     async def test():
         highest = max(PROMPT)
         assert max(WHOLE[:4]) > highest
-        async with serving(Writer()) as (urls, _):
-            async with EnginePool(urls, "", timeout_s=200, vocab_size=highest + 1) as pool:
-                assert (await write(pool, PROMPT, PARAMS, piece_tokens=4)).token_ids == WHOLE
+        options = {"timeout_s": 200, "vocab_size": highest + 1}
+        async with serving(Writer()) as (urls, _), EnginePool(urls, "", **options) as pool:
+            assert (await write(pool, PROMPT, PARAMS, piece_tokens=4)).token_ids == WHOLE
 
     run(test)
 
