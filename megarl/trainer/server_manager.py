@@ -76,7 +76,10 @@ class ServerManager:
         """
         self.version, self.holding = version, set()
         self._look(starts=self._colocation is None)
-        report = self._deliver(self._serving())
+        serving = self._serving()
+        for url in serving:  # the push pauses it: a new request, and the time limit of a running one, wait for the end
+            self._collector.hold(url)
+        report = self._deliver(serving)
         while not self.holding:
             time.sleep(_TEND_EVERY_S)
             report = self._repair() or report

@@ -93,6 +93,17 @@ def test_a_verified_push_lets_all_servers_write(parts) -> None:
     assert server_manager.holding == {A, B}
 
 
+def test_requests_are_held_while_their_servers_are_paused_for_a_push(parts) -> None:
+    server_manager, _, said = parts
+    server_manager.push(0)
+    said.bad = {B}
+    server_manager.push(1)
+    push = [("hold", A), ("hold", B), ("push", A, B)]
+    assert said.story == push * 2
+    server_manager.check_servers()
+    assert said.story[len(push * 2) :] == [("push", B)], "no request goes to a fenced server"
+
+
 def test_a_server_that_fails_its_push_is_fenced_and_pushed_again_alone(parts) -> None:
     server_manager, _, said = parts
     server_manager.push(0)
