@@ -144,15 +144,24 @@ class Sender:
     def _end(self, server: PoolServer, ask: Ask, rid: str) -> None:
         """The time of a request is over: the server is to return what it has written."""
         loop = asyncio.get_running_loop()
-        if server.held:  # it may be paused
+        if server.held:  # it may be paused, and returns nothing before it goes on
             ask.timer = loop.call_later(self._timeout_s, self._end, server, ask, rid)
             return
         ask.is_overdue = True
         errand = loop.create_task(self._abort(server.url, rid))
         self._errands.add(errand)
         errand.add_done_callback(self._errands.discard)
-        late = ServerFailed(f"no answer within {self._timeout_s:g} s")
-        ask.timer = loop.call_later(min(_GRACE_S, self._timeout_s), ask.cut, late)
+        self._await_end(server, ask)
+
+    def _await_end(self, server: PoolServer, ask: Ask) -> None:
+        """Cut the request off if the server does not return it soon."""
+        ask.timer = asyncio.get_running_loop().call_later(min(_GRACE_S, self._timeout_s), self._cut, server, ask)
+
+    def _cut(self, server: PoolServer, ask: Ask) -> None:
+        if server.held:
+            self._await_end(server, ask)
+        else:
+            ask.cut(ServerFailed(f"no answer within {self._timeout_s:g} s"))
 
     async def _abort(self, url: str, rid: str) -> None:
         # The request is cut off if this does not help.

@@ -332,6 +332,37 @@ def test_a_request_whose_time_is_over_brings_back_what_is_written():
     run(test)
 
 
+class Paused(Writer):
+    """Returns nothing before it goes on, also not what it was told to end."""
+
+    def __init__(self):
+        super().__init__(stops_after=0)
+        self.told = asyncio.Event()
+
+    def end(self, rid=""):
+        self.told.set()
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_time_limit_of_a_request_waits_for_a_held_server(is_told):
+    async def test():
+        writer = Paused()
+        options = {"timeout_s": 0.5, "retries": 0, "fenced": True}
+        async with serving(writer) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            pool.trust(urls[0], 0)
+            asked = asyncio.create_task(pool.generate([3], SEEDED))
+            while not (writer.told.is_set() if is_told else writer.ended):
+                await asyncio.sleep(0.005)
+            pool.hold(urls[0])
+            await asyncio.sleep(1.2)  # longer than the limit and the time that is left to end a request
+            assert not asked.done() and writer.told.is_set() == is_told
+            writer.go.set()
+            assert (await asked).completion.token_ids == LONG
+            assert len(seen[0]) == 1
+
+    run(test)
+
+
 def test_a_server_that_only_ends_requests_is_given_up():
     async def test():
         options = {"timeout_s": 60, "retries": 1, "rest_s": 0.01}
