@@ -168,7 +168,8 @@ class Ask:
         """Whether it is no failure that this request ended without a token.
 
         Either the driver changed something about the server meanwhile, or it waited in the queue of a server that
-        wrote tokens for others until its time was over.
+        wrote tokens for others until its time was over.  The driver's hold comes over a pipe and its abort through the
+        server: a reply that overtakes the hold is not excused, and costs one of the attempts.
         """
         server = self._server
         return server.num_changes != self._changes or (self.is_overdue and server.num_tokens > self._tokens)
