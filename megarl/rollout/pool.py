@@ -6,8 +6,8 @@ returned only when all versions that generated a part of it are trusted on this 
 
 A request has a limited number of attempts, each attempt has a time limit, and a server that failed gets no request for
 a time that doubles with each failure up to a limit.  Without a limit the pool waits for servers: for a `trust` while
-none is in service, and for a connection while none can be reached.  Such a request has killed no server, and whoever
-owns the servers restarts them or gives them up; the driver does so only between two training steps.
+none is in service, and while none can be reached.  Such a request has killed no server, and whoever owns the servers
+restarts them or gives them up; the driver does so only between two training steps.
 """
 
 from __future__ import annotations

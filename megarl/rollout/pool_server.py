@@ -24,7 +24,10 @@ class ServerFailed(RuntimeError):
 
 
 class Unreachable(RuntimeError):
-    """There was no connection, so the server has not seen the request; not counted as an attempt."""
+    """No server has begun with the request: no connection, or status 503; not counted as an attempt.
+
+    503 is what a router without a live server answers, and a server whose queue is full.
+    """
 
 
 class TakenOut(RuntimeError):

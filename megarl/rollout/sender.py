@@ -172,6 +172,8 @@ class Sender:
 
 def _refusal(url: str, status: int, message: str) -> RuntimeError:
     """5xx, 408 and 429 are retried on another server; any other status would be the same on all servers."""
+    if status == 503:
+        return Unreachable(f"status {status}: {message}")
     if status >= 500 or status in (408, 429):
         return ServerFailed(f"status {status}: {message}")
     return RolloutFailed(f"{url} refused the request with status {status}: {message}")

@@ -68,6 +68,22 @@ def test_requests_wait_for_a_server_that_is_down_for_longer_than_all_attempts_wo
     run(test)
 
 
+def test_requests_wait_for_a_router_that_has_no_server_for_now():
+    async def test():
+        answers = iter([503] * 5)
+
+        async def router(request):
+            status = next(answers, 200)
+            return await good(request) if status == 200 else web.Response(status=status, text="no available workers")
+
+        options = {"timeout_s": 60, "retries": 1, "rest_s": 0.01}
+        async with serving(router) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            assert (await pool.generate([3], PARAMS)).completion.token_ids == [4, 1]
+            assert len(seen[0]) == 6 and pool.counters()["wasted_failed"] == 0
+
+    run(test)
+
+
 async def hanging_up(request):
     request.transport.close()
 
