@@ -58,6 +58,7 @@ def test_requests_wait_for_a_server_that_is_down_for_longer_than_all_attempts_wo
         async with EnginePool([url], "", timeout_s=60, retries=1, rest_s=0.01) as pool:
             asked = [asyncio.create_task(write(pool, [3], PARAMS)) for _ in range(3)]
             while len(re.findall(refusals, caplog.text)) < 4:
+                assert not any(task.done() for task in asked)
                 await asyncio.sleep(0.01)
             async with serving(good, port=port) as ([same], seen):
                 assert same == url
