@@ -7,7 +7,7 @@ ranks share a Group; a role with another layout gets its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -16,9 +16,8 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from megarl.config import Config, from_yaml, layout_of, to_yaml
+from megarl.config import Config, layout_of, to_yaml
 from megarl.config.placement import gpu_seats, pushes_over_nccl
-from megarl.data.groups import load_groups
 from megarl.data.ledger import Ledger
 from megarl.group import Group
 from megarl.layout import Layout
@@ -34,7 +33,7 @@ from megarl.rollout.collector_client import Collectors
 from megarl.rollout.prefetch import Prefetcher
 from megarl.rollout.protocol import Abilities, SamplingParams
 from megarl.rollout.trust import Trusts
-from megarl.sample import Batch
+from megarl.sample import Batch, Sample
 from megarl.servers import supervisor
 from megarl.servers.nccl import check_one_nccl
 from megarl.servers.router import Routed
@@ -53,6 +52,7 @@ from megarl.trainer.checkpoint import Saver
 from megarl.trainer.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
 from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.resume import announce, check_is_known, generated_with, take_over
 from megarl.trainer.roles import Roles, load_roles, make_roles
 from megarl.trainer.server_manager import Push, ServerManager
 from megarl.weights.verify.canary import Canary
@@ -116,7 +116,10 @@ class Run:
                 f"trainer.critic_warmup={warmup}: expected fewer than the {self.num_steps} steps of the run"
             )
         self.resumed_from = resume or checkpoint.find(config.trainer.resume_mode, self.checkpoints)
+        if self.resumed_from is not None:
+            check_is_known(self.resumed_from)
         self.first_step = self.resumed_from.step if self.resumed_from else 0
+        self._generated_with = generated_with(config, greedy=self.algorithm.wants_greedy)
         self._groups: dict[tuple[Layout, int, int], Group] = {}  # layout, first rank, ranks
         self._stack = ExitStack()
 
@@ -153,7 +156,9 @@ class Run:
     def _start(self) -> None:
         config = self.config
         self.dir.mkdir(parents=True, exist_ok=True)
-        self._say_what_resumes()
+        if self.resumed_from is not None:
+            announce(self.resumed_from, config, self.num_steps)
+        ledger, waiting = take_over(self.resumed_from, self.prompts.fingerprint, self._generated_with, self._warn)
         (self.dir / "config.yaml").write_text(to_yaml(config))
         resume_step = self.first_step if self.resumed_from else None
         drop_after(self.dir / SAMPLES, resume_step)
@@ -172,6 +177,7 @@ class Run:
         router = self._infrastructure.router
         salted = self.keeps_kv and all(ability.cache_salt for ability in abilities)
         self._start_collectors([router.url] if router else processes.urls, token, salted=salted)
+        self.ledger, self.prefetcher = ledger, self._make_prefetcher(ledger, waiting)
         asked = Routed(router, self.collectors) if router else self.collectors
         self.server_manager = self._make_server_manager(processes, asked)
         for group in self._groups.values():
@@ -256,24 +262,6 @@ class Run:
     def _warn(self, sentence: str) -> None:
         Console(stderr=True, soft_wrap=True).print(f"warning: {sentence}", markup=False, highlight=False)
 
-    def _say_what_resumes(self) -> None:
-        """Print the step to resume from and the settings that differ.
-
-        Raises ValueError for a finished run with other settings: its results must not appear under the new ones.
-        """
-        if self.resumed_from is None:
-            return
-        file, console = self.dir / "config.yaml", Console(stderr=True, soft_wrap=True)
-        changed = checkpoint.changes(from_yaml(file.read_text()), self.config) if file.exists() else []
-        if changed and self.first_step >= self.num_steps:
-            raise ValueError(
-                f"{self.dir} is finished, with other settings ({', '.join(changed)}); use another "
-                "trainer.experiment_name, more steps, or trainer.resume_mode=disable"
-            )
-        for change in changed:
-            console.print(f"warning: changed since the run began: {change}", markup=False, highlight=False)
-        console.print(f"going on from step {self.first_step} ({self.resumed_from.folder})", highlight=False)
-
     def _group_of(self, role: Any) -> Group:
         """The Group of a role's configuration, shared by all roles of the same layout on the same ranks."""
         world = layout_of(role.megatron), role.first_rank, role.num_ranks
@@ -285,26 +273,25 @@ class Run:
         return self._groups[world]
 
     def _start_collectors(self, urls: Sequence[str], token: str, *, salted: bool) -> None:
-        config, rollout = self.config, self.config.rollout
-        ledger, waiting = Ledger(self.prompts.fingerprint), {}
-        if self.resumed_from is not None:
-            waiting = load_groups(self.resumed_from.folder / checkpoint.ROLLOUTS)
-            ledger.load_state_dict(self.resumed_from.state["ledger"], finished=waiting)
+        config = self.config
         self.collectors = make_collectors(config, urls, token, fenced=True, salted=salted)
         self._stack.callback(self.collectors.close)
-        self.ledger = ledger
-        self.prefetcher = Prefetcher(
+        self.evaluator = Evaluator(self.collectors, self.val_prompts, config)
+
+    def _make_prefetcher(self, ledger: Ledger, waiting: Mapping[int, list[Sample]]) -> Prefetcher:
+        config, rollout = self.config, self.config.rollout
+        return Prefetcher(
             self.collectors,
             ledger,
             self.prompts,
             num_prompts=config.data.train_batch_size,
-            n=config.rollout.n,
+            n=rollout.n,
             params=SamplingParams(
-                temperature=config.rollout.temperature,
-                top_p=config.rollout.top_p,
-                top_k=config.rollout.top_k,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
                 max_new_tokens=config.data.max_response_length,
-                sampling_seed=config.rollout.seed,
+                sampling_seed=rollout.seed,
             ),
             # In time slices one more iteration is there, so that the servers have work for the whole slice.
             ahead=rollout.ahead if rollout.turn_s is None else 1,
@@ -316,7 +303,6 @@ class Run:
             greedy=self.algorithm.wants_greedy,
             keep=self.algorithm.keep,
         )
-        self.evaluator = Evaluator(self.collectors, self.val_prompts, config)
 
     def describe_save(self, totals: dict[str, Any]) -> None:
         """Complete the checkpoint that `saver` has started, before the next iteration is begun.
@@ -326,7 +312,7 @@ class Run:
         """
         algorithm, waiting = self.algorithm, self.prefetcher.waiting
         state: dict[str, Any] = {"ledger": self.ledger.state_dict(), "kl": algorithm.kl.state_dict()}
-        state |= {"totals": totals, "seed": algorithm.seed}
+        state |= {"generated_with": self._generated_with, "totals": totals, "seed": algorithm.seed}
         assert self.saver is not None, "the run has not started"
         self.saver.describe(state, waiting)
 

@@ -1,0 +1,115 @@
+"""Resuming: the settings that have changed, the ledger of the visits, and the finished groups that waited.
+
+A finished group is used only if this run would generate it with the same settings.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any
+
+from rich.console import Console
+
+from megarl.config import Config, from_yaml
+from megarl.data.groups import load_groups
+from megarl.data.ledger import Ledger
+from megarl.data.readers import content_digest
+from megarl.rewards import REWARDS
+from megarl.sample import Sample
+from megarl.trainer.checkpoint import ROLLOUTS, Checkpoint, changes
+
+# The settings on which a finished group depends: its prompt, its completions with their columns, and its rewards.
+_KEYS = (
+    "data.prompt_key",
+    "data.ground_truth_key",
+    "data.system_prompt",
+    "data.max_response_length",
+    "model.tokenizer_path",
+    "rollout.engine",
+    "rollout.sglang.args",
+    "rollout.n",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "reward.fn",
+    "reward.timeout_s",
+    "reward.on_error",
+)
+
+
+def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
+    """What finished groups depend on, as JSON values.
+
+    `greedy`: the estimator wants a greedy completion of each prompt.  Of a user's reward function the file counts too,
+    but not the modules that it imports.
+    """
+    settings = {key: attrgetter(key)(config) for key in _KEYS}
+    return settings | {"the file of reward.fn": _reward_file(config), "algorithm.adv_estimator (greedy)": greedy}
+
+
+def announce(checkpoint: Checkpoint, config: Config, num_steps: int) -> None:
+    """Print the step to resume from and the settings that differ.
+
+    Raises ValueError for a finished run with other settings: its results must not appear under the new ones.
+    """
+    folder, console = config.trainer.run_dir, Console(stderr=True, soft_wrap=True)
+    file = folder / "config.yaml"
+    changed = changes(from_yaml(file.read_text()), config) if file.exists() else []
+    if changed and checkpoint.step >= num_steps:
+        raise ValueError(
+            f"{folder} is finished, with other settings ({', '.join(changed)}); use another "
+            "trainer.experiment_name, more steps, or trainer.resume_mode=disable"
+        )
+    for change in changed:
+        console.print(f"warning: changed since the run began: {change}", markup=False, highlight=False)
+    console.print(f"going on from step {checkpoint.step} ({checkpoint.folder})", highlight=False)
+
+
+def take_over(
+    checkpoint: Checkpoint | None, fingerprint: str, settings: Mapping[str, Any], warn: Callable[[str], None]
+) -> tuple[Ledger, dict[int, list[Sample]]]:
+    """The ledger, and by visit the finished groups of the checkpoint; None: a new ledger.
+
+    `fingerprint`: of the data.  `settings`: `generated_with` of this run.  If the checkpoint has others, its groups are
+    dropped and the ledger issues their visits again.
+    Raises ValueError for other data, and for damaged files.
+    """
+    ledger = Ledger(fingerprint)
+    if checkpoint is None:
+        return ledger, {}
+    waiting, before = load_groups(checkpoint.folder / ROLLOUTS), checkpoint.state["generated_with"]
+    changed = [key for key in {**settings, **before} if settings.get(key) != before.get(key)]
+    if waiting and changed:
+        what = f"the finished groups in {checkpoint.folder} ({len(waiting)}) are dropped and generated again"
+        warn(f"{what}, because these settings have changed: {', '.join(changed)}")
+        waiting = {}
+    ledger.load_state_dict(checkpoint.state["ledger"], finished=waiting)
+    return ledger, waiting
+
+
+def check_is_known(checkpoint: Checkpoint) -> None:
+    """Raises ValueError for a checkpoint of a version of megarl that had no ledger of the visits."""
+    missing = [name for name in ("ledger", "generated_with") if name not in checkpoint.state]
+    if missing:
+        raise ValueError(
+            f"trainer.resume_mode: {checkpoint.folder} was saved by an older megarl (its state has no "
+            f"{' and no '.join(missing)}); expected a checkpoint of this version, or trainer.resume_mode=disable"
+        )
+
+
+def _reward_file(config: Config) -> str | None:
+    """Digest of the file of a user's reward function; None for a built-in one."""
+    fn = config.reward.fn
+    found = REWARDS.get(fn, fn)
+    if not isinstance(found, str):  # registered by a plug-in
+        return content_digest(str(sys.modules[found.__module__].__file__))
+    if fn in REWARDS:
+        return None
+    place = found.rpartition(":")[0]
+    if place.endswith(".py"):
+        return content_digest(place)
+    spec = find_spec(place)
+    return content_digest(spec.origin) if spec is not None and spec.origin else None
