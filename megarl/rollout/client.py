@@ -215,6 +215,11 @@ class ServerClient:
 
     # ---- adapters
 
+    def adapters(self) -> list[str]:
+        """Names of the LoRA adapters that the server holds."""
+        models = self._json(Route.MODELS, method="GET").get("data", [])
+        return [str(model["id"]) for model in models if model.get("parent") is not None]  # the others are base models
+
     def load_adapter(
         self, name: str, config: Mapping[str, Any], payload: str, checksums: Mapping[str, str], *, tp_size: int
     ) -> None:

@@ -38,6 +38,7 @@ class Route(StrEnum):
     UPDATE_FROM_TENSOR = "/update_weights_from_tensor"
     UPDATE_FROM_DISK = "/update_weights_from_disk"
     WEIGHTS_CHECKER = "/weights_checker"
+    MODELS = "/v1/models"
     LOAD_ADAPTER = "/load_lora_adapter_from_tensors"
     UNLOAD_ADAPTER = "/unload_lora_adapter"
     RELEASE_MEMORY = "/release_memory_occupation"

@@ -22,23 +22,23 @@ RANK, ALPHA = 4, 10.0
 
 
 def push_twice(folder: str, url: str, token: str, out: str, prompt: list[int]) -> dict[str, Any]:
-    """Push two adapters; log-probs of the prompt under each, and folders of the merged models."""
+    """Push two adapters; log-probs of the prompt under each, by version, and folders of the merged models."""
     lora = Lora(folder, LoraSettings(RANK, ALPHA), Layout(tp=1, pp=2))
     pusher = AdapterPusher([url], token, lora.hf, base_model=folder, keep=2, timeout_s=60)
     micro = MicroBatch(Batch(torch.tensor(prompt), torch.tensor([len(prompt)])))
-    found: dict[str, Any] = {"columns": {}}
+    found: dict[str, Any] = {"columns": {}, "adapters": []}
     for version in (1, 2):
         _disturb(lora)
         columns = forward_only(lora.model, [micro], lora.outputs, CPU)
         said = _of_last_stage(columns[0]["log_probs"] if columns else None, len(prompt))
         canary = Canary(tuple(prompt), tuple(said[1:].tolist()), tolerance=1e-4)
         report = pusher.push(lora.model, version, canary=canary)
-        name = f"actor-{version}-{version}"
         if report is not None:
-            assert (report.adapter, report.failed, report.transports) == (name, {}, {url: "adapter"})
+            assert (report.failed, report.transports) == ({}, {url: "adapter"})
             found["bytes"] = report.num_bytes
-        found["columns"][name] = said
-        save_hf(lora.model, lora.hf, Path(out) / name, source_folder=folder)
+            found["adapters"].append(report.adapter)
+        found["columns"][str(version)] = said
+        save_hf(lora.model, lora.hf, Path(out) / str(version), source_folder=folder)
     pusher.close()
     destroy_groups()
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from multiprocessing import get_context
@@ -80,6 +81,8 @@ class Writer:
     ended: then it returns what it has.
     """
 
+    routes: tuple[Route, ...] = (Route.ABORT,)  # beside /generate
+
     def __init__(self, version: str = "0", stops_after: int | None = None) -> None:
         self.version, self.stops_after, self.go = version, stops_after, asyncio.Event()
         self.cached = 0
@@ -124,6 +127,50 @@ class Writer:
                 event.set()
 
 
+class AdapterWriter(Writer):
+    """A `Writer` that holds adapters; as in SGLang, unloading one waits for the requests that use it."""
+
+    routes = (*Writer.routes, Route.SERVER_INFO, Route.MODELS, Route.LOAD_ADAPTER, Route.UNLOAD_ADAPTER)
+
+    def __init__(self, *adapters: str, stops_after: int | None = None) -> None:
+        super().__init__(stops_after=stops_after)
+        self.adapters = list(adapters)
+        self.ordered: list[str] = []  # what it was told to do with adapters
+        self.users: Counter[str] = Counter()
+        self.unused = asyncio.Condition()
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        if request.path == Route.SERVER_INFO:
+            return web.json_response({"tp_size": 1})
+        if request.path == Route.MODELS:
+            cards = [{"id": "base", "parent": None}, *({"id": name, "parent": "base"} for name in self.adapters)]
+            return web.json_response({"object": "list", "data": cards})
+        body = await request.json()
+        if request.path == Route.ABORT:
+            self.ordered.append("abort")
+        if request.path == Route.GENERATE:
+            self.users[body["lora_path"]] += 1
+            try:
+                return await super().__call__(request)
+            finally:
+                async with self.unused:
+                    self.users[body["lora_path"]] -= 1
+                    self.unused.notify_all()
+        if request.path not in (Route.LOAD_ADAPTER, Route.UNLOAD_ADAPTER):
+            return await super().__call__(request)
+        name = body["lora_name"]
+        if (name in self.adapters) == (request.path == Route.LOAD_ADAPTER):
+            return web.json_response({"success": False}, status=400)
+        if request.path == Route.LOAD_ADAPTER:
+            self.adapters.append(name)
+        else:
+            self.adapters.remove(name)
+            async with self.unused:
+                await self.unused.wait_for(lambda: not self.users[name])
+        self.ordered.append(f"{'load' if request.path == Route.LOAD_ADAPTER else 'unload'} {name}")
+        return web.json_response({"success": True})
+
+
 @asynccontextmanager
 async def serving(*handlers: Handler, port: int = 0) -> AsyncIterator[tuple[list[str], list[list[Any]]]]:
     """A server for each handler; yields (urls, list of bodies of /generate of each).  `port`: of one server; 0: any."""
@@ -141,7 +188,8 @@ async def serving(*handlers: Handler, port: int = 0) -> AsyncIterator[tuple[list
         app = web.Application()
         app.router.add_post(Route.GENERATE, record)
         if isinstance(handler, Writer):
-            app.router.add_post(Route.ABORT, handler.__call__)
+            for route in handler.routes:
+                app.router.add_route("*", route, handler.__call__)
         runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)  # as real ones do
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port, backlog=2048)

@@ -1,8 +1,9 @@
 """Pushing only the adapters of a LoRA model; the servers keep the base weights.
 
-No server is paused: each version is an adapter with a new name, completions ask for it by name, and running completions
-keep the adapter they began with.  The servers compare the SHA-256 of every tensor.  A canary prompt is sent with the
-new name, which checks the base weights too.
+No server is paused: each version is an adapter with a new name, completions ask for it by name, and a running request
+keeps the adapter it began with, until that is unloaded: then the request is ended, and the completion goes on with a
+newer one.  The servers compare the SHA-256 of every tensor.  A canary prompt is sent with the new name, which checks
+the base weights too.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import pickle
-from collections import defaultdict, deque
+import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -27,11 +29,15 @@ from megarl.weights.mapping.families import HFConfig
 from megarl.weights.push.report import Clock, PushError, PushReport
 from megarl.weights.verify.canary import Canary, disagreement
 
+OURS = "megarl-"  # begins the names of all adapters that a trainer pushes
+_UNLOAD_S = 2.0  # after this time requests that still run with an adapter to unload are ended
+
 
 class AdapterPusher:
     """Exists on every rank; only world rank 0 talks to the servers.
 
-    `keep`: number of adapters a server holds at a time; older ones are unloaded, when no completion uses them any more.
+    `keep`: number of adapters that a server holds after a push.  Older ones are unloaded, and so are those of an
+    earlier life of the ranks, which the servers outlive.
     """
 
     def __init__(
@@ -46,7 +52,8 @@ class AdapterPusher:
     ) -> None:
         self._hf_config, self._base_model, self._keep = hf_config, base_model, keep
         self._engines = {url: ServerClient(url, token, timeout_s=timeout_s) for url in urls}
-        self._held: dict[str, deque[str]] = defaultdict(deque)  # url -> names of adapters, the oldest first
+        # A server may hold adapters of earlier ranks and refuses a name that it has: each life has its own names.
+        self._life = f"{OURS}{uuid.uuid4().hex[:12]}-"
         self._num_pushes = 0
 
     def push(
@@ -56,7 +63,6 @@ class AdapterPusher:
 
         `only`: push to these urls only.  Peak extra memory on rank 0: the adapters three times.
         """
-        self._num_pushes += 1
         if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
             return None
         stream = adapter_tensors(model, self._hf_config)
@@ -68,9 +74,21 @@ class AdapterPusher:
                 tensors = on_cpu(stream)
         finally:
             deque(stream, maxlen=0)  # finish the stream's collectives: the other ranks wait in them
-        name = f"actor-{version}-{self._num_pushes}"  # a server refuses a name that it has had before
         urls = list(self._engines) if only is None else list(only)
-        config = peft_config(settings_in(model), self._base_model)
+        return self.deliver(urls, version, tensors, peft_config(settings_in(model), self._base_model), canary, clock)
+
+    def deliver(
+        self,
+        urls: Sequence[str],
+        version: int,
+        tensors: dict[str, Tensor],
+        config: Mapping[str, Any],
+        canary: Canary | None,
+        clock: Clock,
+    ) -> PushReport:
+        """Load a complete adapter into these servers.  `config`: PEFT's adapter_config.json."""
+        self._num_pushes += 1
+        name = f"{self._life}{self._num_pushes:08d}-v{version}"  # sorted by name they are sorted by age
         failed = self._give(urls, name, tensors, config, canary, clock)
         transports = {url: "adapter" for url in urls if url not in failed}
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -98,26 +116,37 @@ class AdapterPusher:
         def one(url: str) -> None:
             engine = self._engines[url]
             try:
-                self._drop_old(url)
+                for old in outdated(engine.adapters(), self._life, self._keep - 1):
+                    unload(engine, old)
                 give_adapter(engine, name, tensors, config)
-                self._held[url].append(name)
                 if canary is not None:
                     heard[url] = engine.prompt_log_probs(canary.prompt_ids, adapter=name)
             except (PushError, ServerError) as error:
-                failed[url] = str(error)
+                failed[url] = _refusal(error) if isinstance(error, ServerError) else str(error)
 
         with clock("send"), ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="push_adapter") as threads:
             list(threads.map(one, urls))
         return failed | (disagreement(canary, heard) if canary is not None else {})
 
-    def _drop_old(self, url: str) -> None:
-        held = self._held[url]
-        while len(held) >= self._keep:
-            try:
-                self._engines[url].unload_adapter(held.popleft())
-            except ServerError as error:
-                if error.status != 400:  # 400: the server was restarted and has no such adapter
-                    raise
+
+def outdated(names: Sequence[str], life: str, keep: int) -> list[str]:
+    """Of a server's adapters those to unload: ours of other lives, and of this one all but the newest `keep`."""
+    others = [name for name in names if name.startswith(OURS) and not name.startswith(life)]
+    of_this_life = sorted(name for name in names if name.startswith(life))
+    return others + of_this_life[: max(0, len(of_this_life) - keep)]
+
+
+def unload(engine: ServerClient, name: str) -> None:
+    """Unload an adapter; requests that use it for longer than two more seconds are ended.
+
+    A server waits with the unloading for these requests, and loads no other adapter meanwhile.  It can end one request
+    or all, so it ends all: each returns its tokens, and its completion goes on in the next request.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="unload") as thread:
+        unloading = thread.submit(engine.unload_adapter, name)
+        while not wait([unloading], _UNLOAD_S).done:
+            engine.abort(everything=True)
+        unloading.result()
 
 
 def give_adapter(engine: ServerClient, name: str, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
@@ -130,5 +159,9 @@ def give_adapter(engine: ServerClient, name: str, tensors: dict[str, Tensor], co
         engine.load_adapter(name, config, payload, digests, tp_size=tp_size)
     except ServerError as error:
         if error.status == 404:
-            raise PushError(f"{engine.url} takes no adapters; expected actor.lora.push=merged") from error
+            raise PushError(_refusal(error)) from error
         raise PushError(f"{engine.url} did not take the adapter {name}: {error.message}") from error
+
+
+def _refusal(error: ServerError) -> str:
+    return f"{error.url} takes no adapters; expected actor.lora.push=merged" if error.status == 404 else str(error)
