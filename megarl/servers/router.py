@@ -158,13 +158,16 @@ class Routed:
 
     def __init__(self, router: Router, collector: Trusts) -> None:
         self._router, self._collector = router, collector
-        self._trusted: dict[str, tuple[int, str | None]] = {}
+        self._trusted: dict[str, int] = {}  # url -> version
+        for url in router.urls:  # those of an earlier life of the trainer, which the router outlives
+            router.remove(url)
 
     def trust(self, url: str, version: int, adapter: str | None = None) -> None:
         """The server holds this version, verified: the router may send it requests, and its completions count."""
-        self._trusted[url] = version, adapter
+        assert adapter is None, "behind a router requests cannot select adapters: the configuration refuses this"
+        self._trusted[url] = version
         self._router.add(url)
-        self._collector.trust(self._router.url, version, adapter)
+        self._collector.trust(self._router.url, version)
 
     def hold(self, url: str) -> None:
         """Send no new requests: to no server, because which one the router chooses is unknown."""
@@ -175,5 +178,5 @@ class Routed:
         self._router.remove(url)
         if self._trusted.pop(url, None) is not None:
             self._collector.fence(self._router.url)
-            for version, adapter in dict.fromkeys(self._trusted.values()):
-                self._collector.trust(self._router.url, version, adapter)
+            for version in dict.fromkeys(self._trusted.values()):
+                self._collector.trust(self._router.url, version)

@@ -180,13 +180,15 @@ class ServerManager:
             self.counts["fallbacks"] += len(sentences)
             for sentence in sentences:
                 self._warn(f"{url} fell back to a slower transport: {sentence}")
+        # Failures first: a router must not have a server without this version when it is told that others hold it.
+        for url in urls:
+            if url in report["failed"]:
+                self._failed(url, report["failed"][url])
         for url in urls:
             if url in report["transports"]:
                 self._failures.pop(url, None)
                 self.holding.add(url)
                 self._collector.trust(url, self.version, report["adapter"])
-            elif url in report["failed"]:
-                self._failed(url, report["failed"][url])
         return report
 
     def _push_in_turn(self, colocation: Colocation, urls: Sequence[str]) -> dict[str, Any]:

@@ -172,6 +172,15 @@ def test_the_hf_engine_is_one_process() -> None:
     )
 
 
+def test_a_router_is_refused_for_adapters_which_not_every_server_holds_at_a_time() -> None:
+    words = ("rollout.engine=sglang", "rollout.router=true", "actor.lora.rank=4")
+    assert load(*words).rollout.router
+    assert refusal(*words, "actor.lora.push=adapter") == (
+        "rollout.router=true: it may send a request to a server that does not hold the adapter "
+        "(actor.lora.push=adapter); expected false, or push=merged"
+    )
+
+
 def test_the_hf_engine_stands_on_gpus_as_sglang_does() -> None:
     on_gpus = ("rollout.engine=hf", "trainer.device=cuda")
     assert [gpu for _, gpu in placements(load(*on_gpus, "rollout.num_servers=2"), trains=True)] == [1, 2]

@@ -138,7 +138,8 @@ class Notes:
 
     url = ROUTER
 
-    def __init__(self) -> None:
+    def __init__(self, *urls: str) -> None:
+        self.urls = list(urls)
         self.said: list[tuple[Any, ...]] = []
 
     def add(self, url: str) -> None:
@@ -161,6 +162,13 @@ def test_a_server_gets_work_before_its_version_counts() -> None:
     notes: Any = Notes()
     Routed(notes, notes).trust(A, 7)
     assert notes.said == [("add", A), ("trust", ROUTER, 7, None)]
+
+
+def test_servers_of_an_earlier_life_get_nothing_before_they_are_trusted_again() -> None:
+    notes: Any = Notes(A, B)
+    routed = Routed(notes, notes)
+    routed.trust(A, 7)
+    assert notes.said == [("remove", A), ("remove", B), ("add", A), ("trust", ROUTER, 7, None)]
 
 
 def test_the_work_of_a_fenced_server_is_asked_for_again_of_the_others() -> None:

@@ -118,6 +118,17 @@ def test_a_server_that_fails_its_push_is_fenced_and_pushed_again_alone(parts) ->
     assert server_manager.counts == {"failed": 1, "repaired": 1, "servers_died": 0, "fallbacks": 0}
 
 
+def test_failed_servers_are_out_of_service_before_any_other_is_trusted(parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router with a failed server among its workers must not be told that the version is there."""
+    server_manager, _, said = parts
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(said, "trust", lambda url, *_: told.append(("trust", url)))
+    monkeypatch.setattr(said, "fence", lambda url: told.append(("fence", url)))
+    said.bad = {B}
+    server_manager.push(0)
+    assert told == [("fence", B), ("trust", A)]
+
+
 def test_slower_ways_are_counted_and_told_those_of_repairs_too(parts) -> None:
     server_manager, _, said = parts
     said.bad, said.slower = {B}, {A, B}

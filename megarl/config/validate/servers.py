@@ -41,6 +41,9 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         yield from _sizes(config)
     if rollout.router and rollout.engine == "hf":
         yield "rollout.router=true: rollout.engine=hf has no router; expected false"
+    if rollout.router and config.actor.lora.rank and config.actor.lora.push == "adapter":
+        why = "it may send a request to a server that does not hold the adapter (actor.lora.push=adapter)"
+        yield f"rollout.router=true: {why}; expected false, or push=merged"
     if rollout.quantization == "fp8":
         yield from _fp8(config)
     if given := next((word for word in rollout.sglang.args if word.split("=")[0] == "--quantization"), None):
