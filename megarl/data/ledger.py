@@ -38,6 +38,11 @@ class Ledger:
     def num_settled(self) -> int:
         return self.counts.total()
 
+    @property
+    def num_again(self) -> int:
+        """Visits that a resumed run left open and that are not issued again yet."""
+        return len(self._again)
+
     def issue(self, count: int) -> list[int]:
         """Hand out `count` visits: first those that a resumed run left open, then new ones."""
         again = [self._again.popleft() for _ in range(min(count, len(self._again)))]

@@ -213,9 +213,15 @@ class Prefetcher:
         return len(self._running) + len(self._arrived) + len(self._finished)
 
     def _admit(self, most: int) -> None:
-        """Admit visits until `most` are outstanding, but no more than the iterations that are left can take."""
+        """Admit visits until `most` are outstanding, but no more than the iterations that are left can take.
+
+        In the order of the prompts everything that a resumed run left open is admitted at once, even if this run has a
+        smaller lead: finished groups of later visits would overtake what is left out.
+        """
         most = min(most, (self._num_steps - self._step) * self._num_prompts)
-        visits = self._ledger.issue(max(0, most - self._num_outstanding))
+        again = self._ledger.num_again if self._order == PROMPTS else 0
+        bound = max((self._ahead + 1) * self._num_prompts, self._num_outstanding + again)
+        visits = self._ledger.issue(max(again, most - self._num_outstanding))
         if not visits:
             return
         asked = self._writers.submit(
@@ -223,7 +229,6 @@ class Prefetcher:
         )
         self._running.update(zip(visits, asked, strict=True))
         self._began.update(dict.fromkeys(visits, self._step))
-        bound = (self._ahead + 1) * self._num_prompts
         assert self._num_outstanding <= bound, (
             f"{self._num_outstanding} visits are outstanding, expected {bound} at most"
         )

@@ -266,6 +266,24 @@ def test_a_run_that_resumes_with_a_smaller_lead_first_uses_what_is_there() -> No
     assert [asked for asked, _ in written.asked] == [[16, 17, 18, 19]]
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_in_the_order_of_the_prompts_a_smaller_lead_lets_no_visit_overtake_those_that_were_open(ahead: int) -> None:
+    """Visits 10 to 13 have waited, those around them were still generated."""
+    asking, written, ledger = prefetcher(odd_differ, ahead=3, order="prompts")
+    written.finishes = {0, 1, 2, 3, 10, 11, 12, 13}
+    following(asking)
+    state, waiting = ledger.state_dict(), asking.waiting
+    assert sorted(waiting) == [10, 11, 12, 13]
+    ledger = Ledger("data")
+    ledger.load_state_dict(state, finished=waiting)
+    how = {"ahead": ahead, "order": "prompts", "first_step": 1, "ledger": ledger, "waiting": waiting}
+    again, written, _ = prefetcher(odd_differ, **how)
+    found = [following(again) for _ in range(5)]
+    assert [number for batch in found for number in numbers(batch.groups)] == list(range(4, 24))
+    assert written.asked[0][0][:8] == [4, 5, 6, 7, 8, 9, 14, 15], "they are asked for before anything new"
+    assert ahead == 3 or len(written.asked[0][0]) == 8, "and nothing new before there is room"
+
+
 def test_a_turn_of_shared_gpus_lasts_its_time_or_until_nothing_is_left_to_do() -> None:
     now = [0.0]
     asking, written, _ = prefetcher(odd_differ, ahead=1, turn_s=5.0, clock=lambda: now[0])
