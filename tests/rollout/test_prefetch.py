@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megarl.data.ledger import Ledger
 from megarl.rollout.collector_client import Ticket
 from megarl.rollout.prefetch import Filter, Prefetcher, RolloutBatch
 from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.usage import Usage
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 
 Scores = Callable[[int], list[float] | None]
@@ -344,3 +346,12 @@ def test_the_time_before_the_first_iteration_is_waited_for_is_no_idle_time_of_th
     assert not asking.ready()
     written.finishes, written.counters = None, {"busy_s": 3.0, "servers_s": 104.0}
     assert following(asking).metrics["rollout/servers_idle_share"] == 0.25
+
+
+def test_every_metric_is_on_the_page_of_the_outputs() -> None:
+    asking, _, _ = prefetcher(odd_differ, ahead=1, keep=Filter())
+    counted = Usage().of_step({"tokens": 2.0, "busy_s": 1.0, "servers_s": 2.0, "wasted_lost": 1.0})
+    names = set(following(asking).metrics) | {f"rollout/{name}" for name in counted}
+    page = (Path(__file__).parents[2] / "docs/outputs.md").read_text()
+    missing = [name for name in names if f"`{name.replace('/lost', '/CAUSE')}`" not in page and f"`{name}`" not in page]
+    assert not missing
