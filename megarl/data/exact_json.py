@@ -42,7 +42,23 @@ def to_json(value: Any) -> Any:
     for kind, (name, encode, _) in _KINDS.items():
         if isinstance(value, kind):
             return {KIND: [name, encode(value)]}
-    raise TypeError(f"a {type(value).__name__}; expected text, numbers, bytes, times, or lists and objects of these")
+    raise _unknown(value)
+
+
+def check_writable(value: Any) -> None:
+    """Raises the TypeError that `to_json` would raise, without its work."""
+    if isinstance(value, dict):
+        for pair in value.items():
+            check_writable(pair)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            check_writable(item)
+    elif value is not None and not isinstance(value, (bool, int, float, str, *_KINDS)):
+        raise _unknown(value)
+
+
+def _unknown(value: Any) -> TypeError:
+    return TypeError(f"a {type(value).__name__}; expected text, numbers, bytes, times, or lists and objects of these")
 
 
 def from_json(value: Any) -> Any:

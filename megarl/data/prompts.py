@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.data import FILE_KINDS
 from megarl.data.chat import encode_many, has_chat_template
+from megarl.data.exact_json import check_writable
 from megarl.data.fields import Question, question_of
 from megarl.data.order import Visits
 from megarl.data.readers import content_digest, read_rows
@@ -59,6 +60,21 @@ class Prompts:
     def __len__(self) -> int:
         """Prompts of one epoch."""
         return len(self._rows)
+
+    def check_saveable(self) -> None:
+        """Raises ValueError, naming file:line and field, for what a checkpoint cannot hold.
+
+        It saves the prompts of the finished groups that wait.
+        """
+        for question in self._questions:
+            for name, value in question.extra.items():
+                try:
+                    check_writable(value)
+                except TypeError as error:
+                    raise ValueError(
+                        f"{question.where}: a checkpoint cannot hold the field {name!r}: it is or holds {error}; "
+                        "without the field, or with trainer.save_freq=-1, the run can start"
+                    ) from None
 
     def visit(self, number: int) -> Prompt:
         """The prompt of visit 0, 1, 2, ...; after the last row a new epoch begins.  The uid is "epoch-row"."""

@@ -100,6 +100,8 @@ class Run:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)
         data = config.data
         self.prompts = read_prompts(config, data.train_files, overlong=data.overlong_prompts)
+        if config.trainer.save_freq > 0:
+            self.prompts.check_saveable()
         val = read_prompts(config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
         self.val_prompts = val.all(data.val_max_samples) if val else []
         self.num_filtered = self.prompts.num_filtered + (val.num_filtered if val else 0)

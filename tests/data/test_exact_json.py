@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.exact_json import KIND, from_json, to_json
+from megarl.data.exact_json import KIND, check_writable, from_json, to_json
 
 text = st.text(max_size=4) | st.just(KIND)
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text
@@ -40,6 +40,18 @@ def same(one: Any, other: Any) -> bool:
 @given(st.recursive(plain | others, containers, max_leaves=8))
 def test_any_value_comes_back(value: Any) -> None:
     assert same(from_json(json.loads(json.dumps(to_json(value)))), value)
+
+
+@given(st.recursive(plain | others | st.just({1, 2}) | st.just(1j), containers, max_leaves=8))
+def test_what_cannot_be_written_is_known_without_writing_it(value: Any) -> None:
+    told = []
+    for function in (to_json, check_writable):
+        try:
+            function(value)
+            told.append(None)
+        except TypeError as error:
+            told.append(str(error))
+    assert told[0] == told[1]
 
 
 def test_what_json_has_is_written_as_it_is() -> None:

@@ -1,5 +1,6 @@
 import json
 
+import datasets
 import pytest
 
 from megarl.data.prompts import Prompts
@@ -29,6 +30,20 @@ def test_a_prompt_carries_the_row(sums, tokenizer):
     assert prompt.uid == "0-2"
     assert prompt.token_ids == tokenizer.convert_tokens_to_ids(["2", "+", "1", "="])
     assert (prompt.text, prompt.ground_truth, prompt.data_source, prompt.extra) == ("2+1=", "3", "sums", {"a": 2})
+
+
+def test_a_field_that_no_checkpoint_can_hold_is_named_with_its_row(sums, tokenizer, tmp_path):
+    Prompts(sums, tokenizer, max_prompt_length=4).check_saveable()
+    rows = datasets.Dataset.from_list([{"prompt": "1+", "level": 1, "grid": [[1, 2], [3, 4]]}] * 2)
+    rows.with_format("numpy", columns=["grid"], output_all_columns=True).save_to_disk(tmp_path / "rows")
+    prompts = Prompts(str(tmp_path / "rows"), tokenizer, max_prompt_length=4)
+    with pytest.raises(ValueError) as error:
+        prompts.check_saveable()
+    assert str(error.value) == (
+        f"{tmp_path / 'rows'}:1: a checkpoint cannot hold the field 'grid': it is or holds a ndarray; expected text, "
+        "numbers, bytes, times, or lists and objects of these; without the field, or with trainer.save_freq=-1, the "
+        "run can start"
+    )
 
 
 def test_an_epoch_is_a_permutation_and_the_uid_says_which(sums, tokenizer):
