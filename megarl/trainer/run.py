@@ -121,7 +121,7 @@ class Run:
         if self.resumed_from is not None:
             check_is_known(self.resumed_from)
         self.first_step = self.resumed_from.step if self.resumed_from else 0
-        self._generated_with = generated_with(config, greedy=self.algorithm.wants_greedy)
+        self.generated_with = generated_with(config, greedy=self.algorithm.wants_greedy)
         self._groups: dict[tuple[Layout, int, int], Group] = {}  # layout, first rank, ranks
         self._stack = ExitStack()
 
@@ -160,7 +160,7 @@ class Run:
         self.dir.mkdir(parents=True, exist_ok=True)
         if self.resumed_from is not None:
             announce(self.resumed_from, config, self.num_steps)
-        ledger, waiting = take_over(self.resumed_from, self.prompts.fingerprint, self._generated_with, self._warn)
+        ledger, waiting = take_over(self.resumed_from, self.prompts.fingerprint, self.generated_with, self._warn)
         (self.dir / "config.yaml").write_text(to_yaml(config))
         resume_step = self.first_step if self.resumed_from else None
         drop_after(self.dir / SAMPLES, resume_step)
@@ -314,7 +314,7 @@ class Run:
         """
         algorithm, waiting = self.algorithm, self.prefetcher.waiting
         state: dict[str, Any] = {"ledger": self.ledger.state_dict(), "kl": algorithm.kl.state_dict()}
-        state |= {"generated_with": self._generated_with, "totals": totals, "seed": algorithm.seed}
+        state |= {"generated_with": self.generated_with, "totals": totals, "seed": algorithm.seed}
         assert self.saver is not None, "the run has not started"
         self.saver.describe(state, waiting)
 

@@ -164,11 +164,18 @@ def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
 def test_a_checkpoint_holds_the_state_of_the_driver() -> None:
     described: list[Any] = []
     run: Any = Run.__new__(Run)
+    run.generated_with = {"rollout.n": 2}
     run.algorithm = SimpleNamespace(kl=SimpleNamespace(state_dict=dict), seed=7)
     run.saver = SimpleNamespace(describe=lambda *said: described.append(said))
     run.prefetcher, run.ledger = SimpleNamespace(waiting={3: []}), Ledger("data")
     run.describe_save({"pushes": 2})
-    state = {"ledger": Ledger("data").state_dict(), "kl": {}, "totals": {"pushes": 2}, "seed": 7}
+    state = {
+        "ledger": Ledger("data").state_dict(),
+        "kl": {},
+        "generated_with": {"rollout.n": 2},
+        "totals": {"pushes": 2},
+        "seed": 7,
+    }
     assert described == [(state, {3: []})]
 
 
