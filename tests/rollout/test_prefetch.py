@@ -350,7 +350,7 @@ def test_the_time_before_the_first_iteration_is_waited_for_is_no_idle_time_of_th
 
 def test_every_metric_is_on_the_page_of_the_outputs() -> None:
     asking, _, _ = prefetcher(odd_differ, ahead=1, keep=Filter())
-    counted = Usage().of_step({"tokens": 2.0, "busy_s": 1.0, "servers_s": 2.0, "wasted_lost": 1.0})
+    counted = Usage({}).of_step({"tokens": 2.0, "busy_s": 1.0, "servers_s": 2.0, "wasted_lost": 1.0})
     names = set(following(asking).metrics) | {f"rollout/{name}" for name in counted}
     page = (Path(__file__).parents[2] / "docs/outputs.md").read_text()
     missing = [name for name in names if f"`{name.replace('/lost', '/CAUSE')}`" not in page and f"`{name}`" not in page]

@@ -77,7 +77,10 @@ def test_the_main_job_learns_with_completions_of_sglang(home: Path) -> None:
 
 
 def test_wrong_rewards_teach_nothing(home: Path) -> None:
-    """The control: the same run with the rewards of other samples."""
+    """The control: the same run with the rewards of other samples.  The policy then walks at random.
+
+    Four seeds moved the accuracy by -0.11, -0.02, 0.03 and 0.08; the right rewards move it by 0.3 and more.
+    """
     words = ["recipe=quickstart", "reward.shuffle=true", "trainer.check_export=false"]
     summary = run(home, "control", *words, *SHORT, *SHORT_CRITIC)
-    assert summary["accuracy_after"] < summary["accuracy_before"] + 0.05
+    assert summary["accuracy_after"] < summary["accuracy_before"] + 0.2

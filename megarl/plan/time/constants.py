@@ -14,12 +14,12 @@ class Constants:
     """Shares are of the GPU's peak; seconds are fixed costs."""
 
     # matrix products and the operations between them
-    matmul: float = 0.68  # share of peak FLOP/s: dense matrix products of training and log-probs
+    matmul: float = 0.693  # share of peak FLOP/s: dense matrix products of training and log-probs
     experts: float = 0.51  # share of peak FLOP/s: grouped products of experts
     attention: float = 0.50  # share of peak FLOP/s: fused attention over packed sequences
     ring_turn: float = 0.05  # share of attention's time added by each further context-parallel rank: shorter kernels
     head: float = 0.60  # share of peak FLOP/s: vocabulary head with its softmax
-    fp8: float = 1.6  # speed of matrix products in fp8 relative to bf16
+    fp8: float = 1.63  # speed of matrix products in fp8 relative to bf16
     memory: float = 0.75  # share of memory bandwidth: norms, activations, optimizer
     touches: float = 2.0  # how often a forward pass moves a layer's kept activations; a backward pass twice as often
     layer_s: float = 150e-6  # minimum time of a layer's forward pass: kernel launches; a backward pass takes twice this
@@ -29,20 +29,20 @@ class Constants:
     # communication
     link: float = 0.70  # share of the links' bandwidth inside a machine
     nic: float = 0.75  # share of the adapters' bandwidth between machines
-    all_to_all: float = 0.436  # factor on top of the two above for the all-to-all of experts
+    all_to_all: float = 0.447  # factor on top of the two above for the all-to-all of experts
     tp_exposed: float = 0.80  # share of tensor-parallel communication that no computation hides
     grad_hidden: float = 0.80  # share of the last micro-batch's backward pass that can hide the gradient reduction
     replica_imbalance: float = 1.03  # time of the busiest replica over the mean
 
     # servers
-    decode_memory: float = 0.61  # share of memory bandwidth: weights and cache read for each token
+    decode_memory: float = 0.598  # share of memory bandwidth: weights and cache read for each token
     decode_matmul: float = 0.45  # share of peak FLOP/s, if decoding of many sequences is compute-bound
     prefill_matmul: float = 0.50  # share of peak FLOP/s: prefill of prompts
     decode_step_s: float = 0.00498  # each step of a server: scheduler, sampling, replies
     decode_layer_s: float = 12e-6  # each layer of a step: kernels of a CUDA graph
     all_reduce_s: float = 12e-6  # an all-reduce of a step inside a machine
-    all_reduce_nic_s: float = 4.04e-05  # an all-reduce over several machines
-    tail: float = 2.57  # the longest completion over the mean, as far as the limit allows
+    all_reduce_nic_s: float = 4.16e-05  # an all-reduce over several machines
+    tail: float = 2.33  # the longest completion over the mean, as far as the limit allows
     cache_waste: float = 0.90  # share of the KV cache that running requests fill
 
     # weights
