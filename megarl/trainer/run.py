@@ -18,6 +18,7 @@ from rich.console import Console
 
 from megarl.config import Config, from_yaml, layout_of, to_yaml
 from megarl.config.placement import gpu_seats, pushes_over_nccl
+from megarl.config.validate.rewards import names_of
 from megarl.data.groups import load_groups
 from megarl.data.ledger import Ledger
 from megarl.group import Group
@@ -93,8 +94,9 @@ class Run:
                 check_one_nccl(python)
         check_shared_gpus(config)
         load_plugins(config.algorithm.plugins)
-        if not isinstance(REWARDS.get(config.reward.fn), str):  # a user's function from a file or a plug-in
-            load_reward(config.reward.fn)
+        for fn in names_of(config):
+            if not isinstance(REWARDS.get(fn), str):  # a user's function from a file or a plug-in
+                load_reward(fn)
         self.algorithm = make_algorithm(config)
         if self.algorithm.reference or self.algorithm.actor.reference:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)

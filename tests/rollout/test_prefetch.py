@@ -311,3 +311,24 @@ def test_lengths_that_were_trained_are_compared_with_lengths_that_were_generated
     ]
     found = following(asking)
     assert found.metrics["rollout/length_trained_over_generated"] == pytest.approx(2.5 / 3.0)
+
+
+def test_what_could_not_be_scored_is_counted_once_and_its_visits_are_settled() -> None:
+    class Unscored(Written):
+        def group(self, number: int) -> list[Sample] | LostRollout:
+            if number == 2:
+                return LostRollout(Prompt("0-2", [2], ""), "3 of 4 completions could not be scored", unscored=3)
+            return super().group(number)
+
+    one_left_out = lambda number: [0.0, 1.0, 0.5] if number == 1 else [0.0, 1.0, 0.5, 0.0]  # noqa: E731
+    written, ledger = Unscored(one_left_out), Ledger("data")
+    params = SamplingParams(sampling_seed=7)
+    asking = Prefetcher(
+        written, ledger, Numbers(), num_prompts=4, n=4, params=params, ahead=0, order="finished", first_step=0,
+        num_steps=9,
+    )  # fmt: skip
+    found, after = following(asking), following(asking)
+    assert [len(group) for group in found.groups] == [4, 3, 4]
+    assert found.visits == {"trained": [0, 1, 3], "filtered": [], "lost": [2]}
+    assert (found.metrics["reward/unscored"], after.metrics["reward/unscored"]) == (4.0, 0.0)
+    assert ledger.counts == {"trained": 7, "filtered": 0, "lost": 1} and ledger.open == []
