@@ -226,6 +226,12 @@ TABLE = (
         "data.val_files is empty, so nothing is evaluated",
         lambda c: not c.data.val_files,
     ),
+    UnusedKeys("reward.judge.*", "no reward is called judge", lambda c: "judge" not in names_of(c)),
+    UnusedKeys(
+        "reward.num_workers reward.timeout_s",
+        "no reward runs in a process of its own",
+        lambda c: names_of(c).keys() <= set(names.REWARD_SERVICES),
+    ),
     UnusedKeys("reward.weights", "there is one reward", lambda c: len(names_of(c)) == 1),
     UnusedKeys(
         "reward.concurrency reward.per_minute reward.retries reward.request_timeout_s",

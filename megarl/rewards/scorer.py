@@ -35,7 +35,7 @@ class Rewards:
 
     Ordinary functions run in `num_workers` processes, each sample for `timeout_s` at most; without workers they run in
     the caller's process and have no time limit.  Async functions run in the event loop of the caller, each under a
-    limit of its own from `make_limit`.
+    limit of its own from `make_limit`; so do `services`, which makes the rewards of these names: f(limit=...).
     `weights`: by short name, see name_of; a missing one is 1.
     `on_error`: of a sample on which a reward failed.  unscored: its outcome says why it has none; zero: it has reward 0
     and the extra number REWARD_ERROR; stop: RewardError is raised.
@@ -53,6 +53,7 @@ class Rewards:
         on_error: str = "unscored",
         plugins: Sequence[str] = (),
         make_limit: Callable[[], Limit] = Limit,
+        services: Mapping[str, Callable[..., AsyncReward]] | None = None,
     ) -> None:
         assert on_error in ON_ERROR, f"on_error is {on_error!r}, expected one of {', '.join(ON_ERROR)}"
         self.num_errors = 0
@@ -60,9 +61,10 @@ class Rewards:
         self._by_data_source = dict(by_data_source or {})
         self._all = list(dict.fromkeys([*fns, *self._by_data_source.values()]))
         load_plugins(plugins)
-        self._functions = functions = {fn: load_reward(fn) for fn in self._all}
-        self._async: dict[str, AsyncReward] = {
-            fn: _limited(make_limit(), function) for fn, function in functions.items() if is_async(function)
+        made = {fn: make(limit=make_limit()) for fn, make in (services or {}).items() if fn in self._all}
+        self._functions = {fn: load_reward(fn) for fn in self._all if fn not in made}
+        self._async = made | {
+            fn: _limited(make_limit(), function) for fn, function in self._functions.items() if is_async(function)
         }
         ordinary = [fn for fn in self._all if fn not in self._async]
         self._pool = RewardPool(ordinary, num_workers, timeout_s, plugins) if ordinary and num_workers else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megarl.data.prompts import Prompts
 from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
+from megarl.rewards.judge import Judge
 from megarl.rewards.limit import Limit
 from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector_client import Collectors
@@ -273,6 +274,7 @@ def make_rewards(config: Config, num_collectors: int) -> Callable[..., Rewards]:
         reward.retries,
         reward.request_timeout_s,
     )
+    services = {"judge": partial(Judge, **asdict(reward.judge))}
     return partial(
         Rewards,
         tuple(reward.fn),
@@ -283,6 +285,7 @@ def make_rewards(config: Config, num_collectors: int) -> Callable[..., Rewards]:
         on_error=reward.on_error,
         plugins=plugins(config),
         make_limit=limit,
+        services=services,
     )
 
 

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
 
 import pytest
+from virtual_clock import VirtualClock
 
 from megarl.rewards.limit import Limit, ServiceError, may_pass, retry_after, seconds_of
 
 
-class Clock:
-    """Time that passes only when everybody sleeps."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._sleepers: list[tuple[float, int, asyncio.Event]] = []
-        self._count = 0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    async def sleep(self, seconds: float) -> None:
-        woken = asyncio.Event()
-        self._count += 1
-        heapq.heappush(self._sleepers, (self.now_s + seconds, self._count, woken))
-        await woken.wait()
-
-    async def run(self, *calls: Awaitable[Any]) -> list[Any]:
-        everything = asyncio.gather(*calls, return_exceptions=True)
-        while not everything.done():
-            for _ in range(20 * len(calls)):  # all that can go on without time does
-                await asyncio.sleep(0)
-            if not everything.done() and self._sleepers:
-                self.now_s, _, woken = heapq.heappop(self._sleepers)
-                woken.set()
-        return everything.result()
-
-
-def limit(clock: Clock, *how: Any, draw: float = 0.0) -> Limit:
+def limit(clock: VirtualClock, *how: Any, draw: float = 0.0) -> Limit:
     return Limit(*how, clock=clock, sleep=clock.sleep, draw=lambda: draw)
 
 
@@ -55,7 +27,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 def test_at_most_so_many_run_at_once() -> None:
     async def test() -> None:
-        clock, running, most = Clock(), 0, 0
+        clock, running, most = VirtualClock(), 0, 0
         many = limit(clock, 3)
 
         async def call() -> float:
@@ -75,7 +47,7 @@ def test_at_most_so_many_run_at_once() -> None:
 @pytest.mark.parametrize(("per_minute", "begun"), [(2, [0, 0, 60, 60, 120]), (0.5, [0, 120, 240, 360, 480])])
 def test_at_most_so_many_begin_in_a_minute(per_minute: float, begun: list[float]) -> None:
     async def test() -> None:
-        clock = Clock()
+        clock = VirtualClock()
         some = limit(clock, 64, per_minute)
 
         async def call() -> float:
@@ -89,7 +61,7 @@ def test_at_most_so_many_begin_in_a_minute(per_minute: float, begun: list[float]
 class Failing:
     """Fails with these errors one after another, then answers with the times of its calls."""
 
-    def __init__(self, clock: Clock, *errors: Exception) -> None:
+    def __init__(self, clock: VirtualClock, *errors: Exception) -> None:
         self.clock, self.errors, self.calls = clock, list(errors), list[float]()
 
     async def __call__(self) -> list[float]:
@@ -101,7 +73,7 @@ class Failing:
 
 def test_a_failed_call_waits_twice_as_long_each_time_less_a_random_part() -> None:
     async def test(draw: float, times: list[float]) -> None:
-        clock = Clock()
+        clock = VirtualClock()
         call = Failing(clock, ServiceError("busy"), TimeoutError(), ConnectionResetError())
         assert await clock.run(limit(clock, 1, None, 4, draw=draw)(call)) == [times]
 
@@ -111,7 +83,7 @@ def test_a_failed_call_waits_twice_as_long_each_time_less_a_random_part() -> Non
 
 def test_retry_after_is_obeyed_by_all_calls() -> None:
     async def test() -> None:
-        clock = Clock()
+        clock = VirtualClock()
         two = limit(clock, 2)
         first, second = Failing(clock, ServiceError("429", after_s=30.0)), Failing(clock)
         waiting = [two(first), two(lambda: clock.sleep(5.0)), two(second)]
@@ -122,7 +94,7 @@ def test_retry_after_is_obeyed_by_all_calls() -> None:
 
 def test_after_all_tries_the_last_error_is_raised_and_what_cannot_pass_is_not_tried_again() -> None:
     async def test() -> None:
-        clock = Clock()
+        clock = VirtualClock()
         for errors, tries in (
             ([ServiceError(f"{i}") for i in range(9)], 3),
             ([ServiceError("bad key", passes=False)], 1),
@@ -138,7 +110,7 @@ def test_after_all_tries_the_last_error_is_raised_and_what_cannot_pass_is_not_tr
 
 def test_a_call_that_takes_too_long_is_ended_and_tried_again() -> None:
     async def test() -> None:
-        clock, began = Clock(), 0
+        clock, began = VirtualClock(), 0
         many = Limit(1, None, 1, 0.01, clock=clock, sleep=clock.sleep)
 
         async def never() -> None:

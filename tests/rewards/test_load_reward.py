@@ -78,8 +78,9 @@ def test_a_plug_in_may_register_a_reward_under_a_name(monkeypatch):
     assert load_reward("as_verl")(PROMPT, COMPLETION) is True
     with pytest.raises(ValueError, match="^reward 'short' exists already: use another name$"):
         register_reward("short")(short)
-    with pytest.raises(ValueError, match="^reward 'gsm8k' exists already"):
-        register_reward("gsm8k")(short)
+    for taken in ("gsm8k", "judge"):
+        with pytest.raises(ValueError, match=f"^reward '{taken}' exists already"):
+            register_reward(taken)(short)
 
 
 def test_a_registered_reward_of_other_arguments_is_refused_by_name(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,11 +34,40 @@ def contradictions(config: Config) -> Iterator[str]:
     if unknown:
         yield f"reward.weights.{unknown[0]}: expected one of the rewards {', '.join(short.values())}"
 
+    if "judge" in short:
+        yield from _judge(config)
+
+
+def _judge(config: Config) -> Iterator[str]:
+    judge = config.reward.judge
+    for key, value in (("url", judge.url), ("model", judge.model), ("prompt", judge.prompt)):
+        if not value:
+            yield f"reward.judge.{key}={show(value)}: the reward judge needs it"
+    yield from _url("reward.judge.url", judge.url)
+    if judge.prompt and "{answer}" not in judge.prompt:
+        yield f"reward.judge.prompt={judge.prompt}: expected {{answer}} in it, else the judge does not see the answer"
+    wanted = "expected json:FIELD, or a regular expression with one group, which holds the number"
+    try:
+        is_fine = (
+            len(judge.read) > len("json:") if judge.read.startswith("json:") else re.compile(judge.read).groups == 1
+        )
+    except re.error as error:
+        yield f"reward.judge.read={judge.read}: {wanted} ({error})"
+    else:
+        if not is_fine:
+            yield f"reward.judge.read={judge.read}: {wanted}"
+
+
+def _url(key: str, url: str | None) -> Iterator[str]:
+    if url and not url.startswith(("http://", "https://")):
+        yield f"{key}={url}: expected http://HOST:PORT or https://HOST"
+
 
 def _no_such(config: Config, key: str, fn: str) -> Iterator[str]:
     place, colon, _ = fn.rpartition(":")
-    if not colon and fn not in names.REWARDS and not config.algorithm.plugins:
-        wanted = f"expected one of {', '.join(names.REWARDS)}, path/to/file.py:function, or a name that a file in "
+    known = (*names.REWARDS, *names.REWARD_SERVICES)
+    if not colon and fn not in known and not config.algorithm.plugins:
+        wanted = f"expected one of {', '.join(known)}, path/to/file.py:function, or a name that a file in "
         yield f"{key}={fn}: {wanted}algorithm.plugins registers"
     if place.endswith(".py") and not Path(place).expanduser().is_file():
         yield f"{key}={fn}: expected a file that exists, as path/to/file.py:function"

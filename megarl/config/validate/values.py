@@ -146,6 +146,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "reward.timeout_s": _ABOVE_0,
     "reward.fn": (lambda v: v, "at least one reward"),
     "reward.weights": _FINITE_EACH,
+    "reward.judge.votes": _AT_LEAST_1,
     "reward.concurrency": _AT_LEAST_1,
     "reward.per_minute": _ABOVE_0,
     "reward.retries": _AT_LEAST_0,
