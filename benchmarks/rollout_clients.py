@@ -24,7 +24,7 @@ import aiohttp
 import psutil
 
 from megarl.processes.lifetime import die_with_parent
-from megarl.rewards.pool import RewardPool
+from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector import Scorer
 from megarl.rollout.collector_client import Collectors
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body
@@ -32,7 +32,7 @@ from megarl.sample import LostRollout, Prompt
 
 NUM_LENGTHS = 8  # of a distribution: so many lengths, each equally often
 LIMIT_S = 1800.0
-EXACT = partial(RewardPool, "exact")
+EXACT = partial(Rewards, ["exact"])
 
 
 @dataclass(frozen=True)

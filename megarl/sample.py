@@ -71,6 +71,7 @@ class LostRollout:
 
     prompt: Prompt
     reason: str
+    unscored: int = 0  # completions that no reward could score; 0: the generation failed
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from megarl.group import RankError
 from megarl.machines import NodeLost
 from megarl.metrics.jsonl import append_lines
 from megarl.metrics.report import SAMPLES, VISITS, write_samples
-from megarl.metrics.stats import batch_stats, finalise
+from megarl.metrics.stats import batch_stats, finalise, reward_stats
 from megarl.metrics.timer import Timer
 from megarl.rollout.prefetch import Prefetcher
 from megarl.sample import Batch, Sample, Stat, Stats
@@ -122,6 +122,7 @@ def train_step(
         write_samples(log.folder / SAMPLES, step + 1, iteration.groups)
         append_lines(log.folder / VISITS, [{"step": step + 1, **iteration.visits}])
         metrics = finalise(stats) | (batch_stats(batch, version=step) if batch is not None else {}) | iteration.metrics
+        metrics |= reward_stats(iteration.groups)
         metrics |= {f"timing_s/push/{phase}": seconds for phase, seconds in report["timings"].items()}
         metrics |= servers.metrics(report)
     num_tokens = 0 if batch is None else batch.num_tokens

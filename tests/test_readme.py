@@ -148,7 +148,8 @@ def test_the_page_has_commands_of_every_kind() -> None:
 def test_the_users_file_of_the_page_lies_over_its_recipe(desk: Path) -> None:
     config, _ = load_config(["recipe=my_run.yaml"])
     assert config.algorithm.adv_estimator == "grpo"
-    assert (config.reward.fn, config.data.train_files) == ("my_reward.py:short_and_right", ["my_data.jsonl"])
+    assert config.reward.fn == ["my_reward.py:short_and_right"]
+    assert config.data.train_files == ["my_data.jsonl"]
 
 
 def test_every_script_of_the_page_exists() -> None:

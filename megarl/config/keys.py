@@ -18,8 +18,8 @@ _TYPE_NAMES = {
     NoneType: "null",
     Any: "a value",
 }
-# Mappings with the contents of a model's config.json: any value, nested mappings too.
-FREE = ("model.config", "critic.model.config", "ref.model.config")
+# Mappings with the contents of a model's config.json or of a request: any value, nested mappings too.
+FREE = ("model.config", "critic.model.config", "ref.model.config", "reward.judge.request")
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 _ALMOST_EQUAL = 0.9  # share of matching characters: a typing error
 _ALIKE = 0.7  # below this a suggestion would confuse
@@ -91,7 +91,8 @@ def type_name(wanted: Any) -> str:
     if get_origin(wanted) is list:
         return "a list of texts" if get_args(wanted)[0] is str else "a list of numbers"
     if is_mapping(wanted):
-        return f"names with {'a number' if get_args(wanted)[1] is float else 'a value'} each, as {{name:0.1}}"
+        of = get_args(wanted)[1]
+        return f"names with {_TYPE_NAMES[of]} each, as {{name:{'text' if of is str else '0.1'}}}"
     return _TYPE_NAMES[wanted]
 
 

@@ -52,6 +52,7 @@ CORRECTION_LEVELS: tuple[str, ...] = constant("algo/correction.py", "LEVELS")
 REJECT_BY: tuple[str, ...] = constant("algo/correction.py", "REJECT_BY")
 REJECT_LEVELS: tuple[str, ...] = constant("algo/correction.py", "REJECT_LEVELS")
 REWARDS = tuple(declared("register_reward", "rewards"))
+REWARD_SERVICES: tuple[str, ...] = constant("rewards/__init__.py", "SERVICES")
 
 METRICS_OF_VERL = ("seq_reward", "seq_final_reward")  # of dynamic sampling; here rewards belong to whole samples
 
@@ -72,7 +73,7 @@ ORDERS = ("finished", "prompts")
 UPDATES = ("in_place", "retract", "drain")
 LORA_PUSHES = ("merged", "adapter")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-REWARD_ERRORS = ("zero", "stop")
+REWARD_ERRORS: tuple[str, ...] = constant("rewards/scorer.py", "ON_ERROR")
 OVERLONG_PROMPTS = ("error", "filter")
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 DEVICES = ("auto", "cpu", "cuda")

@@ -16,6 +16,7 @@ from megarl.config.schema import Config, Optim
 from megarl.config.settings import ConfigError, Setting
 from megarl.config.validate.layouts import ROLES
 from megarl.config.validate.models import group_of, has_folder
+from megarl.config.validate.rewards import names_of
 from megarl.config.validate.values import value_of
 
 
@@ -224,6 +225,18 @@ TABLE = (
         "data.val_max_samples trainer.test_freq trainer.val_before_train rollout.val_kwargs.*",
         "data.val_files is empty, so nothing is evaluated",
         lambda c: not c.data.val_files,
+    ),
+    UnusedKeys("reward.judge.*", "no reward is called judge", lambda c: "judge" not in names_of(c)),
+    UnusedKeys(
+        "reward.num_workers reward.timeout_s",
+        "no reward runs in a process of its own",
+        lambda c: names_of(c).keys() <= set(names.REWARD_SERVICES),
+    ),
+    UnusedKeys("reward.weights", "there is one reward", lambda c: len(names_of(c)) == 1),
+    UnusedKeys(
+        "reward.concurrency reward.per_minute reward.retries reward.request_timeout_s",
+        "no reward is async",
+        lambda c: all(fn in names.REWARDS for fn in names_of(c)),
     ),
     UnusedKeys("data.seed", "data.shuffle=false", lambda c: not c.data.shuffle),
     UnusedKeys(

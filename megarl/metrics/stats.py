@@ -7,13 +7,13 @@ over trainable tokens.  sample.py merges Stats; algo defines what a loss measure
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.sample import Batch, Stats
+from megarl.sample import REWARD_ERROR, Batch, Sample, Stats
 from megarl.token_age import by_age, token_ages
 
 
@@ -38,6 +38,21 @@ def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]
         out |= {name: value for name, value in lag.items() if not name.endswith("/min")}
     if version is not None and "versions" in batch.columns:
         out |= _ages(token_ages(batch.columns["versions"], version), mask)
+    return out
+
+
+def reward_stats(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """reward/NAME: the mean of each extra number of the rewards, over the samples that have it.
+
+    reward/reward_error is the share of all samples on which a reward failed and was counted as 0, if there are any.
+    """
+    found: dict[str, list[float]] = {}
+    for sample in (sample for group in groups for sample in group):
+        for name, number in sample.reward_extra.items():
+            found.setdefault(name, []).append(number)
+    out = {f"reward/{name}": sum(numbers) / len(numbers) for name, numbers in found.items()}
+    if REWARD_ERROR in found:
+        out[f"reward/{REWARD_ERROR}"] = len(found[REWARD_ERROR]) / sum(len(group) for group in groups)
     return out
 
 

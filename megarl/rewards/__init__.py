@@ -1,9 +1,9 @@
-"""Reward functions of (prompt, completion), and the worker processes that run them.
+"""Rewards of (prompt, completion): functions, and the processes that run them.
 
 Built-in rewards are functions with `@register_reward` in this folder. `load` finds a user's function, `result` checks
-what it returns, `pool` and `worker` run it in processes with a timeout for each sample.
-Nothing here depends on engines, tokenizers or advantages.
-Called by: the collector, through `pool.RewardPool`; the driver, to refuse a wrong `reward.fn` before anything starts.
+what it returns, `pool` and `worker` run it in processes with a timeout for each sample. `judge` asks a service, under a
+`limit`. `scorer` joins the rewards of a run. Nothing here depends on engines or advantages.
+Called by: the collector, through `scorer.Rewards`; the driver, to refuse a wrong `reward.fn` before anything starts.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,14 @@ from megarl.rewards.load import FILE_MODULE, RewardFn, resolve
 REWARDS: dict[str, str | RewardFn] = {
     name: found.address for name, found in declared("register_reward", "rewards").items()
 }
+
+# These are made from settings, not found by their name.
+SERVICES = ("judge",)
+
+
+def name_of(fn: str) -> str:
+    """The short name of a reward, for logs and weights.  Example: "my/file.py:tidy" -> "tidy"; "gsm8k" -> "gsm8k"."""
+    return fn.rpartition(":")[2]
 
 
 def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
@@ -34,7 +42,7 @@ def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
             return function
         if function.__module__.startswith(FILE_MODULE):  # a file that reward.fn names by its path needs no name
             return function
-        if name in REWARDS:
+        if name in REWARDS or name in SERVICES:
             raise ValueError(f"reward {name!r} exists already: use another name")
         REWARDS[name] = function
         return function

@@ -14,7 +14,8 @@ from typing import Any
 from megarl.sample import Completion, Prompt
 
 FILE_MODULE = "megarl_reward_"  # begins the name of a module that was loaded by its path
-RewardFn = Callable[[Prompt, Completion], Any]  # a number, or {"score": number, further numbers}
+# Returns a number, or {"score": number, further numbers}; an async function returns an awaitable of that.
+RewardFn = Callable[[Prompt, Completion], Any]
 
 # verl's documented signature: compute_score(data_source, solution_str, ground_truth, extra_info=None)
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -36,6 +37,12 @@ def resolve(fn: str, table: Mapping[str, str | RewardFn]) -> RewardFn:
     if not callable(function):
         raise ValueError(f"reward.fn={fn}: {place} has no function {name!r}; it has {_functions(module)}")
     return _adapt(fn, function)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call of the function, or of the object with __call__, must be awaited."""
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def _module(fn: str, place: str) -> ModuleType:
@@ -63,10 +70,6 @@ def _module_from_file(fn: str, path: Path) -> ModuleType:
 
 def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
     """Return a function of (prompt, completion) as it is; wrap one with verl's parameter names."""
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(
-            f"reward.fn={fn}: the function is async; expected an ordinary one, each runs in a process pool"
-        )
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -91,17 +94,23 @@ def _from_verl(fn: str, function: Callable[..., Any], parameters: Mapping[str, i
     if unknown:
         raise ValueError(f"reward.fn={fn}: no value for {', '.join(unknown)}; expected ({', '.join(VERL_ARGUMENTS)})")
 
-    def reward(prompt: Prompt, completion: Completion) -> Any:
-        values = {
+    def values(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+        known = {
             "data_source": prompt.data_source,
             "solution_str": completion.text,
             "ground_truth": prompt.ground_truth,
             # verl's rows have these fields in a column extra_info; other data sets have them at the top level.
             "extra_info": prompt.extra.get("extra_info", prompt.extra),
         }
-        return function(**{name: values[name] for name in wanted})
+        return {name: known[name] for name in wanted}
 
-    return reward
+    async def async_reward(prompt: Prompt, completion: Completion) -> Any:
+        return await function(**values(prompt, completion))
+
+    def reward(prompt: Prompt, completion: Completion) -> Any:
+        return function(**values(prompt, completion))
+
+    return async_reward if is_async(function) else reward
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

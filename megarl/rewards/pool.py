@@ -23,9 +23,9 @@ from pebble import ProcessExpired, ProcessPool
 
 from megarl.plugins import load_plugins
 from megarl.rewards import load_reward
-from megarl.rewards.result import RewardResult
-from megarl.rewards.worker import Outcome, run_jobs, start_worker
-from megarl.sample import REWARD_ERROR, Completion, Prompt
+from megarl.rewards.result import Outcome
+from megarl.rewards.worker import run_jobs, start_worker
+from megarl.sample import Completion, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -33,47 +33,45 @@ BUDGET_S = 0.25  # a task starts no further sample after this time
 GRACE_S = 2.0  # after budget and timeout, before a process is killed
 FIRST_TASK = 8  # samples of a task before their cost is known
 MAX_RESTARTS = 3  # restarts in a row without any result
-MAX_LOGGED = 10  # logged errors; all are counted
 
 
 class RewardError(RuntimeError):
-    """The reward function failed with reward.on_error=stop, or the worker processes cannot run."""
+    """A reward failed with reward.on_error=stop, or the worker processes cannot run."""
 
 
 @dataclass
 class _Job:
+    fn: str
     prompt: Prompt
     completion: Completion
-    uid: str
     outcome: asyncio.Future[Outcome]
     alone: bool = False  # its task died: run it in a task of its own
 
 
 class RewardPool:
-    """`num_workers` worker processes that run one reward function.
+    """`num_workers` worker processes that run reward functions.
 
-    Example: pool = RewardPool("gsm8k"); pool.start(); results = await pool.score(prompt, completions); pool.stop()
-    `plugins`: modules or files that may register the function's name.
-    The constructor raises ValueError if `fn` names no function.  `num_errors` counts the samples that failed.
+    Example:
+
+        pool = RewardPool(["gsm8k"])
+        pool.start()
+        outcomes = await pool.score("gsm8k", prompt, completions)
+        pool.stop()
+
+    `plugins`: modules or files that may register a function's name.
+    The constructor raises ValueError if one of `fns` names no function.
     """
 
     def __init__(
-        self,
-        fn: str,
-        num_workers: int = 1,
-        timeout_s: float = 5.0,
-        on_error: str = "zero",
-        plugins: Sequence[str] = (),
+        self, fns: Sequence[str], num_workers: int = 1, timeout_s: float = 5.0, plugins: Sequence[str] = ()
     ) -> None:
-        assert on_error in ("zero", "stop"), f"on_error is {on_error!r}, expected zero or stop"
         load_plugins(plugins)
-        load_reward(fn)
+        for fn in fns:
+            load_reward(fn)
         self._plugins = tuple(plugins)
-        self.num_errors = 0
-        self._fn = _absolute(fn)
+        self._fns = {fn: _absolute(fn) for fn in fns}
         self._num_workers = num_workers
         self._timeout_s = timeout_s
-        self._on_error = on_error
         self._pool: ProcessPool | None = None
         self._waiting: deque[_Job] = deque()
         self._in_flight = 0
@@ -85,7 +83,7 @@ class RewardPool:
         """Start the processes; the first time this takes about three seconds, while the fork server imports."""
         context = multiprocessing.get_context("forkserver")  # the caller has threads: a plain fork is not safe
         context.set_forkserver_preload(["__main__", "megarl.rewards.worker"])
-        arguments = (self._fn, self._timeout_s, self._plugins)
+        arguments = (self._fns, self._timeout_s, self._plugins)
         self._pool = ProcessPool(self._num_workers, initializer=start_worker, initargs=arguments, context=context)
         self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
 
@@ -98,34 +96,21 @@ class RewardPool:
             self._pool.join()
             self._pool = None
 
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[RewardResult]:
-        """The rewards of one group, in order.  A failed sample has reward 0 and extra {"reward_error": 1.0}.
+    async def score(self, fn: str, prompt: Prompt, completions: Sequence[Completion]) -> list[Outcome]:
+        """The outcomes of one group, in order: a result, or a sentence that says why there is none.
 
-        Raises RewardError, naming function and sample, when on_error="stop".
+        Raises RewardError if the processes cannot run.
         """
         assert self._pool is not None, "start() comes before score()"
         loop = asyncio.get_running_loop()
         jobs = [
             # Without the columns: rewards do not read them, and they may be many times as large as the tokens.
-            _Job(prompt, replace(completion, columns={}), f"{prompt.uid}#{index}", loop.create_future())
-            for index, completion in enumerate(completions)
+            _Job(fn, prompt, replace(completion, columns={}), loop.create_future())
+            for completion in completions
         ]
         self._waiting.extend(jobs)
         self._pump_soon(loop)
-        outcomes = await asyncio.gather(*(job.outcome for job in jobs))
-        return [self._result(job, outcome) for job, outcome in zip(jobs, outcomes, strict=True)]
-
-    def _result(self, job: _Job, outcome: Outcome) -> RewardResult:
-        if isinstance(outcome, RewardResult):
-            return outcome
-        self.num_errors += 1
-        sentence = f"reward {self._fn}, sample {job.uid}: {outcome}"
-        if self._on_error == "stop":
-            raise RewardError(sentence)
-        if self.num_errors <= MAX_LOGGED:
-            more = "; further errors are only counted" if self.num_errors == MAX_LOGGED else ""
-            log.warning("%s; counted as 0%s", sentence, more)
-        return RewardResult(0.0, {REWARD_ERROR: 1.0})
+        return await asyncio.gather(*(job.outcome for job in jobs))
 
     def _pump_soon(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send work after this iteration of the event loop, so that groups that arrive together share a task."""
@@ -143,7 +128,7 @@ class RewardPool:
             self._in_flight += 1
             task = self._pool.schedule(
                 run_jobs,
-                args=([(job.prompt, job.completion) for job in jobs], BUDGET_S),
+                args=([(job.fn, job.prompt, job.completion) for job in jobs], BUDGET_S),
                 timeout=BUDGET_S + self._timeout_s + GRACE_S,
             )
             asyncio.wrap_future(task, loop=loop).add_done_callback(partial(self._done, loop, jobs))
@@ -169,7 +154,7 @@ class RewardPool:
             self._again(jobs)
         else:
             for job in jobs:
-                _settle(job, RewardError(f"reward {self._fn}: the reward processes cannot run ({error!r})"))
+                _settle(job, RewardError(f"reward {job.fn}: the reward processes cannot run ({error!r})"))
         if self._pool is not None:
             self._pump_soon(loop)
 

@@ -1,8 +1,10 @@
-"""Checks the return value of a reward function and converts it to a `RewardResult`."""
+"""Checks the return value of a reward function and converts it to a `RewardResult`; joins those of several rewards."""
 
 from __future__ import annotations
 
 import math
+import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,9 @@ class RewardResult:
     extra: dict[str, float] = field(default_factory=dict)  # further numbers, for the log and for settings
 
 
+Outcome = RewardResult | str  # a result, or why there is none
+
+
 def to_result(value: Any) -> RewardResult:
     """Convert a finite number, or a dict whose "score" is one; its other numbers become `extra`, the rest is dropped.
 
@@ -29,6 +34,26 @@ def to_result(value: Any) -> RewardResult:
     numbers = {str(key): _number(item) for key, item in value.items() if key != "score"}
     extra = {key: number for key, number in numbers.items() if number is not None}
     return RewardResult(_finite(value["score"]), extra)
+
+
+def joined(results: Mapping[str, RewardResult], weights: Mapping[str, float]) -> RewardResult:
+    """The weighted sum of several rewards; each one's own numbers are extra numbers.  A missing weight is 1.
+
+    >>> joined({"math": RewardResult(1.0), "judge": RewardResult(0.5, {"votes": 3.0})}, {"judge": 0.2})
+    RewardResult(reward=1.1, extra={'math': 1.0, 'judge': 0.5, 'judge/votes': 3.0})
+    """
+    extra: dict[str, float] = {}
+    for name, result in results.items():
+        extra[name] = result.reward
+        extra |= {f"{name}/{key}": number for key, number in result.extra.items()}
+    return RewardResult(sum(weights.get(name, 1.0) * result.reward for name, result in results.items()), extra)
+
+
+def describe(error: BaseException) -> str:
+    """An error as a part of a sentence.  Example: "KeyError: 'gone' (mine.py:12)", where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def ground_truth_of(prompt: Prompt) -> str:

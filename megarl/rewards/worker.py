@@ -1,4 +1,4 @@
-"""The code of a reward worker process: runs the function on one sample after another, each with a timeout."""
+"""The code of a reward worker process: runs the functions on one sample after another, each with a timeout."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import os
 import signal
 import threading
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from megarl.plugins import load_plugins
 from megarl.rewards import RewardFn, load_reward
-from megarl.rewards.result import RewardResult, to_result
+from megarl.rewards.result import Outcome, describe, to_result
 from megarl.sample import Completion, Prompt
 
-Job = tuple[Prompt, Completion]
-Outcome = RewardResult | str  # a result, or an error message
+Job = tuple[str, Prompt, Completion]  # the name of the reward, and a sample
 
 
 class _TimeUpError(BaseException):
@@ -28,17 +26,17 @@ class _TimeUpError(BaseException):
 class _Settings:
     """The settings of the process, and whether a sample's timeout is running."""
 
-    reward: RewardFn | None = None
+    rewards: Mapping[str, RewardFn] = {}
     timeout_s: float = 0.0
     armed: bool = False
 
 
-def start_worker(fn: str, timeout_s: float, plugins: Sequence[str] = ()) -> None:
-    """Called once in every new process."""
+def start_worker(fns: Mapping[str, str], timeout_s: float, plugins: Sequence[str] = ()) -> None:
+    """Called once in every new process.  `fns`: name -> address of the function."""
     # A thread, because the main thread may be in a function that never returns when the run is killed.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     load_plugins(plugins)
-    _Settings.reward = load_reward(fn)
+    _Settings.rewards = {name: load_reward(fn) for name, fn in fns.items()}
     _Settings.timeout_s = timeout_s
     signal.signal(signal.SIGALRM, _on_alarm)
     gc.freeze()  # else a collection visits all imported modules and copies their pages: 0.15 s within a step
@@ -51,27 +49,27 @@ def run_jobs(jobs: list[Job], budget_s: float) -> tuple[list[Outcome], float]:
     """
     start = time.monotonic()
     outcomes: list[Outcome] = []
-    for prompt, completion in jobs:
-        outcomes.append(run_one(prompt, completion))
+    for job in jobs:
+        outcomes.append(run_one(*job))
         if time.monotonic() - start > budget_s:
             break
     return outcomes, time.monotonic() - start
 
 
-def run_one(prompt: Prompt, completion: Completion) -> Outcome:
-    """Run the function on one sample; an exception, a bad return value or a timeout becomes a sentence."""
-    assert _Settings.reward is not None, "start_worker comes first"
+def run_one(fn: str, prompt: Prompt, completion: Completion) -> Outcome:
+    """Run a function on one sample; an exception, a bad return value or a timeout becomes a sentence."""
+    reward = _Settings.rewards[fn]
     try:
         _arm(_Settings.timeout_s)
         try:
-            value = _Settings.reward(prompt, completion)
+            value = reward(prompt, completion)
         finally:
             _disarm()
         return to_result(value)
     except _TimeUpError:
         return f"no answer within {_Settings.timeout_s:g} s"
     except (Exception, SystemExit) as error:
-        return f"{type(error).__name__}: {error}{_place(error)}"
+        return describe(error)
 
 
 def _end_with_parent() -> None:
@@ -95,9 +93,3 @@ def _disarm() -> None:
 def _on_alarm(signum: int, frame: FrameType | None) -> None:
     if _Settings.armed:
         raise _TimeUpError
-
-
-def _place(error: BaseException) -> str:
-    """ " (file.py:12)" of the innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -1,4 +1,4 @@
-"""Generates and scores the completions of one prompt. If generation fails, the result is a `LostRollout`."""
+"""Generates and scores the completions of one prompt. If either fails, the result is a `LostRollout`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Scored(Protocol):
     def extra(self) -> dict[str, float]: ...
 
 
-Score = Callable[[Prompt, list[Completion]], Awaitable[Sequence[Scored]]]
+# For each completion its reward, or a sentence that says why it has none.
+Score = Callable[[Prompt, list[Completion]], Awaitable[Sequence[Scored | str]]]
 
 
 async def collect_group(
@@ -40,6 +41,9 @@ async def collect_group(
 ) -> list[Sample] | LostRollout:
     """n scored completions of one prompt, each with its own request; a LostRollout if one of them failed.
 
+    A completion that the reward could not score leaves the group, because any number for it would teach something.  If
+    fewer than two are left, or the greedy one leaves, the group is a LostRollout: nothing is left to compare.
+
     `decode` turns a completion's tokens into text without special tokens. With params.sampling_seed every completion
     has its own seed: see for_completion. `piece_tokens`: see pieces.write. With `greedy` one more, greedy completion is
     generated, and each sample has its reward. Exceptions of `score` are raised.
@@ -54,10 +58,19 @@ async def collect_group(
     assert len(results) == len(completions), (
         f"the reward gave {len(results)} results for {len(completions)} completions"
     )
-    greedy_reward = float(results[n].reward) if greedy else None
+    unscored = [result for result in results if isinstance(result, str)]
+    scored = [(c, r) for c, r in zip(completions[:n], results[:n], strict=True) if not isinstance(r, str)]
+    base = results[n] if greedy else None
+    if len(scored) < min(2, n) or isinstance(base, str):
+        pool.waste("unscored", sum(len(completion.token_ids) for completion in completions))
+        reason = f"{len(unscored)} of {len(results)} completions could not be scored; the first: {unscored[0]}"
+        return LostRollout(prompt, reason, len(unscored))
+    left = zip(completions, results, strict=True)
+    pool.waste("unscored", sum(len(c.token_ids) for c, result in left if isinstance(result, str)))
+    greedy_reward = None if base is None else float(base.reward)
     return [
         Sample(prompt, completion, float(result.reward), dict(result.extra), greedy_reward)
-        for completion, result in zip(completions[:n], results[:n], strict=True)
+        for completion, result in scored
     ]
 
 

@@ -35,7 +35,7 @@ class Collectors:
     """Example:
 
         collectors = Collectors(
-            urls=urls, token=token, tokenizer_path=path, make_scorer=partial(RewardPool, "gsm8k", 2),
+            urls=urls, token=token, tokenizer_path=path, make_scorer=partial(Rewards, ["gsm8k"]),
             timeout_s=120, log_path=run / "logs/collector.log")
         tickets = collectors.submit(prompts, n=8, params=SamplingParams(max_new_tokens=256))
         while any(ticket.group is None for ticket in tickets):

@@ -18,7 +18,7 @@ from typing import Any
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 
-PackedGroup = list[tuple[Any, ...]] | str  # one tuple per sample, or why the group is lost
+PackedGroup = list[tuple[Any, ...]] | tuple[str, int]  # one tuple per sample, or what a LostRollout says
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def sentence(error: Exception) -> str:
 
 def pack(group: list[Sample] | LostRollout) -> PackedGroup:
     if isinstance(group, LostRollout):
-        return group.reason
+        return group.reason, group.unscored
     return [
         (
             sample.completion.token_ids,
@@ -138,8 +138,8 @@ def pack(group: list[Sample] | LostRollout) -> PackedGroup:
 
 def unpack(packed: PackedGroup, prompt: Prompt) -> list[Sample] | LostRollout:
     """The group of `prompt`, as it was before `pack`."""
-    if isinstance(packed, str):
-        return LostRollout(prompt, packed)
+    if isinstance(packed, tuple):
+        return LostRollout(prompt, *packed)
     return [
         Sample(
             prompt,

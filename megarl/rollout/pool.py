@@ -28,8 +28,9 @@ __all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed"]
 
 # Why tokens were wasted.  fenced: their server was taken out of service.  failed: their request failed, or nobody
 # verified their weights.  stale: their prefix had KV of other weights.  cancelled: nobody wanted them any more.
-# lost: their completion, or another one of their group, failed.
-WASTE = ("fenced", "failed", "stale", "cancelled", "lost")
+# lost: their completion, or another one of their group, failed.  unscored: no reward could score them, or too few of
+# their group.
+WASTE = ("fenced", "failed", "stale", "cancelled", "lost", "unscored")
 
 
 class Piece(NamedTuple):

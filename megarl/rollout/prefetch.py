@@ -79,7 +79,7 @@ class RolloutBatch:
     groups: list[Group]
     lost: list[LostRollout]
     visits: dict[str, list[int]] = field(default_factory=dict)  # what became of which: trained, filtered, lost
-    metrics: dict[str, float] = field(default_factory=dict)  # rollout/*
+    metrics: dict[str, float] = field(default_factory=dict)  # rollout/*, and reward/unscored
 
 
 @dataclass
@@ -141,6 +141,7 @@ class Prefetcher:
         self._tokens: Counter[str] = Counter()  # of completions: finished and trained, how many and how long
         for group in (waiting or {}).values():
             self._count("generated", group)
+        self._unscored = 0  # completions that came since the last iteration was taken
 
     # ---- what the driver calls
 
@@ -242,6 +243,9 @@ class Prefetcher:
             self._arrived[visit] = group
             if isinstance(group, list):
                 self._count("generated", group)
+                self._unscored += self._n - len(group)
+            else:
+                self._unscored += group.unscored
 
     def _look(self) -> None:
         """Look at what has arrived; with refill, dropped and lost groups are settled and others take their places.
@@ -324,7 +328,9 @@ class Prefetcher:
         if self._keep is not None:
             out["dropped_share"] = seen.filtered / max(1, seen.finished)
             out["gen_batches"] = seen.finished / self._num_prompts
-        return {f"rollout/{name}": value for name, value in (usage.of_step(self._writers.counters) | out).items()}
+        out |= usage.of_step(self._writers.counters)
+        unscored, self._unscored = self._unscored, 0
+        return {f"rollout/{name}": value for name, value in out.items()} | {"reward/unscored": float(unscored)}
 
 
 def _too_few(how: Filter, num_kept: int, wanted: int, num_seen: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,9 @@ from megarl.data.prompts import Prompts
 from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
-from megarl.rewards.pool import RewardPool
+from megarl.rewards.judge import Judge
+from megarl.rewards.limit import Limit
+from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector_client import Collectors
 from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
@@ -242,16 +244,15 @@ def make_collectors(
 
     `salted`: all servers know salts of their prefix caches, and need them because they keep their KV in a push.
     """
-    rollout, reward = config.rollout, config.reward
+    rollout = config.rollout
     servers = max(len(urls), len(rollout.urls) or rollout.num_servers)
     count = min(len(urls), rollout.num_collectors or -(-len(urls) // SERVERS_PER_COLLECTOR))
-    workers = -(-reward.num_workers // count)
     in_flight = rollout.max_in_flight or servers * rollout.max_running_requests
     return Collectors(
         urls=urls,
         token=token,
         tokenizer_path=model_folder(config.model.tokenizer_path),
-        make_scorer=partial(RewardPool, reward.fn, workers, reward.timeout_s, reward.on_error, plugins(config)),
+        make_scorer=make_rewards(config, count),
         num_collectors=count,
         piece_tokens=rollout.piece_tokens,
         timeout_s=rollout.request_timeout_s,
@@ -259,6 +260,31 @@ def make_collectors(
         log_path=config.trainer.run_dir / "logs" / "collector.log",
         fenced=fenced,
         salted=salted,
+    )
+
+
+def make_rewards(config: Config, num_collectors: int) -> Callable[..., Rewards]:
+    """Makes the rewards of one of so many collectors, which share workers and limits.  It can be pickled."""
+    reward = config.reward
+    limit = partial(
+        Limit,
+        -(-reward.concurrency // num_collectors),
+        None if reward.per_minute is None else reward.per_minute / num_collectors,
+        reward.retries,
+        reward.request_timeout_s,
+    )
+    services = {"judge": partial(Judge, **asdict(reward.judge))}
+    return partial(
+        Rewards,
+        tuple(reward.fn),
+        weights=reward.weights,
+        by_data_source=reward.by_data_source,
+        num_workers=-(-reward.num_workers // num_collectors),
+        timeout_s=reward.timeout_s,
+        on_error=reward.on_error,
+        plugins=plugins(config),
+        make_limit=limit,
+        services=services,
     )
 
 

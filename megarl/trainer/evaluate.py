@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from transformers.utils import logging
 
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
-from megarl.rewards.result import to_result
+from megarl.rewards.result import Outcome
+from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector_client import Collectors, Ticket
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
@@ -26,22 +28,25 @@ from megarl.trainer.infrastructure import Infrastructure
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The groups in the order of the prompts; a lost group scores 0."""
+    """The groups in the order of the prompts; a lost group scores 0, one that could not be scored does not count."""
 
     groups: list[list[Sample] | LostRollout]
+    n: int = 1  # completions that were asked for, of each prompt
 
     @property
     def accuracy(self) -> float:
         """Mean over prompts of the mean reward of their completions; 0 without prompts."""
-        scores = [self._score(group) for group in self.groups]
+        scores = [self._score(group) for group in self.groups if not _is_unscored(group)]
         return sum(scores) / len(scores) if scores else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """val/score and val/lost, and val/SOURCE/score if there are several data sources."""
-        out = {"val/score": self.accuracy, "val/lost": float(sum(isinstance(g, LostRollout) for g in self.groups))}
+        """val/score, val/lost prompts, val/unscored completions; val/SOURCE/score if there are several data sources."""
+        unscored = sum(g.unscored if isinstance(g, LostRollout) else self.n - len(g) for g in self.groups)
+        out = {"val/score": self.accuracy, "val/unscored": float(unscored)}
+        out["val/lost"] = float(sum(isinstance(g, LostRollout) for g in self.groups))
         sources = {_prompt(group).data_source for group in self.groups}
         for source in sorted(sources) if len(sources) > 1 else ():
-            part = Evaluation([g for g in self.groups if _prompt(g).data_source == source])
+            part = Evaluation([g for g in self.groups if _prompt(g).data_source == source], self.n)
             out[f"val/{source or 'unnamed'}/score"] = part.accuracy
         return out
 
@@ -57,6 +62,10 @@ class Evaluation:
     @staticmethod
     def _score(group: list[Sample] | LostRollout) -> float:
         return 0.0 if isinstance(group, LostRollout) else sum(s.reward for s in group) / len(group)
+
+
+def _is_unscored(group: list[Sample] | LostRollout) -> bool:
+    return isinstance(group, LostRollout) and group.unscored > 0
 
 
 def _prompt(group: list[Sample] | LostRollout) -> Prompt:
@@ -109,14 +118,12 @@ class Evaluator:
         if groups and all(isinstance(group, LostRollout) for group in groups):
             reason = next(group.reason for group in groups if isinstance(group, LostRollout))
             raise RuntimeError(f"every prompt of the evaluation was lost; the first: {reason}")
-        return Evaluation(groups)
+        return Evaluation(groups, self._n)
 
 
 @torch.inference_mode()
-def transformers_accuracy(
-    folder: str, prompts: Sequence[Prompt], reward: Callable[[Prompt, Completion], Any], *, max_new_tokens: int
-) -> float:
-    """Greedy accuracy of an HF folder with transformers' own `generate`.
+def transformers_accuracy(folder: str, prompts: Sequence[Prompt], rewards: Rewards, *, max_new_tokens: int) -> float:
+    """Greedy accuracy of an HF folder with transformers' own `generate`; answers that cannot be scored do not count.
 
     Prompts of equal length share a batch, so nothing is padded.
     """
@@ -126,17 +133,24 @@ def transformers_accuracy(
     by_length: dict[int, list[Prompt]] = {}
     for prompt in prompts:
         by_length.setdefault(len(prompt.token_ids), []).append(prompt)
-    total = 0.0
+    answers: list[tuple[Prompt, Completion]] = []
     for length, same in by_length.items():
         ids = torch.tensor([prompt.token_ids for prompt in same])
         written = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
         )
         texts = tokenizer.batch_decode(written[:, length:], skip_special_tokens=True)
-        for prompt, text in zip(same, texts, strict=True):
-            completion = Completion([], [], "stop", (VersionSpan(0, 0, 0),), text)
-            total += to_result(reward(prompt, completion)).reward
-    return total / len(prompts)
+        answers += [
+            (prompt, Completion([], [], "stop", (VersionSpan(0, 0, 0),), text))
+            for prompt, text in zip(same, texts, strict=True)
+        ]
+
+    async def score_all() -> list[list[Outcome]]:
+        return await asyncio.gather(*(rewards.score(prompt, [answer]) for prompt, answer in answers))
+
+    outcomes = [outcome for group in asyncio.run(score_all()) for outcome in group]
+    scores = [outcome.reward for outcome in outcomes if not isinstance(outcome, str)]
+    return sum(scores) / len(scores) if scores else 0.0
 
 
 def look_after(servers: Servers, router: Router | None) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from megarl.config import Config, layout_of, to_yaml
 from megarl.config.placement import gpu_seats, pushes_over_nccl
+from megarl.config.validate.rewards import names_of
 from megarl.data.ledger import Ledger
 from megarl.group import Group
 from megarl.layout import Layout
@@ -26,7 +27,8 @@ from megarl.metrics.report import SAMPLES, VISITS
 from megarl.metrics.timer import Timer
 from megarl.metrics.trackers import Trackers
 from megarl.plugins import load_plugins
-from megarl.rewards import REWARDS, load_reward
+from megarl.rewards import REWARDS, SERVICES, load_reward
+from megarl.rewards.service import api_key
 from megarl.roles.handles import PushSettings
 from megarl.rollout.client import ServerClient
 from megarl.rollout.collector_client import Collectors
@@ -93,8 +95,11 @@ class Run:
                 check_one_nccl(python)
         check_shared_gpus(config)
         load_plugins(config.algorithm.plugins)
-        if not isinstance(REWARDS.get(config.reward.fn), str):  # a user's function from a file or a plug-in
-            load_reward(config.reward.fn)
+        for fn in names_of(config):
+            if fn not in SERVICES and not isinstance(REWARDS.get(fn), str):  # a user's, from a file or a plug-in
+                load_reward(fn)
+        if "judge" in names_of(config):
+            api_key("reward.judge.api_key_env", config.reward.judge.api_key_env)  # raises if it is missing
         self.algorithm = make_algorithm(config)
         if self.algorithm.reference or self.algorithm.actor.reference:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)

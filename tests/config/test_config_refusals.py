@@ -10,6 +10,8 @@ from megarl.config.unused_keys import TABLE
 
 # ---- values that cannot be
 
+JUDGE = "reward.fn=judge reward.judge.url=http://a/v1 reward.judge.model=m reward.judge.prompt='{answer}'"
+
 
 @pytest.mark.parametrize(
     ("words", "told"),
@@ -80,7 +82,36 @@ from megarl.config.unused_keys import TABLE
         ("trainer.experiment_name=..", "expected the plain name of a folder"),
         ("trainer.resume_mode=/nowhere", "expected auto, disable or the folder of a checkpoint"),
         ("trainer.save_freq=0", "trainer.save_freq=0: expected -1 (never) or at least 1"),
-        ("reward.fn=bleu", "reward.fn=bleu: expected one of choice, exact, gsm8k"),
+        ("reward.fn=bleu", "reward.fn=bleu: expected one of auto, choice, exact, gsm8k"),
+        ("reward.fn=[math,bleu]", "reward.fn=bleu: expected one of auto, choice, exact, gsm8k"),
+        ("reward.fn=[]", "reward.fn=[]: expected at least one reward"),
+        ("reward.fn=[math,math]", "reward.fn=[math, math]: expected each reward once; reward.weights says how much"),
+        (
+            "reward.fn=[math,no.such.module:math]",
+            "reward.fn: math and no.such.module:math are both called math in the log; expected functions of two names",
+        ),
+        (
+            "reward.fn=[math,exact] reward.weights.bleu=2",
+            "reward.weights.bleu: expected one of the rewards math, exact",
+        ),
+        ("reward.fn=[math,exact] reward.weights.math=nan", "reward.weights={math: nan}: expected finite numbers"),
+        ("reward.by_data_source={a/b-1.5:bleu}", "reward.by_data_source.a/b-1.5=bleu: expected one of auto, choice"),
+        ("reward.by_data_source={a:[]}", "expected text"),
+        ("reward.fn=judge", "reward.judge.url=null: the reward judge needs it"),
+        ("reward.fn=judge reward.judge.url=http://a/v1", "reward.judge.model=null: the reward judge needs it"),
+        (
+            f"{JUDGE} reward.judge.url=localhost:80",
+            "reward.judge.url=localhost:80: expected http://HOST:PORT or https://HOST",
+        ),
+        (f"{JUDGE} reward.judge.prompt=good?", "reward.judge.prompt=good?: expected {answer} in it"),
+        (f"{JUDGE} reward.judge.read='(a'", "reward.judge.read=(a: expected json:FIELD, or a regular expression with"),
+        (f"{JUDGE} reward.judge.read=a", "reward.judge.read=a: expected json:FIELD, or a regular expression with one"),
+        (f"{JUDGE} reward.judge.read='json:'", "reward.judge.read=json:: expected json:FIELD"),
+        (f"{JUDGE} reward.judge.votes=0", "reward.judge.votes=0: expected at least 1"),
+        ("reward.on_error=ignore", "reward.on_error=ignore: expected one of unscored, zero, stop"),
+        ("reward.per_minute=0", "reward.per_minute=0.0: expected a number above 0"),
+        ("reward.concurrency=0", "reward.concurrency=0: expected at least 1"),
+        ("reward.retries=-1", "reward.retries=-1: expected a number of at least 0"),
         ("algorithm.policy_loss_args.tau=1", "args.tau=1.0: algorithm.policy_loss_fn=ppo takes no values of its own"),
         (
             "algorithm.policy_loss_fn=sapo algorithm.policy_loss_args.tau=1",
@@ -209,7 +240,14 @@ def test_a_plug_in_may_bring_names_of_its_own():
     assert config.algorithm.policy_loss_fn == "my_loss"
     load("algorithm.plugins=[my.py]", "algorithm.policy_loss_fn=my_loss", "algorithm.policy_loss_args.mine=1")
     load("algorithm.plugins=[my.py]", "algorithm.adv_estimator=my_adv", "algorithm.adv_estimator_args.how=fast")
-    load("algorithm.plugins=[my.py]", "reward.fn=my_reward")
+    load("algorithm.plugins=[my.py]", "reward.fn=my_reward", "reward.per_minute=20")
+
+
+def test_a_judges_request_may_have_fields_of_any_kind():
+    words = [*JUDGE.split(), "reward.judge.request={response_format:{type:json_object},stop:[x]}"]
+    assert load(*words, "reward.judge.request.temperature=0").reward.judge.request == {
+        "response_format": {"type": "json_object"}, "stop": ["x"], "temperature": 0,
+    }  # fmt: skip
 
 
 def test_a_coefficient_of_zero_may_be_fixed_or_rest_in_a_recipe(tmp_path):
@@ -248,6 +286,10 @@ def test_what_is_allowed_but_hardly_meant_is_warned_about():
         ("algorithm.gamma=0.9 algorithm.adv_estimator=grpo", "algorithm.adv_estimator=grpo scores whole completions"),
         ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_estimator=gae divides by no deviation"),
         ("algorithm.reward_weights.reward=1", "algorithm.adv_estimator=gae compares one reward"),
+        ("reward.weights.auto=2", "there is one reward"),
+        ("reward.per_minute=20", "no reward is async"),
+        ("reward.judge.votes=2", "no reward is called judge"),
+        (f"reward.num_workers=2 {JUDGE}", "no reward runs in a process of its own"),
         ("actor.clip_ratio_high=0.3 algorithm.policy_loss_fn=kl_cov", "algorithm.policy_loss_fn=kl_cov has no clip"),
         ("actor.clip_ratio_c=5 algorithm.policy_loss_fn=cispo", "algorithm.policy_loss_fn=cispo has no dual clip"),
         ("algorithm.rollout_correction.truncate=3", "algorithm.rollout_correction.level=null, so there is no weight"),

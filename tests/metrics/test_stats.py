@@ -6,7 +6,8 @@ import torch
 
 from megarl.algo.tally import Tally
 from megarl.metrics import batch_stats, finalise
-from megarl.sample import Batch, Stat, merge_stats
+from megarl.metrics.stats import reward_stats
+from megarl.sample import Batch, Completion, Prompt, Sample, Stat, VersionSpan, merge_stats
 
 
 def example() -> Batch:
@@ -127,3 +128,12 @@ def test_other_kinds_pass_and_unknown_parts_are_refused():
     assert finalise(stats) == {"a": 1.5, "b": 3.0, "c": 7.0, "d": 0.0}
     with pytest.raises(ValueError, match="statistic x came in the parts mean: expected one of mean, square"):
         finalise({"x~mean": Stat("mean", 1.0)})
+
+
+def test_each_number_of_the_rewards_is_a_mean_over_the_samples_that_have_it():
+    prompt, completion = Prompt("0-0", [1], ""), Completion([1], [-1.0], "stop", (VersionSpan(0, 0, 1),))
+    extras = [{"math": 1.0, "judge": 0.5}, {"math": 0.0, "judge": 0.0}, {"math": 1.0}, {"reward_error": 1.0}]
+    samples = [Sample(prompt, completion, 1.0, extra) for extra in extras]
+    found = reward_stats([samples[:2], samples[2:]])
+    assert found == {"reward/math": pytest.approx(2 / 3), "reward/judge": 0.25, "reward/reward_error": 0.25}
+    assert reward_stats([]) == {}

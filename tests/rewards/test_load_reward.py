@@ -1,8 +1,10 @@
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from megarl.rewards import REWARDS, exact, load_reward, register_reward
+from megarl.rewards.load import is_async
 from megarl.sample import Completion, Prompt, VersionSpan
 
 PROMPT = Prompt("0-0", [1], "1+1=", "2", "sums", {"level": 3})
@@ -36,6 +38,15 @@ def one(prompt):
 async def later(prompt, completion):
     return 0
 
+async def later_score(solution_str):
+    return solution_str
+
+class Waiter:
+    async def __call__(self, prompt, completion):
+        return 5
+
+waiter = Waiter()
+
 number = 3
 """
 
@@ -67,8 +78,9 @@ def test_a_plug_in_may_register_a_reward_under_a_name(monkeypatch):
     assert load_reward("as_verl")(PROMPT, COMPLETION) is True
     with pytest.raises(ValueError, match="^reward 'short' exists already: use another name$"):
         register_reward("short")(short)
-    with pytest.raises(ValueError, match="^reward 'gsm8k' exists already"):
-        register_reward("gsm8k")(short)
+    for taken in ("gsm8k", "judge"):
+        with pytest.raises(ValueError, match=f"^reward '{taken}' exists already"):
+            register_reward(taken)(short)
 
 
 def test_a_registered_reward_of_other_arguments_is_refused_by_name(monkeypatch):
@@ -89,6 +101,14 @@ def test_a_function_of_verls_signature_gets_what_its_parameters_name(path):
     assert load_reward(f"{path}:any_score")(PROMPT, COMPLETION) == ["data_source", "extra_info", "ground_truth"]
 
 
+def test_an_async_function_is_found_as_one_in_either_signature(path):
+    assert is_async(load_reward(f"{path}:later")) and is_async(load_reward(f"{path}:later_score"))
+    assert asyncio.run(load_reward(f"{path}:later")(PROMPT, COMPLETION)) == 0
+    assert asyncio.run(load_reward(f"{path}:later_score")(PROMPT, COMPLETION)) == "2"
+    assert is_async(load_reward(f"{path}:waiter")) and not is_async(load_reward(f"{path}:short_score"))
+    assert asyncio.run(load_reward(f"{path}:waiter")(PROMPT, COMPLETION)) == 5
+
+
 def test_verls_own_column_of_extra_information_is_handed_on(path):
     prompt = Prompt("0-0", [1], "x", "2", "sums", {"extra_info": {"index": 1}, "ability": "math"})
     assert load_reward(f"{path}:compute_score")(prompt, COMPLETION)[3] == {"index": 1}
@@ -103,19 +123,18 @@ def test_an_installed_module_can_be_named():
     [
         (
             "exakt",
-            r"reward.fn=exakt: expected one of choice, exact, gsm8k, gsm8k_strict, math, or path/file.py:function",
+            r"reward.fn=exakt: expected one of auto, choice, exact, gsm8k, .*, or path/file.py:function",
         ),
-        ("{path}", r"reward.fn=.*mine.py: expected one of choice"),
-        ("{path}:", r"mine.py:: expected one of choice"),
+        ("{path}", r"reward.fn=.*mine.py: expected one of auto, choice"),
+        ("{path}:", r"mine.py:: expected one of auto, choice"),
         ("gone/mine.py:f", r"reward.fn=gone/mine.py:f: there is no file .*gone/mine.py$"),
-        ("{path}:gone", r"mine.py has no function 'gone'; it has ours, compute_score, .*later$"),
+        ("{path}:gone", r"mine.py has no function 'gone'; it has ours, compute_score, .*later_score$"),
         ("{path}:number", r"has no function 'number'"),
         ("{path}:one", r"it takes \(prompt\); expected \(prompt, completion\) or \(data_source, solution_str, "),
         (
             "{path}:strange_score",
             r"no value for tokenizer; expected \(data_source, solution_str, ground_truth, extra_info",
         ),
-        ("{path}:later", r"the function is async; expected an ordinary one"),
         ("no.such.module:f", r"importing no.such.module failed with ModuleNotFoundError: No module named 'no'$"),
     ],
 )

@@ -169,3 +169,44 @@ def test_packing_a_group_loses_nothing():
         assert np.array_equal(sample.completion.columns["experts"], columns["experts"])
     lost = LostRollout(PROMPT, "why")
     assert unpack(pack(lost), PROMPT) == lost
+
+
+def refusing_to_score(*places):
+    """Rewards of 1, and none for the completions at these places."""
+
+    async def score(prompt, completions):
+        return [f"no judge {at}" if at in places else Result(1.0) for at in range(len(completions))]
+
+    return score
+
+
+def test_a_completion_without_a_reward_leaves_its_group():
+    async def test():
+        async with serving(Writer()) as (urls, _), EnginePool(urls, "", timeout_s=200) as pool:
+            whole = await collect(pool, n=4)
+            group = await collect(pool, n=4, score=refusing_to_score(1, 3))
+            assert [s.completion.token_ids for s in group] == [whole[at].completion.token_ids for at in (0, 2)]
+            left = sum(len(whole[at].completion.token_ids) for at in (1, 3))
+            assert pool.counters()["wasted_unscored"] == left
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("n", "greedy", "places", "reason"),
+    [
+        (3, False, (0, 2), "2 of 3 completions could not be scored; the first: no judge 0"),
+        (1, False, (0,), "1 of 1 completions could not be scored; the first: no judge 0"),
+        (3, True, (3,), "1 of 4 completions could not be scored; the first: no judge 3"),
+    ],
+)
+def test_a_group_in_which_nothing_is_left_to_compare_is_lost(n, greedy, places, reason):
+    async def test():
+        async with serving(Writer()) as (urls, _), EnginePool(urls, "", timeout_s=200) as pool:
+            lost = await collect(pool, n=n, greedy=greedy, score=refusing_to_score(*places))
+            assert lost == LostRollout(PROMPT, reason, unscored=len(places))
+            assert unpack(pack(lost), PROMPT) == lost
+            counters = pool.counters()
+            assert counters["wasted_unscored"] == counters["tokens"]
+
+    run(test)

@@ -355,3 +355,24 @@ def test_every_metric_is_on_the_page_of_the_outputs() -> None:
     page = (Path(__file__).parents[2] / "docs/outputs.md").read_text()
     missing = [name for name in names if f"`{name.replace('/lost', '/CAUSE')}`" not in page and f"`{name}`" not in page]
     assert not missing
+
+
+def test_what_could_not_be_scored_is_counted_once_and_its_visits_are_settled() -> None:
+    class Unscored(Written):
+        def group(self, number: int) -> list[Sample] | LostRollout:
+            if number == 2:
+                return LostRollout(Prompt("0-2", [2], ""), "3 of 4 completions could not be scored", unscored=3)
+            return super().group(number)
+
+    one_left_out = lambda number: [0.0, 1.0, 0.5] if number == 1 else [0.0, 1.0, 0.5, 0.0]  # noqa: E731
+    written, ledger = Unscored(one_left_out), Ledger("data")
+    params = SamplingParams(sampling_seed=7)
+    asking = Prefetcher(
+        written, ledger, Numbers(), num_prompts=4, n=4, params=params, ahead=0, order="finished", first_step=0,
+        num_steps=9,
+    )  # fmt: skip
+    found, after = following(asking), following(asking)
+    assert [len(group) for group in found.groups] == [4, 3, 4]
+    assert found.visits == {"trained": [0, 1, 3], "filtered": [], "lost": [2]}
+    assert (found.metrics["reward/unscored"], after.metrics["reward/unscored"]) == (4.0, 0.0)
+    assert ledger.counts == {"trained": 7, "filtered": 0, "lost": 1} and ledger.open == []

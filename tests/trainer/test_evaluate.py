@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, resolved
+from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
 from megarl.trainer import evaluate
-from megarl.trainer.evaluate import look_after
+from megarl.trainer.evaluate import Evaluation, look_after
 
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 
@@ -129,3 +130,15 @@ def test_a_server_that_died_gets_no_work_until_it_is_back_and_without_any_it_end
     assert states == [[B], [A, B], [A]]
     with pytest.raises(ServerDied, match="no server is left; after 3 restarts, it broke"):
         look_after(servers, None)
+
+
+def test_what_could_not_be_scored_is_counted_and_is_no_zero_in_the_score() -> None:
+    def samples(uid: str, *rewards: float) -> list[Sample]:
+        prompt, completion = Prompt(uid, [1], ""), Completion([1], [-1.0], "stop", (VersionSpan(0, 0, 1),))
+        return [Sample(prompt, completion, reward) for reward in rewards]
+
+    unscored = LostRollout(Prompt("2", [1], ""), "2 of 2 completions could not be scored", unscored=2)
+    found = Evaluation([samples("0", 1.0, 0.0), samples("1", 1.0), unscored], n=2)
+    assert found.metrics() == {"val/score": 0.75, "val/unscored": 3.0, "val/lost": 1.0}
+    lost = LostRollout(Prompt("3", [1], ""), "no server")
+    assert Evaluation([*found.groups, lost], n=2).metrics() == {"val/score": 0.5, "val/unscored": 3.0, "val/lost": 2.0}

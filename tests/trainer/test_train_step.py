@@ -124,7 +124,7 @@ def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
     assert measure(3, evaluator, said, log, said) is evaluator.found
     assert said.waiting == ["checked", "polled", ("evaluate", 1, 4), "checked", "polled", ("evaluate", 2, 4)]
-    assert said.logged == [(3, {"val/score": 0.0, "val/lost": 0.0})]
+    assert said.logged == [(3, {"val/score": 0.0, "val/unscored": 0.0, "val/lost": 0.0})]
 
 
 def test_a_number_that_is_not_finite_is_told_with_its_sample() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import II
 
@@ -24,11 +25,33 @@ class Data:
 
 
 @dataclass
+class Judge:
+    url: str | None = None  # of an OpenAI-compatible endpoint, with its version: http://host:port/v1
+    model: str | None = None  # the name of the judge at this endpoint
+    prompt: str | None = None  # what it is asked, with {question}, {answer} and {truth}
+    read: str = r"(?i)score:?\s*(-?\d+(?:\.\d+)?)"  # the number in its answer: a regular expression | json:FIELD
+    votes: int = 1  # it is asked so often for each answer; the mean counts
+    api_key_env: str | None = None  # the environment variable that holds the key; null = it needs none
+    request: dict[str, Any] = field(default_factory=dict)  # further fields of the request: {temperature:0}
+
+
+@dataclass
 class Reward:
-    fn: str = "exact"  # exact | gsm8k | gsm8k_strict | math | choice | path/file.py:function
+    fn: list[str] = field(  # auto (by data_source) | exact | gsm8k | gsm8k_strict | math | choice | judge
+        default_factory=lambda: ["auto"]  # | path/file.py:function; several are added up
+    )
+    weights: dict[str, float] = field(
+        default_factory=dict
+    )  # of several rewards, by name (of a file's function); else 1
+    by_data_source: dict[str, str] = field(default_factory=dict)  # data_source of a row -> its reward, instead of fn
     num_workers: int = 1  # processes that compute rewards
-    timeout_s: float = 5.0  # time limit of one reward
-    on_error: str = "zero"  # zero | stop: after an exception or a timeout, count 0 or stop the run
+    timeout_s: float = 5.0  # time limit of one reward in these processes
+    on_error: str = "unscored"  # after an error or a timeout: unscored leaves its group | zero counts 0 | stop the run
+    concurrency: int = 64  # calls of one async reward at once
+    per_minute: float | None = None  # calls of one async reward begun in a minute; null = no limit
+    retries: int = 4  # new tries of an async call after status 408, 429 or 5xx, a timeout, or a lost connection
+    request_timeout_s: float = 120.0  # time limit of one async call
+    judge: Judge = field(default_factory=Judge)
     shuffle: bool = False  # give rewards to the wrong samples: a control experiment that must not learn
 
 

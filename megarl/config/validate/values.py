@@ -16,7 +16,7 @@ from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_numbers
-from megarl.config.validate import algorithms, models, servers, strategies
+from megarl.config.validate import algorithms, models, rewards, servers, strategies
 from megarl.config.validate.layouts import ROLES, used_roles
 
 Test = Callable[[Any], bool]
@@ -144,6 +144,13 @@ RANGES: dict[str, tuple[Test, str]] = {
     "algorithm.kl_ctrl.target_kl": _ABOVE_0,
     "reward.num_workers": _AT_LEAST_1,
     "reward.timeout_s": _ABOVE_0,
+    "reward.fn": (lambda v: v, "at least one reward"),
+    "reward.weights": _FINITE_EACH,
+    "reward.judge.votes": _AT_LEAST_1,
+    "reward.concurrency": _AT_LEAST_1,
+    "reward.per_minute": _ABOVE_0,
+    "reward.retries": _AT_LEAST_0,
+    "reward.request_timeout_s": _ABOVE_0,
     "trainer.total_training_steps": _AT_LEAST_1,
     "trainer.total_epochs": _AT_LEAST_1,
     "trainer.nnodes": _AT_LEAST_1,
@@ -253,6 +260,8 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
     yield from _schedules(config)
     if command in ("train", "config"):
         yield from algorithms.contradictions(config)
+    if command in ("train", "evaluate", "config"):
+        yield from rewards.contradictions(config)
     yield from servers.contradictions(config, command)
     if config.actor.lora.rank and config.actor.lora.push == "adapter" and config.rollout.engine == "hf":
         yield "actor.lora.push=adapter: expected merged, because rollout.engine=hf serves no adapters"
@@ -296,7 +305,7 @@ def _places(config: Config) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    trainer, fn = config.trainer, config.reward.fn
+    trainer = config.trainer
     unknown = [name for name in trainer.logger if name not in names.LOGGERS]
     if unknown:
         yield f"trainer.logger={show(trainer.logger)}: {unknown[0]} is none of {', '.join(names.LOGGERS)}"
@@ -304,9 +313,3 @@ def _names(config: Config) -> Iterator[str]:
         yield f"trainer.experiment_name={trainer.experiment_name}: expected the plain name of a folder"
     if trainer.resume_mode not in names.RESUME_MODES and not Path(trainer.resume_mode).is_dir():
         yield f"trainer.resume_mode={trainer.resume_mode}: expected auto, disable or the folder of a checkpoint"
-    place, colon, _ = fn.rpartition(":")
-    if not colon and fn not in names.REWARDS and not config.algorithm.plugins:
-        wanted = f"expected one of {', '.join(names.REWARDS)}, path/to/file.py:function, or a name that a file in "
-        yield f"reward.fn={fn}: {wanted}algorithm.plugins registers"
-    if place.endswith(".py") and not Path(place).expanduser().is_file():
-        yield f"reward.fn={fn}: expected a file that exists, as path/to/file.py:function"

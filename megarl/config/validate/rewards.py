@@ -1,0 +1,73 @@
+"""Checks of rewards: their names, weights and services."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config import names
+from megarl.config.schema import Config
+from megarl.config.settings import show
+
+
+def names_of(config: Config) -> dict[str, str]:
+    """The rewards of a run, each with the short name under which it is weighted and logged."""
+    reward = config.reward
+    return {fn: fn.rpartition(":")[2] for fn in [*reward.fn, *reward.by_data_source.values()]}
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """One sentence for each fault."""
+    reward, short = config.reward, names_of(config)
+    for fn in reward.fn:
+        yield from _no_such(config, "reward.fn", fn)
+    for source, fn in reward.by_data_source.items():
+        yield from _no_such(config, f"reward.by_data_source.{source}", fn)
+    if len(set(reward.fn)) < len(reward.fn):
+        yield f"reward.fn={show(reward.fn)}: expected each reward once; reward.weights says how much it counts"
+    for fn, name in short.items():
+        same = [other for other, its in short.items() if its == name and other != fn]
+        if same:
+            yield f"reward.fn: {fn} and {same[0]} are both called {name} in the log; expected functions of two names"
+    unknown = [name for name in reward.weights if name not in short.values()]
+    if unknown:
+        yield f"reward.weights.{unknown[0]}: expected one of the rewards {', '.join(short.values())}"
+
+    if "judge" in short:
+        yield from _judge(config)
+
+
+def _judge(config: Config) -> Iterator[str]:
+    judge = config.reward.judge
+    for key, value in (("url", judge.url), ("model", judge.model), ("prompt", judge.prompt)):
+        if not value:
+            yield f"reward.judge.{key}={show(value)}: the reward judge needs it"
+    yield from _url("reward.judge.url", judge.url)
+    if judge.prompt and "{answer}" not in judge.prompt:
+        yield f"reward.judge.prompt={judge.prompt}: expected {{answer}} in it, else the judge does not see the answer"
+    wanted = "expected json:FIELD, or a regular expression with one group, which holds the number"
+    try:
+        is_fine = (
+            len(judge.read) > len("json:") if judge.read.startswith("json:") else re.compile(judge.read).groups == 1
+        )
+    except re.error as error:
+        yield f"reward.judge.read={judge.read}: {wanted} ({error})"
+    else:
+        if not is_fine:
+            yield f"reward.judge.read={judge.read}: {wanted}"
+
+
+def _url(key: str, url: str | None) -> Iterator[str]:
+    if url and not url.startswith(("http://", "https://")):
+        yield f"{key}={url}: expected http://HOST:PORT or https://HOST"
+
+
+def _no_such(config: Config, key: str, fn: str) -> Iterator[str]:
+    place, colon, _ = fn.rpartition(":")
+    known = (*names.REWARDS, *names.REWARD_SERVICES)
+    if not colon and fn not in known and not config.algorithm.plugins:
+        wanted = f"expected one of {', '.join(known)}, path/to/file.py:function, or a name that a file in "
+        yield f"{key}={fn}: {wanted}algorithm.plugins registers"
+    if place.endswith(".py") and not Path(place).expanduser().is_file():
+        yield f"{key}={fn}: expected a file that exists, as path/to/file.py:function"

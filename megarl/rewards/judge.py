@@ -1,0 +1,134 @@
+"""Reward from another language model, through any OpenAI-compatible endpoint: it is asked, and its answer is read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+from megarl.rewards.limit import Limit, ServiceError
+from megarl.rewards.result import ground_truth_of
+from megarl.rewards.service import Service, api_key
+from megarl.sample import Completion, Prompt
+
+JSON = "json:"  # in front of the name of a field
+
+
+class Judge:
+    """Asks `votes` times for each sample; the reward is the mean of the numbers that could be read.
+
+    Args:
+        url: of the endpoint, its version included: "https://api.openai.com/v1".
+        prompt: what it is asked, with {question}, {answer} and {truth}.
+        read: finds the number in the answer; see reader.
+        api_key_env: the environment variable that holds the key.
+        request: further fields of the request.  Example: {"temperature": 0, "max_tokens": 256}.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        prompt: str,
+        read: str,
+        votes: int,
+        api_key_env: str | None,
+        request: Mapping[str, Any],
+        *,
+        limit: Limit,
+    ) -> None:
+        self._service = Service(url, limit, api_key=api_key("reward.judge.api_key_env", api_key_env))
+        self._model, self._prompt, self._votes, self._request = model, prompt, votes, dict(request)
+        self._read = reader(read)
+
+    async def __call__(self, prompt: Prompt, completion: Completion) -> dict[str, float]:
+        """The mean, and with several votes how many of them could be read.  Raises ServiceError if none could."""
+        asked = {"role": "user", "content": filled(self._prompt, prompt, completion)}
+        body = {"model": self._model, "messages": [asked], **self._request}
+        votes = (self._service.post("/chat/completions", body, self._number) for _ in range(self._votes))
+        found = await asyncio.gather(*votes, return_exceptions=True)
+        errors = [one for one in found if isinstance(one, BaseException)]
+        numbers = [one for one in found if not isinstance(one, BaseException)]
+        serious = [error for error in errors if not isinstance(error, ServiceError)]
+        if serious or not numbers:
+            raise (serious or errors)[0]
+        score = {"score": sum(numbers) / len(numbers)}
+        return score if self._votes == 1 else score | {"votes": float(len(numbers))}
+
+    def _number(self, reply: Any) -> float:
+        try:
+            text = reply["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise ServiceError(f"the judge's reply has no answer: {str(reply)[:200]}") from None
+        number = self._read(text or "")
+        if number is None:
+            raise ServiceError(f"the judge's answer has no number that reward.judge.read finds: {str(text)[-200:]!r}")
+        return number
+
+
+def filled(template: str, prompt: Prompt, completion: Completion) -> str:
+    """The template with the sample's texts.  Other braces stay, and so do those in the texts.
+
+    Raises ValueError for {truth} if the row has none.
+    """
+    values: dict[str, Callable[[], str]] = {
+        "question": lambda: question_of(prompt),
+        "answer": lambda: completion.text,
+        "truth": lambda: ground_truth_of(prompt),
+    }
+    return re.sub(r"\{(question|answer|truth)\}", lambda found: values[found[1]](), template)
+
+
+def question_of(prompt: Prompt) -> str:
+    """The prompt as text: a string as it is, the content of a single message, else lines of "role: content"."""
+    if isinstance(prompt.text, str):
+        return prompt.text
+    if len(prompt.text) == 1:
+        return prompt.text[0]["content"]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+
+
+def reader(read: str) -> Callable[[str], float | None]:
+    r"""The function that finds the judge's number in its answer: the last that fits, None without any.
+
+    read: "json:FIELD", a field of a JSON object in the answer; else a regular expression with one group.
+
+    >>> reader(r"Score: (\d+)")("Score: 3? No. Score: 7")
+    7.0
+    >>> reader("json:score")('Well, {"why": "ok", "score": 0.5}')
+    0.5
+    """
+    if read.startswith(JSON):
+        field = read.removeprefix(JSON)
+        return lambda text: _last(found[field] for found in _objects(text) if field in found)
+    pattern = re.compile(read)
+    assert pattern.groups == 1, f"reward.judge.read={read}: expected one group"
+    return lambda text: _last(pattern.findall(text))
+
+
+def _last(found: Any) -> float | None:
+    """The last of these values that is a finite number."""
+    last = None
+    for value in found:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            continue
+        last = number if isfinite(number) else last
+    return last
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a text, outermost only."""
+    decoder, at = json.JSONDecoder(), text.find("{")
+    while at >= 0:
+        try:
+            found, end = decoder.raw_decode(text, at)
+        except ValueError:
+            end = at + 1
+        else:
+            yield found
+        at = text.find("{", end)

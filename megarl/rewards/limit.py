@@ -1,0 +1,165 @@
+"""How many calls of a service run at once and begin per minute, and when a failed call is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MINUTE_S = 60.0
+LONGEST_WAIT_S = 300.0  # a service that asks for more is as good as gone
+
+
+class ServiceError(Exception):
+    """A service gave no answer.
+
+    `passes`: the same call may succeed later.  `after_s`: when the service wants it, None if it did not say.
+    """
+
+    def __init__(self, reason: str, *, passes: bool = True, after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.passes, self.after_s = passes, after_s
+
+
+class Limit:
+    """At most `concurrency` calls at once, and at most `per_minute` begun a minute; failed ones are tried again.
+
+    A call has `timeout_s`.  Tried again, `retries` times, are calls that take longer, that lose their connection, or
+    that raise a ServiceError that passes or an HTTP error of the usual clients (aiohttp, httpx, openai) with the status
+    408, 429 or 5xx.  Before a new try it waits as long as the service says in Retry-After, and meanwhile no other call
+    begins; else 1 s, 2 s, 4 s and so on, of which up to a half is left out at random.
+
+    Example: limit = Limit(64, per_minute=500); reply = await limit(lambda: client.ask(question))
+
+    `clock`, `sleep` and `draw` (uniform from 0 to 1) are given by tests.
+    """
+
+    def __init__(
+        self,
+        concurrency: int = 64,
+        per_minute: float | None = None,
+        retries: int = 4,
+        timeout_s: float = 120.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        assert concurrency >= 1 and (per_minute is None or per_minute > 0), "a limit of nothing lets no call through"
+        self._slots, self._retries, self._timeout_s = asyncio.Semaphore(concurrency), retries, timeout_s
+        self._clock, self._sleep, self._draw = clock, sleep, draw
+        self._window_s, self._begun = 0.0, deque[float](maxlen=1)
+        if per_minute is not None:  # a half call a minute is one in two minutes
+            self._begun = deque[float](maxlen=max(1, int(per_minute)))
+            self._window_s = MINUTE_S * max(1, int(per_minute)) / per_minute
+        self._not_before = 0.0
+
+    async def __call__(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of `call`, or its last exception."""
+        tried = 0
+        while True:
+            async with self._slots:
+                await self._turn()
+                try:
+                    return await self._within(call)
+                except Exception as error:
+                    wait_s = self._wait_s(error, tried)
+                    if wait_s is None:
+                        raise
+            await self._sleep(wait_s)
+            tried += 1
+
+    async def _within(self, call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await call()
+        except TimeoutError:
+            if limit.expired():
+                raise ServiceError(f"no answer within {self._timeout_s:g} s") from None
+            raise
+
+    async def _turn(self) -> None:
+        """Wait until one more call may begin."""
+        while (now := self._clock()) < self._next():
+            await self._sleep(self._next() - now)
+        self._begun.append(now)
+
+    def _next(self) -> float:
+        """When the next call may begin."""
+        is_full = len(self._begun) == self._begun.maxlen
+        return max(self._not_before, self._begun[0] + self._window_s if is_full else 0.0)
+
+    def _wait_s(self, error: Exception, tried: int) -> float | None:
+        """Seconds before the next try; None if there is none."""
+        if tried >= self._retries or not may_pass(error):
+            return None
+        asked_s = retry_after(error)
+        if asked_s is None:
+            return 2.0**tried * (1 - 0.5 * self._draw())
+        if asked_s > LONGEST_WAIT_S:
+            return None
+        self._not_before = max(self._not_before, self._clock() + asked_s)
+        return asked_s
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same call may succeed later."""
+    if isinstance(error, ServiceError):
+        return error.passes
+    if isinstance(error, TimeoutError | ConnectionError):
+        return True
+    status = _status(error)
+    if status is not None:
+        return is_busy(status)
+    # Lost connections of aiohttp, httpx and openai, which are no ConnectionError and need not be installed.
+    return any(
+        kind.__name__ in ("ClientConnectionError", "TransportError", "APIConnectionError")
+        for kind in type(error).__mro__
+    )
+
+
+def is_busy(status: int) -> bool:
+    """Whether an HTTP status says: later."""
+    return status in (408, 429) or 500 <= status < 600
+
+
+def retry_after(error: Exception) -> float | None:
+    """The seconds that the service asks for; None if it does not."""
+    if isinstance(error, ServiceError):
+        return error.after_s
+    headers = getattr(getattr(error, "response", error), "headers", None)
+    return seconds_of(headers.get("Retry-After")) if headers is not None else None
+
+
+def seconds_of(header: str | None) -> float | None:
+    """The value of a Retry-After header, which is a number of seconds or a date.
+
+    >>> seconds_of("2.5"), seconds_of(None), seconds_of("soon")
+    (2.5, None, None)
+    """
+    if header is None:
+        return None
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):  # no date, or one without a time zone
+        return None
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status that an error of a client carries."""
+    for holder in (error, getattr(error, "response", None)):
+        for name in ("status", "status_code"):
+            if isinstance(value := getattr(holder, name, None), int):
+                return value
+    return None

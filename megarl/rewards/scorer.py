@@ -1,0 +1,139 @@
+"""All rewards of a run: which ones score a row, how they are joined, and what becomes of a sample without a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from megarl.plugins import load_plugins
+from megarl.rewards import RewardFn, load_reward, name_of
+from megarl.rewards.limit import Limit, ServiceError
+from megarl.rewards.load import is_async
+from megarl.rewards.pool import RewardError, RewardPool
+from megarl.rewards.result import Outcome, RewardResult, describe, joined, to_result
+from megarl.sample import REWARD_ERROR, Completion, Prompt
+
+log = logging.getLogger(__name__)
+
+MAX_LOGGED = 10  # logged errors; all are counted
+ON_ERROR = ("unscored", "zero", "stop")
+
+AsyncReward = Callable[[Prompt, Completion], Awaitable[Any]]
+
+
+class Rewards:
+    """The rewards `fns`, weighted and added; a row whose data source is in `by_data_source` has that one instead.
+
+    Example:
+
+        rewards = Rewards(["math", "my/file.py:tidy"], weights={"tidy": 0.1})
+        rewards.start()
+        outcomes = await rewards.score(prompt, completions)
+        rewards.stop()
+
+    Ordinary functions run in `num_workers` processes, each sample for `timeout_s` at most; without workers they run in
+    the caller's process and have no time limit.  Async functions run in the event loop of the caller, each under a
+    limit of its own from `make_limit`; so do `services`, which makes the rewards of these names: f(limit=...).
+    `weights`: by short name, see name_of; a missing one is 1.
+    `on_error`: of a sample on which a reward failed.  unscored: its outcome says why it has none; zero: it has reward 0
+    and the extra number REWARD_ERROR; stop: RewardError is raised.
+    The constructor raises ValueError if a reward does not exist.  `num_errors` counts the samples that failed.
+    """
+
+    def __init__(
+        self,
+        fns: Sequence[str],
+        *,
+        weights: Mapping[str, float] | None = None,
+        by_data_source: Mapping[str, str] | None = None,
+        num_workers: int = 1,
+        timeout_s: float = 5.0,
+        on_error: str = "unscored",
+        plugins: Sequence[str] = (),
+        make_limit: Callable[[], Limit] = Limit,
+        services: Mapping[str, Callable[..., AsyncReward]] | None = None,
+    ) -> None:
+        assert on_error in ON_ERROR, f"on_error is {on_error!r}, expected one of {', '.join(ON_ERROR)}"
+        self.num_errors = 0
+        self._fns, self._weights, self._on_error = tuple(fns), dict(weights or {}), on_error
+        self._by_data_source = dict(by_data_source or {})
+        self._all = list(dict.fromkeys([*fns, *self._by_data_source.values()]))
+        load_plugins(plugins)
+        made = {fn: make(limit=make_limit()) for fn, make in (services or {}).items() if fn in self._all}
+        self._functions = {fn: load_reward(fn) for fn in self._all if fn not in made}
+        self._async = made | {
+            fn: _limited(make_limit(), function) for fn, function in self._functions.items() if is_async(function)
+        }
+        ordinary = [fn for fn in self._all if fn not in self._async]
+        self._pool = RewardPool(ordinary, num_workers, timeout_s, plugins) if ordinary and num_workers else None
+
+    def start(self) -> None:
+        if self._pool is not None:
+            self._pool.start()
+
+    def stop(self) -> None:
+        if self._pool is not None:
+            self._pool.stop()
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Outcome]:
+        """The outcomes of one group, in order: a reward, or a sentence that says why there is none.
+
+        Raises RewardError, naming reward and sample, for the first failure with on_error="stop".
+        """
+        source = prompt.data_source
+        fns = [self._by_data_source[source]] if source in self._by_data_source else self._fns
+        columns = await asyncio.gather(*(self._column(fn, prompt, completions) for fn in fns))
+        return [
+            self._outcome(f"{prompt.uid}#{index}", dict(zip(fns, outcomes, strict=True)))
+            for index, outcomes in enumerate(zip(*columns, strict=True))
+        ]
+
+    async def _column(self, fn: str, prompt: Prompt, completions: Sequence[Completion]) -> list[Outcome]:
+        """The outcomes of one reward."""
+        if fn in self._async:
+            return await asyncio.gather(*(_awaited(self._async[fn], prompt, each) for each in completions))
+        if self._pool is None:
+            return [_called(self._functions[fn], prompt, completion) for completion in completions]
+        return await self._pool.score(fn, prompt, completions)
+
+    def _outcome(self, uid: str, outcomes: Mapping[str, Outcome]) -> Outcome:
+        """Of one sample, by reward."""
+        results = {fn: outcome for fn, outcome in outcomes.items() if isinstance(outcome, RewardResult)}
+        failed = [f"reward {fn}, sample {uid}: {outcome}" for fn, outcome in outcomes.items() if fn not in results]
+        if failed:
+            return self._failed(failed[0])
+        if len(self._all) == 1:
+            return results[self._all[0]]
+        return joined({name_of(fn): result for fn, result in results.items()}, self._weights)
+
+    def _failed(self, sentence: str) -> Outcome:
+        self.num_errors += 1
+        if self._on_error == "stop":
+            raise RewardError(sentence)
+        if self.num_errors <= MAX_LOGGED:
+            what = "counted as 0" if self._on_error == "zero" else "it leaves its group"
+            more = "; further errors are only counted" if self.num_errors == MAX_LOGGED else ""
+            log.warning("%s; %s%s", sentence, what, more)
+        return RewardResult(0.0, {REWARD_ERROR: 1.0}) if self._on_error == "zero" else sentence
+
+
+async def _awaited(reward: AsyncReward, prompt: Prompt, completion: Completion) -> Outcome:
+    try:
+        return to_result(await reward(prompt, completion))
+    except ServiceError as error:
+        return str(error)
+    except Exception as error:
+        return describe(error)
+
+
+def _called(reward: RewardFn, prompt: Prompt, completion: Completion) -> Outcome:
+    try:
+        return to_result(reward(prompt, completion))
+    except Exception as error:
+        return describe(error)
+
+
+def _limited(limit: Limit, function: AsyncReward) -> AsyncReward:
+    return lambda prompt, completion: limit(lambda: function(prompt, completion))

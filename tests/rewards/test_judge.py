@@ -1,0 +1,176 @@
+"""A judge behind a real endpoint of a few lines: what it is asked, how it is read, and what happens when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from aiohttp import web
+from virtual_clock import VirtualClock
+
+from megarl.rewards.judge import Judge, filled, question_of, reader
+from megarl.rewards.limit import Limit
+from megarl.rewards.result import Outcome, RewardResult
+from megarl.rewards.scorer import Rewards
+from megarl.sample import Completion, Prompt, VersionSpan
+
+PROMPT = Prompt("0-3", [1], [{"role": "user", "content": "How are you?"}], "well")
+TEMPLATE = "Is {answer} a reply to {question}, as {truth}? Reply with {score}"
+Reply = tuple[int, Any] | tuple[int, Any, dict[str, str]]
+
+
+def said(text: str | None) -> Reply:
+    return 200, {"choices": [{"message": {"content": text}}]}
+
+
+class Endpoint:
+    """Gives these replies in turn, the last one for ever."""
+
+    def __init__(self, *replies: Reply) -> None:
+        self.replies, self.bodies, self.keys = list(replies), list[Any](), list[str | None]()
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        self.keys.append(request.headers.get("Authorization"))
+        status, body, headers = (*(self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]), {})[:3]
+        return web.json_response(body, status=status, headers=headers)
+
+
+@asynccontextmanager
+async def served(endpoint: Endpoint) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", endpoint)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+def completion(text: str) -> Completion:
+    return Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text)
+
+
+def judge(url: str, endpoint: Endpoint, *texts: str, retries: int = 4, **how: Any) -> Awaitable[list[Outcome]]:
+    """The outcomes of a group that the judge scores, on a clock that does not wait."""
+    clock = how.pop("clock", VirtualClock())
+    settings = {"model": "wise", "prompt": TEMPLATE, "read": r"Score: (-?\d+)", "votes": 1, "api_key_env": None}
+    made = partial(Judge, **{"url": url, "request": {}} | settings | how)
+    limit = partial(Limit, 4, None, retries, clock=clock, sleep=clock.at_once, draw=lambda: 0.0)
+    rewards = Rewards(["judge"], make_limit=limit, services={"judge": made})
+    return rewards.score(PROMPT, [completion(text) for text in texts])
+
+
+def outcomes(endpoint: Endpoint, *texts: str, **how: Any) -> list[Outcome]:
+    async def test() -> list[Outcome]:
+        async with served(endpoint) as url, asyncio.timeout(240):
+            return await judge(url, endpoint, *texts, **how)
+
+    return asyncio.run(test())
+
+
+def test_the_judge_sees_question_answer_and_truth_and_its_number_is_the_reward() -> None:
+    endpoint = Endpoint(said("Score: 3? No.\nScore: 7"))
+    assert outcomes(endpoint, "Fine {truth}", request={"temperature": 0}) == [RewardResult(7.0)]
+    (body,) = endpoint.bodies
+    asked = "Is Fine {truth} a reply to How are you?, as well? Reply with {score}"
+    assert body == {"model": "wise", "messages": [{"role": "user", "content": asked}], "temperature": 0}
+    assert endpoint.keys == [None]
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGES_KEY", "secret")
+    endpoint = Endpoint(said("Score: 1"))
+    assert outcomes(endpoint, "Fine", api_key_env="JUDGES_KEY") == [RewardResult(1.0)]
+    assert endpoint.keys == ["Bearer secret"]
+    monkeypatch.delenv("JUDGES_KEY")
+    with pytest.raises(ValueError, match="^reward.judge.api_key_env=JUDGES_KEY: expected an environment variable that"):
+        Judge("http://h/v1", "m", "p", "(x)", 1, "JUDGES_KEY", {}, limit=Limit())
+
+
+def test_the_mean_of_the_votes_counts_and_one_that_cannot_be_read_does_not() -> None:
+    endpoint = Endpoint(said("Score: 1"), said("Score: 4"), said("I will not say"))
+    assert outcomes(endpoint, "Fine", votes=3, retries=0) == [RewardResult(2.5, {"votes": 2.0})]
+    assert len(endpoint.bodies) == 3
+
+
+def test_a_busy_judge_is_asked_again_when_it_says_so() -> None:
+    clock = VirtualClock()
+    endpoint = Endpoint((429, {}, {"Retry-After": "17"}), (503, {}), said("Score: 2"))
+    assert outcomes(endpoint, "Fine", clock=clock) == [RewardResult(2.0)]
+    assert clock.slept == [17.0, 2.0]
+
+
+def test_a_judge_that_cannot_be_read_is_asked_again() -> None:
+    endpoint = Endpoint(said("Hm."), said(None), (200, {"error": "none"}), said("Score: -2"))
+    assert outcomes(endpoint, "Fine") == [RewardResult(-2.0)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "tries", "reason"),
+    [
+        ((500, {"error": "out of order"}), 3, 'answered 500: {"error": "out of order"}'),
+        ((401, {"error": "wrong key"}), 1, 'answered 401: {"error": "wrong key"}'),
+        (said("I will not say"), 3, "no number that reward.judge.read finds: 'I will not say'"),
+        ((200, {"choices": []}), 3, "the judge's reply has no answer: {'choices': []}"),
+    ],
+)
+def test_what_the_judge_cannot_say_is_unscored(reply: Reply, tries: int, reason: str) -> None:
+    endpoint = Endpoint(reply)
+    (outcome,) = outcomes(endpoint, "Fine", retries=2)
+    assert isinstance(outcome, str) and outcome.startswith("reward judge, sample 0-3#0: ") and reason in outcome
+    assert len(endpoint.bodies) == tries
+
+
+def test_a_judge_that_is_not_there_is_unscored() -> None:
+    (outcome,) = asyncio.run(asyncio.wait_for(judge("http://127.0.0.1:9/v1", Endpoint(), "Fine", retries=1), 240))
+    assert isinstance(outcome, str) and "http://127.0.0.1:9/v1/chat/completions: ClientConnectorError" in outcome
+
+
+@pytest.fixture
+def complaints(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
+    with caplog.at_level(logging.WARNING):
+        yield lambda: caplog.text
+
+
+def test_the_connections_are_closed_when_the_event_loop_ends(complaints: Callable[[], str]) -> None:
+    outcomes(Endpoint(said("Score: 1")), "Fine", "Well")
+    assert "Unclosed" not in complaints()
+
+
+def test_a_template_needs_the_truth_only_where_it_names_it() -> None:
+    bare = Prompt("0-0", [1], "x")
+    assert filled('{"a": "{answer}"}', bare, completion("{question}")) == '{"a": "{question}"}'
+    with pytest.raises(ValueError, match="the prompt has no ground truth"):
+        filled("{truth}", bare, completion("y"))
+
+
+def test_several_messages_are_shown_with_their_roles() -> None:
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    assert question_of(Prompt("0-0", [1], messages)) == "system: Be kind.\nuser: Hi"
+    assert question_of(Prompt("0-0", [1], "Hi")) == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "number"),
+    [
+        (r"(?i)score:?\s*(-?\d+(?:\.\d+)?)", "SCORE 0.5", 0.5),
+        (r"Score: (\S+)", "Score: 4 Score: four", 4.0),
+        (r"Score: (\S+)", "Score: nan", None),
+        (r"Score: (\d)", "", None),
+        ("json:score", 'I see {this}. {"score": 1} {"score": {"score": 3}} {"why": {}}', 1.0),
+        ("json:score", '```json\n{"score": "2.5"}\n```', 2.5),
+        ("json:score", '{"score": 1', None),
+        ("json:score", "[1]", None),
+    ],
+)
+def test_the_last_number_that_fits_is_read(read: str, text: str, number: float | None) -> None:
+    assert reader(read)(text) == number

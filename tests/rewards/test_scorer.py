@@ -1,0 +1,132 @@
+"""Several rewards at once, rewards by data source, and what becomes of a sample that could not be scored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.rewards.pool import RewardError
+from megarl.rewards.result import Outcome, RewardResult
+from megarl.rewards.scorer import Rewards
+from megarl.sample import Completion, Prompt, VersionSpan
+
+FILE = """
+import asyncio
+
+def tidy(prompt, completion):
+    if completion.text == "raise":
+        raise KeyError("gone")
+    return {"score": 2.0, "length": len(completion.text)}
+
+async def asked(prompt, completion):
+    await asyncio.sleep(0)
+    if completion.text == "refuse":
+        raise ValueError("no")
+    return {"score": 0.5, "words": 1}
+
+async def asked_as_in_verl(solution_str, ground_truth, extra_info):
+    return float(solution_str == ground_truth)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(FILE)
+    return f"{tmp_path}/mine.py"
+
+
+def completion(text: str) -> Completion:
+    return Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text)
+
+
+def score(rewards: Rewards, *texts: str, source: str = "", truth: str = "46") -> list[Outcome]:
+    prompt = Prompt("0-3", [1], "x", truth, source)
+    rewards.start()
+    try:
+        return asyncio.run(asyncio.wait_for(rewards.score(prompt, [completion(text) for text in texts]), 240))
+    finally:
+        rewards.stop()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_single_reward_is_passed_on_as_it_is(file: str, num_workers: int) -> None:
+    rewards = Rewards([f"{file}:tidy"], num_workers=num_workers)
+    assert score(rewards, "a", "bb") == [RewardResult(2.0, {"length": 1.0}), RewardResult(2.0, {"length": 2.0})]
+
+
+def test_several_rewards_are_weighted_added_and_reported_apart(file: str) -> None:
+    rewards = Rewards(["exact", f"{file}:tidy", f"{file}:asked"], weights={"tidy": 0.25, "asked": -1.0})
+    assert score(rewards, "46", "4") == [
+        RewardResult(1.0, {"exact": 1.0, "tidy": 2.0, "tidy/length": 2.0, "asked": 0.5, "asked/words": 1.0}),
+        RewardResult(0.0, {"exact": 0.0, "tidy": 2.0, "tidy/length": 1.0, "asked": 0.5, "asked/words": 1.0}),
+    ]
+
+
+def test_a_row_of_a_data_source_has_the_reward_of_that_source(file: str) -> None:
+    settings: dict[str, Any] = {"by_data_source": {"my/words": f"{file}:tidy"}, "num_workers": 0}
+    rewards = Rewards(["exact"], **settings)
+    assert score(rewards, "46", source="my/words") == [RewardResult(2.0, {"tidy": 2.0, "tidy/length": 2.0})]
+    assert score(rewards, "46", source="my/other") == [RewardResult(1.0, {"exact": 1.0})]
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "reward"),
+    [
+        ("openai/gsm8k", "so it is #### 46", 1.0),
+        ("openai/gsm8k", "so it is 46", 0.0),  # the mark is wanted, as in verl
+        ("lighteval/MATH", r"\boxed{\frac{92}{2}}", 1.0),
+        ("", "46", 1.0),
+        ("arithmetic", " 46", 1.0),
+        ("arithmetic", "#### 46", 0.0),
+    ],
+)
+def test_auto_takes_the_built_in_reward_of_verls_data_sources(source: str, text: str, reward: float) -> None:
+    assert score(Rewards(["auto"], num_workers=0), text, source=source) == [RewardResult(reward)]
+
+
+def test_auto_scores_no_row_that_verl_scores_in_a_way_that_is_missing() -> None:
+    (outcome,) = score(Rewards(["auto"], num_workers=0), "46", source="aime_2025")
+    assert isinstance(outcome, str)
+    assert "no built-in reward fits data_source=aime_2025; expected one in reward.by_data_source" in outcome
+
+
+def test_an_async_function_may_have_verls_signature(file: str) -> None:
+    assert score(Rewards([f"{file}:asked_as_in_verl"]), "46", "4") == [RewardResult(1.0), RewardResult(0.0)]
+
+
+@pytest.mark.parametrize(("name", "text"), [("tidy", "raise"), ("asked", "refuse")])
+def test_a_failed_sample_is_unscored_named_and_leaves_its_neighbours_alone(
+    file: str, name: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rewards = Rewards([f"{file}:tidy", f"{file}:asked"])
+    with caplog.at_level(logging.WARNING, "megarl.rewards.scorer"):
+        first, second, third = score(rewards, "a", text, "a")
+    assert isinstance(first, RewardResult) and first == third
+    assert isinstance(second, str) and second.startswith(f"reward {file}:{name}, sample 0-3#1: ")
+    assert rewards.num_errors == 1
+    assert f"{second}; it leaves its group" in caplog.text
+
+
+def test_zero_counts_a_failed_sample_as_0(file: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "megarl.rewards.scorer"):
+        rewards = Rewards([f"{file}:tidy"], on_error="zero", num_workers=0)
+        assert score(rewards, *["raise"] * 12) == [RewardResult(0.0, {"reward_error": 1.0})] * 12
+    assert rewards.num_errors == 12
+    assert len(caplog.records) == 10, "only the first ones are written out"
+    assert "KeyError: 'gone'" in caplog.text and "; counted as 0" in caplog.text
+    assert caplog.records[-1].message.endswith("; further errors are only counted")
+
+
+def test_a_run_that_wants_to_stop_does(file: str) -> None:
+    with pytest.raises(RewardError, match=r"reward .*mine.py:tidy, sample 0-3#1: KeyError: 'gone'"):
+        score(Rewards([f"{file}:tidy"], on_error="stop", num_workers=0), "a", "raise")
+
+
+def test_rewards_without_ordinary_functions_start_no_process(file: str) -> None:
+    rewards = Rewards([f"{file}:asked"], num_workers=3)
+    assert rewards._pool is None
+    assert score(rewards, "a") == [RewardResult(0.5, {"words": 1.0})]
