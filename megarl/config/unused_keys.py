@@ -227,6 +227,17 @@ TABLE = (
         lambda c: not c.data.val_files,
     ),
     UnusedKeys("reward.judge.*", "no reward is called judge", lambda c: "judge" not in names_of(c)),
+    UnusedKeys("reward.model.*", "no reward is called model", lambda c: "model" not in names_of(c)),
+    UnusedKeys(
+        "reward.model.first_gpu reward.model.memory_fraction",
+        "reward.model.url names a server that runs already",
+        lambda c: c.reward.model.url is not None,
+    ),
+    UnusedKeys(
+        "reward.model.api_key_env",
+        "reward.model.url=null: the run starts a server, and knows its key",
+        lambda c: c.reward.model.url is None,
+    ),
     UnusedKeys(
         "reward.num_workers reward.timeout_s",
         "no reward runs in a process of its own",

@@ -3,7 +3,7 @@
     MEGARL_SERVER_TOKEN=... python -m megarl.hf_server.main --model-path DIR --port 30000
 
 The process ends when its engine fails, so that its supervisor notices and no request waits without end.
-`routes` has the routes, `scheduler` the batching, `model` the model.
+`routes` has the routes, `scheduler` the batching, `model` the model; with --is-embedding all of it is `scoring`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from aiohttp import web
 
 from megarl.hf_server import device as devices
 from megarl.hf_server.model import HFModel
-from megarl.hf_server.routes import HFServer, logger
+from megarl.hf_server.requests import logger
+from megarl.hf_server.routes import HFServer
+from megarl.hf_server.scoring import ScoreModel, ScoreServer
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.protocol import DTYPES
 from megarl.servers.launch import TOKEN_VARIABLE
@@ -44,6 +46,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--model-path", required=True, help="a Hugging Face model folder with safetensors")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--is-embedding", action="store_true", help="a reward model: /classify instead of /generate")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--max-running-requests", type=int, default=512, help="completions decoded at once")
     parser.add_argument("--device", type=_device, default="cpu", help="cpu, or cuda:N for GPU N")
@@ -79,6 +82,28 @@ def _is_loopback(host: str) -> bool:
 async def _serve(args: argparse.Namespace) -> int:
     """Serve until a signal comes or the engine fails; returns the exit code."""
     devices.use(args.device)
+    server = _score_server(args) if args.is_embedding else _rollout_server(args)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.end)
+    runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, args.host, args.port, backlog=4096).start()
+    where = (args.model_path, args.dtype, args.device, args.host, args.port)
+    logger.info("serving %s (%s, %s) on http://%s:%d", *where)
+    error = await server.ended
+    if error is not None:
+        logger.error("the engine failed, so this server ends", exc_info=error)
+    await runner.cleanup()
+    return 0 if error is None else 1
+
+
+def _score_server(args: argparse.Namespace) -> ScoreServer:
+    model = ScoreModel(args.model_path, DTYPES[args.dtype], args.device)
+    return ScoreServer(model, os.environ.get(TOKEN_VARIABLE, ""))
+
+
+def _rollout_server(args: argparse.Namespace) -> HFServer:
     model = HFModel(args.model_path, DTYPES[args.dtype], args.device)
     server = HFServer(
         model,
@@ -91,20 +116,8 @@ async def _serve(args: argparse.Namespace) -> int:
         weight_version=args.weight_version,
     )
     server.engine.decode_sleep_s = args.decode_sleep_ms / 1000
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.end)
     server.engine.start()
-    runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, args.host, args.port, backlog=4096).start()
-    where = (args.model_path, args.dtype, args.device, args.host, args.port)
-    logger.info("serving %s (%s, %s) on http://%s:%d", *where)
-    error = await server.ended
-    if error is not None:
-        logger.error("the engine failed, so this server ends", exc_info=error)
-    await runner.cleanup()
-    return 0 if error is None else 1
+    return server
 
 
 if __name__ == "__main__":

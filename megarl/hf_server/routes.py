@@ -9,9 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import hmac
-import json
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -20,16 +17,12 @@ from aiohttp import web
 
 from megarl.hf_server.calls import read_call, write_reply
 from megarl.hf_server.model import HFModel
+from megarl.hf_server.requests import application, json_body
 from megarl.hf_server.running_batch import Call
 from megarl.hf_server.scheduler import CACHE, GRAPHS, WEIGHTS, HFEngine
 from megarl.hf_server.weights import WEIGHT_LOADER, WeightUpdates
 from megarl.rollout.protocol import PAUSE_MODES, Route
 
-logger = logging.getLogger("megarl.hf_server.main")
-
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-_MAX_BODY_BYTES = 64 << 20
 _ROUTES: dict[Route, tuple[str, str]] = {  # route -> methods, handler of HFServer
     Route.HEALTH: ("GET", "health"),
     Route.SERVER_INFO: ("GET", "server_info"),
@@ -58,7 +51,7 @@ class HFServer:
     """The HTTP side. Example: AppRunner(HFServer(model, token, ...).app)."""
 
     def __init__(self, model: HFModel, token: str, *, group_timeout_s: float, **engine_settings: Any) -> None:
-        self._model, self._token = model, token.encode()
+        self._model = model
         self._loop = asyncio.get_running_loop()
         self._replies: dict[int, asyncio.Future[None]] = {}  # id(call) -> resolved when the call is complete
         self._started = time.time()
@@ -70,31 +63,12 @@ class HFServer:
             **engine_settings,
         )
         updates = WeightUpdates(self.engine, group_timeout_s)
-        self.app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_BYTES)
+        self.app = application(token)
         for route, (methods, name) in _ROUTES.items():
             for method in methods.split():
                 self.app.router.add_route(method, route, getattr(self, name))
         for route, name in _UPDATE_ROUTES.items():
             self.app.router.add_post(route, _in_thread(getattr(updates, name)))
-
-    # ---- around every request
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Check the token; refusals become 400 in SGLang's JSON, unexpected errors 500 with a traceback in the log."""
-        given = request.headers.get("Authorization", "").encode()
-        open_to_all = request.path == Route.HEALTH  # as in SGLang, whose router relies on it
-        if self._token and not open_to_all and not hmac.compare_digest(given, b"Bearer " + self._token):
-            return web.json_response({"error": "Unauthorized"}, status=401)
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            return web.json_response({"error": f"{request.method} {request.path}: {error.reason}"}, status=error.status)
-        except ValueError as error:
-            return web.json_response({"success": False, "message": str(error)}, status=400)
-        except Exception as error:
-            logger.exception("%s %s failed", request.method, request.path)
-            return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
 
     def _resolve(self, calls: list[Call]) -> None:
         for call in calls:
@@ -151,7 +125,7 @@ class HFServer:
 
     async def generate(self, request: web.Request) -> web.Response:
         try:
-            body = await _json_body(request)
+            body = await json_body(request)
             call = read_call(body, self._model, self.engine.max_total_tokens)
         except ValueError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
@@ -166,7 +140,7 @@ class HFServer:
         return web.json_response(write_reply(call, body))
 
     async def pause(self, request: web.Request) -> web.Response:
-        mode = (await _json_body(request)).get("mode", "abort")
+        mode = (await json_body(request)).get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode={mode!r}: expected one of {', '.join(PAUSE_MODES)}")
         await asyncio.wrap_future(self.engine.run_now(lambda: self.engine.pause(mode)))
@@ -177,7 +151,7 @@ class HFServer:
         return web.json_response({"status": "ok", "message": "continued"})
 
     async def abort(self, request: web.Request) -> web.Response:
-        body = await _json_body(request)
+        body = await json_body(request)
         rid, everything = body.get("rid"), bool(body.get("abort_all"))
         order = functools.partial(self.engine.abort, lambda row: everything or row.rid == rid)
         await asyncio.wrap_future(self.engine.run_now(order))
@@ -191,17 +165,17 @@ class HFServer:
         return web.Response(text="Cache flushed.")
 
     async def release_memory(self, request: web.Request) -> web.Response:
-        tags = _memory_tags(await _json_body(request))
+        tags = _memory_tags(await json_body(request))
         await asyncio.wrap_future(self.engine.run_now(lambda: self.engine.release(tags)))
         return web.Response()
 
     async def resume_memory(self, request: web.Request) -> web.Response:
-        tags = _memory_tags(await _json_body(request))
+        tags = _memory_tags(await json_body(request))
         await asyncio.wrap_future(self.engine.run_now(lambda: self.engine.take_back(tags)))
         return web.Response()
 
     async def weights_checker(self, request: web.Request) -> web.Response:
-        action = (await _json_body(request)).get("action", "checksum")
+        action = (await json_body(request)).get("action", "checksum")
         if action != "checksum":
             raise ValueError(f"action={action!r}: expected 'checksum'")
         checksums = await asyncio.wrap_future(self.engine.run_now(self._model.checksums))
@@ -214,24 +188,10 @@ def _in_thread(method: Callable[[Mapping[str, Any]], str]) -> Callable[[web.Requ
     """A handler that runs a blocking method in a thread; the method returns a message."""
 
     async def handler(request: web.Request) -> web.Response:
-        message = await asyncio.to_thread(method, await _json_body(request))
+        message = await asyncio.to_thread(method, await json_body(request))
         return web.json_response({"success": True, "message": message})
 
     return handler
-
-
-async def _json_body(request: web.Request) -> Mapping[str, Any]:
-    """The JSON object of the body; a missing body counts as an empty object."""
-    raw = await request.read()
-    if not raw:
-        return {}
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise ValueError(f"the body of {request.path} is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ValueError(f"the body of {request.path} is not a JSON object")
-    return body
 
 
 def _memory_tags(body: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """Rewards of (prompt, completion): functions, and the processes that run them.
 
 Built-in rewards are functions with `@register_reward` in this folder. `load` finds a user's function, `result` checks
-what it returns, `pool` and `worker` run it in processes with a timeout for each sample. `judge` asks a service, under a
-`limit`. `scorer` joins the rewards of a run. Nothing here depends on engines or advantages.
+what it returns, `pool` and `worker` run it in processes with a timeout for each sample. `judge` and `model` ask a
+`service`, under a `limit`. `scorer` joins the rewards of a run. Nothing here depends on engines or advantages.
 Called by: the collector, through `scorer.Rewards`; the driver, to refuse a wrong `reward.fn` before anything starts.
 """
 
@@ -17,7 +17,7 @@ REWARDS: dict[str, str | RewardFn] = {
 }
 
 # These are made from settings, not found by their name.
-SERVICES = ("judge",)
+SERVICES = ("judge", "model")
 
 
 def name_of(fn: str) -> str:

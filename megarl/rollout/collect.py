@@ -58,15 +58,14 @@ async def collect_group(
     assert len(results) == len(completions), (
         f"the reward gave {len(results)} results for {len(completions)} completions"
     )
-    unscored = [result for result in results if isinstance(result, str)]
+    unscored = [(c, r) for c, r in zip(completions, results, strict=True) if isinstance(r, str)]
     scored = [(c, r) for c, r in zip(completions[:n], results[:n], strict=True) if not isinstance(r, str)]
     base = results[n] if greedy else None
     if len(scored) < min(2, n) or isinstance(base, str):
-        pool.waste("unscored", sum(len(completion.token_ids) for completion in completions))
-        reason = f"{len(unscored)} of {len(results)} completions could not be scored; the first: {unscored[0]}"
+        pool.waste("unscored", _num_tokens(completions))
+        reason = f"{len(unscored)} of {len(results)} completions could not be scored; the first: {unscored[0][1]}"
         return LostRollout(prompt, reason, len(unscored))
-    left = zip(completions, results, strict=True)
-    pool.waste("unscored", sum(len(c.token_ids) for c, result in left if isinstance(result, str)))
+    pool.waste("unscored", _num_tokens([completion for completion, _ in unscored]))
     greedy_reward = None if base is None else float(base.reward)
     return [
         Sample(prompt, completion, float(result.reward), dict(result.extra), greedy_reward)
@@ -88,7 +87,7 @@ async def _write_all(
         except (RolloutFailed, asyncio.CancelledError) as error:
             done = [task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception()]
             cause = "lost" if isinstance(error, RolloutFailed) else "cancelled"
-            pool.waste(cause, sum(len(completion.token_ids) for completion in done))
+            pool.waste(cause, _num_tokens(done))
             raise
         finally:
             for task in tasks:
@@ -104,3 +103,7 @@ def for_completion(params: SamplingParams, uid: str, index: int) -> SamplingPara
         return params
     digest = hashlib.sha256(f"{params.sampling_seed}:{uid}:{index}".encode()).digest()
     return replace(params, sampling_seed=int.from_bytes(digest[:4], "big") & MAX_SEED)
+
+
+def _num_tokens(completions: Sequence[Completion]) -> int:
+    return sum(len(completion.token_ids) for completion in completions)

@@ -45,6 +45,7 @@ class Route(StrEnum):
     RESUME_MEMORY = "/resume_memory_occupation"
     FLUSH_CACHE = "/flush_cache"
     ABORT = "/abort_request"
+    CLASSIFY = "/classify"  # of a reward model, which has no /generate
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class EngineLaunch:
     port: int | None = None  # None: the supervisor picks a free one
     dtype: str = "float32"
     tensor_parallel_size: int = 1
+    scores: bool = False  # a reward model, which answers /classify instead of /generate
     max_running_requests: int = 512  # completions decoded at once
     max_total_tokens: int | None = None  # tokens held in the KV cache; None: the engine's default
     random_seed: int | None = None
@@ -106,6 +107,7 @@ def hf_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--weight-version": launch.weight_version,
         "--num-threads": launch.num_threads,
     }
+    command += ["--is-embedding"] * launch.scores
     environment = {**interface_variables(launch.host), **without_tokens(os.environ)}
     environment["OMP_NUM_THREADS"] = str(launch.num_threads)
     return ServerCommand([*command, *flags(options)], environment)

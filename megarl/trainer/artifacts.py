@@ -10,7 +10,6 @@ from rich.console import Console
 
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
-from megarl.trainer.build import make_rewards
 from megarl.trainer.evaluate import Evaluation, transformers_accuracy
 from megarl.trainer.run import Run
 from megarl.trainer.run_log import Totals
@@ -84,7 +83,7 @@ def _accuracy_of_export(run: Run) -> float:
     return transformers_accuracy(
         str(run.dir / "hf"),
         run.val_prompts,
-        make_rewards(run.config, 1)(num_workers=0),
+        run.make_rewards(num_workers=0),
         max_new_tokens=run.config.data.max_response_length,
     )
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,6 @@ from megarl.data.prompts import Prompts
 from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
-from megarl.rewards.judge import Judge
-from megarl.rewards.limit import Limit
-from megarl.rewards.scorer import Rewards
-from megarl.rollout.collector_client import Collectors
 from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machines
@@ -32,8 +27,11 @@ from megarl.weights.mapping.server_map import is_enlarged
 from megarl.weights.push.channel import own_address
 
 
-def model_folder(path: str) -> str:
-    """A folder as it is; for a hub name the folder of its snapshot, which is downloaded if it is not cached."""
+def model_folder(path: str, key: str = "model.path") -> str:
+    """A folder as it is; for a hub name the folder of its snapshot, which is downloaded if it is not cached.
+
+    Raises ValueError, with `key`, for anything else.
+    """
     if Path(path).is_dir():
         return path
     from huggingface_hub import snapshot_download  # pulls in a network stack that a local run does not need
@@ -42,7 +40,7 @@ def model_folder(path: str) -> str:
         return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
     except Exception as error:  # no network, unknown name, no access: the hub raises a different exception for each
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"model.path={path}: neither a folder nor a name that the hub gives ({reason})") from error
+        raise ValueError(f"{key}={path}: neither a folder nor a name that the hub gives ({reason})") from error
 
 
 def engine_settings(role: Any) -> dict[str, Any]:
@@ -232,60 +230,6 @@ def plugins(config: Config) -> list[str]:
     """The user's modules, and files as absolute paths, which are valid in every process."""
     specs = config.algorithm.plugins
     return [str(Path(spec).expanduser().resolve()) if spec.endswith(".py") else spec for spec in specs]
-
-
-SERVERS_PER_COLLECTOR = 8
-
-
-def make_collectors(
-    config: Config, urls: Sequence[str], token: str, *, fenced: bool = False, salted: bool = False
-) -> Collectors:
-    """The collectors of a run, started; `fenced`: they send requests to a server only once that is trusted.
-
-    `salted`: all servers know salts of their prefix caches, and need them because they keep their KV in a push.
-    """
-    rollout = config.rollout
-    servers = max(len(urls), len(rollout.urls) or rollout.num_servers)
-    count = min(len(urls), rollout.num_collectors or -(-len(urls) // SERVERS_PER_COLLECTOR))
-    in_flight = rollout.max_in_flight or servers * rollout.max_running_requests
-    return Collectors(
-        urls=urls,
-        token=token,
-        tokenizer_path=model_folder(config.model.tokenizer_path),
-        make_scorer=make_rewards(config, count),
-        num_collectors=count,
-        piece_tokens=rollout.piece_tokens,
-        timeout_s=rollout.request_timeout_s,
-        max_in_flight=-(-in_flight // count),
-        log_path=config.trainer.run_dir / "logs" / "collector.log",
-        fenced=fenced,
-        salted=salted,
-    )
-
-
-def make_rewards(config: Config, num_collectors: int) -> Callable[..., Rewards]:
-    """Makes the rewards of one of so many collectors, which share workers and limits.  It can be pickled."""
-    reward = config.reward
-    limit = partial(
-        Limit,
-        -(-reward.concurrency // num_collectors),
-        None if reward.per_minute is None else reward.per_minute / num_collectors,
-        reward.retries,
-        reward.request_timeout_s,
-    )
-    services = {"judge": partial(Judge, **asdict(reward.judge))}
-    return partial(
-        Rewards,
-        tuple(reward.fn),
-        weights=reward.weights,
-        by_data_source=reward.by_data_source,
-        num_workers=-(-reward.num_workers // num_collectors),
-        timeout_s=reward.timeout_s,
-        on_error=reward.on_error,
-        plugins=plugins(config),
-        make_limit=limit,
-        services=services,
-    )
 
 
 def check_ids(config: Config, highest: int) -> None:

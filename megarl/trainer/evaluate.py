@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
+from megarl.plugins import load_plugins
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector_client import Collectors, Ticket
@@ -22,7 +23,8 @@ from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
-from megarl.trainer.build import make_collectors, read_prompts
+from megarl.trainer.build import read_prompts
+from megarl.trainer.collectors import check_rewards, make_collectors
 from megarl.trainer.infrastructure import Infrastructure
 
 
@@ -170,6 +172,8 @@ def main(config: Config) -> int:
     if not config.data.val_files:
         raise ValueError("data.val_files=[]: there is nothing to evaluate; expected at least one file of prompts")
     console = Console()
+    load_plugins(config.algorithm.plugins)
+    check_rewards(config)
     prompts = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts).all(
         config.data.val_max_samples
     )
@@ -179,7 +183,12 @@ def main(config: Config) -> int:
             for url in servers.urls:
                 router.add(url)
         with closing(
-            make_collectors(config, [router.url] if router else servers.urls, infrastructure.server_token)
+            make_collectors(
+                config,
+                [router.url] if router else servers.urls,
+                infrastructure.server_token,
+                reward_url=infrastructure.reward_url,
+            )
         ) as collectors:
             evaluator = Evaluator(collectors, prompts, config)
             evaluator.submit()

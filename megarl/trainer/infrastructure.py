@@ -6,6 +6,7 @@ import os
 import secrets
 import traceback
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,7 @@ from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
 from megarl.trainer.build import check_gpus, make_nodes, make_servers
+from megarl.trainer.collectors import look_after_reward_server, make_reward_server
 from megarl.trainer.colocation import Colocation
 
 
@@ -26,6 +28,7 @@ class Infrastructure:
 
     nodes: Nodes | None = None  # None: the run uses this machine only
     router: Router | None = None  # with rollout.router: generation requests go to it
+    reward_url: str | None = None  # of the reward model's server, if the run starts one
     _servers: Servers | None = None
 
     def __init__(self, config: Config, *, trains: bool = True, serves: bool = True) -> None:
@@ -68,6 +71,7 @@ class Infrastructure:
     def serve(self) -> Servers:
         """The servers, started on the first call, with their router, which begins without any server.
 
+        With them the server of a reward model, if the run needs one.
         Raises NodeLost if a machine is lost meanwhile.
         """
         if self._servers is None:
@@ -82,6 +86,11 @@ class Infrastructure:
                 if router is not None:
                     router.start([])
                     servers.watch_too(router.check)
+                reward_server = make_reward_server(self.config, self.server_token)
+                if reward_server is not None:
+                    stack.enter_context(reward_server).start()
+                    servers.watch_too(partial(look_after_reward_server, reward_server))
+                    self.reward_url = reward_server.urls[0]
                 self._servers, self.router = servers, router
                 self._stack.push(stack.pop_all())
         return self._servers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 from rich.console import Console
 
 from megarl.config import Config, from_yaml
+from megarl.config.validate.rewards import names_of
 from megarl.data.groups import load_groups
 from megarl.data.ledger import Ledger
 from megarl.data.readers import content_digest
-from megarl.rewards import REWARDS
+from megarl.rewards import REWARDS, SERVICES
 from megarl.sample import Sample
 from megarl.trainer.checkpoint import ROLLOUTS, Checkpoint, changes
 
@@ -35,6 +37,10 @@ _KEYS = (
     "rollout.top_p",
     "rollout.top_k",
     "reward.fn",
+    "reward.weights",
+    "reward.by_data_source",
+    "reward.judge",
+    "reward.model",
     "reward.timeout_s",
     "reward.on_error",
 )
@@ -43,11 +49,13 @@ _KEYS = (
 def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
     """What finished groups depend on, as JSON values.
 
-    `greedy`: the estimator wants a greedy completion of each prompt.  Of a user's reward function the file counts too,
-    but not the modules that it imports.
+    `greedy`: the estimator wants a greedy completion of each prompt.  Of users' reward functions the files count too,
+    but not the modules that they import.
     """
     settings = {key: attrgetter(key)(config) for key in _KEYS}
-    return settings | {"the file of reward.fn": _reward_file(config), "algorithm.adv_estimator (greedy)": greedy}
+    settings = {key: asdict(value) if is_dataclass(value) else value for key, value in settings.items()}
+    files = {fn: _file_of(fn) for fn in names_of(config)}
+    return settings | {"the file of reward.fn": files, "algorithm.adv_estimator (greedy)": greedy}
 
 
 def announce(checkpoint: Checkpoint, config: Config, num_steps: int) -> None:
@@ -100,13 +108,12 @@ def check_is_known(checkpoint: Checkpoint) -> None:
         )
 
 
-def _reward_file(config: Config) -> str | None:
+def _file_of(fn: str) -> str | None:
     """Digest of the file of a user's reward function; None for a built-in one."""
-    fn = config.reward.fn
     found = REWARDS.get(fn, fn)
     if not isinstance(found, str):  # registered by a plug-in
         return content_digest(str(sys.modules[found.__module__].__file__))
-    if fn in REWARDS:
+    if fn in REWARDS or fn in SERVICES:
         return None
     place = found.rpartition(":")[0]
     if place.endswith(".py"):

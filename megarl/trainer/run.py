@@ -18,7 +18,6 @@ from rich.console import Console
 
 from megarl.config import Config, layout_of, to_yaml
 from megarl.config.placement import gpu_seats, pushes_over_nccl
-from megarl.config.validate.rewards import names_of
 from megarl.data.ledger import Ledger
 from megarl.group import Group
 from megarl.layout import Layout
@@ -27,8 +26,7 @@ from megarl.metrics.report import SAMPLES, VISITS
 from megarl.metrics.timer import Timer
 from megarl.metrics.trackers import Trackers
 from megarl.plugins import load_plugins
-from megarl.rewards import REWARDS, SERVICES, load_reward
-from megarl.rewards.service import api_key
+from megarl.rewards.scorer import Rewards
 from megarl.roles.handles import PushSettings
 from megarl.rollout.client import ServerClient
 from megarl.rollout.collector_client import Collectors
@@ -43,7 +41,6 @@ from megarl.servers.sglang_environment import sglang_python
 from megarl.trainer import checkpoint
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import (
-    make_collectors,
     make_group,
     model_folder,
     ranks_address,
@@ -51,6 +48,7 @@ from megarl.trainer.build import (
     start_trackers,
 )
 from megarl.trainer.checkpoint import Saver
+from megarl.trainer.collectors import check_rewards, make_collectors, make_rewards
 from megarl.trainer.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
 from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
@@ -95,11 +93,7 @@ class Run:
                 check_one_nccl(python)
         check_shared_gpus(config)
         load_plugins(config.algorithm.plugins)
-        for fn in names_of(config):
-            if fn not in SERVICES and not isinstance(REWARDS.get(fn), str):  # a user's, from a file or a plug-in
-                load_reward(fn)
-        if "judge" in names_of(config):
-            api_key("reward.judge.api_key_env", config.reward.judge.api_key_env)  # raises if it is missing
+        check_rewards(config)
         self.algorithm = make_algorithm(config)
         if self.algorithm.reference or self.algorithm.actor.reference:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)
@@ -281,7 +275,9 @@ class Run:
 
     def _start_collectors(self, urls: Sequence[str], token: str, *, salted: bool) -> None:
         config = self.config
-        self.collectors = make_collectors(config, urls, token, fenced=True, salted=salted)
+        self.collectors = make_collectors(
+            config, urls, token, reward_url=self._infrastructure.reward_url, fenced=True, salted=salted
+        )
         self._stack.callback(self.collectors.close)
         self.evaluator = Evaluator(self.collectors, self.val_prompts, config)
 
@@ -310,6 +306,11 @@ class Run:
             greedy=self.algorithm.wants_greedy,
             keep=self.algorithm.keep,
         )
+
+    def make_rewards(self, **how: Any) -> Rewards:
+        """The rewards of the run once more, for answers that no collector asked for.  `how`: settings of Rewards."""
+        site = self._infrastructure
+        return make_rewards(self.config, 1, reward_url=site.reward_url, token=site.server_token)(**how)
 
     def describe_save(self, totals: dict[str, Any]) -> None:
         """Complete the checkpoint that `saver` has started, before the next iteration is begun.

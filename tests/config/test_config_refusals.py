@@ -10,6 +10,7 @@ from megarl.config.unused_keys import TABLE
 
 # ---- values that cannot be
 
+MODEL = "reward.fn=model reward.model.path=m"
 JUDGE = "reward.fn=judge reward.judge.url=http://a/v1 reward.judge.model=m reward.judge.prompt='{answer}'"
 
 
@@ -108,6 +109,8 @@ JUDGE = "reward.fn=judge reward.judge.url=http://a/v1 reward.judge.model=m rewar
         (f"{JUDGE} reward.judge.read=a", "reward.judge.read=a: expected json:FIELD, or a regular expression with one"),
         (f"{JUDGE} reward.judge.read='json:'", "reward.judge.read=json:: expected json:FIELD"),
         (f"{JUDGE} reward.judge.votes=0", "reward.judge.votes=0: expected at least 1"),
+        ("reward.fn=model", "reward.model.path=null: the reward model needs it, for its"),
+        ("reward.fn=model reward.model.path=m reward.model.url=h", "reward.model.url=h: expected http://HOST:PORT"),
         ("reward.on_error=ignore", "reward.on_error=ignore: expected one of unscored, zero, stop"),
         ("reward.per_minute=0", "reward.per_minute=0.0: expected a number above 0"),
         ("reward.concurrency=0", "reward.concurrency=0: expected at least 1"),
@@ -288,6 +291,9 @@ def test_what_is_allowed_but_hardly_meant_is_warned_about():
         ("algorithm.reward_weights.reward=1", "algorithm.adv_estimator=gae compares one reward"),
         ("reward.weights.auto=2", "there is one reward"),
         ("reward.per_minute=20", "no reward is async"),
+        ("reward.model.path=m", "no reward is called model"),
+        (f"reward.model.first_gpu=1 {MODEL} reward.model.url=http://h:1", "reward.model.url names a server that runs"),
+        (f"reward.model.api_key_env=KEY {MODEL}", "reward.model.url=null: the run starts a server, and knows its key"),
         ("reward.judge.votes=2", "no reward is called judge"),
         (f"reward.num_workers=2 {JUDGE}", "no reward runs in a process of its own"),
         ("actor.clip_ratio_high=0.3 algorithm.policy_loss_fn=kl_cov", "algorithm.policy_loss_fn=kl_cov has no clip"),

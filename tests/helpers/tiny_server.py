@@ -19,7 +19,7 @@ import pytest
 import torch
 from spawn import DEVICE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Route, auth_headers
@@ -125,13 +125,31 @@ class Served:
 
 def make_model(folder: Path, seed: int, *, tied: bool = False) -> str:
     """A Qwen3 with random weights and a tokenizer of one character a token."""
+    write_tokenizer(folder)
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(tiny_config(tie_word_embeddings=tied)).save_pretrained(folder)
+    return str(folder)
+
+
+def make_reward_model(folder: Path, seed: int) -> str:
+    """The same with a head of one score in place of the vocabulary."""
+    write_tokenizer(folder)
+    torch.manual_seed(seed)
+    Qwen3ForSequenceClassification(tiny_config(num_labels=1)).save_pretrained(folder)
+    return str(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
     tokens = ["<pad>", "<eos>", *ALPHABET]
     vocab = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
-    config = Qwen3Config(
+
+
+def tiny_config(**more: Any) -> Qwen3Config:
+    return Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=4 * HEAD,
         intermediate_size=8 * HEAD,
@@ -140,15 +158,12 @@ def make_model(folder: Path, seed: int, *, tied: bool = False) -> str:
         num_key_value_heads=2,
         head_dim=HEAD,
         max_position_embeddings=CONTEXT,
-        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=0,
         initializer_range=0.25,  # far from uniform, so that a wrong position or mask shows
+        **more,
     )
-    torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def sglang_of(version: str) -> str:

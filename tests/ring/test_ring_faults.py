@@ -104,15 +104,20 @@ def test_a_server_that_may_not_come_back_stops_the_run_with_its_name_and_log(par
 
 
 @pytest.mark.slow
-def test_a_reward_that_raises_costs_its_sample_or_stops_the_run(
+def test_a_reward_that_always_raises_is_0_or_stops_the_run(
     parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fn = tmp_path / "mine.py"
     fn.write_text("def score(prompt, completion):\n    raise KeyError('no such unit')\n")
     common = ["algorithm.adv_estimator=grpo", f"reward.fn={fn}:score", "trainer.n_gpus_per_node=1"]
-    assert main(["train", *settings(parts, tmp_path, "zero", *common, "trainer.total_training_steps=1")]) == 0
+    zero = [*common, "reward.on_error=zero", "trainer.total_training_steps=1"]
+    assert main(["train", *settings(parts, tmp_path, "zero", *zero)]) == 0
     assert set(steps(tmp_path / "zero", "critic/score/mean").values()) == {0.0}
     assert main(["train", *settings(parts, tmp_path, "stop", *common, "reward.on_error=stop")]) == 1
     said = capfd.readouterr().err
     assert "no such unit" in said
     assert "sample" in said
+    assert main(["train", *settings(parts, tmp_path, "unscored", *common, "data.val_files=[]")]) == 1
+    said = capfd.readouterr().err
+    assert "all 4 prompts of an iteration were lost; the first: 4 of 4 completions could not be scored" in said
+    assert "no such unit" in said

@@ -59,7 +59,7 @@ def test_completions_are_asked_of_the_router_where_there_is_one(
     asked: list[Any] = []
 
     class Infrastructure:
-        server_token = "token"
+        server_token, reward_url = "token", None
 
         def __init__(self, config: Config, *, trains: bool) -> None:
             assert not trains, "the GPUs are the servers'"
@@ -73,7 +73,7 @@ def test_completions_are_asked_of_the_router_where_there_is_one(
         def serve(self) -> Servers:
             return Servers()
 
-    def make_collectors(config: Config, urls: list[str], token: str) -> None:
+    def make_collectors(config: Config, urls: list[str], token: str, *, reward_url: str | None) -> None:
         asked.extend(urls)
         raise Stopped
 
@@ -102,9 +102,9 @@ def test_the_servers_are_looked_after_while_their_completions_are_awaited(
             ticket.group = [sample]
 
     collectors = SimpleNamespace(submit=lambda prompts, **how: [ticket], wait=wait, close=lambda: None)
-    infrastructure = nullcontext(SimpleNamespace(serve=Servers, router=None, server_token="token"))
+    infrastructure = nullcontext(SimpleNamespace(serve=Servers, router=None, server_token="token", reward_url=None))
     monkeypatch.setattr(evaluate, "Infrastructure", lambda *_, **__: infrastructure)
-    monkeypatch.setattr(evaluate, "make_collectors", lambda *_: collectors)
+    monkeypatch.setattr(evaluate, "make_collectors", lambda *_, **__: collectors)
     monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: SimpleNamespace(all=lambda _: ["a prompt"]))
     monkeypatch.setattr(evaluate, "look_after", lambda servers, router: looks.append(servers.urls))
     config = resolved(Config())

@@ -36,8 +36,17 @@ class Judge:
 
 
 @dataclass
+class RewardModel:
+    path: str | None = None  # a Hugging Face folder or hub name: sequence classification with one label
+    url: str | None = None  # of a server of this model, http://host:port; null = the run starts one
+    api_key_env: str | None = None  # the environment variable that holds the key of `url`; null = it needs none
+    first_gpu: int | None = None  # of the server that the run starts; needed on a machine with GPUs
+    memory_fraction: float | None = None  # of that GPU, for weights and cache; null = the engine decides
+
+
+@dataclass
 class Reward:
-    fn: list[str] = field(  # auto (by data_source) | exact | gsm8k | gsm8k_strict | math | choice | judge
+    fn: list[str] = field(  # auto (by data_source) | exact | gsm8k | gsm8k_strict | math | choice | judge | model
         default_factory=lambda: ["auto"]  # | path/file.py:function; several are added up
     )
     weights: dict[str, float] = field(
@@ -52,6 +61,7 @@ class Reward:
     retries: int = 4  # new tries of an async call after status 408, 429 or 5xx, a timeout, or a lost connection
     request_timeout_s: float = 120.0  # time limit of one async call
     judge: Judge = field(default_factory=Judge)
+    model: RewardModel = field(default_factory=RewardModel)
     shuffle: bool = False  # give rewards to the wrong samples: a control experiment that must not learn
 
 

@@ -17,6 +17,11 @@ def names_of(config: Config) -> dict[str, str]:
     return {fn: fn.rpartition(":")[2] for fn in [*reward.fn, *reward.by_data_source.values()]}
 
 
+def starts_reward_server(config: Config) -> bool:
+    """Whether the run needs a reward model's server of its own."""
+    return "model" in names_of(config) and config.reward.model.url is None
+
+
 def contradictions(config: Config) -> Iterator[str]:
     """One sentence for each fault."""
     reward, short = config.reward, names_of(config)
@@ -36,6 +41,8 @@ def contradictions(config: Config) -> Iterator[str]:
 
     if "judge" in short:
         yield from _judge(config)
+    if "model" in short:
+        yield from _model(config)
 
 
 def _judge(config: Config) -> Iterator[str]:
@@ -56,6 +63,13 @@ def _judge(config: Config) -> Iterator[str]:
     else:
         if not is_fine:
             yield f"reward.judge.read={judge.read}: {wanted}"
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.reward.model
+    if not model.path:
+        yield f"reward.model.path={show(model.path)}: the reward model needs it, for its tokenizer at least"
+    yield from _url("reward.model.url", model.url)
 
 
 def _url(key: str, url: str | None) -> Iterator[str]:

@@ -147,6 +147,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "reward.fn": (lambda v: v, "at least one reward"),
     "reward.weights": _FINITE_EACH,
     "reward.judge.votes": _AT_LEAST_1,
+    "reward.model.first_gpu": _AT_LEAST_0,
+    "reward.model.memory_fraction": _INSIDE_UNIT,
     "reward.concurrency": _AT_LEAST_1,
     "reward.per_minute": _ABOVE_0,
     "reward.retries": _AT_LEAST_0,

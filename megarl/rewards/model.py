@@ -1,0 +1,51 @@
+"""Reward from a reward model: a server scores the conversation with the answer, as SGLang's /classify does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from megarl.rewards.limit import Limit, ServiceError
+from megarl.rewards.service import Service, api_key
+from megarl.sample import Completion, Prompt
+
+ROUTE = "/classify"
+
+
+class RewardModel:
+    """Example: reward = RewardModel("/models/reward", "http://host:30000", None, limit=Limit(64)).
+
+    Args:
+        path: the model's folder or hub name.  Its tokenizer and its chat template write the conversation: the policy's
+            tokens mean nothing to it.
+        url: of the server; it runs with `--is-embedding`.
+        api_key_env: the environment variable that holds the server's key.
+        token: the server's key itself, for one that the run starts.
+    """
+
+    def __init__(self, path: str, url: str, api_key_env: str | None, *, limit: Limit, token: str = "") -> None:
+        key = token or api_key("reward.model.api_key_env", api_key_env)
+        self._service = Service(url, limit, api_key=key)
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+
+    async def __call__(self, prompt: Prompt, completion: Completion) -> float:
+        """The model's first number.  Raises ServiceError if there is none."""
+        return await self._service.post(ROUTE, {"input_ids": self.token_ids(prompt, completion)}, _score)
+
+    def token_ids(self, prompt: Prompt, completion: Completion) -> list[int]:
+        """The conversation in the model's tokens; without a chat template the texts of prompt and answer, joined."""
+        if self._tokenizer.chat_template is None:
+            question = prompt.text if isinstance(prompt.text, str) else "\n".join(m["content"] for m in prompt.text)
+            return list(self._tokenizer(question + completion.text)["input_ids"])
+        asked = [{"role": "user", "content": prompt.text}] if isinstance(prompt.text, str) else prompt.text
+        messages = [*asked, {"role": "assistant", "content": completion.text}]
+        written = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        return list(self._tokenizer(written, add_special_tokens=False)["input_ids"])  # the template writes them
+
+
+def _score(reply: Any) -> float:
+    try:
+        return float(reply["embedding"][0])
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise ServiceError(f"the reward model's reply has no score: {str(reply)[:200]}", passes=False) from None

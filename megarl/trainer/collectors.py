@@ -1,0 +1,135 @@
+"""Makes the collectors of a run, the rewards that run in them, and the server of a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+
+import torch
+
+from megarl.config import Config
+from megarl.config.validate.rewards import names_of, starts_reward_server
+from megarl.rewards import REWARDS, SERVICES, load_reward
+from megarl.rewards.judge import Judge
+from megarl.rewards.limit import Limit
+from megarl.rewards.model import RewardModel
+from megarl.rewards.scorer import Rewards
+from megarl.rewards.service import api_key
+from megarl.rollout.collector_client import Collectors
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.supervisor import ServerDied, Servers, State
+from megarl.trainer.build import model_folder, plugins, supervision
+
+SERVERS_PER_COLLECTOR = 8
+
+
+def make_collectors(
+    config: Config,
+    urls: Sequence[str],
+    token: str,
+    *,
+    reward_url: str | None = None,
+    fenced: bool = False,
+    salted: bool = False,
+) -> Collectors:
+    """The collectors of a run, started; `fenced`: they send requests to a server only once that is trusted.
+
+    `reward_url`: see make_rewards.  `salted`: all servers know salts of their prefix caches, and need them because they
+    keep their KV in a push.
+    """
+    rollout = config.rollout
+    servers = max(len(urls), len(rollout.urls) or rollout.num_servers)
+    count = min(len(urls), rollout.num_collectors or -(-len(urls) // SERVERS_PER_COLLECTOR))
+    in_flight = rollout.max_in_flight or servers * rollout.max_running_requests
+    return Collectors(
+        urls=urls,
+        token=token,
+        tokenizer_path=model_folder(config.model.tokenizer_path),
+        make_scorer=make_rewards(config, count, reward_url=reward_url, token=token),
+        num_collectors=count,
+        piece_tokens=rollout.piece_tokens,
+        timeout_s=rollout.request_timeout_s,
+        max_in_flight=-(-in_flight // count),
+        log_path=config.trainer.run_dir / "logs" / "collector.log",
+        fenced=fenced,
+        salted=salted,
+    )
+
+
+def check_rewards(config: Config) -> None:
+    """Raises ValueError for a user's function that does not load, and for a key of a service that is not set."""
+    for fn in names_of(config):
+        if fn in SERVICES:
+            api_key(f"reward.{fn}.api_key_env", getattr(config.reward, fn).api_key_env)
+        elif not isinstance(REWARDS.get(fn), str):  # from a file or a plug-in
+            load_reward(fn)
+
+
+def make_rewards(
+    config: Config, num_collectors: int, *, reward_url: str | None = None, token: str = ""
+) -> Callable[..., Rewards]:
+    """Makes the rewards of one of so many collectors, which share workers and limits.  It can be pickled.
+
+    `reward_url`: of the reward model's server that the run has started, which has the key `token`.
+    """
+    reward = config.reward
+    limit = partial(
+        Limit,
+        -(-reward.concurrency // num_collectors),
+        None if reward.per_minute is None else reward.per_minute / num_collectors,
+        reward.retries,
+        reward.request_timeout_s,
+    )
+    services: dict[str, Callable[..., Judge | RewardModel]] = {"judge": partial(Judge, **asdict(reward.judge))}
+    if "model" in names_of(config):
+        folder = model_folder(reward.model.path or "", "reward.model.path")
+        url, key = reward_url or reward.model.url or "", token if reward_url else ""
+        services["model"] = partial(RewardModel, folder, url, reward.model.api_key_env, token=key)
+    return partial(
+        Rewards,
+        tuple(reward.fn),
+        weights=reward.weights,
+        by_data_source=reward.by_data_source,
+        num_workers=-(-reward.num_workers // num_collectors),
+        timeout_s=reward.timeout_s,
+        on_error=reward.on_error,
+        plugins=plugins(config),
+        make_limit=limit,
+        services=services,
+    )
+
+
+def make_reward_server(config: Config, token: str) -> Servers | None:
+    """The server of the reward model, not yet started; None if the run needs none of its own.
+
+    It has the engine and the type of the rollout servers.  Nothing is ever pushed to it.
+    Raises ValueError if the machine has GPUs and none is chosen for it.
+    """
+    if not starts_reward_server(config):
+        return None
+    rollout, model, device = config.rollout, config.reward.model, config.trainer.device
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if gpus and not (model.first_gpu is not None and model.first_gpu < gpus):
+        raise ValueError(
+            f"reward.model.first_gpu={model.first_gpu}: expected the GPU of the reward model's server, 0 to {gpus - 1}"
+        )
+    launch = EngineLaunch(
+        rollout.engine,
+        model_folder(model.path or "", "reward.model.path"),
+        scores=True,
+        dtype=rollout.dtype,
+        max_running_requests=config.reward.concurrency,
+        python=rollout.sglang.python,
+        device=None if device == "auto" else device,
+        first_gpu=model.first_gpu,
+        memory_fraction=model.memory_fraction,
+    )
+    return Servers([launch], token, config.trainer.run_dir / "logs" / "reward_model", supervision(config))
+
+
+def look_after_reward_server(server: Servers) -> None:
+    """Restart it if it died.  Raises ServerDied if it may not be restarted any more."""
+    events = server.poll()
+    if State.OUT in server.states:
+        raise ServerDied(f"the reward model's server is gone; {events[-1].reason if events else 'see its log'}")
