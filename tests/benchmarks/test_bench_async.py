@@ -227,7 +227,7 @@ def whole(words: list[str], out: Path) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_collectors_and_sleeping_servers_over_loopback(tmp_path: Path) -> None:
     said = whole(["--parts", "trace"], tmp_path)
     strict, finished = said["rows"]

@@ -170,7 +170,7 @@ def test_a_run_for_gpus_is_refused_where_there_are_none(tmp_path: Path, capsys: 
     assert "it is a run on GPUs, and torch sees none here; expected --dry-run" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_quickstart_loses_no_time_between_its_stages(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks/bench_ring.py"), "--device", "cpu", "--quick", "--json"]
     words = ["data.train_batch_size=8", "rollout.n=2"]

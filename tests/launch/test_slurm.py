@@ -100,7 +100,7 @@ def test_a_job_without_a_node_for_the_trainer_is_refused(tmp_path: Path) -> None
     assert "SERVER_NODES=2 of 2 nodes leave none for the trainer" in found.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_the_quickstart_on_two_nodes_learns_to_carry(tmp_path: Path) -> None:
     (master,) = free_ports(["127.0.0.1"])

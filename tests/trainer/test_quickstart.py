@@ -12,7 +12,7 @@ import pytest
 from megarl.cli import main
 from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
+pytestmark = pytest.mark.dist
 # The first steps of the whole job, whose learning rate falls over sixty: at the tenth it is at 0.85.
 SHORT = ["trainer.total_training_steps=12", "actor.optim.lr_decay_steps=60"]
 SHORT_CRITIC = ["critic.optim.lr_decay_steps=60"]
@@ -46,15 +46,16 @@ def run(home: Path, name: str, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "words", "accuracy"),
     [
-        ("quickstart", ["recipe=quickstart"], 0.9),
-        ("critic_pp", ["recipe=quickstart", *CRITIC_PIPELINE, *SHORT, *SHORT_CRITIC], 0.7),
-        ("quickstart_grpo", ["recipe=quickstart_grpo", *SHORT], 0.7),
-        ("fsdp", ["recipe=quickstart", *strategy("fsdp", num_ranks=2), *SHORT, *SHORT_CRITIC], 0.7),
-        ("none", ["recipe=quickstart", *strategy("none", num_ranks=1), *SHORT, *SHORT_CRITIC], 0.7),
+        pytest.param("quickstart", [], 0.9, marks=pytest.mark.slow),
+        pytest.param("quickstart_grpo", SHORT, 0.7, marks=pytest.mark.slow),
+        pytest.param("critic_pp", [*CRITIC_PIPELINE, *SHORT, *SHORT_CRITIC], 0.7, marks=pytest.mark.long),
+        pytest.param("fsdp", [*strategy("fsdp", num_ranks=2), *SHORT, *SHORT_CRITIC], 0.7, marks=pytest.mark.long),
+        pytest.param("none", [*strategy("none", num_ranks=1), *SHORT, *SHORT_CRITIC], 0.7, marks=pytest.mark.long),
     ],
 )
 def test_the_main_job_learns_to_carry(home: Path, name: str, words: list[str], accuracy: float) -> None:
-    summary = run(home, name, *words)
+    recipe = "quickstart_grpo" if name == "quickstart_grpo" else "quickstart"
+    summary = run(home, name, f"recipe={recipe}", *words)
     assert summary["accuracy_before"] < 0.5
     assert summary["accuracy_after"] >= accuracy
     assert summary["accuracy_transformers"] == pytest.approx(summary["accuracy_after"], abs=1 / 256), "one close call"
@@ -64,6 +65,7 @@ def test_the_main_job_learns_to_carry(home: Path, name: str, words: list[str], a
 
 
 @pytest.mark.sglang
+@pytest.mark.slow
 def test_the_main_job_learns_with_completions_of_sglang(home: Path) -> None:
     """Real Megatron-Core and real SGLang: the weights go from one to the other and are verified after every step."""
     python = sglang_python(os.environ.get(PYTHON_VARIABLE))
@@ -76,6 +78,7 @@ def test_the_main_job_learns_with_completions_of_sglang(home: Path) -> None:
     assert summary["servers_died"] == 0
 
 
+@pytest.mark.slow
 def test_wrong_rewards_teach_nothing(home: Path) -> None:
     """The control: the same run with the rewards of other samples.  The policy then walks at random.
 
