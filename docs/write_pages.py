@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megarl.config.describe import Description, descriptions
+from megarl.config.names import REWARD_SERVICES
 from megarl.config.schema import Algorithm
 from megarl.config.settings import show
 from megarl.declared import REQUIRED, Declared, constant, declared
@@ -101,7 +102,11 @@ def algorithms() -> str:
         ("`algorithm.adv_estimator`", _names("register_adv_est", "algo/advantages")),
         ("`actor.kl_loss_type`, `algorithm.kl_penalty`", f"{_names('register_kl', 'algo/kl.py')}, `full`; {_PLUS}"),
         ("`actor.loss_agg_mode`", _names("register_agg_mode", "algo/aggregate.py")),
-        ("`reward.fn`", f"{_names('register_reward', 'rewards')}, `path/to/file.py:function`"),
+        (
+            "`reward.fn`",
+            f"{_names('register_reward', 'rewards')}, {', '.join(f'`{name}`' for name in REWARD_SERVICES)}, "
+            "`path/to/file.py:function`",
+        ),
     ]
     table = "".join(f"| {' | '.join(row)} |\n" for row in (("key", "one of"), ("---", "---"), *rows))
     return re.sub(r"(?:^\|.*\n)+", lambda _: table, (DOCS / "algorithms.md").read_text(), count=1, flags=re.M)

@@ -19,7 +19,7 @@ from megarl.trainer.collectors import check_rewards, look_after_reward_server, m
 
 def config_of(*fns: str, **model: Any) -> Config:
     config = Config()
-    config.model.path, config.trainer.device = "/m", "cpu"
+    config.model.path, config.trainer.device, config.rollout.engine = "/m", "cpu", "hf"
     config.reward.fn = list(fns)
     for key, value in model.items():
         setattr(config.reward.model, key, value)
