@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from megarl.sandbox.bubblewrap import Bubblewrap
 from megarl.sandbox.execute import Jailer, execute
 from megarl.sandbox.jail import Jail
+from megarl.sandbox.kernel import prctl
 from megarl.sandbox.layers import bubblewrap
 from megarl.sandbox.limits import Limits
 from megarl.sandbox.python import own_python, python_for_others
@@ -39,6 +40,7 @@ def as_user(user: int, function: Callable[[], Any]) -> Any:
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
+            prctl(4, 1)  # PR_SET_DUMPABLE: as a process of this user that was started, so that its /proc is its own
             answer = (True, function())
         except BaseException as error:
             answer = (False, repr(error))

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,24 +80,22 @@ def world():
         one.close()
 
 
-@cache
-def _outcomes(name, targets):
-    """What became of every attack in one sandbox: name -> words behind it.  One program tries all of them."""
-    order = json.dumps({"attacks": NAMES, **json.loads(targets)})
-    result = modes()[name].run(SOURCE, stdin=order)
-    assert result.is_good, (result.stdout, result.stderr, result.why)
-    return dict(line.split(" ", 1) for line in result.stdout.splitlines())
-
-
 def test_this_machine_has_a_sandbox():
     assert modes(), "no sandbox works here: `megarl doctor` says what is missing"
 
 
-@pytest.mark.parametrize("attack", NAMES)
 @pytest.mark.parametrize("mode", modes())
-def test_an_attack_is_stopped(mode, attack, world, monkeypatch):
+def test_no_attack_succeeds(mode, world, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", TRUTH)
-    assert _outcomes(mode, json.dumps(world.targets))[attack].startswith("stopped: ")
+    before = {file.name: (file.stat().st_mode, file.stat().st_uid) for file in world.folder.iterdir()}
+    order = json.dumps({"attacks": NAMES, **world.targets})
+    result = modes()[mode].run(SOURCE, stdin=order)  # one program tries all
+    assert result.is_good, (result.stdout, result.stderr, result.why)
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == NAMES
+    assert [line for line in lines if " stopped: " not in line] == []
+    after = {file.name: (file.stat().st_mode, file.stat().st_uid) for file in world.folder.iterdir()}
+    assert (after, (world.folder / "secret").read_text(), world.victim.poll()) == (before, TRUTH, None)
 
 
 def test_the_same_attacks_succeed_without_a_sandbox(world):
@@ -121,11 +118,3 @@ def test_the_same_attacks_succeed_without_a_sandbox(world):
     stopped = [line for line in ran.stdout.splitlines() if not line.endswith(" reached")]
     assert not stopped and len(ran.stdout.splitlines()) == len(ANYBODY_CAN), (stopped, ran.stderr)
 
-
-@pytest.mark.parametrize("mode", modes())
-def test_what_was_attacked_is_as_it_was(mode, world):
-    before = {file.name: (file.stat().st_mode, file.stat().st_uid) for file in world.folder.iterdir()}
-    _outcomes(mode, json.dumps(world.targets))
-    assert {file.name: (file.stat().st_mode, file.stat().st_uid) for file in world.folder.iterdir()} == before
-    assert (world.folder / "secret").read_text() == TRUTH
-    assert world.victim.poll() is None
