@@ -24,8 +24,10 @@ from pebble import ProcessExpired, ProcessPool
 from megarl.plugins import load_plugins
 from megarl.rewards import load_reward
 from megarl.rewards.result import RewardResult
+from megarl.rewards.surroundings import Surroundings
 from megarl.rewards.worker import Outcome, run_jobs, start_worker
 from megarl.sample import REWARD_ERROR, Completion, Prompt
+from megarl.sandbox.environment import children_without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class RewardPool:
     """`num_workers` worker processes that run one reward function.
 
     Example: pool = RewardPool("gsm8k"); pool.start(); results = await pool.score(prompt, completions); pool.stop()
-    `plugins`: modules or files that may register the function's name.
+    `plugins`: modules or files that may register the function's name; `surroundings`: limits of a process.
     The constructor raises ValueError if `fn` names no function.  `num_errors` counts the samples that failed.
     """
 
@@ -64,11 +66,12 @@ class RewardPool:
         timeout_s: float = 5.0,
         on_error: str = "zero",
         plugins: Sequence[str] = (),
+        surroundings: Surroundings | None = None,
     ) -> None:
         assert on_error in ("zero", "stop"), f"on_error is {on_error!r}, expected zero or stop"
         load_plugins(plugins)
         load_reward(fn)
-        self._plugins = tuple(plugins)
+        self._plugins, self._surroundings = tuple(plugins), surroundings or Surroundings()
         self.num_errors = 0
         self._fn = _absolute(fn)
         self._num_workers = num_workers
@@ -85,9 +88,10 @@ class RewardPool:
         """Start the processes; the first time this takes about three seconds, while the fork server imports."""
         context = multiprocessing.get_context("forkserver")  # the caller has threads: a plain fork is not safe
         context.set_forkserver_preload(["__main__", "megarl.rewards.worker"])
-        arguments = (self._fn, self._timeout_s, self._plugins)
+        arguments = (self._fn, self._timeout_s, self._plugins, self._surroundings)
         self._pool = ProcessPool(self._num_workers, initializer=start_worker, initargs=arguments, context=context)
-        self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
+        with children_without_secrets():
+            self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
 
     def stop(self) -> None:
         """End the processes and cancel waiting samples."""

@@ -15,6 +15,7 @@ from types import FrameType
 from megarl.plugins import load_plugins
 from megarl.rewards import RewardFn, load_reward
 from megarl.rewards.result import RewardResult, to_result
+from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.sample import Completion, Prompt
 
 Job = tuple[Prompt, Completion]
@@ -33,13 +34,16 @@ class _Settings:
     armed: bool = False
 
 
-def start_worker(fn: str, timeout_s: float, plugins: Sequence[str] = ()) -> None:
+def start_worker(
+    fn: str, timeout_s: float, plugins: Sequence[str] = (), surroundings: Surroundings | None = None
+) -> None:
     """Called once in every new process."""
     # A thread, because the main thread may be in a function that never returns when the run is killed.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     load_plugins(plugins)
     _Settings.reward = load_reward(fn)
     _Settings.timeout_s = timeout_s
+    (surroundings or Surroundings()).set_up()
     signal.signal(signal.SIGALRM, _on_alarm)
     gc.freeze()  # else a collection visits all imported modules and copies their pages: 0.15 s within a step
 
@@ -67,6 +71,7 @@ def run_one(prompt: Prompt, completion: Completion) -> Outcome:
             value = _Settings.reward(prompt, completion)
         finally:
             _disarm()
+            end_children()
         return to_result(value)
     except _TimeUpError:
         return f"no answer within {_Settings.timeout_s:g} s"
