@@ -16,15 +16,16 @@ from megarl.sandbox.kernel import PR_SET_CHILD_SUBREAPER, prctl
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Example: Surroundings(memory_mb=4096).set_up()."""
+    """Example: Surroundings(memory_mb=4096).set_up(timeout_s=5.0)."""
 
     memory_mb: int = 8192  # of a process
     file_mb: int = 1024  # of a file that it writes
     sandbox: str = "auto"  # see megarl.sandbox.use
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables; may be secret
 
-    def set_up(self) -> None:
+    def set_up(self, timeout_s: float) -> None:
         """Called once in a new process, by its main thread, after the reward functions are loaded."""
+        _Process.timeout_s = timeout_s
         os.environ.update(self.environment)
         sandbox.use(self.sandbox)
         for what, megabytes in ((resource.RLIMIT_DATA, self.memory_mb), (resource.RLIMIT_FSIZE, self.file_mb)):
@@ -35,19 +36,25 @@ class Surroundings:
         os.setpgid(0, 0)
         _start_guard()
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # children of children that end become ours
-        _Children.kept = _children()
+        _Process.kept = _children()
 
 
 def end_children() -> None:
     """End the processes that a sample left behind, and what these left behind."""
-    while left := _children() - _Children.kept:
+    while left := _children() - _Process.kept:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         for pid in left:
             os.waitpid(pid, 0)
 
 
-class _Children:
+def time_limit_s() -> float:
+    """How long a sample may take in this process."""
+    return _Process.timeout_s
+
+
+class _Process:
+    timeout_s = 5.0
     kept: set[int] = set()  # started by the reward's file when it was loaded
 
 

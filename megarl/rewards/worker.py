@@ -43,7 +43,7 @@ def start_worker(
     load_plugins(plugins)
     _Settings.reward = load_reward(fn)
     _Settings.timeout_s = timeout_s
-    (surroundings or Surroundings()).set_up()
+    (surroundings or Surroundings()).set_up(timeout_s)
     signal.signal(signal.SIGALRM, _on_alarm)
     gc.freeze()  # else a collection visits all imported modules and copies their pages: 0.15 s within a step
 
