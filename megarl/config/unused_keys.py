@@ -225,6 +225,11 @@ TABLE = (
         "data.val_files is empty, so nothing is evaluated",
         lambda c: not c.data.val_files,
     ),
+    UnusedKeys(
+        "reward.sandbox",
+        "this reward runs no code of the model",
+        lambda c: c.reward.fn in names.REWARDS and c.reward.fn not in names.REWARDS_OF_CODE,
+    ),
     UnusedKeys("data.seed", "data.shuffle=false", lambda c: not c.data.shuffle),
     UnusedKeys(
         "trainer.total_epochs",

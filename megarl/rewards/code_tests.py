@@ -63,7 +63,7 @@ def _unpack(value):
 # Reads {"program", "setup", "calls"}; prints a line [number, value] for each call that returned.
 _CALLER = (
     _PLAIN
-    + '''
+    + """
 import io, os
 order = json.loads(sys.stdin.read())
 sys.stdin = io.StringIO()
@@ -84,7 +84,7 @@ for number, call in enumerate(order["calls"]):
     out.write("\\n" + line + "\\n")
     out.flush()
 os._exit(0)
-'''
+"""
 )
 
 # Reads {"setup", "tests": [[source, names]], "values": {number: value}}; prints a list of true and false.
@@ -150,7 +150,7 @@ def run_outputs(program: str, inputs: Sequence[str], outputs: Sequence[str], lim
 
 
 def run_assertions(program: str, assertions: Assertions, limits: Limits) -> Outcome:
-    """Evaluate the calls in one process, and the asserts in another one, which takes less than `limits.seconds` more."""
+    """Evaluate the calls in one process, and the asserts in another, shorter one."""
     order = {"program": program, "setup": assertions.setup, "calls": assertions.calls, "name": assertions.name}
     called = sandbox.run(_CALLER, stdin=json.dumps(order), limits=limits)
     values = dict(_values(called.stdout, len(assertions.calls)))

@@ -8,7 +8,7 @@ only its output comes back. When `run` returns, no process of the code is left.
 | --- | --- | --- |
 | rlimits (`limits`) | memory, processor time, large files, fork bombs | always |
 | another user (`limits`) | signals, files and processes of this user | of root |
-| namespaces, a root of its own (`namespaces`) | sight of other files and processes; what outlives the code | used if allowed |
+| namespaces, a root of its own (`namespaces`) | sight of other files and processes; survivors | used if allowed |
 | Landlock (`landlock`) | opening of files that are not listed | of `jail` |
 | seccomp (`seccomp`) | system calls that are not listed: sockets, ptrace, mount, signals to others | always |
 

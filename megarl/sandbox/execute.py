@@ -93,7 +93,9 @@ class _Running:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         return "time"
-                    ready = [key.fd for key, _ in selector.select(min(left, _LOOK_S) if self._looks_at_folder else left)]
+                    ready = [
+                        key.fd for key, _ in selector.select(min(left, _LOOK_S) if self._looks_at_folder else left)
+                    ]
                     for descriptor in set(ready) & kept.keys():
                         if not _read_some(descriptor, kept[descriptor], limits.output_bytes):
                             selector.unregister(descriptor)

@@ -81,7 +81,7 @@ def chosen() -> Jailer | Service:
 def jail() -> Jail | str:
     """The sandbox of the kernel's own layers, with namespaces if possible; else what it needs."""
     if not _has_kernel_layers():
-        return "Landlock (Linux 5.13 or newer, with landlock in its list of security modules) and seccomp on x86-64 or ARM"
+        return "Landlock (Linux 5.13 or newer, with landlock among its security modules) and seccomp on x86-64 or ARM"
     fault = _fault(inside := Jail(own_python(), with_namespaces=True))
     if not fault:
         return inside

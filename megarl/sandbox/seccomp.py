@@ -115,9 +115,7 @@ def filter_program(targets: Sequence[int]) -> bytes:
     A refused call fails with EPERM; an unknown newer one with ENOSYS, so that the C library uses an older one.
     """
     machine = platform.machine()
-    only: Mapping[str, tuple[int, tuple[int, ...]]] = _ONLY | {
-        name: (0, tuple(targets)) for name in _TO_PROCESSES
-    }
+    only: Mapping[str, tuple[int, tuple[int, ...]]] = _ONLY | {name: (0, tuple(targets)) for name in _TO_PROCESSES}
     lines = [(_LOAD, _AUDIT_AT), (_EQUAL, _PROCESSORS[machine].audit, 1, 0), (_RETURN, _KILL), (_LOAD, _NUMBER_AT)]
     for name, number in numbers(machine).items():
         if name == "clone":
@@ -133,9 +131,7 @@ def filter_program(targets: Sequence[int]) -> bytes:
         else:
             lines += [(_EQUAL, number, 0, 1), (_RETURN, _ALLOW)]
     lines += [(_AT_LEAST, _NEWER, 0, 1), (_RETURN, _ERROR | errno.ENOSYS), (_RETURN, _ERROR | errno.EPERM)]
-    return b"".join(
-        struct.pack("=HBBI", code, *(jumps or (0, 0)), operand) for code, operand, *jumps in lines
-    )
+    return b"".join(struct.pack("=HBBI", code, *(jumps or (0, 0)), operand) for code, operand, *jumps in lines)
 
 
 def restrict(program: bytes) -> None:

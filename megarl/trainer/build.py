@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 
+from megarl import sandbox
 from megarl.config import Config, layout_of, to_yaml, used_roles
+from megarl.config.names import REWARDS_OF_CODE
 from megarl.config.placement import placements, serves_beside_actor
 from megarl.config.validate.models import model_numbers
 from megarl.config.validate.servers import misplaced
@@ -22,6 +25,7 @@ from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.rewards.pool import RewardPool
+from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collector_client import Collectors
 from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
@@ -252,7 +256,9 @@ def make_collectors(
         urls=urls,
         token=token,
         tokenizer_path=model_folder(config.model.tokenizer_path),
-        make_scorer=partial(RewardPool, reward.fn, workers, reward.timeout_s, reward.on_error, plugins(config)),
+        make_scorer=partial(
+            RewardPool, reward.fn, workers, reward.timeout_s, reward.on_error, plugins(config), surroundings(config)
+        ),
         num_collectors=count,
         piece_tokens=rollout.piece_tokens,
         timeout_s=rollout.request_timeout_s,
@@ -261,6 +267,21 @@ def make_collectors(
         fenced=fenced,
         salted=salted,
     )
+
+
+def surroundings(config: Config) -> Surroundings:
+    """What surrounds rewards in their processes.  Raises ValueError for a variable that is not there, or no sandbox."""
+    reward = config.reward
+    missing = [name for name in reward.environment if name not in os.environ]
+    if missing:
+        raise ValueError(f"reward.environment=[{missing[0]}]: this environment has no variable of that name")
+    if reward.fn in REWARDS_OF_CODE:
+        try:
+            sandbox.check(reward.sandbox)
+        except sandbox.SandboxError as error:
+            raise ValueError(f"reward.sandbox={reward.sandbox}: {error}") from error
+    environment = {name: os.environ[name] for name in reward.environment}
+    return Surroundings(reward.memory_mb, reward.file_mb, reward.sandbox, environment)
 
 
 def check_ids(config: Config, highest: int) -> None:

@@ -48,6 +48,7 @@ from megarl.trainer.build import (
     ranks_address,
     read_prompts,
     start_trackers,
+    surroundings,
 )
 from megarl.trainer.checkpoint import Saver
 from megarl.trainer.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
@@ -95,6 +96,7 @@ class Run:
         load_plugins(config.algorithm.plugins)
         if not isinstance(REWARDS.get(config.reward.fn), str):  # a user's function from a file or a plug-in
             load_reward(config.reward.fn)
+        surroundings(config)  # raises if rewards could not run here
         self.algorithm = make_algorithm(config)
         if self.algorithm.reference or self.algorithm.actor.reference:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)

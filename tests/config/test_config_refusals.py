@@ -80,7 +80,7 @@ from megarl.config.unused_keys import TABLE
         ("trainer.experiment_name=..", "expected the plain name of a folder"),
         ("trainer.resume_mode=/nowhere", "expected auto, disable or the folder of a checkpoint"),
         ("trainer.save_freq=0", "trainer.save_freq=0: expected -1 (never) or at least 1"),
-        ("reward.fn=bleu", "reward.fn=bleu: expected one of choice, exact, gsm8k"),
+        ("reward.fn=bleu", "reward.fn=bleu: expected one of choice, code, code_strict, exact, gsm8k"),
         ("algorithm.policy_loss_args.tau=1", "args.tau=1.0: algorithm.policy_loss_fn=ppo takes no values of its own"),
         (
             "algorithm.policy_loss_fn=sapo algorithm.policy_loss_args.tau=1",

@@ -71,20 +71,54 @@ def test_a_helper_of_setup_is_no_function_of_the_program():
 
 FORGERIES = {
     "ends well at once": "import os; os._exit(0)",
-    "equals everything": "class Any(int):\n    __eq__ = lambda s, o: True\n    __hash__ = int.__hash__\n"
-    "def add(a, b): return Any(99)",
-    "is a strange object": "class Any:\n    __eq__ = lambda s, o: True\ndef add(a, b): return Any()",
-    "replaces builtins": "import builtins, json\njson.dumps = lambda *a: '[0, true]'\nbuiltins.AssertionError = ValueError\n"
-    "def add(a, b): return None",
-    "writes verdicts": "import os\nfor n in range(3, 20):\n    try: os.write(n, b'\\n[true, true, true]\\n')\n"
-    "    except OSError: pass\nos.write(1, b'[true, true, true]\\n')\nos._exit(0)",
-    "writes malformed values": "import os\nos.write(1, b'\\n[0, {\"list\": 3}]\\n[1, {\"x\": 1, \"y\": 2}]\\n[2, {}]\\n[7, 1]\\n')\nos._exit(0)",
-    "sends deep data": "import os\nos.write(1, b'\\n[0, ' + b'[' * 100000 + b']' * 100000 + b']\\n')\nos._exit(0)",
-    "looks at the frames above": "import sys\nframe = sys._getframe()\nfound = []\nwhile frame:\n"
-    "    found.append(repr(frame.f_globals) + repr(frame.f_locals))\n    frame = frame.f_back\n"
-    "def add(a, b): return 3 if '== 3' in ''.join(found) else None",
+    "equals everything": """
+class Any(int):
+    __eq__ = lambda s, o: True
+    __hash__ = int.__hash__
+def add(a, b): return Any(99)
+""",
+    "is a strange object": """
+class Any:
+    __eq__ = lambda s, o: True
+def add(a, b): return Any()
+""",
+    "replaces builtins": """
+import builtins, json
+json.dumps = lambda *a: '[0, true]'
+builtins.AssertionError = ValueError
+def add(a, b): return None
+""",
+    "writes verdicts": """
+import os
+for n in (1, *range(3, 20)):
+    try: os.write(n, b'\\n[true, true, true]\\n')
+    except OSError: pass
+os._exit(0)
+""",
+    "writes malformed values": """
+import os
+for line in (b'[0, {"list": 3}]', b'[1, {"x": 1, "y": 2}]', b'[2, {}]', b'[7, 1]', b'[-1, 1]', b'{}', b'[[]]'):
+    os.write(1, b'\\n' + line + b'\\n')
+os._exit(0)
+""",
+    "sends deep data": """
+import os
+os.write(1, b'\\n[0, ' + b'[' * 100000 + b']' * 100000 + b']\\n')
+os._exit(0)
+""",
+    "looks at the frames above": """
+import sys
+frame, found = sys._getframe(), []
+while frame:
+    found.append(repr(frame.f_globals) + repr(frame.f_locals))
+    frame = frame.f_back
+def add(a, b): return 3 if '== 3' in ''.join(found) else None
+""",
     "does not compile": "def add(a, b) return",
-    "never ends": "def add(a, b):\n    while True: pass",
+    "never ends": """
+def add(a, b):
+    while True: pass
+""",
     "sends without end": "while True: print('x' * 1000)",
 }
 

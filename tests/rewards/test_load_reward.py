@@ -103,7 +103,8 @@ def test_an_installed_module_can_be_named():
     [
         (
             "exakt",
-            r"reward.fn=exakt: expected one of choice, exact, gsm8k, gsm8k_strict, math, or path/file.py:function",
+            r"reward.fn=exakt: expected one of choice, code, code_strict, exact, gsm8k, gsm8k_strict, math, or "
+            r"path/file.py:function",
         ),
         ("{path}", r"reward.fn=.*mine.py: expected one of choice"),
         ("{path}:", r"mine.py:: expected one of choice"),

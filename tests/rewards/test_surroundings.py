@@ -11,10 +11,16 @@ from megarl.rewards.pool import RewardPool
 from megarl.rewards.surroundings import Surroundings
 from megarl.sample import Prompt
 
-FILE = """
+FILE = '''
 import os, signal, subprocess, sys, time
 
-CHILD = "import os, sys, time\\nif os.fork(): os._exit(0)\\nos.setsid()\\nprint(os.getpid(), flush=True)\\ntime.sleep(900)"
+CHILD = """
+import os, sys, time
+if os.fork(): os._exit(0)
+os.setsid()
+print(os.getpid(), flush=True)
+time.sleep(900)
+"""
 
 def by_text(prompt, completion):
     text = completion.text
@@ -35,7 +41,7 @@ def by_text(prompt, completion):
         return 1.0 + ("Z" in os.environ[text])
     names = open("/proc/self/environ").read().split("\\0") + open(f"/proc/{os.getppid()}/environ").read().split("\\0")
     return float(any(name.startswith(text + "=") for name in names))
-"""
+'''
 
 
 @pytest.fixture

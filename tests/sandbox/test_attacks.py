@@ -1,4 +1,4 @@
-"""Malicious programs in every sandbox that this machine has, and without one, so that it is seen that they can succeed."""
+"""Malicious programs in every sandbox that this machine has; and without one, where they can succeed."""
 
 import json
 import os
@@ -21,7 +21,7 @@ NAMES = [
 AS_ATTACKER = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
 TRUTH = "the answer is 46f1c"
 # Nothing but a sandbox stops these, whoever tries them, on any machine.
-ANYBODY_CAN = """
+_ANYBODY_CAN = """
 reads_a_file reads_the_password_file writes_a_file makes_a_file_outside lists_a_folder follows_a_symlink
 climbs_out_by_dots climbs_out_by_a_folder_descriptor truncates_a_file truncates_by_opening removes_a_file changes_a_mode
 changes_the_mode_of_an_open_file changes_a_time finds_the_truth sees_the_environment reads_an_inherited_descriptor
@@ -30,7 +30,8 @@ connects_to_an_abstract_socket sends_from_half_a_pair_of_datagram_sockets signal
 signals_a_thread signals_through_a_file slows_another_process moves_another_process limits_another_process
 leaves_its_group moves_to_another_group makes_files_in_memory outlives_its_parent takes_much_memory writes_a_big_file
 forks_many starts_many_threads opens_many_files
-""".split()
+"""
+ANYBODY_CAN = _ANYBODY_CAN.split()
 
 
 @pytest.fixture(scope="module")
@@ -117,4 +118,3 @@ def test_the_same_attacks_succeed_without_a_sandbox(world):
     )
     stopped = [line for line in ran.stdout.splitlines() if not line.endswith(" reached")]
     assert not stopped and len(ran.stdout.splitlines()) == len(ANYBODY_CAN), (stopped, ran.stderr)
-

@@ -25,10 +25,14 @@ class Data:
 
 @dataclass
 class Reward:
-    fn: str = "exact"  # exact | gsm8k | gsm8k_strict | math | choice | path/file.py:function
+    fn: str = "exact"  # exact | gsm8k | gsm8k_strict | math | choice | code | code_strict | path/file.py:function
     num_workers: int = 1  # processes that compute rewards
     timeout_s: float = 5.0  # time limit of one reward
     on_error: str = "zero"  # zero | stop: after an exception or a timeout, count 0 or stop the run
+    sandbox: str = "auto"  # auto | jail | bubblewrap | url:http://HOST:PORT: where code of the model runs
+    memory_mb: int = 8192  # of each process that computes rewards, and of each of its children
+    file_mb: int = 1024  # size of a file that such a process writes
+    environment: list[str] = field(default_factory=list)  # names of further variables that rewards get, such as keys
     shuffle: bool = False  # give rewards to the wrong samples: a control experiment that must not learn
 
 

@@ -18,6 +18,7 @@ from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_numbers
 from megarl.config.validate import algorithms, models, servers, strategies
 from megarl.config.validate.layouts import ROLES, used_roles
+from megarl.sandbox import layers
 
 Test = Callable[[Any], bool]
 
@@ -144,6 +145,9 @@ RANGES: dict[str, tuple[Test, str]] = {
     "algorithm.kl_ctrl.target_kl": _ABOVE_0,
     "reward.num_workers": _AT_LEAST_1,
     "reward.timeout_s": _ABOVE_0,
+    "reward.memory_mb": _AT_LEAST_1,
+    "reward.file_mb": _AT_LEAST_1,
+    "reward.sandbox": (layers.is_known, layers.WANTED),
     "trainer.total_training_steps": _AT_LEAST_1,
     "trainer.total_epochs": _AT_LEAST_1,
     "trainer.nnodes": _AT_LEAST_1,
