@@ -81,6 +81,8 @@ from megarl.config.unused_keys import TABLE
         ("trainer.resume_mode=/nowhere", "expected auto, disable or the folder of a checkpoint"),
         ("trainer.save_freq=0", "trainer.save_freq=0: expected -1 (never) or at least 1"),
         ("reward.fn=bleu", "reward.fn=bleu: expected one of choice, code, code_strict, exact, gsm8k"),
+        ("reward.sandbox=off", "reward.sandbox=off: expected auto, jail, bubblewrap or url:http://HOST:PORT"),
+        ("reward.memory_mb=0", "reward.memory_mb=0: expected at least 1"),
         ("algorithm.policy_loss_args.tau=1", "args.tau=1.0: algorithm.policy_loss_fn=ppo takes no values of its own"),
         (
             "algorithm.policy_loss_fn=sapo algorithm.policy_loss_args.tau=1",
