@@ -37,10 +37,10 @@ def test_the_kernels_own_layers_are_preferred():
 def test_without_a_sandbox_code_does_not_run_and_the_error_says_what_is_missing(monkeypatch):
     without_landlock(monkeypatch)
     without_bwrap(monkeypatch)
-    with pytest.raises(
-        sandbox.SandboxError,
-        match=r"^code cannot be confined on this machine: jail needs Landlock .*; bubblewrap needs the program bwrap: apt",
-    ):
+    wanted = (
+        r"^code cannot be confined on this machine: jail needs Landlock .*; bubblewrap needs the program bwrap: apt"
+    )
+    with pytest.raises(sandbox.SandboxError, match=wanted):
         sandbox.run("print(1)")
     with pytest.raises(sandbox.SandboxError, match="machine: jail needs Landlock [^;]*$"):
         sandbox.check("jail")
