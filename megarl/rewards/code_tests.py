@@ -20,6 +20,7 @@ from megarl import sandbox
 from megarl.sandbox import Limits
 
 _LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
+_JUDGE_S = 1.0  # time to compare values, at least
 _VALUE = "_value_of_call_"
 
 _PLAIN = '''
@@ -160,7 +161,9 @@ def run_assertions(program: str, assertions: Assertions, limits: Limits) -> Outc
     if ready:
         tests = [assertions.tests[at] for at in ready]
         judged = {"setup": assertions.setup, "tests": tests, "values": values, "prefix": _VALUE}
-        result = sandbox.run(_JUDGE, stdin=json.dumps(judged), limits=replace(limits, seconds=0.2 * limits.seconds))
+        result = sandbox.run(
+            _JUDGE, stdin=json.dumps(judged), limits=replace(limits, seconds=max(_JUDGE_S, 0.2 * limits.seconds))
+        )
         if result.is_good:  # else a value was made so that to compare it takes too long
             for at, verdict in zip(ready, json.loads(result.stdout), strict=True):
                 passed[at] = verdict

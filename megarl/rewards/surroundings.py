@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl import sandbox
-from megarl.sandbox.kernel import PR_SET_CHILD_SUBREAPER, prctl
+from megarl.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Surroundings:
             limit = megabytes << 20 if most == resource.RLIM_INFINITY else min(megabytes << 20, most)
             resource.setrlimit(what, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # even if a function holds the interpreter's lock
         os.setpgid(0, 0)
         _start_guard()
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # children of children that end become ours

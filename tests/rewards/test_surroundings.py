@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 
 import pytest
-from test_reward_pool import completion, runs
+from test_reward_pool import ROOT, SCRIPT, completion, runs
 
 from megarl.rewards.pool import RewardPool
 from megarl.rewards.surroundings import Surroundings
@@ -90,3 +92,31 @@ def test_rewards_get_allowed_variables_and_those_of_the_settings_only(score, mon
     assert [result.reward for result in results] == [0, 0, 0, 0, 1, 0]
     assert score("MY_KEY", environment={"MY_KEY": "Z"})[0].reward == 2
     assert os.environ["HF_TOKEN"] == "secret of this test"
+
+
+LOCKED = """
+import ctypes, os
+
+def by_text(prompt, completion):
+    if completion.text == "pid":
+        return os.getpid()
+    open(__file__ + ".begun", "w").close()
+    ctypes.PyDLL(None).sleep(900)  # holds the interpreter's lock: no thread of the process runs
+"""
+
+
+def test_a_process_whose_function_holds_the_lock_ends_with_the_program_that_started_it(tmp_path):
+    (tmp_path / "mine.py").write_text(LOCKED)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), f"{tmp_path}/mine.py:by_text"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as program:
+        pid = int(program.stdout.readline())
+        while not (tmp_path / "mine.py.begun").exists():
+            assert program.poll() is None
+            time.sleep(0.01)
+        program.kill()
+    deadline = time.monotonic() + 240
+    while runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not runs(pid)

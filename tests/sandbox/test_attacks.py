@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 from sandbox_modes import NOBODY, modes
 
+from megarl.sandbox.python import python_for_others
+
 ATTACKS = Path(__file__).with_name("attacks.py")
 SOURCE = ATTACKS.read_text()
 NAMES = [
@@ -104,7 +106,7 @@ def test_the_same_attacks_succeed_without_a_sandbox(world):
     work = world.folder / "work"
     work.mkdir()
     os.chown(work, world.user, -1)
-    python = "/usr/bin/python3" if world.user == NOBODY else sys.executable
+    python = sys.executable if world.user != NOBODY else python_for_others().path
     ran = subprocess.run(
         [python, "-I", "-S", "-B", "-c", SOURCE],  # the same program
         input=json.dumps({"attacks": ANYBODY_CAN, **world.targets}),

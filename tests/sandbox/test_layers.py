@@ -6,7 +6,6 @@ from megarl import sandbox
 from megarl.sandbox import landlock, layers, seccomp
 from megarl.sandbox.bubblewrap import Bubblewrap
 from megarl.sandbox.jail import Jail
-from megarl.sandbox.python import own_python
 from megarl.sandbox.service import Service
 
 
@@ -73,11 +72,16 @@ def test_a_layer_that_the_kernel_refuses_stops_the_program(monkeypatch):
     def refuse(*arguments, **options):
         raise OSError(1, "refused")
 
-    for place in ("landlock.restrict", "seccomp.restrict", "namespaces.enter", "namespaces.own_root"):
+    found = layers.jail()
+    assert isinstance(found, Jail), found
+    places = ["landlock.restrict", "seccomp.restrict"]
+    if found.with_namespaces:
+        places += ["namespaces.enter", "namespaces.own_root"]
+    for place in places:
         with monkeypatch.context() as patch:
             patch.setattr(f"megarl.sandbox.{place}", refuse)
             with pytest.raises(sandbox.SandboxError, match="could not be confined, and did not run: .*refused"):
-                sandbox.run("print(1)", sandbox=Jail(own_python(), with_namespaces=True))
+                sandbox.run("print(1)", sandbox=found)
 
 
 def test_the_choices_of_the_configuration():
