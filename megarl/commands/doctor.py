@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import Config
+from megarl.config.names import REWARDS_OF_CODE
+from megarl.sandbox.layers import URL, layers
 
 OK, NOTE, FAIL = "ok", "note", "fail"
 _COLOURS = {OK: "green", NOTE: "yellow", FAIL: "red"}
@@ -83,6 +85,7 @@ def examine(config: Config) -> list[Finding]:
         _accelerator(config.trainer.device),
         *_servers(config),
         *(_optional(module, use) for module, use in _OPTIONAL.items()),
+        *_sandbox(config),
         _space("memory", os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), QUICKSTART_MEMORY_BYTES),
         _space("disk", shutil.disk_usage(".").free, QUICKSTART_DISK_BYTES),
         _loopback(),
@@ -151,6 +154,18 @@ def _servers(config: Config) -> list[Finding]:
 
 def _optional(module: str, use: str) -> Finding:
     return Finding(module, "present" if find_spec(module) else "absent", f"optional: {use}", OK)
+
+
+def _sandbox(config: Config) -> list[Finding]:
+    """The layers that confine code of a model."""
+    *parts, whole = layers()
+    is_wanted = config.reward.fn in REWARDS_OF_CODE and not config.reward.sandbox.startswith(URL)
+    wanted = f"reward.fn={config.reward.fn} needs one" if is_wanted else "optional: reward.fn=code"
+    verdict = OK if whole.is_there else FAIL if is_wanted else NOTE
+    return [
+        *(Finding(part.name, part.found, "optional: a layer of the sandbox", OK) for part in parts),
+        Finding(whole.name, whole.found, wanted, verdict),
+    ]
 
 
 def _space(subject: str, free: int, wanted: int) -> Finding:

@@ -22,6 +22,7 @@ _UNITS = (
     ("lr_decay_steps", "optimizer steps"),
     ("_s", "seconds"),
     ("_bytes", "bytes"),
+    ("_mb", "MiB"),
     ("micro_batch_size", "sequences"),
     ("micro_batch_size_per_gpu", "sequences"),
     ("sft.batch_size", "sequences"),

@@ -53,6 +53,7 @@ REJECT_BY: tuple[str, ...] = constant("algo/correction.py", "REJECT_BY")
 REJECT_LEVELS: tuple[str, ...] = constant("algo/correction.py", "REJECT_LEVELS")
 REWARDS = tuple(declared("register_reward", "rewards"))
 REWARD_SERVICES: tuple[str, ...] = constant("rewards/__init__.py", "SERVICES")
+REWARDS_OF_CODE = ("code", "code_strict")  # they run code of the model
 
 METRICS_OF_VERL = ("seq_reward", "seq_final_reward")  # of dynamic sampling; here rewards belong to whole samples
 

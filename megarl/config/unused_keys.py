@@ -249,6 +249,11 @@ TABLE = (
         "no reward is async",
         lambda c: all(fn in names.REWARDS for fn in names_of(c)),
     ),
+    UnusedKeys(
+        "reward.sandbox",
+        "no reward runs code of the model",
+        lambda c: names_of(c).keys() <= {*names.REWARDS, *names.REWARD_SERVICES} - set(names.REWARDS_OF_CODE),
+    ),
     UnusedKeys("data.seed", "data.shuffle=false", lambda c: not c.data.shuffle),
     UnusedKeys(
         "trainer.total_epochs",

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.rewards.limit import Limit, ServiceError
 from megarl.rewards.result import ground_truth_of
-from megarl.rewards.service import Service, api_key
+from megarl.rewards.service import Service
 from megarl.sample import Completion, Prompt
 
 JSON = "json:"  # in front of the name of a field
@@ -24,8 +24,8 @@ class Judge:
         url: of the endpoint, its version included: "https://api.openai.com/v1".
         prompt: what it is asked, with {question}, {answer} and {truth}.
         read: finds the number in the answer; see reader.
-        api_key_env: the environment variable that holds the key.
         request: further fields of the request.  Example: {"temperature": 0, "max_tokens": 256}.
+        key: of the endpoint; "": it needs none.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Judge:
         prompt: str,
         read: str,
         votes: int,
-        api_key_env: str | None,
         request: Mapping[str, Any],
         *,
         limit: Limit,
+        key: str = "",
     ) -> None:
-        self._service = Service(url, limit, api_key=api_key("reward.judge.api_key_env", api_key_env))
+        self._service = Service(url, limit, api_key=key)
         self._model, self._prompt, self._votes, self._request = model, prompt, votes, dict(request)
         self._read = reader(read)
 

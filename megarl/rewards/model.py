@@ -7,25 +7,23 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from megarl.rewards.limit import Limit, ServiceError
-from megarl.rewards.service import Service, api_key
+from megarl.rewards.service import Service
 from megarl.sample import Completion, Prompt
 
 ROUTE = "/classify"
 
 
 class RewardModel:
-    """Example: reward = RewardModel("/models/reward", "http://host:30000", None, limit=Limit(64)).
+    """Example: reward = RewardModel("/models/reward", "http://host:30000", limit=Limit(64)).
 
     Args:
         path: the model's folder or hub name.  Its tokenizer and its chat template write the conversation: the policy's
             tokens mean nothing to it.
         url: of the server; it runs with `--is-embedding`.
-        api_key_env: the environment variable that holds the server's key.
-        token: the server's key itself, for one that the run starts.
+        key: of the server; "": it needs none.
     """
 
-    def __init__(self, path: str, url: str, api_key_env: str | None, *, limit: Limit, token: str = "") -> None:
-        key = token or api_key("reward.model.api_key_env", api_key_env)
+    def __init__(self, path: str, url: str, *, limit: Limit, key: str = "") -> None:
         self._service = Service(url, limit, api_key=key)
         self._tokenizer = AutoTokenizer.from_pretrained(path)
 

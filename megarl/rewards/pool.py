@@ -24,8 +24,10 @@ from pebble import ProcessExpired, ProcessPool
 from megarl.plugins import load_plugins
 from megarl.rewards import load_reward
 from megarl.rewards.result import Outcome
+from megarl.rewards.surroundings import Surroundings
 from megarl.rewards.worker import run_jobs, start_worker
 from megarl.sample import Completion, Prompt
+from megarl.sandbox.environment import children_without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -58,17 +60,22 @@ class RewardPool:
         outcomes = await pool.score("gsm8k", prompt, completions)
         pool.stop()
 
-    `plugins`: modules or files that may register a function's name.
+    `plugins`: modules or files that may register a function's name.  `surroundings`: limits of a process.
     The constructor raises ValueError if one of `fns` names no function.
     """
 
     def __init__(
-        self, fns: Sequence[str], num_workers: int = 1, timeout_s: float = 5.0, plugins: Sequence[str] = ()
+        self,
+        fns: Sequence[str],
+        num_workers: int = 1,
+        timeout_s: float = 5.0,
+        plugins: Sequence[str] = (),
+        surroundings: Surroundings | None = None,
     ) -> None:
         load_plugins(plugins)
         for fn in fns:
             load_reward(fn)
-        self._plugins = tuple(plugins)
+        self._plugins, self._surroundings = tuple(plugins), surroundings or Surroundings()
         self._fns = {fn: _absolute(fn) for fn in fns}
         self._num_workers = num_workers
         self._timeout_s = timeout_s
@@ -83,9 +90,10 @@ class RewardPool:
         """Start the processes; the first time this takes about three seconds, while the fork server imports."""
         context = multiprocessing.get_context("forkserver")  # the caller has threads: a plain fork is not safe
         context.set_forkserver_preload(["__main__", "megarl.rewards.worker"])
-        arguments = (self._fns, self._timeout_s, self._plugins)
+        arguments = (self._fns, self._timeout_s, self._plugins, self._surroundings)
         self._pool = ProcessPool(self._num_workers, initializer=start_worker, initargs=arguments, context=context)
-        self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
+        with children_without_secrets():
+            self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
 
     def stop(self) -> None:
         """End the processes and cancel waiting samples."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from megarl import sandbox
 from megarl.plugins import load_plugins
 from megarl.rewards import RewardFn, load_reward, name_of
 from megarl.rewards.limit import Limit, ServiceError
 from megarl.rewards.load import is_async
 from megarl.rewards.pool import RewardError, RewardPool
 from megarl.rewards.result import Outcome, RewardResult, describe, joined, to_result
+from megarl.rewards.surroundings import Surroundings
 from megarl.sample import REWARD_ERROR, Completion, Prompt
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ class Rewards:
     Ordinary functions run in `num_workers` processes, each sample for `timeout_s` at most; without workers they run in
     the caller's process and have no time limit.  Async functions run in the event loop of the caller, each under a
     limit of its own from `make_limit`; so do `services`, which makes the rewards of these names: f(limit=...).
+    `surroundings`: limits and further variables of the processes; async functions have these variables, too.
     `weights`: by short name, see name_of; a missing one is 1.
     `on_error`: of a sample on which a reward failed.  unscored: its outcome says why it has none; zero: it has reward 0
     and the extra number REWARD_ERROR; stop: RewardError is raised.
@@ -54,11 +58,12 @@ class Rewards:
         plugins: Sequence[str] = (),
         make_limit: Callable[[], Limit] = Limit,
         services: Mapping[str, Callable[..., AsyncReward]] | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
         assert on_error in ON_ERROR, f"on_error is {on_error!r}, expected one of {', '.join(ON_ERROR)}"
         self.num_errors = 0
         self._fns, self._weights, self._on_error = tuple(fns), dict(weights or {}), on_error
-        self._by_data_source = dict(by_data_source or {})
+        self._by_data_source, self._surroundings = dict(by_data_source or {}), surroundings or Surroundings()
         self._all = list(dict.fromkeys([*fns, *self._by_data_source.values()]))
         load_plugins(plugins)
         made = {fn: make(limit=make_limit()) for fn, make in (services or {}).items() if fn in self._all}
@@ -67,9 +72,13 @@ class Rewards:
             fn: _limited(make_limit(), function) for fn, function in self._functions.items() if is_async(function)
         }
         ordinary = [fn for fn in self._all if fn not in self._async]
-        self._pool = RewardPool(ordinary, num_workers, timeout_s, plugins) if ordinary and num_workers else None
+        self._pool: RewardPool | None = None
+        if ordinary and num_workers:
+            self._pool = RewardPool(ordinary, num_workers, timeout_s, plugins, self._surroundings)
 
     def start(self) -> None:
+        os.environ.update(self._surroundings.environment)  # of async functions
+        sandbox.use(self._surroundings.sandbox)
         if self._pool is not None:
             self._pool.start()
 

@@ -14,6 +14,7 @@ from types import FrameType
 from megarl.plugins import load_plugins
 from megarl.rewards import RewardFn, load_reward
 from megarl.rewards.result import Outcome, describe, to_result
+from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.sample import Completion, Prompt
 
 Job = tuple[str, Prompt, Completion]  # the name of the reward, and a sample
@@ -31,13 +32,16 @@ class _Settings:
     armed: bool = False
 
 
-def start_worker(fns: Mapping[str, str], timeout_s: float, plugins: Sequence[str] = ()) -> None:
+def start_worker(
+    fns: Mapping[str, str], timeout_s: float, plugins: Sequence[str] = (), surroundings: Surroundings | None = None
+) -> None:
     """Called once in every new process.  `fns`: name -> address of the function."""
     # A thread, because the main thread may be in a function that never returns when the run is killed.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     load_plugins(plugins)
     _Settings.rewards = {name: load_reward(fn) for name, fn in fns.items()}
     _Settings.timeout_s = timeout_s
+    (surroundings or Surroundings()).set_up(timeout_s)
     signal.signal(signal.SIGALRM, _on_alarm)
     gc.freeze()  # else a collection visits all imported modules and copies their pages: 0.15 s within a step
 
@@ -65,6 +69,7 @@ def run_one(fn: str, prompt: Prompt, completion: Completion) -> Outcome:
             value = reward(prompt, completion)
         finally:
             _disarm()
+            end_children()
         return to_result(value)
     except _TimeUpError:
         return f"no answer within {_Settings.timeout_s:g} s"

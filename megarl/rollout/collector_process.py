@@ -14,6 +14,7 @@ from typing import Any
 from megarl.processes.lifetime import last_lines
 from megarl.rollout.collector import CollectorSettings, run_collector
 from megarl.rollout.messages import Close, Message, Outbox, sentence
+from megarl.sandbox.environment import children_without_secrets
 
 _CLOSE_S = 5.0
 _START_S = 600.0  # until the first sign of life: imports, tokenizer, reward workers
@@ -34,7 +35,8 @@ class CollectorProcess:
         self._pipe, theirs = context.Pipe()
         # not a daemon: daemons may not have children, and the reward's workers are children of the collector
         self._process = context.Process(target=run_collector, args=(theirs, settings), name="collector")
-        self._process.start()
+        with children_without_secrets():  # what it needs, such as the servers' token, is in its settings
+            self._process.start()
         theirs.close()
         self._heard = time.monotonic()
         self._has_begun = False

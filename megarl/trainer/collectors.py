@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
 import torch
 
+from megarl import sandbox
 from megarl.config import Config
+from megarl.config.names import REWARDS_OF_CODE
 from megarl.config.validate.rewards import names_of, starts_reward_server
 from megarl.rewards import REWARDS, SERVICES, load_reward
 from megarl.rewards.judge import Judge
@@ -16,6 +19,7 @@ from megarl.rewards.limit import Limit
 from megarl.rewards.model import RewardModel
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.service import api_key
+from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collector_client import Collectors
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import ServerDied, Servers, State
@@ -58,12 +62,28 @@ def make_collectors(
 
 
 def check_rewards(config: Config) -> None:
-    """Raises ValueError for a user's function that does not load, and for a key of a service that is not set."""
+    """Raises ValueError for a user's function that does not load, a variable that is not set, and without a sandbox."""
+    surroundings(config)
     for fn in names_of(config):
         if fn in SERVICES:
             api_key(f"reward.{fn}.api_key_env", getattr(config.reward, fn).api_key_env)
         elif not isinstance(REWARDS.get(fn), str):  # from a file or a plug-in
             load_reward(fn)
+
+
+def surroundings(config: Config) -> Surroundings:
+    """What surrounds rewards in their processes.  Raises ValueError for a variable that is not set, or no sandbox."""
+    reward = config.reward
+    missing = [name for name in reward.environment if name not in os.environ]
+    if missing:
+        raise ValueError(f"reward.environment=[{missing[0]}]: this environment has no variable of that name")
+    if any(fn in REWARDS_OF_CODE for fn in names_of(config)):
+        try:
+            sandbox.check(reward.sandbox)
+        except sandbox.SandboxError as error:
+            raise ValueError(f"reward.sandbox={reward.sandbox}: {error}") from error
+    environment = {name: os.environ[name] for name in reward.environment}
+    return Surroundings(reward.memory_mb, reward.file_mb, reward.sandbox, environment)
 
 
 def make_rewards(
@@ -81,11 +101,16 @@ def make_rewards(
         reward.retries,
         reward.request_timeout_s,
     )
-    services: dict[str, Callable[..., Judge | RewardModel]] = {"judge": partial(Judge, **asdict(reward.judge))}
+    # Keys are read here: collectors do not have the run's environment.
+    services: dict[str, Callable[..., Judge | RewardModel]] = {}
+    if "judge" in names_of(config):
+        settings = asdict(reward.judge)
+        key = api_key("reward.judge.api_key_env", settings.pop("api_key_env"))
+        services["judge"] = partial(Judge, **settings, key=key)
     if "model" in names_of(config):
         folder = model_folder(reward.model.path or "", "reward.model.path")
-        url, key = reward_url or reward.model.url or "", token if reward_url else ""
-        services["model"] = partial(RewardModel, folder, url, reward.model.api_key_env, token=key)
+        key = token if reward_url else api_key("reward.model.api_key_env", reward.model.api_key_env)
+        services["model"] = partial(RewardModel, folder, reward_url or reward.model.url or "", key=key)
     return partial(
         Rewards,
         tuple(reward.fn),
@@ -97,6 +122,7 @@ def make_rewards(
         plugins=plugins(config),
         make_limit=limit,
         services=services,
+        surroundings=surroundings(config),
     )
 
 

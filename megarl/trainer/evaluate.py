@@ -150,6 +150,7 @@ def transformers_accuracy(folder: str, prompts: Sequence[Prompt], rewards: Rewar
     async def score_all() -> list[list[Outcome]]:
         return await asyncio.gather(*(rewards.score(prompt, [answer]) for prompt, answer in answers))
 
+    rewards.start()
     outcomes = [outcome for group in asyncio.run(score_all()) for outcome in group]
     scores = [outcome.reward for outcome in outcomes if not isinstance(outcome, str)]
     return sum(scores) / len(scores) if scores else 0.0

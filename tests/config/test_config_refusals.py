@@ -83,8 +83,8 @@ JUDGE = "reward.fn=judge reward.judge.url=http://a/v1 reward.judge.model=m rewar
         ("trainer.experiment_name=..", "expected the plain name of a folder"),
         ("trainer.resume_mode=/nowhere", "expected auto, disable or the folder of a checkpoint"),
         ("trainer.save_freq=0", "trainer.save_freq=0: expected -1 (never) or at least 1"),
-        ("reward.fn=bleu", "reward.fn=bleu: expected one of auto, choice, exact, gsm8k"),
-        ("reward.fn=[math,bleu]", "reward.fn=bleu: expected one of auto, choice, exact, gsm8k"),
+        ("reward.fn=bleu", "reward.fn=bleu: expected one of auto, choice, code, code_strict, exact, gsm8k"),
+        ("reward.fn=[math,bleu]", "reward.fn=bleu: expected one of auto, choice, code, code_strict, exact, gsm8k"),
         ("reward.fn=[]", "reward.fn=[]: expected at least one reward"),
         ("reward.fn=[math,math]", "reward.fn=[math, math]: expected each reward once; reward.weights says how much"),
         (
@@ -115,6 +115,8 @@ JUDGE = "reward.fn=judge reward.judge.url=http://a/v1 reward.judge.model=m rewar
         ("reward.per_minute=0", "reward.per_minute=0.0: expected a number above 0"),
         ("reward.concurrency=0", "reward.concurrency=0: expected at least 1"),
         ("reward.retries=-1", "reward.retries=-1: expected a number of at least 0"),
+        ("reward.sandbox=off", "reward.sandbox=off: expected auto, jail, bubblewrap or url:http://HOST:PORT"),
+        ("reward.memory_mb=0", "reward.memory_mb=0: expected at least 1"),
         ("algorithm.policy_loss_args.tau=1", "args.tau=1.0: algorithm.policy_loss_fn=ppo takes no values of its own"),
         (
             "algorithm.policy_loss_fn=sapo algorithm.policy_loss_args.tau=1",

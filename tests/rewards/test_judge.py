@@ -62,7 +62,7 @@ def completion(text: str) -> Completion:
 def judge(url: str, endpoint: Endpoint, *texts: str, retries: int = 4, **how: Any) -> Awaitable[list[Outcome]]:
     """The outcomes of a group that the judge scores, on a clock that does not wait."""
     clock = how.pop("clock", VirtualClock())
-    settings = {"model": "wise", "prompt": TEMPLATE, "read": r"Score: (-?\d+)", "votes": 1, "api_key_env": None}
+    settings = {"model": "wise", "prompt": TEMPLATE, "read": r"Score: (-?\d+)", "votes": 1}
     made = partial(Judge, **{"url": url, "request": {}} | settings | how)
     limit = partial(Limit, 4, None, retries, clock=clock, sleep=clock.at_once, draw=lambda: 0.0)
     rewards = Rewards(["judge"], make_limit=limit, services={"judge": made})
@@ -86,14 +86,10 @@ def test_the_judge_sees_question_answer_and_truth_and_its_number_is_the_reward()
     assert endpoint.keys == [None]
 
 
-def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGES_KEY", "secret")
+def test_the_key_is_sent() -> None:
     endpoint = Endpoint(said("Score: 1"))
-    assert outcomes(endpoint, "Fine", api_key_env="JUDGES_KEY") == [RewardResult(1.0)]
+    assert outcomes(endpoint, "Fine", key="secret") == [RewardResult(1.0)]
     assert endpoint.keys == ["Bearer secret"]
-    monkeypatch.delenv("JUDGES_KEY")
-    with pytest.raises(ValueError, match="^reward.judge.api_key_env=JUDGES_KEY: expected an environment variable that"):
-        Judge("http://h/v1", "m", "p", "(x)", 1, "JUDGES_KEY", {}, limit=Limit())
 
 
 def test_the_mean_of_the_votes_counts_and_one_that_cannot_be_read_does_not() -> None:

@@ -123,7 +123,7 @@ def test_an_installed_module_can_be_named():
     [
         (
             "exakt",
-            r"reward.fn=exakt: expected one of auto, choice, exact, gsm8k, .*, or path/file.py:function",
+            r"reward.fn=exakt: expected one of auto, choice, code, .*, or path/file.py:function",
         ),
         ("{path}", r"reward.fn=.*mine.py: expected one of auto, choice"),
         ("{path}:", r"mine.py:: expected one of auto, choice"),

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def written(folder: Path, text: str | list[dict[str, str]]) -> str:
-    ids = RewardModel(str(folder), "http://h", None, limit=Limit()).token_ids(Prompt("0-0", [1], text), ANSWER)
+    ids = RewardModel(str(folder), "http://h", limit=Limit()).token_ids(Prompt("0-0", [1], text), ANSWER)
     return str(AutoTokenizer.from_pretrained(folder).decode(ids))
 
 

@@ -46,8 +46,8 @@ class RewardModel:
 
 @dataclass
 class Reward:
-    fn: list[str] = field(  # auto (by data_source) | exact | gsm8k | gsm8k_strict | math | choice | judge | model
-        default_factory=lambda: ["auto"]  # | path/file.py:function; several are added up
+    fn: list[str] = field(  # auto (by data_source) | exact | gsm8k | gsm8k_strict | math | choice | code | code_strict
+        default_factory=lambda: ["auto"]  # | judge | model | path/file.py:function; several are added up
     )
     weights: dict[str, float] = field(
         default_factory=dict
@@ -62,6 +62,10 @@ class Reward:
     request_timeout_s: float = 120.0  # time limit of one async call
     judge: Judge = field(default_factory=Judge)
     model: RewardModel = field(default_factory=RewardModel)
+    sandbox: str = "auto"  # auto | jail | bubblewrap | url:http://HOST:PORT: where code of the model runs
+    memory_mb: int = 8192  # of each process that computes rewards, and of each of its children
+    file_mb: int = 1024  # size of a file that such a process writes
+    environment: list[str] = field(default_factory=list)  # names of further variables that rewards get, such as keys
     shuffle: bool = False  # give rewards to the wrong samples: a control experiment that must not learn
 
 

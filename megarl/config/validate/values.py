@@ -18,6 +18,7 @@ from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_numbers
 from megarl.config.validate import algorithms, models, rewards, servers, strategies
 from megarl.config.validate.layouts import ROLES, used_roles
+from megarl.sandbox import layers
 
 Test = Callable[[Any], bool]
 
@@ -153,6 +154,9 @@ RANGES: dict[str, tuple[Test, str]] = {
     "reward.per_minute": _ABOVE_0,
     "reward.retries": _AT_LEAST_0,
     "reward.request_timeout_s": _ABOVE_0,
+    "reward.memory_mb": _AT_LEAST_1,
+    "reward.file_mb": _AT_LEAST_1,
+    "reward.sandbox": (layers.is_known, layers.WANTED),
     "trainer.total_training_steps": _AT_LEAST_1,
     "trainer.total_epochs": _AT_LEAST_1,
     "trainer.nnodes": _AT_LEAST_1,

@@ -1,0 +1,94 @@
+"""What surrounds a reward function in its process: limits, further variables, the sandbox, and an end for children."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl import sandbox
+from megarl.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Example: Surroundings(memory_mb=4096).set_up(timeout_s=5.0)."""
+
+    memory_mb: int = 8192  # of a process
+    file_mb: int = 1024  # of a file that it writes
+    sandbox: str = "auto"  # see megarl.sandbox.use
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables; may be secret
+
+    def set_up(self, timeout_s: float) -> None:
+        """Called once in a new process, by its main thread, after the reward functions are loaded."""
+        _Process.timeout_s = timeout_s
+        os.environ.update(self.environment)
+        sandbox.use(self.sandbox)
+        for what, megabytes in ((resource.RLIMIT_DATA, self.memory_mb), (resource.RLIMIT_FSIZE, self.file_mb)):
+            _, most = resource.getrlimit(what)
+            limit = megabytes << 20 if most == resource.RLIM_INFINITY else min(megabytes << 20, most)
+            resource.setrlimit(what, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # even if a function holds the interpreter's lock
+        os.setpgid(0, 0)
+        _start_guard()
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # children of children that end become ours
+        _Process.kept = _children()
+
+
+def end_children() -> None:
+    """End the processes that a sample left behind, and what these left behind."""
+    while left := _children() - _Process.kept:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        for pid in left:
+            os.waitpid(pid, 0)
+
+
+def time_limit_s() -> float:
+    """How long a sample may take in this process."""
+    return _Process.timeout_s
+
+
+class _Process:
+    timeout_s = 5.0
+    kept: set[int] = set()  # started by the reward's file when it was loaded
+
+
+def _children() -> set[int]:
+    """Those that have ended but were not waited for included."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the usual case costs no look at all processes of the machine
+        return set()
+    return {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == os.getpid()}
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it ended
+        return None
+    return int(stat.rpartition(")")[2].split()[1])  # the name before it may have spaces
+
+
+def _start_guard() -> None:
+    """Start a process that ends this one's group when this one is killed, and that is no child of it."""
+    group, watched = os.getpgrp(), os.pidfd_open(os.getpid())
+    between = os.fork()
+    if between == 0:
+        try:
+            if os.fork() == 0:
+                os.setpgid(0, 0)
+                os.dup2(watched, 0)
+                os.closerange(1, os.sysconf("SC_OPEN_MAX"))  # else it would keep pipes of the reward's process open
+                select.select([0], [], [])
+                os.killpg(group, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.close(watched)
+    os.waitpid(between, 0)

@@ -1,0 +1,58 @@
+"""A service that runs code, in place of this machine: the route `POST /run_code` of SandboxFusion."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megarl.sandbox.limits import Limits
+from megarl.sandbox.result import Result, SandboxError
+
+_SLACK_S = 10.0  # for the way, and for waiting in the service
+
+
+@dataclass(frozen=True)
+class Service:
+    """Example: Service("http://10.0.0.2:8080").run("print(1)", stdin="", files={}, limits=Limits())."""
+
+    url: str
+
+    def run(self, source: str, *, stdin: str, files: Mapping[str, str], limits: Limits) -> Result:
+        """Raises SandboxError if the service does not answer, or did not run the code."""
+        order = {
+            "code": source,
+            "language": "python",
+            "stdin": stdin,
+            "run_timeout": limits.seconds,
+            "memory_limit_MB": limits.memory_bytes >> 20,
+            "files": {name: base64.b64encode(text.encode()).decode() for name, text in files.items()},
+        }
+        start = time.monotonic()
+        answer = self._ask(order, limits)
+        ran = answer.get("run_result")
+        if answer.get("status") == "SandboxError" or not isinstance(ran, dict):
+            raise SandboxError(f"{self.url}/run_code did not run the code: {answer.get('message') or answer}")
+        outputs = [str(ran.get(name) or "") for name in ("stdout", "stderr")]
+        kept = [text[: limits.output_bytes] for text in outputs]
+        why = "time" if ran.get("status") == "TimeLimitExceeded" else "output" if kept != outputs else ""
+        code = ran.get("return_code")
+        status = code if isinstance(code, int) else -1
+        return Result(kept[0], kept[1], status, time.monotonic() - start, why)
+
+    def _ask(self, order: dict[str, object], limits: Limits) -> dict[str, object]:
+        import urllib.request  # pulls in ssl, which nothing else here needs
+
+        body, headers = json.dumps(order).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url.rstrip('/')}/run_code", body, headers)
+        most = 4 * limits.output_bytes + (1 << 20)
+        try:
+            with urllib.request.urlopen(request, timeout=limits.seconds + _SLACK_S) as reply:
+                answer = json.loads(reply.read(most))
+        except (OSError, ValueError) as error:
+            raise SandboxError(f"{request.full_url} gave no answer: {error}") from error
+        if not isinstance(answer, dict):
+            raise SandboxError(f"{request.full_url} answered {answer!r}; expected a mapping")
+        return answer

@@ -1,0 +1,165 @@
+"""The rewards `code` and `code_strict`: programs of models in the sandbox, right, wrong and malicious ones."""
+
+import json
+
+import pytest
+
+from megarl.rewards.code import code, code_strict, last_block
+from megarl.sample import Completion, Prompt, VersionSpan
+
+SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n", "5 5"], "outputs": ["3\n", "7\n", "10"]})
+ADD = json.dumps({"asserts": ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add([1], [2]) == [1, 2]"]})
+
+
+def score(program, truth, function=code):
+    return function(Prompt("0-0", [1], "x", truth), completion(f"Here it is:\n```python\n{program}\n```\nDone."))
+
+
+def completion(text):
+    return Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text)
+
+
+def test_the_share_of_passed_tests_is_the_reward():
+    assert score("print(sum(map(int, input().split())))", SUMS) == {
+        "score": 1.0,
+        "tests": 3.0,
+        "tests_passed": 3.0,
+        "timed_out": 0.0,
+    }
+    third = "a, b = map(int, input().split())\nprint(a * b if a == b else 10 if a == 5 else 7)"
+    assert score(third, SUMS)["score"] == pytest.approx(1 / 3)
+    assert score(third, SUMS, code_strict)["score"] == 0
+    assert score("print(sum(map(int, input().split())))", SUMS, code_strict)["score"] == 1
+
+
+def test_asserts_compare_what_calls_return():
+    assert score("def add(a, b):\n    print('noise')\n    return a + b", ADD)["score"] == 1
+    assert score("def add(a, b): return a - b if a == b else a + b", ADD)["score"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("program", "asserts"),
+    [
+        ("def f(x): return x / 3", "import math\nassert math.isclose(f(1), 0.333333, rel_tol=1e-3)"),
+        ("def f(x): return set(x)", "assert f([1, 1, 2]) == {1, 2}\nassert sorted(f([3, 1])) == [1, 3]"),
+        ("def f(x): return (x, [None, True, 'a', b'b', 1j, {1: (2,)}])", "assert f(10**30)[0] == 10**30"),
+        ("def f(x): return x > 0", "assert f(1)\nassert not f(-1)\nassert f(1) is True"),
+        ("class Solution:\n    def twice(self, x): return 2 * x", "assert Solution().twice(4) == 8"),
+        ("import collections\ndef f(x): return collections.Counter(x)", "assert f('aab') == {'a': 2, 'b': 1}"),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int = 1\ndef f(): return P().x",
+            "assert f() == 1, 'message'",
+        ),
+    ],
+)
+def test_many_kinds_of_asserts_and_values(program, asserts):
+    assert score(program, asserts)["score"] == 1
+
+
+def test_functions_with_arguments_and_results_as_data_sets_have_them():
+    truth = json.dumps({"fn_name": "twice", "inputs": [[1, [2]], [3, []]], "outputs": [[1, [2]], [3, []]]})
+    assert score("def twice(a, b): return (a, b)", truth)["score"] == 1
+    assert score("class Solution:\n    def twice(self, a, b): return [a, b]", truth)["score"] == 1
+    assert score("def twice(a, b): return a", truth)["score"] == 0
+
+
+def test_a_helper_of_setup_is_no_function_of_the_program():
+    truth = json.dumps({"asserts": ["assert near(f(2), 1.41)"], "setup": "def near(a, b): return abs(a - b) < 0.01"})
+    assert score("import math\ndef f(x): return math.sqrt(x)\ndef near(a, b): return True", truth)["score"] == 1
+    assert score("def f(x): return x\ndef near(a, b): return True", truth)["score"] == 0
+
+
+FORGERIES = {
+    "ends well at once": "import os; os._exit(0)",
+    "equals everything": """
+class Any(int):
+    __eq__ = lambda s, o: True
+    __hash__ = int.__hash__
+def add(a, b): return Any(99)
+""",
+    "is a strange object": """
+class Any:
+    __eq__ = lambda s, o: True
+def add(a, b): return Any()
+""",
+    "replaces builtins": """
+import builtins, json
+json.dumps = lambda *a: '[0, true]'
+builtins.AssertionError = ValueError
+def add(a, b): return None
+""",
+    "writes verdicts": """
+import os
+for n in (1, *range(3, 20)):
+    try: os.write(n, b'\\n[true, true, true]\\n')
+    except OSError: pass
+os._exit(0)
+""",
+    "writes malformed values": """
+import os
+for line in (b'[0, {"list": 3}]', b'[1, {"x": 1, "y": 2}]', b'[2, {}]', b'[7, 1]', b'[-1, 1]', b'{}', b'[[]]'):
+    os.write(1, b'\\n' + line + b'\\n')
+os._exit(0)
+""",
+    "sends deep data": """
+import os
+os.write(1, b'\\n[0, ' + b'[' * 100000 + b']' * 100000 + b']\\n')
+os._exit(0)
+""",
+    "looks at the frames above": """
+import sys
+frame, found = sys._getframe(), []
+while frame:
+    found.append(repr(frame.f_globals) + repr(frame.f_locals))
+    frame = frame.f_back
+def add(a, b): return 3 if '== 3' in ''.join(found) else None
+""",
+    "does not compile": "def add(a, b) return",
+    "never ends": """
+def add(a, b):
+    while True: pass
+""",
+    "sends without end": "while True: print('x' * 1000)",
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forgery_passes_no_test(forgery, monkeypatch):
+    monkeypatch.setattr("megarl.rewards.code.time_limit_s", lambda: 2.0)
+    for truth in (ADD, SUMS):
+        assert score(FORGERIES[forgery], truth)["score"] == 0
+
+
+def test_a_program_that_is_too_slow_keeps_what_it_passed_before(monkeypatch):
+    monkeypatch.setattr("megarl.rewards.code.time_limit_s", lambda: 4.0)
+    slow = "def add(a, b):\n    while a == 2: pass\n    return a + b"
+    outcome = score(slow, ADD)
+    assert (outcome["tests_passed"], outcome["timed_out"]) == (1, 1)
+    outcome = score("a, b = map(int, input().split())\nwhile a == 3: pass\nprint(a + b)", SUMS)
+    assert (outcome["tests_passed"], outcome["timed_out"]) == (1, 1)
+
+
+def test_the_last_block_counts():
+    assert last_block("```\na\n```\nthen\n```py\nb\nc\n```") == "b\nc\n"
+    assert last_block("no block, but `code`") is None
+    assert last_block("```python\nnever closed") is None
+    prompt = Prompt("0-0", [1], "x", ADD)
+    assert code(prompt, completion("def add(a, b): return a + b"))["score"] == 0
+    assert code(prompt, completion("none"))["tests"] == 3
+
+
+@pytest.mark.parametrize(
+    ("truth", "sentence"),
+    [
+        ("42 is the answer", "invalid syntax"),
+        ("", "expected inputs and outputs as JSON, or asserts"),
+        ("{}", "expected inputs and outputs as JSON, or asserts"),
+        (json.dumps({"inputs": ["1"], "outputs": []}), "has 1 inputs and 0 outputs; expected as many"),
+        ("x = f(1)", "a test is 'x = f\\(1\\)'; expected imports and asserts"),
+        ("assert 1 == 1", "calls no function of the program"),
+        ("assert all(f(x) for x in [1])", "calls the program in a loop; expected single calls"),
+    ],
+)
+def test_a_truth_without_tests_is_an_error(truth, sentence):
+    with pytest.raises((ValueError, SyntaxError), match=sentence):
+        score("print(1)", truth)

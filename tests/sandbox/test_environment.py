@@ -1,0 +1,34 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megarl.sandbox.environment import children_without_secrets, is_allowed
+
+SHOW = [sys.executable, "-c", "import os; print(*os.environ)"]
+
+
+@pytest.mark.parametrize(
+    "name", ["MEGARL_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SESSION_TOKEN", "OPENAI_API_KEY", "GH_TOKEN", "NEW"]
+)
+def test_what_is_not_on_the_list_is_not_allowed(name):
+    assert not is_allowed(name, "x")
+
+
+@pytest.mark.parametrize("name", ["PATH", "HOME", "LC_ALL", "PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"])
+def test_what_programs_need_is_allowed(name):
+    assert is_allowed(name, "x")
+
+
+def test_a_proxy_is_allowed_without_a_password():
+    assert is_allowed("https_proxy", "http://proxy:3128")
+    assert not is_allowed("HTTPS_PROXY", "http://me:secret@proxy:3128")
+
+
+def test_programs_started_inside_get_allowed_variables_and_this_process_keeps_all(monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "secret")
+    with children_without_secrets():
+        assert "SOME_KEY" not in subprocess.run(SHOW, capture_output=True, text=True, check=True).stdout.split()
+        assert os.environ["SOME_KEY"] == "secret"
+    assert "SOME_KEY" in subprocess.run(SHOW, capture_output=True, text=True, check=True).stdout.split()

@@ -1,0 +1,98 @@
+"""The choice of a sandbox, and the sentence where there is none."""
+
+import pytest
+
+from megarl import sandbox
+from megarl.sandbox import landlock, layers, seccomp
+from megarl.sandbox.bubblewrap import Bubblewrap
+from megarl.sandbox.jail import Jail
+from megarl.sandbox.service import Service
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    def forget():
+        for function in (layers.jail, layers.bubblewrap, layers._fault):
+            function.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+def without_landlock(monkeypatch):
+    monkeypatch.setattr(landlock, "abi", lambda: 0)
+
+
+def without_bwrap(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+
+
+def test_the_kernels_own_layers_are_preferred():
+    assert isinstance(sandbox.check("auto"), Jail | Bubblewrap)
+    assert sandbox.run("print(1 + int(input()))", stdin="2").stdout == "3\n"
+
+
+def test_without_a_sandbox_code_does_not_run_and_the_error_says_what_is_missing(monkeypatch):
+    without_landlock(monkeypatch)
+    without_bwrap(monkeypatch)
+    wanted = (
+        r"^code cannot be confined on this machine: jail needs Landlock .*; bubblewrap needs the program bwrap: apt"
+    )
+    with pytest.raises(sandbox.SandboxError, match=wanted):
+        sandbox.run("print(1)")
+    with pytest.raises(sandbox.SandboxError, match="machine: jail needs Landlock [^;]*$"):
+        sandbox.check("jail")
+    with pytest.raises(sandbox.SandboxError, match="machine: bubblewrap needs the program bwrap[^;]*$"):
+        sandbox.check("bubblewrap")
+    *_, whole = layers.layers()
+    assert not whole.is_there and "cannot be confined" in whole.found
+
+
+def test_a_processor_without_a_list_of_calls_has_no_sandbox(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert not seccomp.is_supported()
+    with pytest.raises(sandbox.SandboxError, match="seccomp on x86-64 or ARM"):
+        sandbox.check("auto")
+
+
+def test_without_landlock_bubblewrap_is_used_if_it_works(monkeypatch):
+    found = layers.bubblewrap()
+    without_landlock(monkeypatch)
+    if isinstance(found, Bubblewrap):
+        assert layers.check("auto") == found
+    else:
+        with pytest.raises(sandbox.SandboxError):
+            layers.check("auto")
+
+
+def test_a_layer_that_the_kernel_refuses_stops_the_program(monkeypatch):
+    """Each of them is made to fail in turn: never is a program started with fewer."""
+
+    def refuse(*arguments, **options):
+        raise OSError(1, "refused")
+
+    found = layers.jail()
+    assert isinstance(found, Jail), found
+    places = ["landlock.restrict", "seccomp.restrict"]
+    if found.with_namespaces:
+        places += ["namespaces.enter", "namespaces.own_root"]
+    for place in places:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"megarl.sandbox.{place}", refuse)
+            with pytest.raises(sandbox.SandboxError, match="could not be confined, and did not run: .*refused"):
+                sandbox.run("print(1)", sandbox=found)
+
+
+def test_the_choices_of_the_configuration():
+    assert all(map(layers.is_known, ("auto", "jail", "bubblewrap", "url:http://h:1", "url:https://h")))
+    assert not any(map(layers.is_known, ("off", "", "url:", "url:ftp://h", "http://h:1")))
+    assert sandbox.check("url:http://h:1") == Service("http://h:1")
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_numbers_of_system_calls(machine):
+    numbers = seccomp.numbers(machine)
+    assert len(set(numbers.values())) == len(numbers) > 100
+    assert numbers["clone"] == {"x86_64": 56, "aarch64": 220}[machine]
+    assert not numbers.keys() & {"socket", "connect", "ptrace", "mount", "unshare", "setsid", "setpgid", "chmod"}

@@ -1,0 +1,151 @@
+"""What a program may do and how it ends, in every sandbox that this machine has."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from sandbox_modes import modes
+
+pytestmark = pytest.mark.parametrize("mode", [pytest.param(mode, id=name) for name, mode in modes().items()])
+
+
+def processes_with(word):
+    """Processes with this word on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word in path.read_bytes().decode(errors="replace"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_a_program_reads_stdin_and_files_and_its_output_and_exit_code_come_back(mode):
+    source = "import sys; print(open('data.txt').read() + input()); print('no', file=sys.stderr); sys.exit(3)"
+    result = mode.run(source, stdin="there\n", files={"data.txt": "hello "})
+    assert (result.stdout, result.stderr, result.status, result.why) == ("hello there\n", "no\n", 3, "")
+    assert not result.is_good
+
+
+def test_an_ordinary_program_works(mode):
+    source = """
+import asyncio, collections, decimal, fractions, heapq, itertools, json, math, os, random, re, subprocess, sys, tempfile
+import threading, zlib
+thread = threading.Thread(target=print, args=("thread",)); thread.start(); thread.join()
+print(subprocess.run([sys.executable, "-c", "print('child')"], capture_output=True, text=True, check=True).stdout)
+asyncio.run(asyncio.sleep(0))
+os.mkdir("sub"); open("sub/file", "w").write("kept"); os.rename("sub/file", "file"); print(open("file").read())
+with tempfile.TemporaryFile() as file: file.write(b"x" * 1000)
+sys.setrecursionlimit(20000)
+print(math.factorial(20), random.Random(1).random() < 1, os.path.exists("/root/.bashrc"))
+"""
+    result = mode.run(source)
+    assert result.is_good, result
+    assert result.stdout.split() == ["thread", "child", "kept", "2432902008176640000", "True", "False"]
+
+
+def test_a_program_gets_no_variable_of_ours(mode, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    names = json.loads(mode.run("import json, os; print(json.dumps(list(os.environ)))").stdout)
+    assert set(names) <= {"PATH", "HOME", "TMPDIR", "LANG", "MALLOC_ARENA_MAX", "LC_CTYPE", "PWD"}
+
+
+def test_two_programs_have_different_empty_folders(mode):
+    first = mode.run("import os; open('left', 'w'); print(os.listdir('.'))")
+    assert "left" in first.stdout
+    assert "left" not in mode.run("import os; print(os.listdir('.'), os.listdir(os.environ['TMPDIR']))").stdout
+
+
+def test_an_endless_program_ends_at_its_time(mode):
+    for source in ("while True: pass", "import time; time.sleep(600)", "input()\nimport signal; signal.pause()"):
+        begun = time.monotonic()
+        result = mode.run(source, stdin="\n", seconds=0.3)
+        assert (result.why, result.is_good) == ("time", False)
+        assert time.monotonic() - begun < 60
+
+
+def test_a_program_that_stops_its_own_group_ends_at_its_time(mode):
+    assert mode.run("import os, signal; os.kill(0, signal.SIGSTOP); signal.pause()", seconds=0.3).why == "time"
+
+
+def test_endless_output_ends_the_program_and_only_its_begin_is_kept(mode):
+    result = mode.run("while True: print('x' * 1000)", output_bytes=5000)
+    assert result.why == "output"
+    assert len(result.stdout) == 5001
+    result = mode.run("import os\nwhile True: os.write(2, b'y' * 60000)", output_bytes=5000)
+    assert (result.why, len(result.stderr)) == ("output", 5001)
+
+
+def test_a_fork_bomb_stays_below_its_number_of_processes(mode):
+    bomb = """
+import os, time
+open("forks", "w").close()
+while True:
+    try:
+        os.fork()
+        with open("forks", "a") as file: file.write("x")
+    except OSError:
+        break
+time.sleep(600)
+"""
+    count = "import os, time\nif os.fork() == 0:\n    exec(BOMB)\nlast = -1\n"
+    count += "while last != (last := os.path.getsize('forks') if os.path.exists('forks') else -1) or last < 0:\n"
+    count += "    time.sleep(0.3)\nprint(last)"
+    result = mode.run(f"BOMB = {bomb!r}\n{count}", processes=12)
+    assert result.is_good, result
+    assert 1 <= int(result.stdout) <= 40  # each fork is written by two
+
+
+def test_nothing_is_left_of_a_program(mode):
+    """Its children run on in the background, have other parents, and ignore signals."""
+    word = f"megarl_left_{os.getpid()}"
+    source = f"""
+import os, signal, subprocess, sys
+child = "import os, signal, sys, time\\nfor n in (1, 2, 13, 15): signal.signal(n, signal.SIG_IGN)\\n"
+child += "if os.fork(): os._exit(0)\\nprint('begun', flush=True); time.sleep(600)  # {word}"
+subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.DEVNULL).wait()
+"""
+    result = mode.run(source)
+    assert (result.stdout, result.status) == ("begun\n", 0)
+    deadline = time.monotonic() + 60
+    while (left := processes_with(word)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
+
+
+def test_a_full_folder_ends_the_program_or_fails_its_writes(mode):
+    source = """
+import time
+for number in range(60):
+    with open(f"file{number}", "wb") as file: file.write(bytes(1 << 20))
+time.sleep(600)
+"""
+    result = mode.run(source, folder_bytes=20 << 20, memory_bytes=1 << 30)
+    assert result.why == "folder" or "No space left on device" in result.stderr
+
+
+def test_many_files_end_the_program_or_fail(mode, request):
+    if "bubblewrap" in request.node.callspec.id:  # it has no such limit; the folder is in memory, and its size has one
+        return
+    source = "import time\nfor number in range(5000): open(f'file{number}', 'w').close()\ntime.sleep(600)"
+    result = mode.run(source, files=None, seconds=60)
+    assert result.why == "folder" or "No space left on device" in result.stderr
+
+
+def test_a_crash_is_a_status(mode):
+    result = mode.run("import ctypes; ctypes.string_at(0)")
+    assert result.status in (-11, 139)
+    assert mode.run("import os; os.abort()").status != 0
+
+
+def test_bytes_that_are_no_text_come_back_as_replacements(mode):
+    assert mode.run("import os; os.write(1, b'a\\xff')").stdout == "a\ufffd"
+
+
+def test_the_folder_is_removed(mode):
+    before = set(Path("/tmp").glob("megarl-sandbox-*"))
+    mode.run("import os; os.makedirs('a/b/c'); open('a/b/c/d', 'w').close()")
+    assert set(Path("/tmp").glob("megarl-sandbox-*")) <= before

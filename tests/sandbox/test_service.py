@@ -1,0 +1,89 @@
+"""A service in place of this machine, which answers as SandboxFusion does."""
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from megarl import sandbox
+from megarl.sandbox.service import Service
+
+
+@pytest.fixture
+def service():
+    """Answers with `service.answer`, and keeps the orders."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            server.orders.append((self.path, json.loads(body)))
+            answer = json.dumps(server.answer).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *words):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server.orders, server.url = [], f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def finished(**ran):
+    return {
+        "status": "Success",
+        "run_result": {"status": "Finished", "return_code": 0, "stdout": "", "stderr": ""} | ran,
+    }
+
+
+def test_the_service_gets_the_code_and_its_output_comes_back(service):
+    service.answer = finished(stdout="3\n", stderr="no")
+    result = sandbox.run("print(3)", stdin="x", files={"a.txt": "b"}, sandbox=Service(service.url))
+    assert (result.stdout, result.stderr, result.is_good) == ("3\n", "no", True)
+    ((path, order),) = service.orders
+    assert path == "/run_code"
+    assert (order["code"], order["language"], order["stdin"]) == ("print(3)", "python", "x")
+    assert order["files"] == {"a.txt": base64.b64encode(b"b").decode()}
+
+
+def test_the_choice_of_the_configuration_reaches_it(service):
+    service.answer = finished(stdout="there")
+    try:
+        sandbox.use(f"url:{service.url}")
+        assert sandbox.run("print()").stdout == "there"
+    finally:
+        sandbox.use("auto")
+
+
+def test_limits_that_were_reached(service):
+    service.answer = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "return_code": None}}
+    result = sandbox.run("while True: pass", sandbox=Service(service.url))
+    assert (result.why, result.is_good) == ("time", False)
+    service.answer = finished(stdout="x" * 100)
+    limits = sandbox.Limits(output_bytes=10)
+    result = sandbox.run("", sandbox=Service(service.url), limits=limits)
+    assert (result.why, result.stdout) == ("output", "x" * 10)
+    service.answer = finished(return_code=1)
+    assert not sandbox.run("", sandbox=Service(service.url)).is_good
+
+
+def test_a_service_that_did_not_run_the_code_is_an_error(service):
+    service.answer = {"status": "SandboxError", "message": "no room", "run_result": None}
+    with pytest.raises(sandbox.SandboxError, match=r"/run_code did not run the code: no room"):
+        sandbox.run("", sandbox=Service(service.url))
+    service.answer = [1]
+    with pytest.raises(sandbox.SandboxError, match="expected a mapping"):
+        sandbox.run("", sandbox=Service(service.url))
+
+
+def test_a_service_that_is_not_there_is_an_error():
+    with pytest.raises(sandbox.SandboxError, match="http://127.0.0.1:9/run_code gave no answer"):
+        sandbox.run("", sandbox=Service("http://127.0.0.1:9"))
