@@ -127,7 +127,11 @@ def test_trainer_and_servers_agree_on_where_servers_are() -> None:
 
 def test_slurm_starts_the_image_with_the_folders_that_were_named(tmp_path: Path) -> None:
     srun = tmp_path / "srun"
-    srun.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$*\"\n")
+    # The job ends with its trainer, and its servers then: so the trainer waits until they have begun.
+    srun.write_text(
+        f"#!/usr/bin/env bash\necho \"$*\" >>{tmp_path}/said\n"
+        f"until [ $(wc -l <{tmp_path}/said) = 2 ]; do sleep 0.05; done\n"
+    )
     srun.chmod(0o755)
     (tmp_path / "scontrol").write_text("#!/usr/bin/env bash\necho host1\n")
     (tmp_path / "scontrol").chmod(0o755)
@@ -138,7 +142,7 @@ def test_slurm_starts_the_image_with_the_folders_that_were_named(tmp_path: Path)
     command = ["bash", LAUNCH / "slurm.sbatch", "recipe=quickstart"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    server, trainer = sorted(done.stdout.splitlines(), key=lambda line: "megarl train" in line)
+    server, trainer = sorted((tmp_path / "said").read_text().splitlines(), key=lambda line: "megarl train" in line)
     inside = f"--container-image=/shared/megarl.sqsh --container-workdir={tmp_path} "
     inside += f"--container-mounts={tmp_path}:{tmp_path},/models:/models"
     assert f"{inside} python -m megarl train recipe=quickstart trainer.nnodes=1" in trainer
