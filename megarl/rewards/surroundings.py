@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import multiprocessing
 import os
 import resource
 import select
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl import sandbox
-from megarl.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from megarl.sandbox.kernel import PR_SET_CHILD_SUBREAPER, prctl
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,6 @@ class Surroundings:
             limit = megabytes << 20 if most == resource.RLIM_INFINITY else min(megabytes << 20, most)
             resource.setrlimit(what, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # even if a function holds the interpreter's lock
         os.setpgid(0, 0)
         _start_guard()
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # children of children that end become ours
@@ -77,18 +78,26 @@ def _parent_of(pid: int) -> int | None:
 
 
 def _start_guard() -> None:
-    """Start a process that ends this one's group when this one is killed, and that is no child of it."""
-    group, watched = os.getpgrp(), os.pidfd_open(os.getpid())
+    """Start a process that ends this one's group when this one or its starter is killed, and that is no child of it.
+
+    A thread could not: a function may hold the interpreter's lock.
+    """
+    starter = multiprocessing.parent_process()
+    assert starter is not None and starter.pid is not None, "a reward's process is started by multiprocessing"
+    group, watched = os.getpgrp(), [os.pidfd_open(os.getpid()), os.pidfd_open(starter.pid)]
     between = os.fork()
     if between == 0:
         try:
             if os.fork() == 0:
                 os.setpgid(0, 0)
-                os.dup2(watched, 0)
-                os.closerange(1, os.sysconf("SC_OPEN_MAX"))  # else it would keep pipes of the reward's process open
-                select.select([0], [], [])
+                kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 16) for descriptor in watched]  # above 0 and 1
+                for number, descriptor in enumerate(kept):
+                    os.dup2(descriptor, number)
+                os.closerange(2, os.sysconf("SC_OPEN_MAX"))  # else it would keep pipes of the reward's process open
+                select.select([0, 1], [], [])
                 os.killpg(group, signal.SIGKILL)
         finally:
             os._exit(0)
-    os.close(watched)
+    for descriptor in watched:
+        os.close(descriptor)
     os.waitpid(between, 0)

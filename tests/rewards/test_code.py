@@ -112,7 +112,7 @@ frame, found = sys._getframe(), []
 while frame:
     found.append(repr(frame.f_globals) + repr(frame.f_locals))
     frame = frame.f_back
-def add(a, b): return 3 if '== 3' in ''.join(found) else None
+def add(a, b): return 3 if '=' * 2 + ' 3' in ''.join(found) else None  # the truth as its row has it
 """,
     "does not compile": "def add(a, b) return",
     "never ends": """
