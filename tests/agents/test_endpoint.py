@@ -12,6 +12,7 @@ from agent_endpoint import CALL, TOKEN, Scripted, endpoint_of
 from chat_templates import tokenizer_of
 from fake_servers import broken
 
+from megarl.rollout.pieces import write
 from megarl.rollout.protocol import SamplingParams
 
 FUNCTION = {
@@ -420,6 +421,22 @@ def test_closing_a_session_ends_its_running_request_and_records_nothing():
             reply = await asked
             assert reply.status_code == 410 and reply.json()["error"]["code"] == "session_closed"
             await server.cancelled.wait()
+            assert not session.conversation.turns
+
+    run(test)
+
+
+def test_an_answer_that_ends_as_the_session_is_closed_is_not_recorded(monkeypatch):
+    async def test():
+        async with speaking("hi") as (ask, session, endpoint, _):
+
+            async def written(*args, **options):
+                completion = await write(*args, **options)
+                asyncio.get_running_loop().call_soon(endpoint.close, session)  # before anybody else hears of it
+                return completion
+
+            monkeypatch.setattr("megarl.agents.session.write", written)
+            assert (await ask("/v1/chat/completions", chat())).status_code == 410
             assert not session.conversation.turns
 
     run(test)
