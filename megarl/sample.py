@@ -51,6 +51,49 @@ class Completion:
     columns: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
 
+@dataclass(frozen=True)
+class TurnSpan:
+    """Tokens `start` (inclusive) to `end` (exclusive) of a row are the answer of turn `turn` of its conversation."""
+
+    turn: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence that a server saw to its end: context, and the answers in it that are learnt in this row.
+
+    Example, the question "ab", the answer "c", a tool's response "d", the answer "ef":
+        token_ids a b c d e f     learnt TurnSpan(0, 2, 3), TurnSpan(1, 4, 6)     log_probs of c e f
+    Every generated token is learnt in exactly one row; in other rows that hold it, it is context.
+    """
+
+    token_ids: list[int]
+    learnt: tuple[TurnSpan, ...]  # in the order of the tokens
+    log_probs: list[float]  # of the learnt tokens, end to end
+    versions: tuple[VersionSpan, ...]  # of the learnt tokens: positions in `log_probs`
+    finish_reason: str  # of the last answer
+    # As of a completion, one entry per token of `token_ids`.
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        edges = [0, *(edge for span in self.learnt for edge in (span.start, span.end)), len(self.token_ids)]
+        assert edges == sorted(edges), f"learnt {self.learnt} overlap, or are outside the {edges[-1]} tokens"
+        num_learnt = sum(span.end - span.start for span in self.learnt)
+        assert len(self.log_probs) == num_learnt, f"{len(self.log_probs)} log-probs of {num_learnt} learnt tokens"
+        starts, ends = [span.start for span in self.versions], [span.end for span in self.versions]
+        assert [*starts, num_learnt] == [0, *ends], f"versions {self.versions} do not cover {num_learnt} learnt tokens"
+
+    @property
+    def mask(self) -> list[bool]:
+        """Of each token: whether it is learnt in this row."""
+        out = [False] * len(self.token_ids)
+        for span in self.learnt:
+            out[span.start : span.end] = [True] * (span.end - span.start)
+        return out
+
+
 REWARD_ERROR = "reward_error"  # extra number, 1.0, of a sample on which the reward function failed
 
 

@@ -17,7 +17,7 @@ FLOORS = {
     0: "sample token_age layout plugins declared auth sockets sandbox",
     1: "config algo data rewards metrics processes",
     2: "rollout mcore",
-    3: "servers plan",
+    3: "servers plan agents",
     4: "weights machines",
     5: "group hf_server",
     6: "roles",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.sample import Batch
+from megarl.sample import Batch, Row, TurnSpan, VersionSpan
 
 DTYPES = [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -64,3 +64,25 @@ def test_columns_are_added_and_chosen_by_name() -> None:
 def test_a_column_of_another_number_of_tokens_is_a_defect() -> None:
     with pytest.raises(AssertionError, match=r"column some has shape \(8, 2\), expected \(9, \.\.\.\)"):
         batch_of(some=torch.zeros(8, 2))
+
+
+def test_a_row_knows_which_tokens_are_learnt_in_it() -> None:
+    turns, versions = (TurnSpan(0, 2, 3), TurnSpan(1, 4, 6)), (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
+    row = Row([1, 2, 3, 4, 5, 6], turns, [-0.1, -0.2, -0.3], versions, "stop")
+    assert row.mask == [False, False, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("turns", "num_log_probs", "versions", "message"),
+    [
+        ([TurnSpan(0, 1, 3), TurnSpan(1, 2, 4)], 4, [VersionSpan(0, 0, 4)], "overlap"),
+        ([TurnSpan(0, 3, 5)], 2, [VersionSpan(0, 0, 2)], "outside the 4 tokens"),
+        ([TurnSpan(0, 1, 3)], 1, [VersionSpan(0, 0, 1)], "1 log-probs of 2 learnt tokens"),
+        ([TurnSpan(0, 1, 3)], 2, [VersionSpan(0, 0, 1)], "do not cover 2 learnt tokens"),
+    ],
+)
+def test_a_row_that_does_not_fit_together_is_noticed(
+    turns: list[TurnSpan], num_log_probs: int, versions: list[VersionSpan], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        Row([1, 2, 3, 4], tuple(turns), [-0.5] * num_log_probs, tuple(versions), "stop")

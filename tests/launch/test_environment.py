@@ -43,6 +43,7 @@ COMMANDS = {
     ".venv": ". launch/environment.sh; make_environment",
     ".venv-sglang": "bash launch/sglang_cpu.sh",
     ".venv-sglang-0.5.17": "bash launch/sglang_cpu.sh 0.5.17",
+    ".venv-agents": "bash launch/agents.sh",
     # as on a machine with GPUs
     ".venv ": "bash launch/gpu/install.sh trainer",
     ".venv-sglang ": "bash launch/gpu/install.sh server",

@@ -1,0 +1,188 @@
+"""OpenAI's chat completions and completions: requests and replies, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.agents.refusals import Refused, expect, text_of
+from megarl.agents.session import Policy, Wish, Written, versions_json, without_stop
+
+_COMMON = {"model", "stream", "stream_options", "max_tokens", "n", "return_token_ids"}
+CHAT_FIELDS = _COMMON | {"messages", "tools", "tool_choice", "max_completion_tokens", "logprobs"}
+TEXT_FIELDS = _COMMON | {"prompt"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_MAX_ANSWERS = 64
+
+
+def read_chat(body: Mapping[str, Any]) -> Wish:
+    """Raises Refused for a request of another form."""
+    messages = [
+        _message(message, at) for at, message in enumerate(expect(body, "messages", list, "a list of messages"))
+    ]
+    limit = expect(body, "max_completion_tokens", int, "a whole number >= 1", None)
+    return Wish(
+        messages,
+        read_tools(body),
+        num=read_num(body),
+        max_tokens=limit or expect(body, "max_tokens", int, "a whole number >= 1", None),
+        read_calls=read_tool_choice(body.get("tool_choice")),
+    )
+
+
+def read_num(body: Mapping[str, Any]) -> int:
+    num = expect(body, "n", int, "a whole number >= 1", 1)
+    if num > _MAX_ANSWERS:
+        raise Refused(400, f"n={num}: expected at most {_MAX_ANSWERS}")
+    return int(num)
+
+
+def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools = expect(body, "tools", list, "a list of functions", [])
+    for tool in tools:
+        if (
+            not isinstance(tool, Mapping)
+            or tool.get("type") != "function"
+            or not isinstance(tool.get("function"), dict)
+        ):
+            raise Refused(400, f"tools has {tool!r}: expected {{'type': 'function', 'function': {{...}}}}")
+    # `strict` asks for a grammar; a request that only describes the tool keeps its meaning without it.
+    return [{"type": "function", "function": {k: v for k, v in t["function"].items() if k != "strict"}} for t in tools]
+
+
+def read_tool_choice(choice: Any) -> bool:
+    """Whether calls are read.  A forced call would need a grammar, which changes what is sampled."""
+    if choice not in (None, "auto", "none"):
+        raise Refused(400, f"tool_choice={choice!r}: a forced call changes what is sampled; expected 'auto' or 'none'")
+    return bool(choice != "none")
+
+
+def _message(message: Any, at: int) -> dict[str, Any]:
+    where = f"messages[{at}]"
+    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        role = message.get("role") if isinstance(message, Mapping) else message
+        raise Refused(400, f"{where} has the role {role!r}: expected one of {sorted(_ROLES)}")
+    out: dict[str, Any] = {"role": _ROLES[message["role"]], "content": text_of(message.get("content"), where)}
+    if calls := message.get("tool_calls"):
+        out["tool_calls"] = [_call(call, where) for call in calls]
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        if isinstance(message.get(name), str):
+            out[name] = message[name]
+    return out
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not {"name", "arguments"} <= function.keys():
+        raise Refused(400, f"{where} has the tool call {call!r}: expected a function with name and arguments")
+    return {"id": call.get("id") or "", "type": "function", "function": {k: function[k] for k in ("name", "arguments")}}
+
+
+# ---- replies
+
+
+def chat_reply(policy: Policy, body: Mapping[str, Any], written: Sequence[Written]) -> dict[str, Any]:
+    choices = []
+    for index, answer in enumerate(written):
+        choice = {"index": index, "message": answer.message, "finish_reason": finish_reason(answer), "logprobs": None}
+        if body.get("logprobs"):
+            choice["logprobs"] = {"content": _log_probs(policy, answer)}
+        choices.append(choice | _ids(body, answer))
+    return _reply(policy, body, written, "chatcmpl-", "chat.completion", choices)
+
+
+def text_reply(policy: Policy, body: Mapping[str, Any], written: Sequence[Written]) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "text": answer.answer.content,
+            "finish_reason": answer.completion.finish_reason,
+            "logprobs": None,
+            **_ids(body, answer),
+        }
+        for index, answer in enumerate(written)
+    ]
+    return _reply(policy, body, written, "cmpl-", "text_completion", choices)
+
+
+def _reply(
+    policy: Policy, body: Mapping[str, Any], written: Sequence[Written], prefix: str, kind: str, choices: list[Any]
+) -> dict[str, Any]:
+    num_prompt, num_written = len(written[0].prompt_ids), sum(len(w.completion.token_ids) for w in written)
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_written, "total_tokens": num_prompt + num_written}
+    reply = {
+        "id": prefix + secrets.token_hex(12),
+        "object": kind,
+        "created": int(time.time()),
+        "model": policy.name,
+        "choices": choices,
+        "usage": usage,
+    }
+    return reply | ({"prompt_token_ids": written[0].prompt_ids} if body.get("return_token_ids") else {})
+
+
+def finish_reason(written: Written) -> str:
+    reason = written.completion.finish_reason
+    return "tool_calls" if reason == "stop" and written.answer.tool_calls else reason
+
+
+def _ids(body: Mapping[str, Any], written: Written) -> dict[str, Any]:
+    if not body.get("return_token_ids"):
+        return {}
+    return {"token_ids": written.completion.token_ids, "weight_versions": versions_json(written.completion)}
+
+
+def _log_probs(policy: Policy, written: Written) -> list[dict[str, Any]]:
+    """Of the tokens of the text, the stop token not included."""
+    out = []
+    for token_id, value in zip(without_stop(written.completion), written.completion.log_probs, strict=False):
+        token = policy.text([token_id])
+        out.append({"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []})
+    return out
+
+
+# ---- the same as events
+
+
+def chat_events(reply: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[bytes]:
+    """The role, the reasoning, the text and the calls of each answer as one chunk each, and how it ended."""
+    for choice in reply["choices"]:
+        message = choice["message"]
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
+        if calls := message.get("tool_calls"):
+            deltas.append({"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]})
+        rest = {name: value for name, value in choice.items() if name not in ("message", "finish_reason", "logprobs")}
+        for delta in deltas:
+            piece = {"index": choice["index"], "delta": delta, "finish_reason": None, "logprobs": None}
+            yield _chunk(reply, "chat.completion.chunk", [piece])
+        last = {**rest, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": choice["logprobs"]}
+        yield _chunk(reply, "chat.completion.chunk", [last])
+    yield from _ending(reply, body, "chat.completion.chunk")
+
+
+def text_events(reply: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[bytes]:
+    for choice in reply["choices"]:
+        yield _chunk(reply, "text_completion", [choice])
+    yield from _ending(reply, body, "text_completion")
+
+
+def _ending(reply: Mapping[str, Any], body: Mapping[str, Any], kind: str) -> Iterator[bytes]:
+    options = body.get("stream_options") or {}
+    if isinstance(options, Mapping) and options.get("include_usage"):
+        yield _chunk(reply, kind, [], usage=reply["usage"])
+    yield b"data: [DONE]\n\n"
+
+
+def _chunk(reply: Mapping[str, Any], kind: str, choices: list[Any], **more: Any) -> bytes:
+    head = {name: reply[name] for name in ("id", "created", "model")}
+    return sse({**head, "object": kind, "choices": choices, **more})
+
+
+def sse(value: Mapping[str, Any], event: str | None = None) -> bytes:
+    """One server-sent event."""
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {json.dumps(value)}\n\n".encode()

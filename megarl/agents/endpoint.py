@@ -1,0 +1,299 @@
+"""The endpoint that agents get as their base_url: the APIs of OpenAI and Anthropic over one policy.
+
+Each session has a key of its own, which is its API key: whoever holds it speaks in this session, and in no other.
+Routes for sessions want the endpoint's token.  An answer is written to its end before the first byte is sent, also
+where a stream was asked for; what is sent is a copy of what the session has recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from megarl.agents import anthropic_messages, chat_completions, responses
+from megarl.agents.refusals import Refused, check_fields, expect
+from megarl.agents.session import Policy, Session, closed
+from megarl.rollout.pool import RolloutFailed
+
+logger = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 16 << 20  # of a request; a context of a million tokens is about 4 MiB of text
+_SESSIONS = "/sessions"
+_ANTHROPIC = "/v1/messages"
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Route = Callable[[web.Request, Session, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+class Endpoint:
+    """Example:
+
+        async with Endpoint(policy) as endpoint:
+            session = endpoint.open("0-17/3")
+            agent(base_url=endpoint.url + "/v1", api_key=session.key)
+            endpoint.close(session)
+
+    Args:
+        token: for the routes of sessions; None: a random one.
+        host, port: where it listens; port 0: a free one.
+    """
+
+    def __init__(self, policy: Policy, *, token: str | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._policy, self.token = policy, token or secrets.token_urlsafe(32)
+        self._host, self._port = host, port
+        self._open: dict[bytes, Session] = {}  # by the digest of the key
+        self._closed: dict[bytes, str] = {}  # names
+        self.url = ""
+        self._app = web.Application(middlewares=[self._around], client_max_size=_MAX_BODY_BYTES)
+        routes: dict[str, _Route] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._text,
+            "/v1/responses": self._response,
+            _ANTHROPIC: self._message,
+            _ANTHROPIC + "/count_tokens": self._count_tokens,
+            "/inference/v1/generate": self._generate,
+            "/v1/reward": self._reward,
+        }
+        for path, route in routes.items():
+            self._app.router.add_post(path, self._in_session(route))
+        self._app.router.add_get("/v1/models", self._models)
+        self._app.router.add_post(_SESSIONS, self._open_session)
+        self._app.router.add_get(_SESSIONS + "/{name:.+}", self._show_session)
+        self._app.router.add_delete(_SESSIONS + "/{name:.+}", self._close_session)
+
+    async def __aenter__(self) -> Endpoint:
+        self._runner = web.AppRunner(self._app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for session in list(self._open.values()):
+            self.close(session)
+        await self._runner.cleanup()
+
+    def open(self, name: str) -> Session:
+        """A new session.  Raises ValueError if one of this name is open."""
+        if any(session.name == name for session in self._open.values()):
+            raise ValueError(f"session {name!r} is open; expected another name")
+        session = Session(name, self._policy)
+        self._open[_digest(session.key)] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """From now on its key gets 410."""
+        digest = _digest(session.key)
+        del self._open[digest]
+        self._closed[digest] = session.name
+        session.close()
+
+    # ---- around every request
+
+    @web.middleware
+    async def _around(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Errors in the form of the API that was asked."""
+        try:
+            return await handler(request)
+        except Refused as error:
+            return _error(request, error.status, str(error), error.code)
+        except web.HTTPException as error:
+            return _error(request, error.status, f"{request.method} {request.path}: {error.reason}")
+        except ValueError as error:
+            return _error(request, 400, str(error))
+        except RolloutFailed as error:
+            return _error(request, 503, str(error))
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.path)
+            return _error(request, 500, f"{type(error).__name__}: {error}")
+
+    def _in_session(self, route: _Route) -> _Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            self._session(request)  # before a byte of the body is read
+            body = await _json(request)
+            return await route(request, self._session(request), body)
+
+        return handler
+
+    def _session(self, request: web.Request) -> Session:
+        digest = _digest(_key(request))
+        if digest in self._closed:
+            raise closed(self._closed[digest])
+        if digest not in self._open:
+            raise Refused(401, "the API key is of no session: expected the key of an open one", "invalid_api_key")
+        return self._open[digest]
+
+    def _check(self, body: Mapping[str, Any], fields: Iterable[str]) -> None:
+        check_fields(body, set(fields), self._policy.params)
+        model = expect(body, "model", str, "the name of the model")
+        if model != self._policy.name:
+            raise Refused(404, f"model={model!r}: this endpoint serves {self._policy.name!r} alone", "model_not_found")
+
+    # ---- routes of a session
+
+    async def _chat(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+        self._check(body, chat_completions.CHAT_FIELDS)
+        written = await session.chat(chat_completions.read_chat(body))
+        reply = chat_completions.chat_reply(self._policy, body, written)
+        return await _send(request, body, reply, chat_completions.chat_events(reply, body))
+
+    async def _text(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+        self._check(body, chat_completions.TEXT_FIELDS)
+        prompt = body.get("prompt")
+        if isinstance(prompt, str):
+            prompt = self._policy.tokenizer.encode(prompt)
+        limit = expect(body, "max_tokens", int, "a whole number >= 1", None)
+        num = chat_completions.read_num(body)
+        if not isinstance(prompt, list):
+            raise Refused(400, f"prompt={prompt!r}: expected text, or a list of token ids")
+        written = await session.continue_ids(prompt, num, limit)
+        reply = chat_completions.text_reply(self._policy, body, written)
+        return await _send(request, body, reply, chat_completions.text_events(reply, body))
+
+    async def _response(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+        self._check(body, responses.FIELDS)
+        (written,) = await session.chat(responses.read_response(body))
+        reply = responses.response_reply(self._policy, body, written)
+        return await _send(request, body, reply, responses.response_events(reply))
+
+    async def _message(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+        self._check(body, anthropic_messages.FIELDS)
+        (written,) = await session.chat(anthropic_messages.read_messages(body))
+        reply = anthropic_messages.message_reply(self._policy, written)
+        return await _send(request, body, reply, anthropic_messages.message_events(reply))
+
+    async def _count_tokens(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+        self._check(body, anthropic_messages.FIELDS)
+        wish = anthropic_messages.read_messages(body)
+        return web.json_response({"input_tokens": len(self._policy.template.whole(wish.messages, wish.tools))})
+
+    async def _generate(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+        """Ids in, ids out, as trainers' own clients ask for them."""
+        check_fields(body, {"model", "token_ids", "sampling_params"}, self._policy.params)
+        sampling = expect(body, "sampling_params", dict, "an object", {})
+        check_fields(sampling, _SAMPLING_FIELDS, self._policy.params)
+        limit = expect(sampling, "max_tokens", int, "a whole number >= 1", None)
+        prompt_ids = expect(body, "token_ids", list, "a list of token ids")
+        num = chat_completions.read_num(sampling)
+        choices = []
+        stop_ids = expect(sampling, "stop_token_ids", list, "a list of token ids", [])
+        for index, written in enumerate(await session.continue_ids(prompt_ids, num, limit, stop_ids)):
+            completion = written.completion
+            pairs = zip(completion.token_ids, completion.log_probs, strict=True)
+            content = [{"token": f"token_id:{token_id}", "logprob": value} for token_id, value in pairs]
+            choices.append(
+                {
+                    "index": index,
+                    "token_ids": completion.token_ids,
+                    "finish_reason": completion.finish_reason,
+                    "logprobs": {"content": content},
+                    "weight_versions": chat_completions.versions_json(completion),
+                }
+            )
+        return web.json_response({"request_id": secrets.token_hex(12), "choices": choices})
+
+    async def _reward(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+        reward = body.get("reward")
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise Refused(400, f"reward={reward!r}: expected a finite number")
+        session.reward = float(reward)
+        return web.json_response({"session": session.name, "reward": session.reward})
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        if not self._holds_token(request):
+            self._session(request)
+        model = {"id": self._policy.name, "object": "model", "created": 0, "owned_by": "megarl"}
+        return web.json_response({"object": "list", "data": [{**model, "max_model_len": self._policy.max_length}]})
+
+    # ---- sessions
+
+    def _holds_token(self, request: web.Request) -> bool:
+        return secrets.compare_digest(_digest(_key(request)), _digest(self.token))
+
+    def _named(self, request: web.Request) -> Session:
+        self._check_token(request)
+        name = request.match_info["name"]
+        for session in self._open.values():
+            if session.name == name:
+                return session
+        raise closed(name) if name in self._closed.values() else Refused(404, f"there is no session {name!r}")
+
+    def _check_token(self, request: web.Request) -> None:
+        if not self._holds_token(request):
+            raise Refused(401, "sessions want the endpoint's token as API key", "invalid_api_key")
+
+    async def _open_session(self, request: web.Request) -> web.StreamResponse:
+        self._check_token(request)
+        name = expect(await _json(request), "name", str, "text", None)
+        session = self.open(secrets.token_hex(8) if name is None else name)
+        return web.json_response({"session": session.name, "key": session.key, "base_url": self.url + "/v1"})
+
+    async def _show_session(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(self._named(request).record())
+
+    async def _close_session(self, request: web.Request) -> web.StreamResponse:
+        session = self._named(request)
+        self.close(session)
+        return web.json_response(session.record())
+
+
+_SAMPLING_FIELDS = {
+    "max_tokens",
+    "n",
+    "stop_token_ids",
+    "logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+}
+
+
+def _key(request: web.Request) -> str:
+    """OpenAI's clients send it as a bearer token, Anthropic's in a header of their own."""
+    return request.headers.get("X-Api-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+async def _json(request: web.Request) -> dict[str, Any]:
+    raw = await request.read() or b"{}"
+    try:
+        body = json.loads(raw)
+        if b"\\ud" in raw.lower():  # half a surrogate pair is no text, and no tokenizer takes it
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, "the body is no JSON object")
+    return body
+
+
+async def _send(
+    request: web.Request, body: Mapping[str, Any], reply: Mapping[str, Any], events: Iterable[bytes]
+) -> web.StreamResponse:
+    """The reply, or the same as a stream of events."""
+    if not body.get("stream"):
+        return web.json_response(reply)
+    out = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await out.prepare(request)
+    for event in events:
+        await out.write(event)
+    await out.write_eof()
+    return out
+
+
+def _error(request: web.Request, status: int, message: str, code: str | None = None) -> web.Response:
+    if request.path.startswith(_ANTHROPIC):
+        return web.json_response(anthropic_messages.error_body(status, message), status=status)
+    kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)

@@ -1,0 +1,148 @@
+"""OpenAI's responses: requests become messages of chat completions; replies, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarl.agents.chat_completions import read_tool_choice, sse
+from megarl.agents.refusals import Refused, expect, text_of
+from megarl.agents.session import Policy, Wish, Written
+
+FIELDS = {"model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "stream_options"}
+
+
+def read_response(body: Mapping[str, Any]) -> Wish:
+    """Raises Refused for a request of another form."""
+    given = body.get("input")
+    items = (
+        [{"role": "user", "content": given}]
+        if isinstance(given, str)
+        else expect(body, "input", list, "text or a list")
+    )
+    messages: list[dict[str, Any]] = []
+    if instructions := expect(body, "instructions", str, "text", ""):
+        messages.append({"role": "system", "content": instructions})
+    for at, item in enumerate(items):
+        _add(messages, item, f"input[{at}]")
+    tools = expect(body, "tools", list, "a list of functions", [])
+    for tool in tools:
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            raise Refused(400, f"tools has {tool!r}: expected {{'type': 'function', 'name': ..., 'parameters': ...}}")
+    functions = [
+        {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name)} for tool in tools
+    ]
+    return Wish(
+        messages,
+        [{"type": "function", "function": function} for function in functions],
+        max_tokens=expect(body, "max_output_tokens", int, "a whole number >= 1", None),
+        read_calls=read_tool_choice(body.get("tool_choice")),
+    )
+
+
+def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
+    """An answer comes as several items, its text and its calls: they are one message."""
+    kind = item.get("type", "message") if isinstance(item, Mapping) else type(item).__name__
+    if kind == "message" and item.get("role") in ("user", "system", "developer"):
+        role = "user" if item["role"] == "user" else "system"
+        messages.append({"role": role, "content": text_of(item.get("content"), where)})
+    elif kind == "message" and item.get("role") == "assistant":
+        answer(messages)["content"] += text_of(item.get("content"), where)
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        answer(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = text_of(item.get("output"), where)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind != "reasoning":  # the session has it
+        raise Refused(400, f"{where} is of type {kind!r}: expected messages, function calls and their outputs")
+
+
+def answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last message if it is the assistant's, else a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def response_reply(policy: Policy, body: Mapping[str, Any], written: Written) -> dict[str, Any]:
+    cut = written.completion.finish_reason == "length"
+    num_prompt, num_written = len(written.prompt_ids), len(written.completion.token_ids)
+    return {
+        "id": _new("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "instructions": body.get("instructions"),
+        "metadata": {},
+        "model": policy.name,
+        "output": _items(written, "incomplete" if cut else "completed"),
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "temperature": policy.params.temperature,
+        "top_p": policy.params.top_p,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "usage": {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": num_written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_prompt + num_written,
+        },
+    }
+
+
+def _items(written: Written, status: str) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if written.answer.reasoning:
+        thought = [{"type": "reasoning_text", "text": written.answer.reasoning}]
+        items.append({"id": _new("rs"), "type": "reasoning", "summary": [], "content": thought, "status": status})
+    if written.answer.content or not written.answer.tool_calls:
+        part = {"type": "output_text", "text": written.answer.content, "annotations": [], "logprobs": []}
+        item = {"id": _new("msg"), "type": "message", "role": "assistant", "content": [part], "status": status}
+        items.append(item)
+    for call in written.message.get("tool_calls", ()):
+        function = {"call_id": call["id"], **call["function"]}
+        items.append({"id": _new("fc"), "type": "function_call", "status": status, **function})
+    return items
+
+
+def _new(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+def response_events(reply: Mapping[str, Any]) -> Iterator[bytes]:
+    """Each item as one delta."""
+    for number, (event, value) in enumerate(_events(reply)):
+        yield sse({"type": event, "sequence_number": number, **value}, event)
+
+
+def _events(reply: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    begun = {"response": {**reply, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}}
+    yield "response.created", begun
+    yield "response.in_progress", begun
+    for at, item in enumerate(reply["output"]):
+        where = {"item_id": item["id"], "output_index": at}
+        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        added = {"output_index": at, "item": {**item, **empty, "status": "in_progress"}}
+        yield "response.output_item.added", added
+        if item["type"] == "function_call":
+            text = item["arguments"]
+            yield "response.function_call_arguments.delta", {**where, "delta": text}
+            yield "response.function_call_arguments.done", {**where, "name": item["name"], "arguments": text}
+        else:
+            (part,) = item["content"]
+            where["content_index"], name = 0, part["type"]
+            more: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
+            yield "response.content_part.added", {**where, "part": {**part, "text": ""}}
+            yield f"response.{name}.delta", {**where, "delta": part["text"], **more}
+            yield f"response.{name}.done", {**where, "text": part["text"], **more}
+            yield "response.content_part.done", {**where, "part": part}
+        yield "response.output_item.done", {"output_index": at, "item": item}
+    yield f"response.{reply['status']}", {"response": reply}

@@ -1,0 +1,226 @@
+"""One agent's episode at the endpoint: its requests become turns of a conversation, until it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.agents.answer import OPEN, Answer, ToolParser, read_answer
+from megarl.agents.conversation import Asked, Conversation, Turn
+from megarl.agents.refusals import Refused
+from megarl.data.template import ChatTemplate
+from megarl.rollout.collect import for_completion
+from megarl.rollout.pieces import write
+from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.protocol import SamplingParams
+from megarl.sample import Completion
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model as agents see it, and how it writes."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    template: ChatTemplate
+    pool: EnginePool
+    params: SamplingParams  # of every answer; max_new_tokens is its limit
+    max_length: int  # tokens of a prompt and its answer
+    tool_parser: ToolParser
+    history: str = "generated"  # see conversation.HISTORIES
+    piece_tokens: int = 0  # see pieces.write
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What an agent asks for, whichever API it speaks: messages and tools in the form of OpenAI's chat completions."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    num: int = 1  # answers
+    max_tokens: int | None = None  # of each answer; None: as many as the run allows
+    read_calls: bool = True  # False: tool_choice is "none"
+
+
+class Written(NamedTuple):
+    """An answer: as the model wrote it, as the agent gets it, and as a message of chat completions."""
+
+    turn: int
+    prompt_ids: list[int]
+    completion: Completion
+    answer: Answer
+    message: dict[str, Any]
+
+
+class Session:
+    """Example: session.key is the agent's API key; after `close`, session.conversation.rows() are to be learnt.
+
+    `reward`: as the agent reported it; None: it did not.
+    `counts`: malformed_tool_calls.
+    """
+
+    def __init__(self, name: str, policy: Policy) -> None:
+        self.name, self.policy, self.key = name, policy, secrets.token_urlsafe(32)
+        self.conversation = Conversation(policy.template, history=policy.history)
+        self.reward: float | None = None
+        self.closed = False
+        self.counts: Counter[str] = Counter({"malformed_tool_calls": 0})
+        self._numbers, self._call_numbers = itertools.count(), itertools.count()
+        self._running: set[asyncio.Future[Any]] = set()
+        self._left = contextlib.ExitStack()
+        self._home = self._left.enter_context(policy.pool.session(1))
+
+    def close(self) -> None:
+        """End running requests; further ones are refused, so that a finished episode never changes."""
+        self.closed = True
+        for running in self._running:
+            running.cancel()
+        self._left.close()
+
+    async def chat(self, wish: Wish) -> list[Written]:
+        """Answers to messages.  Raises ValueError if the template refuses them, Refused, RolloutFailed."""
+        if not wish.messages or wish.messages[-1]["role"] == "assistant":
+            raise Refused(
+                400, "messages: the last one is the assistant's or there is none; expected a question behind it"
+            )
+        asked = self.conversation.prompt(wish.messages, wish.tools)
+        parser = self.policy.tool_parser if wish.tools and wish.read_calls else None
+        opened = self.policy.text(asked.prompt_ids[-4:]).rstrip().endswith(OPEN)
+        written = []
+        for completion in await self._write(asked, wish.num, wish.max_tokens):
+            text = self.policy.text(without_stop(completion))
+            answer = read_answer(text, opened=opened, parser=parser)
+            self.counts["malformed_tool_calls"] += answer.malformed_calls
+            message = self._message(answer)
+            turn = self.conversation.add(asked, completion, message)
+            written.append(Written(turn, asked.prompt_ids, completion, answer, message))
+        return written
+
+    async def continue_ids(
+        self, prompt_ids: list[int], num: int, max_tokens: int | None, stop_ids: Sequence[int] = ()
+    ) -> list[Written]:
+        """The same for a prompt of ids.  `stop_ids`: tokens that end these answers too."""
+        size = len(self.policy.tokenizer)
+        for token in (*prompt_ids, *stop_ids):
+            if not isinstance(token, int) or not 0 <= token < size:
+                raise Refused(400, f"{token!r} is no token id: expected 0 to {size - 1}")
+        if not prompt_ids:
+            raise Refused(400, "the prompt has no token ids: expected one or more")
+        asked = Asked(prompt_ids)
+        written = []
+        for completion in await self._write(asked, num, max_tokens, stop_ids):
+            answer = Answer(self.policy.text(without_stop(completion)))
+            written.append(Written(self.conversation.add(asked, completion), prompt_ids, completion, answer, {}))
+        return written
+
+    async def _write(
+        self, asked: Asked, num: int, max_tokens: int | None, stop_ids: Sequence[int] = ()
+    ) -> list[Completion]:
+        room = self.policy.max_length - len(asked.prompt_ids)
+        if room < 1:
+            raise Refused(
+                400,
+                f"the prompt has {len(asked.prompt_ids)} tokens; expected fewer than {self.policy.max_length}, the "
+                "length of a prompt and its answer",
+                "context_length_exceeded",
+            )
+        params = self.policy.params
+        params = replace(
+            params,
+            max_new_tokens=min(params.max_new_tokens, room, max_tokens or room),
+            stop_token_ids=(*params.stop_token_ids, *stop_ids),
+        )
+        tasks = [asyncio.create_task(self._one(asked.prompt_ids, params)) for _ in range(num)]
+        running = asyncio.gather(*tasks)
+        self._running.add(running)
+        try:
+            completions = await running
+        except (RolloutFailed, asyncio.CancelledError) as error:
+            done = [task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception()]
+            cause = "lost" if isinstance(error, RolloutFailed) else "cancelled"
+            self.policy.pool.waste(cause, sum(len(completion.token_ids) for completion in done))
+            if self.closed:
+                raise closed(self.name) from None
+            raise
+        finally:
+            self._running.discard(running)
+            for task in tasks:
+                task.cancel()
+        if self.closed:  # since they were written
+            raise closed(self.name)
+        return completions
+
+    async def _one(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
+        policy = self.policy
+        params = for_completion(params, self.name, next(self._numbers))
+        return await write(policy.pool, prompt_ids, params, piece_tokens=policy.piece_tokens, prefer=self._home)
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": answer.content or (None if answer.tool_calls else ""),
+        }
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            message["tool_calls"] = [
+                # Nine letters and digits, as Mistral's templates want them.
+                {"id": f"call{next(self._call_numbers):05x}", "type": "function", "function": call._asdict()}
+                for call in answer.tool_calls
+            ]
+        return message
+
+    def record(self) -> dict[str, Any]:
+        """All that is known of the session, as JSON."""
+        conversation = self.conversation
+        return {
+            "session": self.name,
+            "closed": self.closed,
+            "reward": self.reward,
+            "turns": [_turn_record(turn) for turn in conversation.turns],
+            "rows": [
+                {
+                    "token_ids": row.token_ids,
+                    "learnt": [{"turn": span.turn, "start": span.start, "end": span.end} for span in row.learnt],
+                }
+                for row in conversation.rows()
+            ],
+            **conversation.counts,
+            **self.counts,
+        }
+
+
+def _turn_record(turn: Turn) -> dict[str, Any]:
+    completion = turn.completion
+    return {
+        "parent": turn.parent,
+        "prompt_tokens": turn.start,
+        "token_ids": completion.token_ids,
+        "log_probs": completion.log_probs,
+        "versions": versions_json(completion),
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def versions_json(completion: Completion) -> list[dict[str, int]]:
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in completion.versions]
+
+
+def without_stop(completion: Completion) -> list[int]:
+    """Without the token that ended the answer."""
+    return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+
+
+def closed(name: str) -> Refused:
+    return Refused(410, f"session {name} is closed: its episode is over, and nothing is added to it", "session_closed")

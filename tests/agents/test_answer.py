@@ -1,0 +1,71 @@
+"""What a generated text says: reasoning, content and calls.  Whatever it is, it is an answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.agents.answer import Answer, ToolCall, hermes, read_answer
+
+
+def call(text):
+    return f"<tool_call>{text}</tool_call>"
+
+
+ADD = ToolCall("add", '{"a": 1}')
+GOOD = call('\n{"name": "add", "arguments": {"a":1}}\n')
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Yes.\n", Answer("Yes.\n")),
+        ("<think>\nso\n</think>\n\nYes.", Answer("Yes.", "so")),
+        ("so</think>Yes.", Answer("Yes.", "so")),
+        ("<think>never closed", Answer("", "never closed")),
+        (GOOD, Answer("", tool_calls=(ADD,))),
+        (f"I add.\n{GOOD}\n{GOOD}", Answer("I add.", tool_calls=(ADD, ADD))),
+        (f"<think>{GOOD}</think>No.", Answer("No.", GOOD)),
+        (call('{"name": "stop"}'), Answer("", tool_calls=(ToolCall("stop", "{}"),))),
+        (
+            call('{"name": "say", "arguments": {"it": "\u00e9"}}'),
+            Answer("", tool_calls=(ToolCall("say", '{"it": "\u00e9"}'),)),
+        ),
+    ],
+)
+def test_an_answer_is_read(text, answer):
+    assert read_answer(text, opened=False, parser=hermes) == answer
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        *("", "add", "[]", "5", '{"name": 5}', '{"arguments": {}}', '{"name": "a", "arguments": 5}'),
+        *('{"name": "a", "arguments": []}', '{"name": "a", "arguments": null}', '{"name": "\\ud800"}', '{"name": "a"'),
+    ],
+)
+def test_a_malformed_call_stays_text_and_is_counted(inner):
+    answer = read_answer(GOOD + call(inner), opened=False, parser=hermes)
+    assert answer == Answer(call(inner), tool_calls=(ADD,), malformed_calls=1)
+
+
+def test_a_call_that_was_cut_off_is_malformed():
+    assert read_answer('<tool_call>{"na', opened=False, parser=hermes) == Answer('<tool_call>{"na', malformed_calls=1)
+
+
+def test_reasoning_that_the_prompt_opened_needs_no_tag():
+    assert read_answer("so\n</think>\n\nYes.", opened=True, parser=None) == Answer("Yes.", "so")
+    assert read_answer("on and on", opened=True, parser=None) == Answer("", "on and on")
+
+
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "a"}', "{", "}", " x"]))
+)
+def test_any_text_is_an_answer(pieces):
+    answer = read_answer("".join(pieces), opened=False, parser=hermes)
+    for found in answer.tool_calls:
+        json.loads(found.arguments)
+    assert answer.malformed_calls >= 0

@@ -1,0 +1,70 @@
+"""An endpoint over a server that writes given texts, a letter per token: ids that no tokenizer would choose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from chat_templates import template_of, tokenizer_of
+from fake_servers import reply_to, serving
+
+from megarl.agents.answer import hermes
+from megarl.agents.endpoint import Endpoint
+from megarl.agents.session import Policy
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.protocol import SamplingParams
+
+TOKEN = "token-of-the-endpoint"
+CALL = '<tool_call>\n{"name": "add",  "arguments": {"a":12, "b": 3}}\n</tool_call>'
+
+
+class Scripted:
+    """Writes the texts one after the other, and then the last one again; `hangs`: waits until it is cancelled."""
+
+    def __init__(self, style: str, texts: Sequence[str], version: str = "7") -> None:
+        self.tokenizer, self.texts, self.version = tokenizer_of(style), list(texts), version
+        self.hangs, self.waiting, self.cancelled = False, asyncio.Event(), asyncio.Event()
+
+    def ids(self, text: str) -> list[int]:
+        """A token for each letter; tags are tokens of their own."""
+        out: list[int] = []
+        while text:
+            tag = next((t for t in self.tokenizer.get_added_vocab() if text.startswith(t)), text[0])
+            out += self.tokenizer.encode(tag, add_special_tokens=False)
+            text = text[len(tag) :]
+        return [*out, self.tokenizer.eos_token_id]
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        if self.hangs:
+            self.waiting.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+        body = await request.json()
+        ids = self.ids(self.texts.pop(0) if len(self.texts) > 1 else self.texts[0])
+        most = body["sampling_params"]["max_new_tokens"]
+        written, finish = ids[:most], "stop" if len(ids) <= most else "length"
+        return web.json_response(reply_to(written, self.version, finish, [(self.version, 0, len(written))]))
+
+
+@asynccontextmanager
+async def endpoint_of(
+    *servers: Any, style: str = "qwen3", params: SamplingParams | None = None, **options: Any
+) -> AsyncIterator[tuple[Endpoint, list[list[Any]]]]:
+    """Yields (endpoint, list of bodies of /generate of each server); `options`: of the policy."""
+    async with serving(*servers) as (urls, seen), EnginePool(urls, "", timeout_s=60, rest_s=0.001, retries=1) as pool:
+        settings: dict[str, Any] = {"max_length": 4096, "history": "generated", "tool_parser": hermes, **options}
+        policy = Policy(
+            "policy",
+            tokenizer_of(style),
+            template_of(style),
+            pool,
+            params or SamplingParams(max_new_tokens=256, sampling_seed=3),
+            **settings,
+        )
+        async with Endpoint(policy, token=TOKEN) as endpoint:
+            yield endpoint, seen
