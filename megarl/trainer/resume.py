@@ -54,7 +54,7 @@ def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
     """
     settings = {key: attrgetter(key)(config) for key in _KEYS}
     settings = {key: asdict(value) if is_dataclass(value) else value for key, value in settings.items()}
-    files = {fn: _file_of(fn) for fn in names_of(config)}
+    files = {fn: digest for fn in names_of(config) if (digest := _file_of(fn))}
     return settings | {"the file of reward.fn": files, "algorithm.adv_estimator (greedy)": greedy}
 
 
