@@ -20,6 +20,7 @@ from rich.table import Table
 
 from megarl.config import Config
 from megarl.config.names import REWARDS_OF_CODE
+from megarl.config.validate.rewards import names_of
 from megarl.sandbox.layers import URL, layers
 
 OK, NOTE, FAIL = "ok", "note", "fail"
@@ -159,8 +160,9 @@ def _optional(module: str, use: str) -> Finding:
 def _sandbox(config: Config) -> list[Finding]:
     """The layers that confine code of a model."""
     *parts, whole = layers()
-    is_wanted = config.reward.fn in REWARDS_OF_CODE and not config.reward.sandbox.startswith(URL)
-    wanted = f"reward.fn={config.reward.fn} needs one" if is_wanted else "optional: reward.fn=code"
+    runs_code = [fn for fn in names_of(config) if fn in REWARDS_OF_CODE]
+    is_wanted = bool(runs_code) and not config.reward.sandbox.startswith(URL)
+    wanted = f"the reward {runs_code[0]} needs one" if is_wanted else "optional: reward.fn=code"
     verdict = OK if whole.is_there else FAIL if is_wanted else NOTE
     return [
         *(Finding(part.name, part.found, "optional: a layer of the sandbox", OK) for part in parts),

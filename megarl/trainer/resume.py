@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, is_dataclass
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
@@ -39,8 +38,9 @@ _KEYS = (
     "reward.fn",
     "reward.weights",
     "reward.by_data_source",
-    "reward.judge",
-    "reward.model",
+    *(f"reward.judge.{name}" for name in ("url", "model", "prompt", "read", "votes", "request")),
+    "reward.model.path",
+    "reward.model.url",
     "reward.timeout_s",
     "reward.on_error",
 )
@@ -53,7 +53,6 @@ def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
     but not the modules that they import.
     """
     settings = {key: attrgetter(key)(config) for key in _KEYS}
-    settings = {key: asdict(value) if is_dataclass(value) else value for key, value in settings.items()}
     files = {fn: digest for fn in names_of(config) if (digest := _file_of(fn))}
     return settings | {"the file of reward.fn": files, "algorithm.adv_estimator (greedy)": greedy}
 

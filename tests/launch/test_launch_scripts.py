@@ -129,7 +129,7 @@ def test_slurm_starts_the_image_with_the_folders_that_were_named(tmp_path: Path)
     srun = tmp_path / "srun"
     # The job ends with its trainer, and its servers then: so the trainer waits until they have begun.
     srun.write_text(
-        f"#!/usr/bin/env bash\necho \"$*\" >>{tmp_path}/said\n"
+        f'#!/usr/bin/env bash\necho "$*" >>{tmp_path}/said\n'
         f"until [ $(wc -l <{tmp_path}/said) = 2 ]; do sleep 0.05; done\n"
     )
     srun.chmod(0o755)
