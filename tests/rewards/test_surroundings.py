@@ -96,10 +96,10 @@ from megarl.rewards.pool import RewardPool
 from megarl.sample import Completion, Prompt, VersionSpan
 
 if __name__ == "__main__":
-    pool = RewardPool(sys.argv[1], timeout_s=600)
+    pool = RewardPool(sys.argv[1:2], timeout_s=600)
     pool.start()
     asked = [Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), name) for name in sys.argv[2:]]
-    print(*(result.reward for result in asyncio.run(pool.score(Prompt("0-0", [1], "x"), asked))))
+    print(*(result.reward for result in asyncio.run(pool.score(sys.argv[1], Prompt("0-0", [1], "x"), asked))))
     pool.stop()
 """
 
