@@ -27,7 +27,7 @@ time.sleep(900)
 def by_text(prompt, completion):
     text = completion.text
     if text == "memory":
-        return len(bytearray(b"x" * (300 << 20)))
+        return len(bytearray(1500 << 20))
     if text == "file":
         with open(__file__ + ".big", "wb") as file:
             file.write(bytes(2 << 20))
@@ -63,11 +63,11 @@ def score(tmp_path):
 
 
 def test_a_reward_has_a_limit_of_memory_and_of_files(score, tmp_path):
-    memory, file = score("memory", "file", memory_mb=250, file_mb=1)
+    memory, file = score("memory", "file", memory_mb=1200, file_mb=1)
     assert memory.startswith("MemoryError")
     assert file.startswith("OSError: [Errno 27] File too large")
     assert (tmp_path / "mine.py.big").stat().st_size == 1 << 20
-    assert score("memory")[0].reward == 300 << 20
+    assert score("memory")[0].reward == 1500 << 20
 
 
 def test_what_a_sample_left_behind_ends_with_it(score):

@@ -34,7 +34,7 @@ PUBLISHED = {
     "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
     "rollout.tensor_model_parallel_size": 1,
     "trainer.n_gpus_per_node": 1,
-    "reward.fn": "gsm8k",
+    "reward.fn": ["gsm8k"],
 }
 
 

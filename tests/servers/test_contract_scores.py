@@ -75,7 +75,7 @@ def test_the_reward_is_the_score_of_question_and_answer(
 ) -> None:
     """The tiny tokenizer has no chat template, and one token a character: 5 to 8 are "3456"."""
     rewards = Rewards(
-        ["model"], services={"model": lambda limit: RewardModel(folder, url, None, limit=limit, token=TOKEN)}
+        ["model"], services={"model": lambda limit: RewardModel(folder, url, limit=limit, key=TOKEN)}
     )
     answers = [Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text) for text in ("56", "56")]
 
@@ -88,7 +88,7 @@ def test_the_reward_is_the_score_of_question_and_answer(
 
 
 def test_a_conversation_that_is_too_long_is_unscored_and_hurts_nobody(url: str, folder: str) -> None:
-    model = {"model": lambda limit: RewardModel(folder, url, None, limit=limit, token=TOKEN)}
+    model = {"model": lambda limit: RewardModel(folder, url, limit=limit, key=TOKEN)}
     rewards = Rewards(["model"], services=model, make_limit=lambda: Limit(retries=0))
     answers = [Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text) for text in ("3" * 5000, "4")]
 
