@@ -65,6 +65,7 @@ class Rewards:
         self._fns, self._weights, self._on_error = tuple(fns), dict(weights or {}), on_error
         self._by_data_source, self._surroundings = dict(by_data_source or {}), surroundings or Surroundings()
         self._all = list(dict.fromkeys([*fns, *self._by_data_source.values()]))
+        os.environ.update(self._surroundings.environment)  # a reward's file may look at them when it is imported
         load_plugins(plugins)
         made = {fn: make(limit=make_limit()) for fn, make in (services or {}).items() if fn in self._all}
         self._functions = {fn: load_reward(fn) for fn in self._all if fn not in made}
@@ -77,7 +78,6 @@ class Rewards:
             self._pool = RewardPool(ordinary, num_workers, timeout_s, plugins, self._surroundings)
 
     def start(self) -> None:
-        os.environ.update(self._surroundings.environment)  # of async functions
         sandbox.use(self._surroundings.sandbox)
         if self._pool is not None:
             self._pool.start()
@@ -133,6 +133,10 @@ async def _awaited(reward: AsyncReward, prompt: Prompt, completion: Completion) 
         return to_result(await reward(prompt, completion))
     except ServiceError as error:
         return str(error)
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        return "a part of the reward was cancelled, by the reward itself"
     except Exception as error:
         return describe(error)
 

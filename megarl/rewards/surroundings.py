@@ -28,7 +28,6 @@ class Surroundings:
     def set_up(self, timeout_s: float) -> None:
         """Called once in a new process, by its main thread, after the reward functions are loaded."""
         _Process.timeout_s = timeout_s
-        os.environ.update(self.environment)
         sandbox.use(self.sandbox)
         for what, megabytes in ((resource.RLIMIT_DATA, self.memory_mb), (resource.RLIMIT_FSIZE, self.file_mb)):
             _, most = resource.getrlimit(what)

@@ -38,10 +38,12 @@ def start_worker(
     """Called once in every new process.  `fns`: name -> address of the function."""
     # A thread, because the main thread may be in a function that never returns when the run is killed.
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    surroundings = surroundings or Surroundings()
+    os.environ.update(surroundings.environment)  # a reward's file may look at them when it is imported
     load_plugins(plugins)
     _Settings.rewards = {name: load_reward(fn) for name, fn in fns.items()}
     _Settings.timeout_s = timeout_s
-    (surroundings or Surroundings()).set_up(timeout_s)
+    surroundings.set_up(timeout_s)
     signal.signal(signal.SIGALRM, _on_alarm)
     gc.freeze()  # else a collection visits all imported modules and copies their pages: 0.15 s within a step
 

@@ -284,8 +284,9 @@ class Prefetcher:
             raise RuntimeError(
                 f"all {len(seen.lost)} prompts of an iteration were lost; the first: {seen.lost[0].reason}"
             )
-        if num_kept < self._num_prompts and seen.finished >= keep.max_batches * self._num_prompts:
-            raise RuntimeError(_too_few(keep, num_kept, self._num_prompts, seen.finished))
+        if num_kept < self._num_prompts and seen.finished + len(seen.lost) >= keep.max_batches * self._num_prompts:
+            lost = f"; {len(seen.lost)} more were lost, the first: {seen.lost[0].reason}" if seen.lost else ""
+            raise RuntimeError(_too_few(keep, num_kept, self._num_prompts, seen.finished) + lost)
 
     def _candidates(self) -> list[int]:
         """The finished visits that the next iteration would take, lowest first."""

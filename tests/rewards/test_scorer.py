@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from megarl.rewards.pool import RewardError
 from megarl.rewards.result import Outcome, RewardResult
 from megarl.rewards.scorer import Rewards
+from megarl.rewards.surroundings import Surroundings
 from megarl.sample import Completion, Prompt, VersionSpan
 
 FILE = """
@@ -27,6 +29,11 @@ async def asked(prompt, completion):
     if completion.text == "refuse":
         raise ValueError("no")
     return {"score": 0.5, "words": 1}
+
+async def cancels_itself(prompt, completion):
+    task = asyncio.ensure_future(asyncio.sleep(900))
+    task.cancel()
+    await task
 
 async def asked_as_in_verl(solution_str, ground_truth, extra_info):
     return float(solution_str == ground_truth)
@@ -109,6 +116,24 @@ def test_a_failed_sample_is_unscored_named_and_leaves_its_neighbours_alone(
     assert isinstance(second, str) and second.startswith(f"reward {file}:{name}, sample 0-3#1: ")
     assert rewards.num_errors == 1
     assert f"{second}; it leaves its group" in caplog.text
+
+
+def test_an_async_reward_that_cancels_its_own_work_has_failed(file: str) -> None:
+    (outcome,) = score(Rewards([f"{file}:cancels_itself"]), "a")
+    assert isinstance(outcome, str) and outcome.endswith("cancelled, by the reward itself")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_file_may_look_at_the_runs_variables_when_it_is_imported(tmp_path: Path, num_workers: int) -> None:
+    (tmp_path / "keyed.py").write_text(
+        "import os\nKEY = os.environ['MEGARL_TEST_KEY']\ndef score(prompt, completion):\n    return len(KEY)\n"
+    )
+    surroundings = Surroundings(environment={"MEGARL_TEST_KEY": "abc"})
+    try:
+        rewards = Rewards([f"{tmp_path}/keyed.py:score"], num_workers=num_workers, surroundings=surroundings)
+        assert score(rewards, "a") == [RewardResult(3.0)]
+    finally:
+        os.environ.pop("MEGARL_TEST_KEY", None)
 
 
 def test_zero_counts_a_failed_sample_as_0(file: str, caplog: pytest.LogCaptureFixture) -> None:

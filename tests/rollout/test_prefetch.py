@@ -240,6 +240,13 @@ def test_an_iteration_that_lost_all_stops_the_run(keep: Filter | None) -> None:
         following(asking)
 
 
+def test_with_refill_an_iteration_that_only_loses_ends_though_one_group_was_there() -> None:
+    asking, _, ledger = prefetcher(lambda number: [0.0, 1.0] if number == 0 else None, keep=Filter(max_batches=3))
+    with pytest.raises(RuntimeError, match="1 of 1 groups had .* 12 more were lost, the first: no server$"):
+        following(asking)
+    assert ledger.counts == {"trained": 0, "filtered": 0, "lost": 12}
+
+
 def test_a_resumed_run_uses_what_waited_and_begins_the_rest_again() -> None:
     asking, written, ledger = prefetcher(odd_differ, ahead=2)
     written.finishes = {0, 1, 2, 3, 6, 9}
