@@ -51,7 +51,7 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     }
     argv = [str(python), "-m", "megarl.servers.sglang_server", str(os.getpid()), "--skip-server-warmup"]
     argv.append("--sleep-on-idle")  # an idle scheduler would poll without pause, and the trainer needs the core
-    argv += ["--is-embedding"] * launch.scores
+    assert not launch.scores, "a reward model runs on our own server"
     argv += (
         flags(options)
         + _attention_groups(launch)

@@ -129,7 +129,8 @@ def make_rewards(
 def make_reward_server(config: Config, token: str) -> Servers | None:
     """The server of the reward model, not yet started; None if the run needs none of its own.
 
-    It has the engine and the type of the rollout servers.  Nothing is ever pushed to it.
+    It is our own server, whose scores are those of transformers: SGLang 0.5.23 gave other ones for a Qwen3 model with a
+    `score` head.  Nothing is ever pushed to it.
     Raises ValueError if the machine has GPUs and none is chosen for it.
     """
     if not starts_reward_server(config):
@@ -141,12 +142,11 @@ def make_reward_server(config: Config, token: str) -> Servers | None:
             f"reward.model.first_gpu={model.first_gpu}: expected the GPU of the reward model's server, 0 to {gpus - 1}"
         )
     launch = EngineLaunch(
-        rollout.engine,
+        "hf",
         model_folder(model.path or "", "reward.model.path"),
         scores=True,
         dtype=rollout.dtype,
         max_running_requests=config.reward.concurrency,
-        python=rollout.sglang.python,
         device=None if device == "auto" else device,
         first_gpu=model.first_gpu,
         memory_fraction=model.memory_fraction,

@@ -1,4 +1,4 @@
-"""What every server of a reward model must answer, whoever wrote it, and the reward that asks it."""
+"""What a server of a reward model must answer, and the reward that asks it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 from spawn import DEVICE
-from tiny_server import CURRENT, TOKEN, make_reward_model, sglang_of
+from tiny_server import TOKEN, make_reward_model
 from transformers import Qwen3ForSequenceClassification
 
 from megarl.rewards.limit import Limit
@@ -28,14 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_reward_model(tmp_path_factory.mktemp("reward"), seed=3)
 
 
-@pytest.fixture(scope="module", params=["hf", pytest.param("sglang", marks=pytest.mark.sglang)])
-def url(request: pytest.FixtureRequest, folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def url(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of the reward model."""
-    python = sglang_of(CURRENT) if request.param == "sglang" else None
     gpu = {"first_gpu": 0, "memory_fraction": 0.2} if DEVICE == "cuda" else {}
-    launch = EngineLaunch(
-        request.param, folder, scores=True, max_running_requests=64, python=python, device=DEVICE, **gpu
-    )
+    launch = EngineLaunch("hf", folder, scores=True, max_running_requests=64, device=DEVICE, **gpu)
     with Servers([launch], TOKEN, tmp_path_factory.mktemp("logs")) as servers:
         servers.start()
         yield servers.urls[0]

@@ -31,13 +31,13 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectors, "model_folder", lambda path, key: f"{path} of {key}")
 
 
-def test_the_reward_models_server_is_like_a_rollout_server_with_other_weights() -> None:
+def test_the_reward_models_server_is_our_own_with_the_type_of_the_rollout_servers() -> None:
     config = config_of("exact", "model", path="/reward", memory_fraction=0.3)
     servers = make_reward_server(config, "token")
     assert servers is not None
     (watched,) = servers._servers
     launch = watched.process.launch
-    assert (launch.engine, launch.dtype, launch.device) == (config.rollout.engine, config.rollout.dtype, "cpu")
+    assert (launch.engine, launch.dtype, launch.device) == ("hf", config.rollout.dtype, "cpu")
     assert (launch.model_path, launch.scores, launch.memory_fraction) == ("/reward of reward.model.path", True, 0.3)
     assert watched.process.log == config.trainer.run_dir / "logs" / "reward_model" / "server_0.log"
     servers.stop()
