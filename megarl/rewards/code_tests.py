@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl import sandbox
-from megarl.sandbox import Limits
+from megarl.sandbox import Limits, SandboxError
 
 _LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
-_JUDGE_S = 1.0  # time to compare values, at least
+_JUDGE_S = 1.0  # of a processor's time to compare values, at least
+_JUDGE_WAIT_S = 60.0  # by the clock, for a loaded machine
 _VALUE = "_value_of_call_"
 
 _PLAIN = '''
@@ -151,7 +152,10 @@ def run_outputs(program: str, inputs: Sequence[str], outputs: Sequence[str], lim
 
 
 def run_assertions(program: str, assertions: Assertions, limits: Limits) -> Outcome:
-    """Evaluate the calls in one process, and the asserts in another, shorter one."""
+    """Evaluate the calls in one process, and the asserts in another one.
+
+    Raises SandboxError if the machine is too slow to evaluate the asserts.
+    """
     order = {"program": program, "setup": assertions.setup, "calls": assertions.calls, "name": assertions.name}
     called = sandbox.run(_CALLER, stdin=json.dumps(order), limits=limits)
     values = dict(_values(called.stdout, len(assertions.calls)))
@@ -161,10 +165,15 @@ def run_assertions(program: str, assertions: Assertions, limits: Limits) -> Outc
     if ready:
         tests = [assertions.tests[at] for at in ready]
         judged = {"setup": assertions.setup, "tests": tests, "values": values, "prefix": _VALUE}
+        share = max(_JUDGE_S, 0.2 * limits.seconds)
         result = sandbox.run(
-            _JUDGE, stdin=json.dumps(judged), limits=replace(limits, seconds=max(_JUDGE_S, 0.2 * limits.seconds))
+            _JUDGE,
+            stdin=json.dumps(judged),
+            limits=replace(limits, seconds=_JUDGE_WAIT_S, processor_seconds=share),
         )
-        if result.is_good:  # else a value was made so that to compare it takes too long
+        if result.why == "time":  # the machine is too slow, for which the program is not to blame
+            raise SandboxError(f"values could not be compared within {_JUDGE_WAIT_S:g} seconds")
+        if result.is_good:  # else a value was made so that to compare it takes too long, or too much memory
             for at, verdict in zip(ready, json.loads(result.stdout), strict=True):
                 passed[at] = verdict
     return Outcome(tuple(passed), timed_out)

@@ -391,7 +391,7 @@ def writes_a_big_file(at):
 def forks_many(at):
     children = []
     try:
-        for _ in range(60):
+        for _ in range(250):
             child = os.fork()
             if child == 0:
                 signal.pause()
@@ -405,7 +405,7 @@ def forks_many(at):
 def starts_many_threads(at):
     stop = threading.Event()
     try:
-        for _ in range(60):
+        for _ in range(250):
             threading.Thread(target=stop.wait, daemon=True).start()
     finally:
         stop.set()

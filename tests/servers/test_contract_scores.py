@@ -74,9 +74,7 @@ def test_the_reward_is_the_score_of_question_and_answer(
     url: str, folder: str, expected: dict[tuple[int, ...], float]
 ) -> None:
     """The tiny tokenizer has no chat template, and one token a character: 5 to 8 are "3456"."""
-    rewards = Rewards(
-        ["model"], services={"model": lambda limit: RewardModel(folder, url, limit=limit, key=TOKEN)}
-    )
+    rewards = Rewards(["model"], services={"model": lambda limit: RewardModel(folder, url, limit=limit, key=TOKEN)})
     answers = [Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text) for text in ("56", "56")]
 
     async def score() -> list[object]:
