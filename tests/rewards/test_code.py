@@ -107,6 +107,12 @@ import os
 os.write(1, b'\\n[0, ' + b'[' * 100000 + b']' * 100000 + b']\\n')
 os._exit(0)
 """,
+    "sends data that can be read and not be written again": """
+import os
+for n in (0, 1, 2):
+    os.write(1, b'\\n[%d, ' % n + b'[' * 990 + b']' * 990 + b']\\n')
+os._exit(0)
+""",
     "looks at the frames above": """
 import sys
 frame, found = sys._getframe(), []
@@ -161,6 +167,10 @@ def test_the_last_block_counts():
     assert last_block("```\na\n```\nthen\n```py\nb\nc\n```") == "b\nc\n"
     assert last_block("no block, but `code`") is None
     assert last_block("```python\nnever closed") is None
+    assert last_block("```py\na\n``` \n```not`one\nb\n```\nc") == "a\n"
+    assert last_block("```py\na\n```py\nb\n```") == "a\n```py\nb\n"
+    assert last_block("```\n```") == ""
+    assert last_block("```python\nx\n" * 200_000) is None  # in one pass
     prompt = Prompt("0-0", [1], "x", ADD)
     assert code(prompt, completion("def add(a, b): return a + b"))["score"] == 0
     assert code(prompt, completion("none"))["tests"] == 3

@@ -199,6 +199,16 @@ def sends_from_half_a_pair_of_datagram_sockets(at):
     socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b"x", at["datagrams"])
 
 
+def asks_for_a_pair_of_internet_sockets(at):
+    """Which the kernel itself answers with another error."""
+    try:
+        socket.socketpair(socket.AF_INET, socket.SOCK_STREAM)
+    except PermissionError:
+        raise
+    except OSError:
+        pass
+
+
 def opens_netlink(at):
     socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
 

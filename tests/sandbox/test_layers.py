@@ -6,6 +6,7 @@ from megarl import sandbox
 from megarl.sandbox import landlock, layers, seccomp
 from megarl.sandbox.bubblewrap import Bubblewrap
 from megarl.sandbox.jail import Jail
+from megarl.sandbox.python import own_python, python_for_others
 from megarl.sandbox.service import Service
 
 
@@ -90,6 +91,16 @@ def test_a_layer_that_the_kernel_refuses_stops_the_program(found, place, monkeyp
     monkeypatch.setattr(f"megarl.sandbox.{place}", refuse)
     with pytest.raises(sandbox.SandboxError, match="could not be confined, and did not run: .*refused"):
         sandbox.run("print(1)", sandbox=found)
+
+
+@pytest.mark.parametrize(
+    "bwrap", [found.bwrap] if isinstance(found := layers.bubblewrap(), Bubblewrap) else ["/bin/false"]
+)
+def test_a_bubblewrap_that_fails_is_an_error_and_not_a_failed_program(bwrap, monkeypatch):
+    monkeypatch.setattr("megarl.sandbox.bubblewrap.DEVICES", ("/dev/there is none",))
+    python = python_for_others() or own_python()
+    with pytest.raises(sandbox.SandboxError, match="could not be confined, and did not run: "):
+        sandbox.run("print(1)", sandbox=Bubblewrap(python, bwrap))
 
 
 def test_the_choices_of_the_configuration():

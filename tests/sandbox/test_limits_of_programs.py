@@ -153,6 +153,20 @@ def test_a_crash_is_a_status(mode):
     result = mode.run("import ctypes; ctypes.string_at(0)")
     assert result.status in (-11, 139)
     assert mode.run("import os; os.abort()").status != 0
+    assert mode.run("print('bwrap: failed', file=__import__('sys').stderr); raise SystemExit(1)").status == 1
+    killed = mode.run("import os, signal; os.kill(0, signal.SIGKILL)").status
+    assert killed in (-9, 137, 0)  # 0: process 1 of a namespace is not killed by itself; in no case an error of ours
+
+
+def test_a_program_has_no_descriptors_but_the_usual_ones(mode):
+    source = """
+import os
+for number in range(3, 64):
+    try: print(number, os.fstat(number))
+    except OSError: pass
+"""
+    result = mode.run(source)
+    assert (result.stdout, result.status) == ("", 0)
 
 
 def test_bytes_that_are_no_text_come_back_as_replacements(mode):
@@ -161,4 +175,30 @@ def test_bytes_that_are_no_text_come_back_as_replacements(mode):
 
 def test_the_folder_is_removed(mode, place):
     assert mode.run("import os; os.makedirs('a/b/c'); open('a/b/c/d', 'w').close()").is_good
+    assert not list(place.iterdir())
+
+
+DEEP = """
+import os
+for number in range(DEPTH):
+    os.mkdir(NAME)
+    os.chdir(NAME)
+    open("file", "w").close()
+print("made")
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        DEEP.replace("DEPTH", "20").replace("NAME", "'a' * 255"),
+        DEEP.replace("DEPTH", "1500").replace("NAME", "'a'"),
+        "import os; os.mkdir('a', 0); os.mkdir('b'); os.mkdir('b/a', 0); print('made')",
+    ],
+    ids=["too_long_a_path", "many_folders", "closed_folders"],
+)
+def test_folders_that_are_hard_to_remove_are_removed_and_the_program_has_its_result(mode, place, source):
+    result = mode.run(f"{source}\nimport time; time.sleep(0.2)")  # long enough for a look at the folder
+    refused = "No space left on device" in result.stderr  # where the kernel limits the number of files
+    assert result.stdout == "made\n" or result.why == "folder" or refused, result
     assert not list(place.iterdir())
