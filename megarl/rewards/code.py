@@ -10,7 +10,6 @@ The ground truth is JSON, or a list of asserts as text:
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from megarl.rewards import register_reward
@@ -21,7 +20,7 @@ from megarl.sample import Completion, Prompt
 from megarl.sandbox import Limits
 
 _SHARE = 0.7  # of a sample's time; the rest is for comparisons, and for starts of processes
-_BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+_FENCE = "```"
 
 
 @register_reward("code")
@@ -44,8 +43,15 @@ def last_block(text: str) -> str | None:
     >>> last_block("So:\\n```python\\nprint(1)\\n```\\nThat is it.")
     'print(1)\\n'
     """
-    blocks = _BLOCK.findall(text)
-    return str(blocks[-1]) if blocks else None
+    lines = text.split("\n")
+    begin, last = None, None
+    for number, line in enumerate(lines):
+        mark = line.removeprefix(_FENCE).strip(" \t") if line.startswith(_FENCE) else None
+        if begin is None and mark is not None and "`" not in mark:
+            begin = number + 1
+        elif begin is not None and mark == "":
+            begin, last = None, (begin, number)
+    return "".join(f"{line}\n" for line in lines[slice(*last)]) if last else None
 
 
 def _numbers(outcome: Outcome) -> dict[str, float]:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl import sandbox
-from megarl.sandbox import Limits
+from megarl.sandbox import Limits, SandboxError
 
 _LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
-_JUDGE_S = 1.0  # time to compare values, at least
+_JUDGE_S = 1.0  # of a processor's time to compare values, at least
+_JUDGE_WAIT_S = 60.0  # by the clock, for a loaded machine
 _VALUE = "_value_of_call_"
 
 _PLAIN = '''
@@ -88,7 +89,7 @@ os._exit(0)
 """
 )
 
-# Reads {"setup", "tests": [[source, names]], "values": {number: value}}; prints a list of true and false.
+# Reads {"setup", "tests": [[source, numbers]], "sent": {number: line}}; prints a list of true and false.
 _JUDGE = (
     _PLAIN
     + '''
@@ -107,7 +108,7 @@ verdicts = []
 for source, needed in order["tests"]:
     try:
         for number in needed:
-            space[order["prefix"] + str(number)] = _unpack(order["values"][str(number)])
+            space[order["prefix"] + str(number)] = _unpack(json.loads(order["sent"][str(number)])[1])
         exec(compile(source, "test", "exec"), space)
         verdicts.append(True)
     except Exception:
@@ -151,20 +152,28 @@ def run_outputs(program: str, inputs: Sequence[str], outputs: Sequence[str], lim
 
 
 def run_assertions(program: str, assertions: Assertions, limits: Limits) -> Outcome:
-    """Evaluate the calls in one process, and the asserts in another, shorter one."""
+    """Evaluate the calls in one process, and the asserts in another one.
+
+    Raises SandboxError if the machine is too slow to evaluate the asserts.
+    """
     order = {"program": program, "setup": assertions.setup, "calls": assertions.calls, "name": assertions.name}
     called = sandbox.run(_CALLER, stdin=json.dumps(order), limits=limits)
-    values = dict(_values(called.stdout, len(assertions.calls)))
+    sent = dict(_sent(called.stdout, len(assertions.calls)))
     timed_out = called.why == "time"
-    ready = [at for at, (_, needed) in enumerate(assertions.tests) if values.keys() >= set(needed)]
+    ready = [at for at, (_, needed) in enumerate(assertions.tests) if sent.keys() >= set(needed)]
     passed = [False] * len(assertions.tests)
     if ready:
         tests = [assertions.tests[at] for at in ready]
-        judged = {"setup": assertions.setup, "tests": tests, "values": values, "prefix": _VALUE}
+        judged = {"setup": assertions.setup, "tests": tests, "sent": sent, "prefix": _VALUE}
+        share = max(_JUDGE_S, 0.2 * limits.seconds)
         result = sandbox.run(
-            _JUDGE, stdin=json.dumps(judged), limits=replace(limits, seconds=max(_JUDGE_S, 0.2 * limits.seconds))
+            _JUDGE,
+            stdin=json.dumps(judged),
+            limits=replace(limits, seconds=_JUDGE_WAIT_S, processor_seconds=share),
         )
-        if result.is_good:  # else a value was made so that to compare it takes too long
+        if result.why == "time":  # the machine is too slow, for which the program is not to blame
+            raise SandboxError(f"values could not be compared within {_JUDGE_WAIT_S:g} seconds")
+        if result.is_good:  # else a value was made so that to compare it takes too long, or too much memory
             for at, verdict in zip(ready, json.loads(result.stdout), strict=True):
                 passed[at] = verdict
     return Outcome(tuple(passed), timed_out)
@@ -226,16 +235,19 @@ class _TakesCallsOut(ast.NodeTransformer):
         return ast.Name(f"{_VALUE}{len(self.calls) - 1}", ast.Load())
 
 
-def _values(stdout: str, count: int) -> list[tuple[int, Any]]:
-    """What the program's process sent; whatever else is in its output is left out."""
+def _sent(stdout: str, count: int) -> list[tuple[int, str]]:
+    """Numbers of calls, and the lines with their values; whatever else is in the output is left out.
+
+    The lines stay text: a value may be too deep to write again.
+    """
     found = []
     for line in stdout.splitlines():
         try:
-            number, value = json.loads(line)
+            number, _ = json.loads(line)
         except (ValueError, TypeError, RecursionError):
             continue
         if isinstance(number, int) and 0 <= number < count:
-            found.append((number, value))
+            found.append((number, line))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.sandbox import seccomp
 from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, prctl
@@ -15,6 +16,7 @@ from megarl.sandbox.python import DEVICES, Python
 WORK = "/tmp"
 _PROGRAM = 2  # its number in its own namespace; bwrap is 1
 _OF_BWRAP = 3  # processes of bwrap itself
+_REPORT = "report"  # the name of a file, in which bwrap says how the program ended
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,21 @@ class Bubblewrap:
     bwrap: str
     can_fill_the_disk: bool = False  # the folder is in memory and of limited size
 
+    def has_begun(self, program: Program, status: int) -> bool:
+        """bwrap fails with status 1 and without a report; a program that kills bwrap leaves another status."""
+        return status != 1 or "exit-code" in Path(program.folder, _REPORT).read_text()
+
     def enter(self, program: Program) -> None:
         """Turn this process, which was forked for it, into the program; returns never, or raises OSError."""
         is_root = os.geteuid() == 0
         others = _OF_BWRAP + (0 if is_root else tasks_of(os.geteuid()))
+        report = os.open(f"{program.folder}/{_REPORT}", os.O_CREAT | os.O_WRONLY)  # outside: no program can write it
+        os.set_inheritable(report, True)
         if is_root:
             become(spare_user(os.getpid()))
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        command = [self.bwrap, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--chdir", WORK]
+        command = [self.bwrap, "--json-status-fd", str(report)]
+        command += ["--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--chdir", WORK]
         for path in self.python.readable:
             is_link = os.path.islink(path)
             command += ["--symlink", os.readlink(path), path] if is_link else ["--ro-bind", path, path]

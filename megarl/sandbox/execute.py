@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import selectors
-import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Mapping
 from typing import Protocol
 
+from megarl.sandbox import folder as folders
 from megarl.sandbox.kernel import PR_SET_PDEATHSIG, prctl
 from megarl.sandbox.limits import Limits
 from megarl.sandbox.program import Program
@@ -20,6 +20,7 @@ from megarl.sandbox.result import Result, SandboxError
 
 MAIN = "main.py"
 _LOOK_S = 0.05  # between two looks at the folder's size
+_REFUSED = "the code could not be confined, and did not run: "
 
 
 class Jailer(Protocol):
@@ -30,6 +31,10 @@ class Jailer(Protocol):
 
     def enter(self, program: Program) -> None: ...
 
+    def has_begun(self, program: Program, status: int) -> bool:
+        """Whether a program that ended with this status had begun, and the status is its own."""
+        ...
+
 
 def execute(jailer: Jailer, source: str, *, stdin: str, files: Mapping[str, str], limits: Limits) -> Result:
     """Run Python source in a new folder; see `run`.  The calling thread has to live as long as the program.
@@ -39,9 +44,13 @@ def execute(jailer: Jailer, source: str, *, stdin: str, files: Mapping[str, str]
     folder = tempfile.mkdtemp(prefix="megarl-sandbox-", dir=_place())
     try:
         contents = {name: text.encode() for name, text in {**files, MAIN: source}.items()}
-        return _Running(jailer, Program(folder, contents, MAIN, limits), stdin.encode()).result()
+        program = Program(folder, contents, MAIN, limits)
+        result = _Running(jailer, program, stdin.encode()).result()
+        if not result.why and not jailer.has_begun(program, result.status):
+            raise SandboxError(_REFUSED + result.stderr.strip())
+        return result
     finally:
-        shutil.rmtree(folder)
+        folders.remove(folder)
 
 
 class _Running:
@@ -70,7 +79,7 @@ class _Running:
         try:
             refusal = _read_all(self._refusal)  # until the program begins
             if refusal:
-                raise SandboxError(f"the code could not be confined, and did not run: {refusal}")
+                raise SandboxError(_REFUSED + refusal)
             why = self._wait(kept)
         finally:
             status = self._end()
@@ -101,7 +110,7 @@ class _Running:
                             selector.unregister(descriptor)
                     if any(len(part) > limits.output_bytes for part in kept.values()):
                         return "output"
-                    if self._looks_at_folder and _is_full(self._program.folder, limits):
+                    if self._looks_at_folder and folders.is_full(self._program.folder, limits):
                         return "folder"
                     if ended in ready and not set(ready) & kept.keys():
                         return ""
@@ -177,22 +186,3 @@ def _read_some(descriptor: int, kept: bytearray, limit: int) -> bool:
         return True
     kept += part
     return bool(part)
-
-
-def _is_full(folder: str, limits: Limits) -> bool:
-    """Whether a folder has more files or bytes than it may; what vanishes meanwhile does not count."""
-    waiting, files, size = [folder], 0, 0
-    while waiting:
-        try:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    files += 1
-                    status = entry.stat(follow_symlinks=False)
-                    size += status.st_blocks * 512
-                    if files > limits.files or size > limits.folder_bytes:
-                        return True
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-        except FileNotFoundError:
-            continue
-    return False

@@ -17,7 +17,8 @@ _NOBODY = 65534
 class Limits:
     """What a program may use.  Example: Limits(seconds=2)."""
 
-    seconds: float = 5.0  # by the clock, and of a processor's time
+    seconds: float = 5.0  # by the clock
+    processor_seconds: float | None = None  # of a processor's time, of each process; None: as by the clock
     memory_bytes: int = 512 << 20  # of address space, of each process
     processes: int = 16  # processes and threads
     file_bytes: int = 16 << 20  # of each file
@@ -29,7 +30,8 @@ class Limits:
 
 def apply(limits: Limits, others: int) -> None:
     """Set the limits of this process.  `others`: processes and threads of this user that are no part of the program."""
-    seconds = math.ceil(limits.seconds) + 1  # the clock ends a program first
+    given = limits.seconds if limits.processor_seconds is None else limits.processor_seconds
+    seconds = math.ceil(given) + 1  # if they are the same, the clock ends a program first
     for what, value in (
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_CPU, seconds),

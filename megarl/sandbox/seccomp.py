@@ -11,7 +11,7 @@ import ctypes
 import errno
 import platform
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.sandbox.kernel import PR_SET_SECCOMP, prctl
@@ -63,15 +63,15 @@ clone 56 220         kill 62 129           tgkill 234 131        prlimit64 302 2
 fcntl 72 25          ioctl 16 29           socketpair 53 199
 """
 
-# Name -> (which argument, its allowed values).
-_ONLY: dict[str, tuple[int, tuple[int, ...]]] = {
-    "prlimit64": (0, (0,)),  # its own limits, not those of another process
-    "prctl": (0, (3, 15, 16, 23, 0x53564D41)),  # PR_GET_DUMPABLE, names of threads and of memory, PR_CAPBSET_READ
+# Name -> which argument -> its allowed values; all of these arguments are int.
+_ONLY: dict[str, dict[int, tuple[int, ...]]] = {
+    "prlimit64": {0: (0,)},  # its own limits, not those of another process
+    "prctl": {0: (3, 15, 16, 23, 0x53564D41)},  # PR_GET_DUMPABLE, names of threads and of memory, PR_CAPBSET_READ
     # DUPFD, GETFD, SETFD, GETFL, SETFL, locks, DUPFD_CLOEXEC; F_SETOWN would let files send signals
-    "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)),
-    "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, F(N)CLEX
-    # SOCK_STREAM with its flags: a pair of datagram sockets could send to any other unix socket
-    "socketpair": (1, tuple(1 | flags for flags in (0, 0x800, 0x80000, 0x80800))),
+    "fcntl": {1: (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)},
+    "ioctl": {1: (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)},  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, F(N)CLEX
+    # AF_UNIX, SOCK_STREAM with its flags: a pair of datagram sockets could send to any other unix socket
+    "socketpair": {0: (1,), 1: tuple(1 | flags for flags in (0, 0x800, 0x80000, 0x80800))},
 }
 _TO_PROCESSES = ("kill", "tgkill")
 _NAMESPACES = 0x7E020000  # flags of clone
@@ -115,19 +115,20 @@ def filter_program(targets: Sequence[int]) -> bytes:
     A refused call fails with EPERM; an unknown newer one with ENOSYS, so that the C library uses an older one.
     """
     machine = platform.machine()
-    only: Mapping[str, tuple[int, tuple[int, ...]]] = _ONLY | {name: (0, tuple(targets)) for name in _TO_PROCESSES}
+    only = _ONLY | {name: {0: tuple(targets)} for name in _TO_PROCESSES}
     lines = [(_LOAD, _AUDIT_AT), (_EQUAL, _PROCESSORS[machine].audit, 1, 0), (_RETURN, _KILL), (_LOAD, _NUMBER_AT)]
     for name, number in numbers(machine).items():
         if name == "clone":
             checks = [(_ANY_BIT, _NAMESPACES, 0, 1), (_RETURN, _ERROR | errno.EPERM), (_RETURN, _ALLOW)]
             lines += [(_EQUAL, number, 0, len(checks) + 1), (_LOAD, _ARGUMENTS_AT), *checks]
         elif name in only:
-            argument, values = only[name]
-            # the lower half of the argument, which is all that the kernel reads of an int
-            lines += [(_EQUAL, number, 0, 2 * len(values) + 2), (_LOAD, _ARGUMENTS_AT + 8 * argument)]
-            for value in values:
-                lines += [(_EQUAL, value, 0, 1), (_RETURN, _ALLOW)]
-            lines.append((_RETURN, _ERROR | errno.EPERM))
+            checks = []
+            for argument, values in only[name].items():
+                checks.append((_LOAD, _ARGUMENTS_AT + 8 * argument))  # its lower half, all that the kernel reads
+                # an equal value jumps over the other ones and the refusal
+                checks += [(_EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
+                checks.append((_RETURN, _ERROR | errno.EPERM))
+            lines += [(_EQUAL, number, 0, len(checks) + 1), *checks, (_RETURN, _ALLOW)]
         else:
             lines += [(_EQUAL, number, 0, 1), (_RETURN, _ALLOW)]
     lines += [(_AT_LEAST, _NEWER, 0, 1), (_RETURN, _ERROR | errno.ENOSYS), (_RETURN, _ERROR | errno.EPERM)]

@@ -6,6 +6,7 @@ import pytest
 
 from megarl.rewards.code import code, code_strict, last_block
 from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.sandbox import SandboxError
 
 SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n", "5 5"], "outputs": ["3\n", "7\n", "10"]})
 ADD = json.dumps({"asserts": ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add([1], [2]) == [1, 2]"]})
@@ -106,6 +107,12 @@ import os
 os.write(1, b'\\n[0, ' + b'[' * 100000 + b']' * 100000 + b']\\n')
 os._exit(0)
 """,
+    "sends data that can be read and not be written again": """
+import os
+for n in (0, 1, 2):
+    os.write(1, b'\\n[%d, ' % n + b'[' * 990 + b']' * 990 + b']\\n')
+os._exit(0)
+""",
     "looks at the frames above": """
 import sys
 frame, found = sys._getframe(), []
@@ -131,18 +138,39 @@ def test_a_forgery_passes_no_test(forgery, monkeypatch):
 
 
 def test_a_program_that_is_too_slow_keeps_what_it_passed_before(monkeypatch):
-    monkeypatch.setattr("megarl.rewards.code.time_limit_s", lambda: 4.0)
-    slow = "def add(a, b):\n    while a == 2: pass\n    return a + b"
-    outcome = score(slow, ADD)
-    assert (outcome["tests_passed"], outcome["timed_out"]) == (1, 1)
-    outcome = score("a, b = map(int, input().split())\nwhile a == 3: pass\nprint(a + b)", SUMS)
-    assert (outcome["tests_passed"], outcome["timed_out"]) == (1, 1)
+    programs = {
+        "def add(a, b):\n    while a == 2: pass\n    return a + b": ADD,
+        "a, b = map(int, input().split())\nwhile a == 3: pass\nprint(a + b)": SUMS,
+    }
+    for program, truth in programs.items():
+        for limit in (2.0, 8.0, 32.0, 128.0):  # on a slow machine a start of Python takes longer than the first
+            monkeypatch.setattr("megarl.rewards.code.time_limit_s", lambda limit=limit: limit)
+            outcome = score(program, truth)
+            assert outcome["timed_out"] == 1
+            if outcome["tests_passed"]:
+                break
+        assert outcome["tests_passed"] == 1
+
+
+def test_a_machine_too_slow_to_compare_is_an_error_and_no_wrong_answer(monkeypatch):
+    monkeypatch.setattr("megarl.rewards.code_tests._JUDGE_WAIT_S", 0.0)
+    with pytest.raises(SandboxError, match="values could not be compared within 0 seconds"):
+        score("def add(a, b): return a + b", ADD)
+
+
+def test_a_value_that_takes_too_long_to_compare_is_a_wrong_answer():
+    truth = "assert sum(range(f())) == 1"
+    assert score("def f(): return 10**15", truth)["score"] == 0
 
 
 def test_the_last_block_counts():
     assert last_block("```\na\n```\nthen\n```py\nb\nc\n```") == "b\nc\n"
     assert last_block("no block, but `code`") is None
     assert last_block("```python\nnever closed") is None
+    assert last_block("```py\na\n``` \n```not`one\nb\n```\nc") == "a\n"
+    assert last_block("```py\na\n```py\nb\n```") == "a\n```py\nb\n"
+    assert last_block("```\n```") == ""
+    assert last_block("```python\nx\n" * 200_000) is None  # in one pass
     prompt = Prompt("0-0", [1], "x", ADD)
     assert code(prompt, completion("def add(a, b): return a + b"))["score"] == 0
     assert code(prompt, completion("none"))["tests"] == 3

@@ -207,8 +207,10 @@ def test_a_hanging_process_dies_with_the_program_that_started_it(fn, tmp_path):
 
 def runs(pid):
     """Whether the process lives; a zombie that nobody has collected yet does not."""
-    status = Path(f"/proc/{pid}/status")
-    return status.exists() and "State:\tZ" not in status.read_text()
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it ended, perhaps while its file was read
+        return False
 
 
 def test_the_pool_can_be_stopped_twice_and_before_it_starts(fn):

@@ -199,6 +199,16 @@ def sends_from_half_a_pair_of_datagram_sockets(at):
     socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b"x", at["datagrams"])
 
 
+def asks_for_a_pair_of_internet_sockets(at):
+    """Which the kernel itself answers with another error."""
+    try:
+        socket.socketpair(socket.AF_INET, socket.SOCK_STREAM)
+    except PermissionError:
+        raise
+    except OSError:
+        pass
+
+
 def opens_netlink(at):
     socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
 
@@ -391,7 +401,7 @@ def writes_a_big_file(at):
 def forks_many(at):
     children = []
     try:
-        for _ in range(60):
+        for _ in range(250):
             child = os.fork()
             if child == 0:
                 signal.pause()
@@ -405,7 +415,7 @@ def forks_many(at):
 def starts_many_threads(at):
     stop = threading.Event()
     try:
-        for _ in range(60):
+        for _ in range(250):
             threading.Thread(target=stop.wait, daemon=True).start()
     finally:
         stop.set()

@@ -6,7 +6,22 @@ from megarl import sandbox
 from megarl.sandbox import landlock, layers, seccomp
 from megarl.sandbox.bubblewrap import Bubblewrap
 from megarl.sandbox.jail import Jail
+from megarl.sandbox.python import own_python, python_for_others
 from megarl.sandbox.service import Service
+
+
+def refusable():
+    """Each sandbox of this machine's own with each of its steps that the kernel may refuse, by name."""
+    cases = []
+    if isinstance(found := layers.jail(), Jail):
+        places = ["landlock.restrict", "seccomp.restrict"]
+        places += ["namespaces.enter", "namespaces.own_root"] if found.with_namespaces else []
+        cases += [pytest.param(found, place, id=f"jail-{place}") for place in places]
+    if isinstance(found := layers.bubblewrap(), Bubblewrap):
+        places = ["seccomp.filter_program", "bubblewrap.apply"]
+        cases += [pytest.param(found, place, id=f"bubblewrap-{place}") for place in places]
+    assert cases, "no sandbox works here: `megarl doctor` says what is missing"
+    return cases
 
 
 @pytest.fixture(autouse=True)
@@ -66,22 +81,26 @@ def test_without_landlock_bubblewrap_is_used_if_it_works(monkeypatch):
             layers.check("auto")
 
 
-def test_a_layer_that_the_kernel_refuses_stops_the_program(monkeypatch):
-    """Each of them is made to fail in turn: never is a program started with fewer."""
+@pytest.mark.parametrize(("found", "place"), refusable())
+def test_a_layer_that_the_kernel_refuses_stops_the_program(found, place, monkeypatch):
+    """Never is a program started with fewer."""
 
     def refuse(*arguments, **options):
         raise OSError(1, "refused")
 
-    found = layers.jail()
-    assert isinstance(found, Jail), found
-    places = ["landlock.restrict", "seccomp.restrict"]
-    if found.with_namespaces:
-        places += ["namespaces.enter", "namespaces.own_root"]
-    for place in places:
-        with monkeypatch.context() as patch:
-            patch.setattr(f"megarl.sandbox.{place}", refuse)
-            with pytest.raises(sandbox.SandboxError, match="could not be confined, and did not run: .*refused"):
-                sandbox.run("print(1)", sandbox=found)
+    monkeypatch.setattr(f"megarl.sandbox.{place}", refuse)
+    with pytest.raises(sandbox.SandboxError, match="could not be confined, and did not run: .*refused"):
+        sandbox.run("print(1)", sandbox=found)
+
+
+@pytest.mark.parametrize(
+    "bwrap", [found.bwrap] if isinstance(found := layers.bubblewrap(), Bubblewrap) else ["/bin/false"]
+)
+def test_a_bubblewrap_that_fails_is_an_error_and_not_a_failed_program(bwrap, monkeypatch):
+    monkeypatch.setattr("megarl.sandbox.bubblewrap.DEVICES", ("/dev/there is none",))
+    python = python_for_others() or own_python()
+    with pytest.raises(sandbox.SandboxError, match="could not be confined, and did not run: "):
+        sandbox.run("print(1)", sandbox=Bubblewrap(python, bwrap))
 
 
 def test_the_choices_of_the_configuration():
