@@ -8,18 +8,20 @@ by one, so that only the faulty sample fails.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import multiprocessing
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megarl.plugins import load_plugins
 from megarl.rewards import load_reward
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 BUDGET_S = 0.25  # a task starts no further sample after this time
 GRACE_S = 2.0  # after budget and timeout, before a process is killed
 FIRST_TASK = 8  # samples of a task before their cost is known
+LOOK_S = 1.0  # between two looks at whether the pool of a running task broke
 MAX_RESTARTS = 3  # restarts in a row without any result
 
 
@@ -130,16 +133,40 @@ class RewardPool:
         """Give every free process a task."""
         self._pump_due = False
         if self._waiting and self._pool is not None and not self._pool.active:
+            if self._restarts >= MAX_RESTARTS:
+                return self._give_up("they end as soon as they start")
             self._restart()
         while self._pool is not None and self._waiting and self._in_flight < self._num_workers:
             jobs = self._take()
+            try:
+                task = self._pool.schedule(
+                    run_jobs,
+                    args=([(job.fn, job.prompt, job.completion) for job in jobs], BUDGET_S),
+                    timeout=BUDGET_S + self._timeout_s + GRACE_S,
+                )
+            except RuntimeError:  # the pool broke a moment ago
+                self._waiting.extendleft(reversed(jobs))
+                self._pump_soon(loop)
+                return
             self._in_flight += 1
-            task = self._pool.schedule(
-                run_jobs,
-                args=([(job.fn, job.prompt, job.completion) for job in jobs], BUDGET_S),
-                timeout=BUDGET_S + self._timeout_s + GRACE_S,
-            )
             asyncio.wrap_future(task, loop=loop).add_done_callback(partial(self._done, loop, jobs))
+            loop.call_later(LOOK_S, self._look, loop, self._pool, task)
+
+    def _look(self, loop: asyncio.AbstractEventLoop, pool: ProcessPool, task: ProcessFuture) -> None:
+        """A pool that breaks while it is given a task never answers that one."""
+        if task.done():
+            return
+        if pool.active:
+            loop.call_later(LOOK_S, self._look, loop, pool, task)
+        else:
+            with contextlib.suppress(InvalidStateError):  # it was answered after all
+                task.set_exception(BrokenProcessPool("it broke while it was given the task"))
+
+    def _give_up(self, why: str) -> None:
+        """Nothing that waits can be scored."""
+        while self._waiting:
+            job = self._waiting.popleft()
+            _settle(job, RewardError(f"reward {job.fn}: the reward processes cannot run ({why})"))
 
     def _take(self) -> list[_Job]:
         """The next task: an equal share of the waiting jobs, at most what fits the budget; an `alone` job by itself."""
