@@ -5,6 +5,8 @@ The ground truth is JSON, or a list of asserts as text:
     {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                        stdin and stdout, as in APPS
     {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}            arguments and results of a function
     {"asserts": ["assert add(1, 2) == 3"], "setup": "import math"}    as in MBPP; setup may be left out
+
+The program can read `setup`: it is for imports and helpers, and must have no expected values.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ stdin and stdout: the program gets an input, and its output is compared outside.
 asserts: `assert f(2) == 4` is taken apart. The program's process evaluates the calls of the program's own functions,
 `f(2)`, and sends the values as plain data. A second process, in which no code of the model runs, evaluates the whole
 assert with these values in place of the calls. What the program sends is data: the most it can do is to answer.
+
+Helpers that compare belong into the row's `setup`, which both processes run: so the program can read `setup`, and no
+expected value may be in it.
 """
 
 from __future__ import annotations
@@ -182,7 +185,8 @@ def run_assertions(program: str, assertions: Assertions, limits: Limits) -> Outc
 def assertions(sources: Sequence[str], setup: str = "", name: str = "") -> Assertions:
     """Take asserts apart.  `sources`: Python with imports and asserts; `name`: a function of the program.
 
-    Raises ValueError for other statements, and for an assert without a call of the program.
+    Raises ValueError for other statements, for an assert without a call of the program, and for one whose helper is not
+    defined: the program could define it so that every answer is right.
     """
     known = {*dir(builtins), "_lists"}
     imports, found = [setup] if setup else [], []
@@ -203,6 +207,11 @@ def assertions(sources: Sequence[str], setup: str = "", name: str = "") -> Asser
     taker = _TakesCallsOut(known)
     tests = []
     for statement in found:
+        if helper := taker.undefined_helper(statement.test):
+            raise ValueError(
+                f"the test {ast.unparse(statement)!r} leaves its verdict to {helper!r}, which the program "
+                "could define; expected a helper that `setup` defines or imports"
+            )
         begin = len(taker.calls)
         source = ast.unparse(ast.Assert(taker.visit(statement.test)))
         if begin == len(taker.calls):
@@ -225,11 +234,30 @@ class _TakesCallsOut(ast.NodeTransformer):
             raise ValueError(f"the test {ast.unparse(node)!r} calls the program in a loop; expected single calls")
         return changed
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        root: ast.AST = node.func
+    def undefined_helper(self, test: ast.expr) -> str:
+        """The function that alone decides a test and that is not known, if it judges other unknown ones; else ""."""
+        if isinstance(test, ast.UnaryOp):
+            return self.undefined_helper(test.operand)
+        if isinstance(test, ast.BoolOp):
+            return next(filter(None, map(self.undefined_helper, test.values)), "")
+        if not isinstance(test, ast.Call) or not (name := self._unknown(test)):
+            return ""
+        arguments = [*test.args, *(keyword.value for keyword in test.keywords)]
+        nodes = [node for one in arguments for node in ast.walk(one)]
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        own |= {node.arg for node in nodes if isinstance(node, ast.arg)}  # of a lambda
+        return name if names - own - self._known - {name} else ""
+
+    def _unknown(self, call: ast.Call) -> str:
+        """The name that a call begins with, if it is not known; else ""."""
+        root: ast.AST = call.func
         while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
             root = root.func if isinstance(root, ast.Call) else root.value
-        if not isinstance(root, ast.Name) or root.id in self._known:
+        return root.id if isinstance(root, ast.Name) and root.id not in self._known else ""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if not self._unknown(node):
             return self.generic_visit(node)
         self.calls.append(ast.unparse(node))
         return ast.Name(f"{_VALUE}{len(self.calls) - 1}", ast.Load())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl import sandbox
-from megarl.sandbox.kernel import PR_SET_CHILD_SUBREAPER, prctl
+from megarl.sandbox.kernel import PR_SET_CHILD_SUBREAPER, close_from, prctl
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _start_guard() -> None:
                 kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 16) for descriptor in watched]  # above 0 and 1
                 for number, descriptor in enumerate(kept):
                     os.dup2(descriptor, number)
-                os.closerange(2, os.sysconf("SC_OPEN_MAX"))  # else it would keep pipes of the reward's process open
+                close_from(2)  # else it would keep pipes of the reward's process open
                 select.select([0, 1], [], [])
                 os.killpg(group, signal.SIGKILL)
         finally:

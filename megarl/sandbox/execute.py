@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from megarl.sandbox import folder as folders
-from megarl.sandbox.kernel import PR_SET_PDEATHSIG, prctl
+from megarl.sandbox.kernel import PR_SET_PDEATHSIG, close_from, prctl
 from megarl.sandbox.limits import Limits
 from megarl.sandbox.program import Program
 from megarl.sandbox.python import is_open_to_all
@@ -142,7 +142,7 @@ def _become_program(jailer: Jailer, program: Program, descriptors: list[int], pa
         high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 16) for descriptor in descriptors]
         for number, descriptor in enumerate(high):
             os.dup2(descriptor, number, inheritable=number < 3)
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        close_from(4)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGALRM, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 
@@ -23,6 +24,17 @@ def prctl(option: int, *arguments: Argument) -> int:
     """prctl(2); raises OSError."""
     padded = [*arguments, 0, 0, 0, 0][:4]
     return _checked(_libc.prctl(ctypes.c_int(option), *map(_word, padded)), f"prctl {option}")
+
+
+def close_from(first: int) -> None:
+    """Close all open descriptors of this process from a number on.
+
+    Their highest possible number may be a thousand million, so only those that are open are looked at.
+    """
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number >= first:
+            with contextlib.suppress(OSError):  # that of the list itself is closed already
+                os.close(number)
 
 
 def unshare(flags: int) -> None:

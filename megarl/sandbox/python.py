@@ -7,7 +7,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
+# Not all of /usr, where images of containers may have the user's files, such as /usr/src/app.
+_IN_USR = ("bin", "lib", "lib32", "lib64", "libexec", "local/bin", "local/lib", "local/lib64", "share/zoneinfo")
+SYSTEM = (*(f"/usr/{name}" for name in _IN_USR), "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
@@ -25,7 +27,7 @@ class Python:
 
     @property
     def readable(self) -> list[str]:
-        return [path for path in (*SYSTEM, *self.folders) if os.path.exists(path)]
+        return [path for path in dict.fromkeys((*SYSTEM, *self.folders)) if os.path.exists(path)]
 
 
 def own_python() -> Python:

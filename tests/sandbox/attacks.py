@@ -44,6 +44,10 @@ def reads_the_password_file(at):
     assert pathlib.Path("/etc/passwd").read_text()
 
 
+def lists_files_of_the_system(at):
+    assert set(os.listdir("/usr/share")) - {"zoneinfo"}
+
+
 def writes_a_file(at):
     with open(at["open_file"], "a") as file:
         file.write("x")
