@@ -82,8 +82,9 @@ def test_the_main_job_learns_with_completions_of_sglang(home: Path) -> None:
 def test_wrong_rewards_teach_nothing(home: Path) -> None:
     """The control: the same run with the rewards of other samples.  The policy then walks at random.
 
-    Four seeds moved the accuracy by -0.11, -0.02, 0.03 and 0.08; the right rewards move it by 0.3 and more.
+    Five seeds moved the accuracy by -0.11, -0.02, 0.03, 0.08 and 0.24: a walk, and one run cannot show that its mean is
+    0.  It does not get where the right rewards must get in as many steps.
     """
     words = ["recipe=quickstart", "reward.shuffle=true", "trainer.check_export=false"]
     summary = run(home, "control", *words, *SHORT, *SHORT_CRITIC)
-    assert summary["accuracy_after"] < summary["accuracy_before"] + 0.2
+    assert summary["accuracy_after"] < 0.7
