@@ -16,7 +16,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -60,19 +60,11 @@ class Processes:
         async with processes.slot:
             result = await processes.run(prompt, url, key, model="policy")
 
-    At most `num` run at a time: hold `slot`.  `environment`: further variables of a process; may be secret.
+    At most `num` run at a time: hold `slot`.  `surroundings`: limits and further variables of a process.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        num: int,
-        surroundings: Surroundings | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, job: Job, *, num: int, surroundings: Surroundings | None = None) -> None:
         self._job, self._surroundings = job, surroundings or Surroundings()
-        self._environment = dict(environment or {})
         self.slot = asyncio.Semaphore(num)
         self._context = multiprocessing.get_context("forkserver")  # this process has threads
 
@@ -82,8 +74,9 @@ class Processes:
         Raises EpisodeFailed.  Cancel it to end the episode; when it returns or raises, no process of it is left.
         """
         ours, theirs = self._context.Pipe(duplex=False)
-        environment = {**self._environment, **variables(url, key, model)}
-        arguments = (theirs, self._job, prompt, (url + "/v1", key, model), self._surroundings, environment)
+        environment = {**self._surroundings.environment, **variables(url, key, model)}
+        surroundings = replace(self._surroundings, environment=environment)
+        arguments = (theirs, self._job, prompt, (url + "/v1", key, model), surroundings)
         process = self._context.Process(target=_main, args=arguments, name=f"episode {prompt.uid}")
         await asyncio.to_thread(_start, process)  # the first one starts the fork server, which takes seconds
         theirs.close()
@@ -175,11 +168,10 @@ def _main(
     prompt: Prompt,
     where: tuple[str, str, str],
     surroundings: Surroundings,
-    environment: Mapping[str, str],
 ) -> None:
     signal.signal(signal.SIGTERM, _on_end)
     try:
-        os.environ.update(environment)
+        os.environ.update(surroundings.environment)
         surroundings.set_up()
         connection.send_bytes(json.dumps(_said(job, prompt, where)).encode())
     except _Ended:

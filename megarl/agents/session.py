@@ -76,8 +76,8 @@ class Session:
     """Example: session.key is the agent's API key; after `close`, session.conversation.rows() are to be learnt.
 
     `reward`: as the agent reported it; None: it did not.  `turn_rewards`: those of single turns, by number.
-    `counts`: tool_calls, malformed_tool_calls.  `over_limit`: whether a request was refused for want of turns or tokens;
-    `failure`: why an answer could not be generated, None if all could.
+    `counts`: tool_calls, malformed_tool_calls.  `over_limit`: whether a request was refused for want of turns or
+    tokens.  `failure`: why an answer could not be generated, None if all could.
     """
 
     def __init__(self, name: str, policy: Policy) -> None:

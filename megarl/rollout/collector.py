@@ -73,6 +73,7 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
         try:
             asyncio.run(_collect(pipe, outbox, settings, scorer))
         finally:
+            faulthandler.cancel_dump_traceback_later()
             scorer.stop()
     except Exception as error:
         logger.exception("the collector ends")
