@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -96,6 +97,7 @@ class Episodes:
             piece_tokens,
         )
         job = settings.job
+        os.environ.update(settings.surroundings.environment)  # an agent's file may look at them when it is imported
         self._fn = None if job.fn is None else load_episode(job.fn, job.arguments)
         self._way = PROCESS if self._fn is None else self._fn.way
         self._processes = Processes(job, num=settings.num_processes, surroundings=settings.surroundings)

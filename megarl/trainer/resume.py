@@ -58,11 +58,8 @@ def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
     settings = {key: attrgetter(key)(config) for key in _KEYS}
     files = {fn: digest for fn in names_of(config) if (digest := _file_of(fn))}
     agent = _file_of(without_prefix(config.agent.fn or ""))
-    return settings | {
-        "the file of reward.fn": files,
-        "the file of agent.fn": agent,
-        "algorithm.adv_estimator (greedy)": greedy,
-    }
+    settings |= {"the file of reward.fn": files, "the file of agent.fn": agent}
+    return settings | {"algorithm.adv_estimator (greedy)": greedy}
 
 
 def announce(checkpoint: Checkpoint, config: Config, num_steps: int) -> None:
@@ -116,13 +113,13 @@ def check_is_known(checkpoint: Checkpoint) -> None:
 
 
 def _file_of(fn: str) -> str | None:
-    """Digest of the file of a user's reward function; None for a built-in one."""
+    """Digest of the file of a user's function; None for a built-in one."""
     found = REWARDS.get(fn, fn)
     if not isinstance(found, str):  # registered by a plug-in
         return content_digest(str(sys.modules[found.__module__].__file__))
-    if fn in REWARDS or fn in SERVICES:
-        return None
     place = found.rpartition(":")[0]
+    if fn in REWARDS or fn in SERVICES or not place:
+        return None
     if place.endswith(".py"):
         return content_digest(place)
     spec = find_spec(place)
