@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -66,16 +66,17 @@ class Written(NamedTuple):
 class Session:
     """Example: session.key is the agent's API key; after `close`, session.conversation.rows() are to be learnt.
 
-    `reward`: as the agent reported it; None: it did not.
-    `counts`: malformed_tool_calls.
+    `reward`: as the agent reported it; None: it did not.  `turn_rewards`: those of single turns, by number.
+    `counts`: tool_calls, malformed_tool_calls.
     """
 
     def __init__(self, name: str, policy: Policy) -> None:
         self.name, self.policy, self.key = name, policy, secrets.token_urlsafe(32)
         self.conversation = Conversation(policy.template, history=policy.history)
         self.reward: float | None = None
+        self.turn_rewards: defaultdict[int, float] = defaultdict(float)
         self.closed = False
-        self.counts: Counter[str] = Counter({"malformed_tool_calls": 0})
+        self.counts: Counter[str] = Counter({"tool_calls": 0, "malformed_tool_calls": 0})
         self._numbers, self._call_numbers = itertools.count(), itertools.count()
         self._running: set[asyncio.Future[Any]] = set()
         self._left = contextlib.ExitStack()
@@ -101,6 +102,7 @@ class Session:
         for completion in await self._write(asked, wish.num, wish.max_tokens):
             text = self.policy.text(without_stop(completion))
             answer = read_answer(text, opened=opened, parser=parser)
+            self.counts["tool_calls"] += len(answer.tool_calls)
             self.counts["malformed_tool_calls"] += answer.malformed_calls
             message = self._message(answer)
             turn = self.conversation.add(asked, completion, message)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from megarl.plugins import is_async, user_function
 from megarl.sample import Completion, Prompt
 
-FILE_MODULE = "megarl_reward_"  # begins the name of a module that was loaded by its path
 # Returns a number, or {"score": number, further numbers}; an async function returns an awaitable of that.
 RewardFn = Callable[[Prompt, Completion], Any]
 
@@ -32,40 +27,7 @@ def resolve(fn: str, table: Mapping[str, str | RewardFn]) -> RewardFn:
     place, colon, name = address.rpartition(":")
     if not colon or not place or not name:
         raise ValueError(f"reward.fn={fn}: expected one of {', '.join(table)}, or path/file.py:function")
-    module = _module(fn, place)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"reward.fn={fn}: {place} has no function {name!r}; it has {_functions(module)}")
-    return _adapt(fn, function)
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call of the function, or of the object with __call__, must be awaited."""
-    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
-
-
-def _module(fn: str, place: str) -> ModuleType:
-    try:
-        if not place.endswith(".py"):
-            return importlib.import_module(place)
-        return _module_from_file(fn, Path(place).expanduser())
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ValueError) and str(error).startswith("reward.fn="):
-            raise
-        raise ValueError(f"reward.fn={fn}: importing {place} failed with {type(error).__name__}: {error}") from error
-
-
-def _module_from_file(fn: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"reward.fn={fn}: there is no file {path.resolve()}")
-    name = f"{FILE_MODULE}{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec is not None and spec.loader is not None, f"a .py file always has a loader: {path}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-    spec.loader.exec_module(module)
-    return module
+    return _adapt(fn, user_function(f"reward.fn={fn}", address))
 
 
 def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
@@ -118,8 +80,3 @@ def _is_required(parameter: inspect.Parameter) -> bool:
         parameter.VAR_KEYWORD,
         parameter.VAR_POSITIONAL,
     )
-
-
-def _functions(module: ModuleType) -> str:
-    names = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
-    return ", ".join(names) or "none"

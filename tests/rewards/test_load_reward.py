@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.plugins import is_async
 from megarl.rewards import REWARDS, exact, load_reward, register_reward
-from megarl.rewards.load import is_async
 from megarl.sample import Completion, Prompt, VersionSpan
 
 PROMPT = Prompt("0-0", [1], "1+1=", "2", "sums", {"level": 3})
