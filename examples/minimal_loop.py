@@ -171,7 +171,7 @@ def train(steps: int, folder: Path) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=160)
     steps = parser.parse_args().steps
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # a world of this process alone
     initialize(LAYOUT, device="cpu")

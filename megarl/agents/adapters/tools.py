@@ -34,7 +34,8 @@ def load(address: str, arguments: Mapping[str, Any]) -> Episode:
         kind = type(make())
     except Exception as error:
         raise ValueError(f"{setting}: calling it failed with {type(error).__name__}: {error}") from error
-    names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_" and name not in _NO_TOOLS]
+    methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+    names = [name for name in methods if name not in _NO_TOOLS]
     if not names:
         raise ValueError(f"{setting}: it has no public method besides reset and reward; expected one for each tool")
     schemas = [_schema(setting, kind, name) for name in names]
