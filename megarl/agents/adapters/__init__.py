@@ -7,4 +7,5 @@ Each is a module with `load(address, arguments)`, which gets what follows the pr
 # prefix of agent.fn -> module
 ADAPTERS: dict[str, str] = {
     "tools": "megarl.agents.adapters.tools",
+    "verifiers": "megarl.agents.adapters.verifiers",
 }
