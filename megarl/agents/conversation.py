@@ -88,7 +88,10 @@ class Conversation:
         return number
 
     def rows(self) -> tuple[Row, ...]:
-        """One row for each leaf of the tree; an answer is learnt in the first row that holds it."""
+        """One row for each leaf of the tree, in the order of the first turn that each learns.
+
+        An answer is learnt in the row of the first leaf that follows from it.
+        """
         learnt: set[int] = set()
         rows = []
         for leaf in range(len(self.turns)):
@@ -96,7 +99,17 @@ class Conversation:
                 path = self._path(leaf)
                 rows.append(self._row(path, [number for number in path if number not in learnt]))
                 learnt.update(path)
-        return tuple(rows)
+        return tuple(sorted(rows, key=lambda row: row.learnt[0].turn))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows together: what they share counts in each."""
+        return sum(turn.end for number, turn in enumerate(self.turns) if not self._children[number])
+
+    def extended(self, ids: list[int]) -> int | None:
+        """The turn whose row a prompt of these ids would extend; None if it would begin a new row."""
+        parent = self._longest_prefix(ids)
+        return None if parent is None or self._children[parent] else parent
 
     def token_ids(self, number: int) -> list[int]:
         """The prompt and the answer of a turn."""

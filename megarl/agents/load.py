@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from megarl.agents.adapters import ADAPTERS
-from megarl.plugins import is_async, user_function
+from megarl.plugins import absolute, is_async, user_function
 
 CHAT, ENDPOINT, PROCESS = "chat", "endpoint", "process"
 _OWN = ("chat", "base_url", "api_key", "prompt")  # parameters that an episode gets from us
@@ -50,6 +50,18 @@ def load_episode(fn: str, arguments: Mapping[str, Any]) -> EpisodeFn:
         known = "".join(f", {name}:..." for name in ADAPTERS)
         raise ValueError(f"{setting}: expected path/to/file.py:function, package.module:function{known}")
     return _adapt(setting, user_function(setting, fn), arguments)
+
+
+def absolute_address(fn: str) -> str:
+    """agent.fn with an absolute file path, which is valid in any working directory."""
+    address = without_prefix(fn)
+    return fn.removesuffix(address) + absolute(address)
+
+
+def without_prefix(fn: str) -> str:
+    """What an adapter gets of agent.fn; without an adapter all of it."""
+    prefix, _, address = fn.partition(":")
+    return address if prefix in ADAPTERS else fn
 
 
 def _adapt(setting: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> EpisodeFn:

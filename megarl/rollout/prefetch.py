@@ -23,7 +23,7 @@ from megarl.algo.reward_shaping import is_informative
 from megarl.data.ledger import FILTERED, LOST, OUTCOMES, TRAINED, Ledger
 from megarl.rollout.collector_client import Ticket
 from megarl.rollout.protocol import SamplingParams
-from megarl.rollout.usage import Usage
+from megarl.rollout.usage import OF_AGENTS, Usage
 from megarl.sample import REWARD_ERROR, LostRollout, Prompt, Sample
 
 PROMPTS, FINISHED = "prompts", "finished"
@@ -310,7 +310,7 @@ class Prefetcher:
     # ---- metrics
 
     def _count(self, what: str, group: Group) -> None:
-        self._tokens[what] += sum(len(sample.completion.token_ids) for sample in group)
+        self._tokens[what] += sum(sample.num_learnt for sample in group)
         self._tokens[f"{what} completions"] += len(group)
 
     def _metrics(self, lateness: int) -> dict[str, float]:
@@ -331,7 +331,8 @@ class Prefetcher:
             out["gen_batches"] = seen.finished / self._num_prompts
         out |= usage.of_step(self._writers.counters)
         unscored, self._unscored = self._unscored, 0
-        return {f"rollout/{name}": value for name, value in out.items()} | {"reward/unscored": float(unscored)}
+        named = {name if name.startswith(OF_AGENTS) else f"rollout/{name}": value for name, value in out.items()}
+        return named | {"reward/unscored": float(unscored)}
 
 
 def _too_few(how: Filter, num_kept: int, wanted: int, num_seen: int) -> str:
