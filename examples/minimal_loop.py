@@ -150,7 +150,7 @@ def train(steps: int, folder: Path) -> list[float]:
     for step in range(steps):
         prompts = [draw_prompt(rng, f"{step}-{row}", tokenizer) for row in range(PROMPTS_PER_STEP)]
         groups = [
-            [Sample(prompt, completion, reward(prompt, completion)) for completion in completions]
+            [Sample.of(prompt, completion, reward(prompt, completion)) for completion in completions]
             for prompt, completions in zip(prompts, generator.write(prompts, GROUP_SIZE), strict=True)
         ]
         batch = make_batch(groups)

@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("verifiers_worker.py")
 _LINE_BYTES = 1 << 26
 
 
-def load(address: str, arguments: Mapping[str, Any]) -> Callable[[str, str, Prompt], Awaitable[Any]]:
+def load(address: str, arguments: Mapping[str, Any]) -> Callable[[str, Prompt], Awaitable[Any]]:
     """Raises ValueError if there is no such interpreter."""
     settings = dict(arguments)
     python = Path(str(settings.pop("python", PYTHON))).absolute()
@@ -31,10 +31,10 @@ def load(address: str, arguments: Mapping[str, Any]) -> Callable[[str, str, Prom
         raise ValueError(f"agent.fn=verifiers:{address}: {python} is no Python; run `bash launch/verifiers.sh`")
     worker = _Worker(str(python), "-P", str(WORKER), address, "--env", json.dumps(settings))
 
-    async def episode(base_url: str, api_key: str, prompt: Prompt) -> dict[str, float]:
+    async def episode(base_url: str, prompt: Prompt) -> dict[str, float]:
         if "task" not in prompt.extra:
             raise ValueError(f"prompt {prompt.uid} has no field `task`; expected a row of {WORKER.name} --rows")
-        reply = await worker.ask(base_url=base_url, api_key=api_key, task=prompt.extra["task"])
+        reply = await worker.ask(base_url=base_url, task=prompt.extra["task"])
         if "error" in reply:
             raise RuntimeError(f"verifiers: {reply['error']}")
         return {**reply["rewards"], "score": reply["reward"]}

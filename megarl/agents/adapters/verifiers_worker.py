@@ -21,6 +21,7 @@ import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
+MODEL = "policy"  # as the endpoint calls it
 DIRECT = "megarl_direct"
 
 
@@ -58,13 +59,9 @@ def rows(env: Any, most: int) -> None:
 async def episode(env: Any, request: dict[str, Any]) -> dict[str, Any]:
     kind = type(env.taskset).task_type()
     task = kind(kind.data_type().model_validate(request["task"]), env.config.taskset.task)
-    client = vf.EvalClientConfig(
-        base_url=request["base_url"], api_key_var="_", headers={"X-Api-Key": request["api_key"]}
-    )
+    client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var="_")  # the address holds the key
     (slot,) = env.slots(task)
-    found = await env.run_slot(
-        slot, vf.ModelContext(client=client, model=request["model"], sampling=vf.SamplingConfig())
-    )
+    found = await env.run_slot(slot, vf.ModelContext(client=client, model=MODEL, sampling=vf.SamplingConfig()))
     if not found.ok:
         errors = [error.message for each in (found, *found.traces) for error in each.errors]
         return {"error": " ".join("; ".join(errors).split())[-500:]}
