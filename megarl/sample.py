@@ -115,6 +115,7 @@ def without_prefix(token_ids: list[int], prefix: list[int]) -> tuple[int, list[i
     return shared, token_ids[shared:]
 
 
+OF_AGENTS = "agent/"  # begins the names of numbers of episodes, among the extra numbers and the counters
 REWARD_ERROR = "reward_error"  # extra number, 1.0, of a sample on which the reward function failed
 
 

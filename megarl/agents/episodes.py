@@ -26,7 +26,7 @@ from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import Score, grouped
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import REWARD_ERROR, LostRollout, Prompt, Row, Sample
+from megarl.sample import OF_AGENTS, REWARD_ERROR, LostRollout, Prompt, Row, Sample
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ ON_ERROR = ("unscored", "zero", "stop")
 MAX_LOGGED = 10  # logged errors; all are counted
 _GRACE_S = 5.0  # for an agent to clean up when its time is over
 # What happened to episodes, in total: see counters.
-COUNTS = ("agent/episodes", "agent/errors", "agent/timeouts", "agent/empty")
+EPISODES, ERRORS, TIMEOUTS, EMPTY = (OF_AGENTS + name for name in ("episodes", "errors", "timeouts", "empty"))
+COUNTS = (EPISODES, ERRORS, TIMEOUTS, EMPTY)
 
 
 class EpisodeError(RuntimeError):
@@ -133,12 +134,12 @@ class Episodes:
 
     async def _sample(self, prompt: Prompt, index: int, params: SamplingParams) -> Sample | str:
         """A scored episode, or why there is none; its tokens are then counted as wasted."""
-        self._counts["agent/episodes"] += 1
+        self._counts[EPISODES] += 1
         ended = await self._ended(prompt, f"{prompt.uid}/{index}", replace(self._policy, params=params))
         session = ended.session
         rows = session.conversation.rows()
         if not rows:
-            self._counts["agent/empty"] += 1
+            self._counts[EMPTY] += 1
             return ended.failure or "the agent asked for no answer"
         try:
             outcome = ended.failure or ended.result or await self._reward(prompt, session)
@@ -171,14 +172,14 @@ class Episodes:
         try:
             return _Ended(session, await self._limited(self._call(prompt, session)))
         except _TimeIsUp:
-            self._counts["agent/timeouts"] += 1
+            self._counts[TIMEOUTS] += 1
             return self._failed(session, f"no end within {self._settings.timeout_s:g} s")
         except Exception as error:
             if session.failure is not None:  # the servers', not the agent's
                 return _Ended(session, failure=session.failure)
             if session.over_limit:  # however the agent told it
                 return _Ended(session)
-            self._counts["agent/errors"] += 1
+            self._counts[ERRORS] += 1
             return self._failed(session, str(error) if isinstance(error, EpisodeFailed) else describe(error))
 
     async def _call(self, prompt: Prompt, session: Session) -> RewardResult | None:
@@ -210,7 +211,7 @@ class Episodes:
 
     def _failed(self, session: Session, sentence: str) -> _Ended:
         sentence = f"episode {session.name}: {sentence}"
-        how, count = self._settings.on_error, self._counts["agent/errors"] + self._counts["agent/timeouts"]
+        how, count = self._settings.on_error, self._counts[ERRORS] + self._counts[TIMEOUTS]
         if how == "stop":
             raise EpisodeError(sentence)
         if count <= MAX_LOGGED:
@@ -245,7 +246,7 @@ def numbers_of(session: Session, rows: Sequence[Row]) -> dict[str, float]:
     """What is measured of an episode: turns, calls, rows, how prompts were made, whether it wanted more than it may."""
     counts: Mapping[str, Any] = {**session.conversation.counts, **session.counts}
     counts |= {"turns": len(session.conversation.turns), "branches": len(rows), "over_limit": session.over_limit}
-    return {f"agent/{name}": float(count) for name, count in counts.items()}
+    return {OF_AGENTS + name: float(count) for name, count in counts.items()}
 
 
 def _num_written(rows: Sequence[Row]) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-OF_AGENTS = "agent/"  # begins the names of all numbers of episodes
+from megarl.sample import OF_AGENTS
+
 WASTED = "wasted_"  # tokens that are in no finished group, by cause
 
 
