@@ -1,7 +1,8 @@
 """A game of several turns, learnt from its end.  `megarl train --config examples/guessing_game.yaml`
 
-The model guesses a number from 1 to 7 and hears "higher" or "lower".  It begins with random guesses; a reward that
-falls with every guess teaches it to halve what is left.  The best plan needs 17/7 = 2.43 guesses on average.
+The model guesses a number from 1 to 7 and hears "higher" or "lower".  Its teacher guessed at random and forgot half of
+what it heard; a reward that falls with every guess teaches the model to listen, and to halve what is left.  The best
+plan needs 17/7 = 2.43 guesses on average, a score of 0.714.
 """
 
 from __future__ import annotations
@@ -58,17 +59,25 @@ def write_task(folder: Path) -> None:
     rows = {
         "train": [question | {"ground_truth": str(1 + row % LARGEST)} for row in range(32 * LARGEST)],
         "test": [question | {"ground_truth": str(1 + row)} for row in range(LARGEST)],
-        "sft": [demonstration(rng) for _ in range(6000)],
+        "sft": [example for _ in range(3000) for example in demonstrations(rng)],
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def demonstration(rng: random.Random) -> dict[str, str]:
-    """A guess at random, after none to four others at random."""
-    guess = lambda: str(rng.randint(1, LARGEST))  # noqa: E731
-    text = f"<user>{QUESTION}<eos><assistant>"
-    for _ in range(rng.randrange(MOST_GUESSES)):
-        text += f"{guess()}<eos><user>{rng.choice(WORDS)}<eos><assistant>"
-    return {"prompt": text, "response": guess()}
+def demonstrations(rng: random.Random) -> list[dict[str, str]]:
+    """A game of the teacher, who forgets at every second guess what was said: an example for each guess."""
+    secret, low, high = rng.randint(1, LARGEST), 1, LARGEST
+    text, examples = f"<user>{QUESTION}<eos><assistant>", []
+    for _ in range(MOST_GUESSES):
+        guess = rng.randint(low, high) if rng.random() < 0.5 else rng.randint(1, LARGEST)
+        examples.append({"prompt": text, "response": str(guess)})
+        if guess == secret:
+            break
+        if guess < secret:
+            hint, low = "higher", max(low, guess + 1)
+        else:
+            hint, high = "lower", min(high, guess - 1)
+        text += f"{guess}<eos><user>{hint}<eos><assistant>"
+    return examples
