@@ -52,7 +52,7 @@ def environment(taskset: str, settings: dict[str, Any]) -> Any:
 
 def rows(env: Any, most: int) -> None:
     for task in env.taskset.take(most):
-        data = task.data.model_dump(mode="json", exclude_none=True)
+        data = task.data.model_dump(mode="json", exclude_defaults=True)
         print(json.dumps({"prompt": str(data.get("prompt", "")), "data_source": "verifiers", "task": data}))
 
 
