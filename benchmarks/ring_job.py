@@ -16,10 +16,11 @@ from ring_model import write_model, write_prompts
 
 from megarl.config import Config, layout_word, load_config, model_config, used_roles
 from megarl.plan.gpus import GPUS, Gpu, find, of_memory
-from megarl.trainer.quickstart import COLD_START, MODEL
+from megarl.trainer.quickstart import MODEL
 
 HERE = Path(__file__).parent
 DEFAULT = "recipe=quickstart"
+COLD_START = Path("runs/quickstart_sft/hf")  # its model
 USUAL = {"steps": 5, "warmup": 1, "work": Path("runs/bench_ring")}  # of the options
 FOLDERS = {"actor": "model", "critic": "critic", "ref": "ref"}
 

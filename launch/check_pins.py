@@ -70,8 +70,8 @@ def installations() -> Iterator[Installation]:
     yield Installation("launch/constraints.txt", "megarl[dev]", trainer, (CONSTRAINTS,))
     peer = ROOT / "benchmarks/peer.txt"
     yield Installation("benchmarks/peer.txt", "TRL and what it needs", pins_of(peer), (CONSTRAINTS,))
-    agents = ROOT / "launch/agents.txt"
-    yield Installation("launch/agents.txt", "the packages of agents and what they need", pins_of(agents))
+    for name in ("launch/agents.txt", "launch/verifiers.txt"):
+        yield Installation(name, "the packages of agents and what they need", pins_of(ROOT / name))
     for file in sorted((ROOT / "launch").glob("sglang-*.txt")):
         name, pins = f"launch/{file.name}", pins_of(file)
         yield Installation(name, "torch and what it needs", ("torch",), (file,))

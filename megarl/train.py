@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from megarl.metrics.jsonl import append_lines
 from megarl.metrics.report import SAMPLES, VISITS, write_samples
 from megarl.metrics.stats import batch_stats, finalise, reward_stats
 from megarl.metrics.timer import Timer
+from megarl.plugins import user_function
 from megarl.rollout.prefetch import Prefetcher
 from megarl.sample import Batch, Sample, Stat, Stats
 from megarl.trainer.algorithm import Algorithm
@@ -229,9 +229,10 @@ def due(step: int, every: int) -> bool:
 
 
 def prepare(config: Config) -> None:
-    """Import the module trainer.prepare, if it is set, to make the model folder, if that is missing."""
-    if config.trainer.prepare and not (Path(config.model.path) / "config.json").exists():
-        import_module(config.trainer.prepare).prepare(config)
+    """Call prepare(config) of trainer.prepare, if it is set, to make the model folder, if that is missing."""
+    place = config.trainer.prepare
+    if place and not (Path(config.model.path) / "config.json").exists():
+        user_function(f"trainer.prepare={place}", f"{place}:prepare")(config)
 
 
 def main(config: Config) -> int:

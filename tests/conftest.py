@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Found from the working folder by default, and that is never the checkout here.
 os.environ.setdefault("MEGARL_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
-os.environ.setdefault("MEGARL_AGENTS_PYTHON", str(ROOT / ".venv-agents" / "bin" / "python"))  # tests alone read it
+# Tests alone read these.
+os.environ.setdefault("MEGARL_AGENTS_PYTHON", str(ROOT / ".venv-agents" / "bin" / "python"))
+os.environ.setdefault("MEGARL_VERIFIERS_PYTHON", str(ROOT / ".venv-verifiers" / "bin" / "python"))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

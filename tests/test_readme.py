@@ -29,6 +29,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files().items():
         (tmp_path / name).write_text(text)
     (tmp_path / "runs/quickstart/checkpoints/step_00000040").mkdir(parents=True)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import shutil
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -78,14 +78,26 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 CHARACTERS = string.digits + "+-*/= " + string.ascii_letters + "\n!\"#$%&'(),.:;<>?@[\\]^_`{|}~"
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '<eos>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-)
+# Of tools only the names are shown; calls are written as Hermes and Qwen do.
+CHAT_TEMPLATE = """\
+{%- if tools %}{{ '<system>' + tools | map(attribute='function.name') | join(' ') + '<eos>' }}{% endif %}
+{%- for message in messages %}
+    {{- '<' + message['role'] + '>' + (message['content'] or '') }}
+    {%- for call in message.get('tool_calls') or [] %}
+        {{- '<tool_call>' }}
+        {{- {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}
+        {{- '</tool_call>' }}
+    {%- endfor %}
+    {{- '<eos>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of printable ASCII; other characters are <unk>.  `<eos>` ends an answer."""
+def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per character of printable ASCII; other characters are <unk>.  `<eos>` ends an answer.
+
+    words: further tokens, of several characters each, such as "<tool_call>": a tiny model learns few tokens faster.
+    """
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -98,6 +110,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         extra_special_tokens=["<system>", "<user>", "<assistant>"],
         clean_up_tokenization_spaces=False,
     )
+    fast.add_tokens([AddedToken(word, normalized=False) for word in words])
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -116,10 +129,12 @@ def write_tiny_model(
     family: str = "qwen3",
     tied: bool = True,
     max_positions: int = 2048,
+    words: Sequence[str] = (),
     **settings: Any,
 ) -> Path:
     """Write config, weights and tokenizer; returns the folder.  The same arguments always give the same weights.
 
+    `words`: of the tokenizer.
     `settings`: further keys of the family's config.json; they override those of FAMILIES.
     The folder is written atomically.  Raises ValueError for an unknown family, impossible sizes, or a folder that is
     not empty.
@@ -127,7 +142,7 @@ def write_tiny_model(
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: the folder is not empty; expected a new one")
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(words)
     sizes = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.data.chat import encode, load_tokenizer
+from megarl.data.template import ChatTemplate
 from megarl.data.tiny import CHARACTERS, FAMILIES, tiny_tokenizer, write_tiny_model
 
 SMALL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
@@ -42,6 +43,28 @@ def test_the_tokenizer_survives_the_folder_and_loses_no_character(folder):
 def test_every_printable_character_has_a_token():
     assert set(CHARACTERS) == {chr(code) for code in range(32, 127)} | {"\n"}
     assert encode(tiny_tokenizer(), "é") == [tiny_tokenizer().unk_token_id]
+
+
+def test_words_are_tokens_and_the_template_writes_conversations_with_tools(tmp_path):
+    words = ("<tool>", "<tool_call>", "</tool_call>", "add")
+    folder = write_tiny_model(tmp_path / "m", words=words, **SMALL)
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == len(tiny_tokenizer()) + len(words)
+    tokenizer = load_tokenizer(str(folder))
+    assert len(encode(tokenizer, "add+<tool>")) == 3
+    template = ChatTemplate(tokenizer)
+    assert template.check(with_tools=True) is None
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
+    messages = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    asked = "<system>add sub<eos><user>1?<eos><assistant>"
+    called = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert tokenizer.decode(template.whole(messages, tools)) == f"{asked}{called}<eos><tool>2<eos><assistant>"
+    behind = template.bridge(messages[1], messages[2:], tools)
+    assert tokenizer.decode(behind.after(tokenizer.eos_token_id, ended=True)) == "<tool>2<eos><assistant>"
 
 
 def test_the_seed_decides_the_weights_and_leaves_the_callers_random_state(tmp_path):

@@ -4,4 +4,8 @@ Each is a module with `load(address, arguments)`, which gets what follows the pr
 `async def episode(chat, prompt)`, `(base_url, prompt)` or `(base_url, api_key, prompt)`; see `agents.load`.
 """
 
-ADAPTERS: dict[str, str] = {}  # prefix of agent.fn -> module
+# prefix of agent.fn -> module
+ADAPTERS: dict[str, str] = {
+    "tools": "megarl.agents.adapters.tools",
+    "verifiers": "megarl.agents.adapters.verifiers",
+}

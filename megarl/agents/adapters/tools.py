@@ -1,0 +1,105 @@
+"""`agent.fn=tools:my_tools.py:Class`: a class whose public methods are tools, in the shape of TRL's environments.
+
+Each episode has an object of its own.  `reset(**row)` begins it; its text, if any, is appended to the prompt.  The
+model then calls methods until it answers without a call.  Type hints and docstrings of the methods (Google's style,
+every parameter described) become the JSON schemas that the model sees; an error of a method becomes the answer of the
+call.  `reward`, a number, a property or a method, is the reward; a method may take the text of the last answer.
+A class without `reward` leaves the last answer to reward.fn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+from megarl.agents.chat import Chat, OverLimit, ToolRequest
+from megarl.plugins import is_async, user_function
+from megarl.sample import Prompt
+
+_NO_TOOLS = ("reset", "reward")
+Episode = Callable[[Chat, Prompt], Awaitable[Any]]
+
+
+def load(address: str, arguments: Mapping[str, Any]) -> Episode:
+    """The episode of the class at `address`, which is called with `arguments`.  Raises ValueError for a bad class."""
+    setting = f"agent.fn=tools:{address}"
+    make = partial(user_function(setting, address), **arguments)
+    try:
+        kind = type(make())
+    except Exception as error:
+        raise ValueError(f"{setting}: calling it failed with {type(error).__name__}: {error}") from error
+    methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+    names = [name for name in methods if name not in _NO_TOOLS]
+    if not names:
+        raise ValueError(f"{setting}: it has no public method besides reset and reward; expected one for each tool")
+    schemas = [_schema(setting, kind, name) for name in names]
+
+    async def episode(chat: Chat, prompt: Prompt) -> Any:
+        tools, messages, text = make(), chat.messages, ""
+        begin = getattr(tools, "reset", None)
+        if begin and (shown := await _called(begin, **_taken(begin, _row(prompt)))) is not None:
+            messages[-1]["content"] += str(shown)
+        try:
+            while True:
+                answer = await chat(messages, tools=schemas)
+                text = answer.text
+                messages.append(answer.message)
+                if not answer.tool_calls:
+                    break
+                for call in answer.tool_calls:
+                    messages.append(call.response(await _response(tools, names, call)))
+        except OverLimit:  # scored as it stands
+            pass
+        return await _reward(tools, text)
+
+    return episode
+
+
+def _schema(setting: str, kind: type, name: str) -> dict[str, Any]:
+    try:
+        return dict(get_json_schema(getattr(kind, name).__get__(object())))
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(f"{setting}: the tool {name}: {' '.join(str(error).split())}") from error
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    own = {"prompt": prompt.text, "ground_truth": prompt.ground_truth, "data_source": prompt.data_source}
+    return {**own, **prompt.extra}
+
+
+def _taken(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Of the values those that the function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return values
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+async def _response(tools: Any, names: list[str], call: ToolRequest) -> Any:
+    """What the tool returns, or its error: the model has written the call, and sees what is wrong with it."""
+    if call.name not in names:
+        return {"error": f"there is no tool {call.name}; there are {', '.join(names)}"}
+    try:
+        return await _called(getattr(tools, call.name), **call.arguments)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+async def _reward(tools: Any, text: str) -> Any:
+    reward = getattr(tools, "reward", None)
+    if not callable(reward):
+        return reward
+    return await _called(reward, *[text] * bool(inspect.signature(reward).parameters))
+
+
+async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result; an ordinary function runs in a thread, so that other episodes go on."""
+    if is_async(function):
+        return await function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)

@@ -1,0 +1,89 @@
+"""`agent.fn=verifiers:TASKSET`: tasks of the package `verifiers`, which runs in an environment of its own.
+
+Its versions of openai and pydantic are not ours, so that a process with its Python (`launch/verifiers.sh` makes
+.venv-verifiers) runs the episodes: it gets the endpoint's address and a task, and answers with the reward.  Each row of
+data holds a task in the field `task`; `verifiers_worker.py --rows` writes such rows.
+agent.args: `python`, its interpreter; all others are settings of the package's environment, such as `agent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.sample import Prompt
+
+PYTHON = ".venv-verifiers/bin/python"
+WORKER = Path(__file__).with_name("verifiers_worker.py")
+_LINE_BYTES = 1 << 26
+
+
+def load(address: str, arguments: Mapping[str, Any]) -> Callable[[str, Prompt], Awaitable[Any]]:
+    """Raises ValueError if there is no such interpreter."""
+    settings = dict(arguments)
+    python = Path(str(settings.pop("python", PYTHON))).absolute()
+    if not os.access(python, os.X_OK):
+        raise ValueError(f"agent.fn=verifiers:{address}: {python} is no Python; run `bash launch/verifiers.sh`")
+    worker = _Worker(str(python), "-P", str(WORKER), address, "--env", json.dumps(settings))
+
+    async def episode(base_url: str, prompt: Prompt) -> dict[str, float]:
+        if "task" not in prompt.extra:
+            raise ValueError(f"prompt {prompt.uid} has no field `task`; expected a row of {WORKER.name} --rows")
+        reply = await worker.ask(base_url=base_url, task=prompt.extra["task"])
+        if "error" in reply:
+            raise RuntimeError(f"verifiers: {reply['error']}")
+        return {**reply["rewards"], "score": reply["reward"]}
+
+    return episode
+
+
+class _Worker:
+    """The process, started with the first episode and, should it end, with the next."""
+
+    def __init__(self, *command: str) -> None:
+        self._command, self._numbers, self._starting = command, itertools.count(), asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    async def ask(self, **request: Any) -> dict[str, Any]:
+        stdin, number = await self._stdin(), next(self._numbers)
+        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            stdin.write(_line({"id": number, **request}))
+            return await reply
+        except asyncio.CancelledError:
+            stdin.write(_line({"cancel": number}))
+            raise
+        finally:
+            del self._waiting[number]
+
+    async def _stdin(self) -> asyncio.StreamWriter:
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                pipe = asyncio.subprocess.PIPE
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=pipe, stdout=pipe, limit=_LINE_BYTES
+                )
+                self._reading = asyncio.create_task(self._read(self._process))
+        assert self._process.stdin is not None, "its stdin is a pipe"
+        return self._process.stdin
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None, "its stdout is a pipe"
+        while line := await process.stdout.readline():
+            reply = json.loads(line)
+            if waiting := self._waiting.get(reply["id"]):
+                waiting.set_result(reply)
+        code = await process.wait()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(RuntimeError(f"the process of verifiers ended with exit code {code}"))
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

@@ -1,0 +1,98 @@
+"""Tasks of the package `verifiers`, in an environment of its own, against our endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_endpoint import Scripted, endpoint_of
+
+from megarl.agents.adapters.verifiers import WORKER, load
+from megarl.data.prompts import Prompts
+from megarl.data.tiny import tiny_tokenizer
+from megarl.sample import Prompt
+
+TASKSET = """
+import verifiers.v1 as vf
+
+class SumData(vf.TaskData):
+    truth: str = ""
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        print("this is no reply")
+        return float(trace.last_reply == self.data.truth)
+
+    @vf.reward(weight=0.5)
+    async def brief(self, trace) -> float:
+        return float(len(trace.last_reply) < 5)
+
+class Sums(vf.Taskset[SumTask]):
+    def load(self):
+        for a, b in ((12, 34), (1, 2), (7, 7)):
+            yield SumTask(SumData(prompt=f"{a}+{b}?", truth=str(a + b)), self.config.task)
+
+__all__ = ["Sums"]
+"""
+
+
+@pytest.fixture
+def python() -> str:
+    Path("my_sums.py").write_text(TASKSET)
+    return os.environ["MEGARL_VERIFIERS_PYTHON"]
+
+
+def prompt_of(task: dict[str, Any]) -> Prompt:
+    return Prompt("0-0", [1], task["prompt"], extra={"task": task})
+
+
+@pytest.mark.agents
+def test_a_task_is_asked_and_scored_there_and_recorded_here(python: str) -> None:
+    function = load("my_sums", {"python": python})
+
+    async def run() -> Any:
+        async with endpoint_of(Scripted("qwen2_5", ["46", "47"]), style="qwen2_5") as (endpoint, _):
+            found = []
+            for name in ("0-0/0", "0-0/1"):
+                session = endpoint.open(name)
+                prompt = prompt_of({"prompt": "12+34?", "truth": "46"})
+                reward = await function(endpoint.url_of(session) + "/v1", prompt)
+                (row,) = session.conversation.rows()
+                found.append((reward, session.policy.text(row.token_ids)))
+            with pytest.raises(RuntimeError, match="there is no session|is of no session"):
+                await function(endpoint.url + "/s/other/v1", prompt)
+            return found
+
+    (right, text), (wrong, _) = asyncio.run(run())
+    assert right == {"right": 1.0, "brief": 0.5, "score": 1.5}
+    assert wrong == {"right": 0.0, "brief": 0.5, "score": 0.5}
+    assert "12+34?" in text and "46" in text
+
+
+@pytest.mark.agents
+def test_rows_of_data_are_written_for_a_taskset(python: str) -> None:
+    command = [python, "-P", str(WORKER), "my_sums", "--rows", "2"]
+    Path("tasks.jsonl").write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    first, second = Prompts("tasks.jsonl", tiny_tokenizer(), max_prompt_length=64, shuffle=False).all()
+    assert (first.text, second.text) == ("12+34?", "1+2?")
+    assert second.extra["task"] == {"idx": 1, "prompt": "1+2?", "truth": "3"}
+
+
+def test_an_interpreter_that_is_missing_is_refused_before_a_run() -> None:
+    with pytest.raises(ValueError, match=r"agent\.fn=verifiers:x: /.*/no/python is no Python"):
+        load("x", {"python": "no/python"})
+
+
+def test_a_process_that_ends_fails_its_episodes_and_a_row_needs_a_task() -> None:
+    Path("python").write_text("#!/bin/sh\nexit 3\n")
+    Path("python").chmod(0o700)
+    function = load("x", {"python": "python"})
+    with pytest.raises(RuntimeError, match="the process of verifiers ended with exit code 3"):
+        asyncio.run(function("http://127.0.0.1:1/v1", prompt_of({"prompt": "x"})))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompt 0-0 has no field `task`"):
+        asyncio.run(function("http://127.0.0.1:1/v1", Prompt("0-0", [1], "x")))  # type: ignore[arg-type]

@@ -1,0 +1,46 @@
+"""The examples with agents: each begins with what its cold start taught, and learns the rest from rewards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.metrics.plots import Series, read_series
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *words: str) -> tuple[Series, dict[str, float]]:
+    """The metrics and the summary of a run in this folder, as a reader would start it."""
+    Path("examples").symlink_to(EXAMPLES)
+    command = [sys.executable, "-m", "megarl", "train", "--config", f"examples/{name}.yaml", *words]
+    subprocess.run(command, check=True)
+    folder = Path("runs") / name
+    return read_series(folder / "metrics.jsonl"), json.loads((folder / "summary.json").read_text())
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_call_a_calculator() -> None:
+    series, summary = run("calculator")
+    assert summary["accuracy_before"] < 0.3 and summary["accuracy_after"] > 0.8
+    _, calls = series["agent/tool_calls"]
+    assert calls[0] < 0.6 and mean(calls[-3:]) > 0.9
+    assert summary["pushes_verified"] == summary["pushes"]
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_halve_what_is_left() -> None:
+    series, _ = run("guessing_game")
+    _, scores = series["critic/score/mean"]
+    _, found = series["reward/found"]
+    # At random: 0.2 * sum over k = 0..4 of (5 - k) / 7 * (6/7)^k; at best: 1 - 0.2 * (17/7 - 1) = 0.714.
+    assert scores[0] < 0.45 and mean(scores[-5:]) > 0.6
+    assert found[0] < 0.7 and mean(found[-5:]) > 0.9
