@@ -19,9 +19,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from megarl.rollout.pool_server import Ask, PoolServer, RolloutFailed, ServerFailed, TakenOut, Unreachable
+from megarl.rollout.pool_server import Ask, NoFilesLeft, PoolServer, RolloutFailed, ServerFailed, TakenOut, Unreachable
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.sender import Sender
+from megarl.rollout.slots import Slots
 from megarl.sample import Completion
 
 __all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed"]
