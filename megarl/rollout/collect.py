@@ -38,6 +38,7 @@ async def collect_group(
     decode: Callable[[list[int]], str],
     piece_tokens: int = 0,
     greedy: bool = False,
+    urgent: bool = False,
 ) -> list[Sample] | LostRollout:
     """n scored completions of one prompt, each with its own request; a LostRollout if one of them failed.
 
@@ -45,12 +46,12 @@ async def collect_group(
     fewer than two are left, or the greedy one leaves, the group is a LostRollout: nothing is left to compare.
 
     `decode` turns a completion's tokens into text without special tokens. With params.sampling_seed every completion
-    has its own seed: see for_completion. `piece_tokens`: see pieces.write. With `greedy` one more, greedy completion is
-    generated, and each sample has its reward. Exceptions of `score` are raised.
+    has its own seed: see for_completion. `piece_tokens`, `urgent`: see pieces.write. With `greedy` one more, greedy
+    completion is generated, and each sample has its reward. Exceptions of `score` are raised.
     """
     asked = [for_completion(params, prompt.uid, index) for index in range(n)] + [params.as_greedy()] * greedy
     try:
-        completions = await _write_all(pool, prompt.token_ids, asked, piece_tokens)
+        completions = await _write_all(pool, prompt.token_ids, asked, piece_tokens, urgent=urgent)
     except RolloutFailed as error:
         return LostRollout(prompt, str(error))
     completions = [replace(completion, text=decode(completion.token_ids)) for completion in completions]
@@ -74,12 +75,12 @@ async def collect_group(
 
 
 async def _write_all(
-    pool: EnginePool, prompt_ids: Sequence[int], asked: Sequence[SamplingParams], piece_tokens: int
+    pool: EnginePool, prompt_ids: Sequence[int], asked: Sequence[SamplingParams], piece_tokens: int, *, urgent: bool
 ) -> list[Completion]:
     """One completion for each of `asked`; if one fails, the others are cancelled."""
     with pool.session(len(asked)) as home:
         tasks = [
-            asyncio.create_task(write(pool, prompt_ids, params, piece_tokens=piece_tokens, prefer=home))
+            asyncio.create_task(write(pool, prompt_ids, params, piece_tokens=piece_tokens, prefer=home, urgent=urgent))
             for params in asked
         ]
         try:

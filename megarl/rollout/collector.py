@@ -30,6 +30,7 @@ from megarl.sample import Completion, LostRollout, Prompt
 logger = logging.getLogger("megarl.rollout.collector")
 
 HEARTBEAT_S = 1.0
+GATHER_S = 0.01  # what finishes within this time is one message: completions take much longer
 
 
 class Scorer(Protocol):
@@ -63,7 +64,7 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and ends this process
     _log_to(settings.log_path)
     _allow_all_files()
-    outbox = Outbox(pipe, partial(_tell, pipe))
+    outbox = Outbox(pipe, partial(_tell, pipe), gather_s=GATHER_S)
     try:
         scorer = settings.make_scorer()
         scorer.start()
@@ -126,6 +127,7 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
             decode=decode,
             piece_tokens=settings.piece_tokens,
             greedy=order.greedy,
+            urgent=order.urgent,
         )
         if isinstance(group, LostRollout):
             logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)

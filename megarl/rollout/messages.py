@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,13 +24,17 @@ PackedGroup = list[tuple[Any, ...]] | tuple[str, int]  # one tuple per sample, o
 
 @dataclass(frozen=True)
 class Order:
-    """n completions of one prompt, and with `greedy` one more, greedy completion."""
+    """n completions of one prompt, and with `greedy` one more, greedy completion.
+
+    `urgent`: somebody waits for nothing else, so it comes before orders that are not.
+    """
 
     number: int
     prompt: Prompt
     n: int
     params: SamplingParams
     greedy: bool = False
+    urgent: bool = False
 
     @property
     def num_completions(self) -> int:
@@ -77,12 +82,13 @@ Message = Order | Cancel | Trust | Fence | Hold | Close
 class Outbox:
     """Sends messages in a thread, in lists of all that wait: a full pipe blocks this thread, not the caller.
 
+    `gather_s`: after a first message it waits so long for more: threads of both sides wake up once for all of them.
     `on_error`: called in this thread if messages cannot be sent although the other side is there, for example because
     one cannot be pickled.  Nothing is sent after that.
     """
 
-    def __init__(self, pipe: Connection, on_error: Callable[[Exception], None]) -> None:
-        self._pipe, self._on_error = pipe, on_error
+    def __init__(self, pipe: Connection, on_error: Callable[[Exception], None], *, gather_s: float = 0.0) -> None:
+        self._pipe, self._on_error, self._gather_s = pipe, on_error, gather_s
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, daemon=True, name="outbox")
         self._thread.start()
@@ -100,6 +106,8 @@ class Outbox:
     def _send_all(self) -> None:
         while True:
             messages = [self._waiting.get()]
+            if self._gather_s:
+                time.sleep(self._gather_s)
             while not self._waiting.empty():
                 messages.append(self._waiting.get())
             try:
@@ -125,7 +133,7 @@ def pack(group: list[Sample] | LostRollout) -> PackedGroup:
             sample.completion.token_ids,
             sample.completion.log_probs,
             sample.completion.finish_reason,
-            tuple(astuple(span) for span in sample.completion.versions),
+            tuple((span.version, span.start, span.end) for span in sample.completion.versions),
             sample.completion.text,
             dict(sample.completion.columns),
             sample.reward,
