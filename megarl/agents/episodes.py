@@ -120,7 +120,7 @@ class Episodes:
         return {name: float(count) for name, count in self._counts.items()}
 
     async def group(
-        self, prompt: Prompt, n: int, params: SamplingParams, *, greedy: bool = False
+        self, prompt: Prompt, n: int, params: SamplingParams, *, greedy: bool = False, urgent: bool = False
     ) -> list[Sample] | LostRollout:
         """n episodes of one prompt, and with `greedy` one more whose answers are greedy.
 
@@ -128,15 +128,16 @@ class Episodes:
         """
         asked = [params] * n + [params.as_greedy()] * greedy
         async with asyncio.TaskGroup() as tasks:
-            begun = [tasks.create_task(self._sample(prompt, at, each)) for at, each in enumerate(asked)]
+            policies = (replace(self._policy, params=each, urgent=urgent) for each in asked)
+            begun = [tasks.create_task(self._sample(prompt, at, policy)) for at, policy in enumerate(policies)]
         return grouped(self._pool, prompt, [task.result() for task in begun], n)
 
     # ---- one episode
 
-    async def _sample(self, prompt: Prompt, index: int, params: SamplingParams) -> Sample | str:
+    async def _sample(self, prompt: Prompt, index: int, policy: Policy) -> Sample | str:
         """A scored episode, or why there is none; its tokens are then counted as wasted."""
         self._counts[EPISODES] += 1
-        ended = await self._ended(prompt, f"{prompt.uid}/{index}", replace(self._policy, params=params))
+        ended = await self._ended(prompt, f"{prompt.uid}/{index}", policy)
         session = ended.session
         rows = session.conversation.rows()
         if not rows:

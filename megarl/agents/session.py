@@ -38,6 +38,7 @@ class Policy:
     max_turns: int = 1 << 30  # answers in an episode
     history: str = "generated"  # see conversation.HISTORIES
     piece_tokens: int = 0  # see pieces.write
+    urgent: bool = False  # see pieces.write
 
     def text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
@@ -202,7 +203,8 @@ class Session:
     async def _one(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         policy = self.policy
         params = for_completion(params, self.name, next(self._numbers))
-        return await write(policy.pool, prompt_ids, params, piece_tokens=policy.piece_tokens, prefer=self._home)
+        how: dict[str, Any] = {"piece_tokens": policy.piece_tokens, "urgent": policy.urgent}
+        return await write(policy.pool, prompt_ids, params, prefer=self._home, **how)
 
     def _message(self, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config import Config, ConfigError, SweptRun, from_yaml
+from megarl.config import Config, ConfigError, SweptRun, read_yaml
 from megarl.config.names import AUTO
 from megarl.config.settings import show
 from megarl.plan.command.report import report
@@ -107,7 +107,7 @@ def is_finished(config: Config) -> bool:
     if now.resume_mode == "disable" or not (written.exists() and summary.exists()):
         return False
     try:
-        found = from_yaml(written.read_text())
+        found = read_yaml(written)
     except ConfigError:  # of another version
         return False
     then = replace(found.trainer, resume_mode=now.resume_mode, logger=now.logger)

@@ -17,6 +17,7 @@ from megarl.config.compose import (
     layout_word,
     load_config,
     preset_names,
+    read_yaml,
     recipe_names,
     to_yaml,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "load_sweep",
     "model_config",
     "preset_names",
+    "read_yaml",
     "recipe_names",
     "resolved",
     "to_yaml",

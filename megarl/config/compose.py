@@ -14,17 +14,17 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 import megarl
 from megarl.config import presets
-from megarl.config.keys import FREE
+from megarl.config.keys import FREE, leaf_types, type_name
 from megarl.config.names import AUTO, COMMANDS
 from megarl.config.presets import find, is_path, read_preset
 from megarl.config.resolve import MICRO_BATCH_KEYS, followed_by_roles, settled, to_config
 from megarl.config.schema import Config
-from megarl.config.settings import ConfigError, Layer, Setting, from_command_line, from_file
+from megarl.config.settings import ConfigError, Layer, Setting, from_command_line, from_file, show
 from megarl.config.unused_keys import check_effect
 from megarl.config.validate.algorithms import advice
 from megarl.config.validate.layouts import check_layouts, failing_roles
@@ -105,8 +105,33 @@ def from_yaml(text: str) -> Config:
     try:
         merged.merge_with(OmegaConf.create(text))
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"this is no configuration of a run: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"this is no configuration of a run: {_fault(error, text)}") from None
     return to_config(merged)
+
+
+def _fault(error: OmegaConfBaseException | YAMLError, text: str) -> str:
+    """What is wrong with a text that `to_yaml` did not write, with the key and its value where they are known."""
+    key = getattr(error, "full_key", None)
+    if key in leaf_types():
+        value = OmegaConf.select(OmegaConf.create(text), key)
+        return f"{key}={show(value)}: expected {type_name(leaf_types()[key])}"
+    if isinstance(error, ConfigKeyError):
+        return f"{key}: expected a key of this version"
+    return " ".join(str(error).split())
+
+
+def read_yaml(file: Path) -> Config:
+    """The Config in the config.yaml of a run.
+
+    Raises ConfigError, naming file and key, for what this version does not understand.
+    """
+    try:
+        return from_yaml(file.read_text())
+    except ConfigError as error:
+        raise ConfigError(
+            f"{file}: {error}; another version of megarl may have written it: correct it by docs/configuration.md, "
+            "or begin a new run (trainer.resume_mode=disable, or another trainer.experiment_name)"
+        ) from None
 
 
 def _layers(typed: Layer) -> list[Layer]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from megarl.config import from_yaml
+from megarl.config import read_yaml
 from megarl.mcore.checkpoint.checkpoint import ABOUT, adapters_in, weights_in
 from megarl.trainer.build import model_folder
 from megarl.trainer.checkpoint import MANIFEST
@@ -91,7 +91,7 @@ def _base_of_run(path: Path, role: Role) -> tuple[Path, str]:
     settings = path.absolute().parents[2] / "config.yaml"
     if not settings.is_file():
         raise ValueError(f"{path}: there is no {settings} to say whose weights these are; expected model=FOLDER")
-    config = from_yaml(settings.read_text())
+    config = read_yaml(settings)
     return Path(model_folder(config.critic.model.path if role == "critic" else config.model.path)), config.model.dtype
 
 

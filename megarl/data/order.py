@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+
+from megarl.data.readers import content_digest
 
 
 class Visits:
@@ -33,10 +37,16 @@ class Visits:
         return np.random.default_rng([self._seed, epoch]).permutation(self.num_rows)
 
 
+def fingerprint_of(files: str | Sequence[str], rows: Sequence[int], *, shuffle: bool, seed: int) -> str:
+    """All that decides which row a visit is: the content of the files, the rows that are used, and their order."""
+    used = hashlib.blake2b(np.asarray(rows, dtype=np.int64).tobytes(), digest_size=4).hexdigest()
+    return f"{len(rows)}-{content_digest(files)}-{used}-{f'seed{seed}' if shuffle else 'unshuffled'}"
+
+
 def check_same_data(saved: str, here: str) -> None:
-    """Raises ValueError if a saved position belongs to other data: two fingerprints (rows and content) differ."""
+    """Raises ValueError if a saved position belongs to other data: two fingerprints (rows, content, order) differ."""
     if saved != here:
         raise ValueError(
-            f"the saved data position belongs to other data (rows and content {saved}, here {here}); "
-            "expected the same files and length limits, or a run without resuming"
+            f"the saved data position belongs to other data (rows, content and order {saved}, here {here}); "
+            "expected the same files, length limits, shuffle and seed, or a run without resuming"
         )

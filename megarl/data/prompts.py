@@ -11,8 +11,8 @@ from megarl.data import FILE_KINDS
 from megarl.data.chat import encode_many, has_chat_template
 from megarl.data.exact_json import check_writable
 from megarl.data.fields import Question, question_of
-from megarl.data.order import Visits
-from megarl.data.readers import content_digest, read_rows
+from megarl.data.order import Visits, fingerprint_of
+from megarl.data.readers import read_rows
 from megarl.sample import Prompt
 
 
@@ -54,7 +54,7 @@ class Prompts:
         self._questions: list[Question] = [questions[row] for row in self._rows]
         # int32 arrays: lists of Python integers would take several times the memory.
         self._token_ids = [np.asarray(encoded[row], dtype=np.int32) for row in self._rows]
-        self.fingerprint = f"{len(self._rows)}-{content_digest(files)}"
+        self.fingerprint = fingerprint_of(files, self._rows, shuffle=shuffle, seed=seed)
         self._visits = Visits(len(self._rows), shuffle=shuffle, seed=seed)
 
     def __len__(self) -> int:

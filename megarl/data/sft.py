@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from megarl.data import FILE_KINDS
 from megarl.data.chat import encode_many, encode_responses, has_chat_template
 from megarl.data.fields import example_of
-from megarl.data.order import Visits, check_same_data
-from megarl.data.readers import content_digest, read_rows
+from megarl.data.order import Visits, check_same_data, fingerprint_of
+from megarl.data.readers import read_rows
 from megarl.sample import Batch
 
 
@@ -48,14 +48,16 @@ class SftExamples:
         responses = encode_responses(tokenizer, [example.response for example in examples])
         self._sequences: list[np.ndarray] = []  # [prompt + response] int32
         self._prompt_lengths: list[int] = []
-        for example, prompt, response in zip(examples, prompts, responses, strict=True):
+        rows: list[int] = []  # that fit
+        for row, (example, prompt, response) in enumerate(zip(examples, prompts, responses, strict=True)):
             if _fits(example.where, len(prompt), len(response), max_length, overlong):
                 self._sequences.append(np.asarray(prompt + response, dtype=np.int32))
                 self._prompt_lengths.append(len(prompt))
+                rows.append(row)
         if not self._sequences:
             raise ValueError(f"sft.max_length={max_length}: every example of {files} is longer")
         self.num_filtered = len(examples) - len(self._sequences)
-        self.fingerprint = f"{len(self._sequences)}-{content_digest(files)}"
+        self.fingerprint = fingerprint_of(files, rows, shuffle=shuffle, seed=seed)
         self._visits, self._next = Visits(len(self._sequences), shuffle=shuffle, seed=seed), 0
 
     def __len__(self) -> int:

@@ -38,9 +38,12 @@ class Writer(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
     async def group(
-        self, prompt: Prompt, n: int, params: SamplingParams, *, greedy: bool = False
+        self, prompt: Prompt, n: int, params: SamplingParams, *, greedy: bool = False, urgent: bool = False
     ) -> list[Sample] | LostRollout:
-        """n scored samples of one prompt; with `greedy` each has the reward of one more, greedy sample."""
+        """n scored samples of one prompt; with `greedy` each has the reward of one more, greedy sample.
+
+        `urgent`: see pieces.write.
+        """
         ...
 
     def counters(self) -> dict[str, float]:
@@ -69,10 +72,10 @@ class Completions:
         pass
 
     async def group(
-        self, prompt: Prompt, n: int, params: SamplingParams, *, greedy: bool = False
+        self, prompt: Prompt, n: int, params: SamplingParams, *, greedy: bool = False, urgent: bool = False
     ) -> list[Sample] | LostRollout:
-        how: dict[str, Any] = {"decode": self._decode, "piece_tokens": self._piece_tokens, "greedy": greedy}
-        return await collect_group(self._pool, prompt, n, params, self._score, **how)
+        how: dict[str, Any] = {"decode": self._decode, "piece_tokens": self._piece_tokens}
+        return await collect_group(self._pool, prompt, n, params, self._score, greedy=greedy, urgent=urgent, **how)
 
     def counters(self) -> dict[str, float]:
         return {}
@@ -91,6 +94,7 @@ async def collect_group(
     decode: Callable[[list[int]], str],
     piece_tokens: int = 0,
     greedy: bool = False,
+    urgent: bool = False,
 ) -> list[Sample] | LostRollout:
     """n scored completions of one prompt, each with its own request; a LostRollout if one of them failed.
 
@@ -98,12 +102,12 @@ async def collect_group(
     fewer than two are left, or the greedy one leaves, the group is a LostRollout: nothing is left to compare.
 
     `decode` turns a completion's tokens into text without special tokens. With params.sampling_seed every completion
-    has its own seed: see for_completion. `piece_tokens`: see pieces.write. With `greedy` one more, greedy completion is
-    generated, and each sample has its reward. Exceptions of `score` are raised.
+    has its own seed: see for_completion. `piece_tokens`, `urgent`: see pieces.write. With `greedy` one more, greedy
+    completion is generated, and each sample has its reward. Exceptions of `score` are raised.
     """
     asked = [for_completion(params, prompt.uid, index) for index in range(n)] + [params.as_greedy()] * greedy
     try:
-        completions = await _write_all(pool, prompt.token_ids, asked, piece_tokens)
+        completions = await _write_all(pool, prompt.token_ids, asked, piece_tokens, urgent=urgent)
     except RolloutFailed as error:
         return LostRollout(prompt, str(error))
     completions = [replace(completion, text=decode(completion.token_ids)) for completion in completions]
@@ -138,12 +142,12 @@ def grouped(pool: EnginePool, prompt: Prompt, outcomes: Sequence[Sample | str], 
 
 
 async def _write_all(
-    pool: EnginePool, prompt_ids: Sequence[int], asked: Sequence[SamplingParams], piece_tokens: int
+    pool: EnginePool, prompt_ids: Sequence[int], asked: Sequence[SamplingParams], piece_tokens: int, *, urgent: bool
 ) -> list[Completion]:
     """One completion for each of `asked`; if one fails, the others are cancelled."""
     with pool.session(len(asked)) as home:
         tasks = [
-            asyncio.create_task(write(pool, prompt_ids, params, piece_tokens=piece_tokens, prefer=home))
+            asyncio.create_task(write(pool, prompt_ids, params, piece_tokens=piece_tokens, prefer=home, urgent=urgent))
             for params in asked
         ]
         try:

@@ -32,6 +32,7 @@ logger = logging.getLogger("megarl.rollout.collector")
 
 HEARTBEAT_S = 1.0
 BLOCKED_S = 10.0  # code that blocks the event loop for so long is named in the log
+GATHER_S = 0.01  # what finishes within this time is one message: completions take much longer
 
 
 class Scorer(Protocol):
@@ -66,7 +67,7 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and ends this process
     _log_to(settings.log_path)
     _allow_all_files()
-    outbox = Outbox(pipe, partial(_tell, pipe))
+    outbox = Outbox(pipe, partial(_tell, pipe), gather_s=GATHER_S)
     try:
         scorer = settings.make_scorer()
         scorer.start()
@@ -120,7 +121,7 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
     writer = settings.make_writer(pool, tokenizer, scorer.score, settings.piece_tokens)
 
     async def one(order: Order) -> None:
-        group = await writer.group(order.prompt, order.n, order.params, greedy=order.greedy)
+        group = await writer.group(order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent)
         if isinstance(group, LostRollout):
             logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
         outbox.put(("group", order.number, pack(group)))

@@ -83,7 +83,8 @@ class Collectors:
         self._room = 2 * max_in_flight  # completions of a collector: half of them wait there, so that no slot waits
         self._news = threading.Condition()  # its lock guards all that follows
         self._open: dict[int, OpenOrder] = {}  # by number
-        self._waiting: list[int] = []  # a heap of the orders that no collector has; cancelled ones stay in it
+        # A heap of (not urgent, number) of the orders that no collector has; cancelled ones stay in it.
+        self._waiting: list[tuple[bool, int]] = []
         self._came: list[tuple[Ticket, PackedGroup]] = []  # tickets that `wait` will fill
         self._numbers = count()
         self._error: CollectorError | None = None
@@ -116,19 +117,26 @@ class Collectors:
     # ---- orders
 
     def submit(
-        self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams, greedy: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n: int,
+        params: SamplingParams,
+        greedy: bool = False,
+        urgent: bool = False,
     ) -> list[Ticket]:
         """Start the generation of n completions per prompt; returns a ticket for each prompt.
 
         `greedy`: generate one more, greedy completion per prompt; each sample of the group gets its reward.
+        `urgent`: before all orders that are not, but for the completions that have begun.
         """
         tickets = [Ticket(prompt) for prompt in prompts]
         with self._news:
             for ticket in tickets:
                 ticket.number = next(self._numbers)
-                order = Order(ticket.number, ticket.prompt, n, params, greedy)
+                order = Order(ticket.number, ticket.prompt, n, params, greedy, urgent)
                 self._open[order.number] = OpenOrder(order, ticket)
-                heapq.heappush(self._waiting, order.number)
+                self._queue(order)
             self._assign()
         return tickets
 
@@ -230,13 +238,21 @@ class Collectors:
             opened.share.settle(opened)
         self._came.append((opened.ticket, packed))
 
+    def _queue(self, order: Order) -> None:
+        heapq.heappush(self._waiting, (not order.urgent, order.number))
+
     def _assign(self) -> None:
-        """Give waiting orders, lowest numbers first, to collectors with the fewest completions per live server."""
+        """Give waiting orders, lowest numbers first, to collectors with the fewest completions per live server.
+
+        Urgent ones need no room: in the collector they pass what waits there.
+        """
         while self._waiting:
-            free = [share for share in self._shares if share.live and share.load < self._room]
+            can_wait, number = self._waiting[0]
+            free = [share for share in self._shares if share.live and not (can_wait and share.load >= self._room)]
             if not free:
                 return
-            opened = self._open.get(heapq.heappop(self._waiting))
+            heapq.heappop(self._waiting)
+            opened = self._open.get(number)
             if opened is not None:
                 min(free, key=lambda share: share.load / len(share.live)).give(opened)
 
@@ -255,7 +271,7 @@ class Collectors:
     def _take_back(self, share: Share) -> None:
         for opened in list(share.orders.values()):
             share.cancel(opened)
-            heapq.heappush(self._waiting, opened.order.number)
+            self._queue(opened.order)
 
 
 def _numbered(path: Path, index: int, num: int) -> Path:

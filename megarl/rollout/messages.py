@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,13 +25,17 @@ PackedGroup = list[tuple[Any, ...]] | tuple[str, int]  # one tuple per sample, o
 
 @dataclass(frozen=True)
 class Order:
-    """n completions of one prompt, and with `greedy` one more, greedy completion."""
+    """n completions of one prompt, and with `greedy` one more, greedy completion.
+
+    `urgent`: somebody waits for nothing else, so it comes before orders that are not.
+    """
 
     number: int
     prompt: Prompt
     n: int
     params: SamplingParams
     greedy: bool = False
+    urgent: bool = False
 
     @property
     def num_completions(self) -> int:
@@ -78,12 +83,13 @@ Message = Order | Cancel | Trust | Fence | Hold | Close
 class Outbox:
     """Sends messages in a thread, in lists of all that wait: a full pipe blocks this thread, not the caller.
 
+    `gather_s`: after a first message it waits so long for more: threads of both sides wake up once for all of them.
     `on_error`: called in this thread if messages cannot be sent although the other side is there, for example because
     one cannot be pickled.  Nothing is sent after that.
     """
 
-    def __init__(self, pipe: Connection, on_error: Callable[[Exception], None]) -> None:
-        self._pipe, self._on_error = pipe, on_error
+    def __init__(self, pipe: Connection, on_error: Callable[[Exception], None], *, gather_s: float = 0.0) -> None:
+        self._pipe, self._on_error, self._gather_s = pipe, on_error, gather_s
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, daemon=True, name="outbox")
         self._thread.start()
@@ -101,6 +107,8 @@ class Outbox:
     def _send_all(self) -> None:
         while True:
             messages = [self._waiting.get()]
+            if self._gather_s:
+                time.sleep(self._gather_s)
             while not self._waiting.empty():
                 messages.append(self._waiting.get())
             try:
@@ -141,7 +149,8 @@ def unpack(packed: PackedGroup, prompt: Prompt) -> list[Sample] | LostRollout:
 
 
 def _pack_row(row: Row, prompt_ids: list[int]) -> tuple[Any, ...]:
-    learnt, versions = (tuple(astuple(span) for span in spans) for spans in (row.learnt, row.versions))
+    learnt = tuple((span.turn, span.start, span.end) for span in row.learnt)  # astuple copies, and takes much longer
+    versions = tuple((span.version, span.start, span.end) for span in row.versions)
     tokens = without_prefix(row.token_ids, prompt_ids)
     return (*tokens, learnt, row.log_probs, versions, row.finish_reason, row.rewards, dict(row.columns))
 

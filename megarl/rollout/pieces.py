@@ -28,24 +28,25 @@ async def write(
     *,
     piece_tokens: int = 0,
     prefer: str | None = None,
+    urgent: bool = False,
 ) -> Completion:
     """One completion of up to params.max_new_tokens, without text; its finish_reason is "stop" or "length".
 
     `piece_tokens`: new tokens of one request at most; 0: no limit.  `prefer`: url of the server for the first piece;
-    each further one prefers the server of the piece before.
+    each further one prefers the server of the piece before.  `urgent`: it takes a slot before those that are not.
     Raises RolloutFailed if a request is refused, or if so many attempts in a row brought no token as the pool allows.
     """
     pool.check_prompt(prompt_ids)
-    written = _EMPTY
+    await pool.slots.take(urgent=urgent)
+    written, is_whole = _EMPTY, False
     try:
-        async with pool.slots:
-            is_whole = False
-            while not is_whole:
-                left = params.max_new_tokens - len(written.token_ids)
-                part = replace(params, max_new_tokens=min(left, piece_tokens or left))
-                piece, prefer = await pool.generate([*prompt_ids, *written.token_ids], part, prefer=prefer)
-                written = join(written, piece, len(prompt_ids))
-                is_whole = len(piece.token_ids) == left or _is_last(piece, part)
+        while not is_whole:
+            left = params.max_new_tokens - len(written.token_ids)
+            most = min(left, piece_tokens or left)
+            part = params if most == params.max_new_tokens else replace(params, max_new_tokens=most)
+            piece, prefer = await pool.generate([*prompt_ids, *written.token_ids], part, prefer=prefer)
+            written = join(written, piece, len(prompt_ids))
+            is_whole = len(piece.token_ids) == left or _is_last(piece, part)
     except RolloutFailed as error:
         pool.waste("lost", len(written.token_ids))
         after = f" after {len(written.token_ids)} tokens" if written.token_ids else ""
@@ -53,7 +54,9 @@ async def write(
     except asyncio.CancelledError:
         pool.waste("cancelled", len(written.token_ids))
         raise
-    return written if written.finish_reason == "stop" else replace(written, finish_reason="length")
+    finally:
+        pool.slots.give_back()
+    return replace(written, finish_reason="length") if written.finish_reason == "abort" else written
 
 
 def _is_last(piece: Completion, asked: SamplingParams) -> bool:

@@ -19,9 +19,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from megarl.rollout.pool_server import Ask, PoolServer, RolloutFailed, ServerFailed, TakenOut, Unreachable
+from megarl.rollout.pool_server import Ask, NoFilesLeft, PoolServer, RolloutFailed, ServerFailed, TakenOut, Unreachable
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.sender import Sender
+from megarl.rollout.slots import Slots
 from megarl.sample import Completion
 
 __all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed"]
@@ -70,7 +71,7 @@ class EnginePool:
         self._sender = Sender(token, timeout_s, salted=salted)
         self._retries, self._rest_s, self._vocab_size = retries, rest_s, vocab_size
         self._slack = max(1, max_in_flight // (8 * len(self._servers)))  # by which a preferred server may be busier
-        self.slots = asyncio.Semaphore(max_in_flight)
+        self.slots = Slots(max_in_flight)
         self._counts: Counter[str] = Counter()
         self._since = time.monotonic()
 
@@ -170,7 +171,7 @@ class EnginePool:
         except asyncio.CancelledError:
             cause = "cancelled"
             raise
-        except (RolloutFailed, Unreachable):
+        except (RolloutFailed, Unreachable, NoFilesLeft):
             ask.num_tokens = 0  # it was refused, or not sent
             raise
         finally:

@@ -26,8 +26,13 @@ class ServerFailed(RuntimeError):
 class Unreachable(RuntimeError):
     """No server has begun with the request: no connection, or status 503; not counted as an attempt.
 
-    503 is what a router without a live server answers, and a server whose queue is full.
+    503 is what a router without a live server answers, and a server whose queue is full, or where the request waited
+    for too long.  A server that was started again and does not hold the request's adapter has not begun either.
     """
+
+
+class NoFilesLeft(RuntimeError):
+    """No connection can be opened, to no server; ends the run, because only its user can change that."""
 
 
 class TakenOut(RuntimeError):

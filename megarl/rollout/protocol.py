@@ -58,6 +58,9 @@ class Abilities:
     # feature such a flush crashes the server, so it has to run without a prefix cache.
     flush_beside_queue: bool
     cache_salt: bool  # requests of different salts share no KV
+    # A request that is aborted in the queue no longer counts as a user of its adapter. Without this feature the server
+    # waits for it for ever when the adapter is unloaded (SGLang's issue 34205).
+    frees_adapters: bool
 
     @staticmethod
     def of(version: str) -> Abilities:
@@ -70,6 +73,7 @@ class Abilities:
             version_spans=numbers >= (0, 5, 20),
             flush_beside_queue=numbers >= (0, 5, 21),
             cache_salt=numbers >= (0, 5, 18),
+            frees_adapters=numbers >= (0, 5, 22),
         )
 
 
@@ -119,11 +123,10 @@ class SamplingParams:
 
     def to_json(self, n: int = 1) -> dict[str, Any]:
         """The `sampling_params` of a request body for `n` completions per prompt."""
-        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        out["stop_token_ids"] = list(self.stop_token_ids)
+        out = {**vars(self), "stop_token_ids": list(self.stop_token_ids), "n": n}
         if self.sampling_seed is None:
             del out["sampling_seed"]
-        return {**out, "n": n}
+        return out
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> tuple[SamplingParams, int]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
+import json
+import resource
 import time
 import uuid
 from collections.abc import Sequence
@@ -13,7 +16,15 @@ from typing import Any
 
 import aiohttp
 
-from megarl.rollout.pool_server import Ask, PoolServer, RolloutFailed, ServerFailed, TakenOut, Unreachable
+from megarl.rollout.pool_server import (
+    Ask,
+    NoFilesLeft,
+    PoolServer,
+    RolloutFailed,
+    ServerFailed,
+    TakenOut,
+    Unreachable,
+)
 from megarl.rollout.protocol import (
     KEEP_ALIVE_S,
     Route,
@@ -136,11 +147,14 @@ class Sender:
         try:
             async with self._session.post(url + Route.GENERATE, json=body) as reply:
                 if reply.status != 200:
-                    raise _refusal(url, reply.status, error_message(await reply.text(), reply.reason or ""))
-                return await reply.json()
+                    message = error_message(await reply.text(), reply.reason or "")
+                    raise _refusal(url, reply.status, message, adapter=body.get("lora_path"))
+                return json.loads(await reply.read())
         except aiohttp.ClientSSLError as error:  # a wrong certificate does not heal by itself
             raise ServerFailed(f"{type(error).__name__} {error}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise NoFilesLeft(_files(error)) from error
             raise Unreachable(f"{type(error).__name__} {error}") from error
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a body that is no JSON
             raise ServerFailed(f"{type(error).__name__} {error}") from error
@@ -174,10 +188,25 @@ class Sender:
                 pass
 
 
-def _refusal(url: str, status: int, message: str) -> RuntimeError:
-    """5xx, 408 and 429 are retried on another server; any other status would be the same on all servers."""
-    if status == 503:
+def _refusal(url: str, status: int, message: str, *, adapter: str | None) -> RuntimeError:
+    """5xx, 408 and 429 are retried on another server; any other status would be the same on all servers.
+
+    `adapter`: that the request selects.  SGLang's own limit of a running request is a 503 too, but an attempt.
+    """
+    lacks_adapter = adapter is not None and adapter in message and " loaded" in message  # until the next push
+    if lacks_adapter or (status == 503 and "running timeout" not in message.lower()):
         return Unreachable(f"status {status}: {message}")
     if status >= 500 or status in (408, 429):
         return ServerFailed(f"status {status}: {message}")
     return RolloutFailed(f"{url} refused the request with status {status}: {message}")
+
+
+def _files(error: OSError) -> str:
+    """Who limits the open files: this process, or its machine."""
+    if error.errno == errno.ENFILE:
+        return "rollout.max_in_flight: this machine has no open file left for a request; expected a larger fs.file-max"
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"rollout.max_in_flight: each request needs an open file, and this process may open {most}; expected fewer "
+        "requests at a time, or a larger limit (ulimit -n)"
+    )

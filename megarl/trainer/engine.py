@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.config import Config, from_yaml
+from megarl.config import Config, read_yaml
 from megarl.config.names import AUTO
 from megarl.servers.sglang_environment import sglang_gpu_python
 from megarl.trainer import checkpoint
@@ -18,7 +18,7 @@ def chosen_engine(config: Config, command: str) -> tuple[str, str]:
     trainer = config.trainer
     if command == "train" and (saved := checkpoint.find(trainer.resume_mode, trainer.run_dir / "checkpoints")):
         begun = saved.folder.parents[1] / "config.yaml"
-        if begun.exists() and (engine := from_yaml(begun.read_text()).rollout.engine) != AUTO:
+        if begun.exists() and (engine := read_yaml(begun).rollout.engine) != AUTO:
             return engine, f"the run that resumes has it in {begun}"
     if trainer.device == "cpu":
         return "hf", "trainer.device=cpu uses no GPU"

@@ -97,8 +97,8 @@ class Evaluator:
         self._tickets: list[Ticket] = []
 
     def submit(self) -> None:
-        """Start generation."""
-        self._tickets = self._collectors.submit(self.prompts, n=self._n, params=self._params)
+        """Start generation, before all that is generated ahead: the trainer waits for the evaluation."""
+        self._tickets = self._collectors.submit(self.prompts, n=self._n, params=self._params, urgent=True)
 
     def ready(self) -> bool:
         """Whether all completions are generated and scored; waits up to 1 s for some of them."""

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from megarl.agents.load import without_prefix
-from megarl.config import Config, from_yaml
+from megarl.config import Config, read_yaml
 from megarl.config.validate.rewards import names_of
 from megarl.data.groups import load_groups
 from megarl.data.ledger import Ledger
@@ -69,7 +69,7 @@ def announce(checkpoint: Checkpoint, config: Config, num_steps: int) -> None:
     """
     folder, console = config.trainer.run_dir, Console(stderr=True, soft_wrap=True)
     file = folder / "config.yaml"
-    changed = changes(from_yaml(file.read_text()), config) if file.exists() else []
+    changed = changes(read_yaml(file), config) if file.exists() else []
     if changed and checkpoint.step >= num_steps:
         raise ValueError(
             f"{folder} is finished, with other settings ({', '.join(changed)}); use another "

@@ -28,10 +28,9 @@ from megarl.metrics.trackers import Trackers
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Rewards
 from megarl.roles.handles import PushSettings
-from megarl.rollout.client import ServerClient
 from megarl.rollout.collector_client import Collectors
 from megarl.rollout.prefetch import Prefetcher
-from megarl.rollout.protocol import Abilities, SamplingParams
+from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.trust import Trusts
 from megarl.sample import Batch, Sample
 from megarl.servers import supervisor
@@ -39,6 +38,7 @@ from megarl.servers.nccl import check_one_nccl
 from megarl.servers.router import Routed
 from megarl.servers.sglang_environment import sglang_python
 from megarl.trainer import checkpoint
+from megarl.trainer.abilities import abilities_of, check_abilities
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import (
     make_group,
@@ -174,9 +174,8 @@ class Run:
         self.roles = make_roles(config, self.algorithm, self._group_of)
         self.trackers.stage("starting servers")
         token, processes = self._infrastructure.server_token, self._infrastructure.serve()
-        abilities = [ability_of(url, token) for url in processes.urls]
-        if config.rollout.ahead and not self.drains:
-            check_version_spans(abilities)
+        abilities = abilities_of(processes.urls, token)
+        check_abilities(abilities, config, drains=self.drains)
         router = self._infrastructure.router
         salted = self.keeps_kv and all(ability.cache_salt for ability in abilities)
         self._start_collectors([router.url] if router else processes.urls, token, salted=salted)
@@ -335,25 +334,4 @@ def check_vocabularies(policy: str, reference: str, config: Config) -> None:
         raise ValueError(
             f"ref.model.path={config.ref.model.path}: its vocabulary has {theirs} tokens, and {compared}; "
             "expected a model with the same vocabulary"
-        )
-
-
-def ability_of(url: str, token: str) -> Abilities:
-    """Features of the server at `url`."""
-    engine = ServerClient(url, token)
-    try:
-        return engine.abilities
-    finally:
-        engine.close()
-
-
-def check_version_spans(abilities: Sequence[Abilities]) -> None:
-    """Raises ValueError if a server does not report the weights version of each token.
-
-    With rollout.ahead > 0 a push may come in the middle of a completion.
-    """
-    if not all(ability.version_spans for ability in abilities):
-        raise ValueError(
-            "rollout.ahead: this SGLang tells only one version a completion; expected 0, rollout.update=drain, or "
-            "SGLang 0.5.20 and newer"
         )

@@ -16,6 +16,7 @@ from megarl.config import (
     from_yaml,
     load_config,
     names,
+    read_yaml,
     recipe_names,
     resolved,
     to_yaml,
@@ -334,3 +335,23 @@ def test_what_is_no_configuration_is_not_read():
     for text in ("actor: {clip_ration: 1}", "actor: [", "rollout: {n: many}"):
         with pytest.raises(ConfigError, match="this is no configuration of a run"):
             from_yaml(text)
+
+
+def test_a_file_of_another_version_is_named_with_its_key(tmp_path):
+    """Before rewards were a list, a run wrote the name of one."""
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(load()))
+    assert read_yaml(file) == load()
+    advice = (
+        "another version of megarl may have written it: correct it by docs/configuration.md, or begin a new run "
+        "(trainer.resume_mode=disable, or another trainer.experiment_name)"
+    )
+    for text, fault in {
+        "reward: {fn: text}": "reward.fn=text: expected a list of texts",
+        "rollout: {n: many}": "rollout.n=many: expected an integer",
+        "actor: {clip_ration: 1}": "actor.clip_ration: expected a key of this version",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError) as error:
+            read_yaml(file)
+        assert str(error.value) == f"{file}: this is no configuration of a run: {fault}; {advice}"

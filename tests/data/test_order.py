@@ -39,5 +39,5 @@ def test_epochs_and_seeds_differ_and_are_repeatable():
 
 def test_a_position_over_other_data_is_refused():
     check_same_data("5-ab", "5-ab")
-    with pytest.raises(ValueError, match=r"belongs to other data \(rows and content 9-cd, here 5-ab\)"):
+    with pytest.raises(ValueError, match=r"belongs to other data \(rows, content and order 9-cd, here 5-ab\)"):
         check_same_data("9-cd", "5-ab")

@@ -3,6 +3,7 @@ import json
 import datasets
 import pytest
 
+from megarl.data.order import fingerprint_of
 from megarl.data.prompts import Prompts
 from megarl.data.tiny import tiny_tokenizer
 
@@ -61,10 +62,20 @@ def test_evaluation_takes_the_first_rows_in_file_order(sums, tokenizer):
     assert len(prompts.all()) == 8
 
 
-def test_the_fingerprint_belongs_to_the_content(sums, tokenizer, tmp_path):
+def test_the_fingerprint_belongs_to_all_that_decides_which_prompt_a_visit_is(sums, tokenizer, tmp_path):
+    def found(path=sums, **how):
+        return Prompts(path, tokenizer, **{"max_prompt_length": 4, "overlong": "filter", **how}).fingerprint
+
     changed = write(tmp_path / "b.jsonl", [{"prompt": "1"}] * 8)
-    first, again, other = (Prompts(path, tokenizer, max_prompt_length=4) for path in (sums, sums, changed))
-    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert found() == found() == found(shuffle=True, seed=0)
+    assert len({found(), found(changed), found(seed=1), found(shuffle=False)}) == 4
+    assert found(shuffle=False, seed=1) == found(shuffle=False), "without shuffling the seed decides nothing"
+
+
+def test_other_rows_of_the_same_files_have_another_fingerprint(tokenizer, tmp_path):
+    """As many rows as before, but with a system prompt or another tokenizer other ones may be too long."""
+    file = write(tmp_path / "a.jsonl", [{"prompt": "1"}] * 2)
+    assert fingerprint_of(file, [0], shuffle=False, seed=0) != fingerprint_of(file, [1], shuffle=False, seed=0)
 
 
 def test_a_long_prompt_is_refused_by_line_or_counted(tmp_path, tokenizer):

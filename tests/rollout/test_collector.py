@@ -272,6 +272,26 @@ def test_a_collector_that_is_killed_or_stopped_loses_nothing_and_doubles_nothing
 
 
 @pytest.mark.slow
+def test_urgent_orders_pass_those_that_wait_although_the_collector_is_full(make_collectors):
+    """As an evaluation while iterations ahead are generated: it waits for what has begun, and for nothing else."""
+    writer = Writer(stops_after=0)
+    with serving_in_a_thread(writer) as (urls, call):
+        collectors = make_collectors(urls, max_in_flight=2)
+        tickets = collectors.submit(prompts(10), n=1, params=PARAMS)
+        until(collectors, lambda: len(writer.ended) == 2)
+        assert collectors.counters["orders_waiting"] == 6, "the collector holds those that run, and as many that wait"
+        tickets += collectors.submit(prompts(3, first=10), n=1, params=PARAMS, urgent=True)
+        assert collectors.counters["orders_waiting"] == 6
+        call(writer.go.set)
+        filled(collectors, tickets)
+        check(tickets, 1)
+        asked = [body["input_ids"][2] - 2 for body in writer.bodies]
+        assert max(asked.index(number) for number in range(10, 13)) < min(
+            asked.index(number) for number in range(4, 10)
+        )
+
+
+@pytest.mark.slow
 def test_a_collector_that_ends_too_often_ends_the_run(make_collectors):
     with serving_in_a_thread(Writer(stops_after=0)) as (urls, _):
         collectors = make_collectors(urls, max_restarts=1)

@@ -335,3 +335,26 @@ def test_pieces_of_a_real_server_are_the_completion_at_once(server):
                 assert pieces.log_probs == pytest.approx(whole.log_probs, abs=1e-5)
 
     run(test)
+
+
+def test_urgent_completions_are_asked_before_those_that_wait():
+    async def test():
+        writer = Writer(stops_after=0)
+        async with serving(writer) as (urls, _), EnginePool(urls, "", timeout_s=60, max_in_flight=2) as pool:
+
+            def ask(first, *, urgent):
+                return [
+                    asyncio.create_task(write(pool, [first + i], PARAMS, urgent=urgent, piece_tokens=24))
+                    for i in range(4)
+                ]
+
+            tasks = ask(10, urgent=False)
+            while len(writer.ended) < 2:
+                await asyncio.sleep(0.01)
+            tasks += ask(20, urgent=True)
+            await asyncio.sleep(0)  # they wait for a slot
+            writer.go.set()
+            await asyncio.gather(*tasks)
+            assert [body["input_ids"][0] for body in writer.bodies] == [10, 11, 20, 21, 22, 23, 12, 13]
+
+    run(test)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
+import resource
 
 import pytest
 from aiohttp import web
@@ -13,6 +15,7 @@ from fake_servers import Writer, babbling, broken, completion_of, good, nothing,
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.pieces import write
 from megarl.rollout.pool import WASTE, EnginePool, RolloutFailed
+from megarl.rollout.pool_server import NoFilesLeft
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import VersionSpan
 from megarl.servers.supervisor import free_ports
@@ -81,6 +84,59 @@ def test_requests_wait_for_a_router_that_has_no_server_for_now():
         async with serving(router) as (urls, seen), EnginePool(urls, "", **options) as pool:
             assert (await pool.generate([3], PARAMS)).completion.token_ids == [4, 1]
             assert len(seen[0]) == 6 and pool.counters()["wasted_failed"] == 0
+
+    run(test)
+
+
+def test_a_request_that_a_server_ran_for_too_long_is_an_attempt():
+    """SGLang's own limits (SGLANG_REQ_RUNNING_TIMEOUT, _WAITING_TIMEOUT) answer 503, as an absent server does."""
+
+    def overdue(message):
+        async def handler(request):
+            return web.json_response({"object": "error", "message": message}, status=503)
+
+        return handler
+
+    async def ran():
+        options = {"timeout_s": 60, "retries": 2, "rest_s": 0.01}
+        handler = overdue("Request running timeout reached.")
+        async with serving(handler) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            with pytest.raises(RolloutFailed, match=r"3 attempts failed: .*503: Request running timeout reached"):
+                await pool.generate([3], PARAMS)
+            assert len(seen[0]) == 3
+
+    async def waited():
+        answers = iter([overdue("Request waiting timeout reached.")] * 5)
+
+        async def busy(request):
+            return await next(answers, good)(request)
+
+        options = {"timeout_s": 60, "retries": 1, "rest_s": 0.01}
+        async with serving(busy) as (urls, _), EnginePool(urls, "", **options) as pool:
+            assert (await pool.generate([3], PARAMS)).completion.token_ids == [4, 1], "no server had begun with it"
+
+    run(ran)
+    run(waited)
+
+
+def test_without_files_for_connections_the_limit_is_named():
+    """No further file can be opened here: its number would be the limit."""
+
+    async def test():
+        (port,) = free_ports(["127.0.0.1"])
+        async with EnginePool([f"http://127.0.0.1:{port}"], "", timeout_s=60) as pool:
+            allowed, free = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, allowed[1]))
+            try:
+                with pytest.raises(NoFilesLeft) as error:
+                    await pool.generate([3], PARAMS)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+            assert str(error.value) == (
+                "rollout.max_in_flight: each request needs an open file, and this process may open "
+                f"{free}; expected fewer requests at a time, or a larger limit (ulimit -n)"
+            )
 
     run(test)
 
@@ -257,6 +313,53 @@ def test_completions_are_asked_with_the_adapter_and_are_of_its_version():
             later = await pool.generate([3], PARAMS)
             assert [body["lora_path"] for body in seen[0]] == ["actor_7", "actor_8"]
             assert [piece.completion.versions for piece in (answer, later)] == [(VersionSpan(v, 0, 2),) for v in (7, 8)]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Got LoRA adapter that has never been loaded: {}\nAll",
+        "The following requested LoRA adapters are not loaded: {}\n",
+    ],
+)
+def test_a_server_that_lost_its_adapter_is_waited_for(words):
+    """It was started again, and the trainer, which has not noticed yet, will push the adapter again."""
+    lost = asyncio.Event()
+
+    async def restarted(request):
+        name = (await request.json())["lora_path"]
+        if name == "actor_7":
+            lost.set()
+            return web.json_response({"error": {"message": words.format(name)}}, status=400)
+        return await good(request)
+
+    async def test():
+        options = {"timeout_s": 60, "retries": 0, "rest_s": 0.01, "fenced": True}
+        async with serving(restarted) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            pool.trust(urls[0], 7, "actor_7")
+            asked = asyncio.create_task(pool.generate([3], PARAMS))
+            await lost.wait()
+            while len(seen[0]) < 3:
+                await asyncio.sleep(0.01)
+            pool.trust(urls[0], 7, "actor_7_again")
+            assert (await asked).completion.token_ids == [4, 1]
+
+    run(test)
+
+
+def test_a_server_without_adapters_refuses_for_good():
+    async def refuses(request):
+        message = "LoRA adapter 'actor_7' was requested, but LoRA is not enabled. Please preload adapters"
+        return web.json_response({"error": {"message": message}}, status=400)
+
+    async def test():
+        async with serving(refuses) as (urls, seen), EnginePool(urls, "", timeout_s=60, fenced=True) as pool:
+            pool.trust(urls[0], 7, "actor_7")
+            with pytest.raises(RolloutFailed, match="LoRA is not enabled"):
+                await pool.generate([3], PARAMS)
+            assert len(seen[0]) == 1
 
     run(test)
 

@@ -107,11 +107,13 @@ def test_a_reply_that_is_not_what_was_asked_is_an_error(reply, words):
 
 
 def test_abilities_go_by_the_version():
-    oldest = {"update_sessions": False, "version_spans": False, "flush_beside_queue": False, "cache_salt": False}
+    names = ("update_sessions", "version_spans", "flush_beside_queue", "cache_salt", "frees_adapters")
+    oldest = dict.fromkeys(names, False)
     assert Abilities.of("0.5.17") == Abilities(**oldest)
     assert Abilities.of("0.5.18") == Abilities(**{**oldest, "cache_salt": True})
     assert Abilities.of("0.5.20") == Abilities(**{**oldest, "cache_salt": True, "version_spans": True})
-    for version in ("0.5.21", "0.5.23.post1", "0.6.0", "1.0.0", "megarl-hf", "0.7.dev3", ""):
+    assert Abilities.of("0.5.21") == Abilities(**{**dict.fromkeys(oldest, True), "frees_adapters": False})
+    for version in ("0.5.22", "0.5.23.post1", "0.6.0", "1.0.0", "megarl-hf", "0.7.dev3", ""):
         assert Abilities.of(version) == Abilities(**dict.fromkeys(oldest, True))
 
 

@@ -92,7 +92,7 @@ def test_completions_are_asked_of_the_router_where_there_is_one(
 def test_the_servers_are_looked_after_while_their_completions_are_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    waits, looks = [], []
+    waits, looks, how = [], [], {}
     sample = SimpleNamespace(reward=0.5, prompt=SimpleNamespace(data_source=""))
     ticket = SimpleNamespace(group=None)
 
@@ -101,7 +101,11 @@ def test_the_servers_are_looked_after_while_their_completions_are_awaited(
         if len(waits) == 3:
             ticket.group = [sample]
 
-    collectors = SimpleNamespace(submit=lambda prompts, **how: [ticket], wait=wait, close=lambda: None)
+    def submit(prompts: list[str], **options: Any) -> list[Any]:
+        how.update(options)
+        return [ticket]
+
+    collectors = SimpleNamespace(submit=submit, wait=wait, close=lambda: None)
     infrastructure = nullcontext(SimpleNamespace(serve=Servers, router=None, server_token="token", reward_url=None))
     monkeypatch.setattr(evaluate, "Infrastructure", lambda *_, **__: infrastructure)
     monkeypatch.setattr(evaluate, "make_collectors", lambda *_, **__: collectors)
@@ -111,6 +115,7 @@ def test_the_servers_are_looked_after_while_their_completions_are_awaited(
     config.data.val_files = ["a.jsonl"]
     assert evaluate.main(config) == 0
     assert looks == [[A, B]] * 2
+    assert how["urgent"], "in a run nothing that is generated ahead may come before it"
     assert "val/score 0.5000" in capsys.readouterr().out
 
 

@@ -80,10 +80,11 @@ def test_the_main_job_learns_with_completions_of_sglang(home: Path) -> None:
 
 @pytest.mark.slow
 def test_wrong_rewards_teach_nothing(home: Path) -> None:
-    """The control: the same run with the rewards of other samples.  The policy then walks at random.
+    """The control, whole: with the rewards of other samples the same run does not get where the right ones must get.
 
-    Five seeds moved the accuracy by -0.11, -0.02, 0.03, 0.08 and 0.24: a walk, and one run cannot show that its mean is
-    0.  It does not get where the right rewards must get in as many steps.
+    That shuffled rewards teach nothing on average is shown, with a bound that follows, in test_control.py.  One run
+    cannot show it: Adam takes steps of full size in random directions, and five seeds moved the accuracy by -0.11,
+    -0.02, 0.03, 0.08 and 0.24.  What this run shows is that reward.shuffle reaches the trainer.
     """
     words = ["recipe=quickstart", "reward.shuffle=true", "trainer.check_export=false"]
     summary = run(home, "control", *words, *SHORT, *SHORT_CRITIC)

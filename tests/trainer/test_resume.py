@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from config_helpers import BASE, load, tables_kept
 
-from megarl.config import load_config
+from megarl.config import ConfigError, load_config
 from megarl.data.groups import save_groups
 from megarl.data.ledger import TRAINED, Ledger
 from megarl.plugins import load_plugins
 from megarl.sample import Completion, Prompt, Sample, VersionSpan
 from megarl.trainer.checkpoint import ROLLOUTS, Checkpoint
-from megarl.trainer.resume import check_is_known, generated_with, take_over
+from megarl.trainer.resume import announce, check_is_known, generated_with, take_over
 
 REWARD = "def score(prompt, completion):\n    return 1.0\n"
 
@@ -118,3 +118,12 @@ def test_a_checkpoint_from_before_the_ledger_is_one_sentence(tmp_path: Path) -> 
         f"trainer.resume_mode: {tmp_path} was saved by an older megarl (its state has no ledger and no "
         "generated_with); expected a checkpoint of this version, or trainer.resume_mode=disable"
     )
+
+
+def test_settings_that_another_version_wrote_are_one_sentence(tmp_path: Path) -> None:
+    config = load(f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=old")
+    file = tmp_path / "old" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text("reward: {fn: text}")
+    with pytest.raises(ConfigError, match=rf"{file}: .*reward\.fn=text: expected a list of texts; another version"):
+        announce(Checkpoint(tmp_path, 3, {}), config, 5)

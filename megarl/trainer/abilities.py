@@ -1,0 +1,37 @@
+"""What the versions of a run's servers can do, and whether the run needs more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+
+from megarl.config import Config
+from megarl.rollout.client import ServerClient
+from megarl.rollout.protocol import Abilities
+
+
+def abilities_of(urls: Sequence[str], token: str) -> list[Abilities]:
+    """Features of each server."""
+    found = []
+    for url in urls:
+        with closing(ServerClient(url, token)) as server:
+            found.append(server.abilities)
+    return found
+
+
+def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: bool) -> None:
+    """Raises ValueError if a server lacks a feature that the run needs.
+
+    With rollout.ahead > 0 a push that does not drain may come in the middle of a completion.
+    """
+    rollout, lora = config.rollout, config.actor.lora
+    if rollout.ahead and not drains and not all(ability.version_spans for ability in abilities):
+        raise ValueError(
+            f"rollout.ahead={rollout.ahead}: this SGLang tells only one version a completion; expected 0, "
+            "rollout.update=drain, or SGLang 0.5.20 and newer"
+        )
+    if lora.rank and lora.push == "adapter" and not all(ability.frees_adapters for ability in abilities):
+        raise ValueError(
+            "actor.lora.push=adapter: this SGLang may wait for ever when an adapter is unloaded; expected merged, or "
+            "SGLang 0.5.22 and newer"
+        )

@@ -1,0 +1,36 @@
+"""What the versions of the servers must be able to do for a run."""
+
+from __future__ import annotations
+
+import pytest
+from config_helpers import load
+
+from megarl.rollout.protocol import Abilities
+from megarl.trainer.abilities import check_abilities
+
+ADAPTERS = ["actor.lora.rank=4", "actor.lora.push=adapter", "rollout.engine=sglang"]
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.21"])
+def test_adapters_are_not_pushed_to_servers_that_may_never_unload_one(version: str) -> None:
+    """One old server among new ones is enough."""
+    servers = [Abilities.of("0.5.23"), Abilities.of(version)]
+    with pytest.raises(ValueError) as error:
+        check_abilities(servers, load(*ADAPTERS), drains=True)
+    assert str(error.value) == (
+        "actor.lora.push=adapter: this SGLang may wait for ever when an adapter is unloaded; expected merged, or "
+        "SGLang 0.5.22 and newer"
+    )
+    check_abilities(servers, load("actor.lora.rank=4", "rollout.engine=sglang"), drains=True)
+    check_abilities([Abilities.of("0.5.22")], load(*ADAPTERS), drains=True)
+
+
+def test_a_lead_needs_the_version_of_each_token_or_a_drain() -> None:
+    old, config = [Abilities.of("0.5.18")], load("rollout.ahead=2")
+    with pytest.raises(
+        ValueError, match=r"rollout\.ahead=2: this SGLang tells only one version a completion; expected 0"
+    ):
+        check_abilities(old, config, drains=False)
+    check_abilities(old, config, drains=True)
+    check_abilities(old, load(), drains=False)
+    check_abilities([Abilities.of("0.5.20")], config, drains=False)
