@@ -132,7 +132,7 @@ class Sample:
     reward: float  # in total, those of single turns included
     reward_extra: dict[str, float] = field(default_factory=dict)  # extra numbers of the reward function
     greedy_reward: float | None = None  # of a greedy completion of the same prompt, if one was requested
-    text: str = ""  # what a reader sees: the completion, or what an agent returned
+    text: str = ""  # what a reader sees: the completion, or all rows of an episode
 
     @classmethod
     def of(

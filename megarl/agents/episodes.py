@@ -6,10 +6,10 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +21,7 @@ from megarl.agents.process import EpisodeFailed, Job, Processes
 from megarl.agents.session import Policy, Session
 from megarl.data.chat import as_messages
 from megarl.data.template import ChatTemplate
+from megarl.rewards.load import CONVERSATION
 from megarl.rewards.result import RewardResult, describe, to_result
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import Score, grouped
@@ -230,6 +231,8 @@ class Episodes:
             return RewardResult(0.0)
         last = session.conversation.turns[-1].completion
         text = str(self._tokenizer.decode(last.token_ids, skip_special_tokens=True))
+        if session.messages:
+            prompt = replace(prompt, extra={**prompt.extra, CONVERSATION: session.messages})
         (outcome,) = await self._score(prompt, [replace(last, text=text, columns={})])
         return outcome if isinstance(outcome, str) else RewardResult(float(outcome.reward), dict(outcome.extra))
 
@@ -244,8 +247,8 @@ class Episodes:
 
 def numbers_of(session: Session, rows: Sequence[Row]) -> dict[str, float]:
     """What is measured of an episode: turns, calls, rows, how prompts were made, whether it wanted more than it may."""
-    counts: Mapping[str, Any] = {**session.conversation.counts, **session.counts}
-    counts |= {"turns": len(session.conversation.turns), "branches": len(rows), "over_limit": session.over_limit}
+    counts = {"turns": len(session.conversation.turns), "branches": len(rows), "over_limit": session.over_limit}
+    counts |= session.conversation.counts | session.counts
     return {OF_AGENTS + name: float(count) for name, count in counts.items()}
 
 

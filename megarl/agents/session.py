@@ -77,7 +77,8 @@ class Session:
 
     `reward`: as the agent reported it; None: it did not.  `turn_rewards`: those of single turns, by number.
     `counts`: tool_calls, malformed_tool_calls.  `over_limit`: whether a request was refused for want of turns or
-    tokens.  `failure`: why an answer could not be generated, None if all could.
+    tokens.  `failure`: why an answer could not be generated, None if all could.  `messages`: of the latest
+    turn, its answer included; empty if there were only turns of ids.
     """
 
     def __init__(self, name: str, policy: Policy) -> None:
@@ -87,6 +88,7 @@ class Session:
         self.turn_rewards: defaultdict[int, float] = defaultdict(float)
         self.closed = self.over_limit = False
         self.failure: str | None = None
+        self.messages: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter({"tool_calls": 0, "malformed_tool_calls": 0})
         self._numbers, self._call_numbers = itertools.count(), itertools.count()
         self._running: set[asyncio.Future[Any]] = set()
@@ -118,6 +120,7 @@ class Session:
             self.counts["malformed_tool_calls"] += answer.malformed_calls
             message = self._message(answer)
             turn = self.conversation.add(asked, completion, message)
+            self.messages = [*wish.messages, message]
             written.append(Written(turn, asked.prompt_ids, completion, answer, message))
         return written
 

@@ -12,6 +12,8 @@ from megarl.sample import Completion, Prompt
 # Returns a number, or {"score": number, further numbers}; an async function returns an awaitable of that.
 RewardFn = Callable[[Prompt, Completion], Any]
 
+CONVERSATION = "conversation"  # the field of Prompt.extra with the messages of an episode, for its reward
+
 # verl's documented signature: compute_score(data_source, solution_str, ground_truth, extra_info=None)
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -31,13 +33,15 @@ def resolve(fn: str, table: Mapping[str, str | RewardFn]) -> RewardFn:
 
 
 def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
-    """Return a function of (prompt, completion) as it is; wrap one with verl's parameter names."""
+    """Return a function of (prompt, completion) as it is; wrap one with `messages`, or verl's parameter names."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return function  # built in C: its arguments are unknown
     if "solution_str" in parameters:
         return _from_verl(fn, function, parameters)
+    if "messages" in parameters:
+        function = _with_messages(function)
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -46,6 +50,26 @@ def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
             f"or ({', '.join(VERL_ARGUMENTS)})"
         ) from None
     return function
+
+
+def _with_messages(function: Callable[..., Any]) -> RewardFn:
+    """A function of (prompt, completion, messages) as one of (prompt, completion)."""
+
+    async def async_reward(prompt: Prompt, completion: Completion) -> Any:
+        return await function(prompt, completion, messages=_messages(prompt, completion))
+
+    def reward(prompt: Prompt, completion: Completion) -> Any:
+        return function(prompt, completion, messages=_messages(prompt, completion))
+
+    return async_reward if is_async(function) else reward
+
+
+def _messages(prompt: Prompt, completion: Completion) -> list[dict[str, Any]]:
+    """The whole conversation, the last answer included."""
+    if CONVERSATION in prompt.extra:
+        return list(prompt.extra[CONVERSATION])
+    asked = [{"role": "user", "content": prompt.text}] if isinstance(prompt.text, str) else prompt.text
+    return [*asked, {"role": "assistant", "content": completion.text}]
 
 
 def _from_verl(fn: str, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> RewardFn:
