@@ -144,9 +144,7 @@ class Session:
     async def _write(
         self, asked: Asked, num: int, max_tokens: int | None, stop_ids: Sequence[int] = ()
     ) -> list[Completion]:
-        if self.closed:
-            raise closed(self.name)
-        asking, room = self._room(asked.prompt_ids, num, max_tokens)
+        asking, room = await self._reserved(asked.prompt_ids, num, max_tokens)
         params = self.policy.params
         params = replace(
             params,
@@ -177,12 +175,26 @@ class Session:
             raise closed(self.name)
         return completions
 
+    async def _reserved(self, prompt_ids: list[int], num: int, max_tokens: int | None) -> tuple[Asking, int]:
+        """Room for `num` answers, and how long each may become.  Waits for answers under way, which may leave some.
+
+        Raises OverLimit if there is no room.
+        """
+        while True:
+            if self.closed:
+                raise closed(self.name)
+            try:
+                return self._room(prompt_ids, num, max_tokens)
+            except OverLimit:
+                if not self._running:
+                    self.over_limit = True
+                    raise
+            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+
     def _room(self, prompt_ids: list[int], num: int, max_tokens: int | None) -> tuple[Asking, int]:
-        """What `num` answers will take at most, and how long each may become.  Raises OverLimit if there is no room."""
         policy, conversation = self.policy, self.conversation
         turns = len(conversation.turns) + sum(asking.num for asking in self._asked.elements())
         if turns + num > policy.max_turns:
-            self.over_limit = True
             raise OverLimit(f"the episode has {turns} turns, and may have {policy.max_turns}: it is over")
         row = conversation.extended(prompt_ids)
         if any(asking.row == row for asking in self._asked):  # one of them extends it, the other begins a new row
@@ -191,7 +203,6 @@ class Session:
         left = policy.max_tokens - conversation.num_tokens - sum(asking.tokens for asking in self._asked.elements())
         room = (left + held) // num - len(prompt_ids)
         if room < 1:
-            self.over_limit = True
             raise OverLimit(
                 f"the prompt has {len(prompt_ids)} tokens, and the episode {max(0, left + held)} of its "
                 f"{policy.max_tokens} left: it is over"

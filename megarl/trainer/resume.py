@@ -55,10 +55,12 @@ def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
     `greedy`: the estimator wants a greedy completion of each prompt.  Of users' functions the files count too, but not
     the modules that they import.
     """
-    settings = {key: attrgetter(key)(config) for key in _KEYS}
+    keys = [key for key in _KEYS if config.has_agents or not key.startswith("agent.")]
+    settings = {key: attrgetter(key)(config) for key in keys}
     files = {fn: digest for fn in names_of(config) if (digest := _file_of(fn))}
-    agent = _file_of(without_prefix(config.agent.fn or ""))
-    settings |= {"the file of reward.fn": files, "the file of agent.fn": agent}
+    settings |= {"the file of reward.fn": files}
+    if config.agent.fn is not None:
+        settings["the file of agent.fn"] = _file_of(without_prefix(config.agent.fn))
     return settings | {"algorithm.adv_estimator (greedy)": greedy}
 
 

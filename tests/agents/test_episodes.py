@@ -176,11 +176,10 @@ FAULTY = """
         if number == 0 and how == "hang":
             await asyncio.Event().wait()
         if number == 0 and how == "stubborn":
-            while True:
-                try:
-                    await asyncio.sleep(60)
-                except asyncio.CancelledError:
-                    pass
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                await asyncio.Event().wait()
         if number == 0 and how == "cancelled":
             raise asyncio.CancelledError
         return float(number)
