@@ -23,7 +23,7 @@ CALLS, RIGHT_TOOL = 0.3, 0.5  # share of demonstrations with a call, and of thes
 COLD_START = (
     "recipe=quickstart_sft",
     "sft.train_files=[runs/calculator_data/sft.jsonl]",
-    "sft.epochs=8",
+    "sft.epochs=6",
     "sft.max_length=80",
     "model.path=runs/calculator_data/initial_model",
     "trainer.experiment_name=calculator_sft",
@@ -82,7 +82,7 @@ def write_task(folder: Path) -> None:
 
 
 def problem(rng: random.Random) -> tuple[int, str, int]:
-    return rng.randrange(1000, 10000), rng.choice(list(TOOLS)), rng.randrange(1000, 10000)
+    return rng.randrange(100, 1000), rng.choice(list(TOOLS)), rng.randrange(100, 1000)
 
 
 def question(a: int, sign: str, b: int) -> dict[str, Any]:
