@@ -82,7 +82,7 @@ def write_task(folder: Path) -> None:
 
 
 def problem(rng: random.Random) -> tuple[int, str, int]:
-    return rng.randrange(1000, 10000), rng.choice(list(TOOLS)), rng.randrange(1000, 10000)
+    return rng.randrange(100, 1000), rng.choice(list(TOOLS)), rng.randrange(100, 1000)
 
 
 def question(a: int, sign: str, b: int) -> dict[str, Any]:

@@ -23,12 +23,12 @@ WORDS = ("higher", "lower")
 COLD_START = (
     "recipe=quickstart_sft",
     "sft.train_files=[runs/guessing_game_data/sft.jsonl]",
-    "sft.epochs=2",
+    "sft.epochs=4",
     "sft.max_length=40",
     "model.path=runs/guessing_game_data/initial_model",
     "trainer.experiment_name=guessing_game_sft",
 )
-MODEL = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128, "words": WORDS}
+MODEL = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 256, "words": WORDS}
 
 
 async def episode(chat: Chat, prompt: Prompt) -> dict[str, float]:
