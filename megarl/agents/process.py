@@ -67,6 +67,7 @@ class Processes:
         self._job, self._surroundings = job, surroundings or Surroundings()
         self.slot = asyncio.Semaphore(num)
         self._context = multiprocessing.get_context("forkserver")  # this process has threads
+        self._context.set_forkserver_preload(["__main__", __name__])  # else each episode would import torch
 
     async def run(self, prompt: Prompt, url: str, key: str, *, model: str) -> RewardResult | None:
         """The result of an episode at the endpoint `url`; None if it returned none.
