@@ -148,7 +148,8 @@ async def _readable(*what: Connection | int) -> None:
 async def _end(process: ForkServerProcess) -> None:
     """A process ends what it started and then itself; a guard does it for one that has to be killed."""
     try:
-        process.terminate()
+        if process.is_alive():
+            process.terminate()
         async with asyncio.timeout(_GRACE_S):
             await _readable(process.sentinel)
     except TimeoutError:
