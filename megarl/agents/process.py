@@ -67,6 +67,7 @@ class Processes:
         self._job, self._surroundings = job, surroundings or Surroundings()
         self.slot = asyncio.Semaphore(num)
         self._context = multiprocessing.get_context("forkserver")  # this process has threads
+        self._context.set_forkserver_preload(["__main__", __name__])  # else each episode would import torch
 
     async def run(self, prompt: Prompt, url: str, key: str, *, model: str) -> RewardResult | None:
         """The result of an episode at the endpoint `url`; None if it returned none.
@@ -78,19 +79,25 @@ class Processes:
         surroundings = replace(self._surroundings, environment=environment)
         arguments = (theirs, self._job, prompt, (url + "/v1", key, model), surroundings)
         process = self._context.Process(target=_main, args=arguments, name=f"episode {prompt.uid}")
-        await asyncio.to_thread(_start, process)  # the first one starts the fork server, which takes seconds
-        theirs.close()
+        starting = asyncio.ensure_future(asyncio.to_thread(_start, process))  # a first one waits for the fork server
         try:
+            await asyncio.shield(starting)
+            theirs.close()
             await _readable(ours, process.sentinel)
             try:
+                if not ours.poll():  # what it left behind may hold the other end
+                    raise EOFError
                 said = json.loads(ours.recv_bytes())
             except EOFError:
                 await _readable(process.sentinel)
                 process.join()
                 raise EpisodeFailed(f"its process died with exit code {process.exitcode}") from None
         finally:
+            await asyncio.wait([starting])  # nobody else would end it
+            theirs.close()
             ours.close()
-            await _end(process)
+            if process.pid is not None:
+                await _end(process)
         if "error" in said:
             raise EpisodeFailed(said["error"])
         return RewardResult(said["reward"], said["extra"]) if "reward" in said else None
@@ -141,7 +148,8 @@ async def _readable(*what: Connection | int) -> None:
 async def _end(process: ForkServerProcess) -> None:
     """A process ends what it started and then itself; a guard does it for one that has to be killed."""
     try:
-        process.terminate()
+        if process.is_alive():
+            process.terminate()
         async with asyncio.timeout(_GRACE_S):
             await _readable(process.sentinel)
     except TimeoutError:

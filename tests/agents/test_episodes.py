@@ -399,7 +399,7 @@ def test_a_process_that_fails_costs_its_own_episode_only(tmp_path, fault):
     )
 
     async def test():
-        options = {"folder": tmp_path, "timeout_s": 6.0 if "sleep" in fault else 60.0}
+        options = {"folder": tmp_path, "timeout_s": 10.0 if "sleep" in fault else 60.0}
         async with stage_of(source(code), "1", "0", "1", **options) as stage:
             assert [sample.reward for sample in await stage.group(3)] == [1.0, 1.0]
         async with stage_of(source(code), "0", **options) as stage:
