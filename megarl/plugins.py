@@ -81,7 +81,7 @@ def user_function(setting: str, address: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{setting}: {place} has no function {name!r}; it has {_functions(module)}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def is_async(function: Callable[..., Any]) -> bool:
