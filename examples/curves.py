@@ -1,4 +1,4 @@
-"""Draws what the runs of calculator.yaml and guessing_game.yaml in runs/ have learnt: `python examples/curves.py FILE`."""
+"""Draws what the runs of both examples with agents in runs/ have learnt: `python examples/curves.py FILE`."""
 
 from __future__ import annotations
 

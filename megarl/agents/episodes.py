@@ -249,7 +249,7 @@ class Episodes:
 def numbers_of(session: Session, rows: Sequence[Row]) -> dict[str, float]:
     """What is measured of an episode: turns, calls, rows, how prompts were made, whether it wanted more than it may."""
     counts = {"turns": len(session.conversation.turns), "branches": len(rows), "over_limit": session.over_limit}
-    counts |= session.conversation.counts | session.counts
+    counts |= {**session.conversation.counts, **session.counts}  # a union of Counters drops what is 0
     return {OF_AGENTS + name: float(count) for name, count in counts.items()}
 
 

@@ -61,6 +61,7 @@ def test_an_episode_with_a_tool_is_one_row(tmp_path):
             check_exact(sample, stage.bodies)
             extra = sample.reward_extra
             assert (extra["agent/turns"], extra["agent/tool_calls"], extra["agent/branches"]) == (2, 1, 1)
+            assert extra["agent/malformed_tool_calls"] == 0
             assert (extra["agent/appended"], extra["agent/rendered"], extra["agent/over_limit"]) == (1, 1, 0)
             assert "12 + 3?" in sample.text and "15" in sample.text and "<|im_start|>user" in sample.text
             assert stage.scored.seen == [], "the episode has said its reward"
