@@ -36,6 +36,7 @@ from megarl.servers.sglang_environment import sglang_python
 from megarl.servers.supervisor import ServerDied, Servers, free_ports
 
 GOAL = 0.97
+INSTANT = "instant server"  # its process
 ENGINES = ("hf", "sglang", "instant")
 MAX_RUNNING = 512
 START_S = 600.0  # of the instant server, on a machine that is busy
@@ -67,6 +68,7 @@ class Timed:
     tokens: int = 0  # of one turn
     seconds: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)  # of its process, its children, and the driver
+    driver_s: list[float] = field(default_factory=list)  # of this, the driver's
 
     def row(self, engine: str, name: str) -> dict[str, Any]:
         rates = [self.tokens / s for s in self.seconds]
@@ -91,13 +93,13 @@ def take_turns(
     for turn in range(turns + 1):
         for client in (ring, bare) if turn % 2 else (bare, ring):
             before()
-            begun_cpu, begun = cpu_seconds(client.pid) + time.process_time(), time.perf_counter()
+            begun_cpu, begun_driver, begun = cpu_seconds(client.pid), time.process_time(), time.perf_counter()
             found[client].tokens = client.ask(work)
-            seconds = time.perf_counter() - begun
-            used = cpu_seconds(client.pid) + time.process_time() - begun_cpu
+            seconds, driver_s = time.perf_counter() - begun, time.process_time() - begun_driver
             if turn:
                 found[client].seconds.append(seconds)
-                found[client].cpu_s.append(used)
+                found[client].driver_s.append(driver_s)
+                found[client].cpu_s.append(cpu_seconds(client.pid) - begun_cpu + driver_s)
     return found[ring], found[bare]
 
 
@@ -130,7 +132,8 @@ def serving(engine: str, model: Path, token: str, options: Any, logs: Path) -> I
     """The url of a server that runs for so long."""
     if engine == "instant":
         vocabulary, port = len(tiny_tokenizer()), free_ports(["127.0.0.1"])[0]
-        process = multiprocessing.get_context("spawn").Process(target=serve, args=(port, vocabulary, os.getpid()))
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=serve, args=(port, vocabulary, os.getpid()), name=INSTANT)
         process.start()
         try:
             with closing(ServerClient(url := f"http://127.0.0.1:{port}", "")) as server:

@@ -27,7 +27,7 @@ from megarl.processes.lifetime import die_with_parent
 from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector import Scorer
 from megarl.rollout.collector_client import Collectors
-from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body
+from megarl.rollout.protocol import KEEP_ALIVE_S, Route, SamplingParams, auth_headers, generate_body
 from megarl.sample import LostRollout, Prompt
 
 NUM_LENGTHS = 8  # of a distribution: so many lengths, each equally often
@@ -110,9 +110,9 @@ class RingClient:
             some = list(same)
             prompts = [request.prompt for request in some]
             tickets += self._collectors.submit(prompts, n=some[0].n, params=some[0].params)
-        while any(ticket.group is None for ticket in tickets):
-            self._collectors.wait()
         for ticket in tickets:
+            while ticket.group is None:
+                self._collectors.wait()
             if isinstance(ticket.group, LostRollout):
                 raise RuntimeError(f"our client lost a rollout: {ticket.group.reason}")
         return sum(s.num_learnt for t in tickets if isinstance(t.group, list) for s in t.group)
@@ -122,12 +122,16 @@ class RingClient:
 
 
 class BareClient:
-    """aiohttp and nothing else: bodies are encoded before, answers read as bytes, and looked into after the clock."""
+    """aiohttp and nothing else: bodies are encoded before, answers read as bytes, and looked into after the clock.
 
-    def __init__(self, url: str, token: str, concurrency: int) -> None:
+    `with_json`: bodies are encoded and answers are parsed under the clock, which no client can do without.
+    """
+
+    def __init__(self, url: str, token: str, concurrency: int, *, with_json: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_bare, args=(theirs, url, token, concurrency, os.getpid()))
+        settings = (theirs, url, token, concurrency, with_json, os.getpid())
+        self._process = context.Process(target=_bare, args=settings)
         self._process.start()
         theirs.close()
 
@@ -136,9 +140,10 @@ class BareClient:
         return self._process.pid
 
     def ready(self, work: Sequence[Request]) -> None:
-        """Encode the bodies; returns when that is done."""
+        """Send the requests, and encode the bodies if that is not measured; returns when that is done."""
         asked = [request for request in work for _ in range(request.n)]  # one request a completion, as ours
-        self._pipe.send([(list(r.prompt.token_ids), 1, r.params, f"bare.{i}") for i, r in enumerate(asked)])
+        name = "0" * 32  # rids are as long as a collector's
+        self._pipe.send([(list(r.prompt.token_ids), 1, r.params, f"{i}-{name}") for i, r in enumerate(asked)])
         assert self._pipe.recv() == "ready"
 
     def ask(self, work: Sequence[Request]) -> int:
@@ -166,22 +171,25 @@ def cpu_seconds(pid: int | None) -> float:
     return sum(t.user + t.system for t in times)
 
 
-def _bare(pipe: Connection, url: str, token: str, concurrency: int, parent: int) -> None:
+def _bare(pipe: Connection, url: str, token: str, concurrency: int, with_json: bool, parent: int) -> None:
     die_with_parent(parent)
-    asyncio.run(_bare_loop(pipe, url + Route.GENERATE, auth_headers(token), concurrency))
+    asyncio.run(_bare_loop(pipe, url + Route.GENERATE, auth_headers(token), concurrency, with_json))
 
 
-async def _bare_loop(pipe: Connection, url: str, headers: dict[str, str], concurrency: int) -> None:
-    bodies: list[bytes] = []
-    answers: list[bytes] = []
-    connector, limit = aiohttp.TCPConnector(limit=concurrency), aiohttp.ClientTimeout(total=LIMIT_S)
+async def _bare_loop(pipe: Connection, url: str, headers: dict[str, str], concurrency: int, with_json: bool) -> None:
+    before, during = (_same, _encoded) if with_json else (_encoded, _same)
+    at_once, later = (_num_tokens, _same) if with_json else (_same, _num_tokens)
+    bodies: list[Any] = []
+    answers: list[Any] = []
+    connector = aiohttp.TCPConnector(limit=concurrency, keepalive_timeout=KEEP_ALIVE_S)  # opened as often as ours
+    limit = aiohttp.ClientTimeout(total=LIMIT_S)
     headers = {**headers, "Content-Type": "application/json"}
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=limit) as session:
 
-        async def one(body: bytes) -> bytes:
-            async with session.post(url, data=body) as reply:
+        async def one(body: Any) -> Any:
+            async with session.post(url, data=during(body)) as reply:
                 reply.raise_for_status()
-                return await reply.read()
+                return at_once(await reply.read())
 
         while (word := await asyncio.to_thread(_next, pipe)) is not None:
             if word == "go":
@@ -191,10 +199,18 @@ async def _bare_loop(pipe: Connection, url: str, headers: dict[str, str], concur
                 except aiohttp.ClientError as error:
                     pipe.send(f"{type(error).__name__} {error}")
             elif word == "count":
-                pipe.send(sum(_num_tokens(json.loads(answer)) for answer in answers))
+                pipe.send(sum(later(answer) for answer in answers))
             else:
-                bodies = [json.dumps(generate_body(*arguments)).encode() for arguments in word]
+                bodies = [before(arguments) for arguments in word]
                 pipe.send("ready")
+
+
+def _encoded(arguments: Any) -> bytes:
+    return json.dumps(generate_body(*arguments)).encode()
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _next(pipe: Connection) -> Any:
@@ -204,5 +220,6 @@ def _next(pipe: Connection) -> Any:
         return None
 
 
-def _num_tokens(reply: Any) -> int:
+def _num_tokens(answer: bytes) -> int:
+    reply = json.loads(answer)
     return sum(len(item["output_ids"]) for item in (reply if isinstance(reply, list) else [reply]))

@@ -125,7 +125,8 @@ class Sender:
         server.wrote_s += time.monotonic() - ask.begun
         if adapter is not None:  # the server reports the version of the base weights
             completion = replace(completion, versions=(VersionSpan(adapter[1], 0, num_tokens),))
-        await self._verify(server, completion)
+        if server.unverified(completion):
+            await self._verify(server, completion)
         # A push of which the salt does not know ended before the first token.  Whether the KV in the cache was older is
         # not in the reply: another request of this salt may just have written it with the new weights.
         is_stale = version not in (None, completion.versions[0].version) and bool(cached_tokens)

@@ -285,10 +285,9 @@ def test_urgent_orders_pass_those_that_wait_although_the_collector_is_full(make_
         call(writer.go.set)
         filled(collectors, tickets)
         check(tickets, 1)
-        asked = [body["input_ids"][2] - 2 for body in writer.bodies]
-        assert max(asked.index(number) for number in range(10, 13)) < min(
-            asked.index(number) for number in range(4, 10)
-        )
+        asked = [body["sampling_params"]["sampling_seed"] for body in writer.bodies]
+        places = [asked.index(for_completion(PARAMS, ticket.prompt.uid, 0).sampling_seed) for ticket in tickets]
+        assert max(places[10:]) < min(places[4:10])
 
 
 @pytest.mark.slow
