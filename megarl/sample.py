@@ -83,8 +83,8 @@ class Row:
         """A prompt and its completion, which is learnt."""
         token_ids = [*prompt_ids, *completion.token_ids]
         learnt = (TurnSpan(0, len(prompt_ids), len(token_ids)),)
-        how = {"finish_reason": completion.finish_reason, "columns": completion.columns}
-        return cls(token_ids, learnt, completion.log_probs, completion.versions, **how)
+        log_probs, versions, reason = completion.log_probs, completion.versions, completion.finish_reason
+        return cls(token_ids, learnt, log_probs, versions, reason, columns=completion.columns)
 
     def __post_init__(self) -> None:
         edges = [0, *(edge for span in self.learnt for edge in (span.start, span.end)), len(self.token_ids)]

@@ -43,7 +43,7 @@ GROUPS = [6, 6, 2, 4, 4, 4, 0, 0, 0, 0, 9, 9, 9]
 ALONE = 2
 UNTRAINED = (0, 1)
 # Where hard data has large ratios: l - l_old of the k-th trainable tokens, and l - l_ref of others.
-RATIOS = {3: 45.0, 4: 45.0, 11: 30.0, 17: 21.0, 20: 3.0, 26: 2.0, 31: 45.0, 35: 25.0}
+RATIOS = {3: 45.0, 4: 45.0, 11: 30.0, 17: 21.0, 20: 3.0, 26: 2.0, 31: 45.0, 34: 25.0}
 REFERENCE_GAPS = {5: 45.0, 18: 30.0}
 
 ARGS = {
