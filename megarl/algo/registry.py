@@ -117,6 +117,7 @@ def register_policy_loss(
 def register_adv_est(name: str, *aliases: str) -> Callable[[F], F]:
     """Register an estimator: f(rewards, mask, segment_ids, *, inputs by name) -> (advantages [N], returns [N]).
 
+    `rewards` are float64 if single turns have rewards, so that equal totals have equal sums; else float32.
     A function of verl's documented form, (rewards, values, dones, gamma, gae_lambda, **kwargs), works unchanged.
     """
     names = (name, *aliases)

@@ -93,19 +93,22 @@ def estimate(
 def score_rewards(
     scores: Tensor, mask: Tensor, segment_ids: Tensor, *, turn_rewards: Tensor | None = None
 ) -> tuple[Tensor, Stats]:
-    """scores [B] -> [N] float32: each on the last trainable token of its sequence.
+    """scores [B] -> [N]: each on the last trainable token of its sequence, float32.
 
-    With `turn_rewards` [N] these stay where they are, and only the rest of the score is put on the last token.
+    With `turn_rewards` [N] these stay where they are, and only the rest of the score is put on the last token, float64:
+    equal scores are then equal sums of token rewards too, which estimators compare.
     The score of a sequence without a trainable token is dropped; the statistic counts such sequences.
     """
     _require_finite_row("score", scores)
     places = last_unmasked(mask, segment_ids, len(scores))
     has_place = places >= 0
+    last = places[has_place]
     rewards = torch.zeros(len(mask), dtype=torch.float32, device=mask.device)
     if turn_rewards is not None:
-        rewards = clean(turn_rewards, mask)
-        scores = scores.double() - segment_sum(rewards.double(), segment_ids, len(scores))
-    rewards[places[has_place]] += scores[has_place].to(rewards.dtype)
+        rewards = clean(turn_rewards, mask).double()
+        rewards[last] = 0.0  # the last turn's own is a part of the rest
+        scores = scores.double() - segment_sum(rewards, segment_ids, len(scores))
+    rewards[last] += scores[has_place].to(rewards.dtype)
     return rewards, {"algorithm/sequences_without_trainable_token": Stat("sum", float((~has_place).sum()))}
 
 
