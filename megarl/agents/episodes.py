@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -245,7 +246,7 @@ class Episodes:
         if of_turns:
             rows = [replace(row, rewards=tuple(of_turns[span.turn] for span in row.learnt)) for row in rows]
         text = "\n\n".join(str(self._tokenizer.decode(row.token_ids)) for row in rows)
-        reward = result.reward + sum(of_turns.values())
+        reward = math.fsum((result.reward, *of_turns.values()))  # in whichever order the turns got theirs
         return Sample(prompt, tuple(rows), reward, {**result.extra, **numbers_of(session, rows)}, text=text)
 
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from megarl.algo.reward_shaping import is_informative
 from megarl.data.ledger import FILTERED, LOST, OUTCOMES, TRAINED, Ledger
 from megarl.rollout.collector_client import Ticket
@@ -57,8 +59,8 @@ class Filter:
     max_batches: int = 10  # an iteration sees at most so many times its number of prompts
 
     def keeps(self, group: Sequence[Sample]) -> bool:
-        """Whether the metric differs between the group's completions."""
-        return is_informative([self._value(sample, at) for at, sample in enumerate(group)])
+        """Whether the metric differs between the group's completions, as float32: so a batch has it."""
+        return is_informative([float(np.float32(self._value(sample, at))) for at, sample in enumerate(group)])
 
     def _value(self, sample: Sample, at: int) -> float:
         if self.metric == "score" or REWARD_ERROR in sample.reward_extra:  # after a reward error it is 0

@@ -214,6 +214,14 @@ def test_a_metric_may_be_a_further_number_of_the_reward() -> None:
         following(asking)
 
 
+def test_a_difference_that_no_batch_can_hold_is_none():
+    """0.1 + 0.2 and 0.3 are one float32."""
+    completion = Completion([1], [-0.5], "stop", (VersionSpan(0, 0, 1),))
+    group = [Sample.of(Prompt("0-0", [5], "x"), completion, reward) for reward in (0.1 + 0.2, 0.3)]
+    assert not Filter().keeps(group)
+    assert Filter().keeps([*group, Sample.of(group[0].prompt, completion, 0.31)])
+
+
 def test_a_sample_whose_reward_failed_counts_as_0() -> None:
     prompt, completion = Prompt("0-0", [0], ""), Completion([1], [-1.0], "stop", (VersionSpan(0, 0, 1),))
     failed = Sample.of(prompt, completion, 0.0, {"reward_error": 1.0})
