@@ -55,7 +55,8 @@ def plan(
     if max_tokens is not None and len(size) and size.max() > max_tokens:
         raise ValueError(
             f"ppo_max_token_len_per_gpu={max_tokens}: sequence {int(size.argmax())} has {int(size.max())} tokens; "
-            "expected a limit of at least data.max_prompt_length + data.max_response_length"
+            "expected a limit of at least data.max_prompt_length + data.max_response_length, or of agent.max_tokens "
+            "with agents"
         )
     cost = size * (12 * hidden_size + size)
     longest_first = np.argsort(-size, kind="stable")
