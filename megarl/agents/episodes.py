@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -189,12 +189,14 @@ class Episodes:
             return await self._processes.run(prompt, self._endpoint.url_of(session), session.key, model=MODEL)
         assert self._fn is not None, "a command runs in a process"
         if self._way == CHAT:
-            messages = as_messages(prompt.text, self._settings.system_prompt)
-            value = await self._fn.call(chat=Chat(session, messages), prompt=prompt)
+            own: dict[str, Any] = {"chat": Chat(session, as_messages(prompt.text, self._settings.system_prompt))}
         else:
             assert self._endpoint is not None, "the writer is entered"
-            url = self._endpoint.url_of(session) + "/v1"
-            value = await self._fn.call(base_url=url, api_key=session.key, prompt=prompt)
+            own = {"base_url": self._endpoint.url_of(session) + "/v1", "api_key": session.key}
+        try:
+            value = await self._fn.call(**own, prompt=prompt)
+        except SystemExit as error:  # it would end the collector
+            raise EpisodeFailed(describe(error)) from None
         return None if value is None else to_result(value)
 
     async def _limited(self, call: Awaitable[RewardResult | None]) -> RewardResult | None:
@@ -220,6 +222,7 @@ class Episodes:
             more = "; further ones are only counted" if count == MAX_LOGGED else ""
             log.warning("%s; %s%s", sentence, what, more)
         if how == "zero":
+            session.turn_rewards.clear()
             return _Ended(session, RewardResult(0.0, {REWARD_ERROR: 1.0}))
         return _Ended(session, failure=sentence)
 

@@ -174,6 +174,8 @@ FAULTY = """
         number = int((await chat(chat.messages)).text)
         if number == 0 and how == "raise":
             raise KeyError("no such tool")
+        if number == 0 and how == "exit":
+            raise SystemExit(3)
         if number == 0 and how == "hang":
             await asyncio.Event().wait()
         if number == 0 and how == "stubborn":
@@ -187,12 +189,12 @@ FAULTY = """
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "hang", "stubborn", "cancelled"])
+@pytest.mark.parametrize("how", ["raise", "exit", "hang", "stubborn", "cancelled"])
 def test_a_fault_costs_its_own_episode_only(tmp_path, how, monkeypatch):
     monkeypatch.setattr("megarl.agents.episodes._GRACE_S", 0.1)
 
     async def test():
-        timeout_s = 20.0 if how in ("raise", "cancelled") else 1.0
+        timeout_s = 20.0 if how in ("raise", "exit", "cancelled") else 1.0
         options = {"folder": tmp_path, "args": {"how": how}, "timeout_s": timeout_s}
         async with stage_of(source(FAULTY), "1", "0", "2", **options) as stage:
             group = await stage.group(3)
