@@ -29,7 +29,6 @@ from megarl.rewards.result import Outcome
 from megarl.rewards.surroundings import Surroundings
 from megarl.rewards.worker import run_jobs, start_worker
 from megarl.sample import Completion, Prompt
-from megarl.sandbox.environment import children_without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +63,7 @@ class RewardPool:
         pool.stop()
 
     `plugins`: modules or files that may register a function's name.  `surroundings`: limits of a process.
+    The processes inherit this one's variables: in a run those of a collector, which has no secrets.
     The constructor raises ValueError if one of `fns` names no function.
     """
 
@@ -95,8 +95,7 @@ class RewardPool:
         context.set_forkserver_preload(["__main__", "megarl.rewards.worker"])
         arguments = (self._fns, self._timeout_s, self._plugins, self._surroundings)
         self._pool = ProcessPool(self._num_workers, initializer=start_worker, initargs=arguments, context=context)
-        with children_without_secrets():
-            self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
+        self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
 
     def stop(self) -> None:
         """End the processes and cancel waiting samples."""
