@@ -245,7 +245,7 @@ TABLE = (
     ),
     UnusedKeys("reward.weights", "there is one reward", lambda c: len(names_of(c)) == 1),
     UnusedKeys(
-        "reward.concurrency reward.per_minute reward.retries reward.request_timeout_s",
+        "reward.concurrency reward.per_minute reward.retries reward.request_timeout_s reward.start_timeout_s",
         "no reward is async",
         lambda c: all(fn in names.REWARDS for fn in names_of(c)),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -141,6 +141,7 @@ def make_reward_server(config: Config, token: str) -> Servers | None:
         raise ValueError(
             f"reward.model.first_gpu={model.first_gpu}: expected the GPU of the reward model's server, 0 to {gpus - 1}"
         )
+    patience = replace(supervision(config), start_timeout_s=config.reward.start_timeout_s)
     launch = EngineLaunch(
         "hf",
         model_folder(model.path or "", "reward.model.path"),

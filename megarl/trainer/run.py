@@ -104,6 +104,7 @@ class Run:
         val = read_prompts(config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
         self.val_prompts = val.all(data.val_max_samples) if val else []
         self.num_filtered = self.prompts.num_filtered + (val.num_filtered if val else 0)
+        self.num_cut = self.prompts.num_cut + (val.num_cut if val else 0)
         steps = config.trainer.total_training_steps
         self.num_steps = steps or config.trainer.total_epochs * len(self.prompts) // config.data.train_batch_size
         if self.num_steps < 1:

@@ -18,6 +18,7 @@ SHAPE = (
     "num_experts_per_tok moe_intermediate_size first_k_dense_replace q_lora_rank kv_lora_rank qk_rope_head_dim "
     "qk_nope_head_dim v_head_dim"
 )
+_OTHER_PARTS = ("vision_config", "audio_config", "thinker_config")  # of models of text and more
 _ROUND, _MOST_PADDING = 64, 512  # vocabularies are padded to multiples of the first, rarely by more than the second
 
 
@@ -68,6 +69,21 @@ def random_weights(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
         if model_config(config, role).get(RANDOM_WEIGHTS) is True:
             said = "its weights are random, for benchmarks/bench_ring.py only"
             yield f"{group_of(role)}.path={_node(config, role).path}: {said}; expected a model"
+
+
+def of_more_than_text(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
+    """One sentence for each model that reads images, videos or sounds."""
+    for role in roles:
+        if sentence := more_than_text(model_config(config, role)):
+            yield f"{group_of(role)}.path={_node(config, role).path}: {sentence}"
+
+
+def more_than_text(hf: dict[str, Any]) -> str:
+    """Why a model is none of text alone, by its config.json; "" if it is one."""
+    parts = [name for name in _OTHER_PARTS if hf.get(name)]
+    kinds = [kind for kind in hf.get("architectures") or [] if str(kind).endswith("ForConditionalGeneration")]
+    found = f"has {parts[0]}" if parts else f"says architectures={show(kinds)}" if kinds else ""
+    return found and f"its config.json {found}; expected a model of text alone, *ForCausalLM"
 
 
 def vocabularies(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
