@@ -17,7 +17,7 @@ from megarl.rewards import REWARDS, SERVICES, load_reward
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.services.judge import Judge
 from megarl.rewards.services.limit import Limit
-from megarl.rewards.services.model import RewardModel
+from megarl.rewards.services.model import RewardModel, ScoredOnRanks
 from megarl.rewards.services.service import api_key
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collector_client import Collectors
@@ -100,14 +100,17 @@ def make_rewards(
         None if reward.per_minute is None else reward.per_minute / num_collectors,
         reward.retries,
         reward.request_timeout_s,
+        reward.start_timeout_s,
     )
     # Keys are read here: collectors do not have the run's environment.
-    services: dict[str, Callable[..., Judge | RewardModel]] = {}
+    services: dict[str, Callable[..., Judge | RewardModel | ScoredOnRanks]] = {}
     if "judge" in names_of(config):
         settings = asdict(reward.judge)
         key = api_key("reward.judge.api_key_env", settings.pop("api_key_env"))
         services["judge"] = partial(Judge, **settings, key=key)
-    if "model" in names_of(config):
+    if config.scores_on_ranks:
+        services["model"] = ScoredOnRanks
+    elif "model" in names_of(config):
         folder = model_folder(reward.model.path or "", "reward.model.path")
         key = token if reward_url else api_key("reward.model.api_key_env", reward.model.api_key_env)
         services["model"] = partial(RewardModel, folder, reward_url or reward.model.url or "", key=key)
@@ -152,7 +155,7 @@ def make_reward_server(config: Config, token: str) -> Servers | None:
         first_gpu=model.first_gpu,
         memory_fraction=model.memory_fraction,
     )
-    return Servers([launch], token, config.trainer.run_dir / "logs" / "reward_model", supervision(config))
+    return Servers([launch], token, config.trainer.run_dir / "logs" / "reward_model", patience)
 
 
 def look_after_reward_server(server: Servers) -> None:

@@ -43,6 +43,7 @@ _KEYS = (
     "reward.by_data_source",
     *(f"reward.judge.{name}" for name in ("url", "model", "prompt", "read", "votes", "request")),
     "reward.model.path",
+    "reward.model.engine",
     "reward.model.url",
     "reward.timeout_s",
     "reward.on_error",

@@ -53,6 +53,7 @@ from megarl.trainer.colocation import ALL, GENERATION, check_shared_gpus, uses_g
 from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.resume import announce, check_is_known, generated_with, take_over
+from megarl.trainer.reward_model import check_reward_model
 from megarl.trainer.roles import Roles, load_roles, make_roles
 from megarl.trainer.server_manager import Push, ServerManager
 from megarl.weights.verify.canary import Canary
@@ -97,6 +98,7 @@ class Run:
         self.algorithm = make_algorithm(config)
         if self.algorithm.reference or self.algorithm.actor.reference:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)
+        check_reward_model(config, self.algorithm)
         data = config.data
         self.prompts = read_prompts(config, data.train_files, overlong=data.overlong_prompts)
         if config.trainer.save_freq > 0:

@@ -41,6 +41,7 @@ class Judge:
 @dataclass
 class RewardModel:
     path: str | None = None  # a Hugging Face folder or hub name: sequence classification with one label
+    engine: str = "server"  # server | megatron (on the run's ranks, as ref.* lays out; needs the policy's tokens)
     url: str | None = None  # of a server of this model, http://host:port; null = the run starts one
     api_key_env: str | None = None  # the environment variable that holds the key of `url`; null = it needs none
     first_gpu: int | None = None  # of the server that the run starts; needed on a machine with GPUs

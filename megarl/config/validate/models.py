@@ -40,6 +40,15 @@ def model_config(config: Config, role: str) -> dict[str, Any]:
     return found
 
 
+def config_of_folder(path: str) -> dict[str, Any]:
+    """The config.json of a folder; {} if there is none."""
+    file = _file(path)
+    try:
+        return json.loads(file.read_text()) if file else {}
+    except ValueError as error:
+        raise ConfigError(f"{path}: its config.json cannot be read ({error})") from None
+
+
 def has_folder(config: Config, role: str) -> bool:
     """Does the config.json of a role's model exist?"""
     return _file(_node(config, role).path) is not None

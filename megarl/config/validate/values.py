@@ -41,6 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.rollout_correction.reject_level": names.REJECT_LEVELS,
     "data.overlong_prompts": names.OVERLONG_PROMPTS,
     "model.dtype": names.DTYPES,
+    "reward.model.engine": names.REWARD_MODEL_ENGINES,
     "reward.on_error": names.REWARD_ERRORS,
     "rollout.dtype": names.DTYPES,
     "rollout.engine": (names.AUTO, *names.ENGINES),

@@ -42,6 +42,16 @@ class RewardModel:
         return list(self._tokenizer(written, add_special_tokens=False)["input_ids"])  # the template writes them
 
 
+class ScoredOnRanks:
+    """Stands in for a reward model on the run's ranks: 0 until it scores what is trained on."""
+
+    def __init__(self, *, limit: Limit) -> None:
+        """Nothing is asked, so `limit` has no use."""
+
+    async def __call__(self, prompt: Prompt, completion: Completion) -> float:
+        return 0.0
+
+
 def _score(reply: Any) -> float:
     try:
         return float(reply["embedding"][0])
