@@ -1,4 +1,4 @@
-"""Loads a user's plug-ins: modules and files whose `register_*` decorators fill the tables of losses, rewards etc."""
+"""Loads a user's code: plug-ins, whose `register_*` decorators fill tables, and functions that a key names."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
+from typing import Any
 
 # The module from which files in verl's documentation import the decorators -> where they are here.
 DOCUMENTED = {"verl.trainer.ppo.core_algos": "megarl.algo"}
+
+FILE_MODULE = "megarl_file_"  # begins the name of a module that was loaded by its path
 
 
 def load_plugins(specs: Sequence[str]) -> None:
@@ -64,3 +68,54 @@ def _code(path: Path) -> CodeType:
         if isinstance(node, ast.ImportFrom) and node.module in DOCUMENTED:
             node.module = DOCUMENTED[node.module]
     return compile(tree, str(path), "exec", dont_inherit=True)
+
+
+def user_function(setting: str, address: str) -> Callable[..., Any]:
+    """The function, or class, at "path/file.py:function" or "package.module:function".
+
+    `setting`: key and value, for errors.  Raises ValueError of one sentence: missing file, failing import, no such
+    function.
+    """
+    place, _, name = address.rpartition(":")
+    module = _module(setting, place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{setting}: {place} has no function {name!r}; it has {_functions(module)}")
+    return function  # type: ignore[no-any-return]
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call of the function, or of the object with __call__, must be awaited."""
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+def absolute(address: str) -> str:
+    """The address with an absolute file path, which is valid in any working directory."""
+    place, colon, name = address.rpartition(":")
+    return f"{Path(place).expanduser().resolve()}:{name}" if colon and place.endswith(".py") else address
+
+
+def _module(setting: str, place: str) -> ModuleType:
+    path = Path(place).expanduser()
+    if place.endswith(".py") and not path.is_file():
+        raise ValueError(f"{setting}: there is no file {path.resolve()}")
+    try:
+        return _module_from_file(path) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{setting}: importing {place} failed with {type(error).__name__}: {error}") from error
+
+
+def _module_from_file(path: Path) -> ModuleType:
+    name = f"{FILE_MODULE}{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None and spec.loader is not None, f"a .py file always has a loader: {path}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _functions(module: ModuleType) -> str:
+    names = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return ", ".join(names) or "none"

@@ -115,6 +115,7 @@ def without_prefix(token_ids: list[int], prefix: list[int]) -> tuple[int, list[i
     return shared, token_ids[shared:]
 
 
+OF_AGENTS = "agent/"  # begins the names of numbers of episodes, among the extra numbers and the counters
 REWARD_ERROR = "reward_error"  # extra number, 1.0, of a sample on which the reward function failed
 
 
@@ -131,7 +132,7 @@ class Sample:
     reward: float  # in total, those of single turns included
     reward_extra: dict[str, float] = field(default_factory=dict)  # extra numbers of the reward function
     greedy_reward: float | None = None  # of a greedy completion of the same prompt, if one was requested
-    text: str = ""  # what a reader sees: the completion, or what an agent returned
+    text: str = ""  # what a reader sees: the completion, or all rows of an episode
 
     @classmethod
     def of(

@@ -54,8 +54,13 @@ def hermes(text: str) -> tuple[str, list[ToolCall], int]:
     return rest, calls, malformed + cut_off
 
 
+def none(text: str) -> tuple[str, list[ToolCall], int]:
+    """No calls: the agent reads the text itself."""
+    return text, [], 0
+
+
 ToolParser = Callable[[str], tuple[str, list[ToolCall], int]]
-TOOL_PARSERS: dict[str, ToolParser] = {"hermes": hermes}
+TOOL_PARSERS: dict[str, ToolParser] = {"hermes": hermes, "none": none}
 
 
 def read_answer(text: str, *, opened: bool, parser: ToolParser | None) -> Answer:

@@ -101,6 +101,16 @@ class Conversation:
                 learnt.update(path)
         return tuple(sorted(rows, key=lambda row: row.learnt[0].turn))
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows together: what they share counts in each."""
+        return sum(turn.end for number, turn in enumerate(self.turns) if not self._children[number])
+
+    def extended(self, ids: list[int]) -> int | None:
+        """The turn whose row a prompt of these ids would extend; None if it would begin a new row."""
+        parent = self._longest_prefix(ids)
+        return None if parent is None or self._children[parent] else parent
+
     def token_ids(self, number: int) -> list[int]:
         """The prompt and the answer of a turn."""
         path = [self.turns[i] for i in self._path(number)]

@@ -25,6 +25,7 @@ from megarl.rollout.pool import RolloutFailed
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 16 << 20  # of a request; a context of a million tokens is about 4 MiB of text
+_MAX_CLOSED = 10_000  # sessions that are remembered; older ones are as unknown as those that never were
 _SESSIONS = "/sessions"
 _ANTHROPIC = "/v1/messages"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -60,9 +61,10 @@ class Endpoint:
             "/inference/v1/generate": self._generate,
             "/v1/reward": self._reward,
         }
-        for path, route in routes.items():
-            self._app.router.add_post(path, self._in_session(route))
-        self._app.router.add_get("/v1/models", self._models)
+        for begin in ("", "/s/{key}"):
+            for path, route in routes.items():
+                self._app.router.add_post(begin + path, self._in_session(route))
+            self._app.router.add_get(begin + "/v1/models", self._models)
         self._app.router.add_post(_SESSIONS, self._open_session)
         self._app.router.add_get(_SESSIONS + "/{name:.+}", self._show_session)
         self._app.router.add_delete(_SESSIONS + "/{name:.+}", self._close_session)
@@ -81,11 +83,9 @@ class Endpoint:
             self.close(session)
         await self._runner.cleanup()
 
-    def open(self, name: str) -> Session:
-        """A new session.  Raises ValueError if one of this name is open."""
-        if any(session.name == name for session in self._open.values()):
-            raise ValueError(f"session {name!r} is open; expected another name")
-        session = Session(name, self._policy)
+    def open(self, name: str, policy: Policy | None = None) -> Session:
+        """A new session.  Its name decides the seeds of its answers.  `policy`: None is that of the endpoint."""
+        session = Session(name, policy or self._policy)
         self._open[_digest(session.key)] = session
         return session
 
@@ -94,7 +94,13 @@ class Endpoint:
         digest = _digest(session.key)
         del self._open[digest]
         self._closed[digest] = session.name
+        if len(self._closed) > _MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
         session.close()
+
+    def url_of(self, session: Session) -> str:
+        """An address that holds the session's key, for agents that get nothing else; routes begin behind it."""
+        return f"{self.url}/s/{session.key}"
 
     # ---- around every request
 
@@ -131,8 +137,8 @@ class Endpoint:
             raise Refused(401, "the API key is of no session: expected the key of an open one", "invalid_api_key")
         return self._open[digest]
 
-    def _check(self, body: Mapping[str, Any], fields: Iterable[str]) -> None:
-        check_fields(body, set(fields), self._policy.params)
+    def _check(self, session: Session, body: Mapping[str, Any], fields: Iterable[str]) -> None:
+        check_fields(body, set(fields), session.policy.params)
         model = expect(body, "model", str, "the name of the model")
         if model != self._policy.name:
             raise Refused(404, f"model={model!r}: this endpoint serves {self._policy.name!r} alone", "model_not_found")
@@ -140,13 +146,13 @@ class Endpoint:
     # ---- routes of a session
 
     async def _chat(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
-        self._check(body, chat_completions.CHAT_FIELDS)
+        self._check(session, body, chat_completions.CHAT_FIELDS)
         written = await session.chat(chat_completions.read_chat(body))
-        reply = chat_completions.chat_reply(self._policy, body, written)
+        reply = chat_completions.chat_reply(session.policy, body, written)
         return await _send(request, body, reply, chat_completions.chat_events(reply, body))
 
     async def _text(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
-        self._check(body, chat_completions.TEXT_FIELDS)
+        self._check(session, body, chat_completions.TEXT_FIELDS)
         prompt = body.get("prompt")
         if isinstance(prompt, str):
             prompt = self._policy.tokenizer.encode(prompt)
@@ -155,31 +161,31 @@ class Endpoint:
         if not isinstance(prompt, list):
             raise Refused(400, f"prompt={prompt!r}: expected text, or a list of token ids")
         written = await session.continue_ids(prompt, num, limit)
-        reply = chat_completions.text_reply(self._policy, body, written)
+        reply = chat_completions.text_reply(session.policy, body, written)
         return await _send(request, body, reply, chat_completions.text_events(reply, body))
 
     async def _response(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
-        self._check(body, responses.FIELDS)
+        self._check(session, body, responses.FIELDS)
         (written,) = await session.chat(responses.read_response(body))
-        reply = responses.response_reply(self._policy, body, written)
+        reply = responses.response_reply(session.policy, body, written)
         return await _send(request, body, reply, responses.response_events(reply))
 
     async def _message(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
-        self._check(body, anthropic_messages.FIELDS)
+        self._check(session, body, anthropic_messages.FIELDS)
         (written,) = await session.chat(anthropic_messages.read_messages(body))
-        reply = anthropic_messages.message_reply(self._policy, written)
+        reply = anthropic_messages.message_reply(session.policy, written)
         return await _send(request, body, reply, anthropic_messages.message_events(reply))
 
     async def _count_tokens(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
-        self._check(body, anthropic_messages.FIELDS)
+        self._check(session, body, anthropic_messages.FIELDS)
         wish = anthropic_messages.read_messages(body)
         return web.json_response({"input_tokens": len(self._policy.template.whole(wish.messages, wish.tools))})
 
     async def _generate(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
         """Ids in, ids out, as trainers' own clients ask for them."""
-        check_fields(body, {"model", "token_ids", "sampling_params"}, self._policy.params)
+        check_fields(body, {"model", "token_ids", "sampling_params"}, session.policy.params)
         sampling = expect(body, "sampling_params", dict, "an object", {})
-        check_fields(sampling, _SAMPLING_FIELDS, self._policy.params)
+        check_fields(sampling, _SAMPLING_FIELDS, session.policy.params)
         limit = expect(sampling, "max_tokens", int, "a whole number >= 1", None)
         prompt_ids = expect(body, "token_ids", list, "a list of token ids")
         num = chat_completions.read_num(sampling)
@@ -204,14 +210,20 @@ class Endpoint:
         reward = body.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise Refused(400, f"reward={reward!r}: expected a finite number")
-        session.reward = float(reward)
+        turn = expect(body, "turn", int, "the number of a turn, from 1 on", None)
+        if turn is None:
+            session.reward = float(reward)
+        elif turn > len(session.conversation.turns):
+            raise Refused(400, f"turn={turn}: the session has {len(session.conversation.turns)}")
+        else:
+            session.turn_rewards[turn - 1] += float(reward)
         return web.json_response({"session": session.name, "reward": session.reward})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         if not self._holds_token(request):
             self._session(request)
         model = {"id": self._policy.name, "object": "model", "created": 0, "owned_by": "megarl"}
-        return web.json_response({"object": "list", "data": [{**model, "max_model_len": self._policy.max_length}]})
+        return web.json_response({"object": "list", "data": [{**model, "max_model_len": self._policy.max_tokens}]})
 
     # ---- sessions
 
@@ -233,6 +245,8 @@ class Endpoint:
     async def _open_session(self, request: web.Request) -> web.StreamResponse:
         self._check_token(request)
         name = expect(await _json(request), "name", str, "text", None)
+        if any(session.name == name for session in self._open.values()):
+            raise ValueError(f"session {name!r} is open; expected another name")
         session = self.open(secrets.token_hex(8) if name is None else name)
         return web.json_response({"session": session.name, "key": session.key, "base_url": self.url + "/v1"})
 
@@ -256,8 +270,12 @@ _SAMPLING_FIELDS = {
 
 
 def _key(request: web.Request) -> str:
-    """OpenAI's clients send it as a bearer token, Anthropic's in a header of their own."""
-    return request.headers.get("X-Api-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+    """OpenAI's clients send it as a bearer token, Anthropic's in a header of their own; see also `url_of`."""
+    return (
+        request.match_info.get("key")
+        or request.headers.get("X-Api-Key")
+        or request.headers.get("Authorization", "").removeprefix("Bearer ")
+    )
 
 
 def _digest(key: str) -> bytes:
@@ -292,7 +310,7 @@ async def _send(
 
 
 def _error(request: web.Request, status: int, message: str, code: str | None = None) -> web.Response:
-    if request.path.startswith(_ANTHROPIC):
+    if _ANTHROPIC in request.path:
         return web.json_response(anthropic_messages.error_body(status, message), status=status)
     kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}

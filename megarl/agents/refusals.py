@@ -16,6 +16,14 @@ class Refused(Exception):
         self.status, self.code = status, code
 
 
+class OverLimit(Refused):
+    """The episode has used up its turns or its tokens: it is over, and is scored as it stands."""
+
+    def __init__(self, message: str) -> None:
+        # OpenAI's clients try 429 and 5xx again; agents know this code as the end of what they can say.
+        super().__init__(400, message, "context_length_exceeded")
+
+
 # Fields that change what is sampled, and the values that do not change it.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),

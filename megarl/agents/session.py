@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.answer import OPEN, Answer, ToolParser, read_answer
 from megarl.agents.conversation import Asked, Conversation, Turn
-from megarl.agents.refusals import Refused
+from megarl.agents.refusals import OverLimit, Refused
 from megarl.data.template import ChatTemplate
 from megarl.rollout.collect import for_completion
 from megarl.rollout.pieces import write
@@ -33,8 +33,9 @@ class Policy:
     template: ChatTemplate
     pool: EnginePool
     params: SamplingParams  # of every answer; max_new_tokens is its limit
-    max_length: int  # tokens of a prompt and its answer
     tool_parser: ToolParser
+    max_tokens: int  # of all rows of an episode: prompts, answers, and what is between them
+    max_turns: int = 1 << 30  # answers in an episode
     history: str = "generated"  # see conversation.HISTORIES
     piece_tokens: int = 0  # see pieces.write
 
@@ -63,21 +64,35 @@ class Written(NamedTuple):
     message: dict[str, Any]
 
 
+class Asking(NamedTuple):
+    """Answers under way: the turn whose row they extend, how many they are, how many tokens they add at most."""
+
+    row: int | None
+    num: int
+    tokens: int
+
+
 class Session:
     """Example: session.key is the agent's API key; after `close`, session.conversation.rows() are to be learnt.
 
-    `reward`: as the agent reported it; None: it did not.
-    `counts`: malformed_tool_calls.
+    `reward`: as the agent reported it; None: it did not.  `turn_rewards`: those of single turns, by number.
+    `counts`: tool_calls, malformed_tool_calls.  `over_limit`: whether a request was refused for want of turns or
+    tokens.  `failure`: why an answer could not be generated, None if all could.  `messages`: of the latest
+    turn, its answer included; empty if there were only turns of ids.
     """
 
     def __init__(self, name: str, policy: Policy) -> None:
         self.name, self.policy, self.key = name, policy, secrets.token_urlsafe(32)
         self.conversation = Conversation(policy.template, history=policy.history)
         self.reward: float | None = None
-        self.closed = False
-        self.counts: Counter[str] = Counter({"malformed_tool_calls": 0})
+        self.turn_rewards: defaultdict[int, float] = defaultdict(float)
+        self.closed = self.over_limit = False
+        self.failure: str | None = None
+        self.messages: list[dict[str, Any]] = []
+        self.counts: Counter[str] = Counter({"tool_calls": 0, "malformed_tool_calls": 0})
         self._numbers, self._call_numbers = itertools.count(), itertools.count()
         self._running: set[asyncio.Future[Any]] = set()
+        self._asked: Counter[Asking] = Counter()  # under way
         self._left = contextlib.ExitStack()
         self._home = self._left.enter_context(policy.pool.session(1))
 
@@ -101,9 +116,11 @@ class Session:
         for completion in await self._write(asked, wish.num, wish.max_tokens):
             text = self.policy.text(without_stop(completion))
             answer = read_answer(text, opened=opened, parser=parser)
+            self.counts["tool_calls"] += len(answer.tool_calls)
             self.counts["malformed_tool_calls"] += answer.malformed_calls
             message = self._message(answer)
             turn = self.conversation.add(asked, completion, message)
+            self.messages = [*wish.messages, message]
             written.append(Written(turn, asked.prompt_ids, completion, answer, message))
         return written
 
@@ -127,26 +144,22 @@ class Session:
     async def _write(
         self, asked: Asked, num: int, max_tokens: int | None, stop_ids: Sequence[int] = ()
     ) -> list[Completion]:
-        room = self.policy.max_length - len(asked.prompt_ids)
-        if room < 1:
-            raise Refused(
-                400,
-                f"the prompt has {len(asked.prompt_ids)} tokens; expected fewer than {self.policy.max_length}, the "
-                "length of a prompt and its answer",
-                "context_length_exceeded",
-            )
+        asking, room = await self._reserved(asked.prompt_ids, num, max_tokens)
         params = self.policy.params
         params = replace(
             params,
-            max_new_tokens=min(params.max_new_tokens, room, max_tokens or room),
+            max_new_tokens=room,
             stop_token_ids=(*params.stop_token_ids, *stop_ids),
         )
         tasks = [asyncio.create_task(self._one(asked.prompt_ids, params)) for _ in range(num)]
         running = asyncio.gather(*tasks)
         self._running.add(running)
+        self._asked[asking] += 1
         try:
             completions = await running
         except (RolloutFailed, asyncio.CancelledError) as error:
+            if isinstance(error, RolloutFailed):
+                self.failure = str(error)
             done = [task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception()]
             cause = "lost" if isinstance(error, RolloutFailed) else "cancelled"
             self.policy.pool.waste(cause, sum(len(completion.token_ids) for completion in done))
@@ -155,11 +168,47 @@ class Session:
             raise
         finally:
             self._running.discard(running)
+            self._asked -= Counter([asking])
             for task in tasks:
                 task.cancel()
         if self.closed:  # since they were written
             raise closed(self.name)
         return completions
+
+    async def _reserved(self, prompt_ids: list[int], num: int, max_tokens: int | None) -> tuple[Asking, int]:
+        """Room for `num` answers, and how long each may become.  Waits for answers under way, which may leave some.
+
+        Raises OverLimit if there is no room.
+        """
+        while True:
+            if self.closed:
+                raise closed(self.name)
+            try:
+                return self._room(prompt_ids, num, max_tokens)
+            except OverLimit:
+                if not self._running:
+                    self.over_limit = True
+                    raise
+            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+
+    def _room(self, prompt_ids: list[int], num: int, max_tokens: int | None) -> tuple[Asking, int]:
+        policy, conversation = self.policy, self.conversation
+        turns = len(conversation.turns) + sum(asking.num for asking in self._asked.elements())
+        if turns + num > policy.max_turns:
+            raise OverLimit(f"the episode has {turns} turns, and may have {policy.max_turns}: it is over")
+        row = conversation.extended(prompt_ids)
+        if any(asking.row == row for asking in self._asked):  # one of them extends it, the other begins a new row
+            row = None
+        held = 0 if row is None else conversation.turns[row].end
+        left = policy.max_tokens - conversation.num_tokens - sum(asking.tokens for asking in self._asked.elements())
+        room = (left + held) // num - len(prompt_ids)
+        if room < 1:
+            raise OverLimit(
+                f"the prompt has {len(prompt_ids)} tokens, and the episode {max(0, left + held)} of its "
+                f"{policy.max_tokens} left: it is over"
+            )
+        room = min(room, policy.params.max_new_tokens, max_tokens or room)
+        return Asking(row, num, num * (len(prompt_ids) + room) - held), room
 
     async def _one(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         policy = self.policy

@@ -79,7 +79,7 @@ class ActorLoss:
 
     @property
     def per_sequence(self) -> bool:
-        """Whether all rows of a sample have to be in one call."""
+        """Whether a token's loss needs the others of its sample, so that all its rows have to be in one call."""
         return POLICY_LOSSES[self.policy_loss].per_sequence
 
     @property

@@ -81,11 +81,13 @@ def register_policy_loss(
 
     f(log_probs, old_log_probs, advantages, mask, segment_ids, *, hyperparameters) -> loss [T], {name: [T]}.
 
+    A sequence, in `segment_ids`, is what a sample learns, in all its rows.
     `select`: f(old_log_probs, advantages, mask, *, generator, hyperparameters) -> [N] bool, computed from a whole
-    optimizer step; the loss gets it as the keyword `selected`.  `per_sequence`: the weight of rollout correction must
-    be one number per sequence.  `uses_ratio`: its gradient contains r, so that an additional weight would correct twice
-    if old_log_probs are the server's.  `uses_old`: it reads old_log_probs.  `agg_mode`: the aggregation with which it
-    was published, if that matters; another mode gives a warning.
+    optimizer step; the loss gets it as the keyword `selected`.  `per_sequence`: a token's loss needs the others of its
+    sequence: all rows of a sample then share a micro-batch, and the weight of rollout correction is one number per
+    sequence.  `uses_ratio`: its gradient contains r, so that an additional weight would correct twice if old_log_probs
+    are the server's.  `uses_old`: it reads old_log_probs.  `agg_mode`: the aggregation with which it was published, if
+    that matters; another mode gives a warning.
 
     Example:
         @register_policy_loss("squared")

@@ -1,6 +1,7 @@
 """Sums, means and last tokens of packed sequences, for all sequences at once.
 
-N tokens of B sequences are concatenated; `segment_ids` [N] is the sequence of each token.  A masked place may hold
+N tokens of B sequences are concatenated; `segment_ids` [N] is the sequence of each token.  A sequence is a sample, with
+all its rows.  A masked place may hold
 any value, including NaN: every function removes it with `where` before it computes, so that it affects neither value
 nor gradient (a `where` on the result alone would still give NaN gradients).
 """

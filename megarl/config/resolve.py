@@ -114,6 +114,8 @@ def followed_by_roles(config: Config) -> Config:
     for node in (actor, config.critic, config.ref):
         if node.num_ranks is None:
             node.num_ranks = max(1, config.trainer.num_ranks - node.first_rank)
+    if config.agent.max_tokens is None:
+        config.agent.max_tokens = config.data.max_prompt_length + config.data.max_response_length
     for optim in (actor.optim, config.critic.optim):
         if optim.momentum is None:
             optim.momentum = DEFAULT_MOMENTUM.get(optim.name, 0.0)
@@ -124,8 +126,7 @@ def settled(config: Config) -> Config:
     """Set, in `config` itself, each role's final micro-batch limits."""
     own = {role: cut_of(config, role) for role in MICRO_BATCH_KEYS}
     if not any(own["actor"]):
-        longest = config.data.max_prompt_length + config.data.max_response_length
-        own["actor"] = Cut(None, None, max(DEFAULT_MAX_TOKENS, longest))
+        own["actor"] = Cut(None, None, max(DEFAULT_MAX_TOKENS, config.longest[1]))
     for role, keys in MICRO_BATCH_KEYS.items():
         cut = _per_rank(config, role, own[role] if any(own[role]) else own["actor"])
         for key, value in zip(keys, cut, strict=True):

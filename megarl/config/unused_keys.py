@@ -264,6 +264,13 @@ TABLE = (
         "no reward runs code of the model",
         lambda c: names_of(c).keys() <= {*names.REWARDS, *names.REWARD_SERVICES} - set(names.REWARDS_OF_CODE),
     ),
+    UnusedKeys("agent.[!fc]*", "agent.fn=null and agent.command=[]: completions are plain", lambda c: not c.has_agents),
+    UnusedKeys("agent.args", "agent.command has no keyword arguments", lambda c: bool(c.agent.command)),
+    UnusedKeys(
+        "agent.num_processes agent.memory_mb",
+        "agent.fn={c.agent.fn} runs in no process of its own",
+        lambda c: str(c.agent.fn).partition(":")[0] in names.AGENT_ADAPTERS,
+    ),
     UnusedKeys("data.seed", "data.shuffle=false", lambda c: not c.data.shuffle),
     UnusedKeys(
         "trainer.total_epochs",
@@ -285,11 +292,12 @@ TABLE = (
 UNREAD = {
     "train": "sft.*",
     "sft": (
-        "algorithm.* critic.* ref.* rollout.* reward.* actor.ppo_mini_batch_size actor.ppo_epochs actor.clip_ratio* "
-        "actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* data.*_files data.*_key data.*_batch_size "
-        "data.max_* data.overlong_prompts data.shuffle data.val_max_samples trainer.*_freq trainer.val_before_train "
-        "trainer.resume_mode trainer.critic_warmup trainer.prepare trainer.check_export trainer.total_epochs "
-        "trainer.max_checkpoints_to_keep trainer.async_save trainer.check_only trainer.max_restarts"
+        "algorithm.* critic.* ref.* rollout.* reward.* agent.* actor.ppo_mini_batch_size actor.ppo_epochs "
+        "actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* data.*_files data.*_key "
+        "data.*_batch_size data.max_* data.overlong_prompts data.shuffle data.val_max_samples trainer.*_freq "
+        "trainer.val_before_train trainer.resume_mode trainer.critic_warmup trainer.prepare trainer.check_export "
+        "trainer.total_epochs trainer.max_checkpoints_to_keep trainer.async_save trainer.check_only "
+        "trainer.max_restarts"
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* sft.* trainer.check_only trainer.max_restarts "

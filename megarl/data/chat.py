@@ -37,7 +37,8 @@ def encode_many(
     `template`: variables of the chat template.  Example: {"enable_thinking": False}.
     Raises ValueError for messages if the tokenizer has no chat template.
     """
-    texts = [_with_system(text, system_prompt) for text in texts]
+    if system_prompt is not None:
+        texts = [as_messages(text, system_prompt) for text in texts]
     rendered = [text if isinstance(text, str) else _render(tokenizer, text, template or {}) for text in texts]
     # A chat template adds its own special tokens; for plain text the tokenizer adds them.
     ids: list[list[int]] = [[] for _ in texts]
@@ -60,6 +61,14 @@ def encode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[str
     return [token_ids + [tokenizer.eos_token_id] for token_ids in encoded]
 
 
+def as_messages(text: Text, system_prompt: str | None = None) -> list[dict[str, str]]:
+    """Chat messages, of which a string is the user's; with a system prompt if they have none of their own."""
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    if system_prompt is None or any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(tokenizer.chat_template)
 
@@ -78,12 +87,3 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], 
             "and data.system_prompt need; expected string prompts, or a tokenizer with one"
         )
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template))
-
-
-def _with_system(text: Text, system_prompt: str | None) -> Text:
-    if system_prompt is None:
-        return text
-    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
-    if any(message["role"] == "system" for message in messages):
-        return messages
-    return [{"role": "system", "content": system_prompt}, *messages]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.sample import REWARD_ERROR, Batch, Sample, Stats
+from megarl.sample import OF_AGENTS, REWARD_ERROR, Batch, Sample, Stats
 from megarl.token_age import by_age, token_ages
 
 
@@ -44,13 +44,17 @@ def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]
 def reward_stats(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """reward/NAME: the mean of each extra number of the rewards, over the samples that have it.
 
-    reward/reward_error is the share of all samples on which a reward failed and was counted as 0, if there are any.
+    reward/reward_error is the share of all samples on which a reward or an episode failed and was counted as 0, if
+    there are any.  The numbers of episodes are agent/NAME; of their turns also the maximum.
     """
     found: dict[str, list[float]] = {}
     for sample in (sample for group in groups for sample in group):
         for name, number in sample.reward_extra.items():
             found.setdefault(name, []).append(number)
-    out = {f"reward/{name}": sum(numbers) / len(numbers) for name, numbers in found.items()}
+    means = {name: sum(numbers) / len(numbers) for name, numbers in found.items()}
+    out = {name if name.startswith(OF_AGENTS) else f"reward/{name}": mean for name, mean in means.items()}
+    if turns := found.get(f"{OF_AGENTS}turns"):
+        out |= {f"{OF_AGENTS}turns/mean": out.pop(f"{OF_AGENTS}turns"), f"{OF_AGENTS}turns/max": max(turns)}
     if REWARD_ERROR in found:
         out[f"reward/{REWARD_ERROR}"] = len(found[REWARD_ERROR]) / sum(len(group) for group in groups)
     return out

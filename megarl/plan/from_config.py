@@ -43,7 +43,7 @@ def job_of(
         n=rollout.n,
         prompt_tokens=_mean("prompt", prompt_tokens, data.max_prompt_length, PROMPT_SHARE),
         response_tokens=_mean("response", response_tokens, data.max_response_length, RESPONSE_SHARE),
-        longest=data.max_prompt_length + data.max_response_length,
+        longest=config.longest[1],
         most_response=data.max_response_length,
         mini_batch=actor.ppo_mini_batch_size,
         epochs=actor.ppo_epochs,
@@ -99,6 +99,8 @@ def _not_modelled(config: Config) -> Iterator[str]:
         yield "rollout.update=retract: servers compute the KV of what they are generating again after each push"
     if rollout.turn_s is not None:
         yield f"rollout.turn_s={rollout.turn_s:g}: servers compute the KV of what continues again in each turn"
+    if config.has_agents:
+        yield "agent.fn, agent.command: the time of tools; an episode is planned as one prompt and one completion"
     if filters.enable and filters.refill:
         yield "algorithm.filter_groups.refill=true: completions of the groups that others replace"
 
@@ -110,7 +112,7 @@ def role_of(config: Config, name: str) -> Role:
     """A role's model and its ranks."""
     node: Any = getattr(config, name)
     keys, megatron = MICRO_BATCH_KEYS[name], node.megatron
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.longest[1]
     sequences = getattr(node, keys.per_rank)
     limit = getattr(node, keys.tokens) if sequences is None else sequences * longest
     recompute = recompute_of(megatron)

@@ -9,7 +9,8 @@ Called by: the collector, through `scorer.Rewards`; the driver, to refuse a wron
 from collections.abc import Callable
 
 from megarl.declared import declared
-from megarl.rewards.load import FILE_MODULE, RewardFn, resolve
+from megarl.plugins import FILE_MODULE
+from megarl.rewards.load import RewardFn, resolve
 from megarl.rewards.services import SERVICES
 
 # Addresses of the built-in ones, so that only the modules of rewards in use are imported.

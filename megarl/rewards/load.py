@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from megarl.plugins import is_async, user_function
 from megarl.sample import Completion, Prompt
 
-FILE_MODULE = "megarl_reward_"  # begins the name of a module that was loaded by its path
 # Returns a number, or {"score": number, further numbers}; an async function returns an awaitable of that.
 RewardFn = Callable[[Prompt, Completion], Any]
+
+CONVERSATION = "conversation"  # the field of Prompt.extra with the messages of an episode, for its reward
 
 # verl's documented signature: compute_score(data_source, solution_str, ground_truth, extra_info=None)
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -32,50 +29,19 @@ def resolve(fn: str, table: Mapping[str, str | RewardFn]) -> RewardFn:
     place, colon, name = address.rpartition(":")
     if not colon or not place or not name:
         raise ValueError(f"reward.fn={fn}: expected one of {', '.join(table)}, or path/file.py:function")
-    module = _module(fn, place)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"reward.fn={fn}: {place} has no function {name!r}; it has {_functions(module)}")
-    return _adapt(fn, function)
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call of the function, or of the object with __call__, must be awaited."""
-    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
-
-
-def _module(fn: str, place: str) -> ModuleType:
-    try:
-        if not place.endswith(".py"):
-            return importlib.import_module(place)
-        return _module_from_file(fn, Path(place).expanduser())
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ValueError) and str(error).startswith("reward.fn="):
-            raise
-        raise ValueError(f"reward.fn={fn}: importing {place} failed with {type(error).__name__}: {error}") from error
-
-
-def _module_from_file(fn: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"reward.fn={fn}: there is no file {path.resolve()}")
-    name = f"{FILE_MODULE}{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec is not None and spec.loader is not None, f"a .py file always has a loader: {path}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-    spec.loader.exec_module(module)
-    return module
+    return _adapt(fn, user_function(f"reward.fn={fn}", address))
 
 
 def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
-    """Return a function of (prompt, completion) as it is; wrap one with verl's parameter names."""
+    """Return a function of (prompt, completion) as it is; wrap one with `messages`, or verl's parameter names."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return function  # built in C: its arguments are unknown
     if "solution_str" in parameters:
         return _from_verl(fn, function, parameters)
+    if "messages" in parameters:
+        function = _with_messages(function)
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -84,6 +50,26 @@ def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
             f"or ({', '.join(VERL_ARGUMENTS)})"
         ) from None
     return function
+
+
+def _with_messages(function: Callable[..., Any]) -> RewardFn:
+    """A function of (prompt, completion, messages) as one of (prompt, completion)."""
+
+    async def async_reward(prompt: Prompt, completion: Completion) -> Any:
+        return await function(prompt, completion, messages=_messages(prompt, completion))
+
+    def reward(prompt: Prompt, completion: Completion) -> Any:
+        return function(prompt, completion, messages=_messages(prompt, completion))
+
+    return async_reward if is_async(function) else reward
+
+
+def _messages(prompt: Prompt, completion: Completion) -> list[dict[str, Any]]:
+    """The whole conversation, the last answer included."""
+    if CONVERSATION in prompt.extra:
+        return list(prompt.extra[CONVERSATION])
+    asked = [{"role": "user", "content": prompt.text}] if isinstance(prompt.text, str) else prompt.text
+    return [*asked, {"role": "assistant", "content": completion.text}]
 
 
 def _from_verl(fn: str, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> RewardFn:
@@ -118,8 +104,3 @@ def _is_required(parameter: inspect.Parameter) -> bool:
         parameter.VAR_KEYWORD,
         parameter.VAR_POSITIONAL,
     )
-
-
-def _functions(module: ModuleType) -> str:
-    names = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
-    return ", ".join(names) or "none"

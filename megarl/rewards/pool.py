@@ -19,11 +19,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from megarl.plugins import load_plugins
+from megarl.plugins import absolute, load_plugins
 from megarl.rewards import load_reward
 from megarl.rewards.result import Outcome
 from megarl.rewards.surroundings import Surroundings
@@ -79,7 +78,7 @@ class RewardPool:
         for fn in fns:
             load_reward(fn)
         self._plugins, self._surroundings = tuple(plugins), surroundings or Surroundings()
-        self._fns = {fn: _absolute(fn) for fn in fns}
+        self._fns = {fn: absolute(fn) for fn in fns}
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._pool: ProcessPool | None = None
@@ -232,9 +231,3 @@ def _settle(job: _Job, outcome: Outcome | RewardError) -> None:
         job.outcome.set_exception(outcome)
     else:
         job.outcome.set_result(outcome)
-
-
-def _absolute(fn: str) -> str:
-    """The address with an absolute file path, which is valid in any working directory."""
-    place, colon, name = fn.rpartition(":")
-    return f"{Path(place).expanduser().resolve()}:{name}" if colon and place.endswith(".py") else fn

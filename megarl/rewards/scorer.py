@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from megarl import sandbox
-from megarl.plugins import load_plugins
+from megarl.plugins import is_async, load_plugins
 from megarl.rewards import RewardFn, load_reward, name_of
-from megarl.rewards.load import is_async
 from megarl.rewards.pool import RewardError, RewardPool
 from megarl.rewards.result import Outcome, RewardResult, describe, joined, to_result
 from megarl.rewards.services.limit import Limit, ServiceError

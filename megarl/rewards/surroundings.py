@@ -25,8 +25,11 @@ class Surroundings:
     sandbox: str = "auto"  # see megarl.sandbox.use
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables; may be secret
 
-    def set_up(self, timeout_s: float) -> None:
-        """Called once in a new process, by its main thread, after the reward functions are loaded."""
+    def set_up(self, timeout_s: float = 5.0) -> None:
+        """Called once in a new process, by its main thread, after what it may keep is loaded.
+
+        `timeout_s`: see time_limit_s.
+        """
         _Process.timeout_s = timeout_s
         sandbox.use(self.sandbox)
         for what, megabytes in ((resource.RLIMIT_DATA, self.memory_mb), (resource.RLIMIT_FSIZE, self.file_mb)):

@@ -165,6 +165,7 @@ class Trainable(Role):
         """
         how = self.update_settings
         assert how is not None, f"role {self.name} has no loss to train with"
+        self._require_room(batch, how)
         batch = batch.with_per_sequence(index=torch.arange(batch.num_sequences))  # so that an error can name the sample
         minis = (  # not a list: the columns of all epochs would take several times the memory of the batch
             mini
@@ -177,6 +178,18 @@ class Trainable(Role):
         if kl in merged:  # the weights have not changed yet, so any difference does not come from training
             merged[f"{self.kind}/first_ppo_kl"] = next(step[kl] for step in stats if kl in step)
         return merged
+
+    def _require_room(self, batch: Batch, how: Update) -> None:
+        """Raises ValueError for a sample whose rows have to share a micro-batch and do not fit into one."""
+        longest, limit, loss = int(batch.sample_lengths.max()), self.packing.max_tokens, how.loss
+        if limit is None or longest <= max(limit, int(batch.lengths.max())):
+            return
+        if isinstance(loss, ActorLoss) and loss.per_sequence:
+            raise ValueError(
+                f"{self.name}.ppo_max_token_len_per_gpu={limit}: algorithm.policy_loss_fn={loss.policy_loss} has one "
+                f"ratio for all rows of a sample, and those of one have {longest} tokens together; expected at least "
+                f"{longest}, or a loss with a ratio per token"
+            )
 
     def _step(self, batch: Batch, how: Update, *, seed: int) -> Stats:
         batch = step_columns(

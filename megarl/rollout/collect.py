@@ -1,4 +1,4 @@
-"""Generates and scores the completions of one prompt. If either fails, the result is a `LostRollout`."""
+"""Writers: what makes the scored samples of one prompt, or a `LostRollout` if it cannot.  Here: plain completions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol, Self
+
+from transformers import PreTrainedTokenizerBase
 
 from megarl.rollout.pieces import write
 from megarl.rollout.pool import EnginePool, RolloutFailed
@@ -26,6 +28,57 @@ class Scored(Protocol):
 
 # For each completion its reward, or a sentence that says why it has none.
 Score = Callable[[Prompt, list[Completion]], Awaitable[Sequence[Scored | str]]]
+
+
+class Writer(Protocol):
+    """Makes the samples of a run; entered before the first group and left after the last one."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def group(
+        self, prompt: Prompt, n: int, params: SamplingParams, *, greedy: bool = False
+    ) -> list[Sample] | LostRollout:
+        """n scored samples of one prompt; with `greedy` each has the reward of one more, greedy sample."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start, by name."""
+        ...
+
+
+class MakeWriter(Protocol):
+    """`score`: the rewards of answers.  `piece_tokens`: see pieces.write."""
+
+    def __call__(
+        self, pool: EnginePool, tokenizer: PreTrainedTokenizerBase, score: Score, piece_tokens: int
+    ) -> Writer: ...
+
+
+class Completions:
+    """The writer of plain completions: see `collect_group`."""
+
+    def __init__(self, pool: EnginePool, tokenizer: PreTrainedTokenizerBase, score: Score, piece_tokens: int) -> None:
+        self._pool, self._tokenizer, self._score, self._piece_tokens = pool, tokenizer, score, piece_tokens
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def group(
+        self, prompt: Prompt, n: int, params: SamplingParams, *, greedy: bool = False
+    ) -> list[Sample] | LostRollout:
+        how: dict[str, Any] = {"decode": self._decode, "piece_tokens": self._piece_tokens, "greedy": greedy}
+        return await collect_group(self._pool, prompt, n, params, self._score, **how)
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 async def collect_group(
@@ -58,19 +111,30 @@ async def collect_group(
     assert len(results) == len(completions), (
         f"the reward gave {len(results)} results for {len(completions)} completions"
     )
-    unscored = [(c, r) for c, r in zip(completions, results, strict=True) if isinstance(r, str)]
-    scored = [(c, r) for c, r in zip(completions[:n], results[:n], strict=True) if not isinstance(r, str)]
-    base = results[n] if greedy else None
-    if len(scored) < min(2, n) or isinstance(base, str):
-        pool.waste("unscored", _num_tokens(completions))
-        reason = f"{len(unscored)} of {len(results)} completions could not be scored; the first: {unscored[0][1]}"
+    outcomes: list[Sample | str] = []
+    for completion, result in zip(completions, results, strict=True):
+        if isinstance(result, str):
+            pool.waste("unscored", len(completion.token_ids))
+            outcomes.append(result)
+        else:
+            outcomes.append(Sample.of(prompt, completion, float(result.reward), result.extra))
+    return grouped(pool, prompt, outcomes, n)
+
+
+def grouped(pool: EnginePool, prompt: Prompt, outcomes: Sequence[Sample | str], n: int) -> list[Sample] | LostRollout:
+    """The group of n samples, of which some may have no reward, but a sentence that says why.
+
+    One more sample is a greedy one, whose reward the others get.  What is lost is counted as wasted, here only that of
+    samples with a reward.
+    """
+    samples = [outcome for outcome in outcomes[:n] if isinstance(outcome, Sample)]
+    unscored = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    base = outcomes[n] if len(outcomes) > n else None
+    if len(samples) < min(2, n) or isinstance(base, str):
+        pool.waste("unscored", sum(outcome.num_learnt for outcome in outcomes if isinstance(outcome, Sample)))
+        reason = f"{len(unscored)} of {len(outcomes)} completions could not be scored; the first: {unscored[0]}"
         return LostRollout(prompt, reason, len(unscored))
-    pool.waste("unscored", _num_tokens([completion for completion, _ in unscored]))
-    greedy_reward = None if base is None else float(base.reward)
-    return [
-        Sample.of(prompt, completion, float(result.reward), result.extra, greedy_reward)
-        for completion, result in scored
-    ]
+    return samples if base is None else [replace(sample, greedy_reward=base.reward) for sample in samples]
 
 
 async def _write_all(

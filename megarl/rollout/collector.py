@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -22,7 +23,7 @@ from typing import Protocol
 from transformers import AutoTokenizer
 
 from megarl.processes.lifetime import die_with_parent
-from megarl.rollout.collect import Scored, collect_group
+from megarl.rollout.collect import MakeWriter, Scored
 from megarl.rollout.messages import Cancel, Close, Fence, Hold, Message, Order, Outbox, Trust, pack, sentence
 from megarl.rollout.pool import EnginePool
 from megarl.sample import Completion, LostRollout, Prompt
@@ -30,6 +31,7 @@ from megarl.sample import Completion, LostRollout, Prompt
 logger = logging.getLogger("megarl.rollout.collector")
 
 HEARTBEAT_S = 1.0
+BLOCKED_S = 10.0  # code that blocks the event loop for so long is named in the log
 
 
 class Scorer(Protocol):
@@ -53,6 +55,7 @@ class CollectorSettings:
     fenced: bool  # a server gets no request before a `Trust` names it
     salted: bool  # the servers know salts of their prefix caches
     make_scorer: Callable[[], Scorer]
+    make_writer: MakeWriter
     log_path: str
     parent_pid: int
 
@@ -70,6 +73,7 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
         try:
             asyncio.run(_collect(pipe, outbox, settings, scorer))
         finally:
+            faulthandler.cancel_dump_traceback_later()
             scorer.stop()
     except Exception as error:
         logger.exception("the collector ends")
@@ -113,27 +117,18 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
     )
     running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
 
-    def decode(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    writer = settings.make_writer(pool, tokenizer, scorer.score, settings.piece_tokens)
 
     async def one(order: Order) -> None:
-        group = await collect_group(
-            pool,
-            order.prompt,
-            order.n,
-            order.params,
-            scorer.score,
-            decode=decode,
-            piece_tokens=settings.piece_tokens,
-            greedy=order.greedy,
-        )
+        group = await writer.group(order.prompt, order.n, order.params, greedy=order.greedy)
         if isinstance(group, LostRollout):
             logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
         outbox.put(("group", order.number, pack(group)))
 
     async def beat() -> None:
         while True:
-            outbox.put(("beat", pool.counters()))
+            outbox.put(("beat", pool.counters() | writer.counters()))
+            faulthandler.dump_traceback_later(BLOCKED_S)  # unless the next beat puts it off
             await asyncio.sleep(HEARTBEAT_S)
 
     gc.collect()
@@ -148,7 +143,7 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
         if running[number] is task:  # an order may come back after it was cancelled
             del running[number]
 
-    async with pool:
+    async with pool, writer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(beat())

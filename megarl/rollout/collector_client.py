@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from megarl.rollout.collect import Completions, MakeWriter
 from megarl.rollout.collector import CollectorSettings, Scorer
 from megarl.rollout.collector_process import CollectorProcess
 from megarl.rollout.collector_share import CollectorError, OpenOrder, Share, Ticket, added
@@ -45,7 +46,7 @@ class Collectors:
     Create it, and call `wait`, in a thread that lives as long as it: see `lifetime`.
 
     Args:
-        make_scorer: pickled into each collector and called there.
+        make_scorer, make_writer: pickled into each collector and called there.
         timeout_s: of one request; a piece that takes longer is cut short and goes on.  An answer has no time limit.
         log_path: of several collectors, number i writes to <stem>_<i><suffix>.
         num_collectors: as many as servers at most.
@@ -69,6 +70,7 @@ class Collectors:
         log_path: str | Path,
         num_collectors: int = 1,
         max_in_flight: int = 512,
+        make_writer: MakeWriter = Completions,
         piece_tokens: int = 0,
         fenced: bool = False,
         salted: bool = False,
@@ -98,6 +100,7 @@ class Collectors:
                     fenced=fenced,
                     salted=salted,
                     make_scorer=make_scorer,
+                    make_writer=make_writer,
                     log_path=str(_numbered(Path(log_path), index, num)),
                     parent_pid=os.getpid(),
                 )

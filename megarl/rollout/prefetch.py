@@ -24,7 +24,7 @@ from megarl.data.ledger import FILTERED, LOST, OUTCOMES, TRAINED, Ledger
 from megarl.rollout.collector_client import Ticket
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.usage import Usage
-from megarl.sample import REWARD_ERROR, LostRollout, Prompt, Sample
+from megarl.sample import OF_AGENTS, REWARD_ERROR, LostRollout, Prompt, Sample
 
 PROMPTS, FINISHED = "prompts", "finished"
 
@@ -331,7 +331,8 @@ class Prefetcher:
             out["gen_batches"] = seen.finished / self._num_prompts
         out |= usage.of_step(self._writers.counters)
         unscored, self._unscored = self._unscored, 0
-        return {f"rollout/{name}": value for name, value in out.items()} | {"reward/unscored": float(unscored)}
+        named = {name if name.startswith(OF_AGENTS) else f"rollout/{name}": value for name, value in out.items()}
+        return named | {"reward/unscored": float(unscored)}
 
 
 def _too_few(how: Filter, num_kept: int, wanted: int, num_seen: int) -> str:

@@ -1,8 +1,9 @@
-"""Makes the collectors of a run, the rewards that run in them, and the server of a reward model."""
+"""Makes the collectors of a run, the agents and rewards that run in them, and the server of a reward model."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -10,9 +11,15 @@ from functools import partial
 import torch
 
 from megarl import sandbox
+from megarl.agents.episodes import Episodes, Settings
+from megarl.agents.load import absolute_address, load_episode
+from megarl.agents.process import Job
 from megarl.config import Config
 from megarl.config.names import REWARDS_OF_CODE
+from megarl.config.settings import show
 from megarl.config.validate.rewards import names_of, starts_reward_server
+from megarl.data.chat import load_tokenizer
+from megarl.data.template import ChatTemplate
 from megarl.rewards import REWARDS, SERVICES, load_reward
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.services.judge import Judge
@@ -20,6 +27,7 @@ from megarl.rewards.services.limit import Limit
 from megarl.rewards.services.model import RewardModel, ScoredOnRanks
 from megarl.rewards.services.service import api_key
 from megarl.rewards.surroundings import Surroundings
+from megarl.rollout.collect import Completions, MakeWriter
 from megarl.rollout.collector_client import Collectors
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import ServerDied, Servers, State
@@ -51,6 +59,7 @@ def make_collectors(
         token=token,
         tokenizer_path=model_folder(config.model.tokenizer_path),
         make_scorer=make_rewards(config, count, reward_url=reward_url, token=token),
+        make_writer=make_writer(config, count),
         num_collectors=count,
         piece_tokens=rollout.piece_tokens,
         timeout_s=rollout.request_timeout_s,
@@ -59,6 +68,59 @@ def make_collectors(
         fenced=fenced,
         salted=salted,
     )
+
+
+def make_writer(config: Config, num_collectors: int) -> MakeWriter:
+    """What writes the samples of one of so many collectors, which share the processes of agents.  Can be pickled.
+
+    Raises ValueError for a variable that is not set.
+    """
+    agent = config.agent
+    if not config.has_agents:
+        return Completions
+    assert agent.max_tokens is not None, "it is resolved"
+    environment = variables("agent.environment", agent.environment)
+    settings = Settings(
+        job_of(config),
+        history=agent.history,
+        tool_parser=agent.tool_parser,
+        max_turns=agent.max_turns,
+        max_tokens=agent.max_tokens,
+        timeout_s=agent.timeout_s,
+        num_processes=-(-agent.num_processes // num_collectors),
+        on_error=agent.on_error,
+        surroundings=Surroundings(agent.memory_mb, environment=environment),
+        system_prompt=config.data.system_prompt,
+    )
+    return partial(Episodes, settings)
+
+
+def job_of(config: Config) -> Job:
+    """The agent of a run, with absolute paths, which are valid in any working directory."""
+    fn = None if config.agent.fn is None else absolute_address(config.agent.fn)
+    return Job(fn, tuple(config.agent.command), config.agent.args)
+
+
+def check_agents(config: Config) -> str:
+    """A sentence on what the chat template does not allow; "" if there is none, or no agent.
+
+    Raises ValueError for an agent that does not load, a program that does not exist, a variable that is not set, or a
+    tokenizer without chat template.
+    """
+    agent = config.agent
+    if not config.has_agents:
+        return ""
+    variables("agent.environment", agent.environment)
+    if agent.fn is not None:
+        load_episode(agent.fn, agent.args)
+    elif shutil.which(agent.command[0]) is None:
+        raise ValueError(f"agent.command={show(agent.command)}: there is no program {agent.command[0]}")
+    template = ChatTemplate(load_tokenizer(model_folder(config.model.tokenizer_path)))
+    reasons = (template.check(with_tools=tools) for tools in (False, agent.tool_parser != "none"))
+    reason = next(filter(None, reasons), None)
+    if reason is None or agent.history == "rendered":
+        return ""
+    return f"agent.history=generated: {reason}; such prompts are rendered as a whole, and begin rows of their own"
 
 
 def check_rewards(config: Config) -> None:
@@ -74,16 +136,21 @@ def check_rewards(config: Config) -> None:
 def surroundings(config: Config) -> Surroundings:
     """What surrounds rewards in their processes.  Raises ValueError for a variable that is not set, or no sandbox."""
     reward = config.reward
-    missing = [name for name in reward.environment if name not in os.environ]
-    if missing:
-        raise ValueError(f"reward.environment=[{missing[0]}]: this environment has no variable of that name")
+    environment = variables("reward.environment", reward.environment)
     if any(fn in REWARDS_OF_CODE for fn in names_of(config)):
         try:
             sandbox.check(reward.sandbox)
         except sandbox.SandboxError as error:
             raise ValueError(f"reward.sandbox={reward.sandbox}: {error}") from error
-    environment = {name: os.environ[name] for name in reward.environment}
     return Surroundings(reward.memory_mb, reward.file_mb, reward.sandbox, environment)
+
+
+def variables(key: str, names: Sequence[str]) -> dict[str, str]:
+    """Variables of this environment.  Raises ValueError for one that is not set."""
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ValueError(f"{key}=[{missing[0]}]: this environment has no variable of that name")
+    return {name: os.environ[name] for name in names}
 
 
 def make_rewards(

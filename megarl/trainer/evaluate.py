@@ -24,7 +24,7 @@ from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
 from megarl.trainer.build import read_prompts
-from megarl.trainer.collectors import check_rewards, make_collectors
+from megarl.trainer.collectors import check_agents, check_rewards, make_collectors
 from megarl.trainer.infrastructure import Infrastructure
 
 
@@ -175,6 +175,8 @@ def main(config: Config) -> int:
     console = Console()
     load_plugins(config.algorithm.plugins)
     check_rewards(config)
+    if reason := check_agents(config):
+        console.print(f"warning: {reason}", markup=False, highlight=False)
     prompts = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts).all(
         config.data.val_max_samples
     )

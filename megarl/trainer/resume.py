@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megarl.agents.load import without_prefix
 from megarl.config import Config, from_yaml
 from megarl.config.validate.rewards import names_of
 from megarl.data.groups import load_groups
@@ -38,6 +39,8 @@ _KEYS = (
     "rollout.temperature",
     "rollout.top_p",
     "rollout.top_k",
+    *(f"agent.{name}" for name in ("fn", "command", "args", "history", "tool_parser", "max_turns", "max_tokens")),
+    *(f"agent.{name}" for name in ("timeout_s", "on_error")),
     "reward.fn",
     "reward.weights",
     "reward.by_data_source",
@@ -53,12 +56,16 @@ _KEYS = (
 def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
     """What finished groups depend on, as JSON values.
 
-    `greedy`: the estimator wants a greedy completion of each prompt.  Of users' reward functions the files count too,
-    but not the modules that they import.
+    `greedy`: the estimator wants a greedy completion of each prompt.  Of users' functions the files count too, but not
+    the modules that they import.
     """
-    settings = {key: attrgetter(key)(config) for key in _KEYS}
+    keys = [key for key in _KEYS if config.has_agents or not key.startswith("agent.")]
+    settings = {key: attrgetter(key)(config) for key in keys}
     files = {fn: digest for fn in names_of(config) if (digest := _file_of(fn))}
-    return settings | {"the file of reward.fn": files, "algorithm.adv_estimator (greedy)": greedy}
+    settings |= {"the file of reward.fn": files}
+    if config.agent.fn is not None:
+        settings["the file of agent.fn"] = _file_of(without_prefix(config.agent.fn))
+    return settings | {"algorithm.adv_estimator (greedy)": greedy}
 
 
 def announce(checkpoint: Checkpoint, config: Config, num_steps: int) -> None:
@@ -112,13 +119,13 @@ def check_is_known(checkpoint: Checkpoint) -> None:
 
 
 def _file_of(fn: str) -> str | None:
-    """Digest of the file of a user's reward function; None for a built-in one."""
+    """Digest of the file of a user's function; None for a built-in one."""
     found = REWARDS.get(fn, fn)
     if not isinstance(found, str):  # registered by a plug-in
         return content_digest(str(sys.modules[found.__module__].__file__))
-    if fn in REWARDS or fn in SERVICES:
-        return None
     place = found.rpartition(":")[0]
+    if fn in REWARDS or fn in SERVICES or not place:
+        return None
     if place.endswith(".py"):
         return content_digest(place)
     spec = find_spec(place)

@@ -48,7 +48,7 @@ from megarl.trainer.build import (
     start_trackers,
 )
 from megarl.trainer.checkpoint import Saver
-from megarl.trainer.collectors import check_rewards, make_collectors, make_rewards
+from megarl.trainer.collectors import check_agents, check_rewards, make_collectors, make_rewards
 from megarl.trainer.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
 from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
@@ -95,6 +95,8 @@ class Run:
         check_shared_gpus(config)
         load_plugins(config.algorithm.plugins)
         check_rewards(config)
+        if reason := check_agents(config):
+            self._warn(reason)
         self.algorithm = make_algorithm(config)
         if self.algorithm.reference or self.algorithm.actor.reference:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)

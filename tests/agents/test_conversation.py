@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.agents.conversation import HISTORIES, Asked, Conversation
-from megarl.sample import Completion, TurnSpan, VersionSpan
+from megarl.data.batch import make_batch
+from megarl.sample import Completion, Prompt, Sample, TurnSpan, VersionSpan
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 
@@ -88,7 +89,23 @@ def check_exact(agent):
         prompt_ids, written = agent.seen[row.learnt[-1].turn]
         assert row.token_ids == prompt_ids + written.token_ids and row.finish_reason == written.finish_reason
     assert sorted(learnt) == list(range(len(agent.seen))), "every turn is learnt"
+    check_account(rows, [written for _, written in agent.seen])
     return rows
+
+
+def check_account(rows, written):
+    """The same in the batch of a step: each generated token has the mask, its log-prob and its version once."""
+    assert [row.learnt[0].turn for row in rows] == sorted(row.learnt[0].turn for row in rows), "in the order of time"
+    batch = make_batch([[Sample(Prompt("0-0", [1], ""), rows, 1.0)]])
+    mask = batch.columns["response_mask"] == 1
+    turns = [written[span.turn] for row in rows for span in row.learnt]
+    assert int(mask.sum()) == sum(len(each.token_ids) for each in written)
+    assert batch.tokens[mask].tolist() == [token for turn in turns for token in turn.token_ids]
+    log_probs = [log_prob for turn in turns for log_prob in turn.log_probs]
+    assert batch.columns["rollout_log_probs"][mask].tolist() == pytest.approx(log_probs, rel=1e-6)
+    versions = [span.version for turn in turns for span in turn.versions for _ in range(span.start, span.end)]
+    assert batch.columns["versions"][mask].tolist() == versions
+    assert not batch.columns["rollout_log_probs"][~mask].any() and (batch.columns["versions"][~mask] == -1).all()
 
 
 OPERATION = st.tuples(

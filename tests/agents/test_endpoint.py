@@ -327,13 +327,15 @@ def test_parameters_that_change_nothing_are_taken():
 def test_an_answer_ends_where_the_agent_the_run_or_the_model_ends():
     async def test():
         params = SamplingParams(max_new_tokens=20)
-        async with speaking("a" * 99, params=params, max_length=60) as (ask, session, _, seen):
+        async with speaking("a" * 99, params=params, max_tokens=60) as (ask, _, endpoint, _):
             for size, fields, expected in (
                 (1, {"max_tokens": 5}, 5),
                 (1, {"max_completion_tokens": 99}, 20),
                 (40, {}, None),
             ):
-                reply = await ask("/v1/chat/completions", chat([{"role": "user", "content": "x" * size}], **fields))
+                session = endpoint.open(f"0-17/{size}")
+                body = chat([{"role": "user", "content": "x" * size}], **fields)
+                reply = await ask("/v1/chat/completions", body, key=session.key)
                 assert reply.json()["choices"][0]["finish_reason"] == "length"
                 turn = session.conversation.turns[-1]
                 assert len(turn.completion.token_ids) == (expected or 60 - turn.start)

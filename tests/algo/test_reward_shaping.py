@@ -48,8 +48,10 @@ def test_a_penalty_that_would_reward_is_refused():
 def test_the_overlong_penalty_agrees_with_the_slow_reference(packed: Packed, buffer_length, spare):
     limit = buffer_length + spare
     expected = []
-    for mask, score in zip(packed.masks, packed.batch.per_sequence["score"].tolist(), strict=True):
-        length = len(mask) - mask.index(True) if any(mask) else 0
+    row_masks, counts = iter(Packed(packed.batch.by_row()).masks), packed.batch.rows.tolist()
+    for count, score in zip(counts, packed.batch.per_sequence["score"].tolist(), strict=True):
+        rows = [next(row_masks) for _ in range(count)]
+        length = sum(len(mask) - mask.index(True) for mask in rows if any(mask))
         expected.append(score + min(-(length - spare) / buffer_length * 0.5, 0))
     out, _ = overlong_penalty(packed.batch, max_response_length=limit, buffer_length=buffer_length, factor=0.5)
     assert out.per_sequence["score"].dtype == torch.float32
@@ -71,3 +73,16 @@ def test_a_group_teaches_where_its_scores_differ():
     assert not is_informative([0.5, 0.5, 0.5])
     assert not is_informative([1.0])
     assert not is_informative([])
+
+
+def test_the_lengths_of_the_rows_of_a_sample_add_up():
+    """Rows "p a a t a" and "p a q b": 4 tokens from the first that it learns, and 1."""
+    mask = torch.tensor([0, 1, 1, 0, 1] + [0, 0, 0, 1] + [0, 1], dtype=torch.float32)
+    rows = {"score": torch.zeros(2), "truncated": torch.tensor([1.0, 0.0])}
+    batch = Batch(torch.arange(11), torch.tensor([5, 4, 2]), {"response_mask": mask}, rows, torch.tensor([2, 1]))
+    out, stats = overlong_penalty(batch, max_response_length=4, buffer_length=4)
+    assert out.per_sequence["score"].tolist() == [-1.25, -0.25]
+    assert stats["reward/overlong_penalty"].result() == -0.75
+    out, stats = overlong_filter(batch)
+    assert out.columns["keep"].tolist() == [0] * 9 + [1] * 2, "all rows of the sample"
+    assert stats["reward/overlong_filtered"].result() == 0.5

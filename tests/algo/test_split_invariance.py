@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algo_reference import random_packed
+from algo_reference import cut_into_rows, random_packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +42,9 @@ def documented(old_log_probs, log_probs, advantages, response_mask, loss_agg_mod
 @pytest.fixture(autouse=True)
 def documented_loss(monkeypatch):
     """One user's loss of the documented form beside the table."""
-    monkeypatch.setitem(POLICY_LOSSES, "documented", PolicyLoss(DocumentedLoss("documented", documented)))
+    monkeypatch.setitem(
+        POLICY_LOSSES, "documented", PolicyLoss(DocumentedLoss("documented", documented), per_sequence=True)
+    )
 
 
 class Loss:
@@ -74,27 +76,36 @@ class Loss:
 
 def make_step(fn: Loss, mode: str, dtype: torch.dtype, seed: int) -> Batch:
     """Rejection, normalised weights and selection included; the second group of sequences loses a whole one."""
-    batch = random_packed(LENGTHS, seed, groups=GROUPS, dtype=dtype).batch
+    batch = cut_into_rows(random_packed(LENGTHS, seed, groups=GROUPS, dtype=dtype).batch, seed)
     keep = (torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.8).to(dtype)
     keep[-7:-1] = 0
     batch = batch.with_columns(keep=keep)
     return step_columns(batch, loss=fn.actor, agg_mode=mode, loss_scale_factor=16.0, seed=seed, normalize=True)
 
 
-def partition(num_micro_batches: int, seed: int) -> list[list[int]]:
-    """A random order of the sequences, cut at random places: micro-batches may be empty."""
+def partition(count: int, num_micro_batches: int, seed: int) -> list[list[int]]:
+    """A random order of the samples, cut at random places: micro-batches may be empty."""
     rng = random.Random(seed)
-    order = rng.sample(range(len(LENGTHS)), len(LENGTHS))
-    cuts = sorted(rng.randint(0, len(LENGTHS)) for _ in range(num_micro_batches - 1))
-    return [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(LENGTHS)], strict=True)]
+    order = rng.sample(range(count), count)
+    cuts = sorted(rng.randint(0, count) for _ in range(num_micro_batches - 1))
+    return [order[a:b] for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
+
+
+def packed_of(fn: Loss, step: Batch) -> Batch:
+    """Rows of a sample may part, if the loss looks at its own token only."""
+    return step if fn.actor.per_sequence else step.by_row()
+
+
+def check_random(fn: Loss, step: Batch, num_micro_batches: int, seed: int, dtype: torch.dtype) -> None:
+    check(fn, step, partition(packed_of(fn, step).num_sequences, num_micro_batches, seed), dtype)
 
 
 def check(fn: Loss, step: Batch, micro_batches: list[list[int]], dtype: torch.dtype) -> None:
-    loss, grads, stats = fn(step)
+    packed, (loss, grads, stats) = packed_of(fn, step), fn(step)
     split_loss, split_grads, parts = torch.zeros((), dtype=dtype), [torch.zeros_like(g) for g in grads], []
-    where = list(torch.arange(step.num_tokens).split(LENGTHS))
+    where = list(torch.arange(step.num_tokens).split(packed.sample_lengths.tolist()))
     for indices in micro_batches:
-        part_loss, part_grads, part_stats = fn(step.select(indices))
+        part_loss, part_grads, part_stats = fn(packed.select(indices))
         split_loss += part_loss
         parts.append(part_stats)
         if indices:
@@ -120,7 +131,7 @@ def check(fn: Loss, step: Batch, micro_batches: list[list[int]], dtype: torch.dt
 @given(num_micro_batches=st.integers(1, 8), seed=st.integers(0, 10**6))
 def test_any_partition_has_the_same_loss_gradient_and_statistics(policy, mode, dtype, num_micro_batches, seed):
     fn = Loss(policy)
-    check(fn, make_step(fn, mode, dtype, seed), partition(num_micro_batches, seed), dtype)
+    check_random(fn, make_step(fn, mode, dtype, seed), num_micro_batches, seed, dtype)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -140,7 +151,7 @@ def test_tokens_that_are_too_old_count_in_no_denominator_of_any_partition(mode, 
     assert one[0] == other[0]
     assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
     assert one[2] == other[2]
-    check(fn, steps[0], partition(num_micro_batches, seed), torch.float64)
+    check_random(fn, steps[0], num_micro_batches, seed, torch.float64)
 
 
 @pytest.mark.parametrize("kl", KLS)
@@ -149,13 +160,23 @@ def test_every_loss_with_every_kl(policy, kl):
     fn = Loss(policy, kl_loss_type=kl, kl_importance="full" not in kl)
     for seed, num_micro_batches in enumerate((2, 5)):
         step = make_step(fn, "seq-mean-token-mean", torch.float64, seed)
-        check(fn, step, partition(num_micro_batches, seed), torch.float64)
+        check_random(fn, step, num_micro_batches, seed, torch.float64)
 
 
 @pytest.mark.parametrize("policy", [*NAMES, "documented"])
-def test_a_sequence_in_a_micro_batch_of_its_own(policy):
+def test_what_is_packed_in_a_micro_batch_of_its_own(policy):
     fn = Loss(policy)
-    check(fn, make_step(fn, "token-mean", torch.float64, 1), [[i] for i in range(len(LENGTHS))], torch.float64)
+    step = make_step(fn, "token-mean", torch.float64, 1)
+    assert step.num_sequences < len(step.lengths)
+    check(fn, step, [[i] for i in range(packed_of(fn, step).num_sequences)], torch.float64)
+
+
+@pytest.mark.parametrize("policy", ["gspo", "gmpo", "documented"])
+def test_a_ratio_of_each_row_alone_would_not_pass(policy):
+    """What a sequence is: all that the sample learns, in all its rows."""
+    fn = Loss(policy)
+    step = make_step(fn, "token-mean", torch.float64, 1)
+    assert abs(float(fn(step)[0]) - float(fn(step.by_row())[0])) > 1e-3
 
 
 def test_the_documented_way_of_dividing_inside_each_micro_batch_would_not_pass():

@@ -3,8 +3,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from several_rows import groups_of_rows
 
-from megarl.algo import ActorLoss, CriticLoss
+from megarl.algo import ActorLoss, CriticLoss, step_columns
 from megarl.algo.advantages.estimate import DATA
 from megarl.data.batch import OWN_COLUMNS, make_batch, mini_batches, sample_names
 from megarl.sample import Completion, Prompt, Row, Sample, TurnSpan, VersionSpan
@@ -129,6 +132,87 @@ def test_many_groups_match_the_slow_reference():
     assert batch.columns["response_mask"].tolist() == mask
     assert batch.columns["rollout_log_probs"].tolist() == log_probs
     assert batch.columns["versions"].tolist() == versions
+
+
+@given(st.integers(0, 10**6), st.booleans())
+def test_samples_of_several_rows_match_the_slow_reference(seed, rewards):
+    groups = groups_of_rows(seed, 3, rewards=rewards)
+    batch = make_batch(groups)
+    tokens, mask, log_probs, versions = slow_batch(groups)
+    assert batch.tokens.tolist() == tokens
+    assert batch.columns["response_mask"].tolist() == mask
+    assert batch.columns["rollout_log_probs"].tolist() == pytest.approx(log_probs, rel=1e-6)
+    assert batch.columns["versions"].tolist() == versions
+    samples = [one for group in groups for one in group]
+    assert batch.rows.tolist() == [len(one.rows) for one in samples]
+    assert batch.lengths.tolist() == [len(row.token_ids) for one in samples for row in one.rows]
+    assert batch.per_sequence["truncated"].tolist() == [float(one.finish_reason == "length") for one in samples]
+    parts = zip(batch.split(batch.tokens), batch.split(batch.columns["response_mask"]), samples, strict=True)
+    assert all(tokens[mask == 1].tolist() == one.learnt_ids for tokens, mask, one in parts)
+    assert ("turn_rewards" in batch.columns) == rewards
+    if rewards:
+        for column, one in zip(batch.split(batch.columns["turn_rewards"]), samples, strict=True):
+            assert column[column != 0].tolist() == [r for row in one.rows for r in row.rewards if r]
+            assert not column[torch.cat([torch.tensor(last_of_turns(row)) for row in one.rows]) == 0].any()
+
+
+def last_of_turns(row):
+    ends = [span.end - 1 for span in row.learnt]
+    return [float(place in ends) for place in range(len(row.token_ids))]
+
+
+@given(st.integers(0, 10**6))
+def test_a_selection_takes_samples_with_all_their_rows_and_rows_alone_keep_the_tokens(seed):
+    batch = make_batch(groups_of_rows(seed, 3))
+    order = torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(seed)).tolist()[:5]
+    picked = batch.select(order)
+    for name in ("response_mask", "versions"):
+        parts, found = batch.split(batch.columns[name]), picked.split(picked.columns[name])
+        assert [part.tolist() for part in found] == [parts[i].tolist() for i in order]
+    assert picked.rows.tolist() == batch.rows[order].tolist()
+    assert picked.per_sequence["score"].tolist() == batch.per_sequence["score"][order].tolist()
+    alone = picked.by_row()
+    assert torch.equal(alone.tokens, picked.tokens) and torch.equal(alone.lengths, picked.lengths)
+    assert torch.equal(alone.segment_ids, picked.row_ids) and torch.equal(alone.row_ids, picked.row_ids)
+    of_rows = torch.repeat_interleave(picked.per_sequence["score"], picked.rows)
+    assert torch.equal(alone.per_sequence["score"], of_rows)
+    places = (torch.arange(picked.num_tokens) - picked.row_starts[picked.row_ids]) == 0
+    assert places.sum() == len(picked.lengths)
+
+
+def test_an_answer_that_two_rows_hold_is_learnt_in_one_of_them():
+    """Turn 0 is asked "5 6" and says 7 8; turn 1 goes on from it; turn 2, a sub-agent, too, and is asked 9."""
+    spans, prompt = (VersionSpan(0, 0, 3),), Prompt("0-0", [5, 6], "x")
+    first = Row(
+        [5, 6, 7, 8, 4, 3], (TurnSpan(0, 2, 4), TurnSpan(1, 5, 6)), [-1.0, -2.0, -3.0], spans, "stop", (0.5, 0.0)
+    )
+    other = Row([5, 6, 7, 8, 9, 2], (TurnSpan(2, 5, 6),), [-4.0], (VersionSpan(1, 0, 1),), "length", (0.25,))
+    batch = make_batch([[Sample(prompt, (first, other), 1.0)]])
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 4, 3, 5, 6, 7, 8, 9, 2]
+    assert batch.columns["response_mask"].tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1]
+    assert batch.columns["rollout_log_probs"].tolist() == [0, 0, -1, -2, 0, -3, 0, 0, 0, 0, 0, -4]
+    assert batch.columns["versions"].tolist() == [-1, -1, 0, 0, -1, 0, -1, -1, -1, -1, -1, 1]
+    assert batch.columns["turn_rewards"].tolist() == [0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0, 0.25]
+    assert (batch.lengths.tolist(), batch.rows.tolist()) == ([6, 6], [2])
+    assert batch.segment_ids.tolist() == [0] * 12 and batch.row_ids.tolist() == [0] * 6 + [1] * 6
+    numbers = {name: row.tolist() for name, row in batch.per_sequence.items()}
+    assert numbers == {"score": [1], "group": [0], "version_min": [0], "version_max": [1], "truncated": [1]}
+    step = step_columns(batch, loss=CriticLoss(), agg_mode="seq-mean-token-sum")
+    assert step.columns["weight"].tolist() == batch.columns["response_mask"].tolist()
+
+
+def test_a_sample_that_contradicts_itself_is_caught():
+    (first,) = sample("0-0", [5], [7], [-0.5], 1.0).rows
+    prompt, second = Prompt("0-0", [5], "x"), replace(first, learnt=(TurnSpan(1, 1, 2),))
+    assert Sample(prompt, (first, second), 1.0).num_turns == 2
+    for rows, message in (
+        ((), "has no row"),
+        ((first, first), "learns a turn twice"),
+        ((second, first), "not in the order of time"),
+        ((first, replace(second, rewards=(1.0,))), "some turns of the sample of prompt 0-0 have no reward"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            Sample(prompt, rows, 1.0)
 
 
 def with_columns(uid, num_prompt, num_new, **columns):

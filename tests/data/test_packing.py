@@ -2,7 +2,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from several_rows import groups_of_rows
 
+from megarl.data.batch import make_batch
 from megarl.data.packing import RankPlan, plan, unpack
 from megarl.sample import Batch
 
@@ -142,6 +144,29 @@ def test_unpack_undoes_a_plan(lengths, num_ranks):
     found = unpack(plans, wide, lengths)
     assert found.dtype == torch.int16
     assert torch.equal(found, torch.stack([tokens, -tokens], 1).to(torch.int16))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans())
+def test_rows_and_samples_are_packed_whole_and_come_back(seed, num_ranks, together):
+    """A plan of samples keeps their rows in one micro-batch; both plans hold every row once, within the limit."""
+    batch = make_batch(groups_of_rows(seed, 3))
+    whole = batch if together else batch.by_row()
+    limit = int(whole.sample_lengths.max()) + 10
+    lengths = whole.sample_lengths.tolist()
+    plans = plan(lengths, num_ranks, max_tokens=limit)
+    named = whole.with_columns(place=torch.arange(whole.num_tokens))
+    parts = [named.select(rank.indices) for rank in plans]
+    assert torch.equal(unpack(plans, [part.tokens for part in parts], lengths), batch.tokens)
+    for rank, part in zip(plans, parts, strict=True):
+        for members in rank.micro_batches:
+            micro = named.select(members)
+            assert micro.num_tokens <= limit
+            assert torch.equal(
+                micro.lengths, torch.cat([named.select([i]).lengths for i in members] or [micro.lengths])
+            )
+            held = batch.segment_ids[micro.columns["place"]].bincount(minlength=batch.num_sequences)
+            assert not together or ((held == 0) | (held == batch.sample_lengths)).all()
+        assert part.num_sequences == len(rank.indices)
 
 
 def test_unpack_refuses_parts_that_do_not_fit():

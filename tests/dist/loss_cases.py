@@ -38,6 +38,7 @@ TEMPERATURE = 0.8
 # Groups of 2, 1, 3, 4 and 3: the first has nothing to train, a sequence whose tokens are all masked and one of a single
 # token, which nothing predicts; the second is a group of one; two sequences have one trainable token.
 LENGTHS = [5, 1, 9, 4, 2, 12, 3, 7, 10, 6, 2, 8, 11]
+ROWS = {5: [7, 5], 8: [4, 6], 12: [5, 6]}  # the samples of several rows: 16 rows of 13 samples
 GROUPS = [6, 6, 2, 4, 4, 4, 0, 0, 0, 0, 9, 9, 9]
 ALONE = 2
 UNTRAINED = (0, 1)
@@ -74,9 +75,11 @@ def documented(old_log_probs, log_probs, advantages, response_mask, loss_agg_mod
 
 
 def make_tokens(vocab_size: int) -> Batch:
-    """The sequences of the step."""
+    """The samples of the step."""
     g = torch.Generator().manual_seed(3)
-    return Batch(torch.randint(0, vocab_size, (sum(LENGTHS),), generator=g), torch.tensor(LENGTHS))
+    rows = [ROWS.get(b, [length]) for b, length in enumerate(LENGTHS)]
+    tokens = torch.randint(0, vocab_size, (sum(LENGTHS),), generator=g)
+    return Batch(tokens, torch.tensor(sum(rows, [])), rows=torch.tensor([len(of_sample) for of_sample in rows]))
 
 
 def make_data(sequences: Batch, now: Columns) -> dict[str, Batch]:
@@ -107,7 +110,8 @@ def make_step(sequences: Batch, now: Columns, *, hard: bool = False, at_masked: 
     mask = torch.rand(n, generator=g) < 0.7
     mask[sequences.row_starts] = False
     mask[torch.isin(b, torch.tensor(UNTRAINED))] = False
-    mask[sequences.row_starts[torch.tensor([4, 10])] + 1] = True
+    first_rows = sequences.rows.cumsum(0) - sequences.rows
+    mask[sequences.row_starts[first_rows[[4, 10]]] + 1] = True
     noise = {name: torch.randn(n, generator=g) for name in ("advantages", "old", "rollout", "ref", "values", "returns")}
     moved, gap = 0.3 * noise["old"], 0.2 * noise["ref"]
     chosen = mask.nonzero().squeeze(1)
@@ -125,7 +129,7 @@ def make_step(sequences: Batch, now: Columns, *, hard: bool = False, at_masked: 
     }
     columns = {name: torch.where(mask, column, at_masked) for name, column in columns.items()}
     groups = torch.tensor(GROUPS)
-    return Batch(sequences.tokens, sequences.lengths, columns | {"response_mask": mask.float()}, {"group": groups})
+    return sequences.with_columns(**columns, response_mask=mask.float()).with_per_sequence(group=groups)
 
 
 def make_loss(case: Case) -> ActorLoss | CriticLoss:
@@ -141,6 +145,11 @@ def make_loss(case: Case) -> ActorLoss | CriticLoss:
         use_rollout_weight=CORRECTIONS[case.correction].level is not None,
         **kl,
     )
+
+
+def packed_of(step: Batch, loss: ActorLoss | CriticLoss) -> Batch:
+    """What is packed: samples, if the loss looks at all of one, else rows."""
+    return step if loss.per_sequence else step.by_row()
 
 
 def columns_of(step: Batch, case: Case, loss: ActorLoss | CriticLoss) -> Batch:
@@ -160,9 +169,10 @@ def columns_of(step: Batch, case: Case, loss: ActorLoss | CriticLoss) -> Batch:
 def micros_of(step: Batch, case: Case, loss: ActorLoss | CriticLoss, part: RankPlan) -> list[MicroBatch]:
     """This replica's share, as the driver sends it."""
     if not case.inside:
-        mine = columns_of(step, case, loss).select(part.indices)
+        mine = packed_of(columns_of(step, case, loss), loss).select(part.indices)
         return micro_batches(mine.keep_columns(*loss.columns), part.micro_sizes)
-    alone = [columns_of(step.select(members), case, loss) for members in part.micro_batches]
+    packed = packed_of(step, loss)
+    alone = [columns_of(packed.select(members), case, loss) for members in part.micro_batches]
     share = 1.0 if case.mode.startswith("token-sum") else 1.0 / len(alone)  # public code's mean over micro-batches
     weighed = [own.with_columns(weight=share * own.columns["weight"]) for own in alone]
     return [MicroBatch(own.keep_columns(*loss.columns)) for own in weighed]
@@ -249,7 +259,9 @@ def run_cases(folders: dict[str, str], cases: Sequence[Case], data: dict[str, Ba
 def _run(models: Models, rank_info: RankInfo, case: Case, step: Batch) -> dict[str, Any]:
     loss = make_loss(case)
     rows = ALL_SPLITS[case.split].micros * rank_info.num_replicas
-    parts = plan(step.lengths.tolist(), rank_info.num_replicas, max_sequences=-(-step.num_sequences // rows))
+    packed = packed_of(step, loss)
+    lengths = packed.sample_lengths.tolist()
+    parts = plan(lengths, rank_info.num_replicas, max_sequences=-(-packed.num_sequences // rows))
     micros = micros_of(step, case, loss, parts[rank_info.replica])
     noting, name = Noting(loss), "critic" if case.loss == VALUE else "actor"
     stats: Stats = backward(

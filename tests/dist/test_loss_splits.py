@@ -165,13 +165,14 @@ def test_statistics_do_not_depend_on_the_split(bench: Bench, split: str) -> None
 
 @pytest.mark.parametrize("split", ANY_SPLIT)
 def test_a_split_is_what_it_says(bench: Bench, split: str) -> None:
-    how, step = ALL_SPLITS[split], bench.step(of(split)[0])
-    assert step.micros == [how.micros] * how.ranks
-    ranks_of_dummies = {"dp4 micro4": 3}  # 13 sequences in 16 micro-batches of one
-    assert step.dummies == ranks_of_dummies.get(split, 0)
+    for loss, units in (("ppo", 16), ("gspo", 13)):  # rows, samples
+        how, step = ALL_SPLITS[split], bench.step(of(split, loss)[0])
+        assert step.micros == [how.micros] * how.ranks
+        assert step.dummies == (16 - units if split == "dp4 micro4" else 0), "16 micro-batches of one"
 
 
 def test_data_is_what_it_says(bench: Bench) -> None:
+    assert bench.data["mild"].rows.tolist() == [1, 1, 1, 1, 1, 2, 1, 1, 2, 1, 1, 1, 2]
     hard, scored, groups = bench.data["hard"], bench.data["scored"], Counter(GROUPS)
     masked = hard.columns["response_mask"] == 0
     assert all(hard.columns[name][masked].isnan().all() for name in hard.columns if name != "response_mask")
@@ -237,6 +238,16 @@ def test_columns_made_inside_each_micro_batch_would_show(bench: Bench, case: Cas
     expected = bench.reference(case)
     assert bench.step(case).error(expected) < GRADIENT
     assert bench.step(replace(case, inside=True)).error(expected) > 100 * GRADIENT
+
+
+def test_rows_of_a_sample_that_part_would_show_in_a_ratio_of_the_sample(bench: Bench) -> None:
+    """The negative control: with the loss of a sequence on each row alone."""
+    mild = bench.data["mild"]
+    bench.data["rows alone"] = mild.by_row()
+    case = Case("gspo", "token-mean", ONE)
+    assert bench.step(replace(case, data="rows alone")).error(bench.step(case)) > 100 * GRADIENT
+    case = Case("ppo", "token-mean", ONE)
+    assert bench.step(replace(case, data="rows alone")).error(bench.step(case)) < GRADIENT
 
 
 def test_columns_made_inside_do_not_show_where_none_looks_beyond_its_token(bench: Bench) -> None:

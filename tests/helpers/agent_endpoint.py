@@ -57,7 +57,7 @@ async def endpoint_of(
 ) -> AsyncIterator[tuple[Endpoint, list[list[Any]]]]:
     """Yields (endpoint, list of bodies of /generate of each server); `options`: of the policy."""
     async with serving(*servers) as (urls, seen), EnginePool(urls, "", timeout_s=60, rest_s=0.001, retries=1) as pool:
-        settings: dict[str, Any] = {"max_length": 4096, "history": "generated", "tool_parser": hermes, **options}
+        settings: dict[str, Any] = {"max_tokens": 4096, "history": "generated", "tool_parser": hermes, **options}
         policy = Policy(
             "policy",
             tokenizer_of(style),

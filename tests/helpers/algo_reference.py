@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
@@ -61,8 +62,24 @@ def random_packed(
     return Packed(Batch(torch.arange(n), torch.tensor(lengths, dtype=torch.int64), columns, rows))
 
 
-packs = st.builds(
-    random_packed, st.lists(st.integers(min_value=0, max_value=7), min_size=1, max_size=6), st.integers(0, 10**6)
+def cut_into_rows(batch: Batch, seed: int) -> Batch:
+    """The same samples, each of one to three rows; a sample's sequence stays what it was."""
+    rng = random.Random(seed)
+    rows = []
+    for length in batch.lengths.tolist():
+        cuts = sorted(rng.sample(range(1, length), min(rng.randint(0, 2), max(0, length - 1))))
+        rows.append([end - start for start, end in zip([0, *cuts], [*cuts, length], strict=True)])
+    lengths = torch.tensor([n for of_sample in rows for n in of_sample], dtype=torch.int64)
+    return replace(batch, lengths=lengths, rows=torch.tensor([len(of_sample) for of_sample in rows]))
+
+
+def packed_in_rows(lengths: list[int], seed: int) -> Packed:
+    return Packed(cut_into_rows(random_packed(lengths, seed).batch, seed))
+
+
+lengths_of_samples = st.lists(st.integers(min_value=0, max_value=7), min_size=1, max_size=6)
+packs = st.builds(random_packed, lengths_of_samples, st.integers(0, 10**6)) | st.builds(
+    packed_in_rows, lengths_of_samples, st.integers(0, 10**6)
 )
 
 

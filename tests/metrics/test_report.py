@@ -7,7 +7,7 @@ from rich.console import Console
 from megarl.metrics import Answer, learning_curve, samples_table, write_samples, write_summary
 from megarl.metrics.jsonl import append_lines, drop_after, read_lines
 from megarl.metrics.plots import read_series, smooth
-from megarl.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.sample import Completion, Prompt, Row, Sample, TurnSpan, VersionSpan
 
 
 def sample(text, reward: float) -> Sample:
@@ -104,3 +104,24 @@ def test_a_file_without_a_curve_is_refused(tmp_path):
 def test_smoothing_is_centred_and_keeps_a_line():
     assert smooth([1.0, 2.0, 6.0], window=3) == [1.5, 3.0, 4.0]
     assert smooth([float(i) for i in range(40)])[7:33] == [float(i) for i in range(7, 33)]
+
+
+def test_an_episode_is_a_line_with_its_turns_rows_and_their_rewards(tmp_path):
+    first = Row(
+        [5, 6, 7, 8], (TurnSpan(0, 1, 2), TurnSpan(2, 3, 4)), [-1.0] * 2, (VersionSpan(1, 0, 2),), "stop", (0.5, 0.0)
+    )
+    other = Row(
+        [5, 9, 9], (TurnSpan(1, 1, 3),), [-1.0] * 2, (VersionSpan(1, 0, 1), VersionSpan(2, 1, 2)), "length", (0.25,)
+    )
+    write_samples(tmp_path / "samples.jsonl", 1, [[Sample(Prompt("0-1", [5], "x"), (first, other), 1.0, text="done")]])
+    (line,) = read_lines(tmp_path / "samples.jsonl")
+    wanted = {
+        "completion": "done",
+        "reward": 1.0,
+        "finish_reason": "stop",
+        "num_tokens": 4,
+        "num_turns": 3,
+        "num_rows": 2,
+    }
+    wanted |= {"turn_rewards": [0.5, 0.0, 0.25], "versions": [[1, 0, 2], [1, 2, 3], [2, 3, 4]]}
+    assert {name: line[name] for name in wanted} == wanted

@@ -137,3 +137,15 @@ def test_each_number_of_the_rewards_is_a_mean_over_the_samples_that_have_it():
     found = reward_stats([samples[:2], samples[2:]])
     assert found == {"reward/math": pytest.approx(2 / 3), "reward/judge": 0.25, "reward/reward_error": 0.25}
     assert reward_stats([]) == {}
+
+
+def test_lengths_and_rewards_are_those_of_samples_and_rows_are_counted_where_there_are_several():
+    mask = torch.tensor([0, 0, 1, 1] + [0, 0, 0, 1, 0, 1] + [0, 1], dtype=torch.float32)
+    columns = {"response_mask": mask, "token_level_rewards": mask}
+    batch = Batch(torch.arange(12), torch.tensor([4, 6, 2]), columns, {}, torch.tensor([2, 1]))
+    found = batch_stats(batch)
+    assert (found["prompt_length/mean"], found["prompt_length/max"]) == (1.5, 2)
+    assert (found["response_length/max"], found["response_length/min"]) == (2 + 3, 1)
+    assert (found["critic/rewards/max"], found["critic/rewards/min"]) == (4, 1)
+    assert (found["rows/mean"], found["rows/max"], found["rows/min"]) == (1.5, 2, 1)
+    assert not any(name.startswith("rows/") for name in batch_stats(batch.by_row()))

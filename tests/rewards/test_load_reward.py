@@ -1,11 +1,12 @@
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megarl.plugins import is_async
 from megarl.rewards import REWARDS, load_reward, register_reward
 from megarl.rewards.functions import exact
-from megarl.rewards.load import is_async
 from megarl.sample import Completion, Prompt, VersionSpan
 
 PROMPT = Prompt("0-0", [1], "1+1=", "2", "sums", {"level": 3})
@@ -160,3 +161,17 @@ def test_a_built_in_rewards_file_may_be_named_by_its_path_or_copied(tmp_path):
     copy.write_text(source.read_text())
     for path in (source, copy):
         assert load_reward(f"{path}:exact").__name__ == "exact"
+
+
+def test_a_function_may_ask_for_the_whole_conversation(tmp_path):
+    path = tmp_path / "told.py"
+    path.write_text("def told(prompt, completion, messages):\n    return [m['content'] for m in messages]\n")
+    told = load_reward(f"{path}:told")
+    answer = Completion([4], [-0.1], "stop", (VersionSpan(0, 0, 1),), "2")
+    assert told(PROMPT, answer) == ["1+1=", "2"]
+    episode = [
+        {"role": "user", "content": "a"},
+        {"role": "tool", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    assert told(replace(PROMPT, extra={"conversation": episode}), answer) == ["a", "b", "c"]

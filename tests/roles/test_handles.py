@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -414,3 +415,93 @@ def test_payloads_of_a_plan_rebuild_the_batch() -> None:
     got = sorted(sequence for payload in payloads for sequence in sequences(payload))
     expected = [batch.tokens[token_positions(batch.lengths, torch.tensor([i]))].tolist() for i in range(8)]
     assert got == sorted(expected)
+
+
+def in_rows(num_groups: int = 4) -> Batch:
+    """`make_batch` with the second sample of each group cut into rows of 3 and 2 tokens."""
+    batch = make_batch(num_groups)
+    lengths, rows = torch.tensor([3, 3, 2] * num_groups), torch.tensor([1, 2] * num_groups)
+    return replace(batch, lengths=lengths, rows=rows)
+
+
+def micros_of(payload: Payload) -> list[list[int]]:
+    """The tokens of each micro-batch."""
+    batch = Batch(payload["tokens"], payload["lengths"], rows=payload["rows"])
+    ends = payload["micro_sizes"].cumsum(0).tolist()
+    sizes = payload["micro_sizes"].tolist()
+    return [batch.select(range(end - n, end)).tokens.tolist() for end, n in zip(ends, sizes, strict=True)]
+
+
+def test_rows_part_for_a_loss_that_looks_at_its_token_and_stay_together_for_one_that_looks_at_the_sample() -> None:
+    for name, is_together in (("ppo", False), ("gspo", True), ("gmpo", True)):
+        group = NotingGroup(2, trained())
+        make_actor(group, loss=ActorLoss(name)).update(in_rows())
+        for _, arguments, payloads in group.calls:
+            assert arguments["num_tokens"] == 16
+            micros = [micro for payload in payloads for micro in micros_of(payload)]
+            assert sorted(token for micro in micros for token in micro) == sorted(
+                token for payload in payloads for token in payload["tokens"].tolist()
+            )
+            assert all(len(micro) <= 10 for micro in micros)
+            assert {int(n) for payload in payloads for n in payload["rows"]} == ({1, 2} if is_together else {1})
+            for start in range(0, 32, 8):  # a group's second sample is tokens 3 to 7 of its 8
+                holders = [micro for micro in micros if {*range(start + 3, start + 8)} & {*micro}]
+                assert len(holders) <= 1 or not is_together
+
+
+def test_the_weights_of_tokens_are_those_of_samples_however_rows_are_packed() -> None:
+    """Each of the 4 samples of a step has a quarter, whatever its rows."""
+    for loss in (ActorLoss("ppo"), ActorLoss("gspo")):
+        group = NotingGroup(2, trained())
+        make_actor(group, loss=loss, agg_mode="seq-mean-token-mean").update(in_rows())
+        for _, _, payloads in group.calls:
+            weights = dict(
+                zip(*(torch.cat([p[n] for p in payloads]).tolist() for n in ("tokens", "weight")), strict=True)
+            )
+            for start in {token // 8 * 8 for token in weights}:
+                assert sum(weights[start + i] for i in range(3)) == pytest.approx(0.25)
+                assert sum(weights[start + i] for i in range(3, 8)) == pytest.approx(0.25)
+
+
+def test_columns_of_rows_come_back_in_the_order_of_the_batch() -> None:
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        assert payload["rows"].tolist() == [1] * len(payload["lengths"]), "a forward pass may part them"
+        return Reply({}, {"log_probs": payload["tokens"].float()})
+
+    batch = in_rows(3).select([4, 0, 3, 1, 2])
+    for num_replicas in (1, 2, 3):
+        group: Any = NotingGroup(num_replicas, answer)
+        assert torch.equal(make_actor(group).log_probs(batch), batch.tokens.float())
+
+
+def test_a_sample_whose_rows_do_not_fit_together_is_refused_for_a_ratio_of_the_sample_only() -> None:
+    batch = in_rows(1)
+    group: Any = NotingGroup(1, trained())
+    for name in ("gspo", "ppo"):
+        actor = make_actor(group, loss=ActorLoss(name))
+        actor.packing = Packing(max_tokens=4)
+        if name == "ppo":
+            actor.update(batch)
+            continue
+        with pytest.raises(ValueError, match=r"^actor.ppo_max_token_len_per_gpu=4: .*policy_loss_fn=gspo .* 5 tokens"):
+            actor.update(batch)
+    assert len(group.calls) == 1
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_a_number_that_is_not_finite_is_found_again_in_a_row_of_its_sample(loss: str) -> None:
+    """Token 6 of the batch: token 3 of the second sample, the first of its second row."""
+
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        if 6 not in payload["tokens"].tolist():
+            return Reply({"stats": {}, "grad_norm": 0.0, "lr": 0.0}, {})
+        sent = Batch(payload["tokens"], payload["lengths"], rows=payload["rows"])
+        place = payload["tokens"].tolist().index(6)
+        sequence = int(sent.segment_ids[place])
+        token = place - int((sent.segment_ids < sequence).sum())
+        details = {"replica": replica, "sequence": sequence, "token": token, "column": "log_probs", "value": 7.0}
+        raise RankError("group ranks: rank 1 failed", "its traceback", "NonFiniteError", details)
+
+    with pytest.raises(NonFiniteError, match="log_probs is 7.0 at token 3 of sequence 1 ") as caught:
+        make_actor(NotingGroup(2, answer), loss=ActorLoss(loss), prompts_per_step=4).update(in_rows(), seed=3)
+    assert (caught.value.sequence, caught.value.token) == (1, 3)

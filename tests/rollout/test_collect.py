@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from fake_servers import EOS, Writer, completion_of, refusing, serving, silent
+from hypothesis import given
+from hypothesis import strategies as st
+from several_rows import groups_of_rows
 
 from megarl.rollout.collect import collect_group, for_completion
 from megarl.rollout.messages import pack, unpack
@@ -169,6 +173,21 @@ def test_packing_a_group_loses_nothing():
         assert np.array_equal(sample.rows[0].columns["experts"], columns["experts"])
     lost = LostRollout(PROMPT, "why")
     assert unpack(pack(lost), PROMPT) == lost
+
+
+@given(st.integers(0, 10**6), st.booleans())
+def test_packing_samples_of_several_rows_loses_nothing_and_sends_no_prompt(seed, rewards):
+    (group,) = groups_of_rows(seed, 1, rewards=rewards)
+    prompt = group[0].prompt
+    packed = pickle.loads(pickle.dumps(pack(group)))
+    assert unpack(packed, prompt) == group
+    for sample, (rows, *_) in zip(group, packed, strict=True):
+        for row, (num_shared, token_ids, *_) in zip(sample.rows, rows, strict=True):
+            begins = row.token_ids[: len(prompt.token_ids)] == prompt.token_ids
+            assert (num_shared, len(token_ids)) == (
+                begins * len(prompt.token_ids),
+                len(row.token_ids) - begins * len(prompt.token_ids),
+            )
 
 
 def refusing_to_score(*places):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megarl.config.names import ESTIMATORS_WITHOUT_CRITIC, FULL_KL, MEGATRON
+from megarl.config.schema.agent import Agent
 from megarl.config.schema.algorithm import Algorithm
 from megarl.config.schema.data import Data, Reward, Sft
 from megarl.config.schema.megatron import Megatron
@@ -33,6 +34,7 @@ class Config:
     rollout: Rollout = field(default_factory=Rollout)
     algorithm: Algorithm = field(default_factory=Algorithm)
     reward: Reward = field(default_factory=Reward)
+    agent: Agent = field(default_factory=Agent)
     trainer: Trainer = field(default_factory=Trainer)
     sft: Sft = field(default_factory=Sft)
 
@@ -40,6 +42,19 @@ class Config:
     def uses_critic(self) -> bool:
         """Does the advantage estimator need values?  True for a plug-in's: that is known only after it is loaded."""
         return self.algorithm.adv_estimator not in ESTIMATORS_WITHOUT_CRITIC
+
+    @property
+    def has_agents(self) -> bool:
+        """Are there episodes instead of plain completions?"""
+        return self.agent.fn is not None or bool(self.agent.command)
+
+    @property
+    def longest(self) -> tuple[str, int]:
+        """The key, or keys, of the longest sample, and its length in tokens."""
+        if self.has_agents and self.agent.max_tokens is not None:
+            return "agent.max_tokens", self.agent.max_tokens
+        together = self.data.max_prompt_length + self.data.max_response_length
+        return "data.max_prompt_length + data.max_response_length", together
 
     @property
     def uses_reference(self) -> bool:

@@ -143,13 +143,10 @@ def lengths(config: Config, roles: tuple[str, ...], command: str) -> Iterator[st
 
 
 def longest_sequence(config: Config, command: str) -> tuple[str, int]:
-    """The keys of the longest sequence and its length in tokens."""
+    """The keys of the longest sample, or row of supervised training, and its length in tokens."""
     if command == "sft":
         return "sft.max_length", config.sft.max_length
-    return (
-        "data.max_prompt_length + data.max_response_length",
-        config.data.max_prompt_length + config.data.max_response_length,
-    )
+    return config.longest
 
 
 def _node(config: Config, role: str) -> Any:

@@ -16,7 +16,7 @@ from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_numbers
-from megarl.config.validate import algorithms, data, models, rewards, servers, strategies
+from megarl.config.validate import agents, algorithms, data, models, rewards, servers, strategies
 from megarl.config.validate.layouts import ROLES, used_roles
 from megarl.sandbox import layers
 
@@ -43,6 +43,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": names.DTYPES,
     "reward.model.engine": names.REWARD_MODEL_ENGINES,
     "reward.on_error": names.REWARD_ERRORS,
+    "agent.on_error": names.AGENT_ERRORS,
+    "agent.history": names.AGENT_HISTORIES,
+    "agent.tool_parser": names.TOOL_PARSERS,
     "rollout.dtype": names.DTYPES,
     "rollout.engine": (names.AUTO, *names.ENGINES),
     "rollout.placement": names.PLACEMENTS,
@@ -159,6 +162,11 @@ RANGES: dict[str, tuple[Test, str]] = {
     "reward.memory_mb": _AT_LEAST_1,
     "reward.file_mb": _AT_LEAST_1,
     "reward.sandbox": (layers.is_known, layers.WANTED),
+    "agent.max_turns": _AT_LEAST_1,
+    "agent.max_tokens": _AT_LEAST_1,
+    "agent.timeout_s": _ABOVE_0,
+    "agent.num_processes": _AT_LEAST_1,
+    "agent.memory_mb": _AT_LEAST_1,
     "trainer.total_training_steps": _AT_LEAST_1,
     "trainer.total_epochs": _AT_LEAST_1,
     "trainer.nnodes": _AT_LEAST_1,
@@ -272,6 +280,7 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
         yield from algorithms.contradictions(config)
     if command in ("train", "evaluate", "config"):
         yield from rewards.contradictions(config, command)
+        yield from agents.contradictions(config)
     yield from servers.contradictions(config, command)
     if config.actor.lora.rank and config.actor.lora.push == "adapter" and config.rollout.engine == "hf":
         yield "actor.lora.push=adapter: expected merged, because rollout.engine=hf serves no adapters"

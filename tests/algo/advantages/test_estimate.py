@@ -1,9 +1,10 @@
 import math
+from dataclasses import replace
 
 import estimator_reference as ref
 import pytest
 import torch
-from algo_reference import random_packed
+from algo_reference import cut_into_rows, random_packed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -151,7 +152,8 @@ def batches(draw):
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=8))
     groups = draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
     seed = draw(st.integers(0, 10**6))
-    return complete(random_packed(lengths, seed, groups=groups).batch, seed)
+    batch = random_packed(lengths, seed, groups=groups).batch
+    return complete(cut_into_rows(batch, seed) if draw(st.booleans()) else batch, seed)
 
 
 def lists(batch: Batch, name: str) -> list[list[float]]:
@@ -335,3 +337,32 @@ def test_a_number_that_is_not_finite_names_its_sequence():
     batch = batch.with_columns(values=broken, response_mask=torch.ones(7))
     with pytest.raises(NonFiniteError, match="values is inf at token 1 of sequence 1"):
         estimate(batch, adv_estimator="gae")
+
+
+def test_the_reward_of_a_turn_is_on_its_last_token_and_the_rest_on_the_samples_last():
+    batch = batch_of([7, 2], [0, 1, 1, 0, 1, 0, 1, 0, 1], [2.0, -1.0], [0, 0])
+    batch = replace(batch, lengths=torch.tensor([3, 4, 2]), rows=torch.tensor([2, 1]))
+    turns = torch.tensor([0, 0, 0.5, 0, 0.25, 0, -0.25, 0, -0.75])
+    out, _ = estimate(batch.with_columns(turn_rewards=turns), adv_estimator="reinforce_plus_plus", gamma=1.0)
+    assert out.columns["token_level_rewards"].tolist() == [0, 0, 0.5, 0, 0.25, 0, 1.25, 0, -1]
+    assert out.columns["returns"].tolist() == [0, 2, 2, 0, 1.5, 0, 1.25, 0, -1]
+    out, _ = estimate(batch, adv_estimator="reinforce_plus_plus", gamma=1.0)
+    assert out.columns["token_level_rewards"].tolist() == [0, 0, 0, 0, 0, 0, 2, 0, -1]
+
+
+def test_a_group_counts_samples_and_not_rows():
+    """Two samples, one of three rows: the mean of their rewards is 0.5, and opo weighs 4 tokens against 1."""
+    batch = batch_of([8, 2], [0, 1, 0, 0, 1, 0, 1, 1, 0, 1], [1.0, 0.0], [0, 0])
+    batch = replace(batch, lengths=torch.tensor([2, 3, 3, 2]), rows=torch.tensor([3, 1]))
+    out, stats = estimate(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
+    assert out.columns["advantages"].tolist() == [0, 0.5, 0, 0, 0.5, 0, 0.5, 0.5, 0, -0.5]
+    assert stats["algorithm/groups_of_one"].result() == 0
+    out, _ = estimate(batch, adv_estimator="opo")
+    assert out.columns["advantages"].tolist() == pytest.approx([0, 0.2, 0, 0, 0.2, 0, 0.2, 0.2, 0, -0.8])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_reward_of_a_turn_is_finite(value):
+    batch = batch_of([2], [0, 1], [0.0], [0]).with_columns(turn_rewards=torch.tensor([0, value]))
+    with pytest.raises(NonFiniteError, match="turn_rewards is"):
+        estimate(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=False)

@@ -112,3 +112,15 @@ def test_whiten_agrees_with_the_slow_reference(packed: Packed):
     mask = packed.batch.columns["response_mask"] != 0
     x = packed.batch.columns["values"]
     assert whiten(x, mask)[mask].tolist() == pytest.approx(ref.whiten(x[mask].tolist()), rel=1e-9, abs=1e-12)
+
+
+def test_the_step_after_a_rows_last_is_the_first_of_the_next_row():
+    """Rows "p a" and "p a q b": the answer a is context in the second row, and no step there."""
+    mask = torch.tensor([0, 1, 0, 0, 0, 1]) != 0
+    rewards, values = torch.tensor([0, 0, 0, 0, 0, 1.0]), torch.tensor([9, 0.5, 9, 9, 9, 0.25])
+    sample = torch.zeros(6, dtype=torch.int64)
+    advantages, returns = gae(rewards, values, mask, sample, gamma=0.5, lam=0.5)
+    # b: 1 - 0.25 = 0.75;   a: 0 + 0.5 * 0.25 - 0.5 + 0.25 * 0.75 = -0.1875
+    assert advantages.tolist() == [0, -0.1875, 0, 0, 0, 0.75]
+    assert returns.tolist() == [0, 0.3125, 0, 0, 0, 1]
+    assert returns_to_go(rewards, mask, sample, gamma=0.5).tolist() == [0, 0.5, 0, 0, 0, 1]

@@ -57,7 +57,7 @@ def padded(batch, log_probs):
     columns["log_probs"] = torch.where(mask, log_probs, 0.0)
     rows = {name: batch.split(column) for name, column in columns.items()}
     live = [b for b, part in enumerate(batch.split(mask)) if part.any()]
-    width = int(batch.lengths.max())
+    width = int(batch.sample_lengths.max())
     return {n: torch.stack([pad(parts[b], (0, width - len(parts[b]))) for b in live]) for n, parts in rows.items()}
 
 

@@ -1,0 +1,97 @@
+"""What an episode calls to get the model's answers: `answer = await chat(messages, tools=TOOLS)`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.agents.chat_completions import finish_reason, read_chat
+from megarl.agents.refusals import OverLimit
+from megarl.agents.session import Session
+from megarl.data.template import Message, Tools
+
+__all__ = ["Chat", "ChatAnswer", "OverLimit", "ToolRequest"]
+
+
+@dataclass(frozen=True)
+class ToolRequest:
+    """The model wants this function called.  Example: messages.append(call.response(add(**call.arguments)))."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+    def response(self, content: Any) -> dict[str, Any]:
+        """The message that answers the call; what is no text becomes JSON."""
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": text}
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """Example, of "<think>so</think>Yes.": text "Yes.", reasoning "so", finish_reason "stop"."""
+
+    text: str  # without reasoning and tool calls
+    reasoning: str
+    tool_calls: tuple[ToolRequest, ...]
+    finish_reason: str  # stop | tool_calls | length
+    message: dict[str, Any]  # append it to the messages of the next request
+    turn: int  # its number in the episode
+
+
+class Chat:
+    """The model in one episode.
+
+    Example:
+
+        async def episode(chat, prompt):
+            messages = chat.messages
+            while True:
+                answer = await chat(messages, tools=TOOLS)
+                messages.append(answer.message)
+                if not answer.tool_calls:
+                    return float(answer.text == prompt.ground_truth)
+                messages += [call.response(run(call.name, call.arguments)) for call in answer.tool_calls]
+
+    Calls may run at the same time, and may begin other conversations, as sub-agents do: everything that the model wrote
+    in the episode is learnt.
+    """
+
+    def __init__(self, session: Session, messages: Sequence[Message]) -> None:
+        self._session, self._messages = session, [dict(message) for message in messages]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The prompt as messages, with data.system_prompt: a new list at every call."""
+        return [dict(message) for message in self._messages]
+
+    async def __call__(
+        self, messages: Sequence[Message], *, tools: Tools = (), max_tokens: int | None = None
+    ) -> ChatAnswer:
+        """The model's answer to the messages.  `tools`: as in OpenAI's chat completions; `max_tokens`: of this answer.
+
+        Raises OverLimit if the episode has no turn or token left; it is then scored as it stands, whether this is
+        caught or not.  Raises ValueError if the chat template refuses the messages, Refused for ones of another form.
+        """
+        body = {"messages": list(messages), "tools": list(tools), "max_tokens": max_tokens}
+        (written,) = await self._session.chat(read_chat(body))
+        calls = tuple(
+            ToolRequest(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in written.message.get("tool_calls", ())
+        )
+        answer = written.answer
+        return ChatAnswer(
+            answer.content, answer.reasoning, calls, finish_reason(written), dict(written.message), written.turn
+        )
+
+    def reward(self, value: float, answer: ChatAnswer | None = None) -> None:
+        """Give a turn a reward of its own: that of `answer`, or the latest one.  Several rewards of a turn add up."""
+        if isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError(f"chat.reward({value!r}): expected a finite number")
+        turn = len(self._session.conversation.turns) - 1 if answer is None else answer.turn
+        if turn < 0:
+            raise ValueError(f"chat.reward({value!r}): the model has not answered yet")
+        self._session.turn_rewards[turn] += float(value)

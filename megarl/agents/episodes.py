@@ -1,0 +1,263 @@
+"""The writer of a run with agents: episodes instead of plain completions, each a session whose rows are learnt."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.agents.answer import TOOL_PARSERS
+from megarl.agents.chat import Chat
+from megarl.agents.endpoint import Endpoint
+from megarl.agents.load import CHAT, PROCESS, load_episode
+from megarl.agents.process import EpisodeFailed, Job, Processes
+from megarl.agents.session import Policy, Session
+from megarl.data.chat import as_messages
+from megarl.data.template import ChatTemplate
+from megarl.rewards.load import CONVERSATION
+from megarl.rewards.result import RewardResult, describe, to_result
+from megarl.rewards.surroundings import Surroundings
+from megarl.rollout.collect import Score, grouped
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.protocol import SamplingParams
+from megarl.sample import OF_AGENTS, REWARD_ERROR, LostRollout, Prompt, Row, Sample
+
+log = logging.getLogger(__name__)
+
+MODEL = "policy"  # the name of the model for agents
+ON_ERROR = ("unscored", "zero", "stop")
+MAX_LOGGED = 10  # logged errors; all are counted
+_GRACE_S = 5.0  # for an agent to clean up when its time is over
+# What happened to episodes, in total: see counters.
+EPISODES, ERRORS, TIMEOUTS, EMPTY = (OF_AGENTS + name for name in ("episodes", "errors", "timeouts", "empty"))
+COUNTS = (EPISODES, ERRORS, TIMEOUTS, EMPTY)
+
+
+class EpisodeError(RuntimeError):
+    """An episode failed with agent.on_error=stop."""
+
+
+class _TimeIsUp(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keys of `agent.*`, and what else of a run episodes need."""
+
+    job: Job
+    history: str = "generated"
+    tool_parser: str = "hermes"
+    max_turns: int = 16
+    max_tokens: int = 4096
+    timeout_s: float = 600.0
+    num_processes: int = 16
+    on_error: str = "unscored"
+    surroundings: Surroundings = field(default_factory=Surroundings)  # of processes; its environment: of all agents
+    system_prompt: str | None = None
+
+
+class _Ended(NamedTuple):
+    """An episode that is over: what it returned, or why it has no result."""
+
+    session: Session
+    result: RewardResult | None = None
+    failure: str = ""
+
+
+class Episodes:
+    """A writer: see rollout.collect.  Example:
+
+        async with Episodes(settings, pool, tokenizer, score, piece_tokens=0) as episodes:
+            group = await episodes.group(prompt, n=8, params=params)
+
+    The reward of an episode is what its function returns, else what it reported to the endpoint, else the sum of its
+    turns' own rewards, else what `score` says about its last answer.
+    """
+
+    def __init__(
+        self, settings: Settings, pool: EnginePool, tokenizer: PreTrainedTokenizerBase, score: Score, piece_tokens: int
+    ) -> None:
+        self._settings, self._pool, self._tokenizer, self._score = settings, pool, tokenizer, score
+        self._policy = Policy(
+            MODEL,
+            tokenizer,
+            ChatTemplate(tokenizer),
+            pool,
+            SamplingParams(),
+            TOOL_PARSERS[settings.tool_parser],
+            settings.max_tokens,
+            settings.max_turns,
+            settings.history,
+            piece_tokens,
+        )
+        job = settings.job
+        os.environ.update(settings.surroundings.environment)  # an agent's file may look at them when it is imported
+        self._fn = None if job.fn is None else load_episode(job.fn, job.arguments)
+        self._way = PROCESS if self._fn is None else self._fn.way
+        self._processes = Processes(job, num=settings.num_processes, surroundings=settings.surroundings)
+        self._endpoint: Endpoint | None = None
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        if self._way != CHAT:
+            self._endpoint = await self._stack.enter_async_context(Endpoint(self._policy))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start: COUNTS.  errors and timeouts are episodes that failed, empty ones wrote nothing."""
+        return {name: float(count) for name, count in self._counts.items()}
+
+    async def group(
+        self, prompt: Prompt, n: int, params: SamplingParams, *, greedy: bool = False
+    ) -> list[Sample] | LostRollout:
+        """n episodes of one prompt, and with `greedy` one more whose answers are greedy.
+
+        An episode without a result leaves its group, as in `collect_group`.  Raises EpisodeError with on_error="stop".
+        """
+        asked = [params] * n + [params.as_greedy()] * greedy
+        async with asyncio.TaskGroup() as tasks:
+            begun = [tasks.create_task(self._sample(prompt, at, each)) for at, each in enumerate(asked)]
+        return grouped(self._pool, prompt, [task.result() for task in begun], n)
+
+    # ---- one episode
+
+    async def _sample(self, prompt: Prompt, index: int, params: SamplingParams) -> Sample | str:
+        """A scored episode, or why there is none; its tokens are then counted as wasted."""
+        self._counts[EPISODES] += 1
+        ended = await self._ended(prompt, f"{prompt.uid}/{index}", replace(self._policy, params=params))
+        session = ended.session
+        rows = session.conversation.rows()
+        if not rows:
+            self._counts[EMPTY] += 1
+            return ended.failure or "the agent asked for no answer"
+        try:
+            outcome = ended.failure or ended.result or await self._reward(prompt, session)
+        except asyncio.CancelledError:
+            self._pool.waste("cancelled", _num_written(rows))
+            raise
+        if isinstance(outcome, str):
+            self._pool.waste("lost" if session.failure else "unscored", _num_written(rows))
+            return outcome
+        return self._made(prompt, session, rows, outcome)
+
+    async def _ended(self, prompt: Prompt, name: str, policy: Policy) -> _Ended:
+        """An episode from its beginning to its end, which closes its session."""
+        session = self._endpoint.open(name, policy) if self._endpoint else Session(name, policy)
+        try:
+            if self._way != PROCESS:
+                return await self._run(prompt, session)
+            async with self._processes.slot:  # waiting for it takes nothing of the episode's time
+                return await self._run(prompt, session)
+        except asyncio.CancelledError:
+            self._pool.waste("cancelled", sum(len(t.completion.token_ids) for t in session.conversation.turns))
+            raise
+        finally:
+            if self._endpoint:
+                self._endpoint.close(session)
+            else:
+                session.close()
+
+    async def _run(self, prompt: Prompt, session: Session) -> _Ended:
+        try:
+            return _Ended(session, await self._limited(self._call(prompt, session)))
+        except _TimeIsUp:
+            self._counts[TIMEOUTS] += 1
+            return self._failed(session, f"no end within {self._settings.timeout_s:g} s")
+        except Exception as error:
+            if session.failure is not None:  # the servers', not the agent's
+                return _Ended(session, failure=session.failure)
+            if session.over_limit:  # however the agent told it
+                return _Ended(session)
+            self._counts[ERRORS] += 1
+            return self._failed(session, str(error) if isinstance(error, EpisodeFailed) else describe(error))
+
+    async def _call(self, prompt: Prompt, session: Session) -> RewardResult | None:
+        if self._way == PROCESS:
+            assert self._endpoint is not None, "the writer is entered"
+            return await self._processes.run(prompt, self._endpoint.url_of(session), session.key, model=MODEL)
+        assert self._fn is not None, "a command runs in a process"
+        if self._way == CHAT:
+            messages = as_messages(prompt.text, self._settings.system_prompt)
+            value = await self._fn.call(chat=Chat(session, messages), prompt=prompt)
+        else:
+            assert self._endpoint is not None, "the writer is entered"
+            url = self._endpoint.url_of(session) + "/v1"
+            value = await self._fn.call(base_url=url, api_key=session.key, prompt=prompt)
+        return None if value is None else to_result(value)
+
+    async def _limited(self, call: Awaitable[RewardResult | None]) -> RewardResult | None:
+        """Raises _TimeIsUp if the call takes too long; one that does not let itself be cancelled is left behind."""
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait([task], timeout=self._settings.timeout_s)
+            if task.done():
+                return await _result(task)
+            raise _TimeIsUp
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task], timeout=_GRACE_S)
+
+    def _failed(self, session: Session, sentence: str) -> _Ended:
+        sentence = f"episode {session.name}: {sentence}"
+        how, count = self._settings.on_error, self._counts[ERRORS] + self._counts[TIMEOUTS]
+        if how == "stop":
+            raise EpisodeError(sentence)
+        if count <= MAX_LOGGED:
+            what = "counted as 0" if how == "zero" else "it leaves its group"
+            more = "; further ones are only counted" if count == MAX_LOGGED else ""
+            log.warning("%s; %s%s", sentence, what, more)
+        if how == "zero":
+            return _Ended(session, RewardResult(0.0, {REWARD_ERROR: 1.0}))
+        return _Ended(session, failure=sentence)
+
+    async def _reward(self, prompt: Prompt, session: Session) -> RewardResult | str:
+        """Of an episode that returned no reward."""
+        if session.reward is not None:
+            return RewardResult(session.reward)
+        if session.turn_rewards:
+            return RewardResult(0.0)
+        last = session.conversation.turns[-1].completion
+        text = str(self._tokenizer.decode(last.token_ids, skip_special_tokens=True))
+        if session.messages:
+            prompt = replace(prompt, extra={**prompt.extra, CONVERSATION: session.messages})
+        (outcome,) = await self._score(prompt, [replace(last, text=text, columns={})])
+        return outcome if isinstance(outcome, str) else RewardResult(float(outcome.reward), dict(outcome.extra))
+
+    def _made(self, prompt: Prompt, session: Session, rows: Sequence[Row], result: RewardResult) -> Sample:
+        of_turns = session.turn_rewards
+        if of_turns:
+            rows = [replace(row, rewards=tuple(of_turns[span.turn] for span in row.learnt)) for row in rows]
+        text = "\n\n".join(str(self._tokenizer.decode(row.token_ids)) for row in rows)
+        reward = result.reward + sum(of_turns.values())
+        return Sample(prompt, tuple(rows), reward, {**result.extra, **numbers_of(session, rows)}, text=text)
+
+
+def numbers_of(session: Session, rows: Sequence[Row]) -> dict[str, float]:
+    """What is measured of an episode: turns, calls, rows, how prompts were made, whether it wanted more than it may."""
+    counts = {"turns": len(session.conversation.turns), "branches": len(rows), "over_limit": session.over_limit}
+    counts |= session.conversation.counts | session.counts
+    return {OF_AGENTS + name: float(count) for name, count in counts.items()}
+
+
+def _num_written(rows: Sequence[Row]) -> int:
+    return sum(len(row.log_probs) for row in rows)
+
+
+async def _result(task: asyncio.Future[RewardResult | None]) -> RewardResult | None:
+    """A part of an agent may be cancelled by the agent itself: that is an error of it, and ends nothing else."""
+    if task.cancelled():
+        raise EpisodeFailed("a part of it was cancelled, by the agent itself")
+    return await task

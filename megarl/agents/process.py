@@ -1,0 +1,238 @@
+"""Runs an agent in a process of its own: an ordinary function, or a program.
+
+Each episode has a new process without the run's secrets, with a limit of memory, and in a process group of its own.
+When the episode ends, in whichever way, everything that it started is ended too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import IO, Any
+
+from megarl.agents.load import load_episode
+from megarl.rewards.result import RewardResult, describe, to_result
+from megarl.rewards.surroundings import Surroundings, end_children
+from megarl.sample import Prompt
+from megarl.sandbox.environment import children_without_secrets
+
+_GRACE_S = 3.0  # to end what an episode started, before its process is killed
+_KEPT_BYTES = 4096  # the end of what a program printed
+
+
+class EpisodeFailed(Exception):
+    """An episode in a process has no result; one sentence."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process runs: the function of agent.fn, or the program of agent.command."""
+
+    fn: str | None
+    command: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self, prompt: Prompt, base_url: str, api_key: str, model: str) -> Any:
+        """What the function returns; None for a program.  Raises what the function raises."""
+        if self.fn is not None:
+            return load_episode(self.fn, self.arguments).call(base_url=base_url, api_key=api_key, prompt=prompt)
+        text = text_of(prompt)
+        values = {"prompt": text, "uid": prompt.uid, "base_url": base_url, "api_key": api_key, "model": model}
+        return _run_program([_filled(word, values) for word in self.command], text)
+
+
+class Processes:
+    """Example:
+
+        processes = Processes(job, num=16)
+        async with processes.slot:
+            result = await processes.run(prompt, url, key, model="policy")
+
+    At most `num` run at a time: hold `slot`.  `surroundings`: limits and further variables of a process.
+    """
+
+    def __init__(self, job: Job, *, num: int, surroundings: Surroundings | None = None) -> None:
+        self._job, self._surroundings = job, surroundings or Surroundings()
+        self.slot = asyncio.Semaphore(num)
+        self._context = multiprocessing.get_context("forkserver")  # this process has threads
+
+    async def run(self, prompt: Prompt, url: str, key: str, *, model: str) -> RewardResult | None:
+        """The result of an episode at the endpoint `url`; None if it returned none.
+
+        Raises EpisodeFailed.  Cancel it to end the episode; when it returns or raises, no process of it is left.
+        """
+        ours, theirs = self._context.Pipe(duplex=False)
+        environment = {**self._surroundings.environment, **variables(url, key, model)}
+        surroundings = replace(self._surroundings, environment=environment)
+        arguments = (theirs, self._job, prompt, (url + "/v1", key, model), surroundings)
+        process = self._context.Process(target=_main, args=arguments, name=f"episode {prompt.uid}")
+        await asyncio.to_thread(_start, process)  # the first one starts the fork server, which takes seconds
+        theirs.close()
+        try:
+            await _readable(ours, process.sentinel)
+            try:
+                said = json.loads(ours.recv_bytes())
+            except EOFError:
+                await _readable(process.sentinel)
+                process.join()
+                raise EpisodeFailed(f"its process died with exit code {process.exitcode}") from None
+        finally:
+            ours.close()
+            await _end(process)
+        if "error" in said:
+            raise EpisodeFailed(said["error"])
+        return RewardResult(said["reward"], said["extra"]) if "reward" in said else None
+
+
+def variables(url: str, key: str, model: str) -> dict[str, str]:
+    """Where OpenAI's and Anthropic's clients look for their service, its key and the model's name."""
+    return {
+        "OPENAI_BASE_URL": url + "/v1",
+        "OPENAI_API_KEY": key,
+        "OPENAI_MODEL": model,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": model,
+    }
+
+
+def text_of(prompt: Prompt) -> str:
+    """The prompt as text: of a single message its content, of several "role: content" lines."""
+    if isinstance(prompt.text, str):
+        return prompt.text
+    if len(prompt.text) == 1:
+        return prompt.text[0]["content"]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+
+
+# ---- in the process of the collector
+
+
+def _start(process: ForkServerProcess) -> None:
+    with children_without_secrets():
+        process.start()
+
+
+async def _readable(*what: Connection | int) -> None:
+    """Wait until one of the descriptors can be read."""
+    loop, found = asyncio.get_running_loop(), asyncio.Event()
+    descriptors = [each if isinstance(each, int) else each.fileno() for each in what]
+    for descriptor in descriptors:
+        loop.add_reader(descriptor, found.set)
+    try:
+        await found.wait()
+    finally:
+        for descriptor in descriptors:
+            loop.remove_reader(descriptor)
+
+
+async def _end(process: ForkServerProcess) -> None:
+    """A process ends what it started and then itself; a guard does it for one that has to be killed."""
+    try:
+        process.terminate()
+        async with asyncio.timeout(_GRACE_S):
+            await _readable(process.sentinel)
+    except TimeoutError:
+        process.kill()
+        await _readable(process.sentinel)
+    except asyncio.CancelledError:
+        process.kill()
+        raise
+    finally:
+        process.join(_GRACE_S)
+        process.close()
+
+
+# ---- in the process of the episode
+
+
+class _Ended(BaseException):
+    """The collector ends the episode.  Not an Exception, so that an agent that catches those ends too."""
+
+
+def _main(
+    connection: Connection,
+    job: Job,
+    prompt: Prompt,
+    where: tuple[str, str, str],
+    surroundings: Surroundings,
+) -> None:
+    signal.signal(signal.SIGTERM, _on_end)
+    try:
+        os.environ.update(surroundings.environment)
+        surroundings.set_up()
+        connection.send_bytes(json.dumps(_said(job, prompt, where)).encode())
+    except _Ended:
+        pass
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_children()
+        os._exit(0)  # no thread of the agent keeps the process
+
+
+def _said(job: Job, prompt: Prompt, where: tuple[str, str, str]) -> dict[str, Any]:
+    try:
+        value = job.run(prompt, *where)
+        return {} if value is None else vars(to_result(value))
+    except EpisodeFailed as error:
+        return {"error": str(error)}
+    except (Exception, SystemExit) as error:
+        return {"error": describe(error)}
+
+
+def _on_end(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise _Ended
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    """{name} of each of `values` is replaced, in one pass: braces in a prompt stay; so do other ones."""
+    out, rest = "", word
+    while rest:
+        at, name = min(((rest.find(f"{{{name}}}"), name) for name in values), key=lambda f: (f[0] < 0, f[0]))
+        if at < 0:
+            return out + rest
+        out, rest = out + rest[:at] + values[name], rest[at + len(name) + 2 :]
+    return out
+
+
+def _run_program(words: Sequence[str], text: str) -> None:
+    """Run a program with the prompt as its input.  Raises EpisodeFailed if it ends with another code than 0."""
+    with tempfile.TemporaryFile() as given:
+        given.write(text.encode())
+        given.seek(0)
+        try:
+            program = subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        except OSError as error:
+            raise EpisodeFailed(f"{words[0]} cannot be started: {error.strerror}") from None
+    assert program.stdout is not None, "it is a pipe"
+    printed = bytearray()
+    reader = threading.Thread(target=_keep_end, args=(program.stdout, printed), daemon=True)
+    reader.start()
+    code = program.wait()
+    reader.join(1.0)  # something that it left behind may hold its output open
+    if code:
+        lines = printed.decode(errors="replace").strip().splitlines()
+        said = f"; the last that it said: {lines[-1]}" if lines else ""
+        raise EpisodeFailed(f"{Path(words[0]).name} ended with exit code {code}{said}")
+
+
+def _keep_end(stream: IO[bytes], kept: bytearray) -> None:
+    while some := os.read(stream.fileno(), 1 << 16):
+        kept += some
+        del kept[:-_KEPT_BYTES]
