@@ -1,6 +1,7 @@
 """Runs an agent in a process of its own: an ordinary function, or a program.
 
-Each episode has a new process without the run's secrets, with a limit of memory, and in a process group of its own.
+Each episode has a new process with a limit of memory, and in a process group of its own.  Its variables are those with
+which the collector began, which has none of the run's secrets, and those of `surroundings`.
 When the episode ends, in whichever way, everything that it started is ended too.
 """
 
@@ -26,7 +27,6 @@ from megarl.agents.load import load_episode
 from megarl.rewards.result import RewardResult, describe, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.sample import Prompt
-from megarl.sandbox.environment import children_without_secrets
 
 _GRACE_S = 3.0  # to end what an episode started, before its process is killed
 _KEPT_BYTES = 4096  # the end of what a program printed
@@ -78,7 +78,7 @@ class Processes:
         surroundings = replace(self._surroundings, environment=environment)
         arguments = (theirs, self._job, prompt, (url + "/v1", key, model), surroundings)
         process = self._context.Process(target=_main, args=arguments, name=f"episode {prompt.uid}")
-        await asyncio.to_thread(_start, process)  # the first one starts the fork server, which takes seconds
+        await asyncio.to_thread(process.start)  # the first one starts the fork server, which takes seconds
         theirs.close()
         try:
             await _readable(ours, process.sentinel)
@@ -118,11 +118,6 @@ def text_of(prompt: Prompt) -> str:
 
 
 # ---- in the process of the collector
-
-
-def _start(process: ForkServerProcess) -> None:
-    with children_without_secrets():
-        process.start()
 
 
 async def _readable(*what: Connection | int) -> None:

@@ -27,6 +27,7 @@ from megarl.rollout.collect import MakeWriter, Scored
 from megarl.rollout.messages import Cancel, Close, Fence, Hold, Message, Order, Outbox, Trust, pack, sentence
 from megarl.rollout.pool import EnginePool
 from megarl.sample import Completion, LostRollout, Prompt
+from megarl.sandbox.environment import start_fork_server
 
 logger = logging.getLogger("megarl.rollout.collector")
 
@@ -66,6 +67,7 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and ends this process
     _log_to(settings.log_path)
     _allow_all_files()
+    start_fork_server("megarl.rewards.worker")  # before rewards and agents add variables of their own
     outbox = Outbox(pipe, partial(_tell, pipe))
     try:
         scorer = settings.make_scorer()

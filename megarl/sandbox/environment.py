@@ -6,7 +6,9 @@ forbidden would always miss one.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from multiprocessing import forkserver
 
 _LISTED = """
 PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TERM PWD VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH LD_PRELOAD
@@ -31,3 +33,12 @@ def allowed_variables() -> dict[str, str]:
     Not even /proc/PID/environ of such a program shows the others, and its own children inherit what it has.
     """
     return {name: value for name, value in os.environ.items() if is_allowed(name, value)}
+
+
+def start_fork_server(*preloaded: str) -> None:
+    """Start multiprocessing's fork server: processes that it forks later have the variables that this one has now.
+
+    `preloaded`: modules that it imports.  Does nothing if it runs already.
+    """
+    multiprocessing.set_forkserver_preload(list(preloaded))
+    forkserver.ensure_running()

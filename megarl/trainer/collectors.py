@@ -91,6 +91,7 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
         on_error=agent.on_error,
         surroundings=Surroundings(agent.memory_mb, environment=environment),
         system_prompt=config.data.system_prompt,
+        template=config.data.apply_chat_template_kwargs,
     )
     return partial(Episodes, settings)
 
@@ -115,7 +116,8 @@ def check_agents(config: Config) -> str:
         load_episode(agent.fn, agent.args)
     elif shutil.which(agent.command[0]) is None:
         raise ValueError(f"agent.command={show(agent.command)}: there is no program {agent.command[0]}")
-    template = ChatTemplate(load_tokenizer(model_folder(config.model.tokenizer_path)))
+    tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
+    template = ChatTemplate(tokenizer, settings=config.data.apply_chat_template_kwargs)
     reasons = (template.check(with_tools=tools) for tools in (False, agent.tool_parser != "none"))
     reason = next(filter(None, reasons), None)
     if reason is None or agent.history == "rendered":
@@ -176,7 +178,7 @@ def make_rewards(
         key = api_key("reward.judge.api_key_env", settings.pop("api_key_env"))
         services["judge"] = partial(Judge, **settings, key=key)
     if config.scores_on_ranks:
-        services["model"] = ScoredOnRanks
+        services["model"] = partial(ScoredOnRanks, is_alone=len(names_of(config)) == 1)
     elif "model" in names_of(config):
         folder = model_folder(reward.model.path or "", "reward.model.path")
         key = token if reward_url else api_key("reward.model.api_key_env", reward.model.api_key_env)

@@ -53,17 +53,15 @@ def scored(groups: Sequence[Sequence[Sample]], model: RewardModel) -> list[list[
     """The groups with the model's scores of their samples added to the rewards, and among the extra numbers.
 
     It reads the last row of a sample: the prompt and all that the policy wrote, or its view of the end of an episode.
-    Samples of data sources with another reward stay as they are.
+    Samples without its stand-in stay as they are: of data sources with another reward, and episodes with their own.
     Raises ValueError, naming the sample, for a score that is not finite.
     """
-    samples = [sample for group in groups for sample in group if _is_for(sample)]
+    samples = [sample for group in groups for sample in group if NAME in sample.reward_extra]
     scores = iter(model.scores([sample.rows[-1].token_ids for sample in samples]) if samples else ())
-    return [[_with(sample, next(scores), model.weight) if _is_for(sample) else sample for sample in g] for g in groups]
-
-
-def _is_for(sample: Sample) -> bool:
-    """Whether it has this reward: its stand-in left a number, unless it is the only reward."""
-    return NAME in sample.reward_extra or not sample.reward_extra
+    return [
+        [_with(sample, next(scores), model.weight) if NAME in sample.reward_extra else sample for sample in group]
+        for group in groups
+    ]
 
 
 def _with(sample: Sample, score: float, weight: float) -> Sample:

@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 
 from megarl.rewards.scorer import Rewards
+from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collector_client import Collectors
 
 SECRETS = ("MEGARL_TOKEN", "MEGARL_SERVER_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
@@ -26,7 +27,7 @@ def test_collectors_and_rewards_get_allowed_variables_only(model_path, tmp_path,
         urls=["http://127.0.0.1:9"],
         token="",
         tokenizer_path=model_path,
-        make_scorer=partial(Rewards, ["exact"]),
+        make_scorer=partial(Rewards, ["exact"], surroundings=Surroundings(environment={"OWN": "the secret of OWN"})),
         timeout_s=200,
         log_path=tmp_path / "collector.log",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_server import make_model, make_reward_model
 
 from megarl.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.trainer.collectors import make_rewards
 from megarl.trainer.reward_model import check_reward_model, scored
 
 
@@ -49,21 +51,27 @@ def test_scores_count_with_their_weight_where_the_stand_in_was() -> None:
     assert model.seen == [[1, 2, 7, 8]] * 2
 
 
-def test_the_only_reward_leaves_no_stand_in() -> None:
-    model: Any = Scorer(3.0)
-    ((found,),) = scored([[sample("a", 0.0)]], model)
-    assert (found.reward, found.reward_extra) == (1.5, {"model": 3.0})
-
-
 def test_a_score_that_is_no_number_names_its_sample() -> None:
     model: Any = Scorer(math.nan)
     with pytest.raises(ValueError, match="the reward model's score of the sample 0-0 is nan; expected a number"):
-        scored([[sample("a", 0.0)]], model)
+        scored([[sample("a", 0.0, model=0.0)]], model)
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_model(tmp_path_factory.mktemp("policy"), seed=1)
+
+
+@pytest.mark.parametrize("fn", ["model", "[exact,model]"])
+def test_the_stand_in_of_collectors_marks_what_is_to_be_scored(policy: str, tmp_path: Path, fn: str) -> None:
+    judge = make_reward_model(tmp_path / "judge", seed=2)
+    words = (f"reward.fn={fn}", f"reward.model.path={judge}", "reward.model.engine=megatron")
+    rewards = make_rewards(load(f"model.path={policy}", *words), 1)(num_workers=0)
+    completion = Completion([7], [0.0], "stop", (VersionSpan(0, 0, 1),), "a")
+    (outcome,) = asyncio.run(rewards.score(Prompt("0-0", [1], "x", ground_truth="a"), [completion]))
+    assert not isinstance(outcome, str)
+    exact = {} if fn == "model" else {"exact": 1.0}
+    assert (outcome.reward, outcome.extra) == (sum(exact.values()), {**exact, "model": 0.0})
 
 
 def check(policy: str, judge: str, *, greedy: bool = False) -> None:
