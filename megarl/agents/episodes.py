@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
@@ -62,6 +62,7 @@ class Settings:
     on_error: str = "unscored"
     surroundings: Surroundings = field(default_factory=Surroundings)  # of processes; its environment: of all agents
     system_prompt: str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
 
 class _Ended(NamedTuple):
@@ -89,7 +90,7 @@ class Episodes:
         self._policy = Policy(
             MODEL,
             tokenizer,
-            ChatTemplate(tokenizer),
+            ChatTemplate(tokenizer, settings=settings.template),
             pool,
             SamplingParams(),
             TOOL_PARSERS[settings.tool_parser],

@@ -1,6 +1,7 @@
 """Runs an agent in a process of its own: an ordinary function, or a program.
 
-Each episode has a new process without the run's secrets, with a limit of memory, and in a process group of its own.
+Each episode has a new process with a limit of memory, and in a process group of its own.  Its variables are those with
+which the collector began, which has none of the run's secrets, and those of `surroundings`.
 When the episode ends, in whichever way, everything that it started is ended too.
 """
 
@@ -26,7 +27,7 @@ from megarl.agents.load import load_episode
 from megarl.rewards.result import RewardResult, describe, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.sample import Prompt
-from megarl.sandbox.environment import children_without_secrets
+from megarl.sandbox.environment import start_fork_server
 
 _GRACE_S = 3.0  # to end what an episode started, before its process is killed
 _KEPT_BYTES = 4096  # the end of what a program printed
@@ -67,7 +68,6 @@ class Processes:
         self._job, self._surroundings = job, surroundings or Surroundings()
         self.slot = asyncio.Semaphore(num)
         self._context = multiprocessing.get_context("forkserver")  # this process has threads
-        self._context.set_forkserver_preload(["__main__", __name__])  # else each episode would import torch
 
     async def run(self, prompt: Prompt, url: str, key: str, *, model: str) -> RewardResult | None:
         """The result of an episode at the endpoint `url`; None if it returned none.
@@ -79,7 +79,7 @@ class Processes:
         surroundings = replace(self._surroundings, environment=environment)
         arguments = (theirs, self._job, prompt, (url + "/v1", key, model), surroundings)
         process = self._context.Process(target=_main, args=arguments, name=f"episode {prompt.uid}")
-        starting = asyncio.ensure_future(asyncio.to_thread(_start, process))  # a first one waits for the fork server
+        starting = asyncio.ensure_future(asyncio.to_thread(_start, process))  # it may wait for the fork server
         try:
             await asyncio.shield(starting)
             theirs.close()
@@ -128,8 +128,8 @@ def text_of(prompt: Prompt) -> str:
 
 
 def _start(process: ForkServerProcess) -> None:
-    with children_without_secrets():
-        process.start()
+    start_fork_server("__main__", __name__)  # a collector has done so, with the variables of its beginning
+    process.start()
 
 
 async def _readable(*what: Connection | int) -> None:

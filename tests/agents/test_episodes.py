@@ -14,12 +14,14 @@ import psutil
 import pytest
 from agent_endpoint import CALL
 from agent_episodes import PARAMS, stage_of
+from chat_templates import tokenizer_of
 from fake_servers import Writer, broken
 
 from megarl.agents.episodes import EpisodeError
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import for_completion
 from megarl.sample import REWARD_ERROR, LostRollout, Sample
+from megarl.sandbox.environment import start_fork_server
 
 CALCULATOR = """
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -67,6 +69,18 @@ def test_an_episode_with_a_tool_is_one_row(tmp_path):
             assert stage.scored.seen == [], "the episode has said its reward"
             seeds = [body["sampling_params"]["sampling_seed"] for body in stage.bodies]
             assert seeds == [for_completion(PARAMS, "0-17/0", turn).sampling_seed for turn in (0, 1)]
+
+    run(test)
+
+
+def test_variables_of_the_chat_template_are_those_of_the_run(tmp_path):
+    code = "async def episode(chat, prompt):\n    await chat(chat.messages)\n"
+
+    async def test():
+        async with stage_of(code, "yes", folder=tmp_path, template={"enable_thinking": False}) as stage:
+            await stage.group()
+            asked = tokenizer_of("qwen3").decode(stage.bodies[0]["input_ids"])
+            assert asked.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
     run(test)
 
@@ -349,6 +363,7 @@ def test_a_session_is_closed_with_its_episode(tmp_path):
 
 
 def test_a_plain_function_runs_in_a_process_without_secrets(tmp_path, monkeypatch):
+    start_fork_server()  # as a collector does, which begins without secrets
     monkeypatch.setenv("MY_SECRET", "s3cret")
     monkeypatch.setenv("WANTED", "w")
     code = (
