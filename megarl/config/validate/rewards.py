@@ -95,9 +95,9 @@ def _on_ranks(config: Config, command: str) -> Iterator[str]:
     if config.data.val_files and config.reward.fn == ["model"] and not config.reward.by_data_source:
         yield f"{_ON_RANKS}: there is no other reward to evaluate with; {wanted}, another reward, or data.val_files=[]"
     known = numbers_of(config_of_folder(config.reward.model.path or "")).max_position_embeddings
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    keys, longest = config.longest
     if known is not None and longest > known:
-        said = f"data.max_prompt_length + data.max_response_length is {longest}"
+        said = f"{keys} is {longest}"
         yield f"reward.model.path={config.reward.model.path}: it knows {known} positions, and {said}"
 
 
