@@ -1,8 +1,8 @@
 """bench_async.py, learning: the quickstart's sums with answers of a long tail, `ahead=0` beside `ahead=2`.
 
 An answer is the sum and then dots, whose number the cold start draws from a lognormal law: 4 to 64 tokens.  The dots
-teach nothing and cost time, as a long reasoning would.  Servers of the hf engine sleep in each decode step, so that it
-is not the cores that bound the generation; those of SGLang do not.
+teach nothing and cost time, as a long reasoning would.  The servers, of either engine, sleep in each decode step, so
+that it is not the cores that bound the generation.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from async_reward import DOT
 from bench_peer import ROOT, execute
+from sglang_sleep import installed
 
 from megarl.auth import SERVER_VARIABLE
 from megarl.data.arithmetic import write_task
 from megarl.data.tiny import write_tiny_model
 from megarl.metrics.jsonl import read_lines
-from megarl.servers.launch import EngineLaunch, ServerCommand, hf_command
+from megarl.servers.engines import ENGINES
+from megarl.servers.launch import EngineLaunch, ServerCommand
 from megarl.servers.server_process import ThisMachine
 from megarl.servers.supervisor import Servers
 from megarl.trainer.quickstart import MODEL, TASK
@@ -45,7 +47,7 @@ class Setting:
     rounds: int = 3
     epochs: int = 18  # of the cold start
     prompts: int = 64
-    sleep_ms: float = 20.0  # of a decode step of the hf engine
+    sleep_ms: float = 20.0  # of a decode step of the servers
 
 
 USUAL = Setting()
@@ -108,21 +110,20 @@ def train_words(model: Path, folder: Path, name: str, setting: Setting, seed: in
 
 @contextmanager
 def servers_of(engine: str, model: Path, setting: Setting, folder: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Two servers: words for the run's command line, and its environment."""
-    if engine != "hf":  # the run starts them
-        yield ["rollout.engine=sglang", "rollout.num_servers=2"], {}
-        return
+    """Two servers that sleep: words for the run's command line, and its environment."""
     token = secrets.token_hex(16)
 
     def command(launch: EngineLaunch, place: Path) -> ServerCommand:
-        made = hf_command(launch, place)
-        return ServerCommand([*made.argv, "--decode-sleep-ms", str(setting.sleep_ms)], made.environment)
+        made = ENGINES[engine](launch, place)
+        if engine == "hf":
+            return replace(made, argv=[*made.argv, "--decode-sleep-ms", str(setting.sleep_ms)])
+        return replace(made, environment=installed(made.environment, place / "sleep", setting.sleep_ms))
 
-    launch = EngineLaunch("hf", str(model), dtype="float32", device="cpu", max_running_requests=512, random_seed=0)
+    launch = EngineLaunch(engine, str(model), dtype="float32", device="cpu", max_running_requests=512, random_seed=0)
     folder.mkdir()
     with Servers([launch] * 2, token, folder, machines=[ThisMachine(command)] * 2) as servers:
         servers.start()
-        yield [f"rollout.urls=[{','.join(servers.urls)}]"], {SERVER_VARIABLE: token}
+        yield [f"rollout.engine={engine}", f"rollout.urls=[{','.join(servers.urls)}]"], {SERVER_VARIABLE: token}
 
 
 def run_side(

@@ -133,7 +133,7 @@ class Rule:
     def _throw_away(self, visits: Sequence[Visit]) -> None:
         self._collectors.cancel([visit.ticket for visit in visits])
         groups = [visit.ticket.group for visit in visits if visit.ticket.group is not None]
-        self.wasted += sum(len(sample.completion.token_ids) for group in groups for sample in group)
+        self.wasted += sum(sample.num_learnt for group in groups for sample in group)
 
 
 @dataclass
@@ -246,10 +246,10 @@ def _wasted(collectors: VirtualCollectors, policy: Policy) -> float:
 def _add(found: Outcome, groups: Sequence[Group], version: int) -> None:
     for group in groups:
         for sample in group:
-            completion = sample.completion
-            found.lengths.append(len(completion.token_ids))
-            for span in completion.versions:
+            versions = sample.versions
+            found.lengths.append(sample.num_learnt)
+            for span in versions:
                 age = version - span.version
                 found.ages[age] = found.ages.get(age, 0) + span.end - span.start
-            if completion.versions:
-                found.start_lag_max = max(found.start_lag_max, version - completion.versions[0].version)
+            if versions:
+                found.start_lag_max = max(found.start_lag_max, version - versions[0].version)

@@ -91,9 +91,9 @@ def drive(order: str, setting: Setting, servers: SleepingServers, longest: int, 
             trained += batch.visits["trained"]
             if step >= setting.warmup:
                 waited += time.perf_counter() - waits
-                completions = [sample.completion for group in batch.groups for sample in group]
-                lengths += [len(completion.token_ids) for completion in completions]
-                ages += [_age(completion.versions, step) for completion in completions]
+                samples = [sample for group in batch.groups for sample in group]
+                lengths += [sample.num_learnt for sample in samples]
+                ages += [_age(sample.versions, step) for sample in samples]
             time.sleep(train_s)
             _push(collectors, servers, step + 1)
         seconds = time.perf_counter() - begun

@@ -83,8 +83,6 @@ def settings(
     learning = async_learning.QUICK if options.quick else async_learning.USUAL
     changes = {"steps": options.steps, "rounds": options.rounds, "sleep_ms": options.decode_sleep_ms}
     learning = replace(learning, **{name: value for name, value in changes.items() if value is not None})
-    if options.engine != "hf":
-        learning = replace(learning, sleep_ms=0.0)
     if learning.steps <= learning.warmup:
         raise ValueError(f"--steps {learning.steps}: expected more than the {learning.warmup} that do not count")
     sizes = async_simulation.QUICK if options.quick else async_simulation.SIZES
@@ -103,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--engine", choices=("hf", "sglang"), default="hf", help="of the part `learning`")
     found.add_argument("--steps", type=int, help="of a run of the part `learning`")
     found.add_argument("--rounds", type=int, help="of the part `learning`: runs of each side")
-    found.add_argument("--decode-sleep-ms", type=float, help="of the part `learning`: of a decode step, engine hf")
+    found.add_argument("--decode-sleep-ms", type=float, help="of the part `learning`: of a decode step")
     found.add_argument("--servers", type=int, help="of the part `simulation`, in place of its sizes")
     return found
 

@@ -116,7 +116,7 @@ class RingClient:
                 self._collectors.wait()
             if isinstance(ticket.group, LostRollout):
                 raise RuntimeError(f"our client lost a rollout: {ticket.group.reason}")
-        return sum(len(s.completion.token_ids) for t in tickets if isinstance(t.group, list) for s in t.group)
+        return sum(s.num_learnt for t in tickets if isinstance(t.group, list) for s in t.group)
 
     def close(self) -> None:
         self._collectors.close()

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
+from megarl.sample import Completion, LostRollout, Prompt, Row, Sample, TurnSpan, VersionSpan
 
 Lengths = Callable[[Prompt, int], Sequence[int]]  # tokens of completions 0..n-1 of a prompt
 
@@ -373,20 +373,21 @@ class VirtualCollectors:
         count = len(order.writings) - order.greedy
         greedy = self._reward(prompt, count) if order.greedy else None
         return [
-            Sample(prompt, self._completion(writing), self._reward(prompt, writing.index), {}, greedy)
+            Sample(prompt, (self._row(prompt, writing),), self._reward(prompt, writing.index), {}, greedy)
             for writing in order.writings[:count]
         ]
 
-    def _completion(self, writing: _Writing) -> Completion:
+    def _row(self, prompt: Prompt, writing: _Writing) -> Row:
         """Tokens depend only on the seed, the prompt's uid and the index, as a server's do."""
         length, order = writing.length, writing.order
         reason = "length" if length == order.params.max_new_tokens else "stop"
         spans = tuple(VersionSpan(*span) for span in _joined(writing.spans))
         if not self._whole:
-            return Completion(range(length), (), reason, spans)  # type: ignore[arg-type]
+            return Row(range(length), (TurnSpan(0, 0, length),), range(length), spans, reason)  # type: ignore[arg-type]
         first = zlib.crc32(f"{order.params.sampling_seed}/{order.ticket.prompt.uid}/{writing.index}".encode())
         tokens = [6 + (first + 7 * at) % 89 for at in range(length)]
-        return Completion(tokens, [-0.01 * (token % 50 + 1) for token in tokens], reason, spans)
+        log_probs = [-0.01 * (token % 50 + 1) for token in tokens]
+        return Row.of(prompt.token_ids, Completion(tokens, log_probs, reason, spans))
 
 
 def _joined(spans: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

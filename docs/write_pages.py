@@ -104,7 +104,7 @@ def algorithms() -> str:
         ("`actor.loss_agg_mode`", _names("register_agg_mode", "algo/aggregate.py")),
         (
             "`reward.fn`",
-            f"{_names('register_reward', 'rewards')}, {', '.join(f'`{name}`' for name in REWARD_SERVICES)}, "
+            f"{_names('register_reward', 'rewards/functions')}, {', '.join(f'`{name}`' for name in REWARD_SERVICES)}, "
             "`path/to/file.py:function`",
         ),
     ]

@@ -24,7 +24,7 @@ REQUIRED = "required"  # stands for the default of an argument without one
 
 @dataclass(frozen=True, eq=False)
 class Declared:
-    """One built-in.  Example: declared("register_reward", "rewards")["exact"].names == ("exact",)."""
+    """One built-in.  Example: declared("register_reward", "rewards/functions")["exact"].names == ("exact",)."""
 
     names: tuple[str, ...]  # the name and its aliases
     address: str  # module:function

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -215,8 +216,9 @@ def steer_kl(kl: FixedKL | AdaptiveKL, stats: Stats) -> None:
 
 
 def shuffle_rewards(batch: Batch, seed: int) -> Batch:
-    """The control experiment: the same rewards, assigned to random samples."""
+    """The control experiment: the same rewards, assigned to random samples; those of turns only in their sum."""
     order = torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(seed))
+    batch = replace(batch, columns={name: c for name, c in batch.columns.items() if name != "turn_rewards"})
     return batch.with_per_sequence(
         **{name: batch.per_sequence[name][order] for name in ("score", "reward_parts") if name in batch.per_sequence}
     )

@@ -75,7 +75,7 @@ def test_a_new_built_in_is_one_file(tmp_path: Path) -> None:
     for folder in ("megarl", "configs", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "megarl/algo/losses/spring.py").write_text(SPRING)
-    (tmp_path / "megarl/rewards/silence.py").write_text(REWARD)
+    (tmp_path / "megarl/rewards/functions/silence.py").write_text(REWARD)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{tmp_path}/docs"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

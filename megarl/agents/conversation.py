@@ -88,7 +88,10 @@ class Conversation:
         return number
 
     def rows(self) -> tuple[Row, ...]:
-        """One row for each leaf of the tree; an answer is learnt in the first row that holds it."""
+        """One row for each leaf of the tree, in the order of the first turn that each learns.
+
+        An answer is learnt in the row of the first leaf that follows from it.
+        """
         learnt: set[int] = set()
         rows = []
         for leaf in range(len(self.turns)):
@@ -96,7 +99,7 @@ class Conversation:
                 path = self._path(leaf)
                 rows.append(self._row(path, [number for number in path if number not in learnt]))
                 learnt.update(path)
-        return tuple(rows)
+        return tuple(sorted(rows, key=lambda row: row.learnt[0].turn))
 
     def token_ids(self, number: int) -> list[int]:
         """The prompt and the answer of a turn."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -76,6 +76,11 @@ class ActorLoss:
         """The model's columns that a call needs, all differentiable; the entropy is always used as a statistic."""
         base = ("log_probs", "entropy")
         return (*base, "full_kl") if self.use_kl_loss and self._kl_is_full else base
+
+    @property
+    def per_sequence(self) -> bool:
+        """Whether all rows of a sample have to be in one call."""
+        return POLICY_LOSSES[self.policy_loss].per_sequence
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -225,6 +230,7 @@ class CriticLoss:
     """The clipped value loss with the step's token weights.  Example: CriticLoss(0.5)(batch, {"values": v})."""
 
     cliprange_value: float | None = 0.5  # None: no clip
+    per_sequence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raises: ValueError for a range that is not above 0."""

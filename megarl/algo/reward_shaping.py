@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.algo.segments import first_unmasked
 from megarl.sample import Batch, Stat, Stats
 
 
@@ -17,7 +16,8 @@ def overlong_penalty(
 
     score += min(-(len - (max_response_length - buffer_length)) / buffer_length * factor, 0)
 
-    len: tokens from the first trainable token to the end, tool output included; the penalty has no lower bound.
+    len: tokens from the first trainable token of a row to its end, tool output included, in all rows of the sample; the
+    penalty has no lower bound.
     Paper: DAPO, arXiv:2503.14476, section 3.4.
 
     Args: batch: column response_mask; score per sequence.
@@ -32,8 +32,7 @@ def overlong_penalty(
     if not factor >= 0:
         raise ValueError(f"algorithm.overlong_buffer.penalty_factor={factor}: expected a number of at least 0")
     mask = batch.columns["response_mask"] != 0
-    end_B = batch.starts + batch.lengths
-    length_B = (end_B - first_unmasked(mask, batch.segment_ids, end_B)).double()
+    length_B = batch.sum_rows(batch.lengths - batch.context_lengths(mask)).double()
     excess_B = length_B - (max_response_length - buffer_length)
     penalty_B = (-excess_B / buffer_length * factor).clamp(max=0)
     score = batch.per_sequence["score"]

@@ -1,4 +1,4 @@
-"""Sums, means and first and last tokens of packed sequences, for all sequences at once.
+"""Sums, means and last tokens of packed sequences, for all sequences at once.
 
 N tokens of B sequences are concatenated; `segment_ids` [N] is the sequence of each token.  A masked place may hold
 any value, including NaN: every function removes it with `where` before it computes, so that it affects neither value
@@ -43,12 +43,6 @@ def last_unmasked(mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tenso
     places = torch.arange(len(mask), device=mask.device)
     start = torch.full((num_segments,), -1, dtype=torch.int64, device=mask.device)
     return start.scatter_reduce(0, segment_ids, torch.where(mask, places, -1), reduce="amax")
-
-
-def first_unmasked(mask: Tensor, segment_ids: Tensor, otherwise: Tensor) -> Tensor:
-    """[B] int64: the flat index of each sequence's first unmasked token, `otherwise` [B] if there is none."""
-    places = torch.arange(len(mask), device=mask.device)[mask]
-    return otherwise.scatter_reduce(0, segment_ids[mask], places, reduce="amin")
 
 
 def previous_unmasked(mask: Tensor, segment_ids: Tensor) -> Tensor:

@@ -51,8 +51,8 @@ AGG_MODES_WITH_SCALE = tuple(name for name, mode in _AGG_MODES.items() if mode.o
 CORRECTION_LEVELS: tuple[str, ...] = constant("algo/correction.py", "LEVELS")
 REJECT_BY: tuple[str, ...] = constant("algo/correction.py", "REJECT_BY")
 REJECT_LEVELS: tuple[str, ...] = constant("algo/correction.py", "REJECT_LEVELS")
-REWARDS = tuple(declared("register_reward", "rewards"))
-REWARD_SERVICES: tuple[str, ...] = constant("rewards/__init__.py", "SERVICES")
+REWARDS = tuple(declared("register_reward", "rewards/functions"))
+REWARD_SERVICES: tuple[str, ...] = constant("rewards/services/__init__.py", "SERVICES")
 REWARDS_OF_CODE = ("code", "code_strict")  # they run code of the model
 
 METRICS_OF_VERL = ("seq_reward", "seq_final_reward")  # of dynamic sampling; here rewards belong to whole samples

@@ -9,56 +9,56 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.sample import REWARD_ERROR, Batch, Sample
+from megarl.sample import REWARD_ERROR, Batch, Row, Sample
 
-# Columns that the trainer computes; no column of a completion may be called like one of them.
+# Columns that the trainer computes; no column of a row may be called like one of them.
 OWN_COLUMNS = frozenset(
-    ("response_mask", "rollout_log_probs", "versions", "keep", "rollout_weight", "weight", "selected")
+    ("response_mask", "rollout_log_probs", "versions", "turn_rewards", "keep", "rollout_weight", "weight", "selected")
     + ("token_level_rewards", "advantages", "returns", "values")
     + ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "sum_pi_squared", "full_kl")
-    + ("tokens", "lengths", "micro_sizes")  # what is sent to a rank beside its columns
+    + ("tokens", "lengths", "rows", "micro_sizes")  # what is sent to a rank beside its columns
 )
 
 
 def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str] = ()) -> Batch:
-    """All samples of all groups, concatenated, each as prompt and completion.
+    """All samples of all groups, concatenated, each with all its rows.
 
     columns [N]
-        response_mask       float32, 1 on the completion's tokens, its stop token included
-        rollout_log_probs   float32, as the server reported them; 0 on the prompt
-        versions            int32, of the weights that generated the token; -1 on the prompt
-    and the completions' own columns [N, ...], of their dtypes
-    per_sequence [B]
+        response_mask       float32, 1 on the learnt tokens: each token that the policy wrote, once
+        rollout_log_probs   float32, as the server reported them; 0 on the context
+        versions            int32, of the weights that generated the token; -1 on the context
+        turn_rewards        float32, the reward of a turn on its last token, 0 elsewhere; if a sample has such rewards
+    and the rows' own columns [N, ...], of their dtypes
+    per_sequence [S]
         score               float32, the reward
         group               int64, index into `groups`: samples of one visit of one prompt
         version_min, version_max   int64, oldest and newest weights that generated a token
-        truncated           float32, 1 if the length limit ended the completion
+        truncated           float32, 1 if the length limit ended the answer that began last
         greedy_score        float32, the reward of a greedy completion, if all samples have one
-        reward_parts        [B, K] float32, the numbers of the reward that `reward_parts` names, if any
+        reward_parts        [S, K] float32, the numbers of the reward that `reward_parts` names, if any
 
-    Raises: ValueError for a number of the reward or a column of a completion that not all samples have.
+    Raises: ValueError for a number of the reward or a column of a row that not all samples have.
     """
     samples = [sample for group in groups for sample in group]
     assert samples, "a batch needs at least one sample"
-    completions = [sample.completion for sample in samples]
-    for sample in samples:
-        _check(sample)
-    parts = np.array([(len(s.prompt.token_ids), len(s.completion.token_ids)) for s in samples], dtype=np.int64)
-    lengths = parts.sum(axis=1)
-    num_tokens, num_written = int(lengths.sum()), int(parts[:, 1].sum())
+    rows = [row for sample in samples for row in sample.rows]
+    lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int64)
+    num_tokens = int(lengths.sum())
+    tokens = np.fromiter(chain.from_iterable(row.token_ids for row in rows), dtype=np.int64, count=num_tokens)
+    learnt = _learnt(rows, lengths)
+    num_learnt = int(learnt.sum())
 
-    pieces = chain.from_iterable((s.prompt.token_ids, s.completion.token_ids) for s in samples)
-    tokens = np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=num_tokens)
-    mask = np.repeat(np.tile(np.array([0, 1], dtype=np.float32), len(samples)), parts.ravel())
-    written = chain.from_iterable(completion.log_probs for completion in completions)
+    written = chain.from_iterable(row.log_probs for row in rows)
     log_probs = np.zeros(num_tokens, dtype=np.float32)
-    log_probs[mask == 1] = np.fromiter(written, dtype=np.float32, count=num_written)
-    spans = np.array([(s.version, s.end - s.start) for c in completions for s in c.versions], dtype=np.int32)
+    log_probs[learnt] = np.fromiter(written, dtype=np.float32, count=num_learnt)
+    spans = np.array([(s.version, s.end - s.start) for row in rows for s in row.versions], dtype=np.int32)
     versions = np.full(num_tokens, -1, dtype=np.int32)
-    versions[mask == 1] = np.repeat(spans[:, 0], spans[:, 1])
+    versions[learnt] = np.repeat(spans[:, 0], spans[:, 1])
 
     names = sample_names(groups)
-    own = {"response_mask": mask, "rollout_log_probs": log_probs, "versions": versions}
+    own = {"response_mask": learnt.astype(np.float32), "rollout_log_probs": log_probs, "versions": versions}
+    if any(row.rewards for row in rows):
+        own["turn_rewards"] = _turn_rewards(rows, lengths)
     batch = Batch(
         tokens=torch.from_numpy(tokens),
         lengths=torch.from_numpy(lengths),
@@ -66,10 +66,11 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
         per_sequence={
             "score": torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
             "group": torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g) for g in groups])),
-            "version_min": torch.tensor([min(span.version for span in c.versions) for c in completions]),
-            "version_max": torch.tensor([max(span.version for span in c.versions) for c in completions]),
-            "truncated": torch.tensor([float(c.finish_reason == "length") for c in completions]),
+            "version_min": torch.tensor([min(span.version for span in sample.versions) for sample in samples]),
+            "version_max": torch.tensor([max(span.version for span in sample.versions) for sample in samples]),
+            "truncated": torch.tensor([float(sample.finish_reason == "length") for sample in samples]),
         },
+        rows=torch.tensor([len(sample.rows) for sample in samples]),
     )
     greedy = [sample.greedy_reward for sample in samples if sample.greedy_reward is not None]
     if len(greedy) == len(samples):
@@ -95,14 +96,14 @@ def mini_batches(batch: Batch, prompts_per_step: int, *, seed: int | None) -> li
     assert prompts_per_step > 0, "a step needs at least one prompt"
     group = batch.per_sequence["group"]
     members: dict[int, list[int]] = {}
-    for sequence, index in enumerate(group.tolist()):
-        members.setdefault(index, []).append(sequence)
+    for sample, index in enumerate(group.tolist()):
+        members.setdefault(index, []).append(sample)
     names = list(members)
     if seed is not None:
         names = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
     num_steps = -(-len(names) // prompts_per_step)
     steps = np.array_split(np.arange(len(names)), num_steps)
-    return [batch.select([sequence for at in step for sequence in members[names[at]]]) for step in steps]
+    return [batch.select([sample for at in step for sample in members[names[at]]]) for step in steps]
 
 
 def _part(sample: Sample, key: str, name: str) -> float:
@@ -120,41 +121,43 @@ def _part(sample: Sample, key: str, name: str) -> float:
     return sample.reward_extra[key]
 
 
+def _learnt(rows: Sequence[Row], lengths: np.ndarray) -> np.ndarray:
+    """[N] bool: the tokens that are learnt in their row."""
+    edges = np.zeros(int(lengths.sum()) + 1, dtype=np.int8)
+    for row, begin in zip(rows, (lengths.cumsum() - lengths).tolist(), strict=True):
+        for span in row.learnt:  # a span may begin where another ends
+            edges[begin + span.start] += 1
+            edges[begin + span.end] -= 1
+    return edges[:-1].cumsum(dtype=np.int8) == 1
+
+
+def _turn_rewards(rows: Sequence[Row], lengths: np.ndarray) -> np.ndarray:
+    """[N] float32: the reward of each turn on its last token."""
+    found = np.zeros(int(lengths.sum()), dtype=np.float32)
+    for row, begin in zip(rows, (lengths.cumsum() - lengths).tolist(), strict=True):
+        for span, reward in zip(row.learnt, row.rewards, strict=bool(row.rewards)):
+            found[begin + span.end - 1] = reward
+    return found
+
+
 def _carried(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, Tensor]:
-    """The columns of the completions, [N, ...] each.
+    """The columns of the rows, [N, ...] each.
 
     Raises: ValueError for a name that the trainer uses, and for a column that is missing or different in some samples:
     an engine that answers for a part of them has a defect, and without the column they would be learnt otherwise.
     """
+    named = [(name, row) for sample, name in zip(samples, names, strict=True) for row in sample.rows]
     found = {}
-    for name in dict.fromkeys(name for sample in samples for name in sample.completion.columns):
+    for name in dict.fromkeys(name for _, row in named for name in row.columns):
         if name in OWN_COLUMNS:
             raise ValueError(f"column {name} of a completion: expected a name that the trainer does not use itself")
-        parts = [sample.completion.columns.get(name) for sample in samples]
+        parts = [row.columns.get(name) for _, row in named]
         kinds = ["no such column" if p is None else f"{p.dtype} {['N', *p.shape[1:]]}" for p in parts]
-        for sample, part in zip(names, kinds, strict=True):
-            if part != kinds[0]:
+        for (sample, _), kind in zip(named, kinds, strict=True):
+            if kind != kinds[0]:
                 raise ValueError(
-                    f"column {name} of the completions: sample {sample} has {part}, sample {names[0]} {kinds[0]}; "
+                    f"column {name} of the completions: sample {sample} has {kind}, sample {names[0]} {kinds[0]}; "
                     "expected the same of all samples of a step, so look at the engine that generated them"
                 )
         found[name] = torch.from_numpy(np.concatenate([part for part in parts if part is not None]))
     return found
-
-
-def _check(sample: Sample) -> None:
-    completion = sample.completion
-    uid, num_tokens = sample.prompt.uid, len(completion.token_ids)
-    assert len(completion.log_probs) == num_tokens, (
-        f"completion of prompt {uid} has {num_tokens} tokens and {len(completion.log_probs)} log-probs"
-    )
-    assert completion.versions, f"completion of prompt {uid} does not say which weights wrote it"
-    ends = [0, *(span.end for span in completion.versions)]
-    assert [*(span.start for span in completion.versions), num_tokens] == ends, (
-        f"completion of prompt {uid} has {num_tokens} tokens, and versions of other ones: {completion.versions}"
-    )
-    for name, column in completion.columns.items():
-        assert len(column) == len(sample.prompt.token_ids) + num_tokens, (
-            f"completion of prompt {uid} has {len(column)} entries of column {name}, "
-            f"expected {len(sample.prompt.token_ids)} + {num_tokens}"
-        )

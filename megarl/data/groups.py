@@ -1,7 +1,7 @@
 """Files of finished groups that wait to be trained: written with a checkpoint, read by the run that goes on.
 
-groups.safetensors   of all samples, end to end: token_ids int32, log_probs float32, a tensor for each kind of column;
-                     of all prompts prompt_ids int32
+groups.safetensors   of all rows, end to end: token_ids int32 (without the prompt's, where a row begins with them),
+                     log_probs float32, a tensor for each kind of column; of all prompts prompt_ids int32
 groups.jsonl         a line for each group, with everything else and the lengths; the last line has the digests of both
 
 Samples come back equal, floats to the last bit.  Nothing here executes what it reads.
@@ -21,7 +21,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from megarl.data.exact_json import from_json, to_json
-from megarl.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.sample import Prompt, Row, Sample, TurnSpan, VersionSpan, without_prefix
 
 TENSORS, LINES = "groups.safetensors", "groups.jsonl"
 
@@ -129,33 +129,47 @@ def _prompt(line: dict[str, Any], rest: _Rest) -> Prompt:
 
 
 def _sample_to_json(sample: Sample, parts: _Parts) -> dict[str, Any]:
-    completion = sample.completion
-    parts.add("token_ids", np.array(completion.token_ids, dtype=np.int32))
-    parts.add("log_probs", np.array(completion.log_probs, dtype=np.float64))
     return {
-        "num_tokens": len(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-        "versions": [astuple(span) for span in completion.versions],
-        "text": completion.text,
-        "columns": {name: parts.add_column(name, column) for name, column in completion.columns.items()},
+        "rows": [_row_to_json(row, sample.prompt, parts) for row in sample.rows],
         "reward": sample.reward,
         "reward_extra": sample.reward_extra,
         "greedy_reward": sample.greedy_reward,
+        "text": sample.text,
     }
 
 
 def _sample(line: dict[str, Any], prompt: Prompt, rest: _Rest) -> Sample:
-    length, whole = line["num_tokens"], len(prompt.token_ids) + line["num_tokens"]
-    completion = Completion(
-        token_ids=rest.take("token_ids", length).tolist(),
-        log_probs=rest.take("log_probs", length).tolist(),
-        finish_reason=line["finish_reason"],
+    return Sample(prompt, tuple(_row(each, prompt, rest) for each in line.pop("rows")), **line)
+
+
+def _row_to_json(row: Row, prompt: Prompt, parts: _Parts) -> dict[str, Any]:
+    num_shared, token_ids = without_prefix(row.token_ids, prompt.token_ids)
+    parts.add("token_ids", np.array(token_ids, dtype=np.int32))
+    parts.add("log_probs", np.array(row.log_probs, dtype=np.float64))
+    return {
+        "num_shared": num_shared,  # tokens of the prompt
+        "num_tokens": len(token_ids),
+        "learnt": [astuple(span) for span in row.learnt],
+        "versions": [astuple(span) for span in row.versions],
+        "finish_reason": row.finish_reason,
+        "rewards": row.rewards,
+        "columns": {name: parts.add_column(name, column) for name, column in row.columns.items()},
+    }
+
+
+def _row(line: dict[str, Any], prompt: Prompt, rest: _Rest) -> Row:
+    learnt = tuple(TurnSpan(*span) for span in line["learnt"])
+    whole = line["num_shared"] + line["num_tokens"]
+    return Row(
+        token_ids=prompt.token_ids[: line["num_shared"]] + rest.take("token_ids", line["num_tokens"]).tolist(),
+        learnt=learnt,
+        log_probs=rest.take("log_probs", sum(span.end - span.start for span in learnt)).tolist(),
         versions=tuple(VersionSpan(*span) for span in line["versions"]),
-        text=line["text"],
+        finish_reason=line["finish_reason"],
+        rewards=tuple(line["rewards"]),
         # Copies: a view would keep the tensor of all groups in memory until the last of them is trained.
         columns={name: rest.take(key, whole).copy() for name, key in line["columns"].items()},
     )
-    return Sample(prompt, completion, line["reward"], line["reward_extra"], line["greedy_reward"])
 
 
 def _as_narrow_as_exact(numbers: np.ndarray) -> np.ndarray:

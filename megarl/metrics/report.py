@@ -46,7 +46,9 @@ def write_samples(path: Path | str, step: int, groups: Sequence[Sequence[Sample]
     """Append the first groups of a step, one sample per line.  jsonl.drop_after truncates the file on resume.
 
     {"step", "uid", "prompt", "completion", "ground_truth", "reward", "reward_extra", "finish_reason",
-     "versions": [[version, start, end], ...], "num_tokens"}
+     "versions": [[version, start, end], ...], "num_tokens", "num_turns", "num_rows", "turn_rewards": [...]}
+
+    "num_tokens": those that the policy wrote; "versions" are places in them.
     """
     append_lines(Path(path), [_sample_line(step, sample) for group in groups[:num_groups] for sample in group])
 
@@ -77,18 +79,21 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def _sample_line(step: int, sample: Sample) -> dict[str, Any]:
-    prompt, completion = sample.prompt, sample.completion
+    prompt = sample.prompt
     return {
         "step": step,
         "uid": prompt.uid,
         "prompt": prompt_text(prompt),
-        "completion": completion.text,
+        "completion": sample.text,
         "ground_truth": prompt.ground_truth,
         "reward": sample.reward,
         "reward_extra": sample.reward_extra,
-        "finish_reason": completion.finish_reason,
-        "versions": [[span.version, span.start, span.end] for span in completion.versions],
-        "num_tokens": len(completion.token_ids),
+        "finish_reason": sample.finish_reason,
+        "versions": [[span.version, span.start, span.end] for span in sample.versions],
+        "num_tokens": sample.num_learnt,
+        "num_turns": sample.num_turns,
+        "num_rows": len(sample.rows),
+        "turn_rewards": [reward for row in sample.rows for reward in row.rewards],
     }
 
 

@@ -23,7 +23,7 @@ def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]
     Args: batch: column response_mask and any of token_level_rewards, advantages, returns, values, versions; per
         sequence score, truncated, version_min.  version: of the weights that will be trained.
     Returns: critic/{score,rewards,advantages,returns,values}/*, response_length/*, prompt_length/*,
-        off_policy/version_lag/*, off_policy/token_age/*.
+        off_policy/version_lag/*, off_policy/token_age/*; rows/* if a sample has several.
     """
     mask = batch.columns["response_mask"] != 0
     out = _spread("critic/score", batch.per_sequence["score"]) if "score" in batch.per_sequence else {}
@@ -112,11 +112,16 @@ def _spread(name: str, values: Tensor, *, std: bool = False) -> dict[str, float]
 
 
 def _lengths(batch: Batch, mask: Tensor) -> dict[str, float]:
-    """Prompt and response lengths.  A response starts at the first trainable token and includes tool output."""
-    places = torch.arange(batch.num_tokens)
-    end = batch.starts + batch.lengths
-    first = end.scatter_reduce(0, batch.segment_ids, torch.where(mask, places, batch.num_tokens), "amin")
-    out = _spread("prompt_length", first - batch.starts) | _spread("response_length", end - first)
+    """Prompt and response lengths of samples, and how many rows they have.
+
+    A response starts at the first trainable token of a row and includes tool output; those of a sample's rows add up.
+    The prompt is what its first row begins with.
+    """
+    context = batch.context_lengths(mask)
+    out = _spread("prompt_length", context[batch.rows.cumsum(0) - batch.rows])
+    out |= _spread("response_length", batch.sum_rows(batch.lengths - context))
+    if (batch.rows > 1).any():
+        out |= _spread("rows", batch.rows)
     if "truncated" in batch.per_sequence:
         out["response_length/clip_ratio"] = batch.per_sequence["truncated"].double().mean().item()
     return out

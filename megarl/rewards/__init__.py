@@ -1,8 +1,8 @@
 """Rewards of (prompt, completion): functions, and the processes that run them.
 
-Built-in rewards are functions with `@register_reward` in this folder. `load` finds a user's function, `result` checks
-what it returns, `pool` and `worker` run it in processes with a timeout for each sample. `judge` and `model` ask a
-`service`, under a `limit`. `scorer` joins the rewards of a run. Nothing here depends on engines or advantages.
+`functions/` has the built-in rewards, `services/` those that ask another program. `load` finds a user's function,
+`result` checks what it returns, `pool` and `worker` run it in processes with a timeout for each sample, amid
+`surroundings`. `scorer` joins the rewards of a run. Nothing here depends on engines or advantages.
 Called by: the collector, through `scorer.Rewards`; the driver, to refuse a wrong `reward.fn` before anything starts.
 """
 
@@ -10,14 +10,12 @@ from collections.abc import Callable
 
 from megarl.declared import declared
 from megarl.rewards.load import FILE_MODULE, RewardFn, resolve
+from megarl.rewards.services import SERVICES
 
 # Addresses of the built-in ones, so that only the modules of rewards in use are imported.
 REWARDS: dict[str, str | RewardFn] = {
-    name: found.address for name, found in declared("register_reward", "rewards").items()
+    name: found.address for name, found in declared("register_reward", "rewards/functions").items()
 }
-
-# These are made from settings, not found by their name.
-SERVICES = ("judge", "model")
 
 
 def name_of(fn: str) -> str:
@@ -28,7 +26,7 @@ def name_of(fn: str) -> str:
 def register_reward(name: str) -> Callable[[RewardFn], RewardFn]:
     """Add a reward under a name: f(prompt, completion) -> number or {"score": number}.
 
-    A user's reward is in a file of algorithm.plugins, a built-in one in a file of this folder.
+    A user's reward is in a file of algorithm.plugins, a built-in one in a file of `functions/`.
 
     Example:
         @register_reward("short")

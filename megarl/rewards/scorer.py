@@ -11,10 +11,10 @@ from typing import Any
 from megarl import sandbox
 from megarl.plugins import load_plugins
 from megarl.rewards import RewardFn, load_reward, name_of
-from megarl.rewards.limit import Limit, ServiceError
 from megarl.rewards.load import is_async
 from megarl.rewards.pool import RewardError, RewardPool
 from megarl.rewards.result import Outcome, RewardResult, describe, joined, to_result
+from megarl.rewards.services.limit import Limit, ServiceError
 from megarl.rewards.surroundings import Surroundings
 from megarl.sample import REWARD_ERROR, Completion, Prompt
 

@@ -21,10 +21,13 @@ from megarl.sample import Batch, Stat, Stats, merge_stats
 
 @dataclass(frozen=True)
 class Packing:
-    """How sequences are packed into micro-batches; never changes a result."""
+    """How sequences are packed into micro-batches; never changes a result.
 
-    max_tokens: int | None = 16384  # tokens per packed row
-    max_sequences: int | None = None  # or sequences per row
+    A sequence is a row; for a loss with one ratio per sequence it is a sample, whose rows stay together.
+    """
+
+    max_tokens: int | None = 16384  # tokens per micro-batch
+    max_sequences: int | None = None  # or sequences per micro-batch
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ class Role:
         reference: str | None = None,
     ) -> dict[str, Tensor]:
         """Each named column [N] of the batch under the current weights."""
+        batch = batch.by_row()
         plans = self._plan(batch)
         scale = self.temperature if temperature is None else temperature
         arguments = {"role": self.name, "temperature": scale, "names": list(names), "reference": reference}
@@ -137,8 +141,9 @@ class Role:
         return {n: unpack(plans, [r.tensors[n] for r in replies if n in r.tensors], lengths) for n in names}
 
     def _plan(self, batch: Batch) -> list[RankPlan]:
+        """Which samples each replica runs; all rows of one share a micro-batch."""
         return plan(
-            batch.lengths.tolist(),
+            batch.sample_lengths.tolist(),
             self.group.num_replicas,
             max_tokens=self.packing.max_tokens,
             max_sequences=self.packing.max_sequences,
@@ -185,7 +190,8 @@ class Trainable(Role):
         )
         if not batch.columns["weight"].any():
             return {f"{self.kind}/skipped_steps": Stat("sum", 1.0)}
-        plans = self._plan(batch)
+        packed = batch if how.loss.per_sequence else batch.by_row()
+        plans = self._plan(packed)
         arguments = {
             "role": self.name,
             "temperature": self.temperature,
@@ -195,9 +201,9 @@ class Trainable(Role):
             "num_tokens": batch.num_tokens,
         }
         try:
-            replies = self.group.call("update", arguments, [_payload(batch, p, how.loss.columns) for p in plans])
+            replies = self.group.call("update", arguments, [_payload(packed, p, how.loss.columns) for p in plans])
         except RankError as error:
-            raise _located(error, plans, batch) from error
+            raise _located(error, plans, packed, batch) from error
         return merge_stats([_stats(reply) for reply in replies]) | {
             f"{self.kind}/grad_norm": Stat("mean", replies[0].result["grad_norm"]),
             f"{self.kind}/lr": Stat("mean", replies[0].result["lr"]),
@@ -257,10 +263,10 @@ class Critic(Trainable):
 
 
 def _payload(batch: Batch, part: RankPlan, columns: tuple[str, ...]) -> dict[str, Tensor]:
-    """The sequences of a replica with these columns, in the order in which it runs them."""
+    """The samples of a replica with these columns, in the order in which it runs them."""
     mine = batch.keep_columns(*columns).select(part.indices)
     sizes = torch.tensor(part.micro_sizes, dtype=torch.int64)
-    frame = {"tokens": mine.tokens.int(), "lengths": mine.lengths, "micro_sizes": sizes}
+    frame = {"tokens": mine.tokens.int(), "lengths": mine.lengths, "rows": mine.rows, "micro_sizes": sizes}
     assert not frame.keys() & mine.columns.keys(), f"no column may be called {', '.join(frame)}"
     return frame | dict(mine.columns)
 
@@ -270,12 +276,18 @@ def _stats(reply: Reply) -> Stats:
     return {name: Stat(kind, value, weight) for name, (kind, value, weight) in reply.result["stats"].items()}
 
 
-def _located(error: RankError, plans: list[RankPlan], batch: Batch) -> Exception:
-    """For a NonFiniteError of a rank, the same error with the driver's sequence index; other errors unchanged."""
+def _located(error: RankError, plans: list[RankPlan], packed: Batch, batch: Batch) -> Exception:
+    """For a NonFiniteError of a rank, the same error with its place in the driver's batch; other errors unchanged.
+
+    `packed`: the tokens of `batch` as the ranks got them, where a row may be a sample of its own.
+    """
     if error.kind != NonFiniteError.__name__ or "replica" not in error.details:
         return error
     at = dict(error.details)
-    sequence = plans[at.pop("replica")].indices[at.pop("sequence")]
-    found = NonFiniteError(sequence=int(batch.per_sequence["index"][sequence]), **at)
+    unit = plans[at.pop("replica")].indices[at.pop("sequence")]
+    place = int(packed.sample_lengths[:unit].sum()) + at.pop("token")
+    sample = int(batch.segment_ids[place])
+    token = place - int(batch.sample_lengths[:sample].sum())
+    found = NonFiniteError(sequence=int(batch.per_sequence["index"][sample]), token=token, **at)
     found.report = error.report
     return found

@@ -295,8 +295,8 @@ def _references(arguments: dict[str, Any]) -> list[str]:
 
 def _unpack(tensors: Tensors) -> tuple[Batch, list[int]]:
     columns: dict[str, Tensor] = dict(tensors)
-    tokens, lengths, sizes = columns.pop("tokens"), columns.pop("lengths"), columns.pop("micro_sizes")
-    return Batch(tokens.long(), lengths, columns), sizes.tolist()
+    tokens, lengths, rows, sizes = (columns.pop(name) for name in ("tokens", "lengths", "rows", "micro_sizes"))
+    return Batch(tokens.long(), lengths, columns, rows=rows), sizes.tolist()
 
 
 def main() -> None:

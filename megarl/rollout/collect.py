@@ -69,7 +69,7 @@ async def collect_group(
     pool.waste("unscored", _num_tokens([completion for completion, _ in unscored]))
     greedy_reward = None if base is None else float(base.reward)
     return [
-        Sample(prompt, completion, float(result.reward), dict(result.extra), greedy_reward)
+        Sample.of(prompt, completion, float(result.reward), result.extra, greedy_reward)
         for completion, result in scored
     ]
 

@@ -2,7 +2,8 @@
 
 Driver to collector: `Order`, `Cancel`, `Trust`, `Fence`, `Hold`, `Close`.
 Collector to driver: ("group", number, packed group), ("beat", counters), and at most once ("error", sentence).
-A group is sent as plain tuples and without its prompt, which the driver still has, to make pickling cheap.
+A group is sent as plain tuples and without its prompt, which the driver still has, to make pickling cheap: rows that
+begin with the prompt's tokens are sent without them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
+from megarl.sample import LostRollout, Prompt, Row, Sample, TurnSpan, VersionSpan, without_prefix
 
 PackedGroup = list[tuple[Any, ...]] | tuple[str, int]  # one tuple per sample, or what a LostRollout says
 
@@ -130,15 +131,11 @@ def pack(group: list[Sample] | LostRollout) -> PackedGroup:
         return group.reason, group.unscored
     return [
         (
-            sample.completion.token_ids,
-            sample.completion.log_probs,
-            sample.completion.finish_reason,
-            tuple((span.version, span.start, span.end) for span in sample.completion.versions),
-            sample.completion.text,
-            dict(sample.completion.columns),
+            tuple(_pack_row(row, sample.prompt.token_ids) for row in sample.rows),
             sample.reward,
             sample.reward_extra,
             sample.greedy_reward,
+            sample.text,
         )
         for sample in group
     ]
@@ -148,13 +145,16 @@ def unpack(packed: PackedGroup, prompt: Prompt) -> list[Sample] | LostRollout:
     """The group of `prompt`, as it was before `pack`."""
     if isinstance(packed, tuple):
         return LostRollout(prompt, *packed)
-    return [
-        Sample(
-            prompt,
-            Completion(token_ids, log_probs, reason, tuple(VersionSpan(*span) for span in spans), text, columns),
-            reward,
-            extra,
-            greedy_reward,
-        )
-        for token_ids, log_probs, reason, spans, text, columns, reward, extra, greedy_reward in packed
-    ]
+    return [Sample(prompt, tuple(_row(row, prompt.token_ids) for row in rows), *rest) for rows, *rest in packed]
+
+
+def _pack_row(row: Row, prompt_ids: list[int]) -> tuple[Any, ...]:
+    learnt, versions = (tuple(tuple(vars(span).values()) for span in spans) for spans in (row.learnt, row.versions))
+    tokens = without_prefix(row.token_ids, prompt_ids)
+    return (*tokens, learnt, row.log_probs, versions, row.finish_reason, row.rewards, dict(row.columns))
+
+
+def _row(packed: tuple[Any, ...], prompt_ids: list[int]) -> Row:
+    num_shared, token_ids, learnt, log_probs, versions, *rest = packed
+    turns = tuple(TurnSpan(*span) for span in learnt)
+    return Row(prompt_ids[:num_shared] + token_ids, turns, log_probs, tuple(VersionSpan(*v) for v in versions), *rest)

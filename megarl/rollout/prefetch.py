@@ -310,7 +310,7 @@ class Prefetcher:
     # ---- metrics
 
     def _count(self, what: str, group: Group) -> None:
-        self._tokens[what] += sum(len(sample.completion.token_ids) for sample in group)
+        self._tokens[what] += sum(sample.num_learnt for sample in group)
         self._tokens[f"{what} completions"] += len(group)
 
     def _metrics(self, lateness: int) -> dict[str, float]:

@@ -14,11 +14,11 @@ from megarl.config import Config
 from megarl.config.names import REWARDS_OF_CODE
 from megarl.config.validate.rewards import names_of, starts_reward_server
 from megarl.rewards import REWARDS, SERVICES, load_reward
-from megarl.rewards.judge import Judge
-from megarl.rewards.limit import Limit
-from megarl.rewards.model import RewardModel
 from megarl.rewards.scorer import Rewards
-from megarl.rewards.service import api_key
+from megarl.rewards.services.judge import Judge
+from megarl.rewards.services.limit import Limit
+from megarl.rewards.services.model import RewardModel
+from megarl.rewards.services.service import api_key
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collector_client import Collectors
 from megarl.servers.launch import EngineLaunch

@@ -57,7 +57,7 @@ class Evaluation:
         return [
             {"uid": _prompt(g).uid, "text": "", "reward": 0.0}
             if isinstance(g, LostRollout)
-            else {"uid": g[0].prompt.uid, "text": g[0].completion.text, "reward": g[0].reward}
+            else {"uid": g[0].prompt.uid, "text": g[0].text, "reward": g[0].reward}
             for g in self.groups
         ]
 

@@ -5,7 +5,6 @@ from hypothesis import given
 from megarl.algo.segments import (
     clean,
     count_segments,
-    first_unmasked,
     last_unmasked,
     masked_moments,
     previous_unmasked,
@@ -28,7 +27,6 @@ def test_sums_counts_and_means_by_hand():
 
 
 def test_first_last_and_previous_unmasked_by_hand():
-    assert first_unmasked(MASK, SEGMENTS, torch.tensor([3, 3, 5])).tolist() == [1, 3, 4]
     assert last_unmasked(MASK, SEGMENTS, 3).tolist() == [2, -1, 4]
     mask = torch.tensor([False, True, False, False, True])
     assert previous_unmasked(mask, SEGMENTS).tolist() == [-1, 1, 1, -1, 4]
@@ -52,9 +50,8 @@ def test_moments_of_none_and_one():
 
 @given(packs)
 def test_ends_agree_with_a_walk_over_the_tokens(packed: Packed):
-    first, last, previous, place = [], [], [], 0
+    last, previous, place = [], [], 0
     for mask in packed.masks:
-        first.append(place + mask.index(True) if any(mask) else -7)
         seen = -1
         for m in mask:
             seen = place if m else seen
@@ -63,8 +60,5 @@ def test_ends_agree_with_a_walk_over_the_tokens(packed: Packed):
         last.append(seen)
     batch = packed.batch
     mask = batch.columns["response_mask"] != 0
-    nowhere = torch.full((batch.num_sequences,), 10**6)
-    found = first_unmasked(mask, batch.segment_ids, nowhere).tolist()
-    assert [-7 if place == 10**6 else place for place in found] == first
     assert last_unmasked(mask, batch.segment_ids, batch.num_sequences).tolist() == last
     assert previous_unmasked(mask, batch.segment_ids).tolist() == previous

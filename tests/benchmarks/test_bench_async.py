@@ -195,7 +195,7 @@ def test_sizes_follow_the_options() -> None:
     assert settings() == (async_learning.USUAL, async_trace.USUAL, async_simulation.SIZES)
     learning, trace, sizes = settings("--quick", "--steps", "9", "--servers", "7")
     assert (learning.steps, trace, sizes[0].servers) == (9, async_trace.QUICK, 7)
-    assert settings("--engine", "sglang")[0].sleep_ms == 0.0
+    assert settings("--engine", "sglang", "--decode-sleep-ms", "7")[0].sleep_ms == 7.0
     with pytest.raises(ValueError, match="--steps 3: expected more than the 3 that do not count"):
         settings("--steps", "3")
 

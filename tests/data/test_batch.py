@@ -7,27 +7,30 @@ import torch
 from megarl.algo import ActorLoss, CriticLoss
 from megarl.algo.advantages.estimate import DATA
 from megarl.data.batch import OWN_COLUMNS, make_batch, mini_batches, sample_names
-from megarl.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.sample import Completion, Prompt, Row, Sample, TurnSpan, VersionSpan
 
 
 def sample(uid, prompt_ids, token_ids, log_probs, reward, *, finish="stop", versions=None, columns=None):
     versions = ((0, 0, len(token_ids)),) if versions is None else versions
     spans = tuple(VersionSpan(*span) for span in versions)
     completion = Completion(token_ids, log_probs, finish, spans, columns=columns or {})
-    return Sample(Prompt(uid, prompt_ids, "x"), completion, reward)
+    return Sample.of(Prompt(uid, prompt_ids, "x"), completion, reward)
 
 
 def slow_batch(groups):
     """Token by token: what make_batch does at once."""
     tokens, mask, log_probs, versions = [], [], [], []
-    for group in groups:
-        for one in group:
-            tokens += one.prompt.token_ids + one.completion.token_ids
-            mask += [0.0] * len(one.prompt.token_ids) + [1.0] * len(one.completion.token_ids)
-            log_probs += [0.0] * len(one.prompt.token_ids) + one.completion.log_probs
-            versions += [-1] * len(one.prompt.token_ids)
-            for span in one.completion.versions:
-                versions += [span.version] * (span.end - span.start)
+    for row in (row for group in groups for one in group for row in one.rows):
+        written = iter(
+            zip(row.log_probs, [s.version for s in row.versions for _ in range(s.start, s.end)], strict=True)
+        )
+        for place, token in enumerate(row.token_ids):
+            is_learnt = any(span.start <= place < span.end for span in row.learnt)
+            log_prob, version = next(written) if is_learnt else (0.0, -1)
+            tokens.append(token)
+            mask.append(float(is_learnt))
+            log_probs.append(log_prob)
+            versions.append(version)
     return tokens, mask, log_probs, versions
 
 
@@ -55,7 +58,7 @@ def test_two_groups_by_hand():
 
 def scored(reward, extra, greedy=None):
     one = sample("0-7", [5], [7], [-0.5], reward)
-    return Sample(one.prompt, one.completion, reward, extra, greedy)
+    return Sample(one.prompt, one.rows, reward, extra, greedy)
 
 
 def test_several_rewards_of_a_sample_become_columns_in_the_order_that_is_asked_for():
@@ -110,7 +113,7 @@ def random_groups(num_groups, seed=0):
     for g in range(num_groups):
         prompt, group = ints(0, 50, ints(1, 6, 1)[0]), []
         for _ in range(ints(1, 5, 1)[0]):
-            tokens = ints(0, 50, ints(0, 7, 1)[0])
+            tokens = ints(0, 50, ints(1, 7, 1)[0])
             cut = len(tokens) // 3
             versions = ((g, 0, cut), (g + 2, cut, len(tokens)))
             group.append(sample(f"0-{g}", prompt, tokens, [-0.5 * t for t in tokens], float(g), versions=versions))
@@ -169,7 +172,7 @@ def test_a_column_is_of_one_kind(other):
 
 def test_a_completion_cannot_bring_a_column_that_the_trainer_computes():
     """An engine that sent `keep` would otherwise decide what is learnt."""
-    for name in ("keep", "versions", "tokens"):
+    for name in ("keep", "versions", "tokens", "rows", "turn_rewards"):
         with pytest.raises(ValueError, match=f"^column {name} of a completion: expected a name that the trainer"):
             make_batch([[with_columns("0-0", 2, 1, **{name: np.zeros(3)})]])
 
@@ -186,21 +189,25 @@ def test_every_column_that_an_estimator_or_a_loss_reads_is_the_trainers_own():
     assert read <= OWN_COLUMNS, read - OWN_COLUMNS
 
 
-def test_a_completion_that_contradicts_itself_is_caught():
-    with pytest.raises(AssertionError, match="completion of prompt 0-0 has 1 tokens and 0 log-probs"):
-        make_batch([[sample("0-0", [5], [7], [], 1.0)]])
-    with pytest.raises(AssertionError, match="completion of prompt 0-0 does not say which weights wrote it"):
-        make_batch([[sample("0-0", [5], [7], [-1.0], 1.0, versions=())]])
-    for versions in (((0, 0, 2),), ((0, 1, 1),), ((0, 0, 1), (1, 2, 1))):
-        with pytest.raises(AssertionError, match="completion of prompt 0-0 has 1 tokens, and versions of other ones"):
-            make_batch([[sample("0-0", [5], [7], [-1.0], 1.0, versions=versions)]])
-    short = with_columns("0-0", 2, 1, a=np.zeros((2, 4)))
-    with pytest.raises(AssertionError, match=r"completion of prompt 0-0 has 2 entries of column a, expected 2 \+ 1"):
-        make_batch([[short]])
+def test_a_row_that_contradicts_itself_is_caught():
+    with pytest.raises(AssertionError, match="0 log-probs of 1 learnt tokens"):
+        sample("0-0", [5], [7], [], 1.0)
+    with pytest.raises(AssertionError, match="no token of the row is learnt"):
+        sample("0-0", [5], [], [], 1.0)
+    for versions in ((), ((0, 0, 2),), ((0, 1, 1),), ((0, 0, 1), (1, 2, 1))):
+        with pytest.raises(AssertionError, match="do not cover 1 learnt tokens"):
+            sample("0-0", [5], [7], [-1.0], 1.0, versions=versions)
+    with pytest.raises(AssertionError, match="column a: 2 of 3 tokens"):
+        with_columns("0-0", 2, 1, a=np.zeros((2, 4)))
+    for learnt in ((TurnSpan(0, 1, 3), TurnSpan(1, 2, 4)), (TurnSpan(0, 3, 5),)):
+        with pytest.raises(AssertionError, match="overlap, or are outside the 4 tokens"):
+            Row([1, 2, 3, 4], learnt, [-1.0] * 4, (VersionSpan(0, 0, 4),), "stop")
+    with pytest.raises(AssertionError, match="2 rewards of 1 answers"):
+        Row([1, 2], (TurnSpan(0, 1, 2),), [-1.0], (VersionSpan(0, 0, 1),), "stop", (1.0, 2.0))
 
 
-def test_two_completions_are_compared_without_their_columns():
-    one = with_columns("0-0", 2, 1, a=np.zeros((3, 2))).completion
+def test_two_rows_are_compared_without_their_columns():
+    (one,) = with_columns("0-0", 2, 1, a=np.zeros((3, 2))).rows
     assert one == replace(one, columns={"a": np.ones((3, 2))})
 
 

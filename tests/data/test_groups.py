@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from megarl.data import groups as module
 from megarl.data.groups import LINES, TENSORS, load_groups, save_groups
 from megarl.rollout.wire_columns import COLUMN_DTYPES
-from megarl.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.sample import Completion, Prompt, Row, Sample, TurnSpan, VersionSpan
 
 bits32 = st.floats(width=32)  # what an engine's float32 becomes in JSON
 bits64 = st.floats()
@@ -31,23 +31,41 @@ kinds = st.tuples(st.sampled_from(sorted(COLUMN_DTYPES)), st.lists(st.integers(0
 
 @st.composite
 def samples(draw: st.DrawFn, prompt: Prompt, numbers: st.SearchStrategy[float]) -> Sample:
-    log_probs = draw(st.lists(numbers, max_size=4))
-    length = len(log_probs)
+    owners = draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))  # the row of each turn
+    turns = [[turn for turn, owner in enumerate(owners) if owner == row] for row in dict.fromkeys(owners)]
+    with_rewards = draw(st.booleans())
+    rows = tuple(draw(rows_of(prompt, each, numbers, with_rewards)) for each in turns)
+    extra = draw(st.dictionaries(st.text(max_size=3), rewards, max_size=2))
+    return Sample(prompt, rows, draw(rewards), extra, draw(st.none() | rewards), draw(st.text(max_size=5)))
+
+
+@st.composite
+def rows_of(
+    draw: st.DrawFn, prompt: Prompt, turns: list[int], numbers: st.SearchStrategy[float], with_rewards: bool
+) -> Row:
+    ids = st.lists(st.integers(0, 2**31 - 1), max_size=3)
+    token_ids = draw(ids | st.just(prompt.token_ids))
+    learnt = []
+    for turn in turns:
+        token_ids = token_ids + draw(ids)
+        start = len(token_ids)
+        token_ids = token_ids + [9] + draw(ids)
+        learnt.append(TurnSpan(turn, start, len(token_ids)))
+    length = sum(span.end - span.start for span in learnt)
     cut = draw(st.integers(0, length))
     columns = {}
     for name in draw(st.lists(st.sampled_from(["routes", "mask", "a/b", "é"]), unique=True, max_size=3)):
         dtype, shape = draw(kinds)
-        columns[name] = draw(arrays.arrays(dtype, (len(prompt.token_ids) + length, *shape)))
-    completion = Completion(
-        token_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)),
-        log_probs=log_probs,
-        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        columns[name] = draw(arrays.arrays(dtype, (len(token_ids), *shape)))
+    return Row(
+        token_ids=token_ids,
+        learnt=tuple(learnt),
+        log_probs=draw(st.lists(numbers, min_size=length, max_size=length)),
         versions=(VersionSpan(3, 0, cut), VersionSpan(2**40, cut, length)),
-        text=draw(st.text(max_size=5)),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        rewards=tuple(draw(rewards) for _ in learnt) if with_rewards else (),
         columns=columns,
     )
-    extra = draw(st.dictionaries(st.text(max_size=3), rewards, max_size=2))
-    return Sample(prompt, completion, draw(rewards), extra, draw(st.none() | rewards))
 
 
 @st.composite
@@ -74,11 +92,15 @@ def bits(number: float | None) -> bytes | None:
 
 def plain(sample: Sample) -> tuple[Any, ...]:
     """All of a sample, with floats as their bits."""
-    c = sample.completion
-    columns = [(name, a.dtype.name, a.shape, a.tobytes()) for name, a in c.columns.items()]
     extra = [(name, bits(number)) for name, number in sample.reward_extra.items()]
-    numbers = (list(map(bits, c.log_probs)), bits(sample.reward), extra, bits(sample.greedy_reward))
-    return (sample.prompt, c.token_ids, c.finish_reason, c.versions, c.text, columns, *numbers)
+    numbers = (bits(sample.reward), extra, bits(sample.greedy_reward))
+    return (sample.prompt, [plain_row(row) for row in sample.rows], sample.text, *numbers)
+
+
+def plain_row(row: Row) -> tuple[Any, ...]:
+    columns = [(name, a.dtype.name, a.shape, a.tobytes()) for name, a in row.columns.items()]
+    numbers = (list(map(bits, row.log_probs)), list(map(bits, row.rewards)))
+    return (row.token_ids, row.learnt, row.versions, row.finish_reason, columns, *numbers)
 
 
 @settings(max_examples=40)
@@ -96,7 +118,7 @@ def test_groups_come_back_to_the_last_bit(groups: dict[int, list[Sample]]) -> No
 def sample(uid: str = "0-1", *, log_probs: tuple[float, ...] = (-0.5, -0.25), **columns: np.ndarray) -> Sample:
     prompt = Prompt(uid, [5, 6, 7], "12+", "3", "sums", {"level": 2})
     spans = (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2))
-    return Sample(prompt, Completion([8, 9], list(log_probs), "stop", spans, "15", columns), 1.0, {"short": 0.5})
+    return Sample.of(prompt, Completion([8, 9], list(log_probs), "stop", spans, "15", columns), 1.0, {"short": 0.5})
 
 
 def test_the_files_by_hand(tmp_path: Path) -> None:
@@ -124,11 +146,18 @@ def test_the_files_by_hand(tmp_path: Path) -> None:
         "extra": {"level": 2},
     }
     assert lines[1]["samples"][0] == {
-        "num_tokens": 2,
-        "finish_reason": "stop",
-        "versions": [[4, 0, 1], [5, 1, 2]],
+        "rows": [
+            {
+                "num_shared": 3,
+                "num_tokens": 2,
+                "learnt": [[0, 3, 5]],
+                "versions": [[4, 0, 1], [5, 1, 2]],
+                "finish_reason": "stop",
+                "rewards": [],
+                "columns": {"routes": "column_1"},
+            }
+        ],
         "text": "15",
-        "columns": {"routes": "column_1"},
         "reward": 1.0,
         "reward_extra": {"short": 0.5},
         "greedy_reward": None,
@@ -140,7 +169,7 @@ def test_log_probs_take_8_bytes_only_where_4_would_lose_bits(tmp_path: Path) -> 
     for log_probs, dtype in (((-0.5, -math.inf), "float32"), ((-0.5, -0.1), "float64"), ((-0.5, 1e300), "float64")):
         save_groups(tmp_path, {0: [sample(log_probs=log_probs)]})
         assert load_file(tmp_path / TENSORS)["log_probs"].dtype.name == dtype
-        assert load_groups(tmp_path)[0][0].completion.log_probs == list(log_probs)
+        assert load_groups(tmp_path)[0][0].rows[0].log_probs == list(log_probs)
 
 
 def test_nothing_waits(tmp_path: Path) -> None:
@@ -151,7 +180,7 @@ def test_nothing_waits(tmp_path: Path) -> None:
 def test_a_loaded_sample_holds_no_memory_of_the_others(tmp_path: Path) -> None:
     save_groups(tmp_path, {i: [sample(routes=np.zeros((5, 2)))] for i in range(3)})
     for (loaded,) in load_groups(tmp_path).values():
-        assert loaded.completion.columns["routes"].base is None
+        assert loaded.rows[0].columns["routes"].base is None
 
 
 def test_both_files_are_on_the_disk_before_the_caller_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +224,7 @@ def test_files_of_two_saves_do_not_go_together(tmp_path: Path) -> None:
 
 
 def test_a_field_that_no_file_can_hold_is_named_with_its_prompt(tmp_path: Path) -> None:
-    given = Sample(Prompt("0-17", [1], "x", extra={"image": object()}), sample().completion, 1.0)
+    given = Sample(Prompt("0-17", [1], "x", extra={"image": object()}), sample().rows, 1.0)
     with pytest.raises(ValueError, match=r"^prompt 0-17: a field of its row cannot be saved, it holds a object; expe"):
         save_groups(tmp_path, {0: [given]})
 

@@ -105,9 +105,9 @@ def make_step(sequences: Batch, now: Columns, *, hard: bool = False, at_masked: 
     g = torch.Generator().manual_seed(4)
     n, b = sequences.num_tokens, sequences.segment_ids
     mask = torch.rand(n, generator=g) < 0.7
-    mask[sequences.starts] = False
+    mask[sequences.row_starts] = False
     mask[torch.isin(b, torch.tensor(UNTRAINED))] = False
-    mask[sequences.starts[torch.tensor([4, 10])] + 1] = True
+    mask[sequences.row_starts[torch.tensor([4, 10])] + 1] = True
     noise = {name: torch.randn(n, generator=g) for name in ("advantages", "old", "rollout", "ref", "values", "returns")}
     moved, gap = 0.3 * noise["old"], 0.2 * noise["ref"]
     chosen = mask.nonzero().squeeze(1)

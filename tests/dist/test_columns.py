@@ -41,7 +41,7 @@ def answered(visit: int) -> list[Sample]:
         cut = (prompt_length + length + 1) // 2  # a piece ends here; the next one is of newer weights
         first, second = _piece(sample, prompt_length, cut, version=3), _piece(sample, cut, length, version=4)
         completion = join(first, second, prompt_length) if second.token_ids else first
-        group += unpack(pickle.loads(pickle.dumps(pack([Sample(prompt, completion, 1.0)]))), prompt)
+        group += unpack(pickle.loads(pickle.dumps(pack([Sample.of(prompt, completion, 1.0)]))), prompt)
     return group
 
 

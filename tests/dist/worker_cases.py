@@ -68,7 +68,8 @@ def _offloaded(worker: Worker) -> list[bool]:
 
 
 def _payload(**columns: Tensor) -> dict[str, Tensor]:
-    return {"tokens": TOKENS, "lengths": LENGTHS, "micro_sizes": torch.tensor([2, 1]), **columns}
+    frame = {"tokens": TOKENS, "lengths": LENGTHS, "rows": torch.ones_like(LENGTHS)}
+    return {**frame, "micro_sizes": torch.tensor([2, 1]), **columns}
 
 
 def _columns(worker: Worker, names: list[str], reference: str | None) -> dict[str, Tensor]:

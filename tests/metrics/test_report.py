@@ -12,7 +12,7 @@ from megarl.sample import Completion, Prompt, Sample, VersionSpan
 
 def sample(text, reward: float) -> Sample:
     prompt = Prompt("0-17", [1, 2], text, "46", "arithmetic")
-    return Sample(
+    return Sample.of(
         prompt, Completion([4, 6, 1], [-0.1] * 3, "stop", (VersionSpan(7, 0, 3),), "46"), reward, {"len": 3.0}
     )
 
@@ -40,6 +40,9 @@ def test_samples_on_disk_by_hand(tmp_path):
         "finish_reason": "stop",
         "versions": [[7, 0, 3]],
         "num_tokens": 3,
+        "num_turns": 1,
+        "num_rows": 1,
+        "turn_rewards": [],
     }
     assert rows[2]["prompt"] == "user: hi"
     drop_after(path, 3)

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rewards import REWARDS, exact, load_reward, register_reward
+from megarl.rewards import REWARDS, load_reward, register_reward
+from megarl.rewards.functions import exact
 from megarl.rewards.load import is_async
 from megarl.sample import Completion, Prompt, VersionSpan
 
@@ -115,7 +116,7 @@ def test_verls_own_column_of_extra_information_is_handed_on(path):
 
 
 def test_an_installed_module_can_be_named():
-    assert load_reward("megarl.rewards.exact:exact")(PROMPT, COMPLETION) == 1
+    assert load_reward("megarl.rewards.functions.exact:exact")(PROMPT, COMPLETION) == 1
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_rank_gets_what_the_loss_needs_and_nothing_else() -> None:
     make_actor(group).update(make_batch(4))
     for payload in group.calls[0][2]:
         wanted = {"weight", "response_mask", "old_log_probs", "advantages"}
-        assert payload.keys() == wanted | {"tokens", "lengths", "micro_sizes"}
+        assert payload.keys() == wanted | {"tokens", "lengths", "rows", "micro_sizes"}
         assert (payload["tokens"].dtype, payload["lengths"].dtype) == (torch.int32, torch.int64)
         assert int(payload["micro_sizes"].sum()) == len(payload["lengths"])
         assert torch.equal(payload["advantages"], payload["tokens"] + 0.5), "columns stay beside their tokens"
@@ -214,7 +214,7 @@ def test_columns_come_back_in_the_order_of_the_batch() -> None:
 
     def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
         assert method == "columns"
-        assert payload.keys() == {"tokens", "lengths", "micro_sizes"}, "a forward pass needs no columns"
+        assert payload.keys() == {"tokens", "lengths", "rows", "micro_sizes"}, "a forward pass needs no columns"
         return Reply({}, {name: payload["tokens"].float() for name in ("log_probs", "values")})
 
     batch = make_batch(3).select([4, 0, 3, 1, 2])
@@ -298,7 +298,7 @@ def test_a_selection_is_drawn_anew_for_each_step_and_again_for_the_same_seed() -
     assert len({*drawn[0], *drawn[2]}) == 4
 
 
-@pytest.mark.parametrize("details", [{"replica": 1, "sequence": 2, "column": "log_probs", "token": 4, "value": 7.0}])
+@pytest.mark.parametrize("details", [{"replica": 1, "sequence": 2, "column": "log_probs", "token": 1, "value": 7.0}])
 def test_a_number_that_is_not_finite_is_found_again_in_the_batch(details: dict[str, Any]) -> None:
     """The rank counts in its own share of a shuffled step, the driver in its batch."""
     where: list[list[int]] = []
@@ -310,7 +310,7 @@ def test_a_number_that_is_not_finite_is_found_again_in_the_batch(details: dict[s
         return Reply({}, {})
 
     batch = make_batch(4)
-    with pytest.raises(NonFiniteError, match="log_probs is 7.0 at token 4 of sequence") as caught:
+    with pytest.raises(NonFiniteError, match="log_probs is 7.0 at token 1 of sequence") as caught:
         make_actor(NotingGroup(2, answer), prompts_per_step=4).update(batch, seed=3)
     assert batch.split(batch.tokens)[caught.value.sequence].tolist() == where[2]
     assert caught.value.report == "its traceback"
@@ -348,10 +348,10 @@ def test_a_column_that_nobody_knows_is_sent_where_it_is_asked_for() -> None:
     assert not any("routes" in payload for payload in group.calls[0][2])
     part = RankPlan([4, 0, 5], [1, 0, 2])
     sent = _payload(batch, part, ("routes", "advantages"))
-    assert sent.keys() == {"tokens", "lengths", "micro_sizes", "routes", "advantages"}
+    assert sent.keys() == {"tokens", "lengths", "rows", "micro_sizes", "routes", "advantages"}
     assert sent["routes"].dtype == torch.uint16
     assert torch.equal(sent["routes"].long(), sent["tokens"][:, None, None] * torch.tensor([[1, 2], [3, 4]]))
-    with pytest.raises(AssertionError, match="no column may be called tokens, lengths, micro_sizes"):
+    with pytest.raises(AssertionError, match="no column may be called tokens, lengths, rows, micro_sizes"):
         _payload(batch.with_columns(lengths=torch.zeros(24)), part, ("lengths",))
 
 

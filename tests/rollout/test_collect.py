@@ -42,12 +42,12 @@ def test_a_group_is_written_with_a_seed_for_each_completion_then_decoded_and_sco
         async with serving(Writer()) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
             for piece_tokens in (0, 1, 4):
                 group = await collect(pool, n=3, piece_tokens=piece_tokens)
-                assert [sample.completion.token_ids for sample in group] == [
+                assert [sample.learnt_ids for sample in group] == [
                     completion_of(for_completion(PARAMS, "0-7", index).sampling_seed, 3, 6) for index in range(3)
                 ]
                 for sample in group:
-                    tokens = sample.completion.token_ids
-                    assert (sample.completion.text, sample.reward) == (f"{tokens}", float(len(tokens)))
+                    tokens = sample.learnt_ids
+                    assert (sample.text, sample.reward) == (f"{tokens}", float(len(tokens)))
                     assert (sample.prompt, sample.reward_extra, sample.greedy_reward) == (PROMPT, {"n": 1.0}, None)
             assert [body["sampling_params"]["n"] for body in seen[0][:3]] == [1, 1, 1]
 
@@ -161,12 +161,12 @@ def test_packing_a_group_loses_nothing():
     columns = {"experts": np.arange(10, dtype=np.uint8).reshape(5, 2)}
     spans = (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2))
     completion = Completion([4, 1], [-1.0, -0.1], "stop", spans, "ab", columns)
-    group = [Sample(PROMPT, completion, 0.5, {"a": 1.0}, 2.0), Sample(PROMPT, completion, 1.5)]
+    group = [Sample.of(PROMPT, completion, 0.5, {"a": 1.0}, 2.0), Sample.of(PROMPT, completion, 1.5)]
     found = unpack(pack(group), PROMPT)
     assert found == group
     for sample in found:
-        assert sample.completion.columns["experts"].dtype == np.uint8
-        assert np.array_equal(sample.completion.columns["experts"], columns["experts"])
+        assert sample.rows[0].columns["experts"].dtype == np.uint8
+        assert np.array_equal(sample.rows[0].columns["experts"], columns["experts"])
     lost = LostRollout(PROMPT, "why")
     assert unpack(pack(lost), PROMPT) == lost
 
@@ -185,8 +185,8 @@ def test_a_completion_without_a_reward_leaves_its_group():
         async with serving(Writer()) as (urls, _), EnginePool(urls, "", timeout_s=200) as pool:
             whole = await collect(pool, n=4)
             group = await collect(pool, n=4, score=refusing_to_score(1, 3))
-            assert [s.completion.token_ids for s in group] == [whole[at].completion.token_ids for at in (0, 2)]
-            left = sum(len(whole[at].completion.token_ids) for at in (1, 3))
+            assert [s.learnt_ids for s in group] == [whole[at].learnt_ids for at in (0, 2)]
+            left = sum(whole[at].num_learnt for at in (1, 3))
             assert pool.counters()["wasted_unscored"] == left
 
     run(test)

@@ -110,7 +110,7 @@ def expected(prompt, n, params=PARAMS):
 def check(tickets, n):
     """Every ticket has the completions of its own prompt."""
     for ticket in tickets:
-        assert [sample.completion.token_ids for sample in ticket.group] == expected(ticket.prompt, n)
+        assert [sample.learnt_ids for sample in ticket.group] == expected(ticket.prompt, n)
         assert all(sample.prompt is ticket.prompt for sample in ticket.group)
 
 
@@ -138,22 +138,22 @@ def test_groups_of_a_real_server(server, make_collectors, tmp_path):
     assert [group[0].prompt.uid for group in [*early, *late]] == [f"0-{i}" for i in range(25)]
     assert {len(group) for group in early} == {3} and {len(group) for group in late} == {2}
     for sample in early[0]:
-        assert sample.reward == len(sample.completion.token_ids) + 0.5
+        assert sample.reward == sample.num_learnt + 0.5
         assert sample.reward_extra == {"megatron": 0.0}, "the collector must not load megatron"
-        assert sample.completion.versions == (VersionSpan(0, 0, len(sample.completion.token_ids)),)
-        visible = [ALPHABET[token - 2] for token in sample.completion.token_ids if token >= 2]
-        assert sample.completion.text == "".join(visible), "special tokens are no text"
+        assert sample.versions == (VersionSpan(0, 0, sample.num_learnt),)
+        visible = [ALPHABET[token - 2] for token in sample.learnt_ids if token >= 2]
+        assert sample.text == "".join(visible), "special tokens are no text"
 
     again = filled(collectors, collectors.submit(prompts(20), n=3, params=PARAMS))
     for group, same in zip(early, again, strict=True):
-        assert [s.completion.token_ids for s in group] == [s.completion.token_ids for s in same]
+        assert [s.learnt_ids for s in group] == [s.learnt_ids for s in same]
 
     long = SamplingParams(max_new_tokens=1000, ignore_eos=True)
     tickets = collectors.submit(prompts(1), n=2, params=long)
     until(collectors, server.num_running)
     server.engine.abort(everything=True)
-    assert [len(sample.completion.token_ids) for sample in filled(collectors, tickets)[0]] == [1000, 1000]
-    tokens = sum(len(s.completion.token_ids) for group in [*early, *late, *again] for s in group) + 2000
+    assert [sample.num_learnt for sample in filled(collectors, tickets)[0]] == [1000, 1000]
+    tokens = sum(s.num_learnt for group in [*early, *late, *again] for s in group) + 2000
     until(collectors, lambda: collectors.counters["tokens"] == tokens)
     assert collectors.counters["in_flight"] == collectors.counters["orders"] == 0
 
@@ -175,7 +175,7 @@ def test_the_greedy_completion_that_a_server_writes_is_the_likeliest_one(server,
     for group in groups:
         (greedy,) = {sample.greedy_reward for sample in group}
         assert greedy == number_of(likeliest_tokens(model, group[0].prompt.token_ids, PARAMS.max_new_tokens))
-        assert [sample.reward for sample in group] == [number_of(sample.completion.token_ids) for sample in group]
+        assert [sample.reward for sample in group] == [number_of(sample.learnt_ids) for sample in group]
     assert any(sample.reward != sample.greedy_reward for group in groups for sample in group), "the others are drawn"
 
 
@@ -248,7 +248,7 @@ def test_a_collector_that_is_killed_or_stopped_loses_nothing_and_doubles_nothing
         early = collectors.submit(prompts(20), n=2, params=PARAMS)
         filled(collectors, early)
         early_groups = [ticket.group for ticket in early]
-        num_tokens = sum(len(sample.completion.token_ids) for group in early_groups for sample in group)
+        num_tokens = sum(sample.num_learnt for group in early_groups for sample in group)
         until(collectors, lambda: collectors.counters.get("tokens") == num_tokens)
         for writer in writers:
             writer.stops_after = 0
@@ -336,7 +336,7 @@ def test_the_orders_of_a_collector_without_servers_go_to_another_one(make_collec
         filled(collectors, tickets)
         check(tickets, 2)
         assert len(second.bodies) == 20 and collectors.counters["restarts"] == 0
-        assert sum(len(c.completion.token_ids) for t in tickets for c in t.group) > 0
+        assert sum(c.num_learnt for t in tickets for c in t.group) > 0
 
 
 NUM, ROOM, PROMPT_TOKENS = 10_000, 128, 1000

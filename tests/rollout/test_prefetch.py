@@ -55,7 +55,7 @@ class Written:
         if scores is None:
             return LostRollout(prompt, "no server")
         completion = Completion([1], [-1.0], "stop", (VersionSpan(0, 0, 1),))
-        return [Sample(prompt, completion, score, {"acc": -score}) for score in scores]
+        return [Sample.of(prompt, completion, score, {"acc": -score}) for score in scores]
 
 
 def prefetcher(
@@ -216,9 +216,9 @@ def test_a_metric_may_be_a_further_number_of_the_reward() -> None:
 
 def test_a_sample_whose_reward_failed_counts_as_0() -> None:
     prompt, completion = Prompt("0-0", [0], ""), Completion([1], [-1.0], "stop", (VersionSpan(0, 0, 1),))
-    failed = Sample(prompt, completion, 0.0, {"reward_error": 1.0})
-    assert not Filter("acc").keeps([failed, Sample(prompt, completion, 1.0, {"acc": 0.0})])
-    assert Filter("acc").keeps([failed, Sample(prompt, completion, 0.0, {"acc": 1.0})])
+    failed = Sample.of(prompt, completion, 0.0, {"reward_error": 1.0})
+    assert not Filter("acc").keeps([failed, Sample.of(prompt, completion, 1.0, {"acc": 0.0})])
+    assert Filter("acc").keeps([failed, Sample.of(prompt, completion, 0.0, {"acc": 1.0})])
 
 
 def test_a_lost_group_is_missing_in_its_iteration_and_with_refill_it_is_replaced() -> None:
@@ -326,7 +326,7 @@ def test_what_is_generated_can_be_waited_for_without_beginning_more() -> None:
 def as_long_as_its_number(visit: int) -> list[Sample]:
     length = visit + 1
     completion = Completion([1] * length, [-1.0] * length, "stop", (VersionSpan(0, 0, length),))
-    return [Sample(Prompt(f"0-{visit}", [visit], ""), completion, 0.0)]
+    return [Sample.of(Prompt(f"0-{visit}", [visit], ""), completion, 0.0)]
 
 
 def test_lengths_that_were_trained_are_compared_with_lengths_that_were_generated() -> None:

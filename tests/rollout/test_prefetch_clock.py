@@ -168,6 +168,6 @@ def test_what_drains_in_order_is_the_same_with_dynamic_sampling_whatever_takes_h
     for seed in range(20):
         first, *others = (groups_of_steps(seed, chance) for chance in range(10))
         assert all(other == first for other in others), f"seed {seed}: time decides what is trained"
-        ages = {step - s.completion.versions[0].version for step, groups in enumerate(first) for g in groups for s in g}
+        ages = {step - s.versions[0].version for step, groups in enumerate(first) for g in groups for s in g}
         assert max(ages) in (1, 2)
-        assert all(len(sample.completion.versions) == 1 for groups in first for group in groups for sample in group)
+        assert all(len(sample.versions) == 1 for groups in first for group in groups for sample in group)

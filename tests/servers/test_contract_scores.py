@@ -12,9 +12,9 @@ from spawn import DEVICE
 from tiny_server import TOKEN, make_reward_model
 from transformers import Qwen3ForSequenceClassification
 
-from megarl.rewards.limit import Limit
-from megarl.rewards.model import RewardModel
 from megarl.rewards.scorer import Rewards
+from megarl.rewards.services.limit import Limit
+from megarl.rewards.services.model import RewardModel
 from megarl.rollout.protocol import Route, auth_headers
 from megarl.sample import Completion, Prompt, VersionSpan
 from megarl.servers.launch import EngineLaunch

@@ -140,7 +140,7 @@ def test_a_server_that_died_gets_no_work_until_it_is_back_and_without_any_it_end
 def test_what_could_not_be_scored_is_counted_and_is_no_zero_in_the_score() -> None:
     def samples(uid: str, *rewards: float) -> list[Sample]:
         prompt, completion = Prompt(uid, [1], ""), Completion([1], [-1.0], "stop", (VersionSpan(0, 0, 1),))
-        return [Sample(prompt, completion, reward) for reward in rewards]
+        return [Sample.of(prompt, completion, reward) for reward in rewards]
 
     unscored = LostRollout(Prompt("2", [1], ""), "2 of 2 completions could not be scored", unscored=2)
     found = Evaluation([samples("0", 1.0, 0.0), samples("1", 1.0), unscored], n=2)

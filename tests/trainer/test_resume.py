@@ -25,7 +25,7 @@ def saved(folder: Path, settings: dict[str, Any]) -> Checkpoint:
     ledger = Ledger("data")
     ledger.issue(3)
     ledger.settle(0, TRAINED)
-    group = [Sample(Prompt("0-2", [5], "x"), Completion([6], [-0.5], "stop", (VersionSpan(0, 0, 1),)), 1.0)]
+    group = [Sample.of(Prompt("0-2", [5], "x"), Completion([6], [-0.5], "stop", (VersionSpan(0, 0, 1),)), 1.0)]
     save_groups(folder / ROLLOUTS, {2: group})
     state = {"ledger": ledger.state_dict(), "generated_with": settings}
     return Checkpoint(folder, 1, json.loads(json.dumps(state)))

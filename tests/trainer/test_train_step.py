@@ -129,7 +129,7 @@ def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited
 
 def test_a_number_that_is_not_finite_is_told_with_its_sample() -> None:
     completion = Completion([7], [-0.5], "stop", (VersionSpan(0, 0, 1),))
-    groups = [[Sample(Prompt(f"0-{row}", [5], ""), completion, 1.0)] * 2 for row in (4, 9)]
+    groups = [[Sample.of(Prompt(f"0-{row}", [5], ""), completion, 1.0)] * 2 for row in (4, 9)]
     with (
         pytest.raises(NonFiniteError, match=r"^old_log_probs is nan at token 1 of sample 0-9#1, where the policy"),
         samples_named(groups),

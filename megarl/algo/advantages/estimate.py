@@ -16,7 +16,7 @@ from megarl.algo.finite import require_finite
 from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.kl import kl_estimate
 from megarl.algo.registry import ADV_ESTIMATORS
-from megarl.algo.segments import clean, last_unmasked, segment_count, segment_mean
+from megarl.algo.segments import clean, last_unmasked, segment_count, segment_mean, segment_sum
 from megarl.declared import argument_faults
 from megarl.sample import Batch, Stat, Stats
 
@@ -25,7 +25,7 @@ SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "reward_weights")
 DATA = (
     *("values", "old_log_probs", "ref_log_probs", "rollout_log_probs", "sum_pi_squared", "full_kl", "keep"),
     *("group", "group_ids", "score", "raw_score", "greedy_score", "reward_parts", "truncated"),
-    *("response_mask", "versions", "version_min", "version_max"),
+    *("response_mask", "versions", "version_min", "version_max", "turn_rewards"),
 )
 
 
@@ -45,12 +45,13 @@ def estimate(
 ) -> tuple[Batch, Stats]:
     """Add token_level_rewards, advantages and returns to the batch.
 
-    r_t = score_t - kl_coef KL_t m_t,   score_t on the last trainable token
+    r_t = score_t - kl_coef KL_t m_t,   score_t on the last trainable token; of turn rewards, each on its turn's last
     A = adv_estimator(r, ...) clamped to [-advantage_clip, advantage_clip]
 
     Args: batch: the column response_mask; for the KL old_log_probs and ref_log_probs, or full_kl; the estimator's
-        inputs; per sequence score [B] and group [B].  reward_weights: of the columns of reward_parts.
-        adv_estimator_args: further arguments of this estimator.  kl_coef: the controller's current value.
+        inputs; per sequence score [B] and group [B]; optional: the column turn_rewards.
+        reward_weights: of the columns of reward_parts.  adv_estimator_args: further arguments of this estimator.
+        kl_coef: the controller's current value.
     Returns: the batch, and statistics.  With KL in the reward, `actor/reward_kl_penalty` is the current KL, mean over
         sequences of token means: controller.update(stat.result(), int(stat.weight)).
     Raises: ValueError for an unknown name or a missing column; NonFiniteError for a number that is not finite.
@@ -61,7 +62,8 @@ def estimate(
     require_finite(inputs, mask, segment_ids)
     batch = batch.with_columns(**{name: clean(c, mask).float() for name, c in inputs.items()})
 
-    rewards, stats = score_rewards(batch.per_sequence["score"], mask, segment_ids)
+    score, turn_rewards = batch.per_sequence["score"], batch.columns.get("turn_rewards")
+    rewards, stats = score_rewards(score, mask, segment_ids, turn_rewards=turn_rewards)
     if use_kl_in_reward:
         penalty, kl_stats = kl_of_rewards(batch, mask, segment_ids, kl_penalty)
         rewards = rewards - kl_coef * penalty
@@ -88,16 +90,22 @@ def estimate(
     return batch.with_columns(**{name: column.float() for name, column in columns.items()}), stats
 
 
-def score_rewards(scores: Tensor, mask: Tensor, segment_ids: Tensor) -> tuple[Tensor, Stats]:
+def score_rewards(
+    scores: Tensor, mask: Tensor, segment_ids: Tensor, *, turn_rewards: Tensor | None = None
+) -> tuple[Tensor, Stats]:
     """scores [B] -> [N] float32: each on the last trainable token of its sequence.
 
+    With `turn_rewards` [N] these stay where they are, and only the rest of the score is put on the last token.
     The score of a sequence without a trainable token is dropped; the statistic counts such sequences.
     """
     _require_finite_row("score", scores)
     places = last_unmasked(mask, segment_ids, len(scores))
     has_place = places >= 0
     rewards = torch.zeros(len(mask), dtype=torch.float32, device=mask.device)
-    rewards[places[has_place]] = scores[has_place].to(rewards.dtype)
+    if turn_rewards is not None:
+        rewards = clean(turn_rewards, mask)
+        scores = scores.double() - segment_sum(rewards.double(), segment_ids, len(scores))
+    rewards[places[has_place]] += scores[has_place].to(rewards.dtype)
     return rewards, {"algorithm/sequences_without_trainable_token": Stat("sum", float((~has_place).sum()))}
 
 

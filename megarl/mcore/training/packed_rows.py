@@ -56,8 +56,9 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedR
     sizes = torch.tensor(padded)
     ends = sizes.cumsum(0)
     starts = ends - sizes
-    inside = torch.arange(batch.num_tokens) - batch.starts[batch.segment_ids]
-    at = starts[batch.segment_ids] + inside  # [N] position of each token in the padded row
+    row_ids = batch.row_ids
+    inside = torch.arange(batch.num_tokens) - batch.row_starts[row_ids]
+    at = starts[row_ids] + inside  # [N] position of each token in the packed row
 
     total = int(ends[-1])
     own = own_positions(starts.tolist(), padded, layout.cp)
@@ -148,8 +149,8 @@ def gather_context(x: Tensor) -> Tensor:
 
 
 def micro_batches(batch: Batch, micro_sizes: Sequence[int]) -> list[MicroBatch]:
-    """The first micro_sizes[0] sequences, then the next, ...; a size of 0 is a dummy."""
-    assert sum(micro_sizes) == batch.num_sequences, f"{sum(micro_sizes)} of {batch.num_sequences} sequences are packed"
+    """The first micro_sizes[0] samples with all their rows, then the next, ...; a size of 0 is a dummy."""
+    assert sum(micro_sizes) == batch.num_sequences, f"{sum(micro_sizes)} of {batch.num_sequences} samples are packed"
     out, first = [], 0
     for size in micro_sizes:
         out.append(MicroBatch(batch.select(range(first, first + size))) if size else dummy(batch))

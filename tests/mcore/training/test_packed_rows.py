@@ -126,7 +126,7 @@ def test_a_perfect_model_predicts_every_token_but_the_first(
     batch = batch_of(lengths)
     all_rows = rows_of_all_ranks(batch, Layout(tp=tp, cp=cp, sequence_parallel=sequence_parallel))
     expected = batch.tokens.clone()
-    expected[batch.starts] = 0
+    expected[batch.row_starts] = 0
     assert torch.equal(column_over_ranks(all_rows, [row.labels for row in all_rows]), expected)
     # The same with the tokens that the model sees: output t is about token t+1, so it saw token t.
     expected = torch.where(expected == 0, 0, expected - 1)
@@ -208,7 +208,7 @@ def test_a_rank_without_sequences_runs_dummies_only() -> None:
 
 
 def test_micro_batches_must_hold_every_sequence() -> None:
-    with pytest.raises(AssertionError, match="1 of 2 sequences are packed"):
+    with pytest.raises(AssertionError, match="1 of 2 samples are packed"):
         micro_batches(batch_of([2, 1]), [1])
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from megarl.rewards.limit import Limit, ServiceError, is_busy, seconds_of
+from megarl.rewards.services.limit import Limit, ServiceError, is_busy, seconds_of
 
 T = TypeVar("T")
 

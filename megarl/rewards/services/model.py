@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from megarl.rewards.limit import Limit, ServiceError
-from megarl.rewards.service import Service
+from megarl.rewards.services.limit import Limit, ServiceError
+from megarl.rewards.services.service import Service
 from megarl.sample import Completion, Prompt
 
 ROUTE = "/classify"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from virtual_clock import VirtualClock
 
-from megarl.rewards.limit import Limit, ServiceError, may_pass, retry_after, seconds_of
+from megarl.rewards.services.limit import Limit, ServiceError, may_pass, retry_after, seconds_of
 
 
 def limit(clock: VirtualClock, *how: Any, draw: float = 0.0) -> Limit:

@@ -8,8 +8,8 @@ import pytest
 from tiny_server import write_tokenizer
 from transformers import AutoTokenizer
 
-from megarl.rewards.limit import Limit, ServiceError
-from megarl.rewards.model import RewardModel, _score
+from megarl.rewards.services.limit import Limit, ServiceError
+from megarl.rewards.services.model import RewardModel, _score
 from megarl.sample import Completion, Prompt, VersionSpan
 
 TEMPLATE = "{% for m in messages %}{{ '?' if m.role == 'user' else '=' }}{{ m.content }}{% endfor %}"

@@ -15,7 +15,7 @@ import json
 from typing import Any
 
 from megarl.rewards import register_reward
-from megarl.rewards.code_tests import Assertions, Outcome, assertions, run_assertions, run_outputs
+from megarl.rewards.functions.code_tests import Assertions, Outcome, assertions, run_assertions, run_outputs
 from megarl.rewards.result import ground_truth_of
 from megarl.rewards.surroundings import time_limit_s
 from megarl.sample import Completion, Prompt

@@ -3,8 +3,8 @@ from decimal import Decimal
 import pytest
 
 from megarl.rewards import REWARDS, load_reward
-from megarl.rewards.choice import chosen_letter
-from megarl.rewards.gsm8k import to_decimal
+from megarl.rewards.functions.choice import chosen_letter
+from megarl.rewards.functions.gsm8k import to_decimal
 from megarl.sample import Completion, Prompt, VersionSpan
 
 

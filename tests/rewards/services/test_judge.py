@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 from virtual_clock import VirtualClock
 
-from megarl.rewards.judge import Judge, filled, question_of, reader
-from megarl.rewards.limit import Limit
 from megarl.rewards.result import Outcome, RewardResult
 from megarl.rewards.scorer import Rewards
+from megarl.rewards.services.judge import Judge, filled, question_of, reader
+from megarl.rewards.services.limit import Limit
 from megarl.sample import Completion, Prompt, VersionSpan
 
 PROMPT = Prompt("0-3", [1], [{"role": "user", "content": "How are you?"}], "well")

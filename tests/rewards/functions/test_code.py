@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megarl.rewards.code import code, code_strict, last_block
+from megarl.rewards.functions.code import code, code_strict, last_block
 from megarl.sample import Completion, Prompt, VersionSpan
 from megarl.sandbox import SandboxError
 
@@ -135,7 +135,7 @@ def add(a, b):
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_forgery_passes_no_test(forgery, monkeypatch):
-    monkeypatch.setattr("megarl.rewards.code.time_limit_s", lambda: 2.0)
+    monkeypatch.setattr("megarl.rewards.functions.code.time_limit_s", lambda: 2.0)
     for truth in (ADD, SUMS):
         assert score(FORGERIES[forgery], truth)["score"] == 0
 
@@ -147,7 +147,7 @@ def test_a_program_that_is_too_slow_keeps_what_it_passed_before(monkeypatch):
     }
     for program, truth in programs.items():
         for limit in (2.0, 8.0, 32.0, 128.0):  # on a slow machine a start of Python takes longer than the first
-            monkeypatch.setattr("megarl.rewards.code.time_limit_s", lambda limit=limit: limit)
+            monkeypatch.setattr("megarl.rewards.functions.code.time_limit_s", lambda limit=limit: limit)
             outcome = score(program, truth)
             assert outcome["timed_out"] == 1
             if outcome["tests_passed"]:
@@ -156,7 +156,7 @@ def test_a_program_that_is_too_slow_keeps_what_it_passed_before(monkeypatch):
 
 
 def test_a_machine_too_slow_to_compare_is_an_error_and_no_wrong_answer(monkeypatch):
-    monkeypatch.setattr("megarl.rewards.code_tests._JUDGE_WAIT_S", 0.0)
+    monkeypatch.setattr("megarl.rewards.functions.code_tests._JUDGE_WAIT_S", 0.0)
     with pytest.raises(SandboxError, match="values could not be compared within 0 seconds"):
         score("def add(a, b): return a + b", ADD)
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from typing import Any
 
-from megarl.rewards.limit import Limit, ServiceError
 from megarl.rewards.result import ground_truth_of
-from megarl.rewards.service import Service
+from megarl.rewards.services.limit import Limit, ServiceError
+from megarl.rewards.services.service import Service
 from megarl.sample import Completion, Prompt
 
 JSON = "json:"  # in front of the name of a field
