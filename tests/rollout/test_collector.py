@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -64,10 +65,15 @@ class Scorer:
         assert self.started
         if prompt.ground_truth == "boom":
             raise RuntimeError("the reward is broken")
+        if prompt.ground_truth == "exit":
+            await asyncio.create_task(self.exit())
         if isinstance(prompt.ground_truth, Breaking) and prompt.ground_truth.way == "back":
             return [Result(0.0, {"bad": Breaking("there", prompt.ground_truth.breaks)})]
         heavy = float(any(name.split(".")[0] == "megatron" for name in sys.modules))
         return [Result(len(c.token_ids) + self.bonus, {"megatron": heavy}) for c in completions]
+
+    async def exit(self):
+        sys.exit(3)
 
     def stop(self):
         self.started = False
