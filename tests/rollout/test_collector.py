@@ -196,6 +196,16 @@ def test_a_broken_reward_reaches_the_driver_as_one_error(make_collectors):
 
 
 @pytest.mark.slow
+def test_an_exit_in_a_task_of_a_reward_ends_the_run_with_its_cause(make_collectors):
+    """asyncio lets it leave the event loop; another collector with the same seeds would meet it again."""
+    with serving_in_a_thread(Writer()) as (urls, _):
+        collectors = make_collectors(urls)
+        tickets = collectors.submit(prompts(1, ground_truth="exit"), n=1, params=PARAMS)
+        with pytest.raises(CollectorError, match=r"SystemExit: 3: code of a reward or an agent ended its collector"):
+            filled(collectors, tickets)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", ["sent", "read"])
 @pytest.mark.parametrize("way", ["there", "back"])
 def test_a_message_that_cannot_cross_the_pipe_ends_the_run_with_a_sentence(make_collectors, way, breaks):
