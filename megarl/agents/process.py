@@ -16,7 +16,8 @@ import subprocess
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -26,6 +27,7 @@ from typing import IO, Any
 from megarl.agents.load import load_episode
 from megarl.rewards.result import RewardResult, describe, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
+from megarl.rollout.slots import Slots
 from megarl.sample import Prompt
 from megarl.sandbox.environment import start_fork_server
 
@@ -58,7 +60,7 @@ class Processes:
     """Example:
 
         processes = Processes(job, num=16)
-        async with processes.slot:
+        async with processes.slot():
             result = await processes.run(prompt, url, key, model="policy")
 
     At most `num` run at a time: hold `slot`.  `surroundings`: limits and further variables of a process.
@@ -66,8 +68,17 @@ class Processes:
 
     def __init__(self, job: Job, *, num: int, surroundings: Surroundings | None = None) -> None:
         self._job, self._surroundings = job, surroundings or Surroundings()
-        self.slot = asyncio.Semaphore(num)
+        self._slots = Slots(num)
         self._context = multiprocessing.get_context("forkserver")  # this process has threads
+
+    @asynccontextmanager
+    async def slot(self, *, urgent: bool = False) -> AsyncIterator[None]:
+        """Waits until one more may run; urgent callers come first."""
+        await self._slots.take(urgent=urgent)
+        try:
+            yield
+        finally:
+            self._slots.give_back()
 
     async def run(self, prompt: Prompt, url: str, key: str, *, model: str) -> RewardResult | None:
         """The result of an episode at the endpoint `url`; None if it returned none.
@@ -177,20 +188,26 @@ def _main(
     where: tuple[str, str, str],
     surroundings: Surroundings,
 ) -> None:
-    signal.signal(signal.SIGTERM, _on_end)
+    said, code = b"", 0
     try:
-        os.environ.update(surroundings.environment)
-        surroundings.set_up()
-        connection.send_bytes(json.dumps(_said(job, prompt, where)).encode())
+        try:
+            signal.signal(signal.SIGTERM, _on_end)
+            os.environ.update(surroundings.environment)
+            surroundings.set_up()
+            said = json.dumps(_said(job, prompt, where)).encode()
+        finally:  # whatever comes, also just now: behind this line no signal keeps the children
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except _Ended:
         pass
     except Exception:
         traceback.print_exc()
-        os._exit(1)
+        code = 1
+    try:
+        if said:
+            connection.send_bytes(said)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_children()
-        os._exit(0)  # no thread of the agent keeps the process
+        os._exit(code)  # no thread of the agent keeps the process
 
 
 def _said(job: Job, prompt: Prompt, where: tuple[str, str, str]) -> dict[str, Any]:
@@ -199,7 +216,9 @@ def _said(job: Job, prompt: Prompt, where: tuple[str, str, str]) -> dict[str, An
         return {} if value is None else vars(to_result(value))
     except EpisodeFailed as error:
         return {"error": str(error)}
-    except (Exception, SystemExit) as error:
+    except _Ended:
+        raise
+    except BaseException as error:
         return {"error": describe(error)}
 
 

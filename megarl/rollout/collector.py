@@ -80,11 +80,16 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
         finally:
             faulthandler.cancel_dump_traceback_later()
             scorer.stop()
-    except Exception as error:
+    except BaseException as error:  # another collector would meet it again
         logger.exception("the collector ends")
-        outbox.put(("error", sentence(error)))
+        outbox.put(("error", _reason(error)))
     outbox.close()
     outbox.join()
+
+
+def _reason(error: BaseException) -> str:
+    said = sentence(error)
+    return said if isinstance(error, Exception) else f"{said}: code of a reward or an agent ended its collector with it"
 
 
 def _tell(pipe: Connection, error: Exception) -> None:
@@ -171,7 +176,7 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
                                 pool.hold(url)
                             case Close():
                                 raise _Closed
-        except ExceptionGroup as group:
+        except BaseExceptionGroup as group:
             error = _first(group)
             if not isinstance(error, _Closed):
                 raise error from group
@@ -198,6 +203,6 @@ def _read_all(
         loop.call_soon_threadsafe(inbox.put_nowait, messages)
 
 
-def _first(group: ExceptionGroup[Exception]) -> Exception:
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error = group.exceptions[0]
-    return _first(error) if isinstance(error, ExceptionGroup) else error
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
