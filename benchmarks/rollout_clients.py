@@ -6,12 +6,13 @@ Both run in a process of their own, and both are timed from the order to the las
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import multiprocessing
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -181,7 +182,7 @@ async def _bare_loop(pipe: Connection, url: str, headers: dict[str, str], concur
     at_once, later = (_num_tokens, _same) if with_json else (_same, _num_tokens)
     bodies: list[Any] = []
     answers: list[Any] = []
-    connector = aiohttp.TCPConnector(limit=concurrency, keepalive_timeout=KEEP_ALIVE_S)  # opened as often as ours
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)  # opened as often as ours
     limit = aiohttp.ClientTimeout(total=LIMIT_S)
     headers = {**headers, "Content-Type": "application/json"}
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=limit) as session:
@@ -191,10 +192,15 @@ async def _bare_loop(pipe: Connection, url: str, headers: dict[str, str], concur
                 reply.raise_for_status()
                 return at_once(await reply.read())
 
+        async def one_by_one(todo: Iterator[Any]) -> list[Any]:
+            return [await one(body) for body in todo]
+
         while (word := await asyncio.to_thread(_next, pipe)) is not None:
             if word == "go":
                 try:
-                    answers = await asyncio.gather(*(one(body) for body in bodies))
+                    todo = iter(bodies)  # of all workers
+                    parts = await asyncio.gather(*(one_by_one(todo) for _ in range(concurrency)))
+                    answers = [answer for part in parts for answer in part]
                     pipe.send("done")
                 except aiohttp.ClientError as error:
                     pipe.send(f"{type(error).__name__} {error}")
@@ -202,6 +208,8 @@ async def _bare_loop(pipe: Connection, url: str, headers: dict[str, str], concur
                 pipe.send(sum(later(answer) for answer in answers))
             else:
                 bodies = [before(arguments) for arguments in word]
+                gc.collect()
+                gc.freeze()  # as a collector does
                 pipe.send("ready")
 
 

@@ -17,7 +17,7 @@ CURVES = {  # run -> title, and the label of each metric
     ),
     "guessing_game": (
         "Guessing game",
-        {"critic/score/mean": "score; best plan 0.714", "reward/found": "found", "reward/guesses": "guesses"},
+        {"critic/score/mean": "score (best plan: 0.71)", "reward/found": "number found"},
     ),
 }
 

@@ -44,7 +44,7 @@ COMMANDS = {
         "megarl.train",
         "main",
         "reinforcement learning: rollouts, rewards, losses, weights, again",
-        ("data", "model", "actor", "critic", "ref", "rollout", "algorithm", "reward", "trainer"),
+        ("data", "model", "actor", "critic", "ref", "rollout", "algorithm", "reward", "agent", "trainer"),
         (
             ("megarl train recipe=quickstart", "a whole run on two CPU cores"),
             ("megarl train recipe=quickstart actor.optim.lr=1e-4", "the same with another learning rate"),
@@ -64,7 +64,7 @@ COMMANDS = {
         "megarl.trainer.evaluate",
         "main",
         "answer the evaluation prompts with a model and score the answers",
-        ("data", "model", "rollout", "reward", "trainer"),
+        ("data", "model", "rollout", "reward", "agent", "trainer"),
         (("megarl evaluate recipe=quickstart model.path=runs/quickstart/hf", "the score of a folder"),),
     ),
     "node": Command(
@@ -96,7 +96,7 @@ COMMANDS = {
         "megarl.cli",
         "print_config",
         "print the configuration that a command line comes to",
-        ("data", "model", "actor", "critic", "ref", "rollout", "algorithm", "reward", "trainer", "sft"),
+        ("data", "model", "actor", "critic", "ref", "rollout", "algorithm", "reward", "agent", "trainer", "sft"),
         (
             ("megarl config recipe=quickstart", "every key of a run and its value"),
             ("megarl config --help actor.clip_ratio", "what a key means, its default and its range"),
@@ -118,6 +118,7 @@ GROUPS = {
     "rollout": "who writes the completions, and how they are sampled",
     "algorithm": "policy loss, advantages, KL in the reward, plug-ins",
     "reward": "what scores a completion",
+    "agent": "episodes of several turns with tools, in place of plain completions",
     "trainer": "names, ranks, steps, checkpoints, trackers",
     "sft": "the supervised stage (megarl sft)",
 }

@@ -35,6 +35,7 @@ from megarl.trainer.artifacts import finish, remember
 from megarl.trainer.checkpoint import Saver
 from megarl.trainer.evaluate import Evaluation, Evaluator
 from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.reward_model import scored
 from megarl.trainer.roles import Roles, trainers_turn
 from megarl.trainer.run import Run
 from megarl.trainer.run_log import RunLog, Totals
@@ -109,6 +110,9 @@ def train_step(
             log.trackers.stage("gen", *prefetcher.progress)
         iteration = prefetcher.take()
     with samples_named(iteration.groups), trainers_turn(roles, servers, timer):
+        if roles.reward_model and iteration.groups:
+            with timer("reward"):
+                iteration = replace(iteration, groups=scored(iteration.groups, roles.reward_model))
         batch, stats = learn(step, iteration.groups, roles, algorithm, timer)
         if saves:
             with timer("save_checkpoint"):

@@ -69,7 +69,7 @@ def test_a_column_of_another_number_of_tokens_is_a_defect() -> None:
 def test_a_row_knows_which_tokens_are_learnt_in_it() -> None:
     turns, versions = (TurnSpan(0, 2, 3), TurnSpan(1, 4, 6)), (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
     row = Row([1, 2, 3, 4, 5, 6], turns, [-0.1, -0.2, -0.3], versions, "stop")
-    assert row.mask == [False, False, True, False, True, True]
+    assert row.learnt_ids == [3, 5, 6] and row.num_learnt == 3
 
 
 @pytest.mark.parametrize(

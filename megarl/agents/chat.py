@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from megarl.agents.chat_completions import finish_reason, read_chat
 from megarl.agents.refusals import OverLimit
-from megarl.agents.session import Session
+from megarl.agents.session import Session, closed
 from megarl.data.template import Message, Tools
 
 __all__ = ["Chat", "ChatAnswer", "OverLimit", "ToolRequest"]
@@ -76,6 +77,7 @@ class Chat:
         Raises OverLimit if the episode has no turn or token left; it is then scored as it stands, whether this is
         caught or not.  Raises ValueError if the chat template refuses the messages, Refused for ones of another form.
         """
+        await asyncio.sleep(0)  # an agent that only asks again when it is refused stops no other episode
         body = {"messages": list(messages), "tools": list(tools), "max_tokens": max_tokens}
         (written,) = await self._session.chat(read_chat(body))
         calls = tuple(
@@ -88,7 +90,12 @@ class Chat:
         )
 
     def reward(self, value: float, answer: ChatAnswer | None = None) -> None:
-        """Give a turn a reward of its own: that of `answer`, or the latest one.  Several rewards of a turn add up."""
+        """Give a turn a reward of its own: that of `answer`, or the latest one.  Several rewards of a turn add up.
+
+        Raises Refused when the episode is over.
+        """
+        if self._session.closed:
+            raise closed(self._session.name)
         if isinstance(value, bool) or not math.isfinite(value):
             raise ValueError(f"chat.reward({value!r}): expected a finite number")
         turn = len(self._session.conversation.turns) - 1 if answer is None else answer.turn

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import math
 import os
+import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
@@ -25,7 +26,7 @@ from megarl.data.template import ChatTemplate
 from megarl.rewards.load import CONVERSATION
 from megarl.rewards.result import RewardResult, describe, to_result
 from megarl.rewards.surroundings import Surroundings
-from megarl.rollout.collect import Score, grouped
+from megarl.rollout.collect import NoSample, Score, grouped
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import OF_AGENTS, REWARD_ERROR, LostRollout, Prompt, Row, Sample
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 MODEL = "policy"  # the name of the model for agents
 ON_ERROR = ("unscored", "zero", "stop")
 MAX_LOGGED = 10  # logged errors; all are counted
+_LOOK_S = 0.1  # between two looks at an episode whose time is over once the servers answer
 _GRACE_S = 5.0  # for an agent to clean up when its time is over
 # What happened to episodes, in total: see counters.
 EPISODES, ERRORS, TIMEOUTS, EMPTY = (OF_AGENTS + name for name in ("episodes", "errors", "timeouts", "empty"))
@@ -63,14 +65,15 @@ class Settings:
     on_error: str = "unscored"
     surroundings: Surroundings = field(default_factory=Surroundings)  # of processes; its environment: of all agents
     system_prompt: str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
 
 class _Ended(NamedTuple):
-    """An episode that is over: what it returned, or why it has no result."""
+    """An episode that is over: what it returned, or why it has no sample."""
 
     session: Session
     result: RewardResult | None = None
-    failure: str = ""
+    failure: NoSample | None = None
 
 
 class Episodes:
@@ -90,7 +93,7 @@ class Episodes:
         self._policy = Policy(
             MODEL,
             tokenizer,
-            ChatTemplate(tokenizer),
+            ChatTemplate(tokenizer, settings=settings.template),
             pool,
             SamplingParams(),
             TOOL_PARSERS[settings.tool_parser],
@@ -135,22 +138,22 @@ class Episodes:
 
     # ---- one episode
 
-    async def _sample(self, prompt: Prompt, index: int, policy: Policy) -> Sample | str:
+    async def _sample(self, prompt: Prompt, index: int, policy: Policy) -> Sample | NoSample:
         """A scored episode, or why there is none; its tokens are then counted as wasted."""
         self._counts[EPISODES] += 1
         ended = await self._ended(prompt, f"{prompt.uid}/{index}", policy)
         session = ended.session
         rows = session.conversation.rows()
-        if not rows:
+        if not rows and not session.failure:
             self._counts[EMPTY] += 1
-            return ended.failure or "the agent asked for no answer"
+            return ended.failure or NoSample("the agent asked for no answer")
         try:
             outcome = ended.failure or ended.result or await self._reward(prompt, session)
         except asyncio.CancelledError:
             self._pool.waste("cancelled", _num_written(rows))
             raise
-        if isinstance(outcome, str):
-            self._pool.waste("lost" if session.failure else "unscored", _num_written(rows))
+        if isinstance(outcome, NoSample):
+            self._pool.waste("lost" if outcome.is_lost else "unscored", _num_written(rows))
             return outcome
         return self._made(prompt, session, rows, outcome)
 
@@ -160,7 +163,7 @@ class Episodes:
         try:
             if self._way != PROCESS:
                 return await self._run(prompt, session)
-            async with self._processes.slot:  # waiting for it takes nothing of the episode's time
+            async with self._processes.slot(urgent=policy.urgent):  # waiting for it takes nothing of the episode's time
                 return await self._run(prompt, session)
         except asyncio.CancelledError:
             self._pool.waste("cancelled", sum(len(t.completion.token_ids) for t in session.conversation.turns))
@@ -172,18 +175,20 @@ class Episodes:
                 session.close()
 
     async def _run(self, prompt: Prompt, session: Session) -> _Ended:
+        result, error = None, None
         try:
-            return _Ended(session, await self._limited(self._call(prompt, session)))
-        except _TimeIsUp:
+            result = await self._limited(session, self._call(prompt, session))
+        except Exception as raised:
+            error = raised
+        if session.failure is not None:  # the servers', not the agent's, whatever it made of it
+            return _Ended(session, failure=NoSample(session.failure, is_lost=True))
+        if error is None or session.over_limit:  # however the agent told it
+            return _Ended(session, result)
+        if isinstance(error, _TimeIsUp):
             self._counts[TIMEOUTS] += 1
             return self._failed(session, f"no end within {self._settings.timeout_s:g} s")
-        except Exception as error:
-            if session.failure is not None:  # the servers', not the agent's
-                return _Ended(session, failure=session.failure)
-            if session.over_limit:  # however the agent told it
-                return _Ended(session)
-            self._counts[ERRORS] += 1
-            return self._failed(session, str(error) if isinstance(error, EpisodeFailed) else describe(error))
+        self._counts[ERRORS] += 1
+        return self._failed(session, str(error) if isinstance(error, EpisodeFailed) else describe(error))
 
     async def _call(self, prompt: Prompt, session: Session) -> RewardResult | None:
         if self._way == PROCESS:
@@ -197,19 +202,29 @@ class Episodes:
             own = {"base_url": self._endpoint.url_of(session) + "/v1", "api_key": session.key}
         try:
             value = await self._fn.call(**own, prompt=prompt)
-        except SystemExit as error:  # it would end the collector
+        except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # SystemExit, and what packages made of it, would end the collector
             raise EpisodeFailed(describe(error)) from None
         return None if value is None else to_result(value)
 
-    async def _limited(self, call: Awaitable[RewardResult | None]) -> RewardResult | None:
-        """Raises _TimeIsUp if the call takes too long; one that does not let itself be cancelled is left behind."""
-        task = asyncio.ensure_future(call)
+    async def _limited(self, session: Session, call: Awaitable[RewardResult | None]) -> RewardResult | None:
+        """Raises _TimeIsUp if the call takes too long, the time that it waits for servers not counted, or is exhausted.
+
+        A call that does not let itself be cancelled is left behind.
+        """
+        task, exhausted = asyncio.ensure_future(call), asyncio.ensure_future(session.exhausted.wait())
+        deadline = time.monotonic() + self._settings.timeout_s
         try:
-            await asyncio.wait([task], timeout=self._settings.timeout_s)
-            if task.done():
-                return await _result(task)
-            raise _TimeIsUp
+            while not task.done():
+                left = deadline + session.waiting.seconds - time.monotonic()
+                if left <= 0 or exhausted.done():
+                    raise _TimeIsUp
+                both = (task, exhausted)
+                await asyncio.wait(both, timeout=max(left, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
+            return await _result(task)
         finally:
+            exhausted.cancel()
             if not task.done():
                 task.cancel()
                 await asyncio.wait([task], timeout=_GRACE_S)
@@ -226,9 +241,9 @@ class Episodes:
         if how == "zero":
             session.turn_rewards.clear()
             return _Ended(session, RewardResult(0.0, {REWARD_ERROR: 1.0}))
-        return _Ended(session, failure=sentence)
+        return _Ended(session, failure=NoSample(sentence))
 
-    async def _reward(self, prompt: Prompt, session: Session) -> RewardResult | str:
+    async def _reward(self, prompt: Prompt, session: Session) -> RewardResult | NoSample:
         """Of an episode that returned no reward."""
         if session.reward is not None:
             return RewardResult(session.reward)
@@ -239,7 +254,9 @@ class Episodes:
         if session.messages:
             prompt = replace(prompt, extra={**prompt.extra, CONVERSATION: session.messages})
         (outcome,) = await self._score(prompt, [replace(last, text=text, columns={})])
-        return outcome if isinstance(outcome, str) else RewardResult(float(outcome.reward), dict(outcome.extra))
+        if isinstance(outcome, str):
+            return NoSample(outcome)
+        return RewardResult(float(outcome.reward), dict(outcome.extra))
 
     def _made(self, prompt: Prompt, session: Session, rows: Sequence[Row], result: RewardResult) -> Sample:
         of_turns = session.turn_rewards

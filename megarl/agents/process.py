@@ -1,6 +1,7 @@
 """Runs an agent in a process of its own: an ordinary function, or a program.
 
-Each episode has a new process without the run's secrets, with a limit of memory, and in a process group of its own.
+Each episode has a new process with a limit of memory, and in a process group of its own.  Its variables are those with
+which the collector began, which has none of the run's secrets, and those of `surroundings`.
 When the episode ends, in whichever way, everything that it started is ended too.
 """
 
@@ -15,7 +16,8 @@ import subprocess
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -25,8 +27,9 @@ from typing import IO, Any
 from megarl.agents.load import load_episode
 from megarl.rewards.result import RewardResult, describe, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
+from megarl.rollout.slots import Slots
 from megarl.sample import Prompt
-from megarl.sandbox.environment import children_without_secrets
+from megarl.sandbox.environment import start_fork_server
 
 _GRACE_S = 3.0  # to end what an episode started, before its process is killed
 _KEPT_BYTES = 4096  # the end of what a program printed
@@ -57,7 +60,7 @@ class Processes:
     """Example:
 
         processes = Processes(job, num=16)
-        async with processes.slot:
+        async with processes.slot():
             result = await processes.run(prompt, url, key, model="policy")
 
     At most `num` run at a time: hold `slot`.  `surroundings`: limits and further variables of a process.
@@ -65,9 +68,17 @@ class Processes:
 
     def __init__(self, job: Job, *, num: int, surroundings: Surroundings | None = None) -> None:
         self._job, self._surroundings = job, surroundings or Surroundings()
-        self.slot = asyncio.Semaphore(num)
+        self._slots = Slots(num)
         self._context = multiprocessing.get_context("forkserver")  # this process has threads
-        self._context.set_forkserver_preload(["__main__", __name__])  # else each episode would import torch
+
+    @asynccontextmanager
+    async def slot(self, *, urgent: bool = False) -> AsyncIterator[None]:
+        """Waits until one more may run; urgent callers come first."""
+        await self._slots.take(urgent=urgent)
+        try:
+            yield
+        finally:
+            self._slots.give_back()
 
     async def run(self, prompt: Prompt, url: str, key: str, *, model: str) -> RewardResult | None:
         """The result of an episode at the endpoint `url`; None if it returned none.
@@ -79,7 +90,7 @@ class Processes:
         surroundings = replace(self._surroundings, environment=environment)
         arguments = (theirs, self._job, prompt, (url + "/v1", key, model), surroundings)
         process = self._context.Process(target=_main, args=arguments, name=f"episode {prompt.uid}")
-        starting = asyncio.ensure_future(asyncio.to_thread(_start, process))  # a first one waits for the fork server
+        starting = asyncio.ensure_future(asyncio.to_thread(_start, process))  # it may wait for the fork server
         try:
             await asyncio.shield(starting)
             theirs.close()
@@ -128,8 +139,8 @@ def text_of(prompt: Prompt) -> str:
 
 
 def _start(process: ForkServerProcess) -> None:
-    with children_without_secrets():
-        process.start()
+    start_fork_server("__main__", __name__)  # a collector has done so, with the variables of its beginning
+    process.start()
 
 
 async def _readable(*what: Connection | int) -> None:
@@ -177,20 +188,26 @@ def _main(
     where: tuple[str, str, str],
     surroundings: Surroundings,
 ) -> None:
-    signal.signal(signal.SIGTERM, _on_end)
+    said, code = b"", 0
     try:
-        os.environ.update(surroundings.environment)
-        surroundings.set_up()
-        connection.send_bytes(json.dumps(_said(job, prompt, where)).encode())
+        try:
+            signal.signal(signal.SIGTERM, _on_end)
+            os.environ.update(surroundings.environment)
+            surroundings.set_up()
+            said = json.dumps(_said(job, prompt, where)).encode()
+        finally:  # whatever comes, also just now: behind this line no signal keeps the children
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except _Ended:
         pass
     except Exception:
         traceback.print_exc()
-        os._exit(1)
+        code = 1
+    try:
+        if said:
+            connection.send_bytes(said)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_children()
-        os._exit(0)  # no thread of the agent keeps the process
+        os._exit(code)  # no thread of the agent keeps the process
 
 
 def _said(job: Job, prompt: Prompt, where: tuple[str, str, str]) -> dict[str, Any]:
@@ -199,7 +216,9 @@ def _said(job: Job, prompt: Prompt, where: tuple[str, str, str]) -> dict[str, An
         return {} if value is None else vars(to_result(value))
     except EpisodeFailed as error:
         return {"error": str(error)}
-    except (Exception, SystemExit) as error:
+    except _Ended:
+        raise
+    except BaseException as error:
         return {"error": describe(error)}
 
 

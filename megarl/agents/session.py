@@ -19,9 +19,11 @@ from megarl.agents.refusals import OverLimit, Refused
 from megarl.data.template import ChatTemplate
 from megarl.rollout.collect import for_completion
 from megarl.rollout.pieces import write
-from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.pool import EnginePool, RolloutFailed, Waiting
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion
+
+MAX_REFUSED = 32  # requests over the limit, one after the other; then nobody reads the refusals
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ class Session:
 
     `reward`: as the agent reported it; None: it did not.  `turn_rewards`: those of single turns, by number.
     `counts`: tool_calls, malformed_tool_calls.  `over_limit`: whether a request was refused for want of turns or
-    tokens.  `failure`: why an answer could not be generated, None if all could.  `messages`: of the latest
-    turn, its answer included; empty if there were only turns of ids.
+    tokens.  `exhausted`: set when the agent asks on and on nevertheless.  `failure`: why the servers gave no answer;
+    None if they did, or if a later request got one.  `waiting`: how long requests waited for the servers.
+    `messages`: of the latest turn, its answer included; empty if there were only turns of ids.
     """
 
     def __init__(self, name: str, policy: Policy) -> None:
@@ -88,7 +91,9 @@ class Session:
         self.reward: float | None = None
         self.turn_rewards: defaultdict[int, float] = defaultdict(float)
         self.closed = self.over_limit = False
+        self.exhausted, self._num_refused = asyncio.Event(), 0
         self.failure: str | None = None
+        self.waiting = Waiting()
         self.messages: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter({"tool_calls": 0, "malformed_tool_calls": 0})
         self._numbers, self._call_numbers = itertools.count(), itertools.count()
@@ -146,6 +151,7 @@ class Session:
         self, asked: Asked, num: int, max_tokens: int | None, stop_ids: Sequence[int] = ()
     ) -> list[Completion]:
         asking, room = await self._reserved(asked.prompt_ids, num, max_tokens)
+        earlier = self.failure
         params = self.policy.params
         params = replace(
             params,
@@ -174,6 +180,8 @@ class Session:
                 task.cancel()
         if self.closed:  # since they were written
             raise closed(self.name)
+        if self.failure is earlier:  # a request that fails meanwhile is another one
+            self.failure = None
         return completions
 
     async def _reserved(self, prompt_ids: list[int], num: int, max_tokens: int | None) -> tuple[Asking, int]:
@@ -181,6 +189,7 @@ class Session:
 
         Raises OverLimit if there is no room.
         """
+        num_refused = self._num_refused + 1  # of requests at the same time, one counts
         while True:
             if self.closed:
                 raise closed(self.name)
@@ -189,6 +198,10 @@ class Session:
             except OverLimit:
                 if not self._running:
                     self.over_limit = True
+                    await asyncio.sleep(0)  # what else asks now has begun
+                    self._num_refused = max(self._num_refused, num_refused)
+                    if self._num_refused == MAX_REFUSED:
+                        self.exhausted.set()
                     raise
             await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
 
@@ -214,7 +227,7 @@ class Session:
     async def _one(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         policy = self.policy
         params = for_completion(params, self.name, next(self._numbers))
-        how: dict[str, Any] = {"piece_tokens": policy.piece_tokens, "urgent": policy.urgent}
+        how: dict[str, Any] = {"piece_tokens": policy.piece_tokens, "urgent": policy.urgent, "waiting": self.waiting}
         return await write(policy.pool, prompt_ids, params, prefer=self._home, **how)
 
     def _message(self, answer: Answer) -> dict[str, Any]:

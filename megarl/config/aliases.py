@@ -19,6 +19,8 @@ RENAMED: dict[str, tuple[str, int | str | None]] = {
     "algorithm.rollout_correction.rollout_is": ("algorithm.rollout_correction.level", None),
     "algorithm.rollout_correction.rollout_is_batch_normalize": ("algorithm.rollout_correction.normalize", None),
     "algorithm.rollout_correction.rollout_is_threshold": ("algorithm.rollout_correction.truncate", None),
+    "data.truncation": ("data.overlong_prompts", None),
+    "data.filter_overlong_prompts": ("data.overlong_prompts", None),
     "algorithm.gae_lambda": ("algorithm.lam", None),
     "algorithm.gemma": ("algorithm.gamma", None),  # a misprint, also widely copied
     "actor.optim.type": ("actor.optim.name", None),
@@ -69,6 +71,12 @@ RENAMED |= {
 # key -> {other name of a value: our name}
 RENAMED_VALUES: dict[str, dict[str, str]] = {"rollout.engine": {"cpu": "hf"}}
 
+# A switch of another document -> {its value: the value of our key, and whether that overrules other spellings of it}.
+SWITCHES: dict[str, dict[bool, tuple[str, bool]]] = {
+    # What is filtered out is not cut, and what is not filtered may be.
+    "data.filter_overlong_prompts": {True: ("filter", True), False: ("error", False)},
+}
+
 WITHOUT_MEANING = {
     "*.fsdp_config.*": "strategy=fsdp shards everything over all data-parallel ranks",
     "*.megatron.grad_offload": "gradients go where parameters go, with param_offload",
@@ -78,6 +86,7 @@ WITHOUT_MEANING = {
     "*.megatron.use_dist_checkpointing": "checkpoints are always written shard by shard",
     "*.overlong_buffer.log": "the penalty is always logged, as reward/overlong_penalty",
     "*.use_dynamic_bsz": "sequences are always packed, by ppo_max_token_len_per_gpu or ppo_micro_batch_size[_per_gpu]",
+    "data.filter_overlong_prompts_workers": "the prompts of a file are always encoded together",
     "model.use_remove_padding": "sequences are always packed and never padded",
     "rollout.free_cache_engine": "rollout.placement=shared makes servers sleep while the trainer works",
     "rollout.name": "rollout.engine names the program that writes the completions",

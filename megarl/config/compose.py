@@ -28,6 +28,7 @@ from megarl.config.settings import ConfigError, Layer, Setting, from_command_lin
 from megarl.config.unused_keys import check_effect
 from megarl.config.validate.algorithms import advice
 from megarl.config.validate.layouts import check_layouts, failing_roles
+from megarl.config.validate.rewards import advice as advice_on_rewards
 from megarl.config.validate.strategies import without_shards
 from megarl.config.validate.values import check, check_values
 
@@ -60,7 +61,7 @@ def load_config(
     config = settled(config)
     check(config, command)
     check_effect(config, typed.settings, command)
-    return config, list(dict.fromkeys([*said, *advice(config)]))
+    return config, list(dict.fromkeys([*said, *advice(config), *advice_on_rewards(config)]))
 
 
 def config_dir() -> Path:

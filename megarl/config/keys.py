@@ -18,8 +18,12 @@ _TYPE_NAMES = {
     NoneType: "null",
     Any: "a value",
 }
-# Mappings with the contents of a model's config.json or of a request: any value, nested mappings too.
-FREE = ("model.config", "critic.model.config", "ref.model.config", "reward.judge.request")
+# Mappings with the contents of a model's config.json, a request, or variables of a template: any value, nested
+# mappings too.
+FREE = (
+    *("model.config", "critic.model.config", "ref.model.config"),
+    *("reward.judge.request", "data.apply_chat_template_kwargs"),
+)
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 _ALMOST_EQUAL = 0.9  # share of matching characters: a typing error
 _ALIKE = 0.7  # below this a suggestion would confuse

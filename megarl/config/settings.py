@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megarl.config.aliases import canonical
+from megarl.config.aliases import SWITCHES, canonical, without_prefix
 from megarl.config.keys import FREE, fits, followed, groups, leaf_types, mapping_of, nearest, type_name
 
 # Words that name a file, or a part of a file, below all other settings; `model` and `model.preset` are the same.
@@ -132,7 +132,7 @@ def _flat(content: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
 
 
 def _layer(written: list[tuple[str, str, Any]]) -> Layer:
-    settings: list[Setting] = []
+    ranked: list[tuple[int, Setting]] = []
     warnings: list[str] = []
     words: dict[str, str] = {}
     for text, name, value in written:
@@ -143,8 +143,19 @@ def _layer(written: list[tuple[str, str, Any]]) -> Layer:
             elif found.key in (*WORDS, PRESET):
                 _add_word(words, text, found.key, leaf)
             else:
-                settings.append(_checked(Setting(found.key, leaf, text, found.place)))
-    return Layer(tuple(settings), words, tuple(warnings))
+                value, rank = _switched(key, leaf)
+                ranked.append((rank, _checked(Setting(found.key, value, text, found.place))))
+    settings = tuple(setting for _, setting in sorted(ranked, key=lambda pair: pair[0]))  # else in the order written
+    return Layer(settings, words, tuple(warnings))
+
+
+def _switched(key: str, value: Any) -> tuple[Any, int]:
+    """Our value for that of another document's switch, and its place among other spellings: 1 overrules, -1 yields."""
+    switch = SWITCHES.get(without_prefix(key), {})
+    if not isinstance(value, bool) or value not in switch:
+        return value, 0
+    ours, overrules = switch[value]
+    return ours, 1 if overrules else -1
 
 
 def _add_word(words: dict[str, str], text: str, key: str, value: object) -> None:

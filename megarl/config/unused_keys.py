@@ -108,6 +108,11 @@ TABLE = (
     UnusedKeys(
         "ref.*",
         "actor.use_kl_loss and algorithm.use_kl_in_reward are both false, so there is no reference",
+        lambda c: not c.uses_reference and not c.scores_on_ranks,
+    ),
+    UnusedKeys(
+        "ref.model.*",
+        "actor.use_kl_loss and algorithm.use_kl_in_reward are both false, so there is no reference",
         lambda c: not c.uses_reference,
     ),
     UnusedKeys(
@@ -229,6 +234,11 @@ TABLE = (
     UnusedKeys("reward.judge.*", "no reward is called judge", lambda c: "judge" not in names_of(c)),
     UnusedKeys("reward.model.*", "no reward is called model", lambda c: "model" not in names_of(c)),
     UnusedKeys(
+        "reward.model.url reward.model.api_key_env reward.model.first_gpu reward.model.memory_fraction",
+        "reward.model.engine=megatron asks no server",
+        lambda c: c.scores_on_ranks,
+    ),
+    UnusedKeys(
         "reward.model.first_gpu reward.model.memory_fraction",
         "reward.model.url names a server that runs already",
         lambda c: c.reward.model.url is not None,
@@ -245,7 +255,7 @@ TABLE = (
     ),
     UnusedKeys("reward.weights", "there is one reward", lambda c: len(names_of(c)) == 1),
     UnusedKeys(
-        "reward.concurrency reward.per_minute reward.retries reward.request_timeout_s",
+        "reward.concurrency reward.per_minute reward.retries reward.request_timeout_s reward.start_timeout_s",
         "no reward is async",
         lambda c: all(fn in names.REWARDS for fn in names_of(c)),
     ),

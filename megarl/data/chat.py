@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -25,16 +25,21 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: Text) -> list[int]:
 
 
 def encode_many(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], *, system_prompt: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Text],
+    *,
+    system_prompt: str | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
     """The same for many texts, which fast tokenizers encode in parallel.
 
     With a system prompt, strings become a user's message, and messages without a system message get one.
+    `template`: variables of the chat template.  Example: {"enable_thinking": False}.
     Raises ValueError for messages if the tokenizer has no chat template.
     """
     if system_prompt is not None:
         texts = [as_messages(text, system_prompt) for text in texts]
-    rendered = [text if isinstance(text, str) else _render(tokenizer, text) for text in texts]
+    rendered = [text if isinstance(text, str) else _render(tokenizer, text, template or {}) for text in texts]
     # A chat template adds its own special tokens; for plain text the tokenizer adds them.
     ids: list[list[int]] = [[] for _ in texts]
     for is_chat in (False, True):
@@ -75,10 +80,10 @@ def _encode_strings(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, add
     ]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], template: Mapping[str, Any]) -> str:
     if not has_chat_template(tokenizer):
         raise ValueError(
             f"model.tokenizer_path={tokenizer.name_or_path}: the tokenizer has no chat template, which chat messages "
             "and data.system_prompt need; expected string prompts, or a tokenizer with one"
         )
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template))

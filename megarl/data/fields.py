@@ -16,6 +16,10 @@ from megarl.data.readers import Record
 
 Messages = list[dict[str, str]]
 
+# What a row or a part of a message may hold besides text.
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio")
+
 
 @dataclass(frozen=True)
 class Question:
@@ -39,6 +43,7 @@ class Example:
 
 def question_of(row: Record, *, prompt_key: str, ground_truth_key: str, has_chat_template: bool) -> Question:
     """A row for reinforcement learning.  Raises ValueError that starts with file:line."""
+    _check_is_text(row)
     fields = dict(row.fields)
     if fields.get(prompt_key) is not None:
         text = _text(row.where, prompt_key, fields.pop(prompt_key))
@@ -62,6 +67,7 @@ def example_of(row: Record, *, prompt_key: str, response_key: str, has_chat_temp
 
     Raises ValueError that starts with file:line.
     """
+    _check_is_text(row)
     fields = row.fields
     if fields.get(response_key) is not None and fields.get(prompt_key) is not None:
         return Example(row.where, _text(row.where, prompt_key, fields[prompt_key]), _response(row, response_key))
@@ -88,6 +94,13 @@ def gsm8k_answer(answer: str) -> str | None:
     return number.strip().replace(",", "") if mark else None
 
 
+def _check_is_text(row: Record) -> None:
+    """Raises ValueError for a row with images, videos or sounds: trained without them, it would ask for a guess."""
+    for name in _MEDIA:
+        if row.fields.get(name) not in (None, "", [], {}):
+            raise ValueError(f"{row.where}: the field {name!r} is more than text; expected rows of text alone")
+
+
 def _text(where: str, key: str, value: Any) -> str | Messages:
     """A prompt string, or checked chat messages."""
     if isinstance(value, str):
@@ -97,10 +110,19 @@ def _text(where: str, key: str, value: Any) -> str | Messages:
     messages: Messages = []
     for number, message in enumerate(value):
         fields = message if isinstance(message, dict) else {}
+        _check_parts(where, f"{key}[{number}].content", fields.get("content"))
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
             raise ValueError(f'{where}: {key}[{number}] is not {{"role": string, "content": string}}')
         messages.append({"role": fields["role"], "content": fields["content"]})
     return messages
+
+
+def _check_parts(where: str, field: str, content: Any) -> None:
+    """Raises ValueError for a part of a message that is no text."""
+    for number, part in enumerate(content if isinstance(content, list) else []):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _PARTS:
+            raise ValueError(f"{where}: {field}[{number}] has the type {kind!r}; expected messages of text alone")
 
 
 def _ground_truth(where: str, fields: dict[str, Any], key: str, is_question: bool) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,13 +16,17 @@ from megarl.data.order import Visits, fingerprint_of
 from megarl.data.readers import read_rows
 from megarl.sample import Prompt
 
+CUTS = ("left", "right", "middle")  # where a prompt may lose tokens
+
 
 class Prompts:
     """Rows of JSONL or parquet files or a `datasets` folder (`fields` lists the shapes), as tokenised prompts.
 
     Example: Prompts("train.jsonl", tokenizer, max_prompt_length=512, seed=1).visit(64)
     Raises ValueError, naming file:line, for a bad row, and for a prompt longer than `max_prompt_length` tokens unless
-    overlong="filter", which leaves it out and counts it in `num_filtered`.
+    overlong="filter", which leaves it out and counts it in `num_filtered`, or one of CUTS, see cut, which shortens it
+    and counts it in `num_cut`.
+    `template`: see encode_many.
     """
 
     def __init__(
@@ -36,13 +41,19 @@ class Prompts:
         seed: int = 0,
         overlong: str = "error",
         system_prompt: str | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> None:
         templated = has_chat_template(tokenizer)
         questions = [
             question_of(row, prompt_key=prompt_key, ground_truth_key=ground_truth_key, has_chat_template=templated)
             for row in read_rows(files, FILE_KINDS)
         ]
-        encoded = encode_many(tokenizer, [question.text for question in questions], system_prompt=system_prompt)
+        texts = [question.text for question in questions]
+        encoded = encode_many(tokenizer, texts, system_prompt=system_prompt, template=template)
+        self.num_cut = 0
+        if overlong in CUTS:
+            self.num_cut = sum(len(ids) > max_prompt_length for ids in encoded)
+            encoded = [cut(ids, max_prompt_length, overlong) for ids in encoded]
         fits = [
             _fits(question.where, len(ids), max_prompt_length, overlong)
             for question, ids in zip(questions, encoded, strict=True)
@@ -97,14 +108,24 @@ class Prompts:
         )
 
 
+def cut(ids: list[int], limit: int, side: str) -> list[int]:
+    """The ids without those above the limit: the first ones (left), the last ones, or the ones in the middle.
+
+    >>> [cut([1, 2, 3, 4, 5], 3, side) for side in CUTS]
+    [[3, 4, 5], [1, 2, 3], [1, 4, 5]]
+    """
+    kept_first = {"left": 0, "right": limit, "middle": limit // 2}[side]
+    return ids if len(ids) <= limit else ids[:kept_first] + ids[len(ids) - limit + kept_first :]
+
+
 def _fits(where: str, num_tokens: int, limit: int, overlong: str) -> bool:
-    """Whether a prompt is kept.  Raises ValueError for an empty one, and for a long one unless overlong="filter"."""
-    assert overlong in ("error", "filter"), f"overlong is {overlong!r}, expected error or filter"
+    """Whether a prompt is kept.  Raises ValueError for an empty one, and for a long one if overlong="error"."""
+    assert overlong in ("error", "filter", *CUTS), f"overlong is {overlong!r}, expected error, filter or a cut"
     if num_tokens == 0:
         raise ValueError(f"{where}: the prompt is empty; expected at least one token")
     if num_tokens > limit and overlong == "error":
         raise ValueError(
             f"{where}: the prompt has {num_tokens} tokens, data.max_prompt_length is {limit}; "
-            "use a shorter prompt, a higher limit, or data.overlong_prompts=filter"
+            "use a shorter prompt, a higher limit, or data.overlong_prompts=filter, left, right or middle"
         )
     return num_tokens <= limit

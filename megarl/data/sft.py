@@ -22,7 +22,7 @@ class SftExamples:
 
     A sequence is the prompt as the rollout would send it, the response, and the end-of-sequence token.
     Raises ValueError, naming file:line, for a bad row, and for a sequence longer than `max_length` tokens unless
-    overlong="filter", which leaves it out and counts it in `num_filtered`.
+    overlong="filter", which leaves it out and counts it in `num_filtered`.  `template`: see encode_many.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class SftExamples:
         seed: int = 0,
         overlong: str = "error",
         system_prompt: str | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> None:
         assert overlong in ("error", "filter"), f"overlong is {overlong!r}, expected error or filter"
         templated = has_chat_template(tokenizer)
@@ -44,7 +45,8 @@ class SftExamples:
             example_of(row, prompt_key=prompt_key, response_key=response_key, has_chat_template=templated)
             for row in read_rows(files, FILE_KINDS)
         ]
-        prompts = encode_many(tokenizer, [example.text for example in examples], system_prompt=system_prompt)
+        texts = [example.text for example in examples]
+        prompts = encode_many(tokenizer, texts, system_prompt=system_prompt, template=template)
         responses = encode_responses(tokenizer, [example.response for example in examples])
         self._sequences: list[np.ndarray] = []  # [prompt + response] int32
         self._prompt_lengths: list[int] = []

@@ -28,7 +28,7 @@ from megarl.rewards.result import Outcome
 from megarl.rewards.surroundings import Surroundings
 from megarl.rewards.worker import run_jobs, start_worker
 from megarl.sample import Completion, Prompt
-from megarl.sandbox.environment import children_without_secrets
+from megarl.sandbox.environment import start_fork_server
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class RewardPool:
         pool.stop()
 
     `plugins`: modules or files that may register a function's name.  `surroundings`: limits of a process.
+    The processes inherit the variables with which this one started its fork server: see start_fork_server.
     The constructor raises ValueError if one of `fns` names no function.
     """
 
@@ -91,11 +92,10 @@ class RewardPool:
     def start(self) -> None:
         """Start the processes; the first time this takes about three seconds, while the fork server imports."""
         context = multiprocessing.get_context("forkserver")  # the caller has threads: a plain fork is not safe
-        context.set_forkserver_preload(["__main__", "megarl.rewards.worker"])
+        start_fork_server("__main__", "megarl.rewards.worker")
         arguments = (self._fns, self._timeout_s, self._plugins, self._surroundings)
         self._pool = ProcessPool(self._num_workers, initializer=start_worker, initargs=arguments, context=context)
-        with children_without_secrets():
-            self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
+        self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
 
     def stop(self) -> None:
         """End the processes and cancel waiting samples."""

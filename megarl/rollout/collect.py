@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +24,13 @@ class Scored(Protocol):
 
     @property
     def extra(self) -> dict[str, float]: ...
+
+
+class NoSample(NamedTuple):
+    """Why there is no sample; `is_lost`: the servers did not generate it, otherwise no reward could score it."""
+
+    reason: str
+    is_lost: bool = False
 
 
 # For each completion its reward, or a sentence that says why it has none.
@@ -115,29 +122,35 @@ async def collect_group(
     assert len(results) == len(completions), (
         f"the reward gave {len(results)} results for {len(completions)} completions"
     )
-    outcomes: list[Sample | str] = []
+    outcomes: list[Sample | NoSample] = []
     for completion, result in zip(completions, results, strict=True):
         if isinstance(result, str):
             pool.waste("unscored", len(completion.token_ids))
-            outcomes.append(result)
+            outcomes.append(NoSample(result))
         else:
             outcomes.append(Sample.of(prompt, completion, float(result.reward), result.extra))
     return grouped(pool, prompt, outcomes, n)
 
 
-def grouped(pool: EnginePool, prompt: Prompt, outcomes: Sequence[Sample | str], n: int) -> list[Sample] | LostRollout:
-    """The group of n samples, of which some may have no reward, but a sentence that says why.
+def grouped(
+    pool: EnginePool, prompt: Prompt, outcomes: Sequence[Sample | NoSample], n: int
+) -> list[Sample] | LostRollout:
+    """The group of n samples, of which some may be missing.
 
     One more sample is a greedy one, whose reward the others get.  What is lost is counted as wasted, here only that of
     samples with a reward.
     """
     samples = [outcome for outcome in outcomes[:n] if isinstance(outcome, Sample)]
-    unscored = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    missing = [outcome for outcome in outcomes if isinstance(outcome, NoSample)]
     base = outcomes[n] if len(outcomes) > n else None
-    if len(samples) < min(2, n) or isinstance(base, str):
-        pool.waste("unscored", sum(outcome.num_learnt for outcome in outcomes if isinstance(outcome, Sample)))
-        reason = f"{len(unscored)} of {len(outcomes)} completions could not be scored; the first: {unscored[0]}"
-        return LostRollout(prompt, reason, len(unscored))
+    if len(samples) < min(2, n) or isinstance(base, NoSample):
+        num_unscored = sum(not outcome.is_lost for outcome in missing)
+        cause, what = ("unscored", "scored") if num_unscored else ("lost", "generated")
+        pool.waste(cause, sum(outcome.num_learnt for outcome in outcomes if isinstance(outcome, Sample)))
+        first = next(outcome.reason for outcome in missing if outcome.is_lost == (not num_unscored))
+        number = num_unscored or len(missing)
+        reason = f"{number} of {len(outcomes)} completions could not be {what}; the first: {first}"
+        return LostRollout(prompt, reason, num_unscored)
     return samples if base is None else [replace(sample, greedy_reward=base.reward) for sample in samples]
 
 

@@ -27,11 +27,14 @@ from megarl.rollout.collect import MakeWriter, Scored
 from megarl.rollout.messages import Cancel, Close, Fence, Hold, Message, Order, Outbox, Trust, pack, sentence
 from megarl.rollout.pool import EnginePool
 from megarl.sample import Completion, LostRollout, Prompt
+from megarl.sandbox.environment import start_fork_server
 
 logger = logging.getLogger("megarl.rollout.collector")
 
 HEARTBEAT_S = 1.0
 BLOCKED_S = 10.0  # code that blocks the event loop for so long is named in the log
+# What the processes of rewards and agents need, so that none of them imports it again.
+PRELOADED = ("__main__", "megarl.rewards.worker", "megarl.agents.process")
 GATHER_S = 0.01  # what finishes within this time is one message: completions take much longer
 
 
@@ -67,6 +70,7 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and ends this process
     _log_to(settings.log_path)
     _allow_all_files()
+    start_fork_server(*PRELOADED)  # before rewards and agents add variables of their own
     outbox = Outbox(pipe, partial(_tell, pipe), gather_s=GATHER_S)
     try:
         scorer = settings.make_scorer()
@@ -76,11 +80,16 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
         finally:
             faulthandler.cancel_dump_traceback_later()
             scorer.stop()
-    except Exception as error:
+    except BaseException as error:  # another collector would meet it again
         logger.exception("the collector ends")
-        outbox.put(("error", sentence(error)))
+        outbox.put(("error", _reason(error)))
     outbox.close()
     outbox.join()
+
+
+def _reason(error: BaseException) -> str:
+    said = sentence(error)
+    return said if isinstance(error, Exception) else f"{said}: code of a reward or an agent ended its collector with it"
 
 
 def _tell(pipe: Connection, error: Exception) -> None:
@@ -167,7 +176,7 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
                                 pool.hold(url)
                             case Close():
                                 raise _Closed
-        except ExceptionGroup as group:
+        except BaseExceptionGroup as group:
             error = _first(group)
             if not isinstance(error, _Closed):
                 raise error from group
@@ -194,6 +203,6 @@ def _read_all(
         loop.call_soon_threadsafe(inbox.put_nowait, messages)
 
 
-def _first(group: ExceptionGroup[Exception]) -> Exception:
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error = group.exceptions[0]
-    return _first(error) if isinstance(error, ExceptionGroup) else error
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -107,11 +107,10 @@ class Collectors:
                 )
                 self._shares.append(Share(settings, partial(self._hear, index), max_restarts))
         self._share_of = {url: share for share in self._shares for url in share.urls}
-        # without this, at exit multiprocessing would wait for the children, and they for this process
         atexit.register(self.close)
 
     @property
-    def pids(self) -> list[int | None]:
+    def pids(self) -> list[int]:
         return [share.process.pid for share in self._shares]
 
     # ---- orders

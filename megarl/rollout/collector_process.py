@@ -5,7 +5,10 @@ Neither thread blocks the driver, so that it notices a collector that has stoppe
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,10 +17,19 @@ from typing import Any
 from megarl.processes.lifetime import last_lines
 from megarl.rollout.collector import CollectorSettings, run_collector
 from megarl.rollout.messages import Close, Message, Outbox, sentence
-from megarl.sandbox.environment import children_without_secrets
+from megarl.sandbox.environment import allowed_variables
 
 _CLOSE_S = 5.0
 _START_S = 600.0  # until the first sign of life: imports, tokenizer, reward workers
+# multiprocessing starts programs with all variables of this process; those it then hides stay in /proc/PID/environ.
+_PROGRAM = """
+import sys
+from multiprocessing.connection import Connection
+pipe = Connection(int(sys.argv[1]))
+sys.path[:] = pipe.recv()
+function, settings = pipe.recv()
+function(pipe, settings)
+"""
 _DOUBT_S = 2.0  # a silent collector is looked at again after this time: perhaps this process was stopped, too
 
 
@@ -31,13 +43,17 @@ class CollectorProcess:
         self, settings: CollectorSettings, on_messages: Callable[[CollectorProcess, list[tuple[Any, ...]]], None]
     ) -> None:
         self.log_path, self._on_messages = settings.log_path, on_messages
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks that the driver's threads hold
-        self._pipe, theirs = context.Pipe()
-        # not a daemon: daemons may not have children, and the reward's workers are children of the collector
-        self._process = context.Process(target=run_collector, args=(theirs, settings), name="collector")
-        with children_without_secrets():  # what it needs, such as the servers' token, is in its settings
-            self._process.start()
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            env=allowed_variables(),  # what else it needs, such as the servers' token, is in its settings
+            pass_fds=[theirs.fileno()],
+        )
         theirs.close()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: `_read_all` finds out
+            self._pipe.send(sys.path)
+            self._pipe.send((run_collector, settings))
         self._heard = time.monotonic()
         self._has_begun = False
         self._doubted = 0.0  # time.monotonic() when it was first found silent; 0: it is not
@@ -45,7 +61,7 @@ class CollectorProcess:
         threading.Thread(target=self._read_all, daemon=True, name="collector's messages").start()
 
     @property
-    def pid(self) -> int | None:
+    def pid(self) -> int:
         return self._process.pid
 
     def put(self, message: Message) -> None:
@@ -74,16 +90,17 @@ class CollectorProcess:
     def _end(self, *ways: Callable[[], None]) -> None:
         for end in ways:
             end()
-            self._process.join(_CLOSE_S)
-            if not self._process.is_alive():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_CLOSE_S)
                 break
         self._outbox.close()  # the pipe is closed with the last thread that uses it
 
     def how_it_ended(self) -> str:
         """A sentence, and the end of its log; for a collector that has ended."""
-        self._process.join(_CLOSE_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSE_S)
         return (
-            f"the collector (pid {self.pid}) ended with exit code {self._process.exitcode}; "
+            f"the collector (pid {self.pid}) ended with exit code {self._process.returncode}; "
             f"its log: {self.log_path}{last_lines(self.log_path)}"
         )
 

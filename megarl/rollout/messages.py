@@ -121,7 +121,7 @@ class Outbox:
                 return
 
 
-def sentence(error: Exception) -> str:
+def sentence(error: BaseException) -> str:
     """The content of an "error"."""
     return traceback.format_exception_only(error)[-1].strip()
 

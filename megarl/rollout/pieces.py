@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.pool import EnginePool, RolloutFailed, Waiting
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, VersionSpan
 
@@ -29,22 +29,26 @@ async def write(
     piece_tokens: int = 0,
     prefer: str | None = None,
     urgent: bool = False,
+    waiting: Waiting | None = None,
 ) -> Completion:
     """One completion of up to params.max_new_tokens, without text; its finish_reason is "stop" or "length".
 
     `piece_tokens`: new tokens of one request at most; 0: no limit.  `prefer`: url of the server for the first piece;
     each further one prefers the server of the piece before.  `urgent`: it takes a slot before those that are not.
+    `waiting`: measures the time without a slot or a server.
     Raises RolloutFailed if a request is refused, or if so many attempts in a row brought no token as the pool allows.
     """
     pool.check_prompt(prompt_ids)
-    await pool.slots.take(urgent=urgent)
+    waiting = waiting or Waiting()
+    with waiting:
+        await pool.slots.take(urgent=urgent)
     written, is_whole = _EMPTY, False
     try:
         while not is_whole:
             left = params.max_new_tokens - len(written.token_ids)
             most = min(left, piece_tokens or left)
             part = params if most == params.max_new_tokens else replace(params, max_new_tokens=most)
-            piece, prefer = await pool.generate([*prompt_ids, *written.token_ids], part, prefer=prefer)
+            piece, prefer = await pool.generate([*prompt_ids, *written.token_ids], part, prefer=prefer, waiting=waiting)
             written = join(written, piece, len(prompt_ids))
             is_whole = len(piece.token_ids) == left or _is_last(piece, part)
     except RolloutFailed as error:

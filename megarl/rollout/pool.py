@@ -25,7 +25,7 @@ from megarl.rollout.sender import Sender
 from megarl.rollout.slots import Slots
 from megarl.sample import Completion
 
-__all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed"]
+__all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed", "Waiting"]
 
 # Why tokens were wasted.  fenced: their server was taken out of service.  failed: their request failed, or nobody
 # verified their weights.  stale: their prefix had KV of other weights.  cancelled: nobody wanted them any more.
@@ -39,6 +39,28 @@ class Piece(NamedTuple):
 
     completion: Completion  # without text; finish_reason "abort": ended by the server, or by the time limit
     url: str  # of the server that wrote it
+
+
+class Waiting:
+    """Measures how long requests wait for a slot or a server: `with waiting: await ...`, also several at a time."""
+
+    def __init__(self) -> None:
+        self._num, self._before, self._since = 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """With at least one that waits."""
+        return self._before + (time.monotonic() - self._since if self._num else 0.0)
+
+    def __enter__(self) -> None:
+        if not self._num:
+            self._since = time.monotonic()
+        self._num += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._num -= 1
+        if not self._num:
+            self._before += time.monotonic() - self._since
 
 
 class EnginePool:
@@ -118,18 +140,28 @@ class EnginePool:
         finally:
             home.num_sessions -= num_completions
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, prefer: str | None = None) -> Piece:
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prefer: str | None = None,
+        waiting: Waiting | None = None,
+    ) -> Piece:
         """One completion, or the first tokens of it if the server or the time limit ended it early.
 
         `prefer`: url of a server that is chosen if it is in service and not much busier than the least busy one.
+        `waiting`: measures the time without a server.
         The caller checks the prompt: see `check_prompt`.  Raises RolloutFailed if the request is refused, or if all
         attempts failed.
         """
         reasons: list[str] = []
         failed: set[PoolServer] = set()
+        waiting = waiting or Waiting()
         num_stale = 0
         while len(reasons) <= self._retries:
-            server = await self._pick(failed, prefer)
+            with waiting:
+                server = await self._pick(failed, prefer)
             try:
                 completion, is_stale = await self._ask(server, prompt_ids, params, alone=num_stale > 1)
             except TakenOut:

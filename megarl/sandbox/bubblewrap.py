@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.sandbox import seccomp
 from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, prctl
-from megarl.sandbox.limits import apply, become, spare_user, tasks_of
+from megarl.sandbox.limits import apply, become, own_tasks, spare_user
 from megarl.sandbox.program import Program
 from megarl.sandbox.python import DEVICES, Python
 
@@ -34,7 +34,7 @@ class Bubblewrap:
     def enter(self, program: Program) -> None:
         """Turn this process, which was forked for it, into the program; returns never, or raises OSError."""
         is_root = os.geteuid() == 0
-        others = _OF_BWRAP + (0 if is_root else tasks_of(os.geteuid()))
+        others = _OF_BWRAP + (0 if is_root else own_tasks())
         report = os.open(f"{program.folder}/{_REPORT}", os.O_CREAT | os.O_WRONLY)  # outside: no program can write it
         os.set_inheritable(report, True)
         if is_root:

@@ -6,10 +6,9 @@ forbidden would always miss one.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from multiprocessing import forkserver
 
 _LISTED = """
 PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TERM PWD VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH LD_PRELOAD
@@ -19,7 +18,6 @@ TRANSFORMERS_OFFLINE TOKENIZERS_PARALLELISM XDG_CACHE_HOME SSL_CERT_FILE SSL_CER
 _NAMES = frozenset(_LISTED.split())
 _BEGINNINGS = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_")
 _PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"})
-_lock = threading.Lock()
 
 
 def is_allowed(name: str, value: str) -> bool:
@@ -29,18 +27,18 @@ def is_allowed(name: str, value: str) -> bool:
     return name in _NAMES or name.startswith(_BEGINNINGS)
 
 
-@contextmanager
-def children_without_secrets() -> Iterator[None]:
-    """Programs that are started inside get allowed variables only; `os.environ` of this process stays as it is.
+def allowed_variables() -> dict[str, str]:
+    """The allowed variables of this process, for a program that it starts.
 
-    Not even /proc/PID/environ of such a process shows the others.
+    Not even /proc/PID/environ of such a program shows the others, and its own children inherit what it has.
     """
-    with _lock:
-        hidden = {name: value for name, value in os.environ.items() if not is_allowed(name, value)}
-        try:
-            for name in hidden:
-                os.unsetenv(name)  # what a new program inherits, which is not `os.environ`
-            yield
-        finally:
-            for name, value in hidden.items():
-                os.putenv(name, value)
+    return {name: value for name, value in os.environ.items() if is_allowed(name, value)}
+
+
+def start_fork_server(*preloaded: str) -> None:
+    """Start multiprocessing's fork server: processes that it forks later have the variables that this one has now.
+
+    `preloaded`: modules that it imports.  Does nothing if it runs already.
+    """
+    multiprocessing.set_forkserver_preload(list(preloaded))
+    forkserver.ensure_running()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megarl.sandbox import landlock, namespaces, seccomp
 from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, prctl
-from megarl.sandbox.limits import apply, become, spare_user, tasks_of
+from megarl.sandbox.limits import apply, become, own_tasks, spare_user
 from megarl.sandbox.program import Program
 from megarl.sandbox.python import DEVICES, Python
 
@@ -33,7 +33,7 @@ class Jail:
         """Turn this process, which was forked for it, into the program; returns never, or raises OSError."""
         is_root = os.geteuid() == 0
         user = spare_user(os.getpid()) if is_root else os.geteuid()
-        others = 0 if is_root or self.with_namespaces else tasks_of(user)
+        others = 0 if is_root or self.with_namespaces else own_tasks()
         work = program.folder
         if self.with_namespaces:
             namespaces.enter()

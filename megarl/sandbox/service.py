@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,16 +13,31 @@ from megarl.sandbox.limits import Limits
 from megarl.sandbox.result import Result, SandboxError
 
 _SLACK_S = 10.0  # for the way, and for waiting in the service
+# A service limits the clock and the memory, not the processor's time: the program's own process does.
+_PROGRAM = "program.py"
+_LIMITED = f"""
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+runpy.run_path("{_PROGRAM}", run_name="__main__")
+"""
 
 
 @dataclass(frozen=True)
 class Service:
-    """Example: Service("http://10.0.0.2:8080").run("print(1)", stdin="", files={}, limits=Limits())."""
+    """Example: Service("http://10.0.0.2:8080").run("print(1)", stdin="", files={}, limits=Limits()).
+
+    Of the limits it is told `seconds` and `memory_bytes`; `output_bytes` counts when the answer is here.  A limit of
+    processor time is set in the process of the program, which could lift it if the service runs it as root.  All others
+    are the service's own.
+    """
 
     url: str
 
     def run(self, source: str, *, stdin: str, files: Mapping[str, str], limits: Limits) -> Result:
         """Raises SandboxError if the service does not answer, or did not run the code."""
+        if limits.processor_seconds is not None:
+            files = {**files, _PROGRAM: source}
+            source = _LIMITED.replace("SECONDS", str(math.ceil(limits.processor_seconds)))
         order = {
             "code": source,
             "language": "python",

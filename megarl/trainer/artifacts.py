@@ -53,7 +53,8 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     run.trackers.stage("writing the model")
     run.server_manager.release_memory()  # there is no more generation, and the export needs GPU memory
     run.roles.actor.export(run.dir / "hf", adapter=run.dir / "adapter" if run.config.actor.lora.rank else None)
-    summary: dict[str, Any] = {"steps": run.num_steps, "prompts_filtered": run.num_filtered}
+    summary: dict[str, Any] = {"steps": run.num_steps}
+    summary |= {"prompts_filtered": run.num_filtered, "prompts_cut": run.num_cut}
     before_file = run.dir / BEFORE
     before = json.loads(before_file.read_text()) if before_file.exists() else None
     markdown = ""

@@ -13,7 +13,7 @@ import torch
 
 from megarl.config import Config, layout_of, used_roles
 from megarl.config.placement import placements, serves_beside_actor
-from megarl.config.validate.models import model_numbers
+from megarl.config.validate.models import model_numbers, more_than_text
 from megarl.config.validate.servers import misplaced
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
@@ -248,11 +248,19 @@ def check_ids(config: Config, highest: int) -> None:
             )
 
 
+def check_reads_text(config: Config) -> None:
+    """Raises ValueError for a policy of more than text; the folder of a hub name is there only now."""
+    hf = json.loads((Path(model_folder(config.model.path)) / "config.json").read_text())
+    if sentence := more_than_text(hf):
+        raise ValueError(f"model.path={config.model.path}: {sentence}")
+
+
 def read_prompts(config: Config, files: Sequence[str], *, overlong: str) -> Prompts:
     """The prompts of these files, tokenised as the run needs them."""
     data = config.data
     tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
     check_ids(config, max(tokenizer.get_vocab().values()))
+    check_reads_text(config)
     return Prompts(
         files,
         tokenizer,
@@ -263,4 +271,5 @@ def read_prompts(config: Config, files: Sequence[str], *, overlong: str) -> Prom
         seed=data.seed,
         overlong=overlong,
         system_prompt=data.system_prompt,
+        template=data.apply_chat_template_kwargs,
     )

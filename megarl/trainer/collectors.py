@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from megarl.rewards import REWARDS, SERVICES, load_reward
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.services.judge import Judge
 from megarl.rewards.services.limit import Limit
-from megarl.rewards.services.model import RewardModel
+from megarl.rewards.services.model import RewardModel, ScoredOnRanks
 from megarl.rewards.services.service import api_key
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import Completions, MakeWriter
@@ -91,6 +91,7 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
         on_error=agent.on_error,
         surroundings=Surroundings(agent.memory_mb, environment=environment),
         system_prompt=config.data.system_prompt,
+        template=config.data.apply_chat_template_kwargs,
     )
     return partial(Episodes, settings)
 
@@ -115,7 +116,8 @@ def check_agents(config: Config) -> str:
         load_episode(agent.fn, agent.args)
     elif shutil.which(agent.command[0]) is None:
         raise ValueError(f"agent.command={show(agent.command)}: there is no program {agent.command[0]}")
-    template = ChatTemplate(load_tokenizer(model_folder(config.model.tokenizer_path)))
+    tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
+    template = ChatTemplate(tokenizer, settings=config.data.apply_chat_template_kwargs)
     reasons = (template.check(with_tools=tools) for tools in (False, agent.tool_parser != "none"))
     reason = next(filter(None, reasons), None)
     if reason is None or agent.history == "rendered":
@@ -167,14 +169,17 @@ def make_rewards(
         None if reward.per_minute is None else reward.per_minute / num_collectors,
         reward.retries,
         reward.request_timeout_s,
+        reward.start_timeout_s,
     )
     # Keys are read here: collectors do not have the run's environment.
-    services: dict[str, Callable[..., Judge | RewardModel]] = {}
+    services: dict[str, Callable[..., Judge | RewardModel | ScoredOnRanks]] = {}
     if "judge" in names_of(config):
         settings = asdict(reward.judge)
         key = api_key("reward.judge.api_key_env", settings.pop("api_key_env"))
         services["judge"] = partial(Judge, **settings, key=key)
-    if "model" in names_of(config):
+    if config.scores_on_ranks:
+        services["model"] = partial(ScoredOnRanks, is_alone=len(names_of(config)) == 1)
+    elif "model" in names_of(config):
         folder = model_folder(reward.model.path or "", "reward.model.path")
         key = token if reward_url else api_key("reward.model.api_key_env", reward.model.api_key_env)
         services["model"] = partial(RewardModel, folder, reward_url or reward.model.url or "", key=key)
@@ -208,6 +213,7 @@ def make_reward_server(config: Config, token: str) -> Servers | None:
         raise ValueError(
             f"reward.model.first_gpu={model.first_gpu}: expected the GPU of the reward model's server, 0 to {gpus - 1}"
         )
+    patience = replace(supervision(config), start_timeout_s=config.reward.start_timeout_s)
     launch = EngineLaunch(
         "hf",
         model_folder(model.path or "", "reward.model.path"),
@@ -218,7 +224,7 @@ def make_reward_server(config: Config, token: str) -> Servers | None:
         first_gpu=model.first_gpu,
         memory_fraction=model.memory_fraction,
     )
-    return Servers([launch], token, config.trainer.run_dir / "logs" / "reward_model", supervision(config))
+    return Servers([launch], token, config.trainer.run_dir / "logs" / "reward_model", patience)
 
 
 def look_after_reward_server(server: Servers) -> None:

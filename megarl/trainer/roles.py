@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import Config
+from megarl.config.validate.rewards import names_of
 from megarl.group import Group
 from megarl.metrics.timer import Timer
 from megarl.roles.handles import Actor, Critic, Packing, Reference, Role
+from megarl.roles.reward_model import RewardModel
 from megarl.trainer.algorithm import REFERENCE, Algorithm
 from megarl.trainer.build import (
     engine_settings,
@@ -25,11 +27,12 @@ from megarl.trainer.server_manager import ServerManager
 
 @dataclass(frozen=True)
 class Roles:
-    """The policy, and the critic and the reference if the algorithm needs them."""
+    """The policy, the critic and the reference if the algorithm needs them, and a reward model that scores on ranks."""
 
     actor: Actor
     critic: Critic | None = None
     reference: Reference | None = None
+    reward_model: RewardModel | None = None
     residents: tuple[Role, ...] = ()  # stay on the GPUs during the whole training phase, if servers share the GPUs
 
     @property
@@ -53,7 +56,7 @@ def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], G
         temperature,
         update_settings=algorithm.actor,
     )
-    critic, reference = None, None
+    critic, reference, reward_model = None, None, None
     if algorithm.critic:
         critic = Critic(
             "critic",
@@ -68,10 +71,20 @@ def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], G
             Packing(config.ref.log_prob_max_token_len_per_gpu, config.ref.log_prob_micro_batch_size_per_gpu),
             temperature,
         )
+    if config.scores_on_ranks:
+        longest = config.ref.log_prob_max_token_len_per_gpu
+        reward_model = RewardModel(
+            "reward_model",
+            group_of(config.ref),
+            # Its sequences have one token more.
+            Packing(longest and longest + 1, config.ref.log_prob_micro_batch_size_per_gpu),
+            weight=config.reward.weights.get("model", 1.0) if len(names_of(config)) > 1 else 1.0,
+        )
     made: list[tuple[Role | None, Any]] = [(actor, config.actor), (critic, config.critic), (reference, config.ref)]
+    made.append((reward_model, config.ref))
     shared = config.rollout.placement == "shared"  # roles with param_offload are moved for each call anyway
     residents = tuple(role for role, keys in made if role and shared and not keys.megatron.param_offload)
-    return Roles(actor, critic, reference, residents)
+    return Roles(actor, critic, reference, reward_model, residents)
 
 
 def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int, *, resumes: bool) -> None:
@@ -97,6 +110,9 @@ def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int,
     if roles.reference:
         engine = engine_settings(config.ref)
         roles.reference.load(model_folder(config.ref.model.path), dtype=dtype, engine=engine)
+    if roles.reward_model:
+        folder = model_folder(config.reward.model.path or "", "reward.model.path")
+        roles.reward_model.load(folder, dtype=dtype, engine=engine_settings(config.ref))
 
 
 @contextmanager

@@ -53,6 +53,7 @@ from megarl.trainer.colocation import ALL, GENERATION, check_shared_gpus, uses_g
 from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.resume import announce, check_is_known, generated_with, take_over
+from megarl.trainer.reward_model import check_reward_model
 from megarl.trainer.roles import Roles, load_roles, make_roles
 from megarl.trainer.server_manager import Push, ServerManager
 from megarl.weights.verify.canary import Canary
@@ -99,6 +100,7 @@ class Run:
         self.algorithm = make_algorithm(config)
         if self.algorithm.reference or self.algorithm.actor.reference:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)
+        check_reward_model(config, self.algorithm)
         data = config.data
         self.prompts = read_prompts(config, data.train_files, overlong=data.overlong_prompts)
         if config.trainer.save_freq > 0:
@@ -106,6 +108,7 @@ class Run:
         val = read_prompts(config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
         self.val_prompts = val.all(data.val_max_samples) if val else []
         self.num_filtered = self.prompts.num_filtered + (val.num_filtered if val else 0)
+        self.num_cut = self.prompts.num_cut + (val.num_cut if val else 0)
         steps = config.trainer.total_training_steps
         self.num_steps = steps or config.trainer.total_epochs * len(self.prompts) // config.data.train_batch_size
         if self.num_steps < 1:

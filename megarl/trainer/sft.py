@@ -39,6 +39,7 @@ def sft(config: Config) -> dict[str, Any]:
         max_length=settings.max_length,
         seed=config.data.seed,
         system_prompt=config.data.system_prompt,
+        template=config.data.apply_chat_template_kwargs,
     )
     num_steps = config.trainer.total_training_steps or settings.epochs * len(examples) // settings.batch_size
     if num_steps < 1:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -12,14 +14,19 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
-from agent_endpoint import CALL
+from agent_endpoint import CALL, Scripted
 from agent_episodes import PARAMS, stage_of
+from chat_templates import tokenizer_of
 from fake_servers import Writer, broken
 
 from megarl.agents.episodes import EpisodeError
+from megarl.agents.process import Job
+from megarl.agents.process import _main as process_main
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import for_completion
-from megarl.sample import REWARD_ERROR, LostRollout, Sample
+from megarl.rollout.slots import Slots
+from megarl.sample import REWARD_ERROR, LostRollout, Prompt, Sample
+from megarl.sandbox.environment import start_fork_server
 
 CALCULATOR = """
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -33,6 +40,18 @@ async def episode(chat, prompt):
             return float(answer.text == f"It is {prompt.ground_truth}.")
         messages += [call.response(sum(call.arguments.values())) for call in answer.tool_calls]
 """
+
+
+class FailsAt(Scripted):
+    """Answers "yes", but fails at these requests."""
+
+    def __init__(self, *numbers):
+        super().__init__("qwen3", ["yes"])
+        self.numbers, self.count = numbers, 0
+
+    async def __call__(self, request):
+        self.count += 1
+        return await (broken if self.count - 1 in self.numbers else super().__call__)(request)
 
 
 def run(test, limit_s=120):
@@ -67,6 +86,18 @@ def test_an_episode_with_a_tool_is_one_row(tmp_path):
             assert stage.scored.seen == [], "the episode has said its reward"
             seeds = [body["sampling_params"]["sampling_seed"] for body in stage.bodies]
             assert seeds == [for_completion(PARAMS, "0-17/0", turn).sampling_seed for turn in (0, 1)]
+
+    run(test)
+
+
+def test_variables_of_the_chat_template_are_those_of_the_run(tmp_path):
+    code = "async def episode(chat, prompt):\n    await chat(chat.messages)\n"
+
+    async def test():
+        async with stage_of(code, "yes", folder=tmp_path, template={"enable_thinking": False}) as stage:
+            await stage.group()
+            asked = tokenizer_of("qwen3").decode(stage.bodies[0]["input_ids"])
+            assert asked.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
     run(test)
 
@@ -176,6 +207,8 @@ FAULTY = """
             raise KeyError("no such tool")
         if number == 0 and how == "exit":
             raise SystemExit(3)
+        if number == 0 and how == "odd":
+            raise BaseException("of an odd package")
         if number == 0 and how == "hang":
             await asyncio.Event().wait()
         if number == 0 and how == "stubborn":
@@ -189,12 +222,12 @@ FAULTY = """
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "exit", "hang", "stubborn", "cancelled"])
+@pytest.mark.parametrize("how", ["raise", "exit", "odd", "hang", "stubborn", "cancelled"])
 def test_a_fault_costs_its_own_episode_only(tmp_path, how, monkeypatch):
     monkeypatch.setattr("megarl.agents.episodes._GRACE_S", 0.1)
 
     async def test():
-        timeout_s = 20.0 if how in ("raise", "exit", "cancelled") else 1.0
+        timeout_s = 20.0 if how in ("raise", "exit", "odd", "cancelled") else 1.0
         options = {"folder": tmp_path, "args": {"how": how}, "timeout_s": timeout_s}
         async with stage_of(source(FAULTY), "1", "0", "2", **options) as stage:
             group = await stage.group(3)
@@ -349,6 +382,7 @@ def test_a_session_is_closed_with_its_episode(tmp_path):
 
 
 def test_a_plain_function_runs_in_a_process_without_secrets(tmp_path, monkeypatch):
+    start_fork_server()  # as a collector does, which begins without secrets
     monkeypatch.setenv("MY_SECRET", "s3cret")
     monkeypatch.setenv("WANTED", "w")
     code = (
@@ -379,6 +413,7 @@ def test_a_plain_function_runs_in_a_process_without_secrets(tmp_path, monkeypatc
 
 
 FAULTS = {
+    "raise BaseException('odd')": "BaseException: odd",
     "raise KeyError('tool')": "KeyError: 'tool'",
     "os._exit(7)": "exit code 7",
     "os.kill(os.getpid(), 9)": "exit code -9",
@@ -522,3 +557,222 @@ def test_so_many_processes_run_at_a_time(tmp_path):
             assert max(sample.reward for sample in await stage.group(5)) <= 2.0
 
     run(test)
+
+
+def test_time_without_servers_is_not_the_agents(tmp_path):
+    """Nor is the time without a slot: another request has the only one."""
+
+    async def test():
+        async with stage_of(CALCULATOR, CALL, "It is 15.", folder=tmp_path, timeout_s=1.0) as stage:
+            url = stage.url
+            stage.pool.hold(url)
+            task = asyncio.create_task(stage.group(2))
+            await asyncio.sleep(2.5)
+            stage.pool.trust(url, 7)
+            assert [sample.reward for sample in await task] == [1.0, 1.0]
+            stage.pool.slots = Slots(1)
+            await stage.pool.slots.take()
+            task = asyncio.create_task(stage.group())
+            await asyncio.sleep(2.5)
+            stage.pool.slots.give_back()
+            assert [sample.reward for sample in await task] == [1.0]
+            assert stage.episodes.counters()["agent/timeouts"] == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("swallows", ["return 0.0", "pass", "sys.exit(0)", "await asyncio.sleep(600)"])
+def test_a_failure_of_the_servers_that_the_agent_swallows_is_not_learnt(tmp_path, swallows):
+    code = f"""
+        import asyncio, sys
+
+        async def episode(chat, prompt):
+            answer = await chat(chat.messages)
+            try:
+                await chat([*chat.messages, answer.message, {{"role": "user", "content": "more"}}])
+            except Exception:
+                {swallows}
+    """
+
+    async def test():
+        server = FailsAt(1, 2)
+        async with stage_of(source(code), folder=tmp_path, server=server, timeout_s=2.0, on_error="stop") as stage:
+            lost = await stage.group()
+            assert isinstance(lost, LostRollout) and "attempts failed" in lost.reason and lost.unscored == 0
+            counts = stage.episodes.counters()
+            assert (counts["agent/errors"], counts["agent/timeouts"], counts["agent/empty"]) == (0, 0, 0)
+            assert stage.pool.counters()["wasted_unscored"] == 0 < stage.pool.counters()["wasted_lost"]
+
+    run(test)
+
+
+def test_an_agent_may_try_again_what_the_servers_failed_at(tmp_path):
+    code = """
+        async def episode(chat, prompt, then):
+            try:
+                await chat(chat.messages)
+            except Exception:
+                await chat(chat.messages)
+            if then == "raise":
+                raise KeyError("its own")
+            return 2.0
+    """
+
+    async def test():
+        for then in ("return", "raise"):
+            server, args = FailsAt(0, 1), {"then": then}
+            async with stage_of(source(code), folder=tmp_path, server=server, args=args) as stage:
+                found = await stage.group()
+                assert stage.episodes.counters()["agent/errors"] == (then == "raise")
+                if then == "return":
+                    assert found[0].reward == 2.0
+                else:
+                    assert "its own" in found.reason and found.unscored == 1
+
+    run(test)
+
+
+def test_servers_that_fail_a_part_of_a_group_leave_the_others(tmp_path):
+    code = "async def episode(chat, prompt):\n    await chat(chat.messages)\n    return 1.0\n"
+
+    async def test():
+        async with stage_of(code, folder=tmp_path, server=FailsAt(0, 1)) as stage:
+            stage.pool.slots = Slots(1)  # one after the other
+            assert len(await stage.group(3)) == 2
+        async with stage_of(code, folder=tmp_path, server=FailsAt(0, 1)) as stage:
+            stage.pool.slots = Slots(1)
+            lost = await stage.group(2)
+            assert lost.unscored == 0, "no reward failed"
+            assert stage.pool.counters()["wasted_unscored"] == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("sleeps", ["", "            await asyncio.sleep(0.2)\n"])
+def test_an_agent_that_asks_on_and_on_over_its_limit_is_ended_and_scored(tmp_path, sleeps):
+    code = (
+        "import asyncio\n\nasync def episode(chat, prompt):\n    while True:\n        try:\n"
+        "            await chat(chat.messages)\n        except Exception:\n"
+        f"{sleeps}            continue\n"
+    )
+
+    async def test():
+        timeout_s = 1.0 if sleeps else 100.0  # with a pause of its own its time is over first
+        async with stage_of(code, "yes", "maybe", folder=tmp_path, max_turns=2, timeout_s=timeout_s) as stage:
+            (sample,) = await asyncio.wait_for(stage.group(), 20)
+            assert (sample.reward, sample.reward_extra["agent/over_limit"]) == (len("maybe"), 1.0)
+            assert stage.episodes.counters()["agent/timeouts"] == 0
+
+    run(test)
+
+
+def test_many_sub_agents_that_meet_the_limit_at_once_end_no_episode(tmp_path):
+    code = """
+        import asyncio
+
+        async def episode(chat, prompt):
+            await chat(chat.messages)
+            await asyncio.gather(*(chat(chat.messages) for _ in range(100)), return_exceptions=True)
+            await asyncio.sleep(0.1)
+            return 0.5
+    """
+
+    async def test():
+        async with stage_of(source(code), "yes", folder=tmp_path, max_turns=1) as stage:
+            assert (await stage.group())[0].reward == 0.5
+
+    run(test)
+
+
+def test_an_agent_that_is_left_behind_changes_nothing_any_more(tmp_path, monkeypatch):
+    monkeypatch.setattr("megarl.agents.episodes._GRACE_S", 0.1)
+    code = """
+        import asyncio
+
+        kept = []
+
+        async def episode(chat, prompt):
+            await chat(chat.messages)
+            chat.reward(1.0)
+            if kept:
+                with __import__("pytest").raises(Exception, match="is closed"):
+                    kept[0].reward(5.0)
+            kept.append(chat)
+    """
+
+    async def test():
+        async with stage_of(source(code), "yes", folder=tmp_path) as stage:
+            assert [(await stage.group())[0].reward for _ in range(2)] == [1.0, 1.0]
+
+    run(test)
+
+
+def test_an_urgent_episode_takes_a_process_before_the_others(tmp_path):
+    code = (
+        HTTP
+        + f"""
+    import os, time
+
+    def episode(base_url, prompt):
+        with open("{tmp_path}/order", "a") as file:
+            print(prompt.text, file=file)
+        say(base_url, "hi")
+        while prompt.text == "first" and not os.path.exists("{tmp_path}/go"):
+            time.sleep(0.02)
+        return 1.0
+    """
+    )
+
+    async def test():
+        async with stage_of(source(code), "yes", folder=tmp_path, num_processes=1) as stage:
+            first = asyncio.create_task(stage.group(text="first"))
+            while not stage.bodies:
+                await asyncio.sleep(0.02)
+            others = [asyncio.create_task(stage.group(text="train")), asyncio.create_task(stage.group(text="train"))]
+            await asyncio.sleep(0)
+            urgent = asyncio.create_task(stage.group(text="urgent", urgent=True))
+            await asyncio.sleep(0.2)
+            (tmp_path / "go").touch()
+            await asyncio.gather(first, *others, urgent)
+            assert (tmp_path / "order").read_text().split() == ["first", "urgent", "train", "train"]
+
+    run(test)
+
+
+def end_late(connection, job, folder):
+    """The signal comes just when the episode is over and its process would ignore it."""
+    set_handler = signal.signal
+
+    def late(number, handler):
+        if number == signal.SIGTERM and handler is signal.SIG_IGN:
+            signal.signal = set_handler
+            os.kill(os.getpid(), signal.SIGTERM)
+        return set_handler(number, handler)
+
+    signal.signal = late
+    process_main(connection, job, Prompt("0", [5], "hi", "", ""), (str(folder), "", ""), Surroundings())
+
+
+def test_a_signal_at_the_end_of_an_episode_keeps_no_process_of_it(tmp_path):
+    code = """
+        import subprocess
+
+        def episode(base_url, prompt):
+            away = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            with open(f"{base_url}/pids", "w") as file:
+                print(away.pid, file=file)
+            return 1.0
+    """
+    (tmp_path / "agent.py").write_text(source(code))
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    job = Job(f"{tmp_path}/agent.py:episode")
+    process = multiprocessing.get_context("fork").Process(target=end_late, args=(theirs, job, tmp_path))
+    process.start()
+    process.join(60)
+    ours.close()
+    (away,) = pids_of(tmp_path / "pids")
+    try:
+        assert process.exitcode == 0 and not psutil.pid_exists(away)
+    finally:
+        if psutil.pid_exists(away):
+            os.kill(away, signal.SIGKILL)

@@ -101,6 +101,22 @@ def test_the_prefix_of_the_documents_is_dropped_in_front_of_every_key():
         assert canonical(f"actor_rollout_ref.{key}") == canonical(f"actor_rollout.ref.{key}") == (key, None)
 
 
+@pytest.mark.parametrize(
+    ("words", "overlong"),
+    [
+        ("data.truncation=left", "left"),
+        ("data.filter_overlong_prompts=True data.truncation=error", "filter"),
+        ("data.truncation=middle data.filter_overlong_prompts=True", "filter"),
+        ("data.truncation=right data.filter_overlong_prompts=False", "right"),
+        ("recipe=grpo_qwen3_8b_1x8h100 data.filter_overlong_prompts=False", "error"),
+        ("data.overlong_prompts=filter", "filter"),
+    ],
+)
+def test_filtering_comes_before_truncation_whatever_their_order(words, overlong):
+    config, _ = load_config([*BASE, *words.split()])
+    assert config.data.overlong_prompts == overlong
+
+
 def test_adding_and_forcing_are_the_same_as_setting():
     assert load("+rollout.n=4") == load("++actor_rollout_ref.rollout.n=4") == load("rollout.n=4")
 

@@ -1,5 +1,6 @@
 """Roles over ranks: each impossible combination is one sentence, and the layouts that it names pass the checks."""
 
+import json
 import re
 from copy import deepcopy
 
@@ -330,3 +331,22 @@ def test_a_stage_without_experts_is_refused_before_anything_starts() -> None:
 def test_numbers_that_are_near_are_so_by_their_ratio() -> None:
     assert nearest_numbers(100, divisors(256)) == [128, 64]
     assert nearest_numbers(3, [1, 2, 4, 8], 3) == [4, 2, 8]
+
+
+def test_a_reward_model_on_ranks_is_laid_out_by_ref_and_must_fit_there(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 3, "num_hidden_layers": 2}))
+    words = ("reward.fn=[exact,model]", f"reward.model.path={tmp_path}", "reward.model.engine=megatron")
+    assert load(*words, "ref.num_ranks=2", "trainer.n_gpus_per_node=2").ref.num_ranks == 2
+    told = refusal(*words, "ref.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
+    assert told == (
+        "ref.megatron.tensor_model_parallel_size=2 does not divide the model's num_attention_heads=3; ref.* lays out "
+        f"reward.model.path={tmp_path}; nearest: ref.megatron.tensor_model_parallel_size=1"
+    )
+
+
+def test_an_evaluation_without_the_reward_model_on_ranks_is_announced(tmp_path):
+    words = ("reward.fn=[exact,model]", f"reward.model.path={tmp_path}", "reward.model.engine=megatron")
+    _, warnings = load_config([*BASE, *words, "data.val_files=b.jsonl"])
+    assert warnings == ["reward.model.engine=megatron: it scores what is trained on only, so val/score leaves it out"]
+    told = refusal(*words, "data.val_files=b.jsonl", command="evaluate")
+    assert told.startswith("reward.model.engine=megatron: `megarl evaluate` has no ranks")

@@ -34,6 +34,23 @@ def test_a_model_of_random_weights_is_for_the_benchmark_only(tmp_path: Path, com
         load(*words, f"rollout.sglang.args={flags}", command=command)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "found"),
+    [
+        ({"vision_config": {"depth": 2}, "model_type": "qwen2_5_vl"}, "has vision_config"),
+        ({"architectures": ["Qwen2AudioForConditionalGeneration"]}, "says architectures=[Qwen2AudioForConditionalGe"),
+    ],
+)
+def test_a_model_of_more_than_text_is_refused(tmp_path: Path, numbers: dict[str, object], found: str) -> None:
+    there = folder(tmp_path / "m", **numbers)
+    for command in ("train", "evaluate", "sft"):
+        words = (f"model.path={there}", "data.val_files=b.jsonl", "sft.train_files=c.jsonl")
+        words = words if command != "sft" else (words[0], words[2])
+        said = refusal(*words, command=command)
+        assert said.startswith(f"model.path={there}: its config.json {found}")
+        assert said.endswith("; expected a model of text alone, *ForCausalLM")
+
+
 def test_another_path_is_another_model(tmp_path: Path) -> None:
     own = folder(tmp_path / "m", num_hidden_layers=3)
     config = load(DENSE, f"critic.model.path={own}", "ref.model.path=elsewhere", "actor.use_kl_loss=true")

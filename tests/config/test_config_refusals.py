@@ -17,6 +17,28 @@ JUDGE = "reward.fn=judge reward.judge.url=http://a/v1 reward.judge.model=m rewar
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (
+            "data.apply_chat_template_kwargs.tokenize=true",
+            "data.apply_chat_template_kwargs.tokenize=true: the run decides this; expected variables of the chat temp",
+        ),
+        (f"{MODEL} reward.model.engine=tpu", "reward.model.engine=tpu: expected one of server, megatron"),
+        (
+            f"{MODEL} reward.model.engine=megatron algorithm.filter_groups.enable=true rollout.n=2",
+            "reward.model.engine=megatron: algorithm.filter_groups compares rewards before the ranks score",
+        ),
+        (
+            f"{MODEL} reward.model.engine=megatron data.val_files=b.jsonl",
+            "reward.model.engine=megatron: there is no other reward to evaluate with",
+        ),
+        (
+            f"{MODEL} reward.model.engine=megatron reward.model.url=http://a:1",
+            "reward.model.url=http://a:1: has no effect, because reward.model.engine=megatron asks no server",
+        ),
+        (
+            f"{MODEL} reward.model.engine=megatron ref.model.path=r",
+            "ref.model.path=r: has no effect, because actor.use_kl_loss and algorithm.use_kl_in_reward are both false",
+        ),
+        ("data.truncation=top", "data.overlong_prompts=top: expected one of error, filter, left, right, middle"),
         ("actor.clip_ratio=1.5", "actor.clip_ratio=1.5: expected a number between 0 and 1, both excluded"),
         ("actor.clip_ratio_low=0", "actor.clip_ratio_low=0.0: expected a number above 0 and at most 1"),
         ("actor.clip_ratio_c=1", "actor.clip_ratio_c=1.0: expected a number above 1, null or off"),

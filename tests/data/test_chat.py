@@ -35,6 +35,17 @@ def test_a_system_prompt_goes_before_strings_and_messages_but_not_before_another
     assert kept == encode(tokenizer, own)
 
 
+def test_variables_reach_the_template_and_unknown_ones_do_nothing():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking is false %}={% endif %}"
+    plain, variable, unknown = (
+        encode_many(tokenizer, [USER], template=template)[0]
+        for template in (None, {"enable_thinking": False}, {"style": "brief"})
+    )
+    assert plain == unknown == ids_of(tokenizer, "1", "+", "1")
+    assert variable == ids_of(tokenizer, "1", "+", "1", "=")
+
+
 def test_a_response_ends_with_the_end_of_text(tokenizer):
     assert encode_responses(tokenizer, ["46", ""]) == [ids_of(tokenizer, "4", "6", "<eos>"), [tokenizer.eos_token_id]]
 

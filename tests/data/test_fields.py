@@ -73,11 +73,28 @@ def test_gsm8k_answer_by_hand():
         ({"prompt": "x", "ground_truth": [1]}, "f.jsonl:7: ground_truth is a list; expected a string or a number"),
         ({"prompt": "x", "ground_truth": True}, "f.jsonl:7: ground_truth is a bool; expected a string or a number"),
         ({"question": "x", "answer": "42"}, "f.jsonl:7: the answer has no '####' before its number"),
+        (
+            {"prompt": "<image> x", "images": [{"bytes": b"x"}]},
+            "f.jsonl:7: the field 'images' is more than text; expect",
+        ),
+        (
+            {"prompt": "x", "video": "a.mp4"},
+            "f.jsonl:7: the field 'video' is more than text; expected rows of text alo",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
+            r"f.jsonl:7: messages\[0\].content\[1\] has the type 'image_url'; expected messages of text alone",
+        ),
     ],
 )
 def test_a_bad_question_is_named_by_file_and_line(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         question(fields)
+
+
+def test_a_column_for_images_may_be_empty():
+    """A parquet file of mixed rows has the column in each of them."""
+    assert question({"prompt": "x", "images": None, "videos": []}).text == "x"
 
 
 def test_the_three_shapes_of_an_example():
@@ -93,6 +110,7 @@ def test_the_three_shapes_of_an_example():
     [
         ({"prompt": "x"}, "expected the keys 'prompt' and 'response', 'messages', or .*; the row has 'prompt'"),
         ({}, "f.jsonl:7: expected the keys .* the row has no keys"),
+        ({"prompt": "x", "response": "y", "audios": ["a.wav"]}, "f.jsonl:7: the field 'audios' is more than text"),
         ({"prompt": "x", "response": 3}, "f.jsonl:7: response is a int; expected a string"),
         ({"messages": CHAT}, "f.jsonl:7: expected messages of at least two turns, the last by the assistant"),
         ({"messages": WITH_ANSWER[1:]}, "expected messages of at least two turns"),

@@ -89,6 +89,15 @@ def test_a_long_prompt_is_refused_by_line_or_counted(tmp_path, tokenizer):
         Prompts(path, tokenizer, max_prompt_length=0, overlong="filter")
 
 
+def test_a_long_prompt_is_cut_where_asked_and_counted(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "12"}, {"prompt": "12345"}])
+    for side, left in (("left", "345"), ("right", "123"), ("middle", "145")):
+        prompts = Prompts(path, tokenizer, max_prompt_length=3, overlong=side, shuffle=False)
+        assert (prompts.num_cut, prompts.num_filtered) == (1, 0)
+        assert [tokenizer.decode(prompt.token_ids) for prompt in prompts.all()] == ["12", left]
+        assert prompts.visit(1).text == "12345"
+
+
 def test_an_empty_prompt_is_refused(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"prompt": ""}])
     with pytest.raises(ValueError, match="a.jsonl:1: the prompt is empty; expected at least one token"):

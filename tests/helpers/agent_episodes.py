@@ -43,6 +43,7 @@ class Stage:
     episodes: Episodes
     pool: EnginePool
     server: Any
+    url: str  # of the server
     bodies: list[Any]  # of the requests that it got
     scored: Scored
 
@@ -67,4 +68,4 @@ async def stage_of(
         EnginePool(urls, "", timeout_s=60, rest_s=0.001, retries=1) as pool,
         Episodes(Settings(job, **settings), pool, tokenizer_of("qwen3"), scored, 0) as episodes,
     ):
-        yield Stage(episodes, pool, writer, seen[0], scored)
+        yield Stage(episodes, pool, writer, urls[0], seen[0], scored)

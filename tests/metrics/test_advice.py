@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 from advice_curves import Toy, run
 from readme_blocks import ROOT, blocks
 from rich.console import Console
@@ -19,6 +20,8 @@ from megarl.metrics.advice import Advisor
 from megarl.metrics.jsonl import read_lines
 from megarl.metrics.rules import RULES, Rule
 from megarl.metrics.signals import above, away_from_0, ends, falls, not_falling, often, rise, rises, runs_away, spikes
+from megarl.metrics.stats import batch_stats
+from megarl.sample import Batch
 
 HEALTHY = [Toy(steps=100), Toy(steps=80, estimator="grpo"), Toy(kl_in_reward=True)]
 GREEDY, NOISY = Toy(steps=60, lr=2.0), Toy(steps=20, trainer_noise=1.2)
@@ -180,7 +183,10 @@ def test_every_metric_that_the_page_of_the_losses_explains_is_one_that_a_run_has
         Toy(steps=6, ahead=2, max_age=1, correction=Correction("token")),
     ]
     toys += FAULTS.values()
-    assert explained <= {name for toy in toys for metrics in run(toy) for name in metrics}
+    made = {name for toy in toys for metrics in run(toy) for name in metrics}
+    two_rows = Batch(torch.zeros(4, dtype=torch.int64), torch.tensor([2, 2]), rows=torch.tensor([2]))
+    made |= set(batch_stats(two_rows.with_columns(response_mask=torch.tensor([0.0, 1.0, 0.0, 1.0]))))
+    assert explained <= made
     assert {name for rule in RULES for name in rule.looks_at} <= explained
 
 

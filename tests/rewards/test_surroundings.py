@@ -89,31 +89,6 @@ def test_rewards_get_the_variables_of_the_settings(score):
     assert score("MY_KEY", environment={"MY_KEY": "Z"})[0].reward == 2
 
 
-SECRETS = ("MEGARL_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
-ASKS = """
-import asyncio, sys
-from megarl.rewards.pool import RewardPool
-from megarl.sample import Completion, Prompt, VersionSpan
-
-if __name__ == "__main__":
-    pool = RewardPool(sys.argv[1:2], timeout_s=600)
-    pool.start()
-    asked = [Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), name) for name in sys.argv[2:]]
-    print(*(result.reward for result in asyncio.run(pool.score(sys.argv[1], Prompt("0-0", [1], "x"), asked))))
-    pool.stop()
-"""
-
-
-def test_rewards_get_allowed_variables_only(tmp_path):
-    """In a program of its own: all pools of a process share the server that starts their processes."""
-    (tmp_path / "mine.py").write_text(FILE)
-    (tmp_path / "script.py").write_text(ASKS)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **dict.fromkeys(SECRETS, "secret")}
-    command = [sys.executable, str(tmp_path / "script.py"), f"{tmp_path}/mine.py:by_text", "PATH", *SECRETS]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert ran.stdout.split() == ["1.0", "0.0", "0.0", "0.0", "0.0"]
-
-
 LOCKED = """
 import ctypes, os
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -64,10 +65,15 @@ class Scorer:
         assert self.started
         if prompt.ground_truth == "boom":
             raise RuntimeError("the reward is broken")
+        if prompt.ground_truth == "exit":
+            await asyncio.create_task(self.exit())
         if isinstance(prompt.ground_truth, Breaking) and prompt.ground_truth.way == "back":
             return [Result(0.0, {"bad": Breaking("there", prompt.ground_truth.breaks)})]
         heavy = float(any(name.split(".")[0] == "megatron" for name in sys.modules))
         return [Result(len(c.token_ids) + self.bonus, {"megatron": heavy}) for c in completions]
+
+    async def exit(self):
+        sys.exit(3)
 
     def stop(self):
         self.started = False
@@ -187,6 +193,16 @@ def test_a_broken_reward_reaches_the_driver_as_one_error(make_collectors):
         for _ in range(2):
             with pytest.raises(CollectorError, match=r"RuntimeError: the reward is broken.*collector\.log"):
                 filled(collectors, tickets)
+
+
+@pytest.mark.slow
+def test_an_exit_in_a_task_of_a_reward_ends_the_run_with_its_cause(make_collectors):
+    """asyncio lets it leave the event loop; another collector with the same seeds would meet it again."""
+    with serving_in_a_thread(Writer()) as (urls, _):
+        collectors = make_collectors(urls)
+        tickets = collectors.submit(prompts(1, ground_truth="exit"), n=1, params=PARAMS)
+        with pytest.raises(CollectorError, match=r"SystemExit: 3: code of a reward or an agent ended its collector"):
+            filled(collectors, tickets)
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 import base64
 import json
+import signal
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -52,6 +55,20 @@ def test_the_service_gets_the_code_and_its_output_comes_back(service):
     assert path == "/run_code"
     assert (order["code"], order["language"], order["stdin"]) == ("print(3)", "python", "x")
     assert order["files"] == {"a.txt": base64.b64encode(b"b").decode()}
+
+
+def test_the_service_gets_the_limits_that_it_knows_and_the_program_limits_its_processor_time(service, tmp_path):
+    service.answer = finished()
+    limits = sandbox.Limits(seconds=60, memory_bytes=256 << 20, processor_seconds=0.5)
+    source = "from __future__ import annotations\nprint(__name__, input(), flush=True)\nwhile True: pass"
+    sandbox.run(source, sandbox=Service(service.url), limits=limits)
+    ((_, order),) = service.orders
+    assert (order["run_timeout"], order["memory_limit_MB"]) == (60, 256)
+    for name, content in order["files"].items():  # as the service does, in a folder of the program's own
+        (tmp_path / name).write_bytes(base64.b64decode(content))
+    command = [sys.executable, "-c", order["code"]]
+    ran = subprocess.run(command, input="in", capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False)
+    assert (ran.stdout, ran.returncode) == ("__main__ in\n", -signal.SIGKILL)
 
 
 def test_the_choice_of_the_configuration_reaches_it(service):

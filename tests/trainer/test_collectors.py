@@ -75,7 +75,7 @@ def test_collectors_share_workers_and_limits() -> None:
     config.reward.num_workers, config.reward.concurrency, config.reward.per_minute = 3, 5, 1.0
     made = pickle.loads(pickle.dumps(make_rewards(config, 2)))
     assert made.keywords["num_workers"] == 2
-    assert made.keywords["make_limit"].args == (3, 0.5, 4, 120.0)
+    assert made.keywords["make_limit"].args == (3, 0.5, 4, 120.0, 1800.0)
 
 
 def test_a_functions_file_and_a_services_key_are_looked_at_before_anything_starts(

@@ -207,6 +207,7 @@ def test_a_model_is_written_when_the_servers_have_given_their_memory_back(tmp_pa
         roles=SimpleNamespace(actor=SimpleNamespace(export=lambda folder, adapter: story.append(folder.name))),
         num_steps=3,
         num_filtered=0,
+        num_cut=0,
         val_prompts=[],
     )
     nothing: Any = None

@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -82,6 +83,9 @@ async def serve(env: Any, replies: Any) -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"id": request["id"], **reply}), file=replies, flush=True)
 
+    def ended(number: int, _: asyncio.Task[None]) -> None:
+        del running[number]
+
     async with env.serving():
         while line := await reader.readline():
             request = json.loads(line)
@@ -89,8 +93,9 @@ async def serve(env: Any, replies: Any) -> None:
                 if task := running.get(request["cancel"]):
                     task.cancel()
                 continue
-            running[request["id"]] = task = asyncio.create_task(answer(request))
-            task.add_done_callback(lambda _, number=request["id"]: running.pop(number))
+            number = request["id"]
+            running[number] = asyncio.create_task(answer(request))
+            running[number].add_done_callback(partial(ended, number))
         for task in list(running.values()):
             task.cancel()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megarl.config.names import ESTIMATORS_WITHOUT_CRITIC, FULL_KL
+from megarl.config.names import ESTIMATORS_WITHOUT_CRITIC, FULL_KL, MEGATRON
 from megarl.config.schema.agent import Agent
 from megarl.config.schema.algorithm import Algorithm
 from megarl.config.schema.data import Data, Reward, Sft
@@ -60,6 +60,12 @@ class Config:
     def uses_reference(self) -> bool:
         """Is there a KL term, in the loss or in the reward?"""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def scores_on_ranks(self) -> bool:
+        """Does a reward model score on the trainer's ranks?"""
+        rewards = (*self.reward.fn, *self.reward.by_data_source.values())
+        return "model" in rewards and self.reward.model.engine == MEGATRON
 
     @property
     def first_push_is_whole(self) -> bool:

@@ -19,8 +19,11 @@ class Data:
     max_response_length: int = 512  # longest completion, in tokens
     shuffle: bool = True  # a new order of the prompts in every epoch
     seed: int = II("trainer.seed")  # of that order
-    overlong_prompts: str = "error"  # error | filter: what happens to a prompt longer than max_prompt_length
+    overlong_prompts: str = "error"  # longer than max_prompt_length: error | filter | cut: left | right | middle
     system_prompt: str | None = None  # put before the messages of every prompt; null = none
+    apply_chat_template_kwargs: dict[str, Any] = field(
+        default_factory=dict
+    )  # variables of the tokenizer's chat template: {enable_thinking:false}; one that it does not know does nothing
     val_max_samples: int | None = None  # evaluate on this many prompts, the first ones; null = all
 
 
@@ -38,6 +41,7 @@ class Judge:
 @dataclass
 class RewardModel:
     path: str | None = None  # a Hugging Face folder or hub name: sequence classification with one label
+    engine: str = "server"  # server | megatron (on the run's ranks, as ref.* lays out; needs the policy's tokens)
     url: str | None = None  # of a server of this model, http://host:port; null = the run starts one
     api_key_env: str | None = None  # the environment variable that holds the key of `url`; null = it needs none
     first_gpu: int | None = None  # of the server that the run starts; needed on a machine with GPUs
@@ -60,6 +64,7 @@ class Reward:
     per_minute: float | None = None  # calls of one async reward begun in a minute; null = no limit
     retries: int = 4  # new tries of an async call after status 408, 429 or 5xx, a timeout, or a lost connection
     request_timeout_s: float = 120.0  # time limit of one async call
+    start_timeout_s: float = II("rollout.start_timeout_s")  # so long a service that refuses connections is waited for
     judge: Judge = field(default_factory=Judge)
     model: RewardModel = field(default_factory=RewardModel)
     sandbox: str = "auto"  # auto | jail | bubblewrap | url:http://HOST:PORT: where code of the model runs

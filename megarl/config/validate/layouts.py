@@ -16,7 +16,7 @@ from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_layouts, nearest_numbers
 from megarl.config.validate import models
-from megarl.layout import KEYS, Layout, ModelNumbers, misfits, rank_misfits, training_misfits
+from megarl.layout import KEYS, Layout, ModelNumbers, misfits, numbers_of, rank_misfits, training_misfits
 
 ROLES = ("actor", "critic", "ref")
 NUM_NAMED = 3  # layouts that an error names
@@ -63,7 +63,7 @@ def used_roles(config: Config, command: str) -> tuple[str, ...]:
     used = {
         "actor": True,
         "critic": config.uses_critic and command != "sft",
-        "ref": config.uses_reference and command != "sft",
+        "ref": (config.uses_reference or config.scores_on_ranks) and command != "sft",
     }
     return tuple(role for role in ROLES if used[role])
 
@@ -87,7 +87,13 @@ def problems(config: Config, command: str) -> Iterator[Problem]:
     """All errors in the layouts of the used roles."""
     for role in used_roles(config, command):
         seat = seat_of(config, role, command)
-        yield from (Problem(seat, *found) for found in _wrong(seat))
+        if role != "ref" or config.uses_reference:
+            yield from (Problem(seat, *found) for found in _wrong(seat))
+        if role == "ref" and config.scores_on_ranks:
+            path = config.reward.model.path or ""
+            seat = replace(seat, numbers=numbers_of(models.config_of_folder(path)))
+            which = f"; ref.* lays out reward.model.path={path}"
+            yield from (Problem(seat, sentence, which + hint) for sentence, hint in _wrong(seat))
 
 
 def seat_of(config: Config, role: str, command: str) -> Seat:

@@ -18,6 +18,7 @@ SHAPE = (
     "num_experts_per_tok moe_intermediate_size first_k_dense_replace q_lora_rank kv_lora_rank qk_rope_head_dim "
     "qk_nope_head_dim v_head_dim"
 )
+_OTHER_PARTS = ("vision_config", "audio_config", "thinker_config")  # of models of text and more
 _ROUND, _MOST_PADDING = 64, 512  # vocabularies are padded to multiples of the first, rarely by more than the second
 
 
@@ -37,6 +38,15 @@ def model_config(config: Config, role: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{group_of(role)}.path={node.path}: its config.json cannot be read ({error})") from None
     return found
+
+
+def config_of_folder(path: str) -> dict[str, Any]:
+    """The config.json of a folder; {} if there is none."""
+    file = _file(path)
+    try:
+        return json.loads(file.read_text()) if file else {}
+    except ValueError as error:
+        raise ConfigError(f"{path}: its config.json cannot be read ({error})") from None
 
 
 def has_folder(config: Config, role: str) -> bool:
@@ -68,6 +78,21 @@ def random_weights(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
         if model_config(config, role).get(RANDOM_WEIGHTS) is True:
             said = "its weights are random, for benchmarks/bench_ring.py only"
             yield f"{group_of(role)}.path={_node(config, role).path}: {said}; expected a model"
+
+
+def of_more_than_text(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
+    """One sentence for each model that reads images, videos or sounds."""
+    for role in roles:
+        if sentence := more_than_text(model_config(config, role)):
+            yield f"{group_of(role)}.path={_node(config, role).path}: {sentence}"
+
+
+def more_than_text(hf: dict[str, Any]) -> str:
+    """Why a model is none of text alone, by its config.json; "" if it is one."""
+    parts = [name for name in _OTHER_PARTS if hf.get(name)]
+    kinds = [kind for kind in hf.get("architectures") or [] if str(kind).endswith("ForConditionalGeneration")]
+    found = f"has {parts[0]}" if parts else f"says architectures={show(kinds)}" if kinds else ""
+    return found and f"its config.json {found}; expected a model of text alone, *ForCausalLM"
 
 
 def vocabularies(config: Config, roles: tuple[str, ...]) -> Iterator[str]:

@@ -9,6 +9,11 @@ from pathlib import Path
 from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import show
+from megarl.config.validate.models import config_of_folder
+from megarl.layout import numbers_of
+
+_ENGINE = "reward.model.engine"
+_ON_RANKS = f"{_ENGINE}={names.MEGATRON}"
 
 
 def names_of(config: Config) -> dict[str, str]:
@@ -19,10 +24,16 @@ def names_of(config: Config) -> dict[str, str]:
 
 def starts_reward_server(config: Config) -> bool:
     """Whether the run needs a reward model's server of its own."""
-    return "model" in names_of(config) and config.reward.model.url is None
+    return "model" in names_of(config) and config.reward.model.url is None and not config.scores_on_ranks
 
 
-def contradictions(config: Config) -> Iterator[str]:
+def advice(config: Config) -> Iterator[str]:
+    """One sentence for each combination that is allowed but may surprise."""
+    if config.scores_on_ranks and config.data.val_files:
+        yield f"{_ON_RANKS}: it scores what is trained on only, so val/score leaves it out"
+
+
+def contradictions(config: Config, command: str) -> Iterator[str]:
     """One sentence for each fault."""
     reward, short = config.reward, names_of(config)
     for fn in reward.fn:
@@ -43,6 +54,8 @@ def contradictions(config: Config) -> Iterator[str]:
         yield from _judge(config)
     if "model" in short:
         yield from _model(config)
+    if config.scores_on_ranks:
+        yield from _on_ranks(config, command)
 
 
 def _judge(config: Config) -> Iterator[str]:
@@ -70,6 +83,22 @@ def _model(config: Config) -> Iterator[str]:
     if not model.path:
         yield f"reward.model.path={show(model.path)}: the reward model needs it, for its tokenizer at least"
     yield from _url("reward.model.url", model.url)
+
+
+def _on_ranks(config: Config, command: str) -> Iterator[str]:
+    """A model on ranks scores in the step, after all that looks at rewards before it."""
+    wanted = f"expected {_ENGINE}=server"
+    if command == "evaluate":
+        yield f"{_ON_RANKS}: `megarl evaluate` has no ranks; {wanted}"
+    if config.algorithm.filter_groups.enable:
+        yield f"{_ON_RANKS}: algorithm.filter_groups compares rewards before the ranks score; {wanted}"
+    if config.data.val_files and config.reward.fn == ["model"] and not config.reward.by_data_source:
+        yield f"{_ON_RANKS}: there is no other reward to evaluate with; {wanted}, another reward, or data.val_files=[]"
+    known = numbers_of(config_of_folder(config.reward.model.path or "")).max_position_embeddings
+    keys, longest = config.longest
+    if known is not None and longest > known:
+        said = f"{keys} is {longest}"
+        yield f"reward.model.path={config.reward.model.path}: it knows {known} positions, and {said}"
 
 
 def _url(key: str, url: str | None) -> Iterator[str]:

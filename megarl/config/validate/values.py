@@ -16,7 +16,7 @@ from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_numbers
-from megarl.config.validate import agents, algorithms, models, rewards, servers, strategies
+from megarl.config.validate import agents, algorithms, data, models, rewards, servers, strategies
 from megarl.config.validate.layouts import ROLES, used_roles
 from megarl.sandbox import layers
 
@@ -41,6 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.rollout_correction.reject_level": names.REJECT_LEVELS,
     "data.overlong_prompts": names.OVERLONG_PROMPTS,
     "model.dtype": names.DTYPES,
+    "reward.model.engine": names.REWARD_MODEL_ENGINES,
     "reward.on_error": names.REWARD_ERRORS,
     "agent.on_error": names.AGENT_ERRORS,
     "agent.history": names.AGENT_HISTORIES,
@@ -157,6 +158,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "reward.per_minute": _ABOVE_0,
     "reward.retries": _AT_LEAST_0,
     "reward.request_timeout_s": _ABOVE_0,
+    "reward.start_timeout_s": _ABOVE_0,
     "reward.memory_mb": _AT_LEAST_1,
     "reward.file_mb": _AT_LEAST_1,
     "reward.sandbox": (layers.is_known, layers.WANTED),
@@ -267,7 +269,9 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
         return
     roles = used_roles(config, command)
     yield from strategies.contradictions(config, command)
+    yield from data.contradictions(config)
     yield from models.random_weights(config, roles or ("actor",))
+    yield from models.of_more_than_text(config, roles or ("actor",))
     yield from models.vocabularies(config, roles)
     yield from models.lengths(config, ("actor",) if command == "evaluate" else roles, command)
     yield from _batches(config, command)
@@ -275,7 +279,7 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
     if command in ("train", "config"):
         yield from algorithms.contradictions(config)
     if command in ("train", "evaluate", "config"):
-        yield from rewards.contradictions(config)
+        yield from rewards.contradictions(config, command)
         yield from agents.contradictions(config)
     yield from servers.contradictions(config, command)
     if config.actor.lora.rank and config.actor.lora.push == "adapter" and config.rollout.engine == "hf":

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 MINUTE_S = 60.0
+KNOCK_S = 1.0  # between two tries to reach a service that is away
 LONGEST_WAIT_S = 300.0  # a service that asks for more is as good as gone
+_AWAY = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
 class ServiceError(Exception):
@@ -36,6 +42,9 @@ class Limit:
     408, 429 or 5xx.  Before a new try it waits as long as the service says in Retry-After, and meanwhile no other call
     begins; else 1 s, 2 s, 4 s and so on, of which up to a half is left out at random.
 
+    A service that nothing can connect to is away: it may be starting again.  Calls wait for it, which is no try.  After
+    `away_s` without it, each call has one try to connect, until the service is back.
+
     Example: limit = Limit(64, per_minute=500); reply = await limit(lambda: client.ask(question))
 
     `clock`, `sleep` and `draw` (uniform from 0 to 1) are given by tests.
@@ -47,6 +56,7 @@ class Limit:
         per_minute: float | None = None,
         retries: int = 4,
         timeout_s: float = 120.0,
+        away_s: float = 600.0,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
@@ -60,6 +70,13 @@ class Limit:
             self._begun = deque[float](maxlen=max(1, int(per_minute)))
             self._window_s = MINUTE_S * max(1, int(per_minute)) / per_minute
         self._not_before = 0.0
+        self._away_s = away_s
+        self._away_since: float | None = None  # when it was found to be away; None: it was there
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the service is away."""
+        return self._away_since is not None
 
     async def __call__(self, call: Callable[[], Awaitable[T]]) -> T:
         """The result of `call`, or its last exception."""
@@ -68,13 +85,32 @@ class Limit:
             async with self._slots:
                 await self._turn()
                 try:
-                    return await self._within(call)
+                    result = await self._within(call)
                 except Exception as error:
+                    if is_away(error):
+                        if not self._waits(error):
+                            raise
+                        continue
+                    self._away_since = None
                     wait_s = self._wait_s(error, tried)
                     if wait_s is None:
                         raise
+                else:
+                    self._away_since = None
+                    return result
             await self._sleep(wait_s)
             tried += 1
+
+    def _waits(self, error: Exception) -> bool:
+        """Whether to go on waiting for a service that is away; then no call begins before the next knock."""
+        now = self._clock()
+        if self._away_since is None:
+            self._away_since = now
+            log.warning("a service of rewards is away, and is waited for, %g s at most: %s", self._away_s, error)
+        if now - self._away_since >= self._away_s:
+            return False
+        self._not_before = max(self._not_before, now + KNOCK_S)
+        return True
 
     async def _within(self, call: Callable[[], Awaitable[T]]) -> T:
         try:
@@ -123,6 +159,23 @@ def may_pass(error: Exception) -> bool:
         kind.__name__ in ("ClientConnectionError", "TransportError", "APIConnectionError")
         for kind in type(error).__mro__
     )
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether a call could not connect, so that it was not sent: nobody listens there, or no way leads there.
+
+    A name that nobody knows is another mistake.  The clients put the system's error behind one of their own.
+    """
+    return any(isinstance(cause, OSError) and cause.errno in _AWAY for cause in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what led to it."""
+    while error is not None:
+        yield error
+        for part in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+            yield from _causes(part)
+        error = error.__cause__ or error.__context__
 
 
 def is_busy(status: int) -> bool:

@@ -42,6 +42,21 @@ class RewardModel:
         return list(self._tokenizer(written, add_special_tokens=False)["input_ids"])  # the template writes them
 
 
+class ScoredOnRanks:
+    """Stands in for a reward model on the run's ranks: 0 until it scores what is trained on.
+
+    Each sample that is to be scored has its number among the extra numbers, as "model": with several rewards that is so
+    anyway, and if it `is_alone`, it adds it.
+    """
+
+    def __init__(self, *, is_alone: bool, limit: Limit) -> None:
+        """Nothing is asked, so `limit` has no use."""
+        self._result = {"score": 0.0, "model": 0.0} if is_alone else {"score": 0.0}
+
+    async def __call__(self, prompt: Prompt, completion: Completion) -> dict[str, float]:
+        return self._result
+
+
 def _score(reply: Any) -> float:
     try:
         return float(reply["embedding"][0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 from virtual_clock import VirtualClock
 
-from megarl.rewards.services.limit import Limit, ServiceError, may_pass, retry_after, seconds_of
+from megarl.rewards.services.limit import Limit, ServiceError, is_away, may_pass, retry_after, seconds_of
 
 
 def limit(clock: VirtualClock, *how: Any, draw: float = 0.0) -> Limit:
@@ -122,6 +124,46 @@ def test_a_call_that_takes_too_long_is_ended_and_tried_again() -> None:
         assert (str(error), began) == ("no answer within 0.01 s", 2)
 
     run(test)
+
+
+REFUSED = [ConnectionRefusedError(errno.ECONNREFUSED, "refused")]
+
+
+def test_waiting_for_a_service_that_is_away_is_no_try() -> None:
+    async def test() -> None:
+        clock = VirtualClock()
+        patient = limit(clock, 1, None, 1)
+        call = Failing(clock, *REFUSED * 5, ServiceError("busy"), *REFUSED * 2)
+        assert await clock.run(patient(call)) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]]
+
+    run(test)
+
+
+def test_a_service_that_stays_away_fails_its_calls_and_each_later_call_looks_once() -> None:
+    async def test() -> None:
+        clock = VirtualClock()
+        patient = limit(clock, 2, None, 4, 120.0, 3.0)
+        first, second, later = (Failing(clock, *REFUSED * 99) for _ in range(3))
+        found = await clock.run(patient(first), patient(second)) + await clock.run(patient(later))
+        assert [type(error) for error in found] == [ConnectionRefusedError] * 3
+        # One call knocks for all; the others look when the time is over.
+        assert (first.calls, second.calls, later.calls) == ([0.0, 1.0, 2.0, 3.0], [3.0], [3.0])
+        assert await clock.run(patient(Failing(clock))) == [[3.0]]  # it is back
+        assert await clock.run(patient(Failing(clock, *REFUSED))) == [[3.0, 4.0]]  # away once more: a wait of its own
+
+    run(test)
+
+
+def test_only_what_could_not_connect_is_away() -> None:
+    def caused(error: Exception, cause: BaseException) -> Exception:
+        error.__cause__ = cause
+        return error
+
+    both = ExceptionGroup("two addresses", REFUSED * 2)
+    assert is_away(REFUSED[0]) and is_away(caused(TransportError(), caused(OSError("all failed"), both)))
+    assert is_away(OSError(errno.EHOSTUNREACH, "no route"))
+    for error in (ConnectionResetError(errno.ECONNRESET, "reset"), socket.gaierror(-2, "unknown"), TimeoutError()):
+        assert not is_away(error)
 
 
 class Reply:
