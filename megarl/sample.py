@@ -124,7 +124,8 @@ class Sample:
     """What the policy wrote for a prompt, and its reward: a completion, or an episode of many turns.
 
     The sequence of a sample is the tokens that it learns, row after row.  Rows stand in the order of time: of the
-    first turn that each learns.
+    first turn that each learns.  Where turns of several rows alternate, what walks along the sequence (the place of the
+    reward, returns, GAE) follows the turns.
     """
 
     prompt: Prompt
@@ -170,6 +171,12 @@ class Sample:
     def num_turns(self) -> int:
         """Answers of the policy."""
         return sum(len(row.learnt) for row in self.rows)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a row learns a turn between those of an earlier row."""
+        turns = [span.turn for row in self.rows for span in row.learnt]
+        return turns != sorted(turns)
 
     @property
     def finish_reason(self) -> str:

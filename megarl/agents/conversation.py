@@ -109,7 +109,11 @@ class Conversation:
     def extended(self, ids: list[int]) -> int | None:
         """The turn whose row a prompt of these ids would extend; None if it would begin a new row."""
         parent = self._longest_prefix(ids)
-        return None if parent is None or self._children[parent] else parent
+        return parent if parent is not None and self.is_leaf(parent) else None
+
+    def is_leaf(self, number: int) -> bool:
+        """Whether a row ends with this turn."""
+        return not self._children[number]
 
     def token_ids(self, number: int) -> list[int]:
         """The prompt and the answer of a turn."""

@@ -68,11 +68,11 @@ class Written(NamedTuple):
 
 
 class Asking(NamedTuple):
-    """Answers under way: the turn whose row they extend, how many they are, how many tokens they add at most."""
+    """Answers under way: the turn whose row they extend, how many they are, how long their rows become at most."""
 
     row: int | None
     num: int
-    tokens: int
+    tokens: int  # prompts included
 
 
 class Session:
@@ -214,7 +214,7 @@ class Session:
         if any(asking.row == row for asking in self._asked):  # one of them extends it, the other begins a new row
             row = None
         held = 0 if row is None else conversation.turns[row].end
-        left = policy.max_tokens - conversation.num_tokens - sum(asking.tokens for asking in self._asked.elements())
+        left = policy.max_tokens - conversation.num_tokens - sum(map(self._added, self._asked.elements()))
         room = (left + held) // num - len(prompt_ids)
         if room < 1:
             raise OverLimit(
@@ -222,7 +222,13 @@ class Session:
                 f"{policy.max_tokens} left: it is over"
             )
         room = min(room, policy.params.max_new_tokens, max_tokens or room)
-        return Asking(row, num, num * (len(prompt_ids) + room) - held), room
+        return Asking(row, num, num * (len(prompt_ids) + room)), room
+
+    def _added(self, asking: Asking) -> int:
+        """The tokens that answers under way add to the rows: all, if another answer has extended theirs meanwhile."""
+        conversation, row = self.conversation, asking.row
+        extends = row is not None and conversation.is_leaf(row)
+        return asking.tokens - (conversation.turns[row].end if extends else 0)
 
     async def _one(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         policy = self.policy

@@ -13,8 +13,8 @@ from megarl.sample import REWARD_ERROR, Batch, Row, Sample
 
 # Columns that the trainer computes; no column of a row may be called like one of them.
 OWN_COLUMNS = frozenset(
-    ("response_mask", "rollout_log_probs", "versions", "turn_rewards", "keep", "rollout_weight", "weight", "selected")
-    + ("token_level_rewards", "advantages", "returns", "values")
+    ("response_mask", "rollout_log_probs", "versions", "turn", "turn_rewards", "keep", "rollout_weight", "weight")
+    + ("selected", "token_level_rewards", "advantages", "returns", "values")
     + ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "sum_pi_squared", "full_kl")
     + ("tokens", "lengths", "rows", "micro_sizes")  # what is sent to a rank beside its columns
 )
@@ -27,6 +27,7 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
         response_mask       float32, 1 on the learnt tokens: each token that the policy wrote, once
         rollout_log_probs   float32, as the server reported them; 0 on the context
         versions            int32, of the weights that generated the token; -1 on the context
+        turn                int32, the turn that generated the token; -1 on the context; if turns of some rows alternate
         turn_rewards        float32, the reward of a turn on its last token, 0 elsewhere; if a sample has such rewards
     and the rows' own columns [N, ...], of their dtypes
     per_sequence [S]
@@ -57,6 +58,8 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
 
     names = sample_names(groups)
     own = {"response_mask": learnt.astype(np.float32), "rollout_log_probs": log_probs, "versions": versions}
+    if any(sample.takes_turns for sample in samples):
+        own["turn"] = _turns(rows, lengths)
     if any(row.rewards for row in rows):
         own["turn_rewards"] = _turn_rewards(rows, lengths)
     batch = Batch(
@@ -129,6 +132,15 @@ def _learnt(rows: Sequence[Row], lengths: np.ndarray) -> np.ndarray:
             edges[begin + span.start] += 1
             edges[begin + span.end] -= 1
     return edges[:-1].cumsum(dtype=np.int8) == 1
+
+
+def _turns(rows: Sequence[Row], lengths: np.ndarray) -> np.ndarray:
+    """[N] int32: the turn of each learnt token, -1 on the context."""
+    found = np.full(int(lengths.sum()), -1, dtype=np.int32)
+    for row, begin in zip(rows, (lengths.cumsum() - lengths).tolist(), strict=True):
+        for span in row.learnt:
+            found[begin + span.start : begin + span.end] = span.turn
+    return found
 
 
 def _turn_rewards(rows: Sequence[Row], lengths: np.ndarray) -> np.ndarray:

@@ -9,6 +9,8 @@ import signal
 import sys
 import textwrap
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -19,13 +21,15 @@ from agent_episodes import PARAMS, stage_of
 from chat_templates import tokenizer_of
 from fake_servers import Writer, broken
 
+from megarl.agents.conversation import Asked
 from megarl.agents.episodes import EpisodeError
 from megarl.agents.process import Job
 from megarl.agents.process import _main as process_main
+from megarl.agents.session import Session
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import for_completion
 from megarl.rollout.slots import Slots
-from megarl.sample import REWARD_ERROR, LostRollout, Prompt, Sample
+from megarl.sample import REWARD_ERROR, Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.sandbox.environment import start_fork_server
 
 CALCULATOR = """
@@ -174,6 +178,37 @@ def test_all_rows_of_an_episode_fit_its_tokens(tmp_path):
                 assert sum(len(row.token_ids) for row in sample.rows) <= limit
                 assert sample.reward_extra["agent/over_limit"] == 1.0
                 check_exact(sample, stage.bodies)
+
+    run(test)
+
+
+def test_a_row_that_another_answer_extends_first_leaves_no_room_twice(tmp_path):
+    """Two answers under way go on from one turn; the one that did not reserve the row is done first and takes it."""
+
+    async def test():
+        async with stage_of(source("    async def episode(chat, prompt): ..."), folder=tmp_path) as stage:
+            session = Session("0-17/0", replace(stage.episodes._policy, params=PARAMS, max_tokens=100))
+            conversation = session.conversation
+
+            def add(prompt_ids, num):
+                completion = Completion([7] * num, [-1.0] * num, "stop", (VersionSpan(0, 0, num),))
+                return conversation.add(Asked(prompt_ids), completion)
+
+            add([5] * 10, 20)
+            shared = [5] * 10 + [7] * 20
+            first, _ = session._room([*shared, 1], 1, 4)
+            session._asked[first] += 1
+            other, _ = session._room([*shared, 2], 1, 4)
+            session._asked[other] += 1
+            assert (first.row, other.row) == (0, None)
+            add([*shared, 2], 4)
+            session._asked -= Counter([other])
+            _, room = session._room([3], 1, None)
+            session._asked -= Counter([first])
+            add([*shared, 1], 4)
+            add([3], room)
+            assert conversation.num_tokens == sum(len(row.token_ids) for row in conversation.rows()) <= 100
+            session.close()
 
     run(test)
 

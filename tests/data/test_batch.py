@@ -37,6 +37,23 @@ def slow_batch(groups):
     return tokens, mask, log_probs, versions
 
 
+def test_turns_are_told_where_those_of_several_rows_alternate():
+    def row(*turns, begin):
+        spans = tuple(TurnSpan(turn, start, end) for turn, start, end in turns)
+        num = sum(span.end - span.start for span in spans)
+        return Row(list(range(begin, begin + 6)), spans, [-1.0] * num, (VersionSpan(0, 0, num),), "stop")
+
+    prompt = Prompt("0-0", [0], "x")
+    one_after_the_other = Sample(prompt, (row((0, 1, 2), (1, 3, 4), begin=0), row((2, 4, 6), begin=0)), 1.0)
+    assert "turn" not in make_batch([[one_after_the_other]]).columns
+    alternating = Sample(prompt, (row((0, 1, 2), (2, 3, 4), begin=0), row((1, 4, 6), begin=9)), 1.0)
+    batch = make_batch([[one_after_the_other, alternating]])
+    assert batch.columns["turn"].tolist() == [-1, 0, -1, 1, -1, -1, *[-1] * 4, 2, 2] + [
+        *(-1, 0, -1, 2, -1, -1),
+        *(-1, -1, -1, -1, 1, 1),
+    ]
+
+
 def test_two_groups_by_hand():
     batch = make_batch(
         [

@@ -48,8 +48,10 @@ def estimate(
     r_t = score_t - kl_coef KL_t m_t,   score_t on the last trainable token; of turn rewards, each on its turn's last
     A = adv_estimator(r, ...) clamped to [-advantage_clip, advantage_clip]
 
+    The tokens of a sample are those that it learns, row after row, or in the order of `turn` if there is this column.
+
     Args: batch: the column response_mask; for the KL old_log_probs and ref_log_probs, or full_kl; the estimator's
-        inputs; per sequence score [B] and group [B]; optional: the column turn_rewards.
+        inputs; per sequence score [B] and group [B]; optional: the columns turn_rewards and turn.
         reward_weights: of the columns of reward_parts.  adv_estimator_args: further arguments of this estimator.
         kl_coef: the controller's current value.
     Returns: the batch, and statistics.  With KL in the reward, `actor/reward_kl_penalty` is the current KL, mean over
@@ -62,10 +64,12 @@ def estimate(
     require_finite(inputs, mask, segment_ids)
     batch = batch.with_columns(**{name: clean(c, mask).float() for name, c in inputs.items()})
 
-    score, turn_rewards = batch.per_sequence["score"], batch.columns.get("turn_rewards")
+    timed, inverse = in_order_of_time(batch)
+    mask, segment_ids = timed.columns["response_mask"] != 0, timed.segment_ids
+    score, turn_rewards = timed.per_sequence["score"], timed.columns.get("turn_rewards")
     rewards, stats = score_rewards(score, mask, segment_ids, turn_rewards=turn_rewards)
     if use_kl_in_reward:
-        penalty, kl_stats = kl_of_rewards(batch, mask, segment_ids, kl_penalty)
+        penalty, kl_stats = kl_of_rewards(timed, mask, segment_ids, kl_penalty)
         rewards = rewards - kl_coef * penalty
         stats |= kl_stats | {"actor/reward_kl_penalty_coeff": Stat("mean", kl_coef)}
 
@@ -76,7 +80,7 @@ def estimate(
         "reward_weights": tuple(reward_weights),
         **(adv_estimator_args or {}),
     }
-    asked = _asked_for(adv_estimator, batch, settings)
+    asked = _asked_for(adv_estimator, timed, settings)
     advantages, returns = _per_token(adv_estimator, rewards, mask, segment_ids, asked)
     if advantage_clip is not None:
         advantages = advantages.clamp(-advantage_clip, advantage_clip)
@@ -85,9 +89,25 @@ def estimate(
         stats |= group_stats(
             batch.per_sequence.get("raw_score", batch.per_sequence["score"]), Groups.of(asked["group_ids"], has_token)
         )
-    require_finite({"advantages": advantages, "returns": returns}, mask, segment_ids)
-    columns = {"token_level_rewards": rewards, "advantages": clean(advantages, mask), "returns": clean(returns, mask)}
-    return batch.with_columns(**{name: column.float() for name, column in columns.items()}), stats
+    columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
+    columns = {name: column[inverse] for name, column in columns.items()}
+    mask = mask[inverse]
+    require_finite({name: columns[name] for name in ("advantages", "returns")}, mask, batch.segment_ids)
+    return batch.with_columns(**{name: clean(column, mask).float() for name, column in columns.items()}), stats
+
+
+def in_order_of_time(batch: Batch) -> tuple[Batch, Tensor]:
+    """The same samples with their learnt tokens in the order of turns, and the indices [N] that undo this for a column.
+
+    Rows of agents that take turns overlap in time: the turns 0, 2 of one and 1 of another.  Without the column `turn`
+    no sample has such rows, and nothing moves.  Context comes first in its sample; the rows are joined to one.
+    """
+    if "turn" not in batch.columns:
+        return batch, torch.arange(batch.num_tokens)
+    by_turn = batch.columns["turn"].argsort(stable=True)
+    order = by_turn[batch.segment_ids[by_turn].argsort(stable=True)]
+    columns = {name: column[order] for name, column in batch.columns.items()}
+    return Batch(batch.tokens[order], batch.sample_lengths, columns, batch.per_sequence), order.argsort()
 
 
 def score_rewards(

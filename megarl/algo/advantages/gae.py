@@ -3,7 +3,8 @@
 A masked token (the prompt, a tool's output) is not a step of the decision process: it has no discount, and later
 returns pass through it to the previous step.  A reward on a masked token moves to the last trainable token before it;
 without such a token no decision led to the reward and it is dropped.  A sample of several rows is one such process:
-rows follow each other in the order of time, so after the last trainable token of a row comes the first one of the next.
+rows follow each other in the order of time, so after the last trainable token of a row comes the first one of the next;
+where turns of several rows alternate, `estimate` puts the tokens into the order of the turns before.
 Computed in float64, returned as the type of `rewards`.
 """
 

@@ -1,4 +1,5 @@
 import math
+import random
 from dataclasses import replace
 
 import estimator_reference as ref
@@ -7,10 +8,12 @@ import torch
 from algo_reference import cut_into_rows, random_packed
 from hypothesis import given
 from hypothesis import strategies as st
+from several_rows import groups_of_rows
 
 from megarl.algo.advantages.estimate import check_estimator_args, estimate, score_rewards
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.registry import ADV_ESTIMATORS
+from megarl.data.batch import make_batch
 from megarl.sample import Batch, Stat
 
 BUILT_IN = (
@@ -348,6 +351,40 @@ def test_the_reward_of_a_turn_is_on_its_last_token_and_the_rest_on_the_samples_l
     assert out.columns["returns"].tolist() == [0, 2, 2, 0, 1.5, 0, 1.25, 0, -1]
     out, _ = estimate(batch, adv_estimator="reinforce_plus_plus", gamma=1.0)
     assert out.columns["token_level_rewards"].tolist() == [0, 0, 0, 0, 0, 0, 2, 0, -1]
+
+
+def test_turns_of_an_agent_and_its_helper_follow_each_other_in_time():
+    """Turns 0 and 2 are in the first row, turn 1 in the second; the reward is on turn 2, not on the last row."""
+    batch = batch_of([8], [0, 1, 0, 1, 1, 0, 0, 1], [1.0], [0])
+    batch = replace(batch, lengths=torch.tensor([5, 3]), rows=torch.tensor([2]))
+    batch = batch.with_columns(turn=torch.tensor([-1, 0, -1, 2, 2, -1, -1, 1], dtype=torch.int32))
+    out, _ = estimate(batch, adv_estimator="reinforce_plus_plus", gamma=0.5)
+    assert out.columns["token_level_rewards"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert out.columns["returns"].tolist() == [0, 0.125, 0, 0.5, 1, 0, 0, 0.25]
+    assert torch.equal(out.lengths, batch.lengths) and torch.equal(out.columns["turn"], batch.columns["turn"])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gae_in_the_order_of_turns_equals_samples_laid_out_in_that_order(seed):
+    """The slow way: each sample's learnt tokens in a list, sorted by turn, as one row without any context."""
+    rng = random.Random(seed)
+    batch = make_batch(groups_of_rows(seed, 3, rewards=True))
+    turn = torch.full((batch.num_tokens,), -1, dtype=torch.int32)
+    learnt = [place for place in range(batch.num_tokens) if batch.columns["response_mask"][place]]
+    turn[learnt] = torch.tensor([rng.randrange(4) for _ in learnt], dtype=torch.int32)
+    values = torch.tensor([rng.gauss(0, 1) for _ in range(batch.num_tokens)])
+    batch = batch.with_columns(turn=turn, values=values)
+    out, _ = estimate(batch, adv_estimator="gae", gamma=0.9, lam=0.7)
+
+    sample = batch.segment_ids.tolist()
+    order = sorted(learnt, key=lambda place: (sample[place], int(turn[place]), place))
+    lengths = torch.tensor([sum(sample[place] == each for place in order) for each in range(batch.num_sequences)])
+    columns = {name: batch.columns[name][order] for name in ("response_mask", "values", "turn_rewards")}
+    laid_out = Batch(batch.tokens[order], lengths, columns, batch.per_sequence)
+    wanted, _ = estimate(laid_out, adv_estimator="gae", gamma=0.9, lam=0.7)
+    for name in ("token_level_rewards", "advantages", "returns"):
+        assert torch.equal(out.columns[name][order], wanted.columns[name])
+        assert not out.columns[name][batch.columns["response_mask"] == 0].any()
 
 
 def test_equal_scores_with_different_rewards_of_turns_are_equal_for_every_comparison():
