@@ -61,6 +61,7 @@ class Settings:
     num_processes: int = 16
     on_error: str = "unscored"
     surroundings: Surroundings = field(default_factory=Surroundings)  # of processes; its environment: of all agents
+    training: SamplingParams = field(default_factory=SamplingParams)  # how training samples; agents may say it
     system_prompt: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
@@ -92,7 +93,7 @@ class Episodes:
             tokenizer,
             ChatTemplate(tokenizer, settings=settings.template),
             pool,
-            SamplingParams(),
+            settings.training,
             TOOL_PARSERS[settings.tool_parser],
             settings.max_tokens,
             settings.max_turns,
