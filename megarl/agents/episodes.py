@@ -187,6 +187,8 @@ class Episodes:
             return self._failed(session, str(error) if isinstance(error, EpisodeFailed) else describe(error))
 
     async def _call(self, prompt: Prompt, session: Session) -> RewardResult | None:
+        if self._way != CHAT and self._settings.system_prompt is not None:
+            prompt = replace(prompt, text=as_messages(prompt.text, self._settings.system_prompt))
         if self._way == PROCESS:
             assert self._endpoint is not None, "the writer is entered"
             return await self._processes.run(prompt, self._endpoint.url_of(session), session.key, model=MODEL)

@@ -90,7 +90,7 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
         timeout_s=agent.timeout_s,
         num_processes=-(-agent.num_processes // num_collectors),
         on_error=agent.on_error,
-        surroundings=Surroundings(agent.memory_mb, environment=environment),
+        surroundings=Surroundings(agent.memory_mb, agent.file_mb, environment=environment),
         training=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k),
         system_prompt=config.data.system_prompt,
         template=config.data.apply_chat_template_kwargs,

@@ -330,6 +330,25 @@ def test_an_async_agent_speaks_with_the_endpoint(tmp_path):
     run(test)
 
 
+@pytest.mark.parametrize("begin", ["async def", "def"])
+def test_agents_without_chat_get_the_system_prompt_as_the_first_message(tmp_path, begin):
+    code = (
+        HTTP
+        + f"""
+    {begin} episode(base_url, prompt):
+        system, user = prompt.text
+        assert system == {{"role": "system", "content": "Be brief."}} and user["content"] == "12 + 3?"
+        raise KeyError("as wanted")
+    """
+    )
+
+    async def test():
+        async with stage_of(source(code), "yes", folder=tmp_path, system_prompt="Be brief.") as stage:
+            assert "as wanted" in (await stage.group()).reason
+
+    run(test)
+
+
 def test_a_session_is_closed_with_its_episode(tmp_path):
     code = (
         HTTP
