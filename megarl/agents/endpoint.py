@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
@@ -112,13 +113,13 @@ class Endpoint:
         except Refused as error:
             return _error(request, error.status, str(error), error.code)
         except web.HTTPException as error:
-            return _error(request, error.status, f"{request.method} {request.path}: {error.reason}")
+            return _error(request, error.status, f"{request.method} {_shown_path(request)}: {error.reason}")
         except ValueError as error:
             return _error(request, 400, str(error))
         except RolloutFailed as error:
             return _error(request, 503, str(error))
         except Exception as error:
-            logger.exception("%s %s failed", request.method, request.path)
+            logger.exception("%s %s failed", request.method, _shown_path(request))
             return _error(request, 500, f"{type(error).__name__}: {error}")
 
     def _in_session(self, route: _Route) -> _Handler:
@@ -138,7 +139,7 @@ class Endpoint:
         return self._open[digest]
 
     def _check(self, session: Session, body: Mapping[str, Any], fields: Iterable[str]) -> None:
-        check_fields(body, set(fields), session.policy.params)
+        check_fields(body, set(fields), session.policy.params, self._policy.params)
         model = expect(body, "model", str, "the name of the model")
         if model != self._policy.name:
             raise Refused(404, f"model={model!r}: this endpoint serves {self._policy.name!r} alone", "model_not_found")
@@ -183,9 +184,9 @@ class Endpoint:
 
     async def _generate(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
         """Ids in, ids out, as trainers' own clients ask for them."""
-        check_fields(body, {"model", "token_ids", "sampling_params"}, session.policy.params)
+        check_fields(body, {"model", "token_ids", "sampling_params"}, session.policy.params, self._policy.params)
         sampling = expect(body, "sampling_params", dict, "an object", {})
-        check_fields(sampling, _SAMPLING_FIELDS, session.policy.params)
+        check_fields(sampling, _SAMPLING_FIELDS, session.policy.params, self._policy.params)
         limit = expect(sampling, "max_tokens", int, "a whole number >= 1", None)
         prompt_ids = expect(body, "token_ids", list, "a list of token ids")
         num = chat_completions.read_num(sampling)
@@ -276,6 +277,11 @@ def _key(request: web.Request) -> str:
         or request.headers.get("X-Api-Key")
         or request.headers.get("Authorization", "").removeprefix("Bearer ")
     )
+
+
+def _shown_path(request: web.Request) -> str:
+    """Without the key of `url_of`."""
+    return re.sub(r"^/s/[^/]*", "/s/KEY", request.path)
 
 
 def _digest(key: str) -> bytes:

@@ -64,6 +64,7 @@ class Settings:
     num_processes: int = 16
     on_error: str = "unscored"
     surroundings: Surroundings = field(default_factory=Surroundings)  # of processes; its environment: of all agents
+    training: SamplingParams = field(default_factory=SamplingParams)  # how training samples; agents may say it
     system_prompt: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
@@ -95,7 +96,7 @@ class Episodes:
             tokenizer,
             ChatTemplate(tokenizer, settings=settings.template),
             pool,
-            SamplingParams(),
+            settings.training,
             TOOL_PARSERS[settings.tool_parser],
             settings.max_tokens,
             settings.max_turns,
@@ -191,6 +192,8 @@ class Episodes:
         return self._failed(session, str(error) if isinstance(error, EpisodeFailed) else describe(error))
 
     async def _call(self, prompt: Prompt, session: Session) -> RewardResult | None:
+        if self._way != CHAT and self._settings.system_prompt is not None:
+            prompt = replace(prompt, text=as_messages(prompt.text, self._settings.system_prompt))
         if self._way == PROCESS:
             assert self._endpoint is not None, "the writer is entered"
             return await self._processes.run(prompt, self._endpoint.url_of(session), session.key, model=MODEL)

@@ -24,6 +24,7 @@ class OverLimit(Refused):
         super().__init__(400, message, "context_length_exceeded")
 
 
+_SAMPLING = ("temperature", "top_p", "top_k")
 # Fields that change what is sampled, and the values that do not change it.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -55,20 +56,23 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def check_fields(body: Mapping[str, Any], served: Collection[str], run: SamplingParams) -> None:
+def check_fields(
+    body: Mapping[str, Any], served: Collection[str], run: SamplingParams, training: SamplingParams | None = None
+) -> None:
     """Raises Refused with one sentence for a field of the request that cannot be served; null is always allowed.
 
-    `served`: the fields that the route reads.  `run`: how the run samples.
+    `served`: the fields that the route reads.  `run`: how this session samples.  `training`: how others do; an agent
+    that always sends these values is served in an evaluation, too, with those of the session.
     """
-    same = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
+    same = {name: [getattr(params, name) for params in (run, training or run)] for name in _SAMPLING}
     for name, value in body.items():
         if value is None or name in served or name in _WITHOUT_EFFECT:
             continue
         if name in same:
-            if value != same[name]:
+            if value not in same[name]:
                 raise Refused(
                     400,
-                    f"{name}={value!r}: the run samples with {name}={same[name]}, and the log-probs of other values "
+                    f"{name}={value!r}: the run samples with {name}={same[name][0]}, and the log-probs of other values "
                     "would not be those of the policy; expected no such field, or the run's value",
                 )
         elif name in _NEUTRAL:

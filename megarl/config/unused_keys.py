@@ -267,7 +267,7 @@ TABLE = (
     UnusedKeys("agent.[!fc]*", "agent.fn=null and agent.command=[]: completions are plain", lambda c: not c.has_agents),
     UnusedKeys("agent.args", "agent.command has no keyword arguments", lambda c: bool(c.agent.command)),
     UnusedKeys(
-        "agent.num_processes agent.memory_mb",
+        "agent.num_processes agent.memory_mb agent.file_mb",
         "agent.fn={c.agent.fn} runs in no process of its own",
         lambda c: str(c.agent.fn).partition(":")[0] in names.AGENT_ADAPTERS,
     ),

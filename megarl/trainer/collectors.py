@@ -29,6 +29,7 @@ from megarl.rewards.services.service import api_key
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import Completions, MakeWriter
 from megarl.rollout.collector_client import Collectors
+from megarl.rollout.protocol import SamplingParams
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import ServerDied, Servers, State
 from megarl.trainer.build import model_folder, plugins, supervision
@@ -75,7 +76,7 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
 
     Raises ValueError for a variable that is not set.
     """
-    agent = config.agent
+    agent, rollout = config.agent, config.rollout
     if not config.has_agents:
         return Completions
     assert agent.max_tokens is not None, "it is resolved"
@@ -89,7 +90,8 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
         timeout_s=agent.timeout_s,
         num_processes=-(-agent.num_processes // num_collectors),
         on_error=agent.on_error,
-        surroundings=Surroundings(agent.memory_mb, environment=environment),
+        surroundings=Surroundings(agent.memory_mb, agent.file_mb, environment=environment),
+        training=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k),
         system_prompt=config.data.system_prompt,
         template=config.data.apply_chat_template_kwargs,
     )

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -65,6 +66,9 @@ def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
     settings |= {"the file of reward.fn": files}
     if config.agent.fn is not None:
         settings["the file of agent.fn"] = _file_of(without_prefix(config.agent.fn))
+    if config.agent.command:
+        words = [word for word in config.agent.command if Path(word).is_file()]
+        settings["the files of agent.command"] = {word: content_digest(word) for word in words}
     return settings | {"algorithm.adv_estimator (greedy)": greedy}
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -322,6 +324,43 @@ def test_parameters_that_change_nothing_are_taken():
             assert (sent["temperature"], sent["top_p"], sent["max_new_tokens"]) == (0.7, 0.9, 64)
 
     run(test)
+
+
+def test_what_training_samples_with_is_taken_and_unused_where_the_session_has_other_values():
+    """As in an evaluation, for an agent that always says the run's temperature."""
+
+    async def test():
+        training = SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=64)
+        async with endpoint_of(Scripted("qwen3", ["hi"]), params=training) as (endpoint, (seen,)):
+            policy = endpoint._policy
+            session = endpoint.open("0-17/0", replace(policy, params=replace(training, temperature=0.0, top_p=1.0)))
+            client = httpx.AsyncClient(base_url=endpoint.url_of(session))
+            async with client:
+                for fields in ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}):
+                    reply = await client.post("/v1/chat/completions", json={**chat(), **fields})
+                    assert reply.status_code == 200, reply.text
+                reply = await client.post("/v1/chat/completions", json={**chat(), "temperature": 0.8})
+                assert reply.json()["error"]["message"].startswith("temperature=0.8: the run samples with")
+            assert [body["sampling_params"]["temperature"] for body in seen] == [0.0, 0.0]
+
+    run(test)
+
+
+def test_no_error_names_the_key_of_a_path(monkeypatch, caplog):
+    def fail(*_):
+        raise OSError("no luck")
+
+    async def test():
+        async with speaking("hi") as (ask, session, endpoint, _):
+            monkeypatch.setattr("megarl.agents.chat_completions.read_chat", fail)
+            for path, status in (("/v1/nothing", 404), ("/v1/chat/completions", 500)):
+                reply = await ask(f"/s/{session.key}{path}", chat())
+                assert reply.status_code == status and session.key not in reply.text
+                assert status == 500 or f"POST /s/KEY{path}" in reply.text
+
+    run(test)
+    assert "/s/KEY/v1/chat/completions failed" in caplog.text
+    assert "/s/KEY" in caplog.text and len(re.findall(r"/s/(?!KEY/)", caplog.text)) == 0
 
 
 def test_an_answer_ends_where_the_agent_the_run_or_the_model_ends():

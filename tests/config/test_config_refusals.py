@@ -138,6 +138,7 @@ JUDGE = "reward.fn=judge reward.judge.url=http://a/v1 reward.judge.model=m rewar
         ("reward.concurrency=0", "reward.concurrency=0: expected at least 1"),
         ("reward.retries=-1", "reward.retries=-1: expected a number of at least 0"),
         ("reward.sandbox=off", "reward.sandbox=off: expected auto, jail, bubblewrap or url:http://HOST:PORT"),
+        ("agent.file_mb=0", "agent.file_mb=0: expected at least 1"),
         ("reward.memory_mb=0", "reward.memory_mb=0: expected at least 1"),
         ("algorithm.policy_loss_args.tau=1", "args.tau=1.0: algorithm.policy_loss_fn=ppo takes no values of its own"),
         (

@@ -98,6 +98,16 @@ def test_a_reward_function_whose_file_was_edited_is_another_one(tmp_path: Path) 
     assert said[0].endswith("changed: the file of reward.fn")
 
 
+def test_a_command_whose_script_was_edited_is_another_one(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text("print(1)")
+    config = load(f"agent.command=[python3,{script},--fast]")
+    before = generated_with(config, greedy=False)
+    assert list(before["the files of agent.command"]) == [str(script)]
+    script.write_text("print(2)")
+    assert generated_with(config, greedy=False) != before
+
+
 def test_a_reward_function_of_a_plug_in_has_a_file_too(tmp_path: Path) -> None:
     file = tmp_path / "plug.py"
     file.write_text(f"from megarl.rewards import register_reward\n\n@register_reward('own')\n{REWARD}")

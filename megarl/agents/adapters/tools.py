@@ -4,14 +4,16 @@ Each episode has an object of its own.  `reset(**row)` begins it; its text, if a
 model then calls methods until it answers without a call.  Type hints and docstrings of the methods (Google's style,
 every parameter described) become the JSON schemas that the model sees; an error of a method becomes the answer of the
 call.  `reward`, a number, a property or a method, is the reward; a method may take the text of the last answer.
-A class without `reward` leaves the last answer to reward.fn.
+A class without `reward` leaves the last answer to reward.fn.  What is not `async` runs in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from megarl.agents.chat import Chat, OverLimit, ToolRequest
 from megarl.plugins import is_async, user_function
+from megarl.rewards.result import describe
 from megarl.sample import Prompt
 
 _NO_TOOLS = ("reset", "reward")
@@ -31,17 +34,17 @@ def load(address: str, arguments: Mapping[str, Any]) -> Episode:
     setting = f"agent.fn=tools:{address}"
     make = partial(user_function(setting, address), **arguments)
     try:
-        kind = type(make())
-    except Exception as error:
+        made = make()
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{setting}: calling it failed with {type(error).__name__}: {error}") from error
-    methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+    methods = (name for name, _ in inspect.getmembers(type(made), _is_method) if not name.startswith("_"))
     names = [name for name in methods if name not in _NO_TOOLS]
     if not names:
         raise ValueError(f"{setting}: it has no public method besides reset and reward; expected one for each tool")
-    schemas = [_schema(setting, kind, name) for name in names]
+    schemas = [_schema(setting, made, name) for name in names]
 
     async def episode(chat: Chat, prompt: Prompt) -> Any:
-        tools, messages, text = make(), chat.messages, ""
+        tools, messages, text = await _in_thread(make), chat.messages, ""
         begin = getattr(tools, "reset", None)
         if begin and (shown := await _called(begin, **_taken(begin, _row(prompt)))) is not None:
             messages[-1]["content"] += str(shown)
@@ -61,9 +64,13 @@ def load(address: str, arguments: Mapping[str, Any]) -> Episode:
     return episode
 
 
-def _schema(setting: str, kind: type, name: str) -> dict[str, Any]:
+def _is_method(value: object) -> bool:
+    return inspect.isfunction(value) or inspect.ismethod(value)  # the second: of the class
+
+
+def _schema(setting: str, made: Any, name: str) -> dict[str, Any]:
     try:
-        return dict(get_json_schema(getattr(kind, name).__get__(object())))
+        return dict(get_json_schema(getattr(made, name)))
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ValueError(f"{setting}: the tool {name}: {' '.join(str(error).split())}") from error
 
@@ -87,19 +94,49 @@ async def _response(tools: Any, names: list[str], call: ToolRequest) -> Any:
         return {"error": f"there is no tool {call.name}; there are {', '.join(names)}"}
     try:
         return await _called(getattr(tools, call.name), **call.arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 async def _reward(tools: Any, text: str) -> Any:
-    reward = getattr(tools, "reward", None)
+    reward = await _in_thread(partial(getattr, tools, "reward", None))  # a property computes
     if not callable(reward):
         return reward
     return await _called(reward, *[text] * bool(inspect.signature(reward).parameters))
 
 
-async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def _called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The result; an ordinary function runs in a thread, so that other episodes go on."""
     if is_async(function):
         return await function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
+    return await _in_thread(partial(function, *args, **kwargs))
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    """The result of `work` in a thread of its own: one that hangs keeps no other waiting, nor the end of the process.
+
+    Raises what it raises; what is no Exception, such as SystemExit, as a RuntimeError.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if done.done():  # cancelled
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            passes = isinstance(raised, Exception) and not isinstance(raised, StopIteration)  # futures refuse that
+            error = raised if passes else RuntimeError(describe(raised))
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return await done

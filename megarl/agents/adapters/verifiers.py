@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.rewards.result import describe
 from megarl.sample import Prompt
 
 PYTHON = ".venv-verifiers/bin/python"
@@ -42,17 +43,21 @@ def load(address: str, arguments: Mapping[str, Any]) -> Callable[[str, Prompt], 
     return episode
 
 
+_Waiting = dict[int, asyncio.Future[dict[str, Any]]]  # by the number of the request
+
+
 class _Worker:
     """The process, started with the first episode and, should it end, with the next."""
 
     def __init__(self, *command: str) -> None:
         self._command, self._numbers, self._starting = command, itertools.count(), asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiting: _Waiting = {}  # for this process
 
     async def ask(self, **request: Any) -> dict[str, Any]:
         stdin, number = await self._stdin(), next(self._numbers)
-        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting
+        reply = waiting[number] = asyncio.get_running_loop().create_future()
         try:
             stdin.write(_line({"id": number, **request}))
             return await reply
@@ -60,7 +65,7 @@ class _Worker:
             stdin.write(_line({"cancel": number}))
             raise
         finally:
-            del self._waiting[number]
+            del waiting[number]
 
     async def _stdin(self) -> asyncio.StreamWriter:
         async with self._starting:
@@ -69,20 +74,29 @@ class _Worker:
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command, stdin=pipe, stdout=pipe, limit=_LINE_BYTES
                 )
-                self._reading = asyncio.create_task(self._read(self._process))
+                self._waiting = {}
+                self._reading = asyncio.create_task(_read(self._process, self._waiting))
         assert self._process.stdin is not None, "its stdin is a pipe"
         return self._process.stdin
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None, "its stdout is a pipe"
+
+async def _read(process: asyncio.subprocess.Process, waiting: _Waiting) -> None:
+    """Hand out its replies until it ends; one that says something else is ended."""
+    assert process.stdout is not None, "its stdout is a pipe"
+    try:
         while line := await process.stdout.readline():
             reply = json.loads(line)
-            if waiting := self._waiting.get(reply["id"]):
-                waiting.set_result(reply)
-        code = await process.wait()
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(RuntimeError(f"the process of verifiers ended with exit code {code}"))
+            future = waiting.get(reply["id"])
+            if future is not None and not future.done():  # else it was cancelled
+                future.set_result(reply)
+        end = f"ended with exit code {await process.wait()}"
+    except Exception as error:
+        process.kill()
+        await process.wait()
+        end = f"was ended, because it said something else than a reply: {describe(error)}"
+    for future in waiting.values():
+        if not future.done():
+            future.set_exception(RuntimeError(f"the process of verifiers {end}"))
 
 
 def _line(message: dict[str, Any]) -> bytes:

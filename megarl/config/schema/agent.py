@@ -20,5 +20,6 @@ class Agent:
     timeout_s: float = 600.0  # time limit of an episode
     num_processes: int = 16  # episodes at a time that run in a process of their own: plain functions, commands
     memory_mb: int = 8192  # of each such process
+    file_mb: int = 1024  # size of a file that such a process writes
     on_error: str = "unscored"  # after an error or a timeout: unscored leaves its group | zero counts 0 | stop the run
     environment: list[str] = field(default_factory=list)  # names of further variables that agents get, such as keys

@@ -167,6 +167,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "agent.timeout_s": _ABOVE_0,
     "agent.num_processes": _AT_LEAST_1,
     "agent.memory_mb": _AT_LEAST_1,
+    "agent.file_mb": _AT_LEAST_1,
     "trainer.total_training_steps": _AT_LEAST_1,
     "trainer.total_epochs": _AT_LEAST_1,
     "trainer.nnodes": _AT_LEAST_1,

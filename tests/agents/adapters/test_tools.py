@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from megarl.agents.load import load_episode
 from megarl.sample import Prompt
 
 CLASS = '''
+import sys
+
 class Tools:
     def __init__(self, start: int = 0) -> None:
         self.sum, self.seen = start, []
@@ -37,13 +40,42 @@ class Tools:
         """Fails."""
         raise OSError("no luck")
 
+    def leave(self) -> None:
+        """Leaves."""
+        sys.exit(3)
+
+    async def leave_too(self) -> None:
+        """Leaves."""
+        sys.exit(4)
+
+    @staticmethod
+    def twice(function: str) -> str:
+        """Twice.
+
+        Args:
+            function: What is said twice.
+        """
+        return function * 2
+
+    @classmethod
+    def whose(cls, name: str) -> str:
+        """Whose it is.
+
+        Args:
+            name: Of the thing.
+        """
+        return f"{name} of {cls.__name__}"
+
     def _hidden(self) -> None: ...
 
     REWARD
 '''
 
 
-def call(name: str, **arguments: Any) -> str:
+ALL = "add, fail, leave, leave_too, twice, whose"
+
+
+def call(name: str, /, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
@@ -90,9 +122,109 @@ def test_errors_are_answers_that_the_model_sees() -> None:
     assert found == 0.5
     last = prompts[-1]
     assert '{"error": "OSError: no luck"}' in last
-    assert '{"error": "there is no tool subtract; there are add, fail"}' in last
+    assert f'{{"error": "there is no tool subtract; there are {ALL}"}}' in last
     assert "unexpected keyword argument 'c'" in last
-    assert '{"error": "there is no tool _hidden; there are add, fail"}' in last
+    assert f'{{"error": "there is no tool _hidden; there are {ALL}"}}' in last
+
+
+def test_a_tool_that_leaves_the_program_ends_nothing() -> None:
+    found, prompts = episode_of("reward = 0.5", [call("leave"), call("leave_too"), "Oh."])
+    assert found == 0.5
+    assert '{"error": "RuntimeError: SystemExit: 3 (' in prompts[-1] and '{"error": "SystemExit: 4"}' in prompts[-1]
+
+
+def test_methods_without_self_and_parameters_of_any_name_are_tools() -> None:
+    _, prompts = episode_of("reward = 0.5", [call("twice", function="ho"), call("whose", name="pen"), "Oh."])
+    assert '"function": {"type": "string", "description": "What is said twice."}' in prompts[0]
+    assert "\nhoho\n" in prompts[-1] and "\npen of Tools\n" in prompts[-1]
+
+
+def test_what_is_not_async_runs_in_threads() -> None:
+    """The event loop goes on while an object is made, is reset, and counts its reward."""
+    Path("mine.py").write_text(THREADS)
+    function = load_episode("tools:mine.py:Tools", {})
+
+    async def run() -> Any:
+        async with endpoint_of(Scripted("qwen2_5", ["Oh."]), style="qwen2_5") as (endpoint, _):
+            chat = Chat(endpoint.open("0-0/0"), [{"role": "user", "content": "?"}])
+            return await function.call(chat=chat, prompt=Prompt("0-0", [1], "?"))
+
+    assert asyncio.run(run()) == 0.0
+
+
+THREADS = '''
+import asyncio
+
+def in_loop():
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return 0.0
+    return 1.0
+
+class Tools:
+    def __init__(self):
+        self.count = in_loop()
+
+    def reset(self):
+        self.count += in_loop()
+
+    def nothing(self):
+        """Nothing."""
+
+    @property
+    def reward(self):
+        return self.count + in_loop()
+'''
+
+
+HUNG = '''
+import threading
+
+left, go = [], threading.Event()
+
+class Tools:
+    reward = 1.0
+
+    def hang(self):
+        """Hangs."""
+        go.wait(60)
+        left.append(1)
+
+    def work(self):
+        """Works."""
+'''
+
+
+def test_calls_that_hang_keep_neither_other_episodes_nor_the_end_waiting() -> None:
+    Path("mine.py").write_text(HUNG)
+    function = load_episode("tools:mine.py:Tools", {})
+    import megarl_file_mine as mine  # type: ignore[import-not-found]
+
+    num = min(32, (os.cpu_count() or 1) + 4) + 1  # one more than asyncio's own threads
+
+    async def run() -> Any:
+        server = Scripted("qwen2_5", [call("hang")] * num + [call("work"), "Done."])
+        async with endpoint_of(server, style="qwen2_5") as (endpoint, (bodies,)):
+
+            def begun(name: str) -> asyncio.Task[Any]:
+                chat = Chat(endpoint.open(name), [{"role": "user", "content": "?"}])
+                return asyncio.ensure_future(function.call(chat=chat, prompt=Prompt("0-0", [1], "?")))
+
+            hung = [begun(f"0-0/{at}") for at in range(num)]
+            while len(bodies) < num:
+                await asyncio.sleep(0.01)
+            found = await asyncio.wait_for(begun("0-1/0"), 30)
+            for task in hung:
+                task.cancel()
+            await asyncio.wait(hung)
+            return found
+
+    try:
+        assert asyncio.run(run()) == 1.0
+        assert mine.left == [], "the program's end has not waited for them"
+    finally:
+        mine.go.set()
 
 
 @pytest.mark.parametrize(

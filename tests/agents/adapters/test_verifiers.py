@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,40 @@ def test_rows_of_data_are_written_for_a_taskset(python: str) -> None:
 def test_an_interpreter_that_is_missing_is_refused_before_a_run() -> None:
     with pytest.raises(ValueError, match=r"agent\.fn=verifiers:x: /.*/no/python is no Python"):
         load("x", {"python": "no/python"})
+
+
+FAKE = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    reply = json.dumps({"id": request["id"], "rewards": {}, "reward": 1.0})
+    print({"good": reply, "cut": reply[:9], "other": "[]", "long": "x" * (1 << 18)}
+        [request["task"]], flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [("cut", "JSONDecodeError"), ("other", "TypeError"), ("long", "ValueError")]
+)
+def test_a_process_that_says_something_else_is_ended_and_the_next_episode_starts_one(
+    wrong: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.agents.adapters.verifiers._LINE_BYTES", 1 << 16)
+    Path("fake.py").write_text(FAKE)
+    Path("python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path("fake.py").absolute()}"\n')
+    Path("python").chmod(0o700)
+    function = load("x", {"python": "python"})
+
+    async def scored(task: str) -> Any:
+        prompt = Prompt("0-0", [1], "?", extra={"task": task})
+        return await asyncio.wait_for(function("http://127.0.0.1:1/v1", prompt), 30)
+
+    async def run() -> None:
+        with pytest.raises(RuntimeError, match=f"said something else than a reply: {said}"):
+            await scored(wrong)
+        assert await scored("good") == {"score": 1.0}
+
+    asyncio.run(run())
 
 
 def test_a_process_that_ends_fails_its_episodes_and_a_row_needs_a_task() -> None:
