@@ -27,6 +27,7 @@ from megarl.agents.load import load_episode
 from megarl.rewards.result import RewardResult, describe, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.sample import Prompt
+from megarl.sandbox.environment import start_fork_server
 
 _GRACE_S = 3.0  # to end what an episode started, before its process is killed
 _KEPT_BYTES = 4096  # the end of what a program printed
@@ -67,6 +68,7 @@ class Processes:
         self._job, self._surroundings = job, surroundings or Surroundings()
         self.slot = asyncio.Semaphore(num)
         self._context = multiprocessing.get_context("forkserver")  # this process has threads
+        start_fork_server(__name__)
 
     async def run(self, prompt: Prompt, url: str, key: str, *, model: str) -> RewardResult | None:
         """The result of an episode at the endpoint `url`; None if it returned none.
@@ -78,7 +80,7 @@ class Processes:
         surroundings = replace(self._surroundings, environment=environment)
         arguments = (theirs, self._job, prompt, (url + "/v1", key, model), surroundings)
         process = self._context.Process(target=_main, args=arguments, name=f"episode {prompt.uid}")
-        await asyncio.to_thread(process.start)  # the first one starts the fork server, which takes seconds
+        await asyncio.to_thread(process.start)  # the first one waits for the fork server, which takes seconds
         theirs.close()
         try:
             await _readable(ours, process.sentinel)
