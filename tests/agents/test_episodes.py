@@ -435,7 +435,7 @@ def test_a_session_is_closed_with_its_episode(tmp_path):
 
 
 def test_a_plain_function_runs_in_a_process_without_secrets(tmp_path, monkeypatch):
-    start_fork_server()  # as a collector does, which begins without secrets
+    start_fork_server("megarl.agents.process")  # as a collector does, which begins without secrets
     monkeypatch.setenv("MY_SECRET", "s3cret")
     monkeypatch.setenv("WANTED", "w")
     code = (
