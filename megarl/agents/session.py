@@ -227,8 +227,8 @@ class Session:
     def _added(self, asking: Asking) -> int:
         """The tokens that answers under way add to the rows: all, if another answer has extended theirs meanwhile."""
         conversation, row = self.conversation, asking.row
-        extends = row is not None and conversation.is_leaf(row)
-        return asking.tokens - (conversation.turns[row].end if extends else 0)
+        held = 0 if row is None or not conversation.is_leaf(row) else conversation.turns[row].end
+        return asking.tokens - held
 
     async def _one(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         policy = self.policy
