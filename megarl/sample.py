@@ -91,6 +91,8 @@ class Row:
         assert edges == sorted(edges), f"learnt {self.learnt} overlap, or are outside the {edges[-1]} tokens"
         num_learnt = self.num_learnt
         assert num_learnt > 0, "no token of the row is learnt"
+        is_predicted = all(0 < span.start < span.end for span in self.learnt)
+        assert is_predicted, f"learnt {self.learnt}: an answer has tokens, and a row's first token follows nothing"
         assert len(self.log_probs) == num_learnt, f"{len(self.log_probs)} log-probs of {num_learnt} learnt tokens"
         starts, ends = [span.start for span in self.versions], [span.end for span in self.versions]
         assert [*starts, num_learnt] == [0, *ends], f"versions {self.versions} do not cover {num_learnt} learnt tokens"
@@ -134,6 +136,7 @@ class Sample:
     reward_extra: dict[str, float] = field(default_factory=dict)  # extra numbers of the reward function
     greedy_reward: float | None = None  # of a greedy completion of the same prompt, if one was requested
     text: str = ""  # what a reader sees: the completion, or all rows of an episode
+    truncated: bool = False  # whether a limit of the run ended it
 
     @classmethod
     def of(
@@ -146,7 +149,8 @@ class Sample:
     ) -> Sample:
         """One completion of a prompt: one row."""
         row = Row.of(prompt.token_ids, completion)
-        return cls(prompt, (row,), reward, dict(reward_extra or {}), greedy_reward, completion.text)
+        truncated = completion.finish_reason == "length"
+        return cls(prompt, (row,), reward, dict(reward_extra or {}), greedy_reward, completion.text, truncated)
 
     def __post_init__(self) -> None:
         uid, turns = self.prompt.uid, [span.turn for row in self.rows for span in row.learnt]

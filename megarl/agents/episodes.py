@@ -267,7 +267,9 @@ class Episodes:
             rows = [replace(row, rewards=tuple(of_turns[span.turn] for span in row.learnt)) for row in rows]
         text = "\n\n".join(str(self._tokenizer.decode(row.token_ids)) for row in rows)
         reward = math.fsum((result.reward, *of_turns.values()))  # in whichever order the turns got theirs
-        return Sample(prompt, tuple(rows), reward, {**result.extra, **numbers_of(session, rows)}, text=text)
+        extra = {**result.extra, **numbers_of(session, rows)}
+        truncated = session.over_limit or session.truncated
+        return Sample(prompt, tuple(rows), reward, extra, text=text, truncated=truncated)
 
 
 def numbers_of(session: Session, rows: Sequence[Row]) -> dict[str, float]:

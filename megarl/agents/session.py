@@ -82,6 +82,7 @@ class Session:
     `counts`: tool_calls, malformed_tool_calls.  `over_limit`: whether a request was refused for want of turns or
     tokens.  `exhausted`: set when the agent asks on and on nevertheless.  `failure`: why the servers gave no answer;
     None if they did, or if a later request got one.  `waiting`: how long requests waited for the servers.
+    `truncated`: whether a limit of the run cut the latest answer.
     `messages`: of the latest turn, its answer included; empty if there were only turns of ids.
     """
 
@@ -90,7 +91,7 @@ class Session:
         self.conversation = Conversation(policy.template, history=policy.history)
         self.reward: float | None = None
         self.turn_rewards: defaultdict[int, float] = defaultdict(float)
-        self.closed = self.over_limit = False
+        self.closed = self.over_limit = self.truncated = False
         self.exhausted, self._num_refused = asyncio.Event(), 0
         self.failure: str | None = None
         self.waiting = Waiting()
@@ -120,6 +121,7 @@ class Session:
         opened = self.policy.text(asked.prompt_ids[-4:]).rstrip().endswith(OPEN)
         written = []
         for completion in await self._write(asked, wish.num, wish.max_tokens):
+            self._note_end(completion, wish.max_tokens)
             text = self.policy.text(without_stop(completion))
             answer = read_answer(text, opened=opened, parser=parser)
             self.counts["tool_calls"] += len(answer.tool_calls)
@@ -143,6 +145,7 @@ class Session:
         asked = Asked(prompt_ids)
         written = []
         for completion in await self._write(asked, num, max_tokens, stop_ids):
+            self._note_end(completion, max_tokens)
             answer = Answer(self.policy.text(without_stop(completion)))
             written.append(Written(self.conversation.add(asked, completion), prompt_ids, completion, answer, {}))
         return written
@@ -229,6 +232,11 @@ class Session:
         conversation, row = self.conversation, asking.row
         held = 0 if row is None or not conversation.is_leaf(row) else conversation.turns[row].end
         return asking.tokens - held
+
+    def _note_end(self, completion: Completion, max_tokens: int | None) -> None:
+        """`max_tokens`: what the agent asked for itself."""
+        is_agents_own = max_tokens is not None and len(completion.token_ids) >= max_tokens
+        self.truncated = completion.finish_reason == "length" and not is_agents_own
 
     async def _one(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         policy = self.policy

@@ -221,8 +221,27 @@ class ActorLoss:
                     "select=...)"
                 )
             self.select(x, x, mask, torch.Generator())
+        if not self.per_sequence and self._mixes_tokens():
+            raise ValueError(
+                f"policy loss {self.policy_loss}: a token's loss depends on the others of its sequence; expected "
+                "register_policy_loss(..., per_sequence=True), which keeps them in one micro-batch"
+            )
         if not self._kl_is_full:
             kl_estimate(self.kl_loss_type, x, x)
+
+    def _mixes_tokens(self) -> bool:
+        """Whether four tokens have another loss or gradient as two sequences than as one."""
+        found = []
+        for segment_ids in ([0, 0, 0, 0], [0, 0, 1, 1]):
+            log_probs = torch.tensor([-0.1, -0.7, -1.3, -0.4], requires_grad=True)
+            columns = log_probs, torch.tensor([-0.3, -0.5, -1.0, -0.9]), torch.tensor([1.0, -1.0, 0.5, 2.0])
+            extra = {name: torch.tensor([0.0, 1.0, 0.0, 1.0]) for name in self._column_keywords}
+            mask = torch.ones(4, dtype=torch.bool)
+            loss, _ = self._policy(*columns, mask, torch.tensor(segment_ids), **extra)
+            if loss.requires_grad:
+                loss.sum().backward()
+            found.append(torch.cat([loss.detach(), torch.zeros(4) if log_probs.grad is None else log_probs.grad]))
+        return not torch.allclose(*found, equal_nan=True)
 
 
 @dataclass(frozen=True)

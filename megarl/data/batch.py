@@ -34,7 +34,7 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
         score               float32, the reward
         group               int64, index into `groups`: samples of one visit of one prompt
         version_min, version_max   int64, oldest and newest weights that generated a token
-        truncated           float32, 1 if the length limit ended the answer that began last
+        truncated           float32, 1 if a limit of the run ended the sample
         greedy_score        float32, the reward of a greedy completion, if all samples have one
         reward_parts        [S, K] float32, the numbers of the reward that `reward_parts` names, if any
 
@@ -71,7 +71,7 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
             "group": torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g) for g in groups])),
             "version_min": torch.tensor([min(span.version for span in sample.versions) for sample in samples]),
             "version_max": torch.tensor([max(span.version for span in sample.versions) for sample in samples]),
-            "truncated": torch.tensor([float(sample.finish_reason == "length") for sample in samples]),
+            "truncated": torch.tensor([float(sample.truncated) for sample in samples]),
         },
         rows=torch.tensor([len(sample.rows) for sample in samples]),
     )

@@ -2,7 +2,7 @@
 
 groups.safetensors   of all rows, end to end: token_ids int32 (without the prompt's, where a row begins with them),
                      log_probs float32, a tensor for each kind of column; of all prompts prompt_ids int32
-groups.jsonl         a line for each group, with everything else and the lengths; the last line has the digests of both
+groups.jsonl         the format, a line for each group with everything else and the lengths, and the digests of both
 
 Samples come back equal, floats to the last bit.  Nothing here executes what it reads.
 """
@@ -24,6 +24,7 @@ from megarl.data.exact_json import from_json, to_json
 from megarl.sample import Prompt, Row, Sample, TurnSpan, VersionSpan, without_prefix
 
 TENSORS, LINES = "groups.safetensors", "groups.jsonl"
+FORMAT = 2  # of the files; goes up with every change
 
 
 def save_groups(folder: Path, groups: Mapping[int, Sequence[Sample]]) -> None:
@@ -33,7 +34,7 @@ def save_groups(folder: Path, groups: Mapping[int, Sequence[Sample]]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = _Parts()
-    lines = [json.dumps(_line(visit, group, parts)) for visit, group in groups.items()]
+    lines = [json.dumps(line) for line in ({"format": FORMAT}, *(_line(*visit, parts) for visit in groups.items()))]
     save_file(parts.joined(), folder / TENSORS)
     text = "".join(f"{line}\n" for line in lines).encode()
     digests = {TENSORS: _digest_of(folder / TENSORS), LINES: _digest(text)}
@@ -55,8 +56,14 @@ def load_groups(folder: Path) -> dict[int, list[Sample]]:
         ) from error
     if not intact:
         raise ValueError(f"{folder}: {TENSORS} or {LINES} is damaged; expected an unchanged folder")
+    head, *lines = map(json.loads, text.splitlines() or [b"{}"])
+    if head.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder}: its waiting groups were written by a version of megarl with another format; expected format "
+            f"{FORMAT}: resume with that version, or set trainer.resume_mode=disable"
+        )
     rest = _Rest(load_file(folder / TENSORS))
-    return dict(_group(json.loads(line), rest) for line in text.splitlines())
+    return dict(_group(line, rest) for line in lines)
 
 
 class _Parts:

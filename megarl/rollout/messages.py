@@ -136,6 +136,7 @@ def pack(group: list[Sample] | LostRollout) -> PackedGroup:
             sample.reward_extra,
             sample.greedy_reward,
             sample.text,
+            sample.truncated,
         )
         for sample in group
     ]

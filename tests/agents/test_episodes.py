@@ -152,8 +152,21 @@ def test_an_episode_that_has_used_up_its_turns_is_scored_as_it_stands(tmp_path, 
         async with stage_of(source(code), "yes", "maybe", folder=tmp_path, max_turns=3) as stage:
             (sample,) = await stage.group()
             assert (sample.reward, sample.num_turns, len(sample.rows)) == (len("maybe"), 3, 3)
-            assert sample.reward_extra["agent/over_limit"] == 1.0
+            assert sample.reward_extra["agent/over_limit"] == 1.0 and sample.truncated
             assert stage.episodes.counters()["agent/errors"] == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(("max_tokens", "truncated"), [("None", True), ("3", False)])
+def test_an_answer_that_the_agent_itself_keeps_short_was_not_cut_by_the_run(tmp_path, max_tokens, truncated):
+    code = f"async def episode(chat, prompt):\n    await chat(chat.messages, max_tokens={max_tokens})\n    return 1.0\n"
+
+    async def test():
+        async with stage_of(code, "a" * 500, folder=tmp_path) as stage:
+            (sample,) = await stage.group()
+            assert (sample.finish_reason, sample.truncated) == ("length", truncated)
+            assert (sample.num_learnt == 3) is not truncated
 
     run(test)
 

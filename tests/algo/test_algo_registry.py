@@ -19,6 +19,7 @@ from megarl.algo import (
     step_columns,
 )
 from megarl.algo.hyperparameters import keyword_names
+from megarl.algo.segments import count_segments, segment_mean
 from megarl.sample import Batch
 
 PLUGIN = """
@@ -81,6 +82,22 @@ def test_a_loss_that_aggregates_is_refused_before_the_run(tables):
         ValueError, match=r"policy loss scalar: its token loss has shape \(\), expected one number a token"
     ):
         ActorLoss("scalar")
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_loss_that_mixes_tokens_says_so_when_it_is_registered(tables, detached):
+    """Rows of its samples would part otherwise; a sequence's ratio without a gradient changes the loss alone."""
+
+    def of_sequence(log_probs, old_log_probs, advantages, mask, segment_ids):
+        change = log_probs - old_log_probs
+        ratio = segment_mean(change.detach() if detached else change, mask, segment_ids, count_segments(segment_ids))
+        return -advantages * log_probs * ratio.exp()[segment_ids], {}
+
+    register_policy_loss("forgetful")(of_sequence)
+    with pytest.raises(ValueError, match="policy loss forgetful: a token's loss depends on the others of its sequence"):
+        ActorLoss("forgetful")
+    register_policy_loss("told", per_sequence=True)(of_sequence)
+    assert ActorLoss("told").per_sequence
 
 
 @pytest.mark.parametrize(

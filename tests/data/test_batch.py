@@ -163,7 +163,7 @@ def test_samples_of_several_rows_match_the_slow_reference(seed, rewards):
     samples = [one for group in groups for one in group]
     assert batch.rows.tolist() == [len(one.rows) for one in samples]
     assert batch.lengths.tolist() == [len(row.token_ids) for one in samples for row in one.rows]
-    assert batch.per_sequence["truncated"].tolist() == [float(one.finish_reason == "length") for one in samples]
+    assert batch.per_sequence["truncated"].tolist() == [float(one.truncated) for one in samples]
     parts = zip(batch.split(batch.tokens), batch.split(batch.columns["response_mask"]), samples, strict=True)
     assert all(tokens[mask == 1].tolist() == one.learnt_ids for tokens, mask, one in parts)
     assert ("turn_rewards" in batch.columns) == rewards
@@ -204,7 +204,7 @@ def test_an_answer_that_two_rows_hold_is_learnt_in_one_of_them():
         [5, 6, 7, 8, 4, 3], (TurnSpan(0, 2, 4), TurnSpan(1, 5, 6)), [-1.0, -2.0, -3.0], spans, "stop", (0.5, 0.0)
     )
     other = Row([5, 6, 7, 8, 9, 2], (TurnSpan(2, 5, 6),), [-4.0], (VersionSpan(1, 0, 1),), "length", (0.25,))
-    batch = make_batch([[Sample(prompt, (first, other), 1.0)]])
+    batch = make_batch([[Sample(prompt, (first, other), 1.0, truncated=True)]])
     assert batch.tokens.tolist() == [5, 6, 7, 8, 4, 3, 5, 6, 7, 8, 9, 2]
     assert batch.columns["response_mask"].tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1]
     assert batch.columns["rollout_log_probs"].tolist() == [0, 0, -1, -2, 0, -3, 0, 0, 0, 0, 0, -4]

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 from safetensors.numpy import load_file
 
 from megarl.data import groups as module
-from megarl.data.groups import LINES, TENSORS, load_groups, save_groups
+from megarl.data.groups import FORMAT, LINES, TENSORS, load_groups, save_groups
 from megarl.rollout.wire_columns import COLUMN_DTYPES
 from megarl.sample import Completion, Prompt, Row, Sample, TurnSpan, VersionSpan
 
@@ -36,7 +36,8 @@ def samples(draw: st.DrawFn, prompt: Prompt, numbers: st.SearchStrategy[float]) 
     with_rewards = draw(st.booleans())
     rows = tuple(draw(rows_of(prompt, each, numbers, with_rewards)) for each in turns)
     extra = draw(st.dictionaries(st.text(max_size=3), rewards, max_size=2))
-    return Sample(prompt, rows, draw(rewards), extra, draw(st.none() | rewards), draw(st.text(max_size=5)))
+    rest = draw(st.none() | rewards), draw(st.text(max_size=5)), draw(st.booleans())
+    return Sample(prompt, rows, draw(rewards), extra, *rest)
 
 
 @st.composite
@@ -44,7 +45,7 @@ def rows_of(
     draw: st.DrawFn, prompt: Prompt, turns: list[int], numbers: st.SearchStrategy[float], with_rewards: bool
 ) -> Row:
     ids = st.lists(st.integers(0, 2**31 - 1), max_size=3)
-    token_ids = draw(ids | st.just(prompt.token_ids))
+    token_ids = draw(ids | st.just(prompt.token_ids)) or [3]  # nothing predicts a row's first token
     learnt = []
     for turn in turns:
         token_ids = token_ids + draw(ids)
@@ -134,8 +135,8 @@ def test_the_files_by_hand(tmp_path: Path) -> None:
         "column_0": ("uint8", (10, 2)),
         "column_1": ("uint8", (5, 4)),
     }
-    *lines, digests = [json.loads(line) for line in (tmp_path / "rollouts" / LINES).read_text().splitlines()]
-    assert sorted(digests) == ["groups.jsonl", "groups.safetensors"]
+    first, *lines, digests = [json.loads(line) for line in (tmp_path / "rollouts" / LINES).read_text().splitlines()]
+    assert first == {"format": FORMAT} and sorted(digests) == ["groups.jsonl", "groups.safetensors"]
     assert [line["visit"] for line in lines] == [7, 9, 11]
     assert lines[0]["prompt"] == {
         "uid": "0-1",
@@ -213,6 +214,14 @@ def test_a_file_that_was_cut_or_changed_anywhere_is_one_sentence(tmp_path: Path,
         assert "\n" not in str(error.value)
     (tmp_path / name).write_bytes(whole)
     assert len(load_groups(tmp_path)[0]) == 1
+
+
+def test_files_of_another_format_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as other:
+        other.setattr("megarl.data.groups.FORMAT", 1)
+        save_groups(tmp_path, {0: [sample()]})
+    with pytest.raises(ValueError, match=f"another format; expected format {FORMAT}: resume with that version"):
+        load_groups(tmp_path)
 
 
 def test_files_of_two_saves_do_not_go_together(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def random_sample(
     members = [[turn for turn, owner in enumerate(owners) if owner == row] for row in dict.fromkeys(owners)]
     rows: list[Row] = []
     for turns in members:
-        tokens = list(prompt.token_ids)
+        tokens = list(prompt.token_ids) or ids(rng, 1, vocab_size)  # nothing predicts a row's first token
         if rows and rng.random() < 0.6:
             before = rng.choice(rows)
             tokens = before.token_ids[: rng.choice(before.learnt).end]
@@ -33,7 +33,7 @@ def random_sample(
             learnt.append(TurnSpan(turn, start, len(tokens)))
         rows.append(row_of(rng, tokens, learnt, rewards=rewards))
     total = float(sum(reward for row in rows for reward in row.rewards)) + rng.choice((0.0, 0.5, 1.0))
-    return Sample(prompt, tuple(rows), total, text="an episode")
+    return Sample(prompt, tuple(rows), total, text="an episode", truncated=rng.random() < 0.5)
 
 
 def row_of(rng: random.Random, tokens: list[int], learnt: Sequence[TurnSpan], *, rewards: bool = False) -> Row:
