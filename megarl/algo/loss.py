@@ -241,7 +241,7 @@ class ActorLoss:
             if loss.requires_grad:
                 loss.sum().backward()
             found.append(torch.cat([loss.detach(), torch.zeros(4) if log_probs.grad is None else log_probs.grad]))
-        return not torch.allclose(*found, equal_nan=True)
+        return not torch.allclose(found[0], found[1], equal_nan=True)
 
 
 @dataclass(frozen=True)
