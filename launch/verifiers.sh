@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv-verifiers, an environment with the stock packages verifiers, whose tasks `agent.fn=verifiers:TASKSET` runs
-# there, and reasoning-gym, for the tests of an example.  Safe to run again and to interrupt.
+# there, and reasoning-gym, for the tests of an example, which needs a C compiler.  Safe to run again and to interrupt.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
