@@ -28,8 +28,8 @@ from megarl.commands.doctor import PYTHONS
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "launch/constraints.txt"
 UV = (sys.executable, "-m", "uv")
-# Packages without a wheel.  Hydra's parser and cellpylib and zss of reasoning-gym are Python only, and pip builds one in
-# a second; pycosat wants a C compiler.  Transformer-Engine's part for torch is built on the machine that uses it.
+# Packages without a wheel.  Hydra's parser, and cellpylib and zss of reasoning-gym, are Python only, and pip builds one
+# in a second; pycosat wants a C compiler.  Transformer-Engine's part for torch is built on the machine that uses it.
 SDISTS = ("antlr4-python3-runtime", "cellpylib", "pycosat", "zss", "transformer-engine-torch")
 # The oldest C libraries that the wheels run with: torch's, and SGLang's.
 GLIBC, SGLANG_GLIBC = "2_28", "2_34"
