@@ -181,6 +181,8 @@ class Episodes:
             result = await self._limited(session, self._call(prompt, session))
         except Exception as raised:
             error = raised
+        if session.fatal is not None:
+            raise session.fatal
         if session.failure is not None:  # the servers', not the agent's, whatever it made of it
             return _Ended(session, failure=NoSample(session.failure, is_lost=True))
         if error is None or session.over_limit:  # however the agent told it

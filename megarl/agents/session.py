@@ -20,6 +20,7 @@ from megarl.data.template import ChatTemplate
 from megarl.rollout.collect import for_completion
 from megarl.rollout.pieces import write
 from megarl.rollout.pool import EnginePool, RolloutFailed, Waiting
+from megarl.rollout.pool_server import NoFilesLeft
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion
 
@@ -94,6 +95,7 @@ class Session:
         self.closed = self.over_limit = self.truncated = False
         self.exhausted, self._num_refused = asyncio.Event(), 0
         self.failure: str | None = None
+        self.fatal: NoFilesLeft | None = None  # ends the run, whatever the agent makes of it
         self.waiting = Waiting()
         self.messages: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter({"tool_calls": 0, "malformed_tool_calls": 0})
@@ -167,6 +169,9 @@ class Session:
         self._asked[asking] += 1
         try:
             completions = await running
+        except NoFilesLeft as error:
+            self.fatal = error
+            raise
         except (RolloutFailed, asyncio.CancelledError) as error:
             if isinstance(error, RolloutFailed):
                 self.failure = str(error)

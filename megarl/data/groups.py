@@ -141,6 +141,7 @@ def _sample_to_json(sample: Sample, parts: _Parts) -> dict[str, Any]:
         "reward": sample.reward,
         "reward_extra": sample.reward_extra,
         "greedy_reward": sample.greedy_reward,
+        "truncated": sample.truncated,
         "text": sample.text,
     }
 

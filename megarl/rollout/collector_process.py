@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import spawn
 from typing import Any
 
 from megarl.processes.lifetime import last_lines
@@ -24,13 +25,21 @@ _START_S = 600.0  # until the first sign of life: imports, tokenizer, reward wor
 # multiprocessing starts programs with all variables of this process; those it then hides stay in /proc/PID/environ.
 _PROGRAM = """
 import sys
+from multiprocessing import spawn
 from multiprocessing.connection import Connection
 pipe = Connection(int(sys.argv[1]))
-sys.path[:] = pipe.recv()
+spawn.prepare(pipe.recv())
 function, settings = pipe.recv()
 function(pipe, settings)
 """
 _DOUBT_S = 2.0  # a silent collector is looked at again after this time: perhaps this process was stopped, too
+
+
+def _preparation() -> dict[str, Any]:
+    """What multiprocessing tells its children: sys.path, and the main module, whose functions settings may hold."""
+    found = spawn.get_preparation_data("collector")
+    del found["authkey"]  # it goes to nobody but children of multiprocessing
+    return found
 
 
 class CollectorProcess:
@@ -52,7 +61,7 @@ class CollectorProcess:
         )
         theirs.close()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: `_read_all` finds out
-            self._pipe.send(sys.path)
+            self._pipe.send(_preparation())
             self._pipe.send((run_collector, settings))
         self._heard = time.monotonic()
         self._has_begun = False

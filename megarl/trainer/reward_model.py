@@ -29,7 +29,7 @@ def check_reward_model(config: Config, algorithm: Algorithm) -> None:
         return
     key = f"reward.model.path={config.reward.model.path}"
     folder = model_folder(config.reward.model.path or "", "reward.model.path")
-    hidden = json.loads((Path(folder) / "config.json").read_text())["hidden_size"]
+    hidden = json.loads((Path(folder) / "config.json").read_text()).get("hidden_size")
     with open_hf(folder) as weights:
         shape = weights.shapes.get(_HEAD)
     if shape != (1, hidden):

@@ -95,7 +95,7 @@ def plain(sample: Sample) -> tuple[Any, ...]:
     """All of a sample, with floats as their bits."""
     extra = [(name, bits(number)) for name, number in sample.reward_extra.items()]
     numbers = (bits(sample.reward), extra, bits(sample.greedy_reward))
-    return (sample.prompt, [plain_row(row) for row in sample.rows], sample.text, *numbers)
+    return (sample.prompt, [plain_row(row) for row in sample.rows], sample.text, sample.truncated, *numbers)
 
 
 def plain_row(row: Row) -> tuple[Any, ...]:
@@ -162,6 +162,7 @@ def test_the_files_by_hand(tmp_path: Path) -> None:
         "reward": 1.0,
         "reward_extra": {"short": 0.5},
         "greedy_reward": None,
+        "truncated": False,
     }
     assert lines[2] == {"visit": 11, "prompt": None, "samples": []}
 

@@ -9,11 +9,8 @@ A class without `reward` leaves the last answer to reward.fn.  What is not `asyn
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import threading
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,8 +18,8 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from megarl.agents.chat import Chat, OverLimit, ToolRequest
-from megarl.plugins import is_async, user_function
-from megarl.rewards.result import describe
+from megarl.agents.in_thread import called, in_thread
+from megarl.plugins import user_function
 from megarl.sample import Prompt
 
 _NO_TOOLS = ("reset", "reward")
@@ -44,9 +41,10 @@ def load(address: str, arguments: Mapping[str, Any]) -> Episode:
     schemas = [_schema(setting, made, name) for name in names]
 
     async def episode(chat: Chat, prompt: Prompt) -> Any:
-        tools, messages, text = await _in_thread(make), chat.messages, ""
+        tools, messages, text = await in_thread(make), chat.messages, ""
         begin = getattr(tools, "reset", None)
-        if begin and (shown := await _called(begin, **_taken(begin, _row(prompt)))) is not None:
+        row = {"prompt": prompt.text, "ground_truth": prompt.ground_truth, "data_source": prompt.data_source}
+        if begin and (shown := await called(begin, **_taken(begin, {**row, **prompt.extra}))) is not None:
             messages[-1]["content"] += str(shown)
         try:
             while True:
@@ -75,11 +73,6 @@ def _schema(setting: str, made: Any, name: str) -> dict[str, Any]:
         raise ValueError(f"{setting}: the tool {name}: {' '.join(str(error).split())}") from error
 
 
-def _row(prompt: Prompt) -> dict[str, Any]:
-    own = {"prompt": prompt.text, "ground_truth": prompt.ground_truth, "data_source": prompt.data_source}
-    return {**own, **prompt.extra}
-
-
 def _taken(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """Of the values those that the function has parameters for."""
     parameters = inspect.signature(function).parameters
@@ -93,50 +86,13 @@ async def _response(tools: Any, names: list[str], call: ToolRequest) -> Any:
     if call.name not in names:
         return {"error": f"there is no tool {call.name}; there are {', '.join(names)}"}
     try:
-        return await _called(getattr(tools, call.name), **call.arguments)
+        return await called(getattr(tools, call.name), **call.arguments)
     except (Exception, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 async def _reward(tools: Any, text: str) -> Any:
-    reward = await _in_thread(partial(getattr, tools, "reward", None))  # a property computes
+    reward = await in_thread(partial(getattr, tools, "reward", None))  # a property computes
     if not callable(reward):
         return reward
-    return await _called(reward, *[text] * bool(inspect.signature(reward).parameters))
-
-
-async def _called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The result; an ordinary function runs in a thread, so that other episodes go on."""
-    if is_async(function):
-        return await function(*args, **kwargs)
-    return await _in_thread(partial(function, *args, **kwargs))
-
-
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    """The result of `work` in a thread of its own: one that hangs keeps no other waiting, nor the end of the process.
-
-    Raises what it raises; what is no Exception, such as SystemExit, as a RuntimeError.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if done.done():  # cancelled
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as raised:
-            passes = isinstance(raised, Exception) and not isinstance(raised, StopIteration)  # futures refuse that
-            error = raised if passes else RuntimeError(describe(raised))
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="tool", daemon=True).start()
-    return await done
+    return await called(reward, *[text] * bool(inspect.signature(reward).parameters))

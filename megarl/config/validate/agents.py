@@ -23,6 +23,9 @@ def contradictions(config: Config) -> Iterator[str]:
     if agent.max_tokens <= config.data.max_prompt_length:
         longest = f"data.max_prompt_length={config.data.max_prompt_length}"
         yield f"agent.max_tokens={agent.max_tokens}: expected more than {longest}, which an episode begins with"
+    if config.data.overlong_prompts not in ("error", "filter"):
+        wanted = "expected error or filter, because agents get the messages of a prompt, not its tokens"
+        yield f"data.overlong_prompts={config.data.overlong_prompts}: {wanted}"
     if config.algorithm.overlong_buffer.enable:
         yield "algorithm.overlong_buffer.enable=true: expected false, because episodes have several answers"
     if config.trainer.check_export:

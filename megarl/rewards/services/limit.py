@@ -27,11 +27,14 @@ class ServiceError(Exception):
     """A service gave no answer.
 
     `passes`: the same call may succeed later.  `after_s`: when the service wants it, None if it did not say.
+    `is_away`: the call was not sent, because nobody listens there.
     """
 
-    def __init__(self, reason: str, *, passes: bool = True, after_s: float | None = None) -> None:
+    def __init__(
+        self, reason: str, *, passes: bool = True, after_s: float | None = None, is_away: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.passes, self.after_s = passes, after_s
+        self.passes, self.after_s, self.is_away = passes, after_s, is_away
 
 
 class Limit:
@@ -87,7 +90,7 @@ class Limit:
                 try:
                     result = await self._within(call)
                 except Exception as error:
-                    if is_away(error):
+                    if isinstance(error, ServiceError) and error.is_away:
                         if not self._waits(error):
                             raise
                         continue
@@ -161,7 +164,7 @@ def may_pass(error: Exception) -> bool:
     )
 
 
-def is_away(error: BaseException) -> bool:
+def nobody_listens(error: BaseException) -> bool:
     """Whether a call could not connect, so that it was not sent: nobody listens there, or no way leads there.
 
     A name that nobody knows is another mistake.  The clients put the system's error behind one of their own.

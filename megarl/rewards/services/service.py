@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from megarl.rewards.services.limit import Limit, ServiceError, is_busy, seconds_of
+from megarl.rewards.services.limit import Limit, ServiceError, is_busy, nobody_listens, seconds_of
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Service:
                 said = " ".join((await reply.text(errors="replace")).split())[:SHOWN]
                 after_s = seconds_of(reply.headers.get("Retry-After"))
         except (aiohttp.ClientError, ValueError) as error:  # ValueError: no JSON, or no text
-            raise ServiceError(f"{url}: {error!r}") from error
+            raise ServiceError(f"{url}: {error!r}", is_away=nobody_listens(error)) from error
         raise ServiceError(f"{url} answered {reply.status}: {said}", passes=is_busy(reply.status), after_s=after_s)
 
     def _session(self) -> aiohttp.ClientSession:

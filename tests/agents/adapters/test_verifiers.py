@@ -105,7 +105,7 @@ for line in sys.stdin:
 def test_a_process_that_says_something_else_is_ended_and_the_next_episode_starts_one(
     wrong: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.agents.adapters.verifiers._LINE_BYTES", 1 << 16)
+    monkeypatch.setattr("megarl.agents.line_worker._LINE_BYTES", 1 << 16)
     Path("fake.py").write_text(FAKE)
     Path("python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path("fake.py").absolute()}"\n')
     Path("python").chmod(0o700)
@@ -127,7 +127,7 @@ def test_a_process_that_ends_fails_its_episodes_and_a_row_needs_a_task() -> None
     Path("python").write_text("#!/bin/sh\nexit 3\n")
     Path("python").chmod(0o700)
     function = load("x", {"python": "python"})
-    with pytest.raises(RuntimeError, match="the process of verifiers ended with exit code 3"):
+    with pytest.raises(RuntimeError, match="the worker ended with exit code 3"):
         asyncio.run(function("http://127.0.0.1:1/v1", prompt_of({"prompt": "x"})))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompt 0-0 has no field `task`"):
         asyncio.run(function("http://127.0.0.1:1/v1", Prompt("0-0", [1], "x")))  # type: ignore[arg-type]

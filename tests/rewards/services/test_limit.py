@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from virtual_clock import VirtualClock
 
-from megarl.rewards.services.limit import Limit, ServiceError, is_away, may_pass, retry_after, seconds_of
+from megarl.rewards.services.limit import Limit, ServiceError, may_pass, nobody_listens, retry_after, seconds_of
 
 
 def limit(clock: VirtualClock, *how: Any, draw: float = 0.0) -> Limit:
@@ -126,7 +126,7 @@ def test_a_call_that_takes_too_long_is_ended_and_tried_again() -> None:
     run(test)
 
 
-REFUSED = [ConnectionRefusedError(errno.ECONNREFUSED, "refused")]
+REFUSED = [ServiceError("nobody listens", is_away=True)]
 
 
 def test_waiting_for_a_service_that_is_away_is_no_try() -> None:
@@ -145,11 +145,23 @@ def test_a_service_that_stays_away_fails_its_calls_and_each_later_call_looks_onc
         patient = limit(clock, 2, None, 4, 120.0, 3.0)
         first, second, later = (Failing(clock, *REFUSED * 99) for _ in range(3))
         found = await clock.run(patient(first), patient(second)) + await clock.run(patient(later))
-        assert [type(error) for error in found] == [ConnectionRefusedError] * 3
+        assert [str(error) for error in found] == ["nobody listens"] * 3
         # One call knocks for all; the others look when the time is over.
         assert (first.calls, second.calls, later.calls) == ([0.0, 1.0, 2.0, 3.0], [3.0], [3.0])
         assert await clock.run(patient(Failing(clock))) == [[3.0]]  # it is back
         assert await clock.run(patient(Failing(clock, *REFUSED))) == [[3.0, 4.0]]  # away once more: a wait of its own
+
+    run(test)
+
+
+def test_a_function_of_a_user_that_cannot_connect_is_called_as_often_as_there_are_tries() -> None:
+    """What it did before, such as a call that costs money, would be done again at every knock."""
+
+    async def test() -> None:
+        clock = VirtualClock()
+        call = Failing(clock, *[ConnectionRefusedError(errno.ECONNREFUSED, "refused")] * 99)
+        (found,) = await clock.run(limit(clock, 1, None, 2)(call))
+        assert isinstance(found, ConnectionRefusedError) and len(call.calls) == 3
 
     run(test)
 
@@ -159,11 +171,12 @@ def test_only_what_could_not_connect_is_away() -> None:
         error.__cause__ = cause
         return error
 
-    both = ExceptionGroup("two addresses", REFUSED * 2)
-    assert is_away(REFUSED[0]) and is_away(caused(TransportError(), caused(OSError("all failed"), both)))
-    assert is_away(OSError(errno.EHOSTUNREACH, "no route"))
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+    both = ExceptionGroup("two addresses", [refused] * 2)
+    assert nobody_listens(refused) and nobody_listens(caused(TransportError(), caused(OSError("all failed"), both)))
+    assert nobody_listens(OSError(errno.EHOSTUNREACH, "no route"))
     for error in (ConnectionResetError(errno.ECONNRESET, "reset"), socket.gaierror(-2, "unknown"), TimeoutError()):
-        assert not is_away(error)
+        assert not nobody_listens(error)
 
 
 class Reply:
