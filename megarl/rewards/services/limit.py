@@ -45,8 +45,8 @@ class Limit:
     408, 429 or 5xx.  Before a new try it waits as long as the service says in Retry-After, and meanwhile no other call
     begins; else 1 s, 2 s, 4 s and so on, of which up to a half is left out at random.
 
-    A service that nothing can connect to is away: it may be starting again.  Calls wait for it, which is no try.  After
-    `away_s` without it, each call has one try to connect, until the service is back.
+    A call that raises a ServiceError with `is_away` was not sent: the service may be starting again.  Calls wait for
+    it, which is no try.  After `away_s` without it, each call has one try to connect, until the service is back.
 
     Example: limit = Limit(64, per_minute=500); reply = await limit(lambda: client.ask(question))
 
