@@ -6,7 +6,6 @@ Both run in a process of their own, and both are timed from the order to the las
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import math
 import multiprocessing
@@ -26,7 +25,7 @@ import psutil
 
 from megarl.processes.lifetime import die_with_parent
 from megarl.rewards.scorer import Rewards
-from megarl.rollout.collector import Scorer
+from megarl.rollout.collector import Scorer, collect_garbage_rarely
 from megarl.rollout.collector_client import Collectors
 from megarl.rollout.protocol import KEEP_ALIVE_S, Route, SamplingParams, auth_headers, generate_body
 from megarl.sample import LostRollout, Prompt
@@ -208,8 +207,7 @@ async def _bare_loop(pipe: Connection, url: str, headers: dict[str, str], concur
                 pipe.send(sum(later(answer) for answer in answers))
             else:
                 bodies = [before(arguments) for arguments in word]
-                gc.collect()
-                gc.freeze()  # as a collector does
+                collect_garbage_rarely()  # as a collector does
                 pipe.send("ready")
 
 
