@@ -85,13 +85,14 @@ class Timed:
 
 
 def take_turns(
-    ring: Client, bare: Client, work: Sequence[Request], turns: int, before: Any = lambda: None
-) -> tuple[Timed, Timed]:
+    clients: Sequence[Client], work: Sequence[Request], turns: int, before: Any = lambda: None
+) -> list[Timed]:
     """A first turn of each that does not count, then so many of each; who begins changes from turn to turn."""
-    found = {ring: Timed(), bare: Timed()}
-    bare.ready(work)
+    found = {client: Timed() for client in clients}
+    for client in clients:
+        client.ready(work)
     for turn in range(turns + 1):
-        for client in (ring, bare) if turn % 2 else (bare, ring):
+        for client in clients[:: -1 if turn % 2 else 1]:
             before()
             begun_cpu, begun_driver, begun = cpu_seconds(client.pid), time.process_time(), time.perf_counter()
             found[client].tokens = client.ask(work)
@@ -100,7 +101,7 @@ def take_turns(
                 found[client].seconds.append(seconds)
                 found[client].driver_s.append(driver_s)
                 found[client].cpu_s.append(cpu_seconds(client.pid) - begun_cpu + driver_s)
-    return found[ring], found[bare]
+    return list(found.values())
 
 
 def ratio(ring: Timed, bare: Timed) -> float:
@@ -120,7 +121,7 @@ def measure(engine: str, url: str, token: str, model: Path, work: Sequence[Reque
         closing(RingClient(url, token, model, options.concurrency, logs / f"collector_{engine}.log")) as ring,
         closing(BareClient(url, token, options.concurrency)) as bare,
     ):
-        ours, theirs = take_turns(ring, bare, work, options.turns, flush)
+        ours, theirs = take_turns([ring, bare], work, options.turns, flush)
         asked, written = sum(r.n * r.new_tokens for r in work), (ours.tokens, bare.check())
     if written != (asked, asked):
         raise ValueError(f"{engine}: {asked} tokens were asked for, and {written} written; expected the same")

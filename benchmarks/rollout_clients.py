@@ -6,6 +6,7 @@ Both run in a process of their own, and both are timed from the order to the las
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import multiprocessing
@@ -125,12 +126,15 @@ class BareClient:
     """aiohttp and nothing else: bodies are encoded before, answers read as bytes, and looked into after the clock.
 
     `with_json`: bodies are encoded and answers are parsed under the clock, which no client can do without.
+    `rare_garbage`: with a collector's settings of the search for garbage, else with Python's.
     """
 
-    def __init__(self, url: str, token: str, concurrency: int, *, with_json: bool = False) -> None:
+    def __init__(
+        self, url: str, token: str, concurrency: int, *, with_json: bool = False, rare_garbage: bool = True
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        settings = (theirs, url, token, concurrency, with_json, os.getpid())
+        settings = (theirs, url, token, concurrency, with_json, rare_garbage, os.getpid())
         self._process = context.Process(target=_bare, args=settings)
         self._process.start()
         theirs.close()
@@ -171,8 +175,12 @@ def cpu_seconds(pid: int | None) -> float:
     return sum(t.user + t.system for t in times)
 
 
-def _bare(pipe: Connection, url: str, token: str, concurrency: int, with_json: bool, parent: int) -> None:
+def _bare(
+    pipe: Connection, url: str, token: str, concurrency: int, with_json: bool, rare_garbage: bool, parent: int
+) -> None:
     die_with_parent(parent)
+    if rare_garbage:
+        collect_garbage_rarely()
     asyncio.run(_bare_loop(pipe, url + Route.GENERATE, auth_headers(token), concurrency, with_json))
 
 
@@ -207,7 +215,8 @@ async def _bare_loop(pipe: Connection, url: str, headers: dict[str, str], concur
                 pipe.send(sum(later(answer) for answer in answers))
             else:
                 bodies = [before(arguments) for arguments in word]
-                collect_garbage_rarely()  # as a collector does
+                gc.collect()
+                gc.freeze()  # the bodies are visited no more
                 pipe.send("ready")
 
 

@@ -383,7 +383,9 @@ class VirtualCollectors:
         reason = "length" if length == order.params.max_new_tokens else "stop"
         spans = tuple(VersionSpan(*span) for span in _joined(writing.spans))
         if not self._whole:
-            one_before = (TurnSpan(0, 1, 1 + length),)  # a row begins with context: here one token stands for the prompt
+            one_before = (
+                TurnSpan(0, 1, 1 + length),
+            )  # a row begins with context: here one token stands for the prompt
             return Row(range(1 + length), one_before, range(length), spans, reason)  # type: ignore[arg-type]
         first = zlib.crc32(f"{order.params.sampling_seed}/{order.ticket.prompt.uid}/{writing.index}".encode())
         tokens = [6 + (first + 7 * at) % 89 for at in range(length)]

@@ -81,9 +81,9 @@ class Noting:
 
 def test_clients_take_turns_and_the_first_does_not_count() -> None:
     heard: list[str] = []
-    found = take_turns(Noting("ring", heard), Noting("bare", heard), [], 2, lambda: heard.append("-"))
-    order = ["bare", "ring", "ring", "bare", "bare", "ring"]
-    assert heard == ["bare ready", *(word for name in order for word in ("-", name))]
+    found = take_turns([Noting("ring", heard), Noting("bare", heard)], [], 2, lambda: heard.append("-"))
+    order = ["ring", "bare", "bare", "ring", "ring", "bare"]
+    assert heard == ["ring ready", "bare ready", *(word for name in order for word in ("-", name))]
     for timed in found:
         assert timed.tokens == 10 and len(timed.seconds) == len(timed.cpu_s) == 2
 
