@@ -83,6 +83,7 @@ class Job:
     lora_rank: int = 0
     local: bool = False
     scores_old: bool = True  # a forward pass for the old log-probs
+    router_replay: str = "off"  # off | old | rollout
     dispatch: str = "each"  # each (alltoall: a token is sent to each chosen expert) | once (DeepEP: once per machine)
 
     # other models on the same or further ranks

@@ -70,6 +70,7 @@ class Role:
     group: Group
     packing: Packing
     temperature: float = 1.0
+    inputs: tuple[str, ...] = ()  # columns that its passes read where a batch has them: of mcore.training.router_replay
     kind: str = field(default="actor", init=False)
     hidden_size: int = field(default=1024, init=False)  # of the loaded model: for the cost of attention in packing
     lacks_transformer_engine: bool = field(default=False, init=False)  # on a GPU without Transformer-Engine
@@ -84,6 +85,7 @@ class Role:
         lora: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
         reads_weights: bool = True,
+        router_replay: bool = False,
     ) -> int:
         """Build the model on the ranks from an HF folder; returns the parameters of a rank of the last stage.
 
@@ -91,9 +93,11 @@ class Role:
 
         `lora` freezes the model and trains adapters: {"rank": 16, "alpha": 32, "targets": ["q_proj", ...], "seed": 0}.
         `engine`: the fields of mcore.training.execution.ExecutionOptions that differ from the defaults.
+        `router_replay`: the experts of tokens can be given and noted.
         """
         arguments: dict[str, Any] = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins)}
         arguments |= {"lora": lora, "engine": engine or {}, "reads_weights": reads_weights}
+        arguments["router_replay"] = router_replay
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         self.hidden_size = replies[0].result["hidden_size"]
         self.lacks_transformer_engine = bool(replies[0].result["lacks_transformer_engine"])
@@ -131,14 +135,17 @@ class Role:
         temperature: float | None = None,
         reference: str | None = None,
     ) -> dict[str, Tensor]:
-        """Each named column [N] of the batch under the current weights."""
+        """Each named column of the batch under the current weights."""
         batch = batch.by_row()
         plans = self._plan(batch)
         scale = self.temperature if temperature is None else temperature
         arguments = {"role": self.name, "temperature": scale, "names": list(names), "reference": reference}
-        replies = self.group.call("columns", arguments, [_payload(batch, p, ()) for p in plans])
+        replies = self.group.call("columns", arguments, [_payload(batch, p, self._given(batch)) for p in plans])
         lengths = batch.lengths.tolist()  # a replica without sequences answers without columns
         return {n: unpack(plans, [r.tensors[n] for r in replies if n in r.tensors], lengths) for n in names}
+
+    def _given(self, batch: Batch) -> tuple[str, ...]:
+        return tuple(name for name in self.inputs if name in batch.columns)
 
     def _plan(self, batch: Batch) -> list[RankPlan]:
         """Which samples each replica runs; all rows of one share a micro-batch."""
@@ -213,8 +220,9 @@ class Trainable(Role):
             "loss": asdict(how.loss),
             "num_tokens": batch.num_tokens,
         }
+        columns = (*how.loss.columns, *self._given(packed))
         try:
-            replies = self.group.call("update", arguments, [_payload(packed, p, how.loss.columns) for p in plans])
+            replies = self.group.call("update", arguments, [_payload(packed, p, columns) for p in plans])
         except RankError as error:
             raise _located(error, plans, packed, batch) from error
         return merge_stats([_stats(reply) for reply in replies]) | {
@@ -244,6 +252,7 @@ class Actor(Trainable):
     def columns(self, batch: Batch, names: Sequence[str], *, reference: str | None = None) -> dict[str, Tensor]:
         """Named columns [N] of the batch under the current weights: log_probs, entropy, sum_pi_squared, full_kl.
 
+        And ROUTED_EXPERTS [N, layers, experts of a token], which it chose, with `load(router_replay=True)`.
         `reference`: the reference role of full_kl, in the same group.
         """
         return self._columns(batch, names, reference=reference)

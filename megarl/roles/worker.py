@@ -28,9 +28,11 @@ from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.offload import OffloadBuffer, synchronized
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
+from megarl.mcore.training.router_replay import add_router_replay
 from megarl.mcore.training.step import Outputs, forward_only, train_step
 from megarl.plugins import load_plugins
 from megarl.processes.connection import Tensors
+from megarl.routed_experts import ROUTED_EXPERTS
 from megarl.sample import Batch
 from megarl.weights.hf.adapter import save_peft
 from megarl.weights.hf.export import save_hf
@@ -116,6 +118,8 @@ class Worker:
     def load(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Build a role's model from an HF folder; `optim` None: no training, `lora` None: no adapters.
 
+        `router_replay`: its experts can be given and noted.
+
         Parts that the options offload are on the device only during calls that need them.
         """
         load_plugins(arguments["plugins"])
@@ -134,6 +138,8 @@ class Worker:
         if lora is not None:
             settings = LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
             apply_lora(model, settings, seed=lora["seed"])
+        if arguments["router_replay"]:
+            add_router_replay(model)
         optimizer = None
         if optim is not None:
             model = wrap_for_training(model, self.layout, engine)
@@ -186,15 +192,16 @@ class Worker:
             yield role
 
     def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
-        """The columns `names` of every token of this replica's sequences: see `Outputs`."""
+        """The columns `names` of every token of this replica's sequences: see `Outputs`, and ROUTED_EXPERTS."""
         micros = micro_batches(*_unpack(tensors))
+        notes = ROUTED_EXPERTS in arguments["names"]
         with self.onloaded(arguments["role"], *_references(arguments)) as role:
             outputs, reference = self._outputs(role, arguments), self._reference(arguments)
-            found = forward_only(role.model, micros, outputs, self.device, reference)
+            found = forward_only(role.model, micros, outputs, self.device, reference, notes_experts=notes)
         if not self.rank_info.is_reporter:
             return {}, {}
         names = found[0] if found else {}
-        return {}, {name: torch.cat([columns[name] for columns in found]).float().cpu() for name in names}
+        return {}, {name: _on_host([columns[name] for columns in found]) for name in names}
 
     def update(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """One optimizer step on this replica's share of a mini-batch."""
@@ -218,7 +225,8 @@ class Worker:
         return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
 
     def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
-        return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], tuple(arguments["names"]))
+        names = tuple(name for name in arguments["names"] if name != ROUTED_EXPERTS)
+        return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], names)
 
     def _reference(self, arguments: dict[str, Any]) -> Model | None:
         """The frozen model for full_kl, by the name of its role."""
@@ -287,6 +295,12 @@ def _pusher(role: Role, settings: dict[str, Any]) -> Pusher | AdapterPusher:
         export_folder=settings["export_folder"],
         gpus=Gpus(**settings["gpus"]) if settings["gpus"] else None,
     )
+
+
+def _on_host(parts: list[Tensor]) -> Tensor:
+    """Whole, on the CPU; floating-point numbers as float32."""
+    whole = torch.cat(parts)
+    return (whole.float() if whole.is_floating_point() else whole).cpu()
 
 
 def _references(arguments: dict[str, Any]) -> list[str]:

@@ -20,6 +20,9 @@ from megarl.data.prompts import Prompts
 from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
+from megarl.rollout.engine_routes import EngineRoutes
+from megarl.rollout.wire_columns import EngineColumn
+from megarl.routed_experts import RoutedExperts
 from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machines
@@ -165,7 +168,22 @@ def server_launch(config: Config) -> EngineLaunch:
         memory_saver=rollout.placement == "shared",
         lora_rank=lora.rank if lora.push == "adapter" else 0,
         lora_targets=tuple(lora.targets),
+        returns_routes=config.actor.router_replay == "rollout",
     )
+
+
+def engine_columns(config: Config) -> tuple[EngineColumn, ...]:
+    """What a training run wants to travel with the tokens of every completion.
+
+    Raises ValueError for a model without experts.
+    """
+    if config.actor.router_replay != "rollout":
+        return ()
+    folder = model_folder(config.model.path)
+    of = RoutedExperts.of(json.loads((Path(folder) / "config.json").read_text()))
+    if of is None:
+        raise ValueError(f"actor.router_replay=rollout: the model in {folder} has no experts; expected off")
+    return (EngineRoutes(of),)
 
 
 def supervision(config: Config) -> supervisor.Supervision:
@@ -188,7 +206,8 @@ def make_servers(config: Config, token: str, nodes: Nodes | None = None, *, trai
         return supervisor.Servers.at(rollout.urls, token, supervision(config))
     launches, machines = [], []
     launch = server_launch(config)
-    launch = replace(launch, reads_weights=not (trains and config.first_push_is_whole) or _is_padded(launch))
+    reads_weights = not (trains and config.first_push_is_whole) or _is_padded(launch)
+    launch = replace(launch, reads_weights=reads_weights, returns_routes=trains and launch.returns_routes)
     for places, gpu in placements(config, trains=trains):
         parts = tuple((nodes.machine(k), nodes.address(k)) if nodes else (HERE, rollout.host) for k in places)
         machine, address = parts[0]
