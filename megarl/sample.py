@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.ragged import COUNTS
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -42,13 +44,20 @@ class Completion:
     """A generated completion.  Example: token_ids [4, 6, 1], log_probs [-0.1, -0.7, -0.0], finish_reason "stop"."""
 
     token_ids: list[int]  # the stop token included
-    log_probs: list[float]  # of the temperature-scaled softmax, as the server computed it
+    # Of the temperature-scaled softmax, over the tokens that could be drawn if these are known; the server computed it.
+    log_probs: list[float]
     finish_reason: str  # stop | length | abort
     versions: tuple[VersionSpan, ...]
     text: str = ""
     # What else travels with the tokens, by name, each [tokens of the prompt and of the completion, ...] of any dtype.
     # Not compared by ==: arrays have no single truth value.
     columns: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
+
+
+# The column with the tokens that could be drawn for each token, because top-p or top-k left them; none: all of the
+# vocabulary.  It is ragged, so a batch has two columns for it: see ragged.py.
+SUPPORT = "sampling_support"
+SUPPORT_COLUMNS = (SUPPORT, SUPPORT + COUNTS)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,12 @@ WITHOUT_MEANING = {
     "rollout.name": "rollout.engine names the program that writes the completions",
 }
 
+# Keys that exist elsewhere and cannot be offered -> why.
+REFUSED = {
+    f"rollout.{name}": "a server would draw from other logits than those of which the trainer computes log-probs"
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+} | {"rollout.min_p": "only rollout.top_p and rollout.top_k narrow what is drawn"}
+
 
 class Canonical(NamedTuple):
     """Our own name of a key.  `place` is set if the key names one entry of a list or mapping (beta2 of betas)."""

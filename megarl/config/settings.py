@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megarl.config.aliases import SWITCHES, canonical, without_prefix
+from megarl.config.aliases import REFUSED, SWITCHES, canonical, without_prefix
 from megarl.config.keys import FREE, fits, followed, groups, leaf_types, mapping_of, nearest, type_name
 
 # Words that name a file, or a part of a file, below all other settings; `model` and `model.preset` are the same.
@@ -199,6 +199,8 @@ def _checked(setting: Setting) -> Setting:
 def _unknown(key: str) -> str:
     if key in groups():
         return f"{key} is a group of keys; expected {key}.NAME=VALUE"
+    if key in REFUSED:
+        return f"there is no key {key}, because {REFUSED[key]}"
     guess = nearest(key)
     hint = f"; did you mean {guess}?" if guess else "; `megarl config` prints them all"
     return f"there is no key {key}{hint}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.ragged import COUNTS, Ragged
 from megarl.sample import REWARD_ERROR, Batch, Row, Sample
 
 # Columns that the trainer computes; no column of a row may be called like one of them.
@@ -29,7 +31,7 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
         versions            int32, of the weights that generated the token; -1 on the context
         turn                int32, the turn that generated the token; -1 on the context; if turns of some rows alternate
         turn_rewards        float32, the reward of a turn on its last token, 0 elsewhere; if a sample has such rewards
-    and the rows' own columns [N, ...], of their dtypes
+    and the rows' own columns [N, ...], of their dtypes; a ragged one as two, see ragged.py
     per_sequence [S]
         score               float32, the reward
         group               int64, index into `groups`: samples of one visit of one prompt
@@ -65,7 +67,7 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
     batch = Batch(
         tokens=torch.from_numpy(tokens),
         lengths=torch.from_numpy(lengths),
-        columns={name: torch.from_numpy(column) for name, column in own.items()} | _carried(samples, names),
+        columns={name: torch.from_numpy(column) for name, column in own.items()} | _carried(samples, names, lengths),
         per_sequence={
             "score": torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
             "group": torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g) for g in groups])),
@@ -152,8 +154,8 @@ def _turn_rewards(rows: Sequence[Row], lengths: np.ndarray) -> np.ndarray:
     return found
 
 
-def _carried(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, Tensor]:
-    """The columns of the rows, [N, ...] each.
+def _carried(samples: Sequence[Sample], names: Sequence[str], lengths: np.ndarray) -> dict[str, Tensor]:
+    """The columns of the rows, [N, ...] each.  `lengths`: of the rows.
 
     Raises: ValueError for a name that the trainer uses, and for a column that is missing or different in some samples:
     an engine that answers for a part of them has a defect, and without the column they would be learnt otherwise.
@@ -171,5 +173,9 @@ def _carried(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, Tenso
                     f"column {name} of the completions: sample {sample} has {kind}, sample {names[0]} {kinds[0]}; "
                     "expected the same of all samples of a step, so look at the engine that generated them"
                 )
-        found[name] = torch.from_numpy(np.concatenate([part for part in parts if part is not None]))
+        column: Any = np.concatenate([part for part in parts if part is not None])
+        if isinstance(column, Ragged):
+            found[name], found[name + COUNTS] = column.spread(lengths)
+        else:
+            found[name] = torch.from_numpy(column)
     return found

@@ -1,7 +1,8 @@
 """Files of finished groups that wait to be trained: written with a checkpoint, read by the run that goes on.
 
 groups.safetensors   of all rows, end to end: token_ids int32 (without the prompt's, where a row begins with them),
-                     log_probs float32, a tensor for each kind of column; of all prompts prompt_ids int32
+                     log_probs float32, a tensor for each kind of column, two for a ragged one; of all prompts
+                     prompt_ids int32
 groups.jsonl         the format, a line for each group with everything else and the lengths, and the digests of both
 
 Samples come back equal, floats to the last bit.  Nothing here executes what it reads.
@@ -21,10 +22,11 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from megarl.data.exact_json import from_json, to_json
+from megarl.ragged import COUNTS, Ragged
 from megarl.sample import Prompt, Row, Sample, TurnSpan, VersionSpan, without_prefix
 
 TENSORS, LINES = "groups.safetensors", "groups.jsonl"
-FORMAT = 2  # of the files; goes up with every change
+FORMAT = 3  # of the files; goes up with every change
 
 
 def save_groups(folder: Path, groups: Mapping[int, Sequence[Sample]]) -> None:
@@ -83,7 +85,10 @@ class _Parts:
         return key
 
     def joined(self) -> dict[str, np.ndarray]:
-        found = {key: np.concatenate(parts) for key, parts in self._parts.items()}
+        found: dict[str, Any] = {key: np.concatenate(parts) for key, parts in self._parts.items()}
+        for key, column in list(found.items()):
+            if isinstance(column, Ragged):
+                found[key], found[key + COUNTS] = column.values, column.counts
         if "log_probs" in found:
             found["log_probs"] = _as_narrow_as_exact(found["log_probs"])
         return found
@@ -95,7 +100,14 @@ class _Rest:
     def __init__(self, tensors: dict[str, np.ndarray]) -> None:
         self._tensors, self._at = tensors, dict.fromkeys(tensors, 0)
 
-    def take(self, key: str, length: int) -> np.ndarray:
+    def take(self, key: str, length: int) -> Any:
+        """An array, or of a ragged column its lists."""
+        if key + COUNTS in self._tensors:
+            counts = self._run(key + COUNTS, length)
+            return Ragged(counts, self._run(key, int(counts.sum())))
+        return self._run(key, length)
+
+    def _run(self, key: str, length: int) -> np.ndarray:
         start = self._at[key]
         self._at[key] += length
         return self._tensors[key][start : start + length]

@@ -31,11 +31,24 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
     if body.get("return_routed_experts") and reports is None:
         raise ValueError("return_routed_experts: expected a server started with --enable-return-routed-experts")
     scored_from = start if body.get("return_logprob") and start >= 0 else None
+    tells = body.get("return_sampling_mask") or False
+    if not isinstance(tells, bool):
+        raise ValueError(f"return_sampling_mask={tells!r}: expected true or false")
     stops = () if params.ignore_eos else (*model.eos_ids, *params.stop_token_ids)
     call = Call()
     for prompt, rid, salt in zip(prompts, rids, salts, strict=True):
         _check_prompt(prompt, params.max_new_tokens, model, max_total_tokens)
-        call.add(n, rid, prompt, params, stops, prompt_log_probs_from=scored_from, reports=reports, salt=salt)
+        call.add(
+            n,
+            rid,
+            prompt,
+            params,
+            stops,
+            prompt_log_probs_from=scored_from,
+            reports=reports,
+            tells_support=tells,
+            salt=salt,
+        )
     return call
 
 
@@ -103,6 +116,10 @@ def _item(row: Request, with_log_probs: bool, several: bool) -> dict[str, Any]:
             [log_prob, token, None] for log_prob, token in zip(row.log_probs, row.token_ids, strict=True)
         ]
         meta["output_token_logprobs_length"] = len(row.token_ids)
+    if row.tells_support:
+        meta["output_token_sampling_mask"] = row.support
+        meta["output_token_sampling_logprobs"] = row.log_probs_in_support
+        meta["output_token_sampling_mask_length"] = len(row.support)
     if row.reports and row.token_ids:
         meta["columns"] = {ROUTED_EXPERTS: column_to_json(_routes(row, row.reports))}
     return {"text": "", "output_ids": row.token_ids, "meta_info": meta}

@@ -104,6 +104,7 @@ class HFServer:
             "base_gpu_id": self._model.device.index or 0,
             "custom_weight_loader": [WEIGHT_LOADER],
             "enable_return_routed_experts": self._model.routes is not None,
+            "sampling_mask_max_tokens": None,  # no limit
             "startup_time": {"finished_at": self._started},
             "internal_states": [state],
         }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.hf_server.sampling import draw, row_key, uniforms
+from megarl.hf_server.sampling import draw, row_key, support, uniforms
 from megarl.rollout.protocol import SamplingParams
 from megarl.routed_experts import RoutedExperts
 
@@ -27,9 +27,12 @@ class Request:
     prompt_log_probs_from: int | None = None  # report the prompt's log-probs from this position on
     reports: RoutedExperts | None = None  # the experts of each token, of a model with such layers
     salt: str | int | None = None  # it shares KV with requests of the same salt; None: the engine gives it a number
+    tells_support: bool = False  # report the tokens that could be drawn for each token, and log-probs among them
     key: int = 0
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    support: list[list[int]] = field(default_factory=list)  # of each of token_ids, if it is reported
+    log_probs_in_support: list[float] = field(default_factory=list)
     prompt_log_probs: list[float] | None = None  # of tokens 1.. of the prompt, at temperature 1
     versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token generated with it)
     # The experts of the first tokens of the sequence, as the passes chose them that sampled what followed: [tokens,
@@ -163,6 +166,7 @@ class Running:
         part = {name: column[first : self.count] for name, column in self._columns.items()}
         uniform = uniforms(part["key"], part["length"])
         tokens, log_probs = draw(logits, part["temperature"], part["top_p"], part["top_k"], uniform)
+        self._note_support(logits, part, tokens, first)
         each = torch.arange(len(tokens), device=self.device)
         part["tokens"][each, part["num_new"]] = tokens
         part["log_probs"][each, part["num_new"]] = log_probs
@@ -171,6 +175,17 @@ class Running:
         part["length"].add_(1)
         part["stopped"].copy_((tokens[:, None] == part["stops"]).any(1))
         return (part["stopped"] | (part["num_new"] >= part["max_new"])).nonzero()[:, 0] + first
+
+    def _note_support(self, logits: Tensor, part: dict[str, Tensor], tokens: Tensor, first: int) -> None:
+        """Of the rows from `first` on that report it; `part`: their columns."""
+        rows = [row for row in self.rows[first:] if row.tells_support]
+        if not rows:
+            return
+        at = torch.tensor([row.tells_support for row in self.rows[first:]], device=self.device)
+        how = part["temperature"][at], part["top_p"][at], part["top_k"][at]
+        for row, ids, log_prob in zip(rows, *support(logits[at], *how, tokens[at]), strict=True):
+            row.support.append(ids)
+            row.log_probs_in_support.append(log_prob)
 
     def collect(self, places: Tensor) -> list[Request]:
         """The requests at `places`, with their tokens so far copied into them; complete ones are marked as finished."""

@@ -8,6 +8,8 @@ R rows, V vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -69,8 +71,7 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, unif
 
 def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     greedy = temperature == 0
-    logits = logits.float()
-    all_log_probs = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
+    all_log_probs = _log_probs(logits, temperature)
     if greedy.all():
         tokens = logits.argmax(-1)
     else:
@@ -84,14 +85,53 @@ def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uni
     return tokens, all_log_probs.gather(1, tokens[:, None])[:, 0]
 
 
+def _log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
+    """[R, V] float32; of a greedy row at temperature 1."""
+    return torch.log_softmax(logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None], dim=-1)
+
+
 def _draw_narrowed(probs: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> Tensor:
-    """Keep the k likeliest tokens, and of these the shortest prefix that reaches mass p of the whole; sample there."""
+    narrow = _narrowed(probs, top_p, top_k)
+    picked = _invert(narrow.probs, uniform)
+    return narrow.order.gather(1, picked[:, None])[:, 0]
+
+
+class _Narrowed(NamedTuple):
+    """Of each row the tokens, likeliest first, and their probabilities, 0 of those that cannot be drawn."""
+
+    probs: Tensor  # [R, V]
+    order: Tensor  # [R, V] token ids
+    kept: Tensor  # [R, V] bool
+
+
+def _narrowed(probs: Tensor, top_p: Tensor, top_k: Tensor) -> _Narrowed:
+    """Keep the k likeliest tokens, and of these the shortest prefix that reaches mass p of the whole."""
     probs, order = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = probs.cumsum(-1) - probs
     rank = torch.arange(probs.shape[1], device=probs.device)
     kept = (rank < top_k[:, None]) & (mass_before <= top_p[:, None])
-    picked = _invert(torch.where(kept, probs, 0.0), uniform)
-    return order.gather(1, picked[:, None])[:, 0]
+    return _Narrowed(torch.where(kept, probs, 0.0), order, kept)
+
+
+def support(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, tokens: Tensor
+) -> tuple[list[list[int]], list[float]]:
+    """Of each row the ids that `draw` could draw, likeliest first, and the log-prob of `tokens` [R] among these.
+
+    Arguments as of `draw`; a greedy row could draw one token only.
+    """
+    ids: list[list[int]] = []
+    log_probs: list[float] = []
+    rows = max(1, _MAX_ELEMENTS // logits.shape[1])
+    parts = (x.split(rows) for x in (logits, temperature, top_p, top_k, tokens))
+    for own, heat, p, k, drawn in zip(*parts, strict=True):
+        greedy = heat == 0
+        probs = _log_probs(own, heat).double().exp()
+        narrow = _narrowed(probs, p, torch.where(greedy, 1, k))
+        of_drawn = narrow.probs.gather(1, (narrow.order == drawn[:, None]).int().argmax(-1, keepdim=True))[:, 0]
+        log_probs += (of_drawn / narrow.probs.sum(-1)).log().tolist()
+        ids += [order[kept].tolist() for order, kept in zip(narrow.order.cpu(), narrow.kept.cpu(), strict=True)]
+    return ids, log_probs
 
 
 def _invert(probs: Tensor, uniform: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ def job_of(
         lora_targets=own.lora_targets,
         local=own.local,
         router_replay=actor.router_replay,
+        most_drawn=_most_drawn(config, int(own.hf["vocab_size"])),
         # The planner does not know whether the cluster has deep_ep, so auto is planned as alltoall.
         dispatch="once" if actor.megatron.moe_token_dispatcher_type == "flex" else "each",
         critic=role_of(config, "critic") if config.uses_critic else None,
@@ -92,6 +93,13 @@ def job_of(
     )
     read = server_args.read(rollout.sglang.args) if rollout.engine != "hf" else {"not_modelled": ()}
     return replace(job, **read | {"not_modelled": (*_not_modelled(config), *read["not_modelled"])})
+
+
+def _most_drawn(config: Config, vocab_size: int) -> int:
+    """`Job.most_drawn`; top_p alone has no limit but the vocabulary."""
+    if not config.narrows_sampling:
+        return 0
+    return vocab_size if config.rollout.top_k == -1 else min(config.rollout.top_k, vocab_size)
 
 
 def _not_modelled(config: Config) -> Iterator[str]:

@@ -70,7 +70,7 @@ class Role:
     group: Group
     packing: Packing
     temperature: float = 1.0
-    inputs: tuple[str, ...] = ()  # columns that its passes read where a batch has them: of mcore.training.router_replay
+    inputs: tuple[str, ...] = ()  # columns that its passes read where a batch has them: of router replay, supports
     kind: str = field(default="actor", init=False)
     hidden_size: int = field(default=1024, init=False)  # of the loaded model: for the cost of attention in packing
     lacks_transformer_engine: bool = field(default=False, init=False)  # on a GPU without Transformer-Engine

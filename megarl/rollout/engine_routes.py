@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import ColumnsLost
 from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
 
@@ -27,6 +28,9 @@ class EngineRoutes:
     @property
     def name(self) -> str:
         return ROUTED_EXPERTS
+
+    def is_of(self, params: SamplingParams) -> bool:  # noqa: ARG002
+        return True
 
     def request(self, num_known: int) -> dict[str, Any]:
         """The last token that the caller knows was not read by the model yet, and its experts wrote the next one."""

@@ -217,9 +217,12 @@ def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn
         raise ValueError(f"a completion of {Route.GENERATE} lacks {error}") from error
     if [triple[1] for triple in triples] != token_ids:
         raise ValueError(f"a completion has {len(token_ids)} tokens and {len(triples)} log-probs of other tokens")
+    drawn = meta.get("output_token_sampling_logprobs")  # over the tokens that could be drawn: EngineSupport
+    if drawn is not None and len(drawn) != len(token_ids):
+        raise ValueError(f"a completion has {len(token_ids)} tokens and {len(drawn)} log-probs of its sampling")
     return Completion(
         token_ids=token_ids,
-        log_probs=[triple[0] for triple in triples],
+        log_probs=[triple[0] for triple in triples] if drawn is None else drawn,
         finish_reason=finish_reason,
         versions=_versions(meta, len(token_ids)),
         columns=read_columns(meta, num_asked, len(token_ids), columns),

@@ -112,7 +112,8 @@ class Sender:
         salt = None if version is None else f"{self._name}.{version}"
         rid = f"{next(self._numbers)}-{self._name}"  # no rid is the beginning of another: SGLang aborts by beginnings
         salt = f"{salt}.{rid}" if salt and alone else salt
-        body = generate_body(prompt_ids, 1, params, rid, salt, columns=self._columns, num_known=num_known)
+        columns = [column for column in self._columns if column.is_of(params)]
+        body = generate_body(prompt_ids, 1, params, rid, salt, columns=columns, num_known=num_known)
         if adapter is not None:
             body["lora_path"] = adapter[0]
         ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask, rid)
@@ -120,7 +121,7 @@ class Sender:
         ask.stop_clock()
         server.failures = 0
         try:
-            ((completion, cached_tokens),) = parse_replies(reply, 1, num_asked=len(prompt_ids), columns=self._columns)
+            ((completion, cached_tokens),) = parse_replies(reply, 1, num_asked=len(prompt_ids), columns=columns)
         except ColumnsLost as error:
             ask.num_tokens = error.num_tokens
             raise

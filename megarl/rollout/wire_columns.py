@@ -11,9 +11,12 @@ from __future__ import annotations
 import math
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from megarl.rollout.protocol import SamplingParams
 
 COLUMN_DTYPES = frozenset(
     ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
@@ -29,23 +32,28 @@ class ColumnsLost(ValueError):
 
 
 class EngineColumn(Protocol):
-    """A column that a run wants of every completion; collectors get it pickled."""
+    """A column that a run wants of its completions; collectors get it pickled."""
 
     @property
     def name(self) -> str: ...
+
+    def is_of(self, params: SamplingParams) -> bool:
+        """Whether completions that are sampled so have it."""
+        ...
 
     def request(self, num_known: int) -> dict[str, Any]:
         """Fields of a request's body; of its first `num_known` tokens the caller has the entries already."""
         ...
 
-    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int) -> np.ndarray:
-        """The column from an engine's own field of meta_info; what the caller has already may be zeros.
+    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int) -> Any:
+        """The column, an array or Ragged, from an engine's own field of meta_info; what the caller has already may be
+        zeros, or empty lists.
 
         Raises ValueError, one sentence, if it is not there or cannot be read.
         """
         ...
 
-    def check(self, column: np.ndarray) -> None:
+    def check(self, column: Any) -> None:
         """Raises ValueError, one sentence, for entries that cannot be the run's."""
         ...
 
@@ -65,7 +73,7 @@ def read_columns(
     assert num_asked is not None, "a caller that gets columns has to say how many tokens it asked with"
     if not isinstance(sent, Mapping):
         raise ValueError(f"the columns of a completion are a {type(sent).__name__}: expected an object")
-    found = {name: _column(name, value) for name, value in sent.items()}
+    found: dict[str, Any] = {name: _column(name, value) for name, value in sent.items()}
     for column in wanted:
         if column.name not in found:
             found[column.name] = column.read(meta, num_asked, num_new)

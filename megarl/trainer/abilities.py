@@ -47,6 +47,29 @@ def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: b
             )
 
 
+def check_tells_support(urls: Sequence[str], token: str, config: Config) -> None:
+    """Raises ValueError for a server that does not tell from which tokens it drew.
+
+    One that does says of how many at most; null: of any number.
+    """
+    rollout = config.rollout
+    given = f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k}"
+    for url in urls:
+        with closing(ServerClient(url, token)) as server:
+            info = server.server_info()
+        if (field := "sampling_mask_max_tokens") not in info:
+            raise ValueError(
+                f"{given}: {url} does not tell from which tokens it drew, so the policy that drew them is not known; "
+                "expected a server that does, such as SGLang 0.5.23, or 1.0 and -1"
+            )
+        most = info[field]
+        if most is not None and not 1 <= rollout.top_k <= most:
+            raise ValueError(
+                f"{given}: {url} tells from which tokens it drew only for a top_k of 1 to {most}; expected one, or a "
+                "larger --sampling-mask-max-tokens of the server"
+            )
+
+
 def check_reports_routes(urls: Sequence[str], token: str) -> None:
     """Raises ValueError for a server that runs already and was not told to report the experts of tokens."""
     for url in urls:

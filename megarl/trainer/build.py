@@ -23,6 +23,7 @@ from megarl.machines import Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.projections import chosen, projections_of
 from megarl.rollout.engine_routes import EngineRoutes
+from megarl.rollout.engine_support import EngineSupport
 from megarl.rollout.wire_columns import EngineColumn
 from megarl.routed_experts import RoutedExperts
 from megarl.servers import supervisor
@@ -182,17 +183,18 @@ def _served_targets(lora: Lora, folder: str) -> tuple[str, ...]:
 
 
 def engine_columns(config: Config) -> tuple[EngineColumn, ...]:
-    """What a training run wants to travel with the tokens of every completion.
+    """What a training run wants to travel with the tokens of its completions.
 
     Raises ValueError for a model without experts.
     """
+    support = (EngineSupport(config.rollout.top_p, config.rollout.top_k),) if config.narrows_sampling else ()
     if config.actor.router_replay != "rollout":
-        return ()
+        return support
     folder = model_folder(config.model.path)
     of = RoutedExperts.of(config_of_folder(folder))
     if of is None:
         raise ValueError(f"actor.router_replay=rollout: the model in {folder} has no experts; expected off")
-    return (EngineRoutes(of),)
+    return (*support, EngineRoutes(of))
 
 
 def supervision(config: Config) -> supervisor.Supervision:

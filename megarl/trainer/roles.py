@@ -14,6 +14,7 @@ from megarl.metrics.timer import Timer
 from megarl.roles.handles import Actor, Critic, Packing, Reference, Role
 from megarl.roles.reward_model import RewardModel
 from megarl.routed_experts import ROUTED_EXPERTS
+from megarl.sample import SUPPORT_COLUMNS
 from megarl.trainer.algorithm import REFERENCE, Algorithm
 from megarl.trainer.build import (
     engine_settings,
@@ -50,12 +51,13 @@ class Roles:
 def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], Group]) -> Roles:
     """Roles without weights; `group_of` returns the ranks for the configuration of a role."""
     temperature = config.rollout.temperature
+    experts = (ROUTED_EXPERTS,) if config.actor.router_replay != "off" else ()
     actor = Actor(
         "actor",
         group_of(config.actor),
         Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu),
         temperature,
-        inputs=(ROUTED_EXPERTS,) if config.actor.router_replay != "off" else (),
+        inputs=(*SUPPORT_COLUMNS, *experts),
         update_settings=algorithm.actor,
     )
     critic, reference, reward_model = None, None, None
@@ -72,6 +74,7 @@ def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], G
             group_of(config.ref),
             Packing(config.ref.log_prob_max_token_len_per_gpu, config.ref.log_prob_micro_batch_size_per_gpu),
             temperature,
+            inputs=SUPPORT_COLUMNS,
         )
     if config.scores_on_ranks:
         longest = config.ref.log_prob_max_token_len_per_gpu

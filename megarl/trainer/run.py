@@ -38,7 +38,7 @@ from megarl.servers.nccl import check_one_nccl
 from megarl.servers.router import Routed
 from megarl.servers.sglang_environment import sglang_python
 from megarl.trainer import checkpoint
-from megarl.trainer.abilities import abilities_of, check_abilities, check_reports_routes
+from megarl.trainer.abilities import abilities_of, check_abilities, check_reports_routes, check_tells_support
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import (
     engine_columns,
@@ -187,6 +187,8 @@ class Run:
         check_abilities(abilities, config, drains=self.drains)
         if self.replays_rollout:
             check_reports_routes(processes.urls, token)
+        if config.narrows_sampling:
+            check_tells_support(processes.urls, token, config)
         router = self._infrastructure.router
         salted = self.keeps_kv and all(ability.cache_salt for ability in abilities)
         self._start_collectors([router.url] if router else processes.urls, token, salted=salted)

@@ -292,9 +292,6 @@ def test_what_is_allowed_but_hardly_meant_is_warned_about():
     def said(*words: str) -> str:
         return " ".join(load_config([*BASE, *words])[1])
 
-    for key in ("rollout.top_p=0.9", "rollout.top_k=5"):
-        assert f"{key}: tokens are drawn from a renormalized part" in said(key)
-        assert "log-probs of server and trainer are over all tokens, so the probability ratio is biased" in said(key)
     assert "counts twice" in said("actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true")
     assert "expected k1+ or low_var_kl" in said("actor.use_kl_loss=true", "actor.kl_loss_type=k1")
     assert not said("actor.use_kl_loss=true", "actor.kl_loss_type=k1+")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from megarl.mcore.logprobs import fused, fused_torch
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 
 ALL = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
@@ -50,3 +54,17 @@ def total(columns: dict[str, Tensor], factors: Tensor) -> Tensor:
     """sum of factors [K, T] times columns, in the order of their names in ALL."""
     named = [columns[name] for name in ALL if name in columns]
     return torch.stack([(column * factor).sum() for column, factor in zip(named, factors, strict=False)]).sum()
+
+
+@contextmanager
+def chunks_of(elements: int, tokens: int, block: int = 2**18) -> Iterator[None]:
+    with (
+        mock.patch.object(fused, "CHUNK_ELEMENTS", elements),
+        mock.patch.object(fused, "CHUNK_TOKENS", tokens),
+        mock.patch.dict(fused_torch.BLOCK_ELEMENTS, cpu=block),
+    ):
+        yield
+
+
+def gradients(columns: dict[str, Tensor], factors: Tensor, *to: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(total(columns, factors), to)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from chunks import fill_value_head, gradients, parameters, weights
@@ -21,7 +22,8 @@ from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only
-from megarl.sample import Batch, LossOutput
+from megarl.ragged import COUNTS, Ragged
+from megarl.sample import SUPPORT, SUPPORT_COLUMNS, Batch, LossOutput
 from megarl.weights.hf.load import load_hf
 
 
@@ -42,6 +44,17 @@ LOSSES: dict[str, Any] = {
     "critic": CriticLoss(0.5),
     "actor with reference": EveryColumn(),
 }
+
+
+def with_support(batch: Batch, vocab_size: int) -> Batch:
+    """The batch with the tokens that could be drawn for each trained token, itself among them; for every fifth, all."""
+    rng, mask = np.random.default_rng(7), batch.columns["response_mask"].tolist()
+    lists: list[list[int]] = []
+    for place, token in enumerate(batch.tokens.tolist()):
+        others = rng.permutation(vocab_size)[: rng.integers(0, 12)].tolist()
+        lists.append(list(dict.fromkeys([token, *others])) if mask[place] and place % 5 else [])
+    places, counts = Ragged.of(lists).spread(batch.lengths.numpy())
+    return batch.with_columns(**{SUPPORT: places, SUPPORT + COUNTS: counts})
 
 
 def make_step(vocab_size: int, num_sequences: int = 13) -> Batch:
@@ -69,6 +82,7 @@ class Case:
     max_tokens: int = 24  # of a micro-batch
     optim: str = "sgd"
     num_steps: int = 0  # optimizer steps to take, the first by the gradient that is looked at
+    narrowed: bool = False  # of some tokens only those of a support could be drawn
 
 
 @dataclass(frozen=True)
@@ -112,8 +126,11 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
         model = wrap_for_training(model, case.layout, engine)
         optimizer = Optimizer(model, OptimSettings(name=case.optim, lr=0.05, momentum=0.9, eps=1.0))
         batch, loss = make_step(hf["vocab_size"]), LOSSES[case.role]
+        columns_read = loss.columns
+        if case.narrowed:
+            batch, columns_read = with_support(batch, hf["vocab_size"]), (*loss.columns, *SUPPORT_COLUMNS)
         part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=case.max_tokens)[where.replica]
-        micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
+        micros = micro_batches(batch.select(part.indices).keep_columns(*columns_read), part.micro_sizes)
         outputs = Outputs(case.layout, hf["vocab_size"], temperature=0.8, names=NAMES[case.role])
         how = {"num_tokens": batch.num_tokens, "device": device, "reference": reference}
         columns = forward_only(model, micros, outputs, device, reference)

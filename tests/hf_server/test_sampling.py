@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.hf_server.sampling import draw, row_key, uniforms
+from megarl.hf_server.sampling import draw, row_key, support, uniforms
 
 
 def slow_draw(logits, temperature, top_p, top_k, uniform):
@@ -50,6 +50,31 @@ def test_drawing_equals_the_slow_reference(seed):
         token, log_prob = slow_draw(*values)
         assert tokens[row] == token
         assert log_probs[row] == pytest.approx(log_prob, abs=1e-5)
+
+
+@given(st.integers(0, 10_000))
+def test_the_support_of_a_drawn_token_is_what_could_be_drawn(seed):
+    """Every number of the unit interval draws a token of the support, and each of its tokens is drawn by some."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab, numbers = 6, torch.linspace(0, 1 - 1e-9, 400, dtype=torch.float64)
+    logits = 2 * torch.randn(1, vocab, generator=generator)
+    temperature, top_p, top_k = (
+        choices[[int(torch.randint(0, 3, (1,), generator=generator))]]
+        for choices in (torch.tensor([0.0, 0.7, 1.5]), torch.tensor([1.0, 0.8, 0.3]).double(), torch.tensor([6, 3, 1]))
+    )
+    many = [column.expand(400, *column.shape[1:]) for column in (logits, temperature, top_p, top_k)]
+    drawn, log_probs = draw(*many, numbers)
+    ids, of_drawn = support(*many, drawn)
+    assert all(row == ids[0] for row in ids)
+    assert set(drawn.tolist()) <= set(ids[0])
+    weights = torch.tensor([math.exp(z) for z in (logits[0] / max(float(temperature), 1e-9)).log_softmax(-1)])
+    if temperature == 0:
+        assert (len(ids[0]), set(of_drawn)) == (1, {0.0})
+        return
+    assert weights[ids[0]].diff().max() <= 0 if len(ids[0]) > 1 else True, "the likeliest first"
+    share = weights / weights[ids[0]].sum()
+    assert {token for token in ids[0] if share[token] > 0.005} <= set(drawn.tolist())
+    assert of_drawn == pytest.approx(share[drawn].log().tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])

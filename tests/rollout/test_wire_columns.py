@@ -90,6 +90,9 @@ class Doubled:
 
     name = "ours"
 
+    def is_of(self, params: SamplingParams) -> bool:  # noqa: ARG002
+        return True
+
     def request(self, num_known: int) -> dict[str, Any]:
         return {"wants_doubled_from": num_known}
 

@@ -8,7 +8,7 @@ from config_helpers import load
 from fake_servers import Writer, serving_in_a_thread
 
 from megarl.rollout.protocol import Abilities, Route
-from megarl.trainer.abilities import check_abilities, check_reports_routes
+from megarl.trainer.abilities import check_abilities, check_reports_routes, check_tells_support
 
 ADAPTERS = ["actor.lora.rank=4", "actor.lora.push=adapter", "rollout.engine=sglang"]
 
@@ -51,11 +51,11 @@ def test_a_lead_needs_the_version_of_each_token_or_a_drain() -> None:
 
 
 class Reporting(Writer):
-    """Says whether it was told to note the experts of tokens."""
+    """Says what it was started with."""
 
     routes = (Route.SERVER_INFO,)
 
-    def __init__(self, info: dict[str, bool]) -> None:
+    def __init__(self, info: dict[str, int | None]) -> None:
         super().__init__()
         self.info = info
 
@@ -72,4 +72,27 @@ def test_a_server_that_does_not_note_experts_is_found_at_the_start() -> None:
         assert str(error.value) == (
             f"actor.router_replay=rollout: {urls[2]} does not report the experts of tokens; expected a server that was "
             "started with --enable-return-routed-experts"
+        )
+
+
+def test_servers_that_do_not_tell_from_which_tokens_they_drew_are_found_at_the_start() -> None:
+    """SGLang says of how many tokens it tells at most, and older versions nothing; our own has no limit."""
+    key, narrow = "sampling_mask_max_tokens", load("rollout.engine=hf", "rollout.top_p=0.9", "rollout.top_k=20")
+    alone = load("rollout.engine=hf", "rollout.top_p=0.9")
+    given = "rollout.top_p=0.9 and rollout.top_k"
+    with serving_in_a_thread(*map(Reporting, ({key: None}, {key: 20}, {key: 19}, {}))) as (urls, _):
+        check_tells_support(urls[:2], "", narrow)
+        check_tells_support(urls[:1], "", alone)
+        for config, url, top_k, most in ((narrow, urls[2], 20, 19), (alone, urls[1], -1, 20)):
+            with pytest.raises(ValueError) as error:
+                check_tells_support([url], "", config)
+            assert str(error.value) == (
+                f"{given}={top_k}: {url} tells from which tokens it drew only for a top_k of 1 to {most}; expected one, "
+                "or a larger --sampling-mask-max-tokens of the server"
+            )
+        with pytest.raises(ValueError) as error:
+            check_tells_support([urls[0], urls[3]], "", narrow)
+        assert str(error.value) == (
+            f"{given}=20: {urls[3]} does not tell from which tokens it drew, so the policy that drew them is not known; "
+            "expected a server that does, such as SGLang 0.5.23, or 1.0 and -1"
         )

@@ -10,6 +10,7 @@ from config_helpers import load
 from megarl.data.tiny import write_tiny_model
 from megarl.metrics.jsonl import read_lines
 from megarl.rollout.engine_routes import EngineRoutes
+from megarl.rollout.engine_support import EngineSupport
 from megarl.routed_experts import RoutedExperts
 from megarl.trainer.build import engine_columns, make_group, make_servers, start_trackers
 
@@ -67,6 +68,8 @@ def test_servers_note_the_experts_of_tokens_only_for_a_run_that_wants_them(
     config = load(f"actor.router_replay={chosen}", f"model.path={folder}", "rollout.engine=hf")
     columns = (EngineRoutes(RoutedExperts(2, (0, 1), num_experts=4, chosen=2)),)
     assert engine_columns(config) == (columns if wants else ())
+    narrowed = load(f"actor.router_replay={chosen}", f"model.path={folder}", "rollout.engine=hf", "rollout.top_p=0.9")
+    assert engine_columns(narrowed) == (EngineSupport(0.9, -1), *engine_columns(config))
     for trains in (False, True):
         (server,) = make_servers(config, "", trains=trains)._servers
         assert server.process.launch.returns_routes is (wants and trains)

@@ -62,6 +62,11 @@ class Config:
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def narrows_sampling(self) -> bool:
+        """Are the tokens that are learnt drawn from a part of the distribution?"""
+        return self.rollout.top_p < 1 or self.rollout.top_k != -1
+
+    @property
     def scores_on_ranks(self) -> bool:
         """Does a reward model score on the trainer's ranks?"""
         rewards = (*self.reward.fn, *self.reward.by_data_source.values())

@@ -26,8 +26,8 @@ class Rollout:
     sglang: SGLang = field(default_factory=SGLang)
     n: int = 1  # completions per prompt: the size of a group
     temperature: float = 1.0  # of the softmax; the trainer's log-probs are scaled by it too
-    top_p: float = 1.0  # sample from the smallest set of tokens with this total probability; 1 = all
-    top_k: int = -1  # sample from the k most likely tokens; -1 = all
+    top_p: float = 1.0  # sample from the smallest set with this total probability; 1 = all (sglang: with top_k)
+    top_k: int = -1  # sample from the k most likely tokens; -1 = all; log-probs are then over these
     tensor_model_parallel_size: int = 1  # GPUs of one server
     expert_parallel_size: int = 1  # ranks of one server that share the experts of a layer
     attention_dp: int = (

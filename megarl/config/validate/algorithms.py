@@ -30,11 +30,6 @@ def contradictions(config: Config) -> Iterator[str]:
 def advice(config: Config) -> Iterator[str]:
     """One sentence for each combination that is allowed but probably not intended."""
     actor, algorithm, loss = config.actor, config.algorithm, config.algorithm.policy_loss_fn
-    for key, value, off in (("top_p", config.rollout.top_p, 1.0), ("top_k", config.rollout.top_k, -1)):
-        if value != off:
-            drawn = "tokens are drawn from a renormalized part of the distribution"
-            biased = "log-probs of server and trainer are over all tokens, so the probability ratio is biased"
-            yield f"rollout.{key}={value}: {drawn}, and {biased}"
     if config.rollout.quantization != "none" and algorithm.rollout_correction.level is None:
         differ = "log-probs of the quantized servers differ from the trainer's"
         how = "algorithm.rollout_correction.level=token corrects it"

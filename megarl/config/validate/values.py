@@ -16,7 +16,18 @@ from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_numbers
-from megarl.config.validate import agents, algorithms, data, lora, models, rewards, router_replay, servers, strategies
+from megarl.config.validate import (
+    agents,
+    algorithms,
+    data,
+    lora,
+    models,
+    rewards,
+    router_replay,
+    sampling,
+    servers,
+    strategies,
+)
 from megarl.config.validate.layouts import ROLES, used_roles
 from megarl.projections import ALL
 from megarl.sandbox import layers
@@ -282,6 +293,7 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
     if command in ("train", "config"):
         yield from algorithms.contradictions(config)
         yield from router_replay.contradictions(config)
+        yield from sampling.contradictions(config)
     if command in ("train", "evaluate", "config"):
         yield from rewards.contradictions(config, command)
         yield from agents.contradictions(config)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megarl.mcore.logprobs import fused_torch
 from megarl.mcore.logprobs.main_grad import WeightGradient, add_product_
+from megarl.mcore.logprobs.support import Support
 from megarl.mcore.logprobs.token_statistics import all_reduce_, columns_of, empty_statistics, factors_of, merged
 
 gpu_kernels: Any = fused_torch
@@ -64,12 +65,14 @@ def columns_of_chunks(
     labels: Tensor,
     ref_hidden: Tensor | None = None,
     ref_weight: Tensor | None = None,
+    *,
+    support: Support | None = None,
 ) -> dict[str, Tensor]:
     """hidden [T, H] (its part of T under sequence parallelism), weight [V/tp, H], labels [T] -> {name: [T]}.
 
-    The gradient of the weight goes to its `main_grad` if Megatron gave it one.
+    The gradient of the weight goes to its `main_grad` if Megatron gave it one.  `support`: of the labels.
     """
-    columns = _Columns.apply(job, hidden, weight, labels, ref_hidden, ref_weight)
+    columns = _Columns.apply(job, hidden, weight, labels, ref_hidden, ref_weight, support)
     return dict(zip(job.names, columns, strict=True))
 
 
@@ -83,17 +86,18 @@ class _Columns(torch.autograd.Function):
         labels: Tensor,
         ref_hidden: Tensor | None,
         ref_weight: Tensor | None,
+        support: Support | None,
     ) -> tuple[Tensor, ...]:
-        chunks = _Chunks(job, weight, ref_weight)
+        chunks = _Chunks(job, weight, ref_weight, support)
         index = labels - job.group.rank() * len(weight)  # index of the label in this rank's rows, if it is there
         found = empty_statistics(len(labels), hidden)
         for at, sides in chunks.lots(_everyone(hidden, job, weight), _everyone(ref_hidden, job, weight)):
-            for chunk in chunks.of(sides, index[at]):
+            for chunk in chunks.of(sides, index[at], at):
                 how = (chunk.index, chunk.num_real, job.temperature, job.names)
                 found[:, at] = merged(found[:, at], chunk.kernels.statistics(chunk.logits, chunk.ref_logits, *how))
                 del chunk  # else the next group's buffer is made beside this one
         all_reduce_(found, job.group)
-        ctx.job = job
+        ctx.job, ctx.support = job, support
         ctx.save_for_backward(hidden, weight, index, found, ref_hidden, ref_weight)
         ctx.set_materialize_grads(False)
         columns = columns_of(found)
@@ -105,10 +109,10 @@ class _Columns(torch.autograd.Function):
         job: Job = ctx.job
         wanted = {name: grad for name, grad in zip(job.names, grads, strict=True) if grad is not None}
         if not wanted:
-            return (None,) * 6
+            return (None,) * 7
         if "full_kl" not in wanted:
             ref_hidden = ref_weight = None
-        chunks = _Chunks(job, weight, ref_weight)
+        chunks = _Chunks(job, weight, ref_weight, ctx.support)
         whole, factors = _everyone(hidden, job, weight), factors_of(found, wanted)
         grad_hidden = torch.zeros_like(whole)
         of_weight = (
@@ -116,7 +120,7 @@ class _Columns(torch.autograd.Function):
         )
         for at, sides in chunks.lots(whole, _everyone(ref_hidden, job, weight), _reached(wanted)):
             of_lot = torch.zeros_like(sides[0], dtype=found.dtype)
-            for chunk in chunks.of(sides, index[at]):
+            for chunk in chunks.of(sides, index[at], at):
                 how = (chunk.index, factors[:, at], chunk.num_real, job.temperature)
                 chunk.kernels.gradient_(chunk.logits, chunk.ref_logits, *how)
                 grad = chunk.logits.to(weight.dtype)
@@ -126,7 +130,7 @@ class _Columns(torch.autograd.Function):
                 del chunk, grad  # else the next gradient, and the next group's buffer, are made beside these
             grad_hidden[at] = of_lot.to(grad_hidden.dtype)
         own = _sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
-        return None, own, of_weight.finish() if of_weight is not None else None, None, None, None
+        return None, own, of_weight.finish() if of_weight is not None else None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,9 @@ class _Chunk:
 class _Chunks:
     """Groups of tokens, and for each group the chunks of its logits, which all use the same memory."""
 
-    def __init__(self, job: Job, weight: Tensor, ref_weight: Tensor | None) -> None:
+    def __init__(self, job: Job, weight: Tensor, ref_weight: Tensor | None, support: Support | None) -> None:
         self.weights = [weight] if ref_weight is None else [weight, ref_weight]
+        self.support, self.first_id = support, job.group.rank() * len(weight)
         self.num_real = job.num_real(len(weight))
         # A multiple of eight rows keeps matrix products aligned; the vocabulary is padded to such a multiple.
         self.width = min(len(weight), -(-self.num_real // 8) * 8)
@@ -164,9 +169,9 @@ class _Chunks:
             if self.width and len(at):
                 yield at, [hidden[at]] if ref_hidden is None else [hidden[at], ref_hidden[at]]
 
-    def of(self, sides: list[Tensor], index: Tensor) -> Iterator[_Chunk]:
-        """The chunks of logits of these tokens; index [C] of their labels in this rank's part of the vocabulary."""
-        num_tokens = len(index)
+    def of(self, sides: list[Tensor], index: Tensor, at: Tensor) -> Iterator[_Chunk]:
+        """The chunks of logits of the tokens `at`; index [C] of their labels in this rank's part of the vocabulary."""
+        num_tokens, support = len(index), None if self.support is None else self.support.at(at)
         most = min(self.width, max(8, self.elements // num_tokens // 8 * 8))
         buffers = [side.new_empty(num_tokens * most, dtype=_logits_dtype(side)) for side in sides]
         for first in range(0, self.width, most):
@@ -176,6 +181,9 @@ class _Chunks:
                 _product(side, weight[rows].T, buffer[: num_tokens * size].view(num_tokens, size))
                 for side, weight, buffer in zip(sides, self.weights, buffers, strict=True)
             ]
+            if support is not None:
+                for each in logits:
+                    support.exclude_(each, self.first_id + first, num_real)
             here = torch.where((index >= first) & (index < first + num_real), index - first, -1)
             yield _Chunk(rows, logits[0], logits[1] if len(logits) > 1 else None, here, num_real)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
+from megarl.mcore.logprobs.support import Support
 from megarl.mcore.models.model import output_weight, unwrap
 
 NAMES = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
@@ -35,10 +36,12 @@ def token_columns(
     vocab_size: int,
     temperature: float = 1.0,
     reference: ReferenceStates | None = None,
+    support: Support | None = None,
 ) -> dict[str, Tensor]:
     """hidden [T, H] ([T/tp, H] under sequence parallelism) of the last chunk, labels [T] -> {name: [T] float32}.
 
-    All use the softmax p of logits / temperature over the true vocabulary: padding rows have no probability.
+    All use the softmax p of logits / temperature over the true vocabulary: padding rows have no probability.  Where a
+    label has a support, p (and q) is renormalised over it: the other ids have no probability either.
     `log_probs` of the labels; `entropy` = -sum_v p log p; `sum_pi_squared` = sum_v p^2; `full_kl` = sum_v p (log p -
     log q), q of the reference at the same temperature.  All are differentiable in the hidden states and the weight.
     ValueError for an unknown name, or full_kl without a reference of the same vocabulary.
@@ -54,8 +57,8 @@ def token_columns(
         fused_accumulation=config.gradient_accumulation_fusion,
     )
     if reference is None or "full_kl" not in names:
-        return columns_of_chunks(job, hidden, weight, labels)
-    return columns_of_chunks(job, hidden, weight, labels, reference.hidden, reference.weight)
+        return columns_of_chunks(job, hidden, weight, labels, support=support)
+    return columns_of_chunks(job, hidden, weight, labels, reference.hidden, reference.weight, support=support)
 
 
 def _check(names: Sequence[str], weight: Tensor, reference: ReferenceStates | None) -> None:

@@ -55,6 +55,7 @@ class Outputs:
             vocab_size=self.vocab_size,
             temperature=self.temperature,
             reference=reference,
+            support=row.support,
         )
         return {name: row.column(column) for name, column in columns.items()}
 

@@ -1,4 +1,4 @@
-"""Host memory of a machine: what roles offload to it, copies of checkpoints that are being written, routing replay.
+"""Host memory of a machine: what roles offload to it, copies of checkpoints that are being written, replays.
 
 Not counted: Python's processes, servers (but for routing replay), rewards, and the file system's cache.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megarl.layout import Layout
 from megarl.plan.job import Job, Role
-from megarl.plan.memory import routes
+from megarl.plan.memory import routes, support
 from megarl.plan.memory.adapters import of_adapters
 from megarl.plan.memory.count import whole
 from megarl.plan.memory.gpu_budget import GpuBudget, fullest, summed
@@ -50,4 +50,5 @@ def _of_machine(job: Job, role: Role) -> GpuBudget:
         save_copies=copies,
         routes=routes.driver_bytes(job) if first == 0 else 0,  # the driver is on the first machine
         server_routes=routes.machine_bytes(job) if job.shared else 0,
+        support=support.driver_bytes(job) if first == 0 else 0,
     )

@@ -1,0 +1,64 @@
+"""How servers are asked for the tokens that could be drawn for each token, and what they answer: an `EngineColumn`.
+
+SGLang (0.5.23, not 0.5.17) and our own server report "output_token_sampling_mask", for each new token the ids that
+top-k and top-p left, and "output_token_sampling_logprobs", its log-prob among these, which `parse_replies` takes.  Both
+are kept from when the token was drawn: a retraction changes nothing of them.  SGLang fails if a request asks for
+several completions at once; the rollout asks for one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.ragged import Ragged
+from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.wire_columns import ColumnsLost
+from megarl.sample import SUPPORT
+
+_FIELD = "output_token_sampling_mask"
+
+
+@dataclass(frozen=True)
+class EngineSupport:
+    """Of the completions that are sampled so: evaluations sample otherwise, and nothing is learnt of them.
+
+    Example: EngineSupport(top_p=0.9, top_k=20).read(reply["meta_info"], num_asked=7, num_new=3), 10 lists.
+    """
+
+    top_p: float
+    top_k: int
+
+    @property
+    def name(self) -> str:
+        return SUPPORT
+
+    def is_of(self, params: SamplingParams) -> bool:
+        return (params.top_p, params.top_k) == (self.top_p, self.top_k)
+
+    def request(self, num_known: int) -> dict[str, Any]:  # noqa: ARG002
+        return {"return_sampling_mask": True}
+
+    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int) -> Ragged:
+        """Lists of ids; of the request's tokens they are empty."""
+        masks = meta.get(_FIELD)
+        if masks is None and meta["finish_reason"]["type"] == "abort":
+            raise ColumnsLost(num_new, "the request was ended in the queue, without the tokens that could be drawn")
+        if masks is None:
+            raise ValueError(
+                f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k}: the server does not tell which tokens "
+                "could be drawn; expected one that does, such as SGLang 0.5.23, or 1.0 and -1"
+            )
+        drawn = [triple[1] for triple in meta["output_token_logprobs"]]
+        if not isinstance(masks, list) or len(masks) != num_new or not all(map(_holds, masks, drawn)):
+            raise ValueError(f"{_FIELD} of a completion: expected {num_new} lists of ids, each with the token's own")
+        return Ragged.of([*[()] * num_asked, *masks])
+
+    def check(self, column: Any) -> None:
+        if not isinstance(column, Ragged):
+            raise ValueError(f"column {SUPPORT} of a completion: expected no such column, but the field {_FIELD}")
+
+
+def _holds(ids: Any, token: int) -> bool:
+    return isinstance(ids, list) and token in ids

@@ -1,0 +1,134 @@
+"""Columns over the tokens that could be drawn, against softmaxes of whole logits with the others at minus infinity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from logprobs_plain import ALL, chunks_of, gradients
+from torch import Tensor
+
+from megarl.layout import Layout
+from megarl.mcore.logprobs.fused import Job, columns_of_chunks
+from megarl.mcore.logprobs.support import Support
+from megarl.mcore.training.packed_rows import make_row
+from megarl.ragged import COUNTS, Ragged
+from megarl.sample import SUPPORT, Batch, MicroBatch
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def supports(labels: Tensor, vocab_size: int, seed: int) -> list[list[int]]:
+    """Of each label some ids, itself included; of every third none, which means all."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for place, label in enumerate(labels.tolist()):
+        others = rng.permutation(vocab_size)[: rng.integers(0, vocab_size)].tolist()
+        found.append([] if place % 3 == 2 else list(dict.fromkeys([label, *others])))
+    return found
+
+
+def as_support(lists: list[list[int]]) -> Support:
+    counts = torch.tensor([len(ids) for ids in lists])
+    ids = torch.tensor([token for ids in lists for token in ids], dtype=torch.int64)
+    return Support(counts.cumsum(0) - counts, counts, ids)
+
+
+def plain(
+    sides: list[Tensor], labels: Tensor, lists: list[list[int]], vocab_size: int, temperature: float, reference: Any
+) -> dict[str, Tensor]:
+    excluded = torch.tensor([[bool(ids) and v not in ids for v in range(vocab_size)] for ids in lists])
+
+    def log_softmax(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = hidden.double() @ weight[:vocab_size].double().T / temperature
+        return logits.masked_fill(excluded, -1e300).log_softmax(-1)
+
+    log_p, log_q = log_softmax(*sides), log_softmax(*reference)
+    p = log_p.exp()
+    return {
+        "log_probs": log_p.gather(-1, labels[:, None]).squeeze(-1),
+        "entropy": -(p * log_p).masked_fill(excluded, 0.0).sum(-1),
+        "sum_pi_squared": p.square().sum(-1),
+        "full_kl": (p * (log_p - log_q)).masked_fill(excluded, 0.0).sum(-1),
+    }
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(2, 40),
+    st.integers(0, 9),
+    st.sampled_from([1.0, 0.01, 2.0]),
+    st.sampled_from([(64, 3, 40), (17, 100, 1), (2**20, 2, 2**18)]),
+    st.sampled_from([torch.float64, torch.float32]),
+    st.integers(0, 999),
+)
+def test_values_and_gradients_are_those_of_a_masked_softmax(
+    num_tokens: int,
+    vocab_size: int,
+    padding: int,
+    temperature: float,
+    chunk: tuple[int, int, int],
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    scale = min(1.0, temperature)  # probabilities of some tokens at low temperatures too
+    hidden, weight = (torch.randn(n, 5, generator=g).to(dtype) for n in (num_tokens, vocab_size + padding))
+    sides = [(2 * scale * hidden).requires_grad_(), weight.requires_grad_()]
+    reference = [scale * torch.randn(n, 4, generator=g).to(dtype) for n in (num_tokens, vocab_size + padding)]
+    reference[1] /= scale
+    labels = torch.randint(0, vocab_size, (num_tokens,), generator=g)
+    lists = supports(labels, vocab_size, seed)
+    factors = torch.randn(4, num_tokens, generator=g).to(dtype)
+    expected = plain(sides, labels, lists, vocab_size, temperature, reference)
+    with chunks_of(*chunk):
+        job = Job(ALL, vocab_size, temperature)
+        got = columns_of_chunks(job, *sides, labels, *reference, support=as_support(lists))
+        found = gradients(got, factors, *sides)
+    close = 1e-9 if dtype is torch.float64 else 2e-5
+    for name in ALL:
+        assert bool(got[name].isfinite().all())
+        torch.testing.assert_close(got[name].double(), expected[name], atol=close, rtol=close)
+    for ours, theirs in zip(found, gradients(expected, factors, *sides), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=close * max(1.0, theirs.abs().max().item()), rtol=close)
+
+
+def test_a_token_without_a_support_is_as_if_none_had_one() -> None:
+    g = torch.Generator().manual_seed(1)
+    hidden, weight, labels = torch.randn(6, 3, generator=g), torch.randn(16, 3, generator=g), torch.arange(6)
+    job = Job(ALL[:3], 13, 0.9)
+    lists = [[0, 7], [], [2], [], [12, 4], []]
+    narrowed, whole = (columns_of_chunks(job, hidden, weight, labels, support=s) for s in (as_support(lists), None))
+    for name in ALL[:3]:
+        assert torch.equal(narrowed[name][1::2], whole[name][1::2])
+    assert narrowed["log_probs"][2] == narrowed["entropy"][2] == 0.0, "only one token could be drawn"
+    assert (narrowed["log_probs"][::2] > whole["log_probs"][::2]).all()
+
+
+def test_the_gradient_of_a_token_that_could_not_be_drawn_is_zero() -> None:
+    hidden, weight = torch.ones(2, 3), torch.randn(8, 3, requires_grad=True)
+    job, support = Job(ALL[:3], 8), as_support([[1, 2], [2, 5]])
+    columns = columns_of_chunks(job, hidden, weight, torch.tensor([1, 5]), support=support)
+    (found,) = torch.autograd.grad(sum(column.sum() for column in columns.values()), weight)
+    assert found.abs().sum(1).gt(0).tolist() == [False, True, True, False, False, True, False, False]
+
+
+def test_a_packed_row_has_the_support_of_what_each_place_predicts() -> None:
+    """Two sequences of 3 and 2 tokens: place 0 predicts token 1, place 1 token 2, place 3 token 4."""
+    lists = [[], [7], [8, 9], [], [5, 6, 7]]
+    lengths = torch.tensor([3, 2])
+    places, counts = Ragged.of(lists).spread(lengths.numpy())
+    batch = Batch(torch.tensor([1, 7, 9, 2, 6]), lengths, {SUPPORT: places, SUPPORT + COUNTS: counts})
+    row = make_row(MicroBatch(batch), Layout(), torch.device("cpu"))
+    assert row.labels.tolist() == [7, 9, 0, 6, 0]
+    assert row.support is not None
+    found = [
+        row.support.ids[start : start + count].tolist()
+        for start, count in zip(row.support.starts.tolist(), row.support.counts.tolist(), strict=True)
+    ]
+    assert found == [[7], [8, 9], [], [5, 6, 7], []]
+    assert make_row(MicroBatch(batch.keep_columns()), Layout(), torch.device("cpu")).support is None
