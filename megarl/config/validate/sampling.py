@@ -25,4 +25,5 @@ def contradictions(config: Config) -> Iterator[str]:
     for word, following in zip(rollout.sglang.args, [*rollout.sglang.args[1:], ""], strict=True):
         if word.split("=")[0] == _DRAFTS and "DFLASH" not in word + following:
             told = "with it SGLang does not tell from which tokens it drew"
-            yield f"rollout.sglang.args={word}: {told}; expected no such option, or rollout.top_p=1 and rollout.top_k=-1"
+            wanted = "no such option, or rollout.top_p=1 and rollout.top_k=-1"
+            yield f"rollout.sglang.args={word}: {told}; expected {wanted}"
