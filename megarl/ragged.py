@@ -18,6 +18,11 @@ from torch import Tensor
 COUNTS = "/counts"  # ends the name of the column with the lengths of the lists
 
 
+def names_in_batch(name: str) -> tuple[str, str]:
+    """Of the two columns that a batch has for one that is called `name`."""
+    return name, name + COUNTS
+
+
 class Ragged:
     """Lists of numbers, end to end.  Example: Ragged.of([[7], [], [3, 5]]): counts [1, 0, 2], values [7, 3, 5]."""
 

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.ragged import COUNTS
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -57,7 +55,6 @@ class Completion:
 # The column with the tokens that could be drawn for each token, because top-p or top-k left them; none: all of the
 # vocabulary.  It is ragged, so a batch has two columns for it: see ragged.py.
 SUPPORT = "sampling_support"
-SUPPORT_COLUMNS = (SUPPORT, SUPPORT + COUNTS)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.ragged import COUNTS, Ragged
+from megarl.ragged import Ragged, names_in_batch
 from megarl.sample import REWARD_ERROR, Batch, Row, Sample
 
 # Columns that the trainer computes; no column of a row may be called like one of them.
@@ -161,7 +161,7 @@ def _carried(samples: Sequence[Sample], names: Sequence[str], lengths: np.ndarra
     an engine that answers for a part of them has a defect, and without the column they would be learnt otherwise.
     """
     named = [(name, row) for sample, name in zip(samples, names, strict=True) for row in sample.rows]
-    found = {}
+    found: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for _, row in named for name in row.columns):
         if name in OWN_COLUMNS:
             raise ValueError(f"column {name} of a completion: expected a name that the trainer does not use itself")
@@ -175,7 +175,7 @@ def _carried(samples: Sequence[Sample], names: Sequence[str], lengths: np.ndarra
                 )
         column: Any = np.concatenate([part for part in parts if part is not None])
         if isinstance(column, Ragged):
-            found[name], found[name + COUNTS] = column.spread(lengths)
+            found |= zip(names_in_batch(name), column.spread(lengths), strict=True)
         else:
             found[name] = torch.from_numpy(column)
     return found

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import ColumnsLost
 from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
 
@@ -29,7 +28,7 @@ class EngineRoutes:
     def name(self) -> str:
         return ROUTED_EXPERTS
 
-    def is_of(self, params: SamplingParams) -> bool:  # noqa: ARG002
+    def is_of(self, top_p: float, top_k: int) -> bool:  # noqa: ARG002
         return True
 
     def request(self, num_known: int) -> dict[str, Any]:

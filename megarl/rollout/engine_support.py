@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.ragged import Ragged
-from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import ColumnsLost
 from megarl.sample import SUPPORT
 
@@ -34,8 +33,8 @@ class EngineSupport:
     def name(self) -> str:
         return SUPPORT
 
-    def is_of(self, params: SamplingParams) -> bool:
-        return (params.top_p, params.top_k) == (self.top_p, self.top_k)
+    def is_of(self, top_p: float, top_k: int) -> bool:
+        return (top_p, top_k) == (self.top_p, self.top_k)
 
     def request(self, num_known: int) -> dict[str, Any]:  # noqa: ARG002
         return {"return_sampling_mask": True}

@@ -11,12 +11,9 @@ from __future__ import annotations
 import math
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from megarl.rollout.protocol import SamplingParams
 
 COLUMN_DTYPES = frozenset(
     ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
@@ -37,8 +34,8 @@ class EngineColumn(Protocol):
     @property
     def name(self) -> str: ...
 
-    def is_of(self, params: SamplingParams) -> bool:
-        """Whether completions that are sampled so have it."""
+    def is_of(self, top_p: float, top_k: int) -> bool:
+        """Whether completions that are sampled with these have it."""
         ...
 
     def request(self, num_known: int) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from megarl.config import Config
 from megarl.config.validate.rewards import names_of
 from megarl.group import Group
 from megarl.metrics.timer import Timer
+from megarl.ragged import names_in_batch
 from megarl.roles.handles import Actor, Critic, Packing, Reference, Role
 from megarl.roles.reward_model import RewardModel
 from megarl.routed_experts import ROUTED_EXPERTS
-from megarl.sample import SUPPORT_COLUMNS
+from megarl.sample import SUPPORT
 from megarl.trainer.algorithm import REFERENCE, Algorithm
 from megarl.trainer.build import (
     engine_settings,
@@ -51,13 +52,14 @@ class Roles:
 def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], Group]) -> Roles:
     """Roles without weights; `group_of` returns the ranks for the configuration of a role."""
     temperature = config.rollout.temperature
+    support = names_in_batch(SUPPORT)
     experts = (ROUTED_EXPERTS,) if config.actor.router_replay != "off" else ()
     actor = Actor(
         "actor",
         group_of(config.actor),
         Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu),
         temperature,
-        inputs=(*SUPPORT_COLUMNS, *experts),
+        inputs=(*support, *experts),
         update_settings=algorithm.actor,
     )
     critic, reference, reward_model = None, None, None
@@ -74,7 +76,7 @@ def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], G
             group_of(config.ref),
             Packing(config.ref.log_prob_max_token_len_per_gpu, config.ref.log_prob_micro_batch_size_per_gpu),
             temperature,
-            inputs=SUPPORT_COLUMNS,
+            inputs=support,
         )
     if config.scores_on_ranks:
         longest = config.ref.log_prob_max_token_len_per_gpu

@@ -22,8 +22,8 @@ from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only
-from megarl.ragged import COUNTS, Ragged
-from megarl.sample import SUPPORT, SUPPORT_COLUMNS, Batch, LossOutput
+from megarl.ragged import Ragged, names_in_batch
+from megarl.sample import SUPPORT, Batch, LossOutput
 from megarl.weights.hf.load import load_hf
 
 
@@ -53,8 +53,8 @@ def with_support(batch: Batch, vocab_size: int) -> Batch:
     for place, token in enumerate(batch.tokens.tolist()):
         others = rng.permutation(vocab_size)[: rng.integers(0, 12)].tolist()
         lists.append(list(dict.fromkeys([token, *others])) if mask[place] and place % 5 else [])
-    places, counts = Ragged.of(lists).spread(batch.lengths.numpy())
-    return batch.with_columns(**{SUPPORT: places, SUPPORT + COUNTS: counts})
+    columns = Ragged.of(lists).spread(batch.lengths.numpy())
+    return batch.with_columns(**dict(zip(names_in_batch(SUPPORT), columns, strict=True)))
 
 
 def make_step(vocab_size: int, num_sequences: int = 13) -> Batch:
@@ -128,7 +128,7 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
         batch, loss = make_step(hf["vocab_size"]), LOSSES[case.role]
         columns_read = loss.columns
         if case.narrowed:
-            batch, columns_read = with_support(batch, hf["vocab_size"]), (*loss.columns, *SUPPORT_COLUMNS)
+            batch, columns_read = with_support(batch, hf["vocab_size"]), (*loss.columns, *names_in_batch(SUPPORT))
         part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=case.max_tokens)[where.replica]
         micros = micro_batches(batch.select(part.indices).keep_columns(*columns_read), part.micro_sizes)
         outputs = Outputs(case.layout, hf["vocab_size"], temperature=0.8, names=NAMES[case.role])

@@ -44,7 +44,7 @@ def test_without_the_replay_the_gap_is_large(
     run: Path, parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same run, whose ranks are not told what could be drawn: they take the softmax of all."""
-    monkeypatch.setattr(roles, "SUPPORT_COLUMNS", ())
+    monkeypatch.setattr(roles, "names_in_batch", lambda name: ())  # noqa: ARG005
     words = settings(parts, tmp_path, "blind", *PPO, *NARROW, "trainer.total_training_steps=1")
     assert main(["train", *words]) == 0
     assert steps(tmp_path / "blind", GAP)[1] > 0.3, "about log 0.6, the mass that the server kept"

@@ -90,7 +90,7 @@ class Doubled:
 
     name = "ours"
 
-    def is_of(self, params: SamplingParams) -> bool:  # noqa: ARG002
+    def is_of(self, top_p: float, top_k: int) -> bool:  # noqa: ARG002
         return True
 
     def request(self, num_known: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from megarl.config.schema import Config
 
@@ -22,7 +23,7 @@ def contradictions(config: Config) -> Iterator[str]:
         given = f"rollout.top_p={rollout.top_p}" if rollout.top_k == -1 else f"rollout.top_k={rollout.top_k}"
         told = f"SGLang tells from which tokens it drew only for a rollout.top_k of 1 to {most or _LIMIT}"
         yield f"{given}: {told}; expected one, or rollout.engine=hf"
-    for word, following in zip(rollout.sglang.args, [*rollout.sglang.args[1:], ""], strict=True):
+    for word, following in pairwise([*rollout.sglang.args, ""]):
         if word.split("=")[0] == _DRAFTS and "DFLASH" not in word + following:
             told = "with it SGLang does not tell from which tokens it drew"
             wanted = "no such option, or rollout.top_p=1 and rollout.top_k=-1"

@@ -9,6 +9,7 @@ from megarl.plan.from_config import job_of
 from megarl.plan.memory.host import host_budget
 from megarl.plan.memory.support import COPIES, driver_bytes
 
+QWEN = f"{DENSE[:-1]},model_type:qwen3}}"
 NARROWED = job(most_drawn=20, num_servers=1)
 
 
@@ -27,7 +28,7 @@ def test_without_narrowing_nothing_is_counted():
 
 
 def test_the_most_ids_are_those_of_top_k_or_the_vocabulary():
-    """DENSE has a vocabulary of 120."""
+    """QWEN has a vocabulary of 120."""
     for words, most in ((["top_k=20"], 20), (["top_k=500"], 120), (["top_p=0.5"], 120), ([], 0)):
-        config = load(DENSE, "rollout.engine=hf", *(f"rollout.{word}" for word in words))
+        config = load(QWEN, "rollout.engine=hf", *(f"rollout.{word}" for word in words))
         assert job_of(config, GPU).most_drawn == most
