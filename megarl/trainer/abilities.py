@@ -48,9 +48,10 @@ def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: b
 
 
 def check_tells_support(urls: Sequence[str], token: str, config: Config) -> None:
-    """Raises ValueError for a server that does not tell from which tokens it drew.
+    """Raises ValueError for a server that does not tell exactly from which tokens it drew.
 
-    One that does says of how many at most; null: of any number.
+    One that does says of how many at most; null: of any number.  SGLang 0.5.17 does not: it rebuilds this set after the
+    draw, and at the border that need not be what its kernel kept.
     """
     rollout = config.rollout
     given = f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k}"
@@ -59,8 +60,8 @@ def check_tells_support(urls: Sequence[str], token: str, config: Config) -> None
             info = server.server_info()
         if (field := "sampling_mask_max_tokens") not in info:
             raise ValueError(
-                f"{given}: {url} does not tell from which tokens it drew, so the policy that drew them is not known; "
-                "expected a server that does, such as SGLang 0.5.23, or 1.0 and -1"
+                f"{given}: {url} does not tell exactly from which tokens it drew; expected a server that does, such as "
+                "SGLang 0.5.23, or 1.0 and -1"
             )
         most = info[field]
         if most is not None and not 1 <= rollout.top_k <= most:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.agents.conversation import HISTORIES, Asked, Conversation
 from megarl.data.batch import make_batch
+from megarl.ragged import Ragged
 from megarl.sample import Completion, Prompt, Sample, TurnSpan, VersionSpan
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
@@ -267,6 +268,14 @@ def test_columns_of_a_row_are_those_that_each_turn_reported_of_its_own_tokens():
     conversation.add(Asked([5, 6, 7, 8, 9]), completion([10], number=1, experts=np.full((6, 1), 9)))
     (row,) = conversation.rows()
     assert row.columns["experts"].tolist() == [[1], [2], [3], [4], [9], [9]]
+
+
+def test_lists_of_a_row_too_are_those_that_each_turn_reported_of_its_own_tokens():
+    conversation = Conversation(template_of("chatml"))
+    conversation.add(Asked([5, 6]), completion([7, 8], support=Ragged.of([[], [], [7, 1], [8]])))
+    conversation.add(Asked([5, 6, 7, 8, 9]), completion([10], number=1, support=Ragged.of([*[[]] * 5, [10, 2]])))
+    (row,) = conversation.rows()
+    assert row.columns["support"].lists() == [[], [], [7, 1], [8], [], [10, 2]]
 
 
 def test_an_unfinished_answer_is_closed_before_the_next_question():

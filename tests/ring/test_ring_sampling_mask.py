@@ -47,6 +47,6 @@ def test_without_the_replay_the_gap_is_large(
     monkeypatch.setattr(roles, "names_in_batch", lambda name: ())  # noqa: ARG005
     words = settings(parts, tmp_path, "blind", *PPO, *NARROW, "trainer.total_training_steps=1")
     assert main(["train", *words]) == 0
-    assert steps(tmp_path / "blind", GAP)[1] > 0.3, "about log 0.6, the mass that the server kept"
+    assert steps(tmp_path / "blind", GAP)[1] > 0.3, "the logarithm of the mass that the server kept"
     first = [[s["completion"] for s in lines(r / "samples.jsonl") if s["step"] == 1] for r in (run, tmp_path / "blind")]
     assert first[0] == first[1]

@@ -54,3 +54,12 @@ def test_adapters_are_pushed_alone(parts: Path, tmp_path: Path) -> None:
     assert summary["log_prob_gap_max"] < 1e-4, "SGLang's base with the adapter is the trainer's model"
     for sample in lines(tmp_path / "adapter" / "samples.jsonl"):
         assert sample["versions"] == [[sample["step"] - 1, 0, sample["num_tokens"]]]
+
+
+def test_what_top_p_and_top_k_left_is_replayed(parts: Path, tmp_path: Path) -> None:
+    """In pieces, with evaluations that sample from everything."""
+    narrow = ["rollout.top_p=0.6", "rollout.top_k=20", "rollout.piece_tokens=4", "trainer.total_training_steps=2"]
+    assert main(["train", *settings(parts, tmp_path, "narrow", *with_sglang(*narrow))]) == 0
+    summary = json.loads((tmp_path / "narrow" / "summary.json").read_text())
+    assert 0 < summary["log_prob_gap_max"] < 1e-4
+    assert max(abs(kl) for kl in steps(tmp_path / "narrow", "actor/first_ppo_kl").values()) < 1e-8

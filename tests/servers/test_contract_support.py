@@ -18,7 +18,7 @@ TOLD = [EngineSupport(0.7, 20)]
 CLOSE = 1e-4  # of float32 sums of other kernels, as everywhere between a server and transformers
 
 telling = pytest.mark.parametrize("any_served", [p for p in PARAMS if VARIANTS[p.id].version != OLD], indirect=True)
-silent = pytest.mark.parametrize("any_served", [p for p in PARAMS if VARIANTS[p.id].version == OLD], indirect=True)
+rebuilding = pytest.mark.parametrize("any_served", [p for p in PARAMS if VARIANTS[p.id].version == OLD], indirect=True)
 
 
 @pytest.fixture
@@ -66,10 +66,11 @@ def test_the_support_of_each_token_and_log_probs_over_it(server, reference):
 
 
 @telling
-def test_a_narrowed_draw_is_the_same_whether_it_is_told_or_not(server):
+def test_without_the_wish_nothing_is_told(server):
     told, plain = completions(server, TOLD), completions(server, [])
-    assert [c.token_ids for c in told] == [c.token_ids for c in plain]
-    assert not [c for c in plain if c.columns], "without the wish nothing is told"
+    assert not [c for c in plain if c.columns]
+    if server.variant.engine == "hf":  # SGLang takes no seed of a request without deterministic inference
+        assert [c.token_ids for c in told] == [c.token_ids for c in plain]
 
 
 @telling
@@ -77,8 +78,6 @@ def test_a_server_says_of_how_many_tokens_it_tells_at_most(server):
     assert server.engine.server_info()["sampling_mask_max_tokens"] == (None if server.variant.engine == "hf" else 4096)
 
 
-@silent
-def test_an_old_server_tells_nothing_and_does_not_say_that_it_would(server):
+@rebuilding
+def test_a_server_that_rebuilds_the_support_after_the_draw_is_known_by_its_info(server):
     assert "sampling_mask_max_tokens" not in server.engine.server_info()
-    with pytest.raises(ValueError, match="the server does not tell which tokens could be drawn"):
-        completions(server, TOLD)

@@ -93,6 +93,6 @@ def test_servers_that_do_not_tell_from_which_tokens_they_drew_are_found_at_the_s
         with pytest.raises(ValueError) as error:
             check_tells_support([urls[0], urls[3]], "", narrow)
         assert str(error.value) == (
-            f"{given}=20: {urls[3]} does not tell from which tokens it drew, so the policy that drew them is not "
-            "known; expected a server that does, such as SGLang 0.5.23, or 1.0 and -1"
+            f"{given}=20: {urls[3]} does not tell exactly from which tokens it drew; expected a server that does, "
+            "such as SGLang 0.5.23, or 1.0 and -1"
         )

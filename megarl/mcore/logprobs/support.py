@@ -26,7 +26,7 @@ class Support:
 
     starts: Tensor  # [T] int64, of each place in `ids`
     counts: Tensor  # [T] int64
-    ids: Tensor
+    ids: Tensor  # [any number] int32
 
     @classmethod
     def of(cls, batch: Batch, predicted: Tensor, device: torch.device) -> Support | None:
@@ -37,7 +37,7 @@ class Support:
         starts, ids = gathered(batch.columns[SUPPORT], counts, batch.row_starts, batch.row_ids)
         at = predicted.clamp(min=0)
         own = torch.where(predicted >= 0, counts[at], 0)
-        return cls(starts[at].to(device), own.to(device), ids.long().to(device))
+        return cls(starts[at].to(device), own.to(device), ids.to(device))
 
     def at(self, places: Tensor) -> Support:
         """Of these places only."""
@@ -50,7 +50,7 @@ class Support:
         """
         place = torch.repeat_interleave(torch.arange(len(self.counts), device=logits.device), self.counts)
         inside = torch.arange(len(place), device=logits.device) - (self.counts.cumsum(0) - self.counts)[place]
-        column = self.ids[self.starts[place] + inside] - first_id
+        column = self.ids[self.starts[place] + inside].long() - first_id
         here = (column >= 0) & (column < num_real)
         excluded = (self.counts > 0)[:, None].expand(logits.shape).contiguous()
         excluded[place[here], column[here]] = False

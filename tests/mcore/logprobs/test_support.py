@@ -34,7 +34,7 @@ def supports(labels: Tensor, vocab_size: int, seed: int) -> list[list[int]]:
 
 def as_support(lists: list[list[int]]) -> Support:
     counts = torch.tensor([len(ids) for ids in lists])
-    ids = torch.tensor([token for ids in lists for token in ids], dtype=torch.int64)
+    ids = torch.tensor([token for ids in lists for token in ids], dtype=torch.int32)
     return Support(counts.cumsum(0) - counts, counts, ids)
 
 
