@@ -1,9 +1,9 @@
 """How servers are asked for the tokens that could be drawn for each token, and what they answer: an `EngineColumn`.
 
 SGLang (0.5.23; for 0.5.17 see trainer/abilities.py) and our own server report "output_token_sampling_mask", for each
-new token the ids that top-k and top-p left, and "output_token_sampling_logprobs", its log-prob among these, which `parse_replies` takes.  Both
-are kept from when the token was drawn: a retraction changes nothing of them.  SGLang fails if a request asks for
-several completions at once; the rollout asks for one at a time.
+new token the ids that top-k and top-p left, and "output_token_sampling_logprobs", its log-prob among these, which
+`parse_replies` takes.  Both are kept from when the token was drawn: a retraction changes nothing of them.  SGLang fails
+if a request asks for several completions at once; the rollout asks for one at a time.
 """
 
 from __future__ import annotations
