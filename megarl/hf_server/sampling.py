@@ -127,10 +127,12 @@ def support(
     for own, heat, p, k, drawn in zip(*parts, strict=True):
         greedy = heat == 0
         probs = _log_probs(own, heat).double().exp()
-        narrow = _narrowed(probs, p, torch.where(greedy, 1, k))
-        of_drawn = narrow.probs.gather(1, (narrow.order == drawn[:, None]).int().argmax(-1, keepdim=True))[:, 0]
-        log_probs += (of_drawn / narrow.probs.sum(-1)).log().tolist()
-        ids += [order[kept].tolist() for order, kept in zip(narrow.order.cpu(), narrow.kept.cpu(), strict=True)]
+        narrow = _narrowed(probs, torch.where(greedy, 1.0, p), torch.where(greedy, own.shape[1], k))
+        is_drawn = narrow.order == drawn[:, None]
+        kept = torch.where(greedy[:, None], is_drawn, narrow.kept)
+        of_drawn, of_kept = ((narrow.probs * which).sum(-1) for which in (is_drawn, kept))
+        log_probs += (of_drawn / of_kept).log().tolist()
+        ids += [order[which].tolist() for order, which in zip(narrow.order.cpu(), kept.cpu(), strict=True)]
     return ids, log_probs
 
 
