@@ -61,6 +61,7 @@ def job_of(
         local=own.local,
         router_replay=actor.router_replay,
         most_drawn=_most_drawn(config, int(own.hf["vocab_size"])),
+        pins_routes=rollout.engine != "hf",
         # The planner does not know whether the cluster has deep_ep, so auto is planned as alltoall.
         dispatch="once" if actor.megatron.moe_token_dispatcher_type == "flex" else "each",
         critic=role_of(config, "critic") if config.uses_critic else None,

@@ -87,6 +87,7 @@ class Job:
     local: bool = False
     scores_old: bool = True  # a forward pass for the old log-probs
     router_replay: str = "off"  # off | old | rollout
+    pins_routes: bool = True  # SGLang keeps the experts of tokens in host memory; our own server within its KV cache
     most_drawn: int = 0  # ids that could be drawn for a token, at most, which travel with it; 0: all, and none travel
     dispatch: str = "each"  # each (alltoall: a token is sent to each chosen expert) | once (DeepEP: once per machine)
 

@@ -70,7 +70,7 @@ class Role:
     group: Group
     packing: Packing
     temperature: float = 1.0
-    inputs: tuple[str, ...] = ()  # columns that its passes read where a batch has them: of router replay, supports
+    inputs: tuple[str, ...] = ()  # columns that its passes read: of router replay, supports
     kind: str = field(default="actor", init=False)
     hidden_size: int = field(default=1024, init=False)  # of the loaded model: for the cost of attention in packing
     lacks_transformer_engine: bool = field(default=False, init=False)  # on a GPU without Transformer-Engine
@@ -137,18 +137,24 @@ class Role:
         *,
         temperature: float | None = None,
         reference: str | None = None,
+        inputs: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Each named column of the batch under the current weights."""
+        """Each named column of the batch under the current weights.  `inputs`: instead of those of the role."""
         batch = batch.by_row()
+        # An input that the pass computes is not there yet.
+        given = self._given(batch, [name for name in (self.inputs if inputs is None else inputs) if name not in names])
         plans = self._plan(batch)
         scale = self.temperature if temperature is None else temperature
         arguments = {"role": self.name, "temperature": scale, "names": list(names), "reference": reference}
-        replies = self.group.call("columns", arguments, [_payload(batch, p, self._given(batch)) for p in plans])
+        replies = self.group.call("columns", arguments, [_payload(batch, p, given) for p in plans])
         lengths = batch.lengths.tolist()  # a replica without sequences answers without columns
         return {n: unpack(plans, [r.tensors[n] for r in replies if n in r.tensors], lengths) for n in names}
 
-    def _given(self, batch: Batch) -> tuple[str, ...]:
-        return tuple(name for name in self.inputs if name in batch.columns)
+    def _given(self, batch: Batch, inputs: Sequence[str]) -> tuple[str, ...]:
+        missing = [name for name in inputs if name not in batch.columns]
+        if missing:
+            raise ValueError(f"role {self.name} reads the column {missing[0]} of tokens: expected a batch that has it")
+        return tuple(inputs)
 
     def _plan(self, batch: Batch) -> list[RankPlan]:
         """Which samples each replica runs; all rows of one share a micro-batch."""
@@ -223,7 +229,7 @@ class Trainable(Role):
             "loss": asdict(how.loss),
             "num_tokens": batch.num_tokens,
         }
-        columns = (*how.loss.columns, *self._given(packed))
+        columns = (*how.loss.columns, *self._given(packed, self.inputs))
         try:
             replies = self.group.call("update", arguments, [_payload(packed, p, columns) for p in plans])
         except RankError as error:
@@ -248,9 +254,14 @@ class Reference(Role):
 class Actor(Trainable):
     """The policy."""
 
-    def log_probs(self, batch: Batch, *, temperature: float | None = None) -> Tensor:
-        """[N] log-probs of the batch's tokens under the current weights; temperature None: that of rollout."""
-        return self._columns(batch, ("log_probs",), temperature=temperature)["log_probs"]
+    def log_probs(
+        self, batch: Batch, *, temperature: float | None = None, inputs: Sequence[str] | None = None
+    ) -> Tensor:
+        """[N] log-probs of the batch's tokens under the current weights; temperature None: that of rollout.
+
+        `inputs`: columns that the pass reads; None: those of the role.
+        """
+        return self._columns(batch, ("log_probs",), temperature=temperature, inputs=inputs)["log_probs"]
 
     def columns(self, batch: Batch, names: Sequence[str], *, reference: str | None = None) -> dict[str, Tensor]:
         """Named columns [N] of the batch under the current weights: log_probs, entropy, sum_pi_squared, full_kl.

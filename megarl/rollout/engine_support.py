@@ -23,7 +23,7 @@ _FIELD = "output_token_sampling_mask"
 class EngineSupport:
     """Of the completions that are sampled so: evaluations sample otherwise, and nothing is learnt of them.
 
-    Example: EngineSupport(top_p=0.9, top_k=20).read(reply["meta_info"], num_asked=7, num_new=3), 10 lists.
+    Example: EngineSupport(top_p=0.9, top_k=20).read(reply["meta_info"], 7, 3, num_known=0), 10 lists.
     """
 
     top_p: float
@@ -39,7 +39,7 @@ class EngineSupport:
     def request(self, num_known: int) -> dict[str, Any]:  # noqa: ARG002
         return {"return_sampling_mask": True}
 
-    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int) -> Ragged:
+    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int, num_known: int) -> Ragged:  # noqa: ARG002
         """Lists of ids; of the request's tokens they are empty."""
         masks = meta.get(_FIELD)
         if masks is None and meta["finish_reason"]["type"] == "abort":
@@ -54,7 +54,7 @@ class EngineSupport:
             raise ValueError(f"{_FIELD} of a completion: expected {num_new} lists of ids, each with the token's own")
         return Ragged.of([*[()] * num_asked, *masks])
 
-    def check(self, column: Any) -> None:
+    def check(self, column: Any, num_known: int) -> None:  # noqa: ARG002
         if not isinstance(column, Ragged):
             raise ValueError(f"column {SUPPORT} of a completion: expected no such column, but the field {_FIELD}")
 

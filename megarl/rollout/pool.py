@@ -173,8 +173,10 @@ class EnginePool:
                 completion, is_stale = await self._ask(server, prompt_ids, params, **how)
             except TakenOut:
                 continue
-            except ColumnsLost as error:
-                reasons.append(f"{server.url}: {error}")
+            except ColumnsLost as error:  # in need of KV cache SGLang retracts new requests first: elsewhere is better
+                if server in failed:
+                    reasons.append(f"{server.url}: {error}")
+                failed.add(server)
                 continue
             except (ServerFailed, Unreachable) as error:
                 failed.add(server)
@@ -210,8 +212,10 @@ class EnginePool:
         except ServerFailed:
             cause = "failed"
             raise
-        except ColumnsLost:
+        except ColumnsLost as error:
             cause = "retracted"
+            if ask.is_excused:  # a push or the time limit ended it in the queue
+                raise TakenOut from error
             raise
         except asyncio.CancelledError:
             cause = "cancelled"

@@ -191,17 +191,18 @@ class Reply(NamedTuple):
 
 
 def parse_replies(
-    reply: Any, n: int, *, num_asked: int | None = None, columns: Sequence[EngineColumn] = ()
+    reply: Any, n: int, *, num_asked: int | None = None, columns: Sequence[EngineColumn] = (), num_known: int = 0
 ) -> list[Reply]:
     """The n completions of a /generate reply.  Raises ValueError for a reply of another shape.
 
     `num_asked`: tokens of the request, which the reply's columns cover too; None: no reply has columns.  `columns`:
-    those that were asked for; see wire_columns for ColumnsLost.
+    those that were asked for with `num_known`; see wire_columns for ColumnsLost.
     """
     items = reply if isinstance(reply, list) else [reply]
     if len(items) != n:
         raise ValueError(f"the reply of {Route.GENERATE} holds {len(items)} completions, expected {n}")
-    return [Reply(_completion(item, num_asked, columns), item["meta_info"].get("cached_tokens")) for item in items]
+    asked = num_asked, columns, num_known
+    return [Reply(_completion(item, *asked), item["meta_info"].get("cached_tokens")) for item in items]
 
 
 def parse_completions(reply: Any, n: int, *, num_asked: int | None = None) -> list[Completion]:
@@ -209,7 +210,7 @@ def parse_completions(reply: Any, n: int, *, num_asked: int | None = None) -> li
     return [parsed.completion for parsed in parse_replies(reply, n, num_asked=num_asked)]
 
 
-def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn]) -> Completion:
+def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn], num_known: int) -> Completion:
     try:
         token_ids, meta = item["output_ids"], item["meta_info"]
         finish_reason, triples = meta["finish_reason"]["type"], meta["output_token_logprobs"]
@@ -225,7 +226,7 @@ def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn
         log_probs=[triple[0] for triple in triples] if drawn is None else drawn,
         finish_reason=finish_reason,
         versions=_versions(meta, len(token_ids)),
-        columns=read_columns(meta, num_asked, len(token_ids), columns),
+        columns=read_columns(meta, num_asked, len(token_ids), columns, num_known),
     )
 
 

@@ -121,7 +121,9 @@ class Sender:
         ask.stop_clock()
         server.failures = 0
         try:
-            ((completion, cached_tokens),) = parse_replies(reply, 1, num_asked=len(prompt_ids), columns=columns)
+            ((completion, cached_tokens),) = parse_replies(
+                reply, 1, num_asked=len(prompt_ids), columns=columns, num_known=num_known
+            )
         except ColumnsLost as error:
             ask.num_tokens = error.num_tokens
             raise

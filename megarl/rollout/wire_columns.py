@@ -42,7 +42,7 @@ class EngineColumn(Protocol):
         """Fields of a request's body; of its first `num_known` tokens the caller has the entries already."""
         ...
 
-    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int) -> Any:
+    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int, num_known: int) -> Any:
         """The column, an array or Ragged, from an engine's own field of meta_info; what the caller has already may be
         zeros, or empty lists.
 
@@ -50,18 +50,25 @@ class EngineColumn(Protocol):
         """
         ...
 
-    def check(self, column: Any) -> None:
-        """Raises ValueError, one sentence, for entries that cannot be the run's."""
+    def check(self, column: Any, num_known: int) -> None:
+        """Raises ValueError, one sentence, for entries behind the known ones that cannot be the run's.
+
+        The column has an entry for each token.
+        """
         ...
 
 
 def read_columns(
-    meta: Mapping[str, Any], num_asked: int | None, num_new: int, wanted: Sequence[EngineColumn] = ()
+    meta: Mapping[str, Any],
+    num_asked: int | None,
+    num_new: int,
+    wanted: Sequence[EngineColumn] = (),
+    num_known: int = 0,
 ) -> dict[str, np.ndarray]:
     """The columns of a completion of `num_new` tokens.  Raises ValueError, one sentence, for one that is not as above.
 
     `num_asked`: tokens of the request; a caller that gets columns has to know it.  `wanted`: each of them is there, if
-    the completion has a token.
+    the completion has a token; of the first `num_known` tokens the caller has its entries already.
     """
     sent = meta.get("columns") or {}
     wanted = wanted if num_new else ()
@@ -73,14 +80,15 @@ def read_columns(
     found: dict[str, Any] = {name: _column(name, value) for name, value in sent.items()}
     for column in wanted:
         if column.name not in found:
-            found[column.name] = column.read(meta, num_asked, num_new)
-        column.check(found[column.name])
+            found[column.name] = column.read(meta, num_asked, num_new, num_known)
     for name, entries in found.items():
         if entries.shape[:1] != (num_asked + num_new,):
             raise ValueError(
                 f"column {name} of a completion has the shape {list(entries.shape)}: expected {num_asked + num_new} "
                 f"entries, for {num_asked} tokens of the request and {num_new} of the completion"
             )
+    for column in wanted:
+        column.check(found[column.name], num_known)
     return found
 
 

@@ -271,7 +271,7 @@ class Run:
     def _canary(self, ids: list[int]) -> dict[str, Any]:
         """A prompt and its log-probs under the actor, which every server has to reproduce after a push."""
         batch = Batch(torch.tensor(ids), torch.tensor([len(ids)]), {})
-        log_probs = self.roles.actor.log_probs(batch, temperature=1.0)[1:].tolist()
+        log_probs = self.roles.actor.log_probs(batch, temperature=1.0, inputs=())[1:].tolist()
         rollout = self.config.rollout
         precision = rollout.dtype if rollout.quantization == "none" else rollout.quantization
         return {"prompt_ids": ids, "log_probs": log_probs, "tolerance": CANARY_TOLERANCE[precision]}

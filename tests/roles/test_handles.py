@@ -507,8 +507,8 @@ def test_a_number_that_is_not_finite_is_found_again_in_a_row_of_its_sample(loss:
     assert (caught.value.sequence, caught.value.token) == (1, 3)
 
 
-def test_columns_that_the_passes_read_go_with_every_call_where_a_batch_has_them() -> None:
-    """The log-probs' pass, and each optimizer step; a batch without them is computed without them."""
+def test_columns_that_the_passes_read_go_with_every_call() -> None:
+    """The log-probs' pass, and each optimizer step; but not with one that shall not read them."""
 
     def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
         if method == "update":
@@ -519,7 +519,7 @@ def test_columns_that_the_passes_read_go_with_every_call_where_a_batch_has_them(
     actor = replace(make_actor(group), inputs=("some",))
     batch = make_batch(4)
     some = torch.arange(32 * 6, dtype=torch.uint8).view(32, 2, 3)
-    assert actor.log_probs(batch).tolist() == batch.tokens.tolist()
+    assert actor.log_probs(batch, inputs=()).tolist() == batch.tokens.tolist()
     actor.log_probs(batch.with_columns(some=some))
     actor.update(batch.with_columns(some=some))
     without, given, *steps = group.calls
@@ -528,3 +528,17 @@ def test_columns_that_the_passes_read_go_with_every_call_where_a_batch_has_them(
         for payload in payloads:
             assert torch.equal(payload["some"], some[payload["tokens"].long()]), "those of its tokens"
     assert len(steps) == 2
+
+
+def test_a_batch_without_a_column_that_passes_read_is_refused() -> None:
+    """But for the pass that computes this column."""
+
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        return Reply({}, {name: payload["tokens"].float() for name in arguments["names"]})
+
+    group: Any = NotingGroup(2, answer)
+    actor = replace(make_actor(group), inputs=("some",))
+    assert set(actor.columns(make_batch(4), ("log_probs", "some"))) == {"log_probs", "some"}
+    for read in (actor.log_probs, actor.update):
+        with pytest.raises(ValueError, match="^role actor reads the column some of tokens: expected a batch that has"):
+            read(make_batch(4))

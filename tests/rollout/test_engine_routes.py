@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64encode
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,12 @@ def field_of(start: int, end: int) -> str:
     return b64encode(rows.astype("<i4").tobytes()).decode()
 
 
+def field_with_zeros(at: int) -> str:
+    """Of four tokens; of the one at this position nothing was kept."""
+    rows = np.array([experts_at(position) * (position != at) for position in range(4)])
+    return b64encode(rows.astype("<i4").tobytes()).decode()
+
+
 def entry(token: int) -> list[list[int]]:
     """The column's entry of a token: what the model chose when it read the token before."""
     return experts_at(token - 1)[[0, 2]].tolist()
@@ -49,8 +56,9 @@ def sent_as_column(column: np.ndarray) -> dict[str, Any]:
     return {"columns": {"routed_experts": column_on_the_wire(column)}}
 
 
-def read(meta: dict[str, Any], num_asked: int = 3, num_new: int = 2) -> np.ndarray:
-    return read_columns(meta, num_asked, num_new, [ROUTES])["routed_experts"]
+def read(meta: dict[str, Any], num_known: int = 0, routes: EngineRoutes = ROUTES) -> np.ndarray:
+    """Of a request of three tokens and a completion of two."""
+    return read_columns(meta, 3, 2, [routes], num_known)["routed_experts"]
 
 
 def test_sglangs_rows_are_of_the_tokens_that_were_read_and_entries_of_those_that_followed() -> None:
@@ -63,12 +71,12 @@ def test_what_the_caller_knows_is_not_sent_and_stays_zero() -> None:
     """It knows the first two tokens: the second was not read when it was written, so the rows begin there."""
     assert ROUTES.request(2) == {"return_routed_experts": True, "routed_experts_start_len": 1}
     assert ROUTES.request(0)["routed_experts_start_len"] == 0
-    column = read(meta_of(field_of(1, 4)))
+    column = read(meta_of(field_of(1, 4)), num_known=2)
     assert column.tolist() == [[[0, 0], [0, 0]]] * 2 + [entry(token) for token in range(2, 5)]
 
 
 def test_the_column_of_our_own_server_is_taken_as_it_is() -> None:
-    sent = np.array([[[1, 2], [3, 4]]] * 5, dtype=np.uint16)
+    sent = np.array([[[0, 0], [0, 0]], *[[[1, 2], [3, 4]]] * 4], dtype=np.uint16)
     assert read(sent_as_column(sent)).tolist() == sent.tolist()
 
 
@@ -76,13 +84,17 @@ def test_the_column_of_our_own_server_is_taken_as_it_is() -> None:
     ("meta", "words"),
     [
         (meta_of(), "expected one that was started with --enable-return-routed-experts"),
-        (meta_of(field_of(0, 5)), "have 5 rows: expected 1 to 4, of numbers below 300"),
-        (meta_of(""), "have 0 rows: expected 1 to 4"),
+        (meta_of(field_of(0, 5)), "have 5 rows: expected 4, of numbers below 300"),
+        (meta_of(field_of(1, 4)), "have 3 rows: expected 4, of numbers below 300"),
+        (meta_of(""), "have 0 rows: expected 4"),
         (meta_of(field_of(0, 4)[:-8]), "cannot be read: "),
         (meta_of("no base64!"), "cannot be read: "),
-        (meta_of(b64encode(np.full(24, 300, "<i4").tobytes()).decode()), "expected 1 to 4, of numbers below 300"),
-        (meta_of(b64encode(np.full(24, -1, "<i4").tobytes()).decode()), "expected 1 to 4, of numbers below 300"),
+        (meta_of(b64encode(np.full(24, 300, "<i4").tobytes()).decode()), "expected 4, of numbers below 300"),
+        (meta_of(b64encode(np.full(24, -1, "<i4").tobytes()).decode()), "expected 4, of numbers below 300"),
         (meta_of(b64encode(np.zeros(24, "<i4").tobytes()).decode()), "the server's kernels do not report what they"),
+        (meta_of(field_with_zeros(at=1)), "the server's kernels do not report what they"),
+        (sent_as_column(np.zeros((0, 2, 2), np.uint16)), "has the shape [0, 2, 2]: expected 5 entries"),
+        (sent_as_column(np.zeros((4, 2, 2), np.uint16)), "has the shape [4, 2, 2]: expected 5 entries"),
         (sent_as_column(np.zeros((5, 3, 2), np.uint16)), "are uint16 [5, 3, 2]: expected uint16 of 2 layers"),
         (sent_as_column(np.zeros((5, 2, 2), np.int64)), "are int64 [5, 2, 2]: expected uint16"),
     ],
@@ -95,6 +107,21 @@ def test_experts_that_cannot_be_the_models_are_one_sentence(meta: dict[str, Any]
     assert "\n" not in str(error.value)
 
 
+def test_entries_that_the_caller_knows_may_be_zeros() -> None:
+    sent = np.array([[[0, 0], [0, 0]]] * 3 + [[[1, 2], [3, 4]]] * 2, dtype=np.uint16)
+    assert read(sent_as_column(sent), num_known=3).tolist() == sent.tolist()
+    with pytest.raises(ValueError, match="are not 2 different ones of 300"):
+        read(sent_as_column(sent), num_known=2)
+
+
+def test_with_one_expert_a_token_rows_that_are_missing_are_found() -> None:
+    routes = EngineRoutes(RoutedExperts(num_layers=1, layers=(0,), num_experts=300, chosen=1))
+    field = b64encode(np.array([7, 8, 9], "<i4").tobytes()).decode()
+    assert read(meta_of(field), num_known=2, routes=routes).ravel().tolist() == [0, 0, 7, 8, 9]
+    with pytest.raises(ValueError, match="have 3 rows: expected 4"):
+        read(meta_of(field), routes=routes)
+
+
 @pytest.mark.parametrize("meta", [meta_of(field_of(0, 4), num_retractions=1), meta_of(finish="abort")])
 def test_after_a_retraction_sglang_has_only_the_experts_of_another_pass(meta: dict[str, Any]) -> None:
     with pytest.raises(ColumnsLost):
@@ -102,10 +129,13 @@ def test_after_a_retraction_sglang_has_only_the_experts_of_another_pass(meta: di
 
 
 class Server:
-    """Writes token 7 + i as token i of a request, with its experts; the first replies may be of retracted requests."""
+    """Writes token 7 + i as token i of a request, with its experts; the first replies may be of retracted requests.
 
-    def __init__(self, num_lost: int = 0) -> None:
-        self.num_lost = num_lost
+    `before_reply`: called with the number of the request.
+    """
+
+    def __init__(self, num_lost: int = 0, before_reply: Callable[[int], object] = id) -> None:
+        self.num_lost, self.before_reply = num_lost, before_reply
         self.bodies: list[dict[str, Any]] = []
 
     async def __call__(self, request: web.Request) -> web.Response:
@@ -115,6 +145,7 @@ class Server:
         (item,) = reply_to([7 + i for i in range(num_new)], finish="length", spans=[("0", 0, num_new)])
         field = field_of(body["routed_experts_start_len"], num_asked + num_new - 1)
         item["meta_info"] |= {"routed_experts": field, "num_retractions": int(len(self.bodies) <= self.num_lost)}
+        self.before_reply(len(self.bodies))
         return web.json_response([item])
 
 
@@ -150,6 +181,31 @@ def test_a_piece_that_lost_its_experts_is_written_again_and_counted_as_wasted() 
     assert len(server.bodies) == 3
     assert completion.columns["routed_experts"][-1].tolist() == entry(7)
     assert (counters["wasted_retracted"], counters["tokens"]) == (10.0, 15.0)
+
+
+def test_a_piece_that_lost_its_experts_goes_to_another_server() -> None:
+    async def test() -> list[int]:
+        pressed, other = Server(num_lost=100), Server()
+        async with serving(pressed, other) as (urls, _), EnginePool(urls, "", timeout_s=200, columns=[ROUTES]) as pool:
+            for _ in range(2):
+                await write(pool, PROMPT, SamplingParams(max_new_tokens=5), prefer=urls[0])
+            return [len(pressed.bodies), len(other.bodies)]
+
+    assert asyncio.run(asyncio.wait_for(test(), 240)) == [2, 2]
+
+
+def test_pushes_while_a_request_waits_to_be_computed_again_cost_no_attempt() -> None:
+    """More of them than a request has attempts."""
+
+    async def test() -> tuple[Any, int]:
+        server = Server(num_lost=20)
+        async with serving(server) as (urls, _), EnginePool(urls, "", timeout_s=200, columns=[ROUTES]) as pool:
+            server.before_reply = lambda number: pool.trust(urls[0], number)  # the driver has pushed meanwhile
+            pool.trust(urls[0], 0)
+            return await write(pool, PROMPT, SamplingParams(max_new_tokens=5)), len(server.bodies)
+
+    completion, num_asked = asyncio.run(asyncio.wait_for(test(), 240))
+    assert (len(completion.token_ids), num_asked) == (5, 21)
 
 
 def test_a_server_that_always_loses_them_ends_the_completion() -> None:

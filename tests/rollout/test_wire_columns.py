@@ -96,11 +96,11 @@ class Doubled:
     def request(self, num_known: int) -> dict[str, Any]:
         return {"wants_doubled_from": num_known}
 
-    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int) -> np.ndarray:  # noqa: ARG002
+    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int, num_known: int) -> np.ndarray:  # noqa: ARG002
         return np.array([0] * num_asked + [2 * number for number in meta["their_field"]])
 
-    def check(self, column: np.ndarray) -> None:
-        if column.max() > 30:
+    def check(self, column: np.ndarray, num_known: int) -> None:
+        if column[num_known:].max() > 30:
             raise ValueError("a number above 30")
 
 
@@ -113,6 +113,14 @@ def test_an_engines_own_field_becomes_a_column() -> None:
         read_columns({"their_field": [1] * 3}, 3, 2, [Doubled()])
     with pytest.raises(ValueError, match="^a number above 30$"):
         read_columns({"their_field": [15, 16]}, 3, 2, [Doubled()])
+    assert read_columns({"their_field": [16, 7]}, 3, 2, [Doubled()], num_known=4)["ours"].tolist() == [0, 0, 0, 32, 14]
+
+
+@pytest.mark.parametrize("num_entries", [0, 4])
+def test_a_column_of_another_length_is_refused_before_its_entries_are_read(num_entries: int) -> None:
+    sent = {"ours": column_on_the_wire(np.zeros(num_entries))}
+    with pytest.raises(ValueError, match=rf"^column ours .* has the shape \[{num_entries}\]: expected 5 entries"):
+        read_columns({"columns": sent}, 3, 2, [Doubled()], num_known=5)
 
 
 def test_a_field_is_read_only_if_it_is_wanted_and_the_column_is_not_there_already() -> None:

@@ -23,16 +23,16 @@ def driver_bytes(job: Job) -> int:
     return int(job.tokens * (COPIES + ahead)) * of.bytes_per_token
 
 
-def server_bytes(job: Job) -> int:
-    """Of one server: pinned memory for every token of its KV cache."""
+def rank_bytes(job: Job) -> int:
+    """Of one GPU of a server: pinned memory for every token of its KV cache, which SGLang has on each rank whole."""
     of = RoutedExperts.of(job.hf)
-    if job.router_replay != "rollout" or of is None or not job.num_servers:
+    if job.router_replay != "rollout" or of is None or not job.num_servers or not job.pins_routes:
         return 0
     server = Server(job, CONSTANTS)
-    tokens = job.attention_dp * int(server.cache_bytes / server.token_bytes)
-    return tokens * of.num_layers * of.chosen * SGLANG_BYTES
+    return int(server.cache_bytes / server.token_bytes) * of.num_layers * of.chosen * SGLANG_BYTES
 
 
 def machine_bytes(job: Job) -> int:
     """Of the servers on one machine."""
-    return server_bytes(job) * max(1, min(job.num_servers, job.gpus_per_node // job.server_gpus))
+    num_servers = max(1, min(job.num_servers, job.gpus_per_node // job.server_gpus))
+    return num_servers * min(job.server_gpus, job.gpus_per_node) * rank_bytes(job)
