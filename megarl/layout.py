@@ -188,8 +188,17 @@ def misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
 
 
 def training_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
-    """Misfits of training only: with ep > 1 each pipeline rank needs experts, since these have their own optimizer."""
-    if layout.ep == 1 or not numbers.num_experts or numbers.num_hidden_layers is None:
+    """Misfits of training only, of models with experts.
+
+    With ep = 1 Megatron reduces their gradients over the replicas of dense layers (`allreduce` of their weights), so
+    these must be theirs too.  With ep > 1 they have their own optimizer, so each pipeline rank needs some.
+    """
+    if not numbers.num_experts or numbers.num_hidden_layers is None:
+        return
+    if layout.ep == 1:
+        if layout.expert_tp != layout.tp:
+            untrained = f"experts are not trained with it and {KEYS['ep']}=1; expected {layout.tp}, as {KEYS['tp']}"
+            yield Misfit("etp", f"{KEYS['etp']}={layout.expert_tp}: {untrained}")
         return
     chunks = layout.layers_per_chunk(numbers.num_hidden_layers)
     first = 0

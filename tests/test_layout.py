@@ -59,6 +59,20 @@ def test_every_stage_of_a_trained_model_with_dealt_experts_has_some() -> None:
     assert not untrainable(QWEN, Layout(pp=2))
 
 
+def test_experts_on_other_ranks_than_dense_layers_are_trained_only_if_they_are_dealt() -> None:
+    """With ep=1 Megatron sums the gradients of experts over the replicas of dense layers."""
+    rest = "experts are not trained with it and expert_model_parallel_size=1; expected"
+    assert untrainable(SPARSE, Layout(tp=2, etp=1)) == [
+        f"expert_tensor_parallel_size=1: {rest} 2, as tensor_model_parallel_size"
+    ]
+    assert untrainable(SPARSE, Layout(etp=2)) == [
+        f"expert_tensor_parallel_size=2: {rest} 1, as tensor_model_parallel_size"
+    ]
+    for layout in (Layout(tp=2), Layout(tp=2, etp=2), Layout(tp=2, ep=2, etp=1), Layout(ep=2, etp=2)):
+        assert not untrainable(SPARSE, layout)
+    assert not untrainable(QWEN, Layout(tp=2, etp=2))
+
+
 def test_layers_without_experts_are_those_that_config_json_names_or_steps_over() -> None:
     assert numbers_of(DEEPSEEK | {"first_k_dense_replace": 3}).dense_layers == (0, 1, 2)
     assert numbers_of(SPARSE | {"decoder_sparse_step": 4, "mlp_only_layers": [3]}).dense_layers == (

@@ -94,8 +94,9 @@ class Role:
 
         `lora` freezes the model and trains adapters: {"rank": 16, "alpha": 32, "targets": ["q_proj", ...], "seed": 0}.
         `engine`: the fields of mcore.training.execution.ExecutionOptions that differ from the defaults.
-        `base`: the name of a loaded role of the group with the same folder, which is frozen or trains adapters: this
-        role shares its base, `dtype` and `engine`, and has adapters of its own, or none.
+        `base`: the name of a loaded role of the group with the same folder and `dtype`, which is frozen or trains
+        adapters: this role shares its base and its engine (`engine` None, or the same), and has adapters of its own, or
+        none.
         `router_replay`: the experts of tokens can be given and noted.
         """
         arguments: dict[str, Any] = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins)}

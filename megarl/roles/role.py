@@ -108,31 +108,51 @@ def build_role(arguments: dict[str, Any], layout: Layout) -> Role:
 def build_on(owner: Role, arguments: dict[str, Any], layout: Layout) -> Role:
     """A role on the base of another one, which it shares instead of a copy; `lora` None: the base as it is, frozen.
 
-    ValueError if the owner trains all weights, or if this role would, or is of another kind, or has another folder.
+    ValueError if they cannot share it: see `_check_base`.  After any error the owner is as before.
     """
+    _check_base(owner, arguments)
+    for buffer in owner.buffers:
+        buffer.onload()
+    if owner.adapters is None and settings_of(owner.chunks) is not None:
+        _move_out(owner)
+    try:
+        model, optimizer = _trained(owner.chunks, arguments, layout, owner.engine)
+        buffers = owner.parameters, OffloadBuffer([], None), OffloadBuffer([], None)
+        where = owner.kind, model, owner.hf, owner.source_folder, optimizer, *buffers
+        role = Role(*where, engine=owner.engine, chunks=owner.chunks)
+        if arguments["lora"] is not None:
+            _move_out(role)
+        return role
+    finally:
+        if settings_of(owner.chunks) is not None:  # the adapters of a role that could not be built
+            detach(owner.chunks)
+        owner.offload_by_default()
+
+
+def _check_base(owner: Role, arguments: dict[str, Any]) -> None:
+    """ValueError if a role with these arguments cannot be on the base of `owner`."""
     base = f"base={arguments['base']}"
+    config: Any = owner.chunks[0].config
+    options = {name: value for name, value in arguments["engine"].items() if value != "auto"}
     for what, own, theirs in (
         ("a model of kind", arguments["kind"], owner.kind),
         ("the folder", arguments["folder"], owner.source_folder),
+        ("dtype", arguments["dtype"], str(config.params_dtype).removeprefix("torch.")),
+        *((name, value, getattr(owner.engine, name)) for name, value in options.items()),
     ):
         if own != theirs:
             raise ValueError(f"{base}: that role has {what} {theirs}, not {own}; expected the same")
+    if not arguments["reads_weights"]:
+        raise ValueError(f"{base}: its weights are shared, and no restore brings them; expected reads_weights=True")
     if owner.optimizer is not None and owner.adapters is None and settings_of(owner.chunks) is None:
         raise ValueError(f"{base}: that role trains all its weights; expected one with adapters, or a frozen one")
     if arguments["lora"] is None and arguments["optim"] is not None:
         raise ValueError(f"{base}: without adapters the shared weights would be trained; expected lora, or no optim")
-    for buffer in owner.buffers:
-        buffer.onload()
-    if settings_of(owner.chunks) is not None:
-        _move_out(owner)
-    model, optimizer = _trained(owner.chunks, arguments, layout, owner.engine)
-    buffers = owner.parameters, OffloadBuffer([], None), OffloadBuffer([], None)
-    where = owner.kind, model, owner.hf, owner.source_folder, optimizer, *buffers
-    role = Role(*where, engine=owner.engine, chunks=owner.chunks)
-    if arguments["lora"] is not None:
-        _move_out(role)
-    owner.offload_by_default()
-    return role
+    if arguments["lora"] is not None and owner.engine.uses_transformer_engine:
+        raise ValueError(
+            f"{base}: that role has Transformer Engine's layers, which take no adapters; expected one that was loaded "
+            "with transformer_impl=local"
+        )
 
 
 def _move_out(role: Role) -> None:

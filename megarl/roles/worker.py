@@ -90,8 +90,10 @@ class Worker:
         load_plugins(arguments["plugins"])
         if (base := arguments.get("base")) is None:
             role = build_role(arguments, self.layout)
+        elif (owner := self.roles.get(base)) is None:
+            raise ValueError(f"base={base}: there is no such role; expected one of {', '.join(self.roles) or 'none'}")
         else:
-            role = build_on(self.roles[base], arguments, self.layout)
+            role = build_on(owner, arguments, self.layout)
         self.roles[arguments["role"]] = role
         sizes = {"parameters_per_rank": role.num_parameters, "hidden_size": role.hf["hidden_size"]}
         role.offload_by_default()

@@ -258,6 +258,7 @@ def divides(numbers: dict[str, int], config: Config) -> None:
     if "num_experts" in numbers:
         assert numbers["num_experts"] % ep == numbers["moe_intermediate_size"] % etp == 0
         assert tp == 1 or layout.sequence_parallel
+        assert ep > 1 or etp == tp
     else:
         assert ep == 1
     assert not (layout.sequence_parallel and tp == 1)

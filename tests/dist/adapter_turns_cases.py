@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.algo.loss import ActorLoss
 from megarl.data.packing import plan
+from megarl.mcore.models.model import unwrap
 from megarl.mcore.setup import destroy_groups
 from megarl.mcore.training.optimizer import OptimSettings
 from megarl.roles.worker import Worker
@@ -46,7 +47,7 @@ class Rank:
 
     def update(self, name: str, step: int) -> dict[str, Any]:
         arguments = {"role": name, "temperature": 1.0, "loss": asdict(LOSS), "reference": None}
-        payload, num_tokens = self._payload(step + 100 * (name == "second"))
+        payload, num_tokens = self._payload(step + 100 * (name != "first"))
         arguments |= {"num_tokens": num_tokens, "names": list(LOSS.outputs)}
         return self.worker.update(arguments, payload)[0]
 
@@ -57,6 +58,10 @@ class Rank:
     def adapters(self, name: str) -> dict[str, Tensor]:
         with self.worker.readable(name) as role:
             return {n: tensor.clone() for n, tensor in adapter_tensors(role.model, role.hf)}
+
+    def base(self, name: str) -> list[Tensor]:
+        """The parameters of a role without those of its adapters."""
+        return [param for chunk in self.worker.roles[name].model for param in unwrap(chunk).parameters()]
 
     def _payload(self, seed: int) -> tuple[dict[str, Tensor], int]:
         """This replica's share of a mini-batch with advantages drawn from `seed`."""
@@ -75,23 +80,25 @@ def turns(folder: str, layout: dict[str, Any], engine: dict[str, Any], out: str)
     """Both runs on one base, in turns; then each of them alone, and what the base says by itself."""
     found: dict[str, Any] = {}
     rank = Rank(folder, layout, engine)
-    sizes = [rank.load("first", lora=RUNS["first"]), rank.load("second", base="first", lora=RUNS["second"])]
+    rank.load("first", lora=RUNS["first"])
+    rank.load("second", base="first", lora=RUNS["second"])
     rank.load("base", base="first", lora=None, trains=False)
-    found["parameters"] = [size["parameters_per_rank"] for size in sizes]
+    found["held once"] = all(a is b for a, b in zip(*(rank.base(name) for name in RUNS), strict=True))
     found["base before"] = rank.columns("base")
     together = {name: [] for name in RUNS}
     for step in range(NUM_STEPS):
         for name in RUNS:
             together[name].append(rank.update(name, step))
         rank.worker.save({"role": "second", "folder": f"{out}/second{step}", "in_background": False}, {})
+    found["refused"] = refusals(rank)  # after which everybody goes on
     found["together"] = {name: (together[name], rank.adapters(name), rank.columns(name)) for name in RUNS}
     found["base after"] = rank.columns("base")
     found["offloaded"] = [buffer.is_offloaded for name in RUNS for buffer in rank.worker.roles[name].buffers]
-    found["refused"] = refusals(rank)
-    # What was saved in the turns is loaded into a new role beside them.
+    # What was saved in the turns is loaded into a new role beside them, which then goes on as the other one does.
     rank.load("third", base="second", lora=RUNS["second"] | {"seed": 5})
     rank.worker.restore({"role": "third", "folder": f"{out}/second{NUM_STEPS - 1}"}, {})
     found["restored"] = rank.adapters("third")
+    found["again"] = [(rank.update(name, NUM_STEPS), rank.adapters(name)) for name in ("second", "third")]
     destroy_groups()
     found["alone"] = {}
     for name, lora in RUNS.items():
@@ -110,6 +117,7 @@ def refusals(rank: Rank) -> dict[str, str]:
         ("folder", {"folder": str(Path(rank.folder).parent)}),
         ("kind", {"kind": "critic"}),
         ("no adapters", {"lora": None}),
+        ("optimizer", {"optim": OPTIM | {"name": "muon"}}),  # known only when its adapters are in the base
     ):
         arguments = {"role": "x", "folder": rank.folder, "kind": "actor", "dtype": "float32", "engine": {}}
         arguments |= {
@@ -132,5 +140,9 @@ def refusals(rank: Rank) -> dict[str, str]:
     return found
 
 
-def all_turns(folder: str, out: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    return {name: turns(folder, layout, engine, f"{out}/{name}") for name, (layout, engine) in cases.items()}
+def all_turns(folder: str, out: str, cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """`folder`: has a model for each family."""
+    return {
+        name: turns(f"{folder}/{family}", layout, engine, f"{out}/{name}")
+        for name, (family, layout, engine) in cases.items()
+    }

@@ -42,9 +42,9 @@ def run_layouts(root: str, out: str, cases: list[tuple[str, str, Layout]]) -> di
     return found
 
 
-def run_checkpoints(root: str, out: str, cases: dict[str, tuple[str, Layout, Layout]]) -> dict[str, Any]:
-    """Resumed runs, by name: (family, the layout that saves, the layout that loads)."""
+def run_checkpoints(root: str, out: str, cases: dict[str, tuple[str, Layout, Layout, str]]) -> dict[str, Any]:
+    """Resumed runs, by name: (family, the layout that saves, the layout that loads, dtype)."""
     return {
-        name: resumed(f"{root}/{family}", f"{out}/{name}", first, then, "float32")
-        for name, (family, first, then) in cases.items()
+        name: resumed(f"{root}/{family}", f"{out}/{name}", first, then, dtype)
+        for name, (family, first, then, dtype) in cases.items()
     }

@@ -72,6 +72,12 @@ def check_trainable(config: TransformerConfig) -> None:
         raise ValueError(
             f"sequence_parallel=false: expected true to train experts with tensor_model_parallel_size={tp}"
         )  # moe_layer:379
+    etp = config.expert_tensor_parallel_size
+    if config.num_moe_experts is not None and ep == 1 and etp != tp:  # reduced over the wrong ranks: layers.py:829
+        raise ValueError(
+            f"expert_tensor_parallel_size={etp}: experts are not trained with it and expert_model_parallel_size=1; "
+            f"expected {tp}, as tensor_model_parallel_size"
+        )
     chunks = list(_split(layers_with_experts(config), layers_per_chunk(config)))
     have = [any(any(chunk) for chunk in chunks[stage::pp]) for stage in range(pp)]
     if ep > 1 and not all(have):  # experts have their own optimizer; each rank saves as many optimizers as rank 0

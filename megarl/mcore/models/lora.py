@@ -79,6 +79,7 @@ def apply_lora(model: Model, settings: LoraSettings, *, seed: int = 0) -> None:
 
 def attach(model: Model, adapters: AdapterSet) -> None:
     """Let a model without adapters compute with these, which were made for it or for another copy of its base."""
+    assert settings_of(model) is None, "this model has adapters: detach them before others are attached"
     for path, linear in (pair for chunk in model for pair in _linears(unwrap(chunk))):
         if path in adapters.adapters:
             linear.lora = adapters.adapters[path]

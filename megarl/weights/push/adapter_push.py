@@ -15,6 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,22 @@ from megarl.weights.verify.canary import Canary, disagreement
 
 OURS = "megarl-"  # begins the names of all adapters that a trainer pushes
 _UNLOAD_S = 2.0  # after this time requests that still run with an adapter to unload are ended
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A complete adapter as it is sent, to any number of servers."""
+
+    config: Mapping[str, Any]  # PEFT's adapter_config.json
+    payload: str
+    digests: dict[str, str]
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> Encoded:
+        """Tensors on the CPU.  Pickled here, with the bytes inside: SGLang unpickles only tensors."""
+        payload = base64.b64encode(pickle.dumps(tensors)).decode()
+        views = {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
+        return cls(config, payload, {name: hashlib.sha256(view.data).hexdigest() for name, view in views.items()})
 
 
 class AdapterPusher:
@@ -64,7 +81,8 @@ class AdapterPusher:
     ) -> PushReport | None:
         """Every rank calls it; world rank 0 gets the report, with the adapter's name for completions.
 
-        `only`: push to these urls only.  Peak extra memory on rank 0: the adapters three times.
+        `only`: push to these urls only.  Peak extra memory on rank 0: the adapters, and 4/3 of
+        their bytes for the payload and again for each rank of each server, in its request.
         """
         stream = adapter_tensors(model, self._hf_config)
         try:
@@ -92,7 +110,9 @@ class AdapterPusher:
         """Load a complete adapter into these servers.  `config`: PEFT's adapter_config.json."""
         self._num_pushes += 1
         name = f"{self._own}{self._num_pushes:08d}-v{version}"  # sorted by name they are sorted by age
-        failed = self._give(urls, name, tensors, config, canary, clock)
+        with clock("convert"):
+            adapter = Encoded.of(tensors, config)
+        failed = self._give(urls, name, adapter, canary, clock)
         transports = {url: "adapter" for url in urls if url not in failed}
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         verified = len(tensors) * len(transports)
@@ -107,8 +127,7 @@ class AdapterPusher:
         self,
         urls: Sequence[str],
         name: str,
-        tensors: dict[str, Tensor],
-        config: Mapping[str, Any],
+        adapter: Encoded,
         canary: Canary | None,
         clock: Clock,
     ) -> dict[str, str]:
@@ -121,7 +140,7 @@ class AdapterPusher:
             try:
                 for old in outdated(engine.adapters(), self._life, self._own, self._keep - 1):
                     unload(engine, old)
-                give_adapter(engine, name, tensors, config)
+                give_adapter(engine, name, adapter)
                 if canary is not None:
                     heard[url] = engine.prompt_log_probs(canary.prompt_ids, adapter=name)
             except (PushError, ServerError) as error:
@@ -155,14 +174,11 @@ def unload(engine: ServerClient, name: str) -> None:
         unloading.result()
 
 
-def give_adapter(engine: ServerClient, name: str, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+def give_adapter(engine: ServerClient, name: str, adapter: Encoded) -> None:
     """Load a complete adapter into one server; PushError if the server refuses it."""
-    # Pickled here, with the bytes inside: SGLang unpickles only tensors.
-    payload = base64.b64encode(pickle.dumps(tensors)).decode()
-    digests = {n: hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy().data).hexdigest() for n, t in tensors.items()}
     try:
         tp_size = int(engine.server_info().get("tp_size", 1))
-        engine.load_adapter(name, config, payload, digests, tp_size=tp_size)
+        engine.load_adapter(name, adapter.config, adapter.payload, adapter.digests, tp_size=tp_size)
     except ServerError as error:
         if error.status == 404:
             raise PushError(_refusal(error)) from error

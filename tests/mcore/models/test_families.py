@@ -135,6 +135,10 @@ def test_layouts_of_experts_that_do_not_train_are_refused() -> None:
         ValueError, match=r"^sequence_parallel=false: expected true to train experts with tensor_model_paral"
     ):
         check_trainable(transformer_config(QWEN3_MOE, Layout(tp=2), torch.float32))
+    for layout in (Layout(tp=2, sequence_parallel=True, etp=1), Layout(etp=2)):
+        with pytest.raises(ValueError, match=f"^expert_tensor_parallel_size={layout.etp}: .*; expected {layout.tp}, "):
+            check_trainable(transformer_config(QWEN3_MOE, layout, torch.float32))
+    check_trainable(transformer_config(QWEN3_MOE, Layout(ep=2, etp=2), torch.float32))
 
 
 def test_expert_parallelism_takes_its_ranks_from_data_parallelism() -> None:

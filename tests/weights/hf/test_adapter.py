@@ -16,7 +16,7 @@ from megarl.mcore.models.lora import LoraSettings
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.weights.hf.adapter import adapter_table, module_names, peft_config, read_peft_settings
 from megarl.weights.mapping.names import ShardCoordinate
-from megarl.weights.push.adapter_push import give_adapter
+from megarl.weights.push.adapter_push import Encoded, give_adapter
 from megarl.weights.push.report import PushError
 
 HF: dict[str, Any] = {
@@ -158,7 +158,7 @@ class TwoRanks(ServerClient):
 def test_a_server_gets_the_whole_adapter_for_every_rank_and_its_checksums() -> None:
     engine, tensors = TwoRanks(), {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
     config = peft_config(LoraSettings(4, 8.0), "base", ["q_proj"])
-    give_adapter(engine, "actor-7", tensors, config)
+    give_adapter(engine, "actor-7", Encoded.of(tensors, config))
     body = engine.body
     assert (body["lora_name"], body["config_dict"]) == ("actor-7", config)
     assert len(body["serialized_named_tensors"]) == 2
@@ -182,5 +182,5 @@ def test_a_server_gets_the_whole_adapter_for_every_rank_and_its_checksums() -> N
 )
 def test_a_server_that_refuses_is_named(status: int, sentence: str) -> None:
     with pytest.raises(PushError) as caught:
-        give_adapter(TwoRanks(status), "actor-7", {"a": torch.ones(2)}, {})
+        give_adapter(TwoRanks(status), "actor-7", Encoded.of({"a": torch.ones(2)}, {}))
     assert str(caught.value) == sentence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
 import pytest
@@ -67,6 +68,20 @@ def test_two_runs_of_one_life_keep_their_own_adapters_on_a_server() -> None:
             assert sorted(server.adapters) == sorted([*ours[1:], *theirs[1:]])
 
     asyncio.run(run())
+
+
+def test_an_adapter_is_encoded_once_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[Any] = []
+    monkeypatch.setattr(pickle, "dumps", lambda tensors: encoded.append(tensors) or b"bytes")
+
+    async def run() -> None:
+        servers = AdapterWriter(), AdapterWriter()
+        async with serving(*servers) as (urls, _):
+            report = await push(pusher_of(urls), urls, 0)
+            assert report.failed == {} and [server.adapters for server in servers] == [[report.adapter]] * 2
+
+    asyncio.run(run())
+    assert len(encoded) == 1
 
 
 def test_a_request_of_an_adapter_that_goes_is_ended_and_its_completion_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
