@@ -101,6 +101,7 @@ class ModelNumbers:
     q_lora_rank: int | None = None  # multi-latent attention: size of the latent of queries
     kv_latent_size: int | None = None  # and of keys and values, with the rotary part
     dense_layers: tuple[int, ...] = ()  # in a model with experts, the layers without experts, from 0
+    has_biased_experts: bool = False
 
 
 def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
@@ -122,6 +123,7 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
         q_lora_rank=hf.get("q_lora_rank"),
         kv_latent_size=latent + (hf.get("qk_rope_head_dim") or 0) if latent else None,
         dense_layers=_dense_layers(hf) if experts else (),
+        has_biased_experts=hf.get("model_type") == "gpt_oss",
     )
 
 
@@ -181,12 +183,22 @@ def misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
         if whole is not None and whole % size:
             field = ("tp" if layout.etp is None else "etp") if axis == "expert_tp" else axis
             yield Misfit(field, f"{KEYS[field]}={size} does not divide the model's {called}={whole}")
+    if numbers.has_biased_experts and layout.expert_tp > 1:
+        whole = "Megatron-Core does not cut experts with biases"
+        yield Misfit("etp", f"{KEYS['etp']}={layout.expert_tp}: {whole}; expected 1")
     if numbers.num_hidden_layers is not None:
         yield from _layer_misfits(layout, numbers.num_hidden_layers)
 
 
 def training_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
-    """Misfits of training only: with ep > 1 each pipeline rank needs experts, since these have their own optimizer."""
+    """Misfits of training only.
+
+    With ep > 1 each pipeline rank needs experts, since these have their own optimizer.  With ep = 1 they have not, and
+    their gradients are summed over the same ranks as those of dense layers, which have to be cut alike.
+    """
+    if layout.ep == 1 and numbers.num_experts and layout.expert_tp != layout.tp:
+        wanted = f"expected {KEYS['etp']}={layout.tp}, as {KEYS['tp']}, or more"
+        yield Misfit("ep", f"{KEYS['ep']}=1 does not train experts with {KEYS['etp']}={layout.expert_tp}; {wanted}")
     if layout.ep == 1 or not numbers.num_experts or numbers.num_hidden_layers is None:
         return
     chunks = layout.layers_per_chunk(numbers.num_hidden_layers)

@@ -35,7 +35,7 @@ from megarl.sample import Batch
 from megarl.weights.hf.adapter import save_peft
 from megarl.weights.hf.export import save_hf
 from megarl.weights.hf.load import load_hf
-from megarl.weights.mapping.families import Role as Kind
+from megarl.weights.mapping.blocks import Role as Kind
 from megarl.weights.push.adapter_push import AdapterPusher
 from megarl.weights.push.gpu_handles import Gpus
 from megarl.weights.push.push import Canary, Pusher, PushError

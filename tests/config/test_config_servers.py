@@ -40,7 +40,8 @@ SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
         (
             f"{DENSE[:-1]},model_type:llama}}",
             f"{TP}=2 {ADP}=2",
-            f"{ADP}=2: SGLang has it for qwen3, qwen3_moe, deepseek_v3, and the model is of llama; expected 1",
+            f"{ADP}=2: SGLang has it for qwen3, qwen3_moe, deepseek_v3, kimi_k2, glm4_moe, gpt_oss, and the "
+            "model is of llama; expected 1",
         ),
         (
             DENSE,

@@ -79,6 +79,10 @@ def num_shards(folder: Path, name: str) -> int:
         ("mixtral", False, "tp=1 ep=2 etp=1", "tp=2 etp=1 ep=2"),
         ("qwen3_moe", False, "tp=2", "pp=2"),
         ("deepseek_v3", False, "tp=2 ep=2 etp=1", "pp=2"),
+        ("kimi_k2", False, "pp=2", "ep=2"),
+        ("glm4_moe", False, "ep=2", "tp=2"),
+        ("minimax_m2", False, "tp=2 ep=2 etp=1", "pp=2"),
+        ("gpt_oss", False, "tp=2 ep=2 etp=1", "pp=2"),
     ],
 )
 def test_there_and_back_is_bit_exact(

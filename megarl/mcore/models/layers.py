@@ -72,6 +72,11 @@ def check_trainable(config: TransformerConfig) -> None:
         raise ValueError(
             f"sequence_parallel=false: expected true to train experts with tensor_model_parallel_size={tp}"
         )  # moe_layer:379
+    if config.num_moe_experts is not None and ep == 1 and config.expert_tensor_parallel_size != tp:
+        raise ValueError(
+            f"expert_model_parallel_size=1: expected more to train experts with expert_tensor_parallel_size="
+            f"{config.expert_tensor_parallel_size}, or tensor_model_parallel_size={tp} for both"
+        )  # their gradients would be summed over data parallelism only, as those of dense layers (layers:886)
     chunks = list(_split(layers_with_experts(config), layers_per_chunk(config)))
     have = [any(any(chunk) for chunk in chunks[stage::pp]) for stage in range(pp)]
     if ep > 1 and not all(have):  # experts have their own optimizer; each rank saves as many optimizers as rank 0
