@@ -1,6 +1,10 @@
-"""config.json of a folder as transformers reads it, without running code from the folder."""
+"""config.json for transformers' classes, without running code from a folder."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -9,9 +13,14 @@ SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 
 
 def read_config(folder: str) -> PretrainedConfig:
-    """For transformers' classes, as `config=`.  A folder of SAME_MODEL is read as the family of transformers."""
+    """Of a folder, as transformers reads it; one of SAME_MODEL as the family of transformers."""
     held, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
-    family = SAME_MODEL.get(held.get("model_type", ""))
-    if family is None:
+    if held.get("model_type") not in SAME_MODEL:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoConfig.for_model(family, **{key: held[key] for key in held.keys() - {"model_type", "auto_map"}})
+    return config_of(held)
+
+
+def config_of(hf: Mapping[str, Any]) -> PretrainedConfig:
+    """Of the numbers of a config.json, which transformers would write into."""
+    family = SAME_MODEL.get(hf["model_type"], hf["model_type"])
+    return AutoConfig.for_model(family, **{key: deepcopy(hf[key]) for key in hf.keys() - {"model_type", "auto_map"}})

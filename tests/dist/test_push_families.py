@@ -80,21 +80,3 @@ def test_two_swapped_experts_are_named_and_the_next_push_heals_them(served: Any,
     assert f"(differ: {names.format(0)}, {names.format(1)})" in found["report"].failed[server.url]
     assert server.is_paused
     assert ranks.run(push, 2, "", {}, timeout_s=240)[0]["report"].transports == {server.url: "gathered"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["gathered", "shared", "sharded"])
-def test_stacked_experts_arrive_whole_and_never_as_slices(transport: str, ranks: Ranks, tmp_path: Path) -> None:
-    folder = write_model(tmp_path, "gpt_oss", tied=False)
-    with HFServer(Path(folder)) as server:
-        ranks.run(build, str(folder), Layout(tp=2, ep=2, etp=1), timeout_s=240)
-        url = server.wait().url
-        ranks.run(connect, [url], transport, {}, timeout_s=120)
-        found = ranks.run(push, 1, "", {}, timeout_s=240)[0]
-        used = {"sharded": "gathered"}.get(transport, transport)
-        needs = ["sharded: it needs a model that does not stack its experts in one tensor"]
-        assert found["report"].transports == {url: used}, found
-        assert found["report"].fallbacks == ({url: needs} if transport == "sharded" else {})
-        assert server.engine.checksums() == found["expected"]
-        ranks.run(connect, [], "auto", {}, timeout_s=120)
-        ranks.run(destroy_groups)

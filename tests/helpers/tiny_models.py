@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -207,3 +208,18 @@ def write_model(folder: Path, family: str, *, tied: bool, max_shard_size: str = 
 
 def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
+
+
+def write_packed(folder: Path, plain: Path) -> Path:
+    """A folder of gpt-oss as on the hub: the other weights of `plain`, and random experts in MXFP4."""
+    generator = torch.Generator().manual_seed(1)
+    held = load_file(plain / "model.safetensors")
+    for name in [name for name in held if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = held.pop(name).shape
+        blocks = (experts, rows, columns // 32)
+        held[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), generator=generator, dtype=torch.uint8)
+        held[f"{name}_scales"] = torch.randint(122, 126, blocks, generator=generator, dtype=torch.uint8)
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    config = read_config(plain) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -19,6 +19,7 @@ from megarl.mcore.models.layers import LayerSpec, local_layer
 from megarl.mcore.models.mla import deepseek_v3, latent_layer
 from megarl.mcore.models.qk_norm import layer_with_norms_of_all_heads
 from megarl.mcore.models.rope import make_rope
+from megarl.model_types import refusal
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def family_of(hf: HFConfig) -> Family:
     """Raises ValueError for a model_type that is not in FAMILIES."""
     model_type = hf.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"config.json: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}")
+        raise ValueError(refusal(model_type, FAMILIES))
     return FAMILIES[model_type]
 
 
@@ -130,7 +131,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(_mixtral),
     "deepseek_v3": Family(deepseek_v3, MLATransformerConfig, latent_layer),
     "kimi_k2": Family(deepseek_v3, MLATransformerConfig, latent_layer),
-    "glm4_moe": Family(_glm4_moe),  # GLM-4.5 and its Air, GLM-4.6, GLM-4.7
+    "glm4_moe": Family(_glm4_moe),  # GLM-4.5 and its Air, GLM-4.6
     "minimax_m2": Family(_minimax_m2, layer=layer_with_norms_of_all_heads),
     "gpt_oss": Family(_gpt_oss),
 }

@@ -20,7 +20,7 @@ from megarl.layout import Layout, misfits, numbers_of, padded_vocab_size
 from megarl.mcore.models.experts import keep_router_biases
 from megarl.mcore.models.families import family_of
 from megarl.mcore.models.fusions import available_fusions, fuse_weight_gradients
-from megarl.mcore.models.gpt_oss import mark_biases
+from megarl.mcore.models.gpt_oss import prepare_biases
 from megarl.mcore.models.hf import HFConfig
 from megarl.mcore.models.layers import block_spec
 from megarl.mcore.models.rope import make_rope
@@ -195,7 +195,7 @@ def make_chunks(
             position_embedding_type="rope",
             vp_stage=stage,
         )
-        mark_biases(gpt)
+        prepare_biases(gpt)
         if not config.multi_latent_attention:  # each of its attention layers has its own rope
             gpt.rotary_pos_emb.inv_freq = make_rope(hf, config.kv_channels).frequencies
         if engine.uses_transformer_engine and engine.strategy != "fsdp":

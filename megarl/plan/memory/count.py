@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from megarl.layout import Layout, padded_vocab_size
+from megarl.model_types import refusal
 
 HFConfig = Mapping[str, Any]
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -48,7 +49,7 @@ def check(hf: HFConfig) -> None:
     """Raises: ValueError of one sentence for a config.json of another family or without a needed number."""
     kind = hf.get("model_type")
     if kind not in FAMILIES:
-        raise ValueError(f"config.json: model_type {kind!r} is not supported; expected one of {sorted(FAMILIES)}")
+        raise ValueError(refusal(kind, FAMILIES))
     missing = [name for name in (*NEEDED, *NEEDED_MORE[kind]) if hf.get(name) is None]
     if NEEDED_MORE[kind] and num_experts(hf) is None:
         missing.append("num_experts")

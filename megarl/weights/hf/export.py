@@ -17,7 +17,7 @@ from megarl.mcore.models.model import Model
 from megarl.weights.hf.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
 from megarl.weights.hf.gather import ModelParallel, local_parameters, owner_dtypes, whole_tensors
 from megarl.weights.mapping.blocks import HFConfig, Role
-from megarl.weights.mapping.families import stacks_for, table_for
+from megarl.weights.mapping.families import LAYERS_OF_FURTHER_TOKENS, stacks_for, table_for
 from megarl.weights.mapping.names import num_bytes
 from megarl.weights.mapping.stacks import joined, joined_sizes
 from megarl.weights.push.buckets import Sizes
@@ -111,8 +111,9 @@ def _config_to_write(source_folder: Path, role: Role, dtype: torch.dtype) -> dic
     config.pop(RANDOM_WEIGHTS, None)  # now there are weights
     config.pop("quantization_config", None)  # which are not quantized
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # the model has none: see families.ignorable
+    for key in LAYERS_OF_FURTHER_TOKENS:
+        if config.get(key):
+            config[key] = 0  # the model has none: see families.ignorable
     if role == "critic":
         decoder = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
         config |= {

@@ -29,6 +29,8 @@ from megarl.weights.mapping.blocks import (
 from megarl.weights.mapping.names import Op
 from megarl.weights.mapping.stacks import Stack
 
+# Keys of config.json with the number of layers that predict further tokens, which follow the others.
+LAYERS_OF_FURTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_modules")
 VOCAB_MULTIPLE = 8  # the same as mcore.models.model.padded_vocab_size uses
 
 Layers = Callable[[HFConfig, int], list[Op]]  # (config.json, number of a layer) -> the layer's mappings
@@ -82,8 +84,8 @@ def ignorable(hf_config: HFConfig, role: Role) -> Container[str]:
 
 def _layers_of_further_tokens(c: HFConfig) -> tuple[str, ...]:
     """Prefixes of HF names of multi-token-prediction layers, which are neither trained nor served here."""
-    first = c["num_hidden_layers"]
-    return tuple(f"model.layers.{i}." for i in range(first, first + (c.get("num_nextn_predict_layers") or 0)))
+    first, count = c["num_hidden_layers"], next((c[key] for key in LAYERS_OF_FURTHER_TOKENS if c.get(key)), 0)
+    return tuple(f"model.layers.{i}." for i in range(first, first + count))
 
 
 def _attention(c: HFConfig, layer: int, qkv_bias: bool = False, qk_norm: QKNorm | None = None) -> list[Op]:

@@ -191,6 +191,10 @@ def test_layouts_of_experts_that_do_not_train_are_refused() -> None:
         ValueError, match=r"^sequence_parallel=false: expected true to train experts with tensor_model_paral"
     ):
         check_trainable(transformer_config(QWEN3_MOE, Layout(tp=2), torch.float32))
+    with pytest.raises(
+        ValueError, match=r"^expert_model_parallel_size=1: expected more to train experts with expert_tensor_paral"
+    ):
+        check_trainable(transformer_config(QWEN3_MOE, Layout(tp=2, sequence_parallel=True, etp=1), torch.float32))
 
 
 def test_expert_parallelism_takes_its_ranks_from_data_parallelism() -> None:

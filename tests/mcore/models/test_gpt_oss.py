@@ -11,7 +11,7 @@ from torch import nn
 
 from megarl.layout import Layout
 from megarl.mcore.models.families import family_of
-from megarl.mcore.models.gpt_oss import mark_biases
+from megarl.mcore.models.gpt_oss import prepare_biases
 from megarl.mcore.models.model import transformer_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -104,7 +104,7 @@ def test_what_every_rank_has_for_itself_is_counted_everywhere_and_summed_nowhere
         param.sequence_parallel = True
     holder = nn.Module()
     holder.mlp = model
-    mark_biases(holder)
+    prepare_biases(holder)
     marked = {n for n, p in holder.named_parameters() if getattr(p, "tensor_model_parallel", False)}
     assert marked == {"mlp.experts.0.linear_fc2.bias", "mlp.core.softmax_offset"}
     assert {n for n, p in holder.named_parameters() if not p.sequence_parallel} == {"mlp.experts.0.linear_fc2.bias"}

@@ -1,13 +1,14 @@
 """Parameters by arithmetic, against what the models' authors say, transformers, and numbers made by hand."""
 
-from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
 from preset_files import MINIS, NAMES, PUBLISHED, hf_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from megarl.data.hf_config import SAME_MODEL
+import megarl
+from megarl.data.hf_config import config_of
 from megarl.layout import Layout
 from megarl.mcore.models.families import FAMILIES as BUILT
 from megarl.plan.memory.count import FAMILIES, Parameters, check, has_experts, layers_of_stage, of_stage, whole
@@ -93,6 +94,11 @@ def test_a_preset_has_the_parameters_that_its_authors_count(name):
     assert whole(hf_of(name)) == TOTALS[name]
 
 
+def test_the_page_of_models_gives_these_totals():
+    page = (Path(megarl.__file__).parents[1] / "docs" / "parallelism.md").read_text()
+    assert not [name for name, total in TOTALS.items() if f"| `{name}` | {total:,} |" not in page]
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_0_5b", "llama3_2_1b", "mistral_7b_v0_1", "qwen3_30b_a3b", *MINIS])
 def test_transformers_makes_a_model_of_so_many_parameters(name):
     assert whole(hf_of(name)) == parameters_of_transformers(name)
@@ -105,11 +111,8 @@ def test_transformers_makes_every_preset_of_so_many_parameters(name):
 
 
 def parameters_of_transformers(name: str) -> int:
-    hf = deepcopy(hf_of(name))  # transformers writes into the mapping of its rope
-    family = hf.pop("model_type")
-    config = AutoConfig.for_model(SAME_MODEL.get(family, family), **hf)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config_of(hf_of(name)))
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "mtp" not in name)
 
 

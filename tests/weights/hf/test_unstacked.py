@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny_models import write_model
+from safetensors.torch import load_file
+from tiny_models import read_config, write_model, write_packed
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -44,22 +43,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with random experts in MXFP4, as on the hub."""
-    folder, g = tmp_path_factory.mktemp("packed"), torch.Generator().manual_seed(1)
-    held = load_file(plain / "model.safetensors")
-    for name in [n for n in held if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, columns, rows = held.pop(name).shape
-        held[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16), generator=g, dtype=torch.uint8)
-        held[f"{name}_scales"] = torch.randint(122, 126, (experts, rows, columns // 32), generator=g, dtype=torch.uint8)
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def read_config(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())
+    return write_packed(tmp_path_factory.mktemp("packed"), plain)
 
 
 def test_parts_of_a_stack_are_read_as_single_tensors(plain: Path) -> None:

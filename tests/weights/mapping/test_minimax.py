@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.weights.mapping.families import table_for
+from megarl.weights.mapping.families import ignorable, table_for
 from megarl.weights.mapping.names import Piece, ShardCoordinate
 from megarl.weights.mapping.server_map import server_table
 from megarl.weights.mapping.sglang_ops import KeyHeads
@@ -73,3 +73,9 @@ def test_sglang_holds_stacks_of_experts_and_float32_routers() -> None:
     assert table[f"{MOE}.experts.w13_weight"].shape_at(ShardCoordinate()) == (2, 12, 8)
     assert table[f"{MOE}.experts.w2_weight"].shape_at(ShardCoordinate()) == (2, 8, 6)
     assert [name for name, op in table.items() if op.own_dtype] == [f"{MOE}.gate.weight"]
+
+
+def test_layers_of_further_tokens_are_passed_over() -> None:
+    passed = ignorable(CONFIG | {"num_mtp_modules": 2}, "actor")
+    assert [n for n in range(4) if f"model.layers.{n}.self_attn.q_proj.weight" in passed] == [1, 2]
+    assert f"{LAYER}.mlp.gate.weight" not in ignorable(CONFIG, "actor")
