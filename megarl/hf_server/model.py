@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,9 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 from megarl.data.hf_config import read_config
 from megarl.hf_server import device as devices
+from megarl.hf_server.chosen_experts import ChosenExperts
 from megarl.hf_server.kv_cache import Decode, KVSlots, Prefill
 from megarl.hf_server.names import hub_tensors
 from megarl.rollout.protocol import DTYPE_NAMES
+from megarl.routed_experts import RoutedExperts
 from megarl.weights.verify.digests import Kind, digest
 
 _DEFAULT_CACHE_BYTES = 2 << 30
@@ -32,8 +35,10 @@ _KINDS = {"full_attention", "sliding_attention"}
 class HFModel:
     """Example: model = HFModel("/models/tiny", torch.float32); model.vocab_size, model.eos_ids."""
 
-    def __init__(self, folder: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        """`device`: cpu, or a GPU with its number, as cuda:0."""
+    def __init__(
+        self, folder: str, dtype: torch.dtype, device: torch.device | str = "cpu", *, returns_routes: bool = False
+    ) -> None:
+        """`device`: cpu, or a GPU with its number, as cuda:0.  `returns_routes`: note the experts of every token."""
         transformers_logging.disable_progress_bar()
         self.folder, self.dtype, self.device = folder, dtype, torch.device(device)
         config = read_config(folder)
@@ -58,6 +63,8 @@ class HFModel:
         self.weights = self._named_weights(_safetensors_files(folder))
         self._widen_router_biases(_safetensors_files(folder))
         self.memory = devices.Storages(self.weights.values())
+        self.routes = _routes(folder, self.config.to_dict()) if returns_routes else None
+        self._chosen = ChosenExperts(self._body, self.routes) if self.routes else None
         self._check_served()
 
     # ---- forward passes
@@ -68,7 +75,8 @@ class HFModel:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if (latent := getattr(config, "kv_lora_rank", None)) is not None:  # transformers caches what all heads share
             heads, head_dim = 1, max(latent, config.qk_rope_head_dim)
-        return KVSlots(config.num_hidden_layers, heads, head_dim, self.dtype, max_tokens, self.device)
+        routes = (len(self.routes.layers), self.routes.chosen) if self.routes else None
+        return KVSlots(config.num_hidden_layers, heads, head_dim, self.dtype, max_tokens, self.device, routes)
 
     def most_tokens(self, memory_fraction: float | None) -> int:
         """How many tokens a KV cache may hold: a share of the GPU's memory less the weights, by default 2 GiB.
@@ -120,12 +128,20 @@ class HFModel:
         flat = torch.mm(hidden.reshape(-1, hidden.size(-1)), self._head.weight.T, out_dtype=torch.float32)
         return flat.view(*hidden.shape[:-1], self.vocab_size)
 
+<<<<<<< HEAD
     def _hidden(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], cache: Prefill | Decode
     ) -> Tensor:
+=======
+    def _hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Prefill | Decode) -> Tensor:
+        if self._chosen:
+            self._chosen.begin()
+>>>>>>> 7bce84b21d264b1b4822b54db22f9d36444aeced
         out = self._body(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
+        if self._chosen:
+            cache.store_routes(self._chosen.take().unflatten(0, tokens.shape))
         return out.last_hidden_state
 
     # ---- weights
@@ -221,6 +237,12 @@ class HFModel:
             raise ValueError(
                 f"{self.folder}: the hf engine cannot serve {kind}, expected a relative of Llama or Mixtral"
             )
+
+
+def _routes(folder: str, config: Mapping[str, Any]) -> RoutedExperts:
+    if (found := RoutedExperts.of(config)) is None:
+        raise ValueError(f"{folder}: its layers have no experts, expected none of --enable-return-routed-experts")
+    return found
 
 
 def _safetensors_files(folder: str) -> list[Path]:

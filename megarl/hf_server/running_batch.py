@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.hf_server.sampling import draw, row_key, uniforms
 from megarl.rollout.protocol import SamplingParams
+from megarl.routed_experts import RoutedExperts
 
 
 @dataclass(slots=True, eq=False)
@@ -24,12 +25,16 @@ class Request:
     params: SamplingParams
     stops: tuple[int, ...]  # tokens that end it
     prompt_log_probs_from: int | None = None  # report the prompt's log-probs from this position on
+    reports: RoutedExperts | None = None  # the experts of each token, of a model with such layers
     salt: str | int | None = None  # it shares KV with requests of the same salt; None: the engine gives it a number
     key: int = 0
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     prompt_log_probs: list[float] | None = None  # of tokens 1.. of the prompt, at temperature 1
     versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token generated with it)
+    # The experts of the first tokens of the sequence, as the passes chose them that sampled what followed: [tokens,
+    # layers with experts, experts of a token] end to end.  A retraction changes nothing of it.
+    routes: list[Tensor] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0  # tokens of the prompt whose KV was there when it began
     finish: dict[str, Any] | None = None

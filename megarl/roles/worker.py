@@ -28,6 +28,7 @@ from megarl.mcore.training.step import Outputs, forward_only, train_step
 from megarl.plugins import load_plugins
 from megarl.processes.connection import Tensors
 from megarl.roles.role import Role, build_on, build_role
+from megarl.routed_experts import ROUTED_EXPERTS
 from megarl.sample import Batch
 from megarl.weights.hf.adapter import save_peft
 from megarl.weights.hf.export import save_hf
@@ -140,15 +141,16 @@ class Worker:
             yield role
 
     def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
-        """The columns `names` of every token of this replica's sequences: see `Outputs`."""
+        """The columns `names` of every token of this replica's sequences: see `Outputs`, and ROUTED_EXPERTS."""
         micros = micro_batches(*_unpack(tensors))
+        notes = ROUTED_EXPERTS in arguments["names"]
         with self.onloaded(arguments["role"], *_references(arguments)) as role:
             outputs, reference = self._outputs(role, arguments), self._reference(arguments)
-            found = forward_only(role.model, micros, outputs, self.device, reference)
+            found = forward_only(role.model, micros, outputs, self.device, reference, notes_experts=notes)
         if not self.rank_info.is_reporter:
             return {}, {}
         names = found[0] if found else {}
-        return {}, {name: torch.cat([columns[name] for columns in found]).float().cpu() for name in names}
+        return {}, {name: _on_host([columns[name] for columns in found]) for name in names}
 
     def update(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """One optimizer step on this replica's share of a mini-batch."""
@@ -172,7 +174,8 @@ class Worker:
         return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
 
     def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
-        return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], tuple(arguments["names"]))
+        names = tuple(name for name in arguments["names"] if name != ROUTED_EXPERTS)
+        return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], names)
 
     def _reference(self, arguments: dict[str, Any]) -> Model | None:
         """The frozen model for full_kl, by the name of its role."""
@@ -243,6 +246,12 @@ def _pusher(role: Role, settings: dict[str, Any], life: str) -> Pusher | Adapter
         export_folder=settings["export_folder"],
         gpus=Gpus(**settings["gpus"]) if settings["gpus"] else None,
     )
+
+
+def _on_host(parts: list[Tensor]) -> Tensor:
+    """Whole, on the CPU; floating-point numbers as float32."""
+    whole = torch.cat(parts)
+    return (whole.float() if whole.is_floating_point() else whole).cpu()
 
 
 def _references(arguments: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_numbers
-from megarl.config.validate import agents, algorithms, data, lora, models, rewards, servers, strategies
+from megarl.config.validate import agents, algorithms, data, lora, models, rewards, router_replay, servers, strategies
 from megarl.config.validate.layouts import ROLES, used_roles
 from megarl.projections import ALL
 from megarl.sandbox import layers
@@ -55,6 +55,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.update": names.UPDATES,
     "rollout.quantization": names.QUANTIZATIONS,
     "actor.lora.push": names.LORA_PUSHES,
+    "actor.router_replay": names.ROUTER_REPLAYS,
     "trainer.device": names.DEVICES,
 } | {
     f"{role}.{key}": choices
@@ -280,6 +281,7 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
     yield from _schedules(config)
     if command in ("train", "config"):
         yield from algorithms.contradictions(config)
+        yield from router_replay.contradictions(config)
     if command in ("train", "evaluate", "config"):
         yield from rewards.contradictions(config, command)
         yield from agents.contradictions(config)
