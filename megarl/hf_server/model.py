@@ -128,15 +128,11 @@ class HFModel:
         flat = torch.mm(hidden.reshape(-1, hidden.size(-1)), self._head.weight.T, out_dtype=torch.float32)
         return flat.view(*hidden.shape[:-1], self.vocab_size)
 
-<<<<<<< HEAD
     def _hidden(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], cache: Prefill | Decode
     ) -> Tensor:
-=======
-    def _hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Prefill | Decode) -> Tensor:
         if self._chosen:
             self._chosen.begin()
->>>>>>> 7bce84b21d264b1b4822b54db22f9d36444aeced
         out = self._body(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
