@@ -302,6 +302,12 @@ def test_servers_of_gpt_oss_hold_what_is_pushed_and_so_no_mxfp4(tmp_path):
     load(f"model.path={tmp_path}", "rollout.engine=hf")
 
 
+def test_sglang_does_not_distribute_stacks_of_experts():
+    sentence = "SGLang 0.5.23 does not distribute gpt_oss's unquantized experts over ranks; expected 1"
+    assert refusal(OSS, *SGLANG, f"{TP}=2", f"{EP}=2") == f"{EP}=2: {sentence}"
+    load(OSS, *SGLANG, f"{TP}=2")
+
+
 def test_without_a_gpu_sglang_has_no_attention_sinks():
     sentence = "without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf"
     assert refusal(OSS, "rollout.engine=sglang", "trainer.device=cpu") == f"rollout.engine=sglang: {sentence}"

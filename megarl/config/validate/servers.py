@@ -80,15 +80,18 @@ def _fp8(config: Config) -> Iterator[str]:
 
 
 def _gpt_oss(config: Config) -> Iterator[str]:
-    """What servers of gpt-oss need: weights of the type that is pushed, and attention with sinks."""
-    found, path = models.model_config(config, "actor"), config.model.path
+    """What servers of gpt-oss need: weights of the type that is pushed, whole stacks, and attention with sinks."""
+    found, path, rollout = models.model_config(config, "actor"), config.model.path, config.rollout
     if found.get("model_type") != "gpt_oss":
         return
-    if found.get("quantization_config") and not config.rollout.urls:
+    if found.get("quantization_config") and not rollout.urls:
         method, what = found["quantization_config"].get("quant_method"), "servers get and hold unquantized weights"
         wanted = f"expected a folder that `megarl convert from={path} to=FOLDER format=hf` wrote"
         yield f"model.path={path}: its weights are in {method}, and {what}; {wanted}"
-    if config.rollout.engine == "sglang" and config.trainer.device == "cpu":
+    if rollout.engine != "hf" and rollout.expert_parallel_size > 1:  # weight_loader_fused, sgl-project/sglang#22784
+        why = "SGLang 0.5.23 does not distribute gpt_oss's unquantized experts over ranks"
+        yield f"{EP}={rollout.expert_parallel_size}: {why}; expected 1"
+    if rollout.engine == "sglang" and config.trainer.device == "cpu":
         yield "rollout.engine=sglang: without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf"
 
 
