@@ -12,8 +12,8 @@ MISSING = {
     "qwen3_5_moe_text": _DELTA,
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE,
-    "kimi_linear": "Megatron-Core has no Kimi delta attention, up to 0.19.0",
-    "minimax": "Megatron-Core has no lightning attention, up to 0.19.0",
+    "kimi_linear": "Megatron-Core has no Kimi delta attention, up to 0.19.2",
+    "minimax": "Megatron-Core has no lightning attention, up to 0.19.2",
 }
 
 
