@@ -80,7 +80,7 @@ def _fp8(config: Config) -> Iterator[str]:
 
 
 def _gpt_oss(config: Config) -> Iterator[str]:
-    """What servers of gpt-oss need: weights of the type that is pushed, whole stacks, and attention with sinks."""
+    """What servers of gpt-oss need: weights of the type that is pushed, and attention with sinks."""
     found, path, rollout = models.model_config(config, "actor"), config.model.path, config.rollout
     if found.get("model_type") != "gpt_oss":
         return
@@ -88,9 +88,6 @@ def _gpt_oss(config: Config) -> Iterator[str]:
         method, what = found["quantization_config"].get("quant_method"), "servers get and hold unquantized weights"
         wanted = f"expected a folder that `megarl convert from={path} to=FOLDER format=hf` wrote"
         yield f"model.path={path}: its weights are in {method}, and {what}; {wanted}"
-    if rollout.engine != "hf" and rollout.expert_parallel_size > 1:  # weight_loader_fused, sgl-project/sglang#22784
-        why = "SGLang 0.5.23 does not distribute gpt_oss's unquantized experts over ranks"
-        yield f"{EP}={rollout.expert_parallel_size}: {why}; expected 1"
     if rollout.engine == "sglang" and config.trainer.device == "cpu":
         yield "rollout.engine=sglang: without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf"
 
@@ -114,6 +111,8 @@ def server_misfits(numbers: ModelNumbers, tp: int, ep: int, attention_dp: int = 
         yield EP, f"{ep} does not divide {TP}={tp}"
     elif ep > 1 and numbers.num_hidden_layers is not None and not numbers.num_experts:
         yield EP, f"{ep}: the model has no experts; expected 1"
+    elif ep > 1 and numbers.has_biased_experts:  # weight_loader_fused, sgl-project/sglang#22784
+        yield EP, f"{ep}: SGLang 0.5.23 does not distribute unquantized experts with biases; expected 1"
     elif numbers.num_experts and numbers.num_experts % ep:
         yield EP, f"{ep} does not divide the model's number of experts={numbers.num_experts}"
     elif numbers.expert_intermediate_size is not None and numbers.expert_intermediate_size % (tp // ep):
