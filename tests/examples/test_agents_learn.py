@@ -36,7 +36,7 @@ def test_a_model_learns_to_call_a_calculator() -> None:
     assert summary["pushes_verified"] == summary["pushes"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_learns_to_halve_what_is_left() -> None:
     series, summary = run("guessing_game")
     _, scores = series["critic/score/mean"]
