@@ -61,7 +61,7 @@ def _stored(held: HFFolder, stack: Stack) -> tuple[str, ...]:
     """The tensors in which the folder holds a stack: one, or two in MXFP4, or none."""
     blocks, scales = stack.hf_name + BLOCKS, stack.hf_name + SCALES
     experts, *rest = stack.shape
-    wanted = {(stack.hf_name,): [tuple(stack.shape)]}
+    wanted: dict[tuple[str, ...], list[tuple[int, ...]]] = {(stack.hf_name,): [stack.shape]}
     if len(rest) == 2 and rest[0] % 32 == 0:
         wanted[blocks, scales] = [(experts, rest[1], rest[0] // 32, 16), (experts, rest[1], rest[0] // 32)]
     for names, shapes in wanted.items():
