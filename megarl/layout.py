@@ -103,6 +103,7 @@ class ModelNumbers:
     kv_latent_size: int | None = None  # and of keys and values, with the rotary part
     dense_layers: tuple[int, ...] = ()  # in a model with experts, the layers without experts, from 0
     has_biased_experts: bool = False
+    has_sinks: bool = False  # a learnt score beside those of the keys, in each head's attention
 
 
 def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
@@ -126,6 +127,7 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
         kv_latent_size=latent + (hf.get("qk_rope_head_dim") or 0) if latent else None,
         dense_layers=_dense_layers(hf) if experts else (),
         has_biased_experts=hf.get("model_type") == "gpt_oss",
+        has_sinks=hf.get("model_type") == "gpt_oss",
     )
 
 
