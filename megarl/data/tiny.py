@@ -83,6 +83,21 @@ _MINIMAX_M2 = {
     "scoring_func": "sigmoid",
 }
 
+_GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+
 # The config class of each family, and its settings in addition to the common sizes.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
@@ -97,7 +112,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek_v3": (DeepseekV3Config, _DEEPSEEK_V3),
     "glm4_moe": (Glm4MoeConfig, _GLM4_MOE),
     "minimax_m2": (MiniMaxM2Config, _MINIMAX_M2),
-    "gpt_oss": (GptOssConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "gpt_oss": (GptOssConfig, _GPT_OSS),
     "kimi_k2": (DeepseekV3Config, _DEEPSEEK_V3 | {"rope_parameters": _DEEPSEEK_V3["rope_parameters"] | _KIMI_ROPE}),
 }
 
