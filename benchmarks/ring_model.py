@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from megarl.data.hf_config import config_of
 from megarl.layout import RANDOM_WEIGHTS
 from megarl.plan.memory.count import whole
 
@@ -28,6 +29,10 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 MOST_WRITTEN = 2 * 10**9  # parameters of a model that is written with its weights
 
@@ -95,7 +100,7 @@ def write_prompts(file: Path, count: int, *, mean: float, longest: int, vocab_si
 
 
 def _write_weights(folder: Path, hf: dict[str, Any], dtype: str, seed: int) -> None:
-    config = AutoConfig.for_model(**hf)
+    config = config_of(hf)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))

@@ -102,6 +102,8 @@ class ModelNumbers:
     q_lora_rank: int | None = None  # multi-latent attention: size of the latent of queries
     kv_latent_size: int | None = None  # and of keys and values, with the rotary part
     dense_layers: tuple[int, ...] = ()  # in a model with experts, the layers without experts, from 0
+    has_biased_experts: bool = False
+    has_sinks: bool = False  # a learnt score beside those of the keys, in each head's attention
 
 
 def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
@@ -124,6 +126,8 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
         q_lora_rank=hf.get("q_lora_rank"),
         kv_latent_size=latent + (hf.get("qk_rope_head_dim") or 0) if latent else None,
         dense_layers=_dense_layers(hf) if experts else (),
+        has_biased_experts=hf.get("model_type") == "gpt_oss",
+        has_sinks=hf.get("model_type") == "gpt_oss",
     )
 
 
@@ -183,6 +187,9 @@ def misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
         if whole is not None and whole % size:
             field = ("tp" if layout.etp is None else "etp") if axis == "expert_tp" else axis
             yield Misfit(field, f"{KEYS[field]}={size} does not divide the model's {called}={whole}")
+    if numbers.has_biased_experts and layout.expert_tp > 1:
+        whole = "Megatron-Core does not cut experts with biases"
+        yield Misfit("etp", f"{KEYS['etp']}={layout.expert_tp}: {whole}; expected 1")
     if numbers.num_hidden_layers is not None:
         yield from _layer_misfits(layout, numbers.num_hidden_layers)
 

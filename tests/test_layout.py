@@ -189,6 +189,15 @@ def test_experts_and_latents_are_divided_too() -> None:
     ]
 
 
+def test_experts_with_biases_are_not_cut() -> None:
+    oss = {"model_type": "gpt_oss", "num_hidden_layers": 4, "num_local_experts": 8, "intermediate_size": 16}
+    assert not told(oss, Layout(tp=2, ep=2, etp=1))
+    for layout in (Layout(tp=2, ep=2), Layout(ep=2, etp=2)):
+        assert told(oss, layout) == [
+            "expert_tensor_parallel_size=2: Megatron-Core does not cut experts with biases; expected 1"
+        ]
+
+
 def test_numbers_are_found_under_every_familys_names() -> None:
     assert numbers_of(DEEPSEEK).num_experts == numbers_of({"num_experts": 256}).num_experts == 256
     mixtral = numbers_of({"num_local_experts": 8, "intermediate_size": 32})

@@ -31,7 +31,8 @@ from megarl.convert.request import AXES, DTYPES, Request
 from megarl.group import Group
 from megarl.layout import Layout, misfits, numbers_of
 from megarl.weights.hf.folder import CONFIG
-from megarl.weights.mapping.families import Role, table_for
+from megarl.weights.mapping.blocks import Role
+from megarl.weights.mapping.families import table_for
 from megarl.weights.mapping.names import some_names
 
 EXIT_FAILED = 1

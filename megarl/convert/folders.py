@@ -22,8 +22,9 @@ from megarl.config import read_yaml
 from megarl.mcore.checkpoint.checkpoint import ABOUT, adapters_in, weights_in
 from megarl.trainer.build import model_folder
 from megarl.trainer.checkpoint import MANIFEST
-from megarl.weights.hf.folder import CONFIG, copy_tokenizer, open_hf
-from megarl.weights.mapping.families import Role
+from megarl.weights.hf.folder import CONFIG, copy_tokenizer
+from megarl.weights.hf.load import open_for
+from megarl.weights.mapping.blocks import Role
 from megarl.weights.mapping.names import num_bytes
 
 Format = Literal["hf", "megatron"]
@@ -105,9 +106,9 @@ def _hf_dtype(path: Path) -> str:
 
 
 def hf_sizes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each tensor of a Hugging Face folder; no weights are read."""
-    with open_hf(path) as folder:
-        return {name: (shape, folder.read(name, 0, 0, 0).dtype) for name, shape in folder.shapes.items()}
+    """Shape and type of each tensor of a Hugging Face folder, as it is read; no weights are read."""
+    with open_for(path, json.loads((path / CONFIG).read_text())) as folder:
+        return {name: (shape, folder.dtype(name)) for name, shape in folder.hub_shapes.items()}
 
 
 def _shards_dtype(path: Path) -> str:

@@ -18,15 +18,16 @@ from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.models.lora import LoraSettings, apply_lora, merge
-from megarl.mcore.models.model import Model, build_model, read_hf_config
+from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
 from megarl.mcore.setup import RankInfo, initialize, replica_group
 from megarl.processes.connection import Tensors
 from megarl.rollout.protocol import tensor_digest
 from megarl.weights.hf.export import finish_folder, hf_sizes, hf_tensors, start_folder
-from megarl.weights.hf.folder import HFFolder, open_hf
+from megarl.weights.hf.folder import HFFolder
 from megarl.weights.hf.gather import ModelParallel, local_parameters
-from megarl.weights.hf.load import check_names, check_tied, fill, load_hf
-from megarl.weights.mapping.families import Role, ignorable, table_for, tied
+from megarl.weights.hf.load import check_names, check_tied, fill, load_hf, open_for
+from megarl.weights.mapping.blocks import Role
+from megarl.weights.mapping.families import ignorable, table_for, tied
 from megarl.weights.mapping.names import num_bytes
 from megarl.weights.push.buckets import Sizes
 
@@ -44,6 +45,7 @@ class Worker:
         self.model: Model
         self.hf: dict[str, Any]
         self.role: Role
+        self.dtype: torch.dtype
         self.sizes: Sizes
         self.job: Job
         self.jobs: dict[str, Callable[..., Job]] = {
@@ -70,6 +72,7 @@ class Worker:
     def build(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Build the model of an HF config.json without loading weights; returns shapes and types of its HF tensors."""
         self.hf, self.role = read_hf_config(arguments["folder"]), arguments["role"]
+        self.dtype = DTYPES[arguments["dtype"]]
         self.model = build_model(self.hf, self.layout, role=self.role, dtype=arguments["dtype"])
         self.sizes = hf_sizes(self.model, self.hf, role=self.role)
         return {"tensors": {name: [list(shape), str(dtype)] for name, (shape, dtype) in self.sizes.items()}}, {}
@@ -93,13 +96,13 @@ class Worker:
         table, coordinate = table_for(self.hf, role=self.role), ModelParallel.current().coordinate
         params = local_parameters(self.model)
         left = set(params)
-        with open_hf(folder) as source:
+        with open_for(folder, self.hf) as source:
             check_names(source, table, ignorable(self.hf, self.role))
             for op in table:
                 own = {name: params[name] for name in (op.param, *op.copies) if name in params}
                 left -= own.keys()
                 fill(own, [op], source, coordinate)
-                yield sum(num_bytes(*self.sizes[name]) for name in op.hf_shapes), {}
+                yield sum(num_bytes(shape, self.dtype) for shape in op.hf_shapes.values()), {}
             if self.role == "actor":
                 check_tied(source, tied(self.hf), table, coordinate)
         assert not left, f"the table has no mapping for {', '.join(sorted(left))}"
@@ -144,17 +147,17 @@ class Worker:
 
     def digest_hf(self, folder: str) -> Job:
         """The same for a folder, tensor by tensor, cast to the model's types; includes tensors unknown to the model."""
-        with open_hf(folder) as source:
-            for name in source.shapes:
+        with open_for(folder, self.hf) as source:
+            for name in source.hub_shapes:
                 if name not in ignorable(self.hf, self.role):
                     yield self._digest_stored(source, name)
 
     def _digest_stored(self, source: HFFolder, name: str) -> Part:
         """Only rank 0 reads; bytes are counted in the model's types, so that all ranks stop at the same tensor."""
-        shape, dtype = self.sizes.get(name, (source.shapes[name], torch.float32))
+        shape, dtype = self.sizes.get(name, (source.hub_shapes[name], torch.float32))
         if self.rank_info.rank > 0:
             return num_bytes(shape, dtype), {}
-        return num_bytes(shape, dtype), {name: _digest(source.read(name, 0, 0, source.shapes[name][0]).to(dtype))}
+        return num_bytes(shape, dtype), {name: _digest(source.read_hub(name).to(dtype))}
 
     @property
     def _total_bytes(self) -> int:

@@ -6,6 +6,7 @@ cores.  Its weights are random, so it needs a cold start (SFT) before RL.
 
 from __future__ import annotations
 
+import json
 import shutil
 import string
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,10 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     GenerationConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     PreTrainedTokenizerFast,
@@ -28,6 +32,71 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.utils import logging
+
+_DEEPSEEK_V3: dict[str, Any] = {
+    "num_key_value_heads": None,  # as many as heads
+    "q_lora_rank": 64,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,  # transformers' name for the rotary part
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 96,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,  # this and the next two are read by SGLang, not by transformers
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": {  # as in the real model; the only type that SGLang supports without a GPU
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+}
+# Its experts have the keys of DeepSeek-V3's.
+_GLM4_MOE = {key: _DEEPSEEK_V3[key] for key in _DEEPSEEK_V3 if "expert" in key or "group" in key or "moe" in key} | {
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+_KIMI_ROPE = {"rope_theta": 50000.0, "beta_fast": 1.0}
+
+_MINIMAX_M2 = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 4,
+    "use_qk_norm": True,  # this and the next three are read by SGLang, not by transformers
+    "qk_norm_type": "per_layer",
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+}
+
+_GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 
 # The config class of each family, and its settings in addition to the common sizes.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -40,39 +109,11 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
     ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "deepseek_v3": (
-        DeepseekV3Config,
-        {
-            "num_key_value_heads": None,  # as many as heads
-            "q_lora_rank": 64,
-            "kv_lora_rank": 48,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "head_dim": 16,  # transformers' name for the rotary part
-            "v_head_dim": 32,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 96,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_layer_freq": 1,  # this and the next two are read by SGLang, not by transformers
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "num_nextn_predict_layers": 0,
-            "rope_parameters": {  # as in the real model; the only type that SGLang supports without a GPU
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 512,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-            },
-        },
-    ),
+    "deepseek_v3": (DeepseekV3Config, _DEEPSEEK_V3),
+    "glm4_moe": (Glm4MoeConfig, _GLM4_MOE),
+    "minimax_m2": (MiniMaxM2Config, _MINIMAX_M2),
+    "gpt_oss": (GptOssConfig, _GPT_OSS),
+    "kimi_k2": (DeepseekV3Config, _DEEPSEEK_V3 | {"rope_parameters": _DEEPSEEK_V3["rope_parameters"] | _KIMI_ROPE}),
 }
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
@@ -172,6 +213,8 @@ def write_tiny_model(
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     with _quiet():
         model.save_pretrained(unfinished)
+    file = unfinished / "config.json"  # of kimi_k2 it names the family whose class it was written with
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": family}, indent=2))
     tokenizer.save_pretrained(unfinished)
     unfinished.replace(folder)  # also over an empty folder
     return folder

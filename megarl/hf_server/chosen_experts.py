@@ -17,7 +17,8 @@ class ChosenExperts:
     """
 
     def __init__(self, body: nn.Module, of: RoutedExperts) -> None:
-        found = [module.experts for module in body.modules() if isinstance(getattr(module, "experts", None), nn.Module)]
+        layers = [m for m in body.modules() if isinstance(getattr(m, "experts", None), nn.Module)]
+        found: list[Any] = [layer.experts for layer in layers]
         assert len(found) == len(of.layers), f"{len(found)} layers have experts, by config.json {len(of.layers)}"
         self._noted: list[Tensor] = []
         for experts in found:

@@ -2,8 +2,8 @@
 
 It uses transformers' modelling code, so that it is a check of the weights that shares no code with the trainer.
 Supported are models whose layers all use full causal attention or the same sliding window, and whose logits are the
-output embedding of the last hidden state (Llama, Mistral, Qwen2, Qwen3, Mixtral, DeepSeek-V3 and their relatives).
-Other models are refused at the start.
+output embedding of the last hidden state (Llama, Mistral, Qwen2, Qwen3, Mixtral, DeepSeek-V3, GLM-4.5, MiniMax-M2 and
+their relatives), and gpt-oss, only some of whose layers have a window.  Other models are refused at the start.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from megarl.data.hf_config import read_config
 from megarl.hf_server import device as devices
 from megarl.hf_server.chosen_experts import ChosenExperts
 from megarl.hf_server.kv_cache import Decode, KVSlots, Prefill
@@ -27,6 +28,8 @@ from megarl.routed_experts import RoutedExperts
 from megarl.weights.verify.digests import Kind, digest
 
 _DEFAULT_CACHE_BYTES = 2 << 30
+_WITH_SINKS = ("gpt_oss",)  # families that transformers has no sdpa for; some of their layers have a window
+_KINDS = {"full_attention", "sliding_attention"}
 
 
 class HFModel:
@@ -38,8 +41,15 @@ class HFModel:
         """`device`: cpu, or a GPU with its number, as cuda:0.  `returns_routes`: note the experts of every token."""
         transformers_logging.disable_progress_bar()
         self.folder, self.dtype, self.device = folder, dtype, torch.device(device)
+        config = read_config(folder)
+        if getattr(config, "quantization_config", None):
+            raise ValueError(
+                f"{folder}: the hf engine serves no quantized weights; expected a folder that "
+                f"`megarl convert from={folder} to=FOLDER format=hf` wrote"
+            )
+        attention = "eager" if config.model_type in _WITH_SINKS else "sdpa"
         self._model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+            folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
         self._model.eval().requires_grad_(False).to(self.device)
         self.config = self._model.config
@@ -51,6 +61,7 @@ class HFModel:
         self._window: int | None = getattr(self.config, "sliding_window", None)  # in tokens, including the current one
         self.eos_ids = _eos_ids(folder, self._model)
         self.weights = self._named_weights(_safetensors_files(folder))
+        self._widen_router_biases(_safetensors_files(folder))
         self.memory = devices.Storages(self.weights.values())
         self.routes = _routes(folder, self.config.to_dict()) if returns_routes else None
         self._chosen = ChosenExperts(self._body, self.routes) if self.routes else None
@@ -95,11 +106,19 @@ class HFModel:
         mask = self._mask(positions[:, None, None, None], torch.arange(length, device=self.device))
         return self.logits(self._hidden(tokens[:, None], positions[:, None], mask, cache)[:, 0])
 
-    def _mask(self, at: Tensor, of: Tensor) -> Tensor:
-        """0 or -inf, added to the attention scores: query positions `at` [.., 1], key positions `of` [K] -> [.., K]."""
+    def _mask(self, at: Tensor, of: Tensor) -> Tensor | dict[str, Tensor]:
+        """0 or -inf, added to the attention scores: query positions `at` [.., 1], key positions `of` [K] -> [.., K].
+
+        One for each kind of layer if there are several.
+        """
+        if self.config.model_type in _WITH_SINKS:
+            return {kind: self._mask_of(at, of, None if kind == "full_attention" else self._window) for kind in _KINDS}
+        return self._mask_of(at, of, self._window)
+
+    def _mask_of(self, at: Tensor, of: Tensor, window: int | None) -> Tensor:
         hidden = of > at
-        if self._window is not None:
-            hidden = hidden | (of <= at - self._window)
+        if window is not None:
+            hidden = hidden | (of <= at - window)
         return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -109,7 +128,9 @@ class HFModel:
         flat = torch.mm(hidden.reshape(-1, hidden.size(-1)), self._head.weight.T, out_dtype=torch.float32)
         return flat.view(*hidden.shape[:-1], self.vocab_size)
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Prefill | Decode) -> Tensor:
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], cache: Prefill | Decode
+    ) -> Tensor:
         if self._chosen:
             self._chosen.begin()
         out = self._body(
@@ -185,10 +206,17 @@ class HFModel:
             )
         return weights
 
+    def _widen_router_biases(self, files: Sequence[Path]) -> None:
+        """Make them float32, as the trainer's are: for some families transformers casts them with the weights."""
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for name in (n for n in opened.keys() if n.endswith("e_score_correction_bias")):  # noqa: SIM118
+                    self.weights[name].data = opened.get_tensor(name).float().to(self.device)
+
     def _check_served(self) -> None:
         """Raises ValueError for a model whose forward pass differs from `_hidden` and `logits`."""
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
+        if not kinds <= (_KINDS if self.config.model_type in _WITH_SINKS else {"full_attention"}):
             raise ValueError(f"{self.folder}: the hf engine serves full_attention layers only, found {sorted(kinds)}")
         rope = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope"):  # their angles depend on the longest sequence in the batch

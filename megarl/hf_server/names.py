@@ -1,7 +1,7 @@
 """Maps the tensors of transformers' modules to the names in hub folders, which differ for experts.
 
-Transformers keeps all experts of a layer in two stacked parameters; in hub folders, trainers and other servers each
-expert has its own matrices.  Here each such matrix is a view of the stack, so that a copy into it changes the model.
+Transformers keeps all experts of a layer in two stacked parameters; in the hub folders of most families each expert has
+its own matrices.  Here each such matrix is a view of the stack, so that a copy into it changes the model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
 
 
-EXPERT_NAMES = {"mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2")}  # others have the names of Qwen3-MoE
+_MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+EXPERT_NAMES = {"mixtral": _MIXTRAL, "minimax_m2": _MIXTRAL}  # others have the names of Qwen3-MoE
+STACKED_OUTSIDE = ("gpt_oss",)  # families whose folders have the same stacks as transformers
 
 
 def hub_tensors(model: torch.nn.Module, model_type: str) -> dict[str, Tensor]:
     """Every parameter and every saved buffer by its hub name; tied ones under each of their names."""
     names = EXPERT_NAMES.get(model_type, ExpertNames())
     stacked = {name.rpartition(".")[0] for name, _ in model.named_parameters() if name.endswith("experts.gate_up_proj")}
+    if model_type in STACKED_OUTSIDE:
+        stacked = set()
     found: dict[str, Tensor] = {}
     for name, tensor in _saved(model).items():
         module, _, kind = name.rpartition(".")
@@ -50,6 +54,6 @@ def _saved(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _is_sparse(module: str, stacked: set[str]) -> bool:
-    """Whether a module is the router or the experts of an MoE layer."""
+    """Whether a module is an MoE layer, or its router, or its experts."""
     layer = module.rpartition(".")[0]
-    return f"{layer}.experts" in stacked
+    return f"{layer}.experts" in stacked or f"{module}.experts" in stacked

@@ -23,7 +23,7 @@ from megarl.mcore.training.offload import OffloadBuffer
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.router_replay import add_router_replay
 from megarl.weights.hf.load import load_hf
-from megarl.weights.mapping.families import Role as Kind
+from megarl.weights.mapping.blocks import Role as Kind
 from megarl.weights.push.adapter_push import AdapterPusher
 from megarl.weights.push.push import Pusher
 

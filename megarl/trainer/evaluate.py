@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
+from megarl.data.hf_config import read_config
 from megarl.plugins import load_plugins
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards
@@ -131,7 +132,7 @@ def transformers_accuracy(folder: str, prompts: Sequence[Prompt], rewards: Rewar
     """
     tokenizer = load_tokenizer(folder)
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, config=read_config(folder), dtype=torch.float32).eval()
     by_length: dict[int, list[Prompt]] = {}
     for prompt in prompts:
         by_length.setdefault(len(prompt.token_ids), []).append(prompt)

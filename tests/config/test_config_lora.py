@@ -13,6 +13,7 @@ DEEPSEEK: dict[str, Any] = {"num_hidden_layers": 4, "q_lora_rank": 8, "kv_lora_r
 DEEPSEEK |= {"n_routed_experts": 8, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
 PLAIN = DEEPSEEK | {"q_lora_rank": None}
 QWEN: dict[str, Any] = {"num_hidden_layers": 4, "num_experts": 8, "moe_intermediate_size": 8}
+OSS: dict[str, Any] = {"model_type": "gpt_oss", "num_hidden_layers": 4, "num_local_experts": 8, "intermediate_size": 8}
 DENSE: dict[str, Any] = {"num_hidden_layers": 4}
 ADAPTER = ("actor.lora.rank=8", "actor.lora.push=adapter", "rollout.engine=sglang")
 
@@ -30,6 +31,8 @@ ADAPTER = ("actor.lora.rank=8", "actor.lora.push=adapter", "rollout.engine=sglan
         (QWEN, "down_proj", "SGLang adapts experts only if gate_proj, up_proj and down_proj all are targets"),
         (QWEN | {"mlp_only_layers": [1]}, "gate_proj up_proj down_proj", "SGLang adapts no dense feed-forwards beside"),
         (QWEN | {"mlp_only_layers": [1]}, "o_proj", ""),
+        (OSS, "gate_proj up_proj down_proj", "SGLang has no adapters of the single experts of gpt_oss, which it holds"),
+        (OSS, "q_proj k_proj v_proj o_proj", ""),
         (DEEPSEEK, "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj gate_proj up_proj down_proj", ""),
         (DEEPSEEK, "q_a_proj", "SGLang adapts q_a_proj and kv_a_proj_with_mqa only if both are targets"),
         (PLAIN, "q_proj", "SGLang adapts q_proj and kv_a_proj_with_mqa only of models with q_lora_rank"),

@@ -51,6 +51,15 @@ def test_a_model_of_more_than_text_is_refused(tmp_path: Path, numbers: dict[str,
         assert said.endswith("; expected a model of text alone, *ForCausalLM")
 
 
+def test_a_model_that_megatron_cannot_compute_is_refused_before_the_start_but_can_be_evaluated(tmp_path: Path) -> None:
+    there = folder(tmp_path / "m", model_type="qwen3_next")
+    for command, words in (("train", ()), ("sft", ("sft.train_files=c.jsonl",))):
+        said = refusal(f"model.path={there}", *words, command=command)
+        assert said.startswith(f"model.path={there}: it is of model_type qwen3_next, and Megatron-Core 0.16.1 has its ")
+        assert said.endswith("0.18.0 is the first with them")
+    load(f"model.path={there}", "data.val_files=b.jsonl", "rollout.engine=sglang", command="evaluate")
+
+
 def test_another_path_is_another_model(tmp_path: Path) -> None:
     own = folder(tmp_path / "m", num_hidden_layers=3)
     config = load(DENSE, f"critic.model.path={own}", "ref.model.path=elsewhere", "actor.use_kl_loss=true")

@@ -1,5 +1,7 @@
 """The rollout servers: whether they can hold the policy, and where they stand."""
 
+import json
+
 import pytest
 from config_helpers import BASE, DENSE, EXPERTS, load, refusal
 
@@ -40,7 +42,8 @@ SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
         (
             f"{DENSE[:-1]},model_type:llama}}",
             f"{TP}=2 {ADP}=2",
-            f"{ADP}=2: SGLang has it for qwen3, qwen3_moe, deepseek_v3, and the model is of llama; expected 1",
+            f"{ADP}=2: SGLang has it for qwen3, qwen3_moe, deepseek_v3, kimi_k2, glm4_moe, gpt_oss, and the "
+            "model is of llama; expected 1",
         ),
         (
             DENSE,
@@ -281,3 +284,31 @@ def test_servers_that_are_started_apart_take_the_words_of_the_run() -> None:
         load(*SGLANG, urls, f"{TP}=2", "rollout.first_gpu=4", "rollout.memory_fraction=0.7", command="serve") == config
     )
     assert refusal(command="serve") == "rollout.urls is not set: `megarl serve` needs at least one http://host:port"
+
+
+OSS = f"{DENSE[:-1]},model_type:gpt_oss,num_local_experts:8}}"
+
+
+def test_servers_of_gpt_oss_hold_what_is_pushed_and_so_no_mxfp4(tmp_path):
+    said = (
+        f"model.path={tmp_path}: its weights are in mxfp4, and servers get and hold unquantized weights; expected a "
+        f"folder that `megarl convert from={tmp_path} to=FOLDER format=hf` wrote"
+    )
+    numbers = {"model_type": "gpt_oss", "num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    assert said in refusal(f"model.path={tmp_path}", "rollout.engine=hf")
+    numbers.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    load(f"model.path={tmp_path}", "rollout.engine=hf")
+
+
+def test_sglang_does_not_distribute_stacks_of_experts():
+    sentence = "SGLang 0.5.23 does not distribute unquantized experts with biases; expected 1"
+    assert refusal(OSS, *SGLANG, f"{TP}=2", f"{EP}=2") == f"{EP}=2: {sentence}; nearest: {EP}=1"
+    load(OSS, *SGLANG, f"{TP}=2")
+
+
+def test_without_a_gpu_sglang_has_no_attention_sinks():
+    sentence = "without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf"
+    assert refusal(OSS, "rollout.engine=sglang", "trainer.device=cpu") == f"rollout.engine=sglang: {sentence}"
+    load(OSS, *SGLANG)

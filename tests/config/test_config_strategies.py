@@ -52,6 +52,11 @@ TP2 = "actor.megatron.tensor_model_parallel_size=2"
             "ref.megatron.transformer_impl=local means local layers; expected 1",
         ),
         (
+            f"{DENSE[:-1]},model_type:gpt_oss}} trainer.device=cuda trainer.n_gpus_per_node=2 rollout.engine=sglang "
+            "actor.megatron.context_parallel_size=2 actor.num_ranks=2",
+            "actor.megatron.context_parallel_size=2: on GPUs it does not go with attention sinks; expected 1",
+        ),
+        (
             "actor.megatron.recompute_granularity=full",
             "actor.megatron.recompute_granularity=full: expected recompute_method=uniform or block, and "
             "recompute_num_laye",

@@ -20,20 +20,27 @@ from megarl.sample import Batch
 
 def scores_of(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
     """(logits [T, E], experts [T, K]) -> the weights of the experts [T, K]."""
-    if config.model_type == "deepseek_v3":
+    if config.model_type in ("deepseek_v3", "glm4_moe", "minimax_m2"):
+        factor = getattr(config, "routed_scaling_factor", 1.0)
 
         def sigmoid(logits: Tensor, experts: Tensor) -> Tensor:
             scores = logits.sigmoid().gather(1, experts)
-            return config.routed_scaling_factor * scores / (scores.sum(-1, keepdim=True) + 1e-20)
+            return factor * scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
         return sigmoid
 
     def softmax(logits: Tensor, experts: Tensor) -> Tensor:
         scores = logits.softmax(-1).gather(1, experts)
-        renormalised = config.model_type == "mixtral" or config.norm_topk_prob
+        renormalised = config.model_type in ("mixtral", "gpt_oss") or config.norm_topk_prob
         return scores / scores.sum(-1, keepdim=True) if renormalised else scores
 
     return softmax
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """Those of all layers, in order; each returns (logits, weights, experts)."""
+    layers = [module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.Module)]
+    return [layer.router if hasattr(layer, "router") else layer.gate for layer in layers]
 
 
 class Replaying:
@@ -42,9 +49,8 @@ class Replaying:
     def __init__(self, folder: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
         self.given: list[Tensor] = []  # of the row, by layer
-        layers = [module for module in self.model.modules() if hasattr(module, "gate") and hasattr(module, "experts")]
-        for number, layer in enumerate(layers):
-            layer.gate.register_forward_hook(self._router(number))
+        for number, router in enumerate(routers_of(self.model)):
+            router.register_forward_hook(self._router(number))
 
     def _router(self, number: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         scores = scores_of(self.model.config)

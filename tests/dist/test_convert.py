@@ -14,7 +14,8 @@ from convert_cases import PoolGroup, save_adapters, save_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from spawn import Ranks
-from tiny_models import write_model
+from tiny_models import write_model, write_packed
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megarl import cli
 from megarl.config import Config, to_yaml
@@ -79,6 +80,10 @@ def num_shards(folder: Path, name: str) -> int:
         ("mixtral", False, "tp=1 ep=2 etp=1", "tp=2 etp=1 ep=2"),
         ("qwen3_moe", False, "tp=2", "pp=2"),
         ("deepseek_v3", False, "tp=2 ep=2 etp=1", "pp=2"),
+        ("kimi_k2", False, "pp=2", "ep=2"),
+        ("glm4_moe", False, "ep=2", "tp=2"),
+        ("minimax_m2", False, "tp=2 ep=2 etp=1", "pp=2"),
+        ("gpt_oss", False, "tp=2 ep=2 etp=1", "pp=2"),
     ],
 )
 def test_there_and_back_is_bit_exact(
@@ -92,6 +97,22 @@ def test_there_and_back_is_bit_exact(
     assert_same(weights(tmp_path / "hf"), before)
     assert (tmp_path / "hf" / "chat_template.jinja").read_text() == "{{ messages }}"
     assert not (tmp_path / "hf" / "manifest.json").exists()
+
+
+def test_experts_in_mxfp4_become_bfloat16(pool: PoolGroup, tmp_path: Path) -> None:
+    plain = write_model(tmp_path / "plain", "gpt_oss", tied=False, intermediate_size=32)
+    (tmp_path / "packed").mkdir()
+    packed = write_packed(tmp_path / "packed", plain)
+    convert(packed, tmp_path / "hf", "format=hf", "dtype=bfloat16", "ep=2", "--verify")
+    got, held = weights(tmp_path / "hf"), weights(packed)
+    assert sorted(got) == sorted(weights(plain))
+    assert {tensor.dtype for tensor in got.values()} == {torch.bfloat16}
+    name = "model.layers.1.mlp.experts.down_proj"
+    theirs = convert_moe_packed_tensors(held[f"{name}_blocks"], held[f"{name}_scales"])
+    assert torch.equal(got[name], theirs)
+    assert torch.equal(got["model.norm.weight"], held["model.norm.weight"].bfloat16())
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(

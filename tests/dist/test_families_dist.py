@@ -13,6 +13,8 @@ from spawn import run_ranks
 from tiny_models import FAMILIES, write_model
 from transformers import AutoModelForCausalLM
 
+from megarl.data.hf_config import read_config
+
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 DENSE: dict[str, dict[str, Any]] = {
@@ -37,6 +39,12 @@ LAYOUTS = dict.fromkeys(NEW, DENSE) | {
     "qwen3_moe_plain": {"pp2dp2 ep2": SPARSE["pp2dp2 ep2"]},
     "mixtral": {name: SPARSE[name] for name in SOME_SPARSE},
     "deepseek_v3": {name: SPARSE[name] for name in SOME_SPARSE},
+    "kimi_k2": {name: SPARSE[name] for name in ("tp2pp2 ep2 etp1", "tp2cp2+sp ep2")},
+    "glm4_moe": {name: SPARSE[name] for name in SOME_SPARSE},
+    "glm4_moe_air": {"dp4 ep2 etp2": SPARSE["dp4 ep2 etp2"]},
+    "minimax_m2": {name: SPARSE[name] for name in SOME_SPARSE},
+    "gpt_oss": {name: SPARSE[name] for name in ("tp2pp2 ep2 etp1", "dp4 ep4", "pp2dp2 vpp2 ep2")}
+    | {"tp2cp2+sp ep2 etp1": {"tp": 2, "cp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}},
     "deepseek_v3_plain": {"pp2dp2 ep2": SPARSE["pp2dp2 ep2"]},
 }
 ON_FOUR = [(family, name, layout) for family in NEW for name, layout in LAYOUTS[family].items()]
@@ -76,7 +84,8 @@ def test_every_rank_streams_what_the_folder_held(by_rank: dict, root: Path, fami
 
 def reference(folder: Path) -> torch.Tensor:
     """Log-probs of each sequence by itself, 0 where nothing predicts a token."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = read_config(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     columns = []
     for ids in tokens().split(LENGTHS):
         with torch.no_grad():

@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM
 from megarl.layout import Layout
 from megarl.mcore.models.lora import LoraSettings
 from megarl.projections import ALL
+from megarl.weights.mapping.families import stacks_for
+from megarl.weights.mapping.stacks import joined, places
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
@@ -55,6 +57,8 @@ LAYOUTS: dict[str, dict[int, dict[str, Layout]]] = {
     "deepseek_v3_plain": {1: {"one": Layout()}, 2: {"tp2+sp": Layout(**SP)}},
     "mixtral": {1: {"one": Layout()}, 2: {"tp2+sp": Layout(**SP), "ep2": Layout(ep=2)}},
     "qwen3_moe_plain": {1: {"one": Layout()}},
+    "minimax_m2": {1: {"one": Layout()}, 2: {"tp2+sp": Layout(**SP)}},
+    "gpt_oss": {1: {"one": Layout()}, 2: {"tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1)}},
 }
 ON = {n: [(f, name, x) for f in LAYOUTS for name, x in LAYOUTS[f].get(n, {}).items()] for n in (1, 2, 4)}
 CASES = [f"{family}/{name}" for n in ON for family, name, _ in ON[n]]
@@ -110,6 +114,16 @@ def _stacked(adapter: dict[str, Tensor], weights: list[str], like: Tensor) -> Te
     return torch.cat([like.new_zeros(rows, like.size(1)) if delta is None else delta for delta in found])
 
 
+def of_stacks(folder: Path, factors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """scaling * B A of tensors that stack all experts of a layer, by their names in the folder; zeros for biases."""
+    config = read_config(folder)
+    stacks = stacks_for(config)
+    parts = {name: place.stack.part_shape for name, place in places(stacks).items()}
+    deltas = {name: low_rank(factors, name) for name in parts}
+    whole = ((name, torch.zeros(parts[name]) if delta is None else delta) for name, delta in deltas.items())
+    return dict(joined(whole, stacks))
+
+
 def by_transformers(folder: Path, adapter: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Log-probs and gradients of A and B of transformers' model, every weight replaced by W + scaling * B A."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
@@ -117,13 +131,15 @@ def by_transformers(folder: Path, adapter: Path) -> tuple[list[Tensor], dict[str
     for factor in factors.values():
         factor.requires_grad_()
     parts = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-    is_mixtral = read_config(folder)["model_type"] == "mixtral"
-    if is_mixtral:
+    has_blocks = read_config(folder)["model_type"] in ("mixtral", "minimax_m2")
+    if has_blocks:
         parts = {"gate_up": ("w1", "w3"), "down": ("w2",)}
-    replaced = {}
+    replaced, stacked = {}, of_stacks(folder, factors)
     for name, param in model.named_parameters():
-        own = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
-        if found := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", own):  # all experts of a layer in one tensor
+        own = name.replace(".mlp.", ".block_sparse_moe.") if has_blocks else name
+        if own in stacked:
+            replaced[name] = param + stacked[own]
+        elif found := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", own):  # all experts of a layer in one tensor
             names = [[f"{found[1]}.{e}.{part}.weight" for part in parts[found[2]]] for e in range(len(param))]
             replaced[name] = param + torch.stack([_stacked(factors, own_names, param[0]) for own_names in names])
         elif (delta := low_rank(factors, own)) is not None:
@@ -189,12 +205,14 @@ def test_merged_weights_are_the_base_with_the_adapter_in_it(found: dict, root: P
     got, base = found[case][0]["merged"], load_file(root / family / "model.safetensors")
     adapter, num_adapted = load_file(root / f"{family} adapter" / "adapter_model.safetensors"), 0
     assert sorted(got) == sorted(base)
+    stacked = of_stacks(root / family, adapter)
     for name, tensor in base.items():
-        delta = low_rank(adapter, name)
-        num_adapted += delta is not None
+        delta = stacked[name] if name in stacked else low_rank(adapter, name)
+        num_adapted += delta is not None and name not in stacked
         expected = tensor if delta is None else tensor + delta
         torch.testing.assert_close(got[name], expected, rtol=0, atol=0 if delta is None else 1e-6)
-    assert 2 * num_adapted == len(adapter)
+    in_stacks = sum(".mlp.experts." in name for name in adapter) if stacked else 0
+    assert 2 * num_adapted == len(adapter) - in_stacks
 
 
 @pytest.mark.parametrize("case", CASES)

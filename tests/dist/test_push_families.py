@@ -21,6 +21,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"ep": 2},  # two data-parallel replicas, which hold different experts
     "mixtral": {"tp": 2, "ep": 2, "etp": 1},
     "deepseek_v3": {"pp": 2, "vpp": 2},
+    "kimi_k2": {"ep": 2},
+    "glm4_moe": {"tp": 2, "ep": 2, "etp": 1},
+    "minimax_m2": {"tp": 2, "ep": 2, "etp": 1},
 }
 
 
@@ -55,8 +58,8 @@ def test_a_model_with_experts_arrives_whole(transport: str, served: Any, ranks: 
 
 EXPERTS = {
     "qwen3_moe": "model.layers.0.mlp.experts.{}.up_proj.weight",
-    "mixtral": "model.layers.0.block_sparse_moe.experts.{}.w3.weight",
-    "deepseek_v3": "model.layers.1.mlp.experts.{}.up_proj.weight",
+    **dict.fromkeys(("mixtral", "minimax_m2"), "model.layers.0.block_sparse_moe.experts.{}.w3.weight"),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe"), "model.layers.1.mlp.experts.{}.up_proj.weight"),
 }
 
 

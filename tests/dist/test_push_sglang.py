@@ -29,6 +29,10 @@ ROOT = Path(__file__).parents[2]
 TRANSPORTS = ("gathered", "shared", "sharded")
 # Without a GPU SGLang rounds the sizes of feed-forward layers up to 32 a rank, and heads to one a rank: these divide.
 SIZES: dict[str, Any] = {"intermediate_size": 128, "num_key_value_heads": 2, "num_hidden_layers": 2}
+MORE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 64, "mlp_only_layers": []},  # SGLang gives every layer of it experts
+    "glm4_moe": {"moe_intermediate_size": 64},
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,11 @@ CASES = {
     "deepseek_v3-attention_dp": Case("deepseek_v3", {"pp": 2}, tp=2, attention_dp=2),
     "qwen3_moe-attention_dp": Case("qwen3_moe", {"ep": 2}, tp=2, attention_dp=2),
     "mixtral": Case("mixtral", {"tp": 2, "ep": 2, "etp": 1}),
+    "kimi_k2": Case("kimi_k2", {"ep": 2}),
+    "minimax_m2-tp2": Case("minimax_m2", {"tp": 2, "ep": 2, "etp": 1}, tp=2),
+    "glm4_moe-tp2": Case("glm4_moe", {"tp": 2, "ep": 2, "etp": 1}, tp=2),
 }
+LATENT = ("deepseek_v3", "kimi_k2")
 
 
 def python_of(version: str) -> str:
@@ -79,12 +87,10 @@ class Running:
 
 
 def make_model(case: Case, folder: Path) -> Path:
-    if case.family == "deepseek_v3":  # the one shape of it that SGLang serves without a GPU
+    if case.family in LATENT:  # the one shape of it that SGLang serves without a GPU
         more = {"moe_intermediate_size": 64} if case.tp > 1 else {}
         return write_tiny_model(folder / "model", family=case.family, layers=2, tied=False, **more)
-    # SGLang gives every layer of a Qwen3-MoE experts, whatever mlp_only_layers says.
-    more = {"moe_intermediate_size": 64, "mlp_only_layers": []} if case.family == "qwen3_moe" else {}
-    return write_model(folder, case.family, tied=case.tied, **SIZES, **more)
+    return write_model(folder, case.family, tied=case.tied, **SIZES, **MORE.get(case.family, {}))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +100,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 # The old version keeps the contract in CI (tests/servers/test_contract.py); the pushes into it are long.
-LONG = ("qwen3-old", "qwen3-old-tp2", "qwen3_moe-attention_dp", "mixtral")
+LONG = ("qwen3-old", "qwen3-old-tp2", "qwen3_moe-attention_dp", "mixtral", "kimi_k2", "minimax_m2-tp2")
 
 
 @pytest.fixture(
@@ -137,7 +143,7 @@ def test_each_rank_holds_what_the_trainer_sent(transport: str, running: Running)
 
 def test_a_corrupted_element_is_named_and_sent_again_or_left_out(running: Running) -> None:
     tensor, fused = K_PROJ, K_PROJ.replace("k_proj", "qkv_proj")
-    if running.case.family == "deepseek_v3":
+    if running.case.family in LATENT:
         tensor = fused = "model.layers.1.self_attn.kv_b_proj.weight"
     fault = f"corrupt-in-server {running.url} {tensor}"
     found = running.push("shared", fault)["report"]
@@ -163,8 +169,8 @@ def swappable(family: str) -> tuple[str, str]:
     """HF names that differ in a number, and the parameter of SGLang with the first of them."""
     names = {
         "qwen3_moe": "model.layers.0.mlp.experts.{}.up_proj.weight",
-        "mixtral": "model.layers.0.block_sparse_moe.experts.{}.w3.weight",
-        "deepseek_v3": "model.layers.1.mlp.experts.{}.up_proj.weight",
+        **dict.fromkeys(("mixtral", "minimax_m2"), "model.layers.0.block_sparse_moe.experts.{}.w3.weight"),
+        **dict.fromkeys((*LATENT, "glm4_moe"), "model.layers.1.mlp.experts.{}.up_proj.weight"),
     }.get(family)
     if names is None:  # a dense model: what can be swapped there are two norms
         return "model.layers.{}.input_layernorm.weight", "model.layers.0.input_layernorm.weight"

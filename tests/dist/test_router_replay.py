@@ -24,7 +24,6 @@ from megarl.sample import Batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
-FAMILIES = ("qwen3_moe", "qwen3_moe_plain", "mixtral", "deepseek_v3")
 # The last stage of four layers has experts in both, and in Qwen3-MoE one stage has a layer without.
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[int, dict[str, Layout]] = {
@@ -43,9 +42,18 @@ RECOMPUTED = {
     "uniform": ExecutionOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     "block": ExecutionOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
 }
-# Every layout for one family; the others, whose routers compute otherwise, on one rank and with all that cuts tokens.
-NAMES = [(FAMILIES[0], name) for layouts in LAYOUTS.values() for name in layouts]
-NAMES += [(family, name) for family in FAMILIES[1:] for name in ("one", "tp2+sp", "pp2 vpp2", "cp2")]
+# Every layout for one family; the others, whose routers compute otherwise, on one rank and with what cuts tokens.
+CUT = ("one", "tp2+sp", "pp2 vpp2", "cp2")
+OF_FAMILY: dict[str, tuple[str, ...]] = {
+    "qwen3_moe": tuple(name for layouts in LAYOUTS.values() for name in layouts),
+    **dict.fromkeys(("qwen3_moe_plain", "mixtral", "deepseek_v3"), CUT),
+    "glm4_moe": ("one", "tp2+sp"),
+    "minimax_m2": ("one", "tp2+sp"),
+    "gpt_oss": ("one", "ep2", "cp2"),
+}
+FAMILIES = tuple(OF_FAMILY)
+EVERYWHERE = ("qwen3_moe_plain", "mixtral", "minimax_m2", "gpt_oss")  # experts in all layers
+NAMES = [(family, name) for family, names in OF_FAMILY.items() for name in names]
 AGAIN = [(name, how) for name in ("one", "pp2", "pp2 vpp2", "tp2+sp", "cp2") for how in RECOMPUTED]
 Ranked = list[dict[str, Any]]
 
@@ -89,7 +97,7 @@ def _cases(family: str, layouts: dict[str, Layout]) -> dict[tuple[str, ...], Rep
 
 
 def trained(gradient: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the biases of DeepSeek's routers, which have no gradient: exported in its place is the bias itself."""
+    """Without the biases that choose experts, which have no gradient: exported in its place is the bias itself."""
     return {name: tensor for name, tensor in gradient.items() if not name.endswith("e_score_correction_bias")}
 
 
@@ -106,8 +114,8 @@ def test_the_gradient_with_given_experts_is_that_of_the_definition(
     found: dict, references: dict, family: str, layout: str
 ) -> None:
     expected = trained(references[family][1])
-    routers = [tensor for name, tensor in expected.items() if name.endswith("gate.weight")]
-    assert len(routers) == (4 if family in ("qwen3_moe_plain", "mixtral") else 3)
+    routers = [tensor for name, tensor in expected.items() if name.endswith(("gate.weight", "router.weight"))]
+    assert len(routers) == (4 if family in EVERYWHERE else 3)
     assert all(tensor.abs().max() > 1e-4 for tensor in routers), "routers learn"
     assert_same_gradient(trained(found[family, layout][0]["gradient"]), expected)
 

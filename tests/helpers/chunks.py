@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megarl.mcore.models.model import Model
 from megarl.weights.hf.export import hf_tensors
-from megarl.weights.mapping.families import Role
+from megarl.weights.mapping.blocks import Role
 
 
 def named_parameters(model: Model) -> list[tuple[str, nn.Parameter]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.weights.mapping.names import QKV, GateUp, Op, Rename, Vocab
-from megarl.weights.mapping.server_map import StackedExperts, StackedQKV, StackedRows, StackedVocab
+from megarl.weights.mapping.sglang_ops import StackedExperts, StackedQKV, StackedRows, StackedVocab
 
 Table = tuple[Op, ...]
 

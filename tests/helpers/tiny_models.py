@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     PreTrainedModel,
@@ -42,6 +46,15 @@ _DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
+}
+_GLM: dict[str, Any] = {
+    "head_dim": 16,
+    "attention_bias": True,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 100.0,
 }
 # Sizes at which what sets a family apart shows: windows shorter than sequences, contexts shorter than slow rope pairs.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -89,6 +102,72 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             },
         },
     ),
+    "kimi_k2": (
+        DeepseekV3Config,
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 12,
+            "n_routed_experts": 12,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50.0,
+                "factor": 8.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 1.0,  # as beta_slow: between slowed and kept pairs there is next to no ramp
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "glm4_moe": (  # as GLM-4.5
+        Glm4MoeConfig,
+        {**_GLM, "n_shared_experts": 2, "n_routed_experts": 8, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+    ),
+    "glm4_moe_air": (  # as GLM-4.5-Air: without norms of q and k
+        Glm4MoeConfig,
+        {**_GLM, "n_shared_experts": 1, "n_routed_experts": 4, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-2},
+    ),
+    "minimax_m2": (
+        MiniMaxM2Config,
+        {
+            "head_dim": 16,
+            "intermediate_size": 24,  # of an expert
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rotary_dim": 8,
+            "rope_theta": 100.0,
+            "use_qk_norm": True,  # this and the next three are read by SGLang, not by transformers
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+        },
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        {
+            "head_dim": 16,
+            "intermediate_size": 24,  # of an expert
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 4,
+            "swiglu_limit": 0.5,  # such that many numbers are beyond it
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 8.0,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "deepseek_v3_plain": (
         DeepseekV3Config,
         {
@@ -121,9 +200,26 @@ def tiny_model(family: str, *, tied: bool, seed: int = 0, **sizes: Any) -> PreTr
 def write_model(folder: Path, family: str, *, tied: bool, max_shard_size: str = "1GB", **sizes: Any) -> Path:
     """A folder as `transformers` writes it, with a stand-in for the tokenizer's files."""
     tiny_model(family, tied=tied, **sizes).save_pretrained(folder, max_shard_size=max_shard_size)
+    if family == "kimi_k2":  # transformers has its model under another family's name
+        (folder / "config.json").write_text(json.dumps(read_config(folder) | {"model_type": family}))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
+
+
+def write_packed(folder: Path, plain: Path) -> Path:
+    """A folder of gpt-oss as on the hub: the other weights of `plain`, and random experts in MXFP4."""
+    generator = torch.Generator().manual_seed(1)
+    held = load_file(plain / "model.safetensors")
+    for name in [name for name in held if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = held.pop(name).shape
+        blocks = (experts, rows, columns // 32)
+        held[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), generator=generator, dtype=torch.uint8)
+        held[f"{name}_scales"] = torch.randint(122, 126, blocks, generator=generator, dtype=torch.uint8)
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    config = read_config(plain) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megarl.data.hf_config import read_config
 from megarl.data.tiny import FAMILIES, write_tiny_model
 from megarl.hf_server.kv_cache import Decode, Prefill
 from megarl.hf_server.model import HFModel
@@ -104,7 +105,8 @@ def test_tensors_pushed_under_hub_names_make_the_model_of_their_folder(folders: 
     assert held.checksums() == HFModel(folders[1], torch.float32).checksums()
     after = logits_in_two_ways(held, tokens, prompt=6)
     assert (after - before).abs().max() > 0.1
-    theirs = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
+    config = read_config(folders[1])
+    theirs = AutoModelForCausalLM.from_pretrained(folders[1], config=config, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0, 5:]
     torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)

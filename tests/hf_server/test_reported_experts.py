@@ -23,7 +23,7 @@ from megarl.rollout.protocol import parse_replies
 from megarl.routed_experts import RoutedExperts
 from megarl.sample import Completion
 
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2", "gpt_oss")
 PROMPT = [7, 8, 9, 10, 11]
 
 
@@ -42,7 +42,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> str:
 def chosen_by(model: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
     """[tokens, layers with experts, experts of a token], sorted: by transformers in one pass over all tokens."""
     noted: list[torch.Tensor] = []
-    gates = [module.gate for module in model.modules() if hasattr(module, "gate") and hasattr(module, "experts")]
+    sparse = [module for module in model.modules() if isinstance(getattr(module, "experts", None), torch.nn.Module)]
+    gates = [layer.router if hasattr(layer, "router") else layer.gate for layer in sparse]
     hooks = [gate.register_forward_hook(lambda *call: noted.append(call[2][2])) for gate in gates]
     with torch.no_grad():
         model(input_ids=torch.tensor([list(tokens)]), use_cache=False)

@@ -43,6 +43,8 @@ def refused_by_sglang(hf: Mapping[str, Any], targets: set[str], *, on_cpu: bool)
     numbers, experts = numbers_of(hf), adapts_experts(hf, targets)
     if on_cpu and (experts or adapts_latents(targets)):
         return f"SGLang has adapters of {'experts' if experts else 'latent attention'} on GPUs only"
+    if experts and hf.get("model_type") == "gpt_oss":  # in SGLang as outside, rows of gate and up alternate
+        return "SGLang has no adapters of the single experts of gpt_oss, which it holds as stacks"
     if experts and targets & _FEED_FORWARD != _FEED_FORWARD:
         return "SGLang adapts experts only if gate_proj, up_proj and down_proj all are targets"
     if experts and numbers.dense_layers and not numbers.shared_intermediate_size:

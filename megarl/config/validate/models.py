@@ -10,6 +10,7 @@ from typing import Any
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
+from megarl.model_types import MISSING
 
 # If preset and folder differ in one of these, they are different models.
 SHAPE = (
@@ -78,6 +79,14 @@ def random_weights(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
         if model_config(config, role).get(RANDOM_WEIGHTS) is True:
             said = "its weights are random, for benchmarks/bench_ring.py only"
             yield f"{group_of(role)}.path={_node(config, role).path}: {said}; expected a model"
+
+
+def beyond_megatron(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
+    """One sentence for each model that Megatron-Core cannot compute, with what it lacks."""
+    for role in roles:
+        kind = model_config(config, role).get("model_type")
+        if missing := MISSING.get(str(kind)):
+            yield f"{group_of(role)}.path={_node(config, role).path}: it is of model_type {kind}, and {missing}"
 
 
 def of_more_than_text(config: Config, roles: tuple[str, ...]) -> Iterator[str]:

@@ -20,7 +20,7 @@ FP8 = "rollout.quantization=fp8"
 # The families whose loaders in SGLang can quantize again after the first load (supports_quantized_rl_reload).
 FAMILIES_WITH_FP8 = ("qwen2", "qwen3")
 # Their classes in SGLang have a group of ranks for attention; those of other families cut attention over all ranks.
-FAMILIES_WITH_ADP = ("qwen3", "qwen3_moe", "deepseek_v3")
+FAMILIES_WITH_ADP = ("qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss")
 
 
 def contradictions(config: Config, command: str) -> Iterator[str]:
@@ -46,6 +46,7 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         yield f"rollout.router=true: {why}; expected false, or push=merged"
     if rollout.quantization == "fp8":
         yield from _fp8(config)
+    yield from _gpt_oss(config)
     if given := next((word for word in rollout.sglang.args if word.split("=")[0] == "--quantization"), None):
         once = "without another load format SGLang quantizes the first weights only"
         yield f"rollout.sglang.args={given}: {once}; expected {FP8}"
@@ -78,6 +79,19 @@ def _fp8(config: Config) -> Iterator[str]:
         yield f"{FP8}: servers of adapters (actor.lora.push=adapter) are not quantized; expected none, or push=merged"
 
 
+def _gpt_oss(config: Config) -> Iterator[str]:
+    """What servers of gpt-oss need: weights of the type that is pushed, and attention with sinks."""
+    found, path, rollout = models.model_config(config, "actor"), config.model.path, config.rollout
+    if found.get("model_type") != "gpt_oss":
+        return
+    if found.get("quantization_config") and not rollout.urls:
+        method, what = found["quantization_config"].get("quant_method"), "servers get and hold unquantized weights"
+        wanted = f"expected a folder that `megarl convert from={path} to=FOLDER format=hf` wrote"
+        yield f"model.path={path}: its weights are in {method}, and {what}; {wanted}"
+    if rollout.engine == "sglang" and config.trainer.device == "cpu":
+        yield "rollout.engine=sglang: without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf"
+
+
 def server_misfits(numbers: ModelNumbers, tp: int, ep: int, attention_dp: int = 1) -> Iterator[tuple[str, str]]:
     """What SGLang would refuse after minutes of loading: the key, and a sentence that begins with its value."""
     heads, kv = numbers.num_attention_heads, numbers.num_key_value_heads
@@ -97,6 +111,8 @@ def server_misfits(numbers: ModelNumbers, tp: int, ep: int, attention_dp: int = 
         yield EP, f"{ep} does not divide {TP}={tp}"
     elif ep > 1 and numbers.num_hidden_layers is not None and not numbers.num_experts:
         yield EP, f"{ep}: the model has no experts; expected 1"
+    elif ep > 1 and numbers.has_biased_experts:  # weight_loader_fused, sgl-project/sglang#22784
+        yield EP, f"{ep}: SGLang 0.5.23 does not distribute unquantized experts with biases; expected 1"
     elif numbers.num_experts and numbers.num_experts % ep:
         yield EP, f"{ep} does not divide the model's number of experts={numbers.num_experts}"
     elif numbers.expert_intermediate_size is not None and numbers.expert_intermediate_size % (tp // ep):

@@ -54,6 +54,8 @@ def _strategy(config: Config, role: str) -> Iterator[str]:
             f"{role}.megatron.context_parallel_size={cp}: on GPUs it needs Transformer Engine's layers, and {local} "
             "local layers; expected 1"
         )
+    if cp > 1 and config.trainer.device == "cuda" and models.model_numbers(config, role).has_sinks:
+        yield f"{role}.megatron.context_parallel_size={cp}: on GPUs it does not go with attention sinks; expected 1"
     if role == "ref":
         return
     for key in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):

@@ -285,6 +285,7 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
     yield from strategies.contradictions(config, command)
     yield from data.contradictions(config)
     yield from models.random_weights(config, roles or ("actor",))
+    yield from models.beyond_megatron(config, roles)
     yield from models.of_more_than_text(config, roles or ("actor",))
     yield from models.vocabularies(config, roles)
     yield from models.lengths(config, ("actor",) if command == "evaluate" else roles, command)

@@ -1,7 +1,8 @@
 """Core attention and norms in plain torch, used when Transformer Engine is missing.
 
 Megatron's own local spec refuses packed sequences and context parallelism (dot_product_attention:57,153), and its norm
-refuses sequence parallelism (torch_norm:32); these two modules support all three.
+refuses sequence parallelism (torch_norm:32); these two modules support all three.  Attention also supports windows in
+some layers and attention sinks.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state as ps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 
 
 class Norm:
@@ -134,7 +137,14 @@ class SDPAttention(MegatronModule):
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp, self.scale = groups.cp, softmax_scale
-        self.window = None if config.window_size is None else config.window_size[0] + 1  # tokens seen, including itself
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if has_window else None  # tokens seen, including itself
+        assert config.softmax_type in ("vanilla", "learnable"), "no model of ours has a constant beside the scores"
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        # Its name and place are those of Transformer-Engine's attention.
+        self.softmax_offset = (
+            nn.Parameter(torch.zeros(heads, dtype=config.params_dtype)) if config.softmax_type == "learnable" else None
+        )
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), "decoders only"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "dropout is 0 in RL"
 
@@ -172,7 +182,16 @@ class SDPAttention(MegatronModule):
         return back >= 0 if self.window is None else (back >= 0) & (back < self.window)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[b, n, s, d] each; keys and values may have fewer heads (grouped-query attention).
+        """[b, n, s, d] each, and [b, n, s, e] values -> [b, n, s, e]; with sinks if the model has them."""
+        if self.softmax_offset is None:
+            return self._scored(q, k, v, mask, self.scale)
+        scale = q.size(-1) ** -0.5 if self.scale is None else self.scale
+        return self._scored(*with_sinks(q, k, v, mask, self.softmax_offset / scale), scale)[:, :, 1:, : v.size(-1)]
+
+    def _scored(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """The softmax of the scores times the values.
+
+        [b, n, s, d] each; keys and values may have fewer heads (grouped-query attention).
 
         On CUDA a mask makes every key and value head repeat, since flash attention takes no mask, and the
         memory-efficient kernel no fewer heads (torch's sdp_utils.cpp); without both, all heads' scores are in memory.
@@ -180,8 +199,20 @@ class SDPAttention(MegatronModule):
         if mask is not None and q.is_cuda:
             k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
         )
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """For checkpoints: sinks are cut with the heads; there is nothing else."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=ps.get_tensor_model_parallel_group(),
+            dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
+        )
+        return state
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, pad: PadPlan) -> Tensor:
         q, k, v = query, key, value
@@ -206,6 +237,24 @@ class SDPAttention(MegatronModule):
         mask = self._sees(at_q, at_k) & (segment[at_q][:, None] == segment[at_k])
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         return self._sdpa(q, k, v, mask)[0].transpose(0, 1)
+
+
+def with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Put a key before all others, with a value of zeros, whose score is the sink of the query's head, [n] in `sinks`.
+
+    q and k [b, n, s, d] get a dimension more: it holds the sink in queries, 1 in the new key and 0 in the others.
+    Values [b, n, s, e] get one too, since the fast kernels want equal sizes.  A query before all others, whose output
+    is of no use, leaves causal attention causal, and sees something under every mask [queries, keys].
+    """
+    batch, _, length, _ = q.shape
+    q = F.pad(torch.cat((q, sinks.to(q.dtype).view(1, -1, 1, 1).expand(batch, -1, length, 1)), -1), (0, 0, 1, 0))
+    is_sink = torch.zeros(k.size(2) + 1, k.size(3) + 1, dtype=k.dtype, device=k.device)
+    is_sink[0, -1] = 1
+    k = F.pad(k, (0, 1, 1, 0)) + is_sink
+    v = F.pad(v, (0, k.size(3) - v.size(3), 1, 0))
+    return q, k, v, None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
 
 
 def _lengths(packed: PackedSeqParams) -> list[int]:

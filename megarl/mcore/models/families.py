@@ -12,10 +12,14 @@ from functools import partial
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.mcore.models.hf import HFConfig, Settings, base, head_dim, need, refuse
+from megarl.mcore.models.experts import shared_and_routed_experts, sigmoid_experts, softmax_experts
+from megarl.mcore.models.gpt_oss import gpt_oss
+from megarl.mcore.models.hf import HFConfig, Settings, base, head_dim, need, refuse, refuse_quantized
 from megarl.mcore.models.layers import LayerSpec, local_layer
 from megarl.mcore.models.mla import deepseek_v3, latent_layer
+from megarl.mcore.models.qk_norm import layer_with_norms_of_all_heads
 from megarl.mcore.models.rope import make_rope
+from megarl.model_types import refusal
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ def family_of(hf: HFConfig) -> Family:
     """Raises ValueError for a model_type that is not in FAMILIES."""
     model_type = hf.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"config.json: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}")
+        raise ValueError(refusal(model_type, FAMILIES))
     return FAMILIES[model_type]
 
 
@@ -64,29 +68,6 @@ def windowed(hf: HFConfig) -> Settings:
     return {} if size is None else {"window_size": (size - 1, 0)}
 
 
-def experts(hf: HFConfig, *, ffn: int, renormalised: bool, layers: int | list[int] = 1) -> Settings:
-    """A softmax router over experts, without load-balancing losses: the user defines the loss.
-
-    `renormalised`: the weights of the chosen experts sum to 1, else they are the softmax over all experts.
-    Megatron chooses experts by logits and transformers by probabilities: the same experts, unless the float32 softmax
-    makes different logits equal.
-    """
-    chosen = need(hf, "num_experts_per_tok")
-    if renormalised and chosen == 1:
-        raise ValueError(
-            "config.json: num_experts_per_tok=1 leaves a renormalised router no gradient; expected at least 2"
-        )
-    return {
-        "num_moe_experts": need(hf, "num_experts", "num_local_experts"),
-        "moe_ffn_hidden_size": ffn,
-        "moe_layer_freq": layers,
-        "moe_router_topk": chosen,
-        "moe_router_pre_softmax": not renormalised,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",  # in bfloat16 rounding alone would choose other experts
-    }
-
-
 def _qwen(hf: HFConfig, *, qkv_bias: bool, qk_norm: bool) -> Settings:
     return dense(hf, qkv_bias=qkv_bias, qk_norm=qk_norm) | full_attention(hf)
 
@@ -105,7 +86,7 @@ def _qwen3_moe(hf: HFConfig) -> Settings:
     layers = sparse_layers(hf)
     if not any(layers):
         raise ValueError("config.json: decoder_sparse_step and mlp_only_layers leave no layer experts; expected qwen3")
-    return _qwen(hf, qkv_bias=False, qk_norm=True) | experts(
+    return _qwen(hf, qkv_bias=False, qk_norm=True) | softmax_experts(
         hf,
         ffn=need(hf, "moe_intermediate_size"),
         renormalised=bool(hf.get("norm_topk_prob", False)),
@@ -115,7 +96,30 @@ def _qwen3_moe(hf: HFConfig) -> Settings:
 
 def _mixtral(hf: HFConfig) -> Settings:
     settings = _mistral(hf)
-    return settings | experts(hf, ffn=settings["ffn_hidden_size"], renormalised=True)
+    return settings | softmax_experts(hf, ffn=settings["ffn_hidden_size"], renormalised=True)
+
+
+def _glm4_moe(hf: HFConfig) -> Settings:
+    """GLM-4.5: grouped-query attention whose biases and norms config.json decides on, and DeepSeek-V3's experts."""
+    refuse_quantized(hf)
+    attention = dense(hf, qkv_bias=bool(hf.get("attention_bias")), qk_norm=bool(hf.get("use_qk_norm")))
+    return attention | shared_and_routed_experts(hf)
+
+
+def _minimax_m2(hf: HFConfig) -> Settings:
+    """MiniMax-M2: experts in every layer, chosen by biased sigmoid scores; its norms are those of its layers."""
+    refuse_quantized(hf)
+    refuse(hf, use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True, shared_intermediate_size=0)
+    refuse(hf, sliding_window=None, router_jitter_noise=0.0)
+    if other := sorted(set(hf.get("attn_type_list") or ()) - {1}):
+        raise ValueError(f"config.json: attn_type_list holds {other[0]}; expected 1 only, which is full attention")
+    settings = dense(hf)
+    count, ffn = need(hf, "num_local_experts", "num_experts"), settings["ffn_hidden_size"]
+    return settings | sigmoid_experts(hf, count=count, ffn=ffn)
+
+
+def _gpt_oss(hf: HFConfig) -> Settings:
+    return gpt_oss(hf, dense(hf, qkv_bias=True))
 
 
 FAMILIES: dict[str, Family] = {
@@ -126,4 +130,8 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(_mistral),
     "mixtral": Family(_mixtral),
     "deepseek_v3": Family(deepseek_v3, MLATransformerConfig, latent_layer),
+    "kimi_k2": Family(deepseek_v3, MLATransformerConfig, latent_layer),
+    "glm4_moe": Family(_glm4_moe),  # GLM-4.5 and its Air, GLM-4.6
+    "minimax_m2": Family(_minimax_m2, layer=layer_with_norms_of_all_heads),
+    "gpt_oss": Family(_gpt_oss),
 }

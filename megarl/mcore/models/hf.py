@@ -32,6 +32,13 @@ def refuse(hf: HFConfig, **wanted: Any) -> None:
             raise ValueError(f"config.json: {key}={_plain(hf[key])} is not supported; expected {_plain(value)}")
 
 
+def refuse_quantized(hf: HFConfig) -> None:
+    """Raise ValueError for a folder whose weights are quantized, as those of the largest models on the hub are."""
+    if hf.get("quantization_config"):
+        method = hf["quantization_config"].get("quant_method")
+        raise ValueError(f"config.json: quantization_config says quant_method={method!r}; expected unquantized weights")
+
+
 def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 

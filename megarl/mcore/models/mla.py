@@ -1,27 +1,24 @@
-"""DeepSeek-V3: multi-latent attention, shared experts, and a router with a selection bias (arXiv:2412.19437).
+"""DeepSeek-V3 and Kimi-K2: multi-latent attention (arXiv:2412.19437), with the experts of `experts.py`.
 
 Queries, keys and values are expanded from small latent vectors.  The rotary dimensions are separate, and those of the
-keys are shared by all heads.  Experts are chosen by their sigmoid score plus a bias that gets no gradient.  Pretraining
-updates this bias to balance the load; here it keeps the value from the folder, so that trainer and servers choose the
-same experts.
+keys are shared by all heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.mcore.models.hf import HFConfig, Settings, base, need, refuse
+from megarl.mcore.models.experts import shared_and_routed_experts
+from megarl.mcore.models.hf import HFConfig, Settings, base, need, refuse, refuse_quantized
 from megarl.mcore.models.layers import local_layer
 from megarl.mcore.models.rope import rope_settings
 
@@ -32,9 +29,7 @@ def deepseek_v3(hf: HFConfig) -> Settings:
     """Fields of MLATransformerConfig."""
     refuse(hf, attention_bias=False, rope_interleave=True, num_key_value_heads=need(hf, "num_attention_heads"))
     refuse(hf, head_dim=need(hf, "qk_rope_head_dim"))
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method")
-        raise ValueError(f"config.json: quantization_config says quant_method={method!r}; expected unquantized weights")
+    refuse_quantized(hf)
     latents = {
         "q_lora_rank": hf.get("q_lora_rank"),  # None: queries directly from the hidden state
         "kv_lora_rank": need(hf, "kv_lora_rank"),
@@ -43,50 +38,7 @@ def deepseek_v3(hf: HFConfig) -> Settings:
         "v_head_dim": need(hf, "v_head_dim"),
         "qk_layernorm": True,
     }
-    return base(hf) | latents | _rope(hf) | _experts(hf)
-
-
-def _experts(hf: HFConfig) -> Settings:
-    refuse(hf, scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True, moe_layer_freq=1)
-    layers, dense = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
-    ffn, shared, chosen = (
-        need(hf, "moe_intermediate_size"),
-        need(hf, "n_shared_experts"),
-        need(hf, "num_experts_per_tok"),
-    )
-    for key, value, expected in (("n_shared_experts", shared, 1), ("num_experts_per_tok", chosen, 2)):
-        if value < expected:
-            raise ValueError(f"config.json: {key}={value} is not supported; expected at least {expected}")
-    if dense >= layers:
-        raise ValueError(
-            f"config.json: first_k_dense_replace={dense} leaves none of {layers} layers experts; expected less"
-        )
-    return _groups(hf, chosen) | {
-        "num_moe_experts": need(hf, "n_routed_experts", "num_local_experts"),
-        "moe_ffn_hidden_size": ffn,
-        "moe_shared_expert_intermediate_size": ffn * shared,
-        "moe_layer_freq": [0] * dense + [1] * (layers - dense),
-        "moe_router_topk": chosen,
-        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor") or 1.0),
-        "moe_router_score_function": "sigmoid",
-        "moe_router_dtype": "fp32",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_load_balancing_type": "none",
-    }
-
-
-def _groups(hf: HFConfig, chosen: int) -> Settings:
-    """Experts form groups, and only experts of the best `topk_group` groups can be chosen."""
-    groups, best = hf.get("n_group") or 1, hf.get("topk_group") or 1
-    if best >= groups:
-        return {}
-    if chosen // best != 2:  # Megatron ranks a group by this many best experts; the model's code by two
-        raise ValueError(
-            f"config.json: num_experts_per_tok={chosen} with topk_group={best} is not supported; expected twice "
-            "topk_group, as a group is ranked by its two best experts"
-        )
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
+    return base(hf) | latents | _rope(hf) | shared_and_routed_experts(hf)
 
 
 def _rope(hf: HFConfig) -> Settings:
@@ -96,7 +48,9 @@ def _rope(hf: HFConfig) -> Settings:
     if kind == "default":
         return {"rope_type": "rope", "rotary_base": theta}
     if kind != "yarn":
-        raise ValueError(f"config.json: rope type {kind!r} is not supported by deepseek_v3; expected default or yarn")
+        raise ValueError(
+            f"config.json: rope type {kind!r} is not supported by {hf['model_type']}; expected default or yarn"
+        )
     over, under = settings.get("mscale"), settings.get("mscale_all_dim")
     if bool(over) != bool(under) or settings.get("attention_factor") is not None or not settings.get("truncate", True):
         raise ValueError(
@@ -145,17 +99,3 @@ def latent_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     spec = local_layer(config, has_experts)
     spec.submodules.self_attention.module = LatentAttention
     return spec
-
-
-def router_biases(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that are part of the weights: the biases added to scores to choose experts, always in float32."""
-    for name, module in model.named_modules():
-        if isinstance(module, TopKRouter) and module.expert_bias is not None:
-            yield f"{name}.expert_bias", module.expert_bias
-
-
-def keep_router_biases(model: nn.Module) -> None:
-    """Make them float32 again after a cast of the whole model; Megatron does so only in the first forward pass."""
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module._maintain_float32_expert_bias()

@@ -18,11 +18,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 
 from megarl.layout import Layout, misfits, numbers_of, padded_vocab_size
+from megarl.mcore.models.experts import keep_router_biases
 from megarl.mcore.models.families import family_of
 from megarl.mcore.models.fusions import available_fusions, fuse_weight_gradients
+from megarl.mcore.models.gpt_oss import prepare_biases
 from megarl.mcore.models.hf import HFConfig
 from megarl.mcore.models.layers import block_spec
-from megarl.mcore.models.mla import keep_router_biases
 from megarl.mcore.models.rope import make_rope
 from megarl.mcore.training.execution import ExecutionOptions
 
@@ -51,11 +52,16 @@ def transformer_config(
     """Megatron's config of this model: its family's settings, its layout, and the settings for packed RL training."""
     check_layout(hf, layout)
     family = family_of(hf)
+    settings = family.settings(hf)
+    if settings.get("softmax_type") == "learnable" and layout.cp > 1 and torch.cuda.is_available():
+        raise ValueError(  # Transformer Engine exchanges heads for it (cp_comm_type=a2a), which is not set here
+            f"context_parallel_size={layout.cp}: on GPUs it does not go with attention sinks; expected 1"
+        )
     # variable_seq_lengths refuses Megatron's default, allgather, for dense models too
     dispatcher = engine.dispatcher(layout.ep * layout.expert_tp, dtype) if numbers_of(hf).num_experts else "alltoall"
     latent = issubclass(family.config, MLATransformerConfig)
     return family.config(
-        **family.settings(hf),
+        **settings,
         **_pipeline(layout),
         **available_fusions(
             uses_transformer_engine=engine.uses_transformer_engine,
@@ -190,6 +196,7 @@ def make_chunks(
             position_embedding_type="rope",
             vp_stage=stage,
         )
+        prepare_biases(gpt)
         if not config.multi_latent_attention:  # each of its attention layers has its own rope
             gpt.rotary_pos_emb.inv_freq = make_rope(hf, config.kv_channels).frequencies
         if engine.uses_transformer_engine and engine.strategy != "fsdp":

@@ -14,13 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.mcore.models.hf import head_dim as head_dim_of
+
 
 @dataclass(frozen=True)
 class Rope:
-    """Pair i of a head rotates by `frequencies[i]` radians per position; then q and k are multiplied by `factor`."""
+    """Pair i of a head rotates by `frequencies[i]` radians per position; then q and k are multiplied by `factor`.
 
-    frequencies: Tensor  # [head_dim / 2] float32
+    With fewer frequencies than pairs, only the first dimensions of a head are rotated.
+    """
+
+    frequencies: Tensor  # [rotated dimensions / 2] float32
     factor: float = 1.0
+
+
+# Families that can rotate a part of each head only -> the part if config.json does not say.
+PARTIAL = {"glm4_moe": 0.5, "minimax_m2": 1.0}
 
 
 def make_rope(hf: Mapping[str, Any], head_dim: int) -> Rope:
@@ -29,16 +38,18 @@ def make_rope(hf: Mapping[str, Any], head_dim: int) -> Rope:
     kind = settings["rope_type"]
     if kind not in KINDS:
         raise ValueError(f"config.json: rope type {kind!r} is not supported; expected one of {', '.join(KINDS)}")
-    if settings.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"config.json: partial_rotary_factor={settings['partial_rotary_factor']} is not supported; expected 1.0"
-        )
-    theta = float(settings["rope_theta"])
-    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    part = settings.get("partial_rotary_factor", PARTIAL.get(hf.get("model_type", ""), 1.0))
+    if part != 1.0 and hf.get("model_type") not in PARTIAL:
+        raise ValueError(f"config.json: partial_rotary_factor={part} is not supported; expected 1.0")
+    theta, size = float(settings["rope_theta"]), int(head_dim * part)
+    plain = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
     try:
-        return KINDS[kind](plain, theta, settings)
+        rope = KINDS[kind](plain, theta, settings)
     except KeyError as missing:
         raise ValueError(f"config.json: rope type {kind!r} needs {missing}, which is not there") from missing
+    if part != 1.0 and rope.factor != 1.0:  # it would scale the rotated part alone, and is applied to whole heads here
+        raise ValueError(f"config.json: rope type {kind!r} is not supported with partial_rotary_factor={part}")
+    return rope
 
 
 def rope_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,6 +57,10 @@ def rope_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     settings = {"rope_theta": hf.get("rope_theta", 10000.0), **given}
     settings["rope_type"] = given.get("rope_type", given.get("type", "default"))
+    if hf.get("rotary_dim") is not None:  # MiniMax-M2's name for it
+        settings.setdefault("partial_rotary_factor", hf["rotary_dim"] / head_dim_of(hf))
+    elif hf.get("partial_rotary_factor") is not None:
+        settings.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
     longest = hf.get("max_position_embeddings")
     original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
     if original is not None:
@@ -118,11 +133,16 @@ def packed_angles(angles: Tensor, ends: Tensor, num_tokens: int, *, cp: int, ran
 def turned(
     t: Tensor, angles: Tensor, ends: Tensor, *, factor: float = 1.0, in_pairs: bool = False, cp: int, rank: int
 ) -> Tensor:
-    """[T, n, d] of a packed row, each token rotated by the `angles` [longest, 1, 1, d] of its position.
+    """[T, n, d] of a packed row, each token rotated by the `angles` [longest, 1, 1, r] of its position.
 
-    `in_pairs`: neighbouring dimensions form a pair (latent attention); in the output, pairs are d/2 apart as usual.
+    The first r dimensions of a head are rotated, the others stay.
+    `in_pairs`: neighbouring dimensions form a pair (latent attention); in the output, pairs are r/2 apart as usual.
     Cosines are computed per position, not per token, because there are many more tokens.
     """
+    if (size := angles.size(-1)) < t.size(-1):
+        first, rest = t[..., :size], t[..., size:]
+        rotated = turned(first, angles, ends, factor=factor, in_pairs=in_pairs, cp=cp, rank=rank)
+        return torch.cat((rotated, rest), dim=-1)
     if in_pairs:
         t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
     half = angles.size(-1) // 2  # the second half repeats the first

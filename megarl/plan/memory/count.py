@@ -11,19 +11,27 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from megarl.layout import Layout, padded_vocab_size
+from megarl.model_types import refusal
 
 HFConfig = Mapping[str, Any]
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "deepseek_v3")  # those of megarl/mcore
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-NEEDED_MORE = {
-    "qwen3_moe": ("num_experts_per_tok", "moe_intermediate_size"),
+_SPARSE = ("num_experts_per_tok", "moe_intermediate_size")
+_LATENT = (*_SPARSE, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# The families of megarl/mcore, and what their configs need more; those with experts have something here.
+NEEDED_MORE: dict[str, tuple[str, ...]] = {
+    "qwen2": (),
+    "qwen3": (),
+    "qwen3_moe": _SPARSE,
+    "llama": (),
+    "mistral": (),
     "mixtral": ("num_experts_per_tok",),
-    "deepseek_v3": (
-        "num_experts_per_tok", "moe_intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-        "v_head_dim",
-    ),
-}  # fmt: skip
-HEAD_NORMS = ("qwen3", "qwen3_moe")  # families with a norm of queries and a norm of keys
+    "deepseek_v3": _LATENT,
+    "kimi_k2": _LATENT,
+    "glm4_moe": _SPARSE,
+    "minimax_m2": ("num_experts_per_tok",),
+    "gpt_oss": ("num_experts_per_tok",),
+}
+FAMILIES = tuple(NEEDED_MORE)
 
 
 class Parameters(NamedTuple):
@@ -41,9 +49,9 @@ def check(hf: HFConfig) -> None:
     """Raises: ValueError of one sentence for a config.json of another family or without a needed number."""
     kind = hf.get("model_type")
     if kind not in FAMILIES:
-        raise ValueError(f"config.json: model_type {kind!r} is not supported; expected one of {sorted(FAMILIES)}")
-    missing = [name for name in (*NEEDED, *NEEDED_MORE.get(kind, ())) if hf.get(name) is None]
-    if kind in NEEDED_MORE and num_experts(hf) is None:
+        raise ValueError(refusal(kind, FAMILIES))
+    missing = [name for name in (*NEEDED, *NEEDED_MORE[kind]) if hf.get(name) is None]
+    if NEEDED_MORE[kind] and num_experts(hf) is None:
         missing.append("num_experts")
     if missing:
         raise ValueError(f"config.json: there is no {', '.join(missing)}; expected the config of a {kind} model")
@@ -123,6 +131,22 @@ def attention_size(hf: HFConfig) -> int:
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
+def has_head_norms(hf: HFConfig) -> bool:
+    """Whether queries and keys are normalised."""
+    return hf["model_type"] in ("qwen3", "qwen3_moe", "minimax_m2") or bool(hf.get("use_qk_norm"))
+
+
+def has_biases(hf: HFConfig) -> bool:
+    """Whether every linear of a layer has a bias."""
+    return bool(hf["model_type"] == "gpt_oss")
+
+
+def largest_tensor(hf: HFConfig) -> int:
+    """Numbers of the largest tensor of a folder: the embedding, a feed-forward, or a stack of experts."""
+    of_experts = 2 * hf["intermediate_size"] * (num_experts(hf) or 0) if hf["model_type"] == "gpt_oss" else 0
+    return int(hf["hidden_size"] * max(hf["vocab_size"], hf["intermediate_size"], of_experts))
+
+
 def of_layer(hf: HFConfig, layout: Layout, *, sparse: bool) -> Parameters:
     """Parameters of a layer on each rank.  sparse: with experts."""
     hidden = hf["hidden_size"]
@@ -133,10 +157,10 @@ def of_layer(hf: HFConfig, layout: Layout, *, sparse: bool) -> Parameters:
     experts, size = num_experts(hf), expert_size(hf)
     assert experts is not None, "a sparse layer has experts"
     shared = _gated(hidden, size * (hf.get("n_shared_experts") or 0), layout.tp)
-    return Parameters(
-        attention + norms + hidden * experts + shared,  # hidden * experts: the router, replicated on every rank
-        experts // layout.ep * _gated(hidden, size, layout.expert_tp),
-    )
+    expert, router = _gated(hidden, size, layout.expert_tp), hidden * experts  # the router is replicated on every rank
+    if has_biases(hf):
+        expert, router = expert + 2 * size + hidden, router + experts
+    return Parameters(attention + norms + router + shared, experts // layout.ep * expert)
 
 
 def _gated(hidden: int, width: int, tp: int) -> int:
@@ -148,9 +172,13 @@ def _attention(hf: HFConfig, tp: int) -> int:
     hidden, heads, size = hf["hidden_size"], hf["num_attention_heads"], attention_size(hf)
     pairs = hf.get("num_key_value_heads") or heads
     qkv = (heads + 2 * pairs) * size
-    bias = qkv if hf["model_type"] == "qwen2" else 0
-    norms = 2 * size if hf["model_type"] in HEAD_NORMS else 0
-    return (hidden * qkv + bias + heads * size * hidden) // tp + norms
+    bias = qkv if hf["model_type"] == "qwen2" or hf.get("attention_bias") or has_biases(hf) else 0
+    norms = 2 * size if has_head_norms(hf) else 0
+    if hf["model_type"] == "minimax_m2":  # of all heads at once
+        norms = (heads + pairs) * size // tp
+    whole = hidden if has_biases(hf) else 0  # the bias of the last linear, replicated on every rank
+    sinks = heads if has_biases(hf) else 0
+    return (hidden * qkv + bias + heads * size * hidden + sinks) // tp + norms + whole
 
 
 def _latent_attention(hf: HFConfig, tp: int) -> int:

@@ -32,12 +32,13 @@ from typing import NamedTuple
 
 from megarl.layout import Layout
 from megarl.plan.memory.count import (
-    HEAD_NORMS,
     HFConfig,
     Parameters,
     attention_size,
     expert_size,
+    has_head_norms,
     kinds_of_stage,
+    largest_tensor,
     num_experts,
     of_layer,
     of_stage,
@@ -110,7 +111,7 @@ def of_push(hf: HFConfig, layout: Layout, stage: int, work: Work, server_bytes: 
     bucket_bytes gets its own bucket.
     """
     width = 4 if work.dtype == "float32" else 2
-    largest = width * hf["hidden_size"] * max(hf["vocab_size"], hf["intermediate_size"])
+    largest = width * largest_tensor(hf)
     on_its_way = 2 * largest + 2 * max(largest, bucket_bytes // 2)
     return PushMemory(width * of_stage(hf, layout, stage).total, server_bytes, on_its_way)
 
@@ -188,7 +189,7 @@ def locally_kept(hf: HFConfig, layout: Layout, sparse: bool) -> int:
     else:
         size, pairs = attention_size(hf), hf.get("num_key_value_heads") or hf["num_attention_heads"]
         queries, keys = hf["num_attention_heads"] * size, pairs * size
-        inner = 3 * queries + 2 * keys + 4 * size + (3 * (queries + keys) if _has_head_norms(hf) else 0)
+        inner = 3 * queries + 2 * keys + 4 * size + (3 * (queries + keys) if has_head_norms(hf) else 0)
     if not sparse:
         return 6 * hidden // split + (inner + 5 * hf["intermediate_size"]) // layout.tp
     chosen, shared = hf["num_experts_per_tok"], hf.get("n_shared_experts") or 0
@@ -201,12 +202,8 @@ def _attention_kept(hf: HFConfig) -> int:
     if "kv_lora_rank" in hf:
         size = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
         return heads * (2 * size + 2 * hf["v_head_dim"]) + hf["kv_lora_rank"] + (hf.get("q_lora_rank") or 0)
-    times = 3 if _has_head_norms(hf) else 2  # norms of queries and keys also keep their inputs
+    times = 3 if has_head_norms(hf) else 2  # norms of queries and keys also keep their inputs
     return times * (heads + (hf.get("num_key_value_heads") or heads)) * attention_size(hf)
-
-
-def _has_head_norms(hf: HFConfig) -> bool:
-    return hf["model_type"] in HEAD_NORMS
 
 
 def _micro_batches_under_way(layout: Layout, stage: int) -> float:

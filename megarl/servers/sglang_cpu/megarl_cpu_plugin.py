@@ -4,6 +4,7 @@ Some versions of `/weights_checker` synchronise with CUDA without a check whethe
 SGLang keeps adapters in pinned memory, which torch cannot allocate without an accelerator; here it is pageable memory.
 So is the memory in which it keeps the experts of tokens, which it would pin by a call of CUDA's runtime.
 Multi-latent attention (DeepSeek) has no handler registered for `torch_native`, and would use Triton's.
+MiniMax-M2's norms over all heads are Triton's on processors without AMX.
 With attention data parallelism batches are padded; `torch_native` has no length for rows of padding.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ def setup() -> None:
         _allocate_for_routes()
         _attend_to_latents()
         _attend_to_padding()
+        _normalise_over_heads()
 
 
 def _allocate_for_routes() -> None:
@@ -47,6 +50,22 @@ def _attend_to_padding() -> None:
     """Let torch_native give rows of padding a length of 1, as SGLang's other attention on a CPU does."""
     backend = import_module("sglang.srt.layers.attention.torch_native_backend").TorchNativeAttnBackend
     backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def _normalise_over_heads() -> None:
+    """Let MiniMax-M2 normalise queries and keys by plain torch."""
+    models = import_module("sglang.srt.models.minimax_m2")
+    models.MiniMaxM2QKRMSNorm._forward_naive = functools.partialmethod(_normalised, models.attn_tp_all_reduce)
+
+
+def _normalised(norms: Any, reduce: Callable[[Tensor], Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """[tokens, own heads * head_dim] each; the squares are those of the heads of all ranks."""
+    squares = torch.stack([x.float().square().mean(-1) for x in (q, k)])
+    if norms._world_size > 1:
+        squares = reduce(squares) / norms._world_size
+    scales = torch.rsqrt(squares + norms._eps)[..., None]
+    weights = (norms._q_norm.weight, norms._k_norm.weight)
+    return tuple((x.float() * s * w).to(x.dtype) for x, s, w in zip((q, k), scales, weights, strict=True))
 
 
 def _nothing_to_wait_for(device: object = None) -> None:

@@ -20,7 +20,8 @@ from megarl.weights.hf.export import BUFFER_BYTES
 from megarl.weights.hf.folder import HFFolder, write_whole
 from megarl.weights.hf.gather import ModelParallel, whole_tensors
 from megarl.weights.hf.load import check_names, fill
-from megarl.weights.mapping.families import HFConfig, table_for
+from megarl.weights.mapping.blocks import HFConfig
+from megarl.weights.mapping.families import table_for
 from megarl.weights.mapping.names import Op, Rename
 
 CONFIG = "adapter_config.json"

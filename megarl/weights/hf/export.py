@@ -16,8 +16,10 @@ from megarl.layout import RANDOM_WEIGHTS
 from megarl.mcore.models.model import Model
 from megarl.weights.hf.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
 from megarl.weights.hf.gather import ModelParallel, local_parameters, owner_dtypes, whole_tensors
-from megarl.weights.mapping.families import HFConfig, Role, table_for
+from megarl.weights.mapping.blocks import HFConfig, Role
+from megarl.weights.mapping.families import LAYERS_OF_FURTHER_TOKENS, stacks_for, table_for
 from megarl.weights.mapping.names import num_bytes
+from megarl.weights.mapping.stacks import joined, joined_sizes
 from megarl.weights.push.buckets import Sizes
 from megarl.weights.push.report import Clock
 
@@ -39,13 +41,14 @@ def hf_tensors(
     If experts are distributed over several data-parallel replicas, these form one copy (see `gather`): let all ranks
     call it.  `dtype` None keeps each parameter's own type; so do mappings with `keeps_dtype`.  A tensor may share
     memory with the model: use it before you request the next one, and never write to it.  Peak extra memory: about
-    twice the larger of `buffer_bytes` and the largest parameter.  `clock` counts the seconds of mapping and casting as
-    `convert`.
+    twice the larger of `buffer_bytes` and the largest parameter, and a stack if folders stack experts.  `clock` counts
+    the seconds of mapping and casting as `convert`.
     """
     clock = clock or Clock()
     table, where = table_for(hf_config, role=role), ModelParallel.current()
     as_they_are = {name for op in table if op.keeps_dtype for name in op.hf_shapes}
-    for name, tensor in whole_tensors(table, local_parameters(model), where, buffer_bytes=buffer_bytes, clock=clock):
+    single = whole_tensors(table, local_parameters(model), where, buffer_bytes=buffer_bytes, clock=clock)
+    for name, tensor in joined(single, stacks_for(hf_config)):
         with clock("convert"):
             cast = tensor if dtype is None or name in as_they_are else tensor.to(dtype)
         yield name, cast
@@ -56,7 +59,8 @@ def hf_sizes(model: Model, hf_config: HFConfig, *, role: Role = "actor", dtype: 
     table = table_for(hf_config, role=role)
     own = owner_dtypes(table, local_parameters(model), ModelParallel.current())
     types = [d if op.keeps_dtype else dtype or d for op, d in zip(table, own, strict=True)]
-    return {n: (shape, d) for op, d in zip(table, types, strict=True) for n, shape in op.hf_shapes.items()}
+    single = {n: (shape, d) for op, d in zip(table, types, strict=True) for n, shape in op.hf_shapes.items()}
+    return joined_sizes(single, stacks_for(hf_config))
 
 
 def save_hf(
@@ -105,9 +109,11 @@ def _config_to_write(source_folder: Path, role: Role, dtype: torch.dtype) -> dic
     config = json.loads((source_folder / CONFIG).read_text())
     config.pop("torch_dtype", None)  # the older name of "dtype"
     config.pop(RANDOM_WEIGHTS, None)  # now there are weights
+    config.pop("quantization_config", None)  # which are not quantized
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # the model has none: see families.ignorable
+    for key in LAYERS_OF_FURTHER_TOKENS:
+        if config.get(key):
+            config[key] = 0  # the model has none: see families.ignorable
     if role == "critic":
         decoder = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
         config |= {

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,6 +32,19 @@ class HFFolder:
         """Rows (dim 0) or columns (dim 1) [start, start + length) of a tensor, in the type of the file."""
         stored = self._file_of[name].get_slice(name)
         return stored[start : start + length] if dim == 0 else stored[:, start : start + length]
+
+    @property
+    def hub_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes under the names in the folder, where those of `shapes` differ from them."""
+        return self.shapes
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which a tensor of `hub_shapes` is read."""
+        return self.read(name, 0, 0, 0).dtype
+
+    def read_hub(self, name: str) -> Tensor:
+        """A whole tensor by its name in `hub_shapes`."""
+        return self.read(name, 0, 0, self.shapes[name][0])
 
 
 @contextmanager

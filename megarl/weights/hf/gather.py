@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megarl.mcore.models.experts import router_biases
 from megarl.mcore.models.lora import settings_of
-from megarl.mcore.models.mla import router_biases
 from megarl.mcore.models.model import Model, unwrap, whole_name
 from megarl.mcore.models.transformer_engine import local_name
 from megarl.weights.hf.merged import Merged, dtype_of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,7 +15,9 @@ from megarl.mcore.models.model import Model
 from megarl.weights.hf.folder import HFFolder, open_hf
 from megarl.weights.hf.gather import ModelParallel, local_parameters
 from megarl.weights.hf.merged import Merged
-from megarl.weights.mapping.families import HFConfig, Role, ignorable, table_for, tied
+from megarl.weights.hf.unstacked import Unstacked
+from megarl.weights.mapping.blocks import HFConfig, Role
+from megarl.weights.mapping.families import ignorable, stacks_for, table_for, tied
 from megarl.weights.mapping.names import Op, ShardCoordinate, some_names
 
 
@@ -31,7 +34,7 @@ def load_hf(model: Model, hf_folder: str | Path, hf_config: HFConfig, *, role: R
     params, where = local_parameters(model), ModelParallel.current()
     assert not isinstance(params, Merged), "a base is loaded before it is adapted: merged weights are not written to"
     table = table_for(hf_config, role=role)
-    with open_hf(hf_folder) as folder:
+    with open_for(hf_folder, hf_config) as folder:
         check_names(folder, table, ignorable(hf_config, role))
         fill(params, table, folder, where.coordinate)
         if role == "actor":
@@ -47,6 +50,14 @@ def _keep_random(folder: Path) -> None:
         f"{folder}: its config.json says {RANDOM_WEIGHTS}; NOTHING IS LOADED, and what is trained is of no use",
         stacklevel=3,
     )
+
+
+@contextmanager
+def open_for(folder: str | Path, hf_config: HFConfig) -> Iterator[HFFolder]:
+    """A folder of a model, whose tensors have the names of the model's table."""
+    stacks = stacks_for(hf_config)
+    with open_hf(folder) as held:
+        yield Unstacked(held, stacks) if stacks else held
 
 
 def check_names(folder: HFFolder, table: Sequence[Op], may_ignore: Container[str]) -> None:

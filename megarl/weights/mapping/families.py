@@ -5,30 +5,41 @@ A family is added by one entry of FAMILIES; nothing else in this folder knows na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
-from megarl.weights.mapping.names import QKV, GateUp, Op, Rename, ValueHead, Vocab
+from megarl.weights.mapping.blocks import (
+    HFConfig,
+    QKNorm,
+    Role,
+    attention,
+    biased_experts,
+    decoder,
+    experts,
+    feed_forward,
+    is_tied,
+    latent_attention,
+    router_bias,
+    shared_experts,
+    stacks_of_biased_experts,
+)
+from megarl.weights.mapping.names import Op
+from megarl.weights.mapping.stacks import Stack
 
+# Keys of config.json with the number of layers that predict further tokens, which follow the others.
+LAYERS_OF_FURTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_modules")
 VOCAB_MULTIPLE = 8  # the same as mcore.models.model.padded_vocab_size uses
 
-HFConfig = Mapping[str, Any]
-Role = Literal["actor", "critic"]
-
-
-@dataclass(frozen=True)
-class RouterBias(Rename):
-    """Is float32 in every folder, trainer and server, whatever type the weights have."""
-
-    keeps_dtype = True
+Layers = Callable[[HFConfig, int], list[Op]]  # (config.json, number of a layer) -> the layer's mappings
 
 
 def table_for(hf_config: HFConfig, *, role: Role = "actor", vocab_multiple: int = VOCAB_MULTIPLE) -> list[Op]:
     """Every parameter of the model, in the order of export: embedding, layers, final norm, head.
 
+    After the layers come the routers' biases, which have another type than the weights and so stay together.
     `vocab_multiple`: the vocabulary rows of each tensor-parallel rank are padded to a multiple of this.
     A critic has a value head instead of the output rows.
     """
@@ -37,12 +48,15 @@ def table_for(hf_config: HFConfig, *, role: Role = "actor", vocab_multiple: int 
         raise ValueError(
             f"model_type={model_type!r} has no table of weight names; expected one of {', '.join(FAMILIES)}"
         )
-    return FAMILIES[model_type](hf_config, role=role, vocab_multiple=vocab_multiple)
+    family = FAMILIES[model_type]
+    layers = chain.from_iterable(family.layer(hf_config, i) for i in range(hf_config["num_hidden_layers"]))
+    return decoder(hf_config, role, vocab_multiple, chain(layers, family.router_biases(hf_config)))
 
 
-def is_tied(hf_config: HFConfig) -> bool:
-    """Whether the output rows are the embedding's own."""
-    return bool(hf_config.get("tie_word_embeddings", False))
+def stacks_for(hf_config: HFConfig) -> list[Stack]:
+    """The stacks in which folders and servers have this model's experts; [] for most families, and unknown ones."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    return list(family.stacks(hf_config)) if family else []
 
 
 def tied(hf_config: HFConfig) -> dict[str, str]:
@@ -68,99 +82,39 @@ def ignorable(hf_config: HFConfig, role: Role) -> Container[str]:
     return Ignorable(frozenset(names), _layers_of_further_tokens(hf_config))
 
 
-def _decoder(c: HFConfig, role: Role, vocab_multiple: int, layers: Iterable[Op]) -> list[Op]:
-    """Embedding, layers, final norm, and the head of the role."""
-    hidden = c["hidden_size"]
-    tied_copy = ("output_layer.weight",) if is_tied(c) and role == "actor" else ()  # if the last stage is not the first
-    embedding = Vocab(
-        "embedding.word_embeddings.weight",
-        "model.embed_tokens.weight",
-        c["vocab_size"],
-        hidden,
-        vocab_multiple,
-        copies=tied_copy,
-    )
-    final_norm = Rename("decoder.final_layernorm.weight", "model.norm.weight", (hidden,))
-    head: list[Op] = []
-    if role == "critic":
-        head = [ValueHead("output_layer.weight", "score.weight", (1, hidden))]
-    elif not is_tied(c):
-        head = [Vocab("output_layer.weight", "lm_head.weight", c["vocab_size"], hidden, vocab_multiple)]
-    return [embedding, *layers, final_norm, *head]
+def _layers_of_further_tokens(c: HFConfig) -> tuple[str, ...]:
+    """Prefixes of HF names of multi-token-prediction layers, which are neither trained nor served here."""
+    first, count = c["num_hidden_layers"], next((c[key] for key in LAYERS_OF_FURTHER_TOKENS if c.get(key)), 0)
+    return tuple(f"model.layers.{i}." for i in range(first, first + count))
 
 
-def _dense(c: HFConfig, *, role: Role, vocab_multiple: int, qkv_bias: bool = False, qk_norm: bool = False) -> list[Op]:
-    """Decoders like Llama's: grouped-query attention, a gated feed-forward, RMS norms before both."""
-    layers = (
-        [*_attention(c, i, qkv_bias, qk_norm), *_feed_forward(c, i, f"model.layers.{i}.mlp", c["intermediate_size"])]
-        for i in range(c["num_hidden_layers"])
-    )
-    return _decoder(c, role, vocab_multiple, chain.from_iterable(layers))
-
-
-def _qwen3_moe(c: HFConfig, *, role: Role, vocab_multiple: int) -> list[Op]:
-    """Qwen3 with experts as feed-forwards, except in the layers that config.json leaves dense."""
-    step, plain = c.get("decoder_sparse_step") or 1, c.get("mlp_only_layers") or ()
-    ops: list[Op] = []
-    for i in range(c["num_hidden_layers"]):
-        mlp = f"model.layers.{i}.mlp"
-        ops += _attention(c, i, qkv_bias=False, qk_norm=True)
-        if (i + 1) % step or i in plain:
-            ops += _feed_forward(c, i, mlp, c["intermediate_size"])
-        else:
-            ops += _experts(c, i, mlp, c["moe_intermediate_size"])
-    return _decoder(c, role, vocab_multiple, ops)
-
-
-def _mixtral(c: HFConfig, *, role: Role, vocab_multiple: int) -> list[Op]:
-    ops: list[Op] = []
-    for i in range(c["num_hidden_layers"]):
-        ops += _attention(c, i, qkv_bias=False, qk_norm=False)
-        ops += _experts(c, i, f"model.layers.{i}.block_sparse_moe", c["intermediate_size"], ("w1", "w3", "w2"))
-    return _decoder(c, role, vocab_multiple, ops)
-
-
-def _deepseek_v3(c: HFConfig, *, role: Role, vocab_multiple: int) -> list[Op]:
-    return _decoder(c, role, vocab_multiple, _deepseek_layers(c))
-
-
-def _attention(c: HFConfig, layer: int, qkv_bias: bool, qk_norm: bool) -> list[Op]:
-    """One layer's attention, with the norm before it."""
+def _attention(c: HFConfig, layer: int, qkv_bias: bool = False, qk_norm: QKNorm | None = None) -> list[Op]:
+    """The attention of a family whose code fixes whether q, k and v have biases."""
     if c.get("attention_bias", qkv_bias) not in (qkv_bias, None):
         raise ValueError(
             f"attention_bias={c['attention_bias']} is not supported for model_type={c['model_type']!r}; expected "
             f"{qkv_bias}"
         )
-    hidden, heads = c["hidden_size"], c["num_attention_heads"]
-    groups = c.get("num_key_value_heads") or heads
-    head_dim = c.get("head_dim") or hidden // heads
-    hf, mg = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    attn, mg_attn = f"{hf}.self_attn", f"{mg}.self_attention"
-
-    def qkv(kind: str, width: int | None) -> QKV:
-        q, k, v = (f"{attn}.{x}_proj.{kind}" for x in "qkv")
-        return QKV(f"{mg_attn}.linear_qkv.{kind}", q, k, v, heads, groups, head_dim, width)
-
-    ops: list[Op] = [
-        Rename(f"{mg}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (hidden,)),
-        qkv("weight", hidden),
-    ]
-    if qkv_bias:
-        ops.append(qkv("bias", None))
-    if qk_norm:
-        ops.append(Rename(f"{mg_attn}.q_layernorm.weight", f"{attn}.q_norm.weight", (head_dim,)))
-        ops.append(Rename(f"{mg_attn}.k_layernorm.weight", f"{attn}.k_norm.weight", (head_dim,)))
-    return [*ops, Rename(f"{mg_attn}.linear_proj.weight", f"{attn}.o_proj.weight", (hidden, heads * head_dim), 1)]
+    return attention(c, layer, qkv_bias=qkv_bias, qk_norm=qk_norm)
 
 
-def _norm_of_mlp(c: HFConfig, layer: int) -> Op:
-    name = f"model.layers.{layer}.post_attention_layernorm.weight"
-    return Rename(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", name, (c["hidden_size"],))
+def _dense(c: HFConfig, layer: int, *, qkv_bias: bool = False, qk_norm: QKNorm | None = None) -> list[Op]:
+    """Decoders like Llama's: grouped-query attention, a gated feed-forward, RMS norms before both."""
+    return [*_attention(c, layer, qkv_bias, qk_norm), *feed_forward(c, layer)]
 
 
-def _feed_forward(c: HFConfig, layer: int, mlp: str, ffn: int) -> list[Op]:
-    """A dense feed-forward with the norm before it.  `mlp`: the module's HF name."""
-    return [_norm_of_mlp(c, layer), *_gated(f"decoder.layers.{layer}.mlp", mlp, ffn, c["hidden_size"])]
+def _qwen3_moe(c: HFConfig, layer: int) -> list[Op]:
+    """Qwen3 with experts as feed-forwards, except in the layers that config.json leaves dense."""
+    step, plain = c.get("decoder_sparse_step") or 1, c.get("mlp_only_layers") or ()
+    if (layer + 1) % step or layer in plain:
+        return _dense(c, layer, qk_norm="head")
+    mlp = experts(c, layer, f"model.layers.{layer}.mlp", num_experts(c), c["moe_intermediate_size"])
+    return [*_attention(c, layer, qk_norm="head"), *mlp]
+
+
+def _mixtral(c: HFConfig, layer: int) -> list[Op]:
+    mlp = f"model.layers.{layer}.block_sparse_moe"
+    return [*_attention(c, layer), *experts(c, layer, mlp, num_experts(c), c["intermediate_size"], ("w1", "w3", "w2"))]
 
 
 def num_experts(c: HFConfig) -> int:
@@ -168,110 +122,80 @@ def num_experts(c: HFConfig) -> int:
     return c["num_experts"] if c.get("num_experts") is not None else c["num_local_experts"]
 
 
-def _experts(
-    c: HFConfig,
-    layer: int,
-    mlp: str,
-    ffn: int,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> list[Op]:
-    """The norm, the router, and each expert separately.  `names`: the HF names of an expert's gate, up and down."""
-    hidden, mg, count = c["hidden_size"], f"decoder.layers.{layer}.mlp", num_experts(c)
-    ops: list[Op] = [
-        _norm_of_mlp(c, layer),
-        Rename(f"{mg}.router.weight", f"{mlp}.gate.weight", (count, hidden)),
-    ]
-    for i in range(count):
-        gate, up, down = (f"{mlp}.experts.{i}.{name}.weight" for name in names)
-        own, whose = f"{mg}.experts.local_experts.{i}", (i, count)
-        ops.append(GateUp(f"{own}.linear_fc1.weight", gate, up, ffn, hidden, axis="etp", expert=whose))
-        ops.append(Rename(f"{own}.linear_fc2.weight", down, (hidden, ffn), 1, axis="etp", expert=whose))
-    return ops
+def _deepseek_v3(c: HFConfig, layer: int) -> list[Op]:
+    return [*latent_attention(c, layer), *_shared_and_routed(c, layer)]
 
 
-def _deepseek_layers(c: HFConfig) -> list[Op]:
-    """All layers, and at the end the routers' biases, which have another type than the weights and so stay together.
+def _shared_and_routed(c: HFConfig, layer: int) -> list[Op]:
+    """The feed-forward of DeepSeek-V3's layers: the first are dense, the others have shared and routed experts."""
+    if layer < (c.get("first_k_dense_replace") or 0):
+        return feed_forward(c, layer)
+    mlp = f"model.layers.{layer}.mlp"
+    routed = experts(c, layer, mlp, c["n_routed_experts"], c["moe_intermediate_size"])
+    return [*routed, *shared_experts(c, layer, mlp)]
 
-    The two latent projections (q_a, kv_a) are neighbours, because servers fuse them.
+
+def _glm4_moe(c: HFConfig, layer: int) -> list[Op]:
+    norm: QKNorm | None = "head" if c.get("use_qk_norm") else None
+    own = attention(c, layer, qkv_bias=bool(c.get("attention_bias")), qk_norm=norm)
+    return [*own, *_shared_and_routed(c, layer)]
+
+
+def _minimax_m2(c: HFConfig, layer: int) -> list[Op]:
+    mlp = f"model.layers.{layer}.block_sparse_moe"
+    routed = experts(c, layer, mlp, num_experts(c), c["intermediate_size"], ("w1", "w3", "w2"))
+    return [*_attention(c, layer, qk_norm="all heads"), *routed]
+
+
+def _biases_of_blocks(c: HFConfig) -> Iterator[Op]:
+    for layer in range(c["num_hidden_layers"]):
+        yield router_bias(layer, f"model.layers.{layer}.block_sparse_moe.e_score_correction_bias", num_experts(c))
+
+
+def _gpt_oss(c: HFConfig, layer: int) -> list[Op]:
+    own = attention(c, layer, qkv_bias=True, output_bias=True, sinks=True)
+    return [*own, *biased_experts(c, layer, f"model.layers.{layer}.mlp")]
+
+
+def _stacks_of_gpt_oss(c: HFConfig) -> list[Stack]:
+    layers = range(c["num_hidden_layers"])
+    return [stack for i in layers for stack in stacks_of_biased_experts(c, f"model.layers.{i}.mlp")]
+
+
+def _biases_of_gates(c: HFConfig) -> Iterator[Op]:
+    for layer in range(c.get("first_k_dense_replace") or 0, c["num_hidden_layers"]):
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        yield router_bias(layer, name, c["n_routed_experts"])
+
+
+def _none(_: HFConfig) -> Iterator[Any]:
+    return iter(())
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a table of models of one `model_type` is made.
+
+    `float32_in_sglang`: endings of the HF names of weights that SGLang holds in float32 whatever the model's type.
+    `stacks`: tensors outside in place of those of single experts in the table.
     """
-    ops: list[Op] = []
-    biases: list[Op] = []
-    for i in range(c["num_hidden_layers"]):
-        ops += _latent_attention(c, i)
-        if i < (c.get("first_k_dense_replace") or 0):
-            ops += _gated(f"decoder.layers.{i}.mlp", f"model.layers.{i}.mlp", c["intermediate_size"], c["hidden_size"])
-        else:
-            ops += _deepseek_experts(c, i)
-            biases.append(_router_bias(c, i))
-    return [*ops, *biases]
+
+    layer: Layers
+    router_biases: Callable[[HFConfig], Iterator[Op]] = _none
+    float32_in_sglang: tuple[str, ...] = ()
+    stacks: Callable[[HFConfig], Iterable[Stack]] = _none
 
 
-def _layers_of_further_tokens(c: HFConfig) -> tuple[str, ...]:
-    """Prefixes of HF names of multi-token-prediction layers, which are neither trained nor served here."""
-    first = c["num_hidden_layers"]
-    return tuple(f"model.layers.{i}." for i in range(first, first + (c.get("num_nextn_predict_layers") or 0)))
-
-
-def _latent_attention(c: HFConfig, layer: int) -> list[Op]:
-    """Multi-head latent attention, with the norms before and after it."""
-    hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
-    nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-    hf, mg = f"model.layers.{layer}", f"decoder.layers.{layer}"
-
-    def own(param: str, name: str, shape: tuple[int, ...], dim: int | None = None) -> Op:
-        return Rename(f"{mg}.self_attention.{param}.weight", f"{hf}.self_attn.{name}.weight", shape, dim)
-
-    q_rank, q_rows = c.get("q_lora_rank"), heads * (nope + rope)
-    latents = own("linear_kv_down_proj", "kv_a_proj_with_mqa", (rank + rope, hidden), 0)
-    if q_rank is None:
-        queries = [own("linear_q_proj", "q_proj", (q_rows, hidden), 0), latents]
-    else:
-        queries = [
-            own("linear_q_down_proj", "q_a_proj", (q_rank, hidden), 0),
-            latents,
-            own("q_layernorm", "q_a_layernorm", (q_rank,)),
-            own("linear_q_up_proj", "q_b_proj", (q_rows, q_rank), 0),
-        ]
-    return [
-        Rename(f"{mg}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (hidden,)),
-        *queries,
-        own("kv_layernorm", "kv_a_layernorm", (rank,)),
-        own("linear_kv_up_proj", "kv_b_proj", (heads * (nope + value), rank), 0),
-        own("linear_proj", "o_proj", (hidden, heads * value), 1),
-        Rename(f"{mg}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (hidden,)),
-    ]
-
-
-def _deepseek_experts(c: HFConfig, layer: int) -> list[Op]:
-    hidden, ffn, count = c["hidden_size"], c["moe_intermediate_size"], c["n_routed_experts"]
-    hf, mg = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
-    ops: list[Op] = [Rename(f"{mg}.router.weight", f"{hf}.gate.weight", (count, hidden))]
-    for n in range(count):
-        ops += _gated(f"{mg}.experts.local_experts.{n}", f"{hf}.experts.{n}", ffn, hidden, (n, count))
-    return [*ops, *_gated(f"{mg}.shared_experts", f"{hf}.shared_experts", ffn * c["n_shared_experts"], hidden)]
-
-
-def _router_bias(c: HFConfig, layer: int) -> Op:
-    name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
-    return RouterBias(f"decoder.layers.{layer}.mlp.router.expert_bias", name, (c["n_routed_experts"],))
-
-
-def _gated(mg: str, hf: str, ffn: int, hidden: int, expert: tuple[int, int] | None = None) -> list[Op]:
-    """A gated feed-forward: of a dense layer, of all shared experts as one, or of one routed expert."""
-    axis: Any = "tp" if expert is None else "etp"
-    gate, up, down = (f"{hf}.{name}_proj.weight" for name in ("gate", "up", "down"))
-    return [
-        GateUp(f"{mg}.linear_fc1.weight", gate, up, ffn, hidden, axis=axis, expert=expert),
-        Rename(f"{mg}.linear_fc2.weight", down, (hidden, ffn), 1, axis=axis, expert=expert),
-    ]
-
-
-FAMILIES: dict[str, Callable[..., list[Op]]] = {
-    "qwen2": partial(_dense, qkv_bias=True),  # Qwen2, Qwen2.5
-    "qwen3": partial(_dense, qk_norm=True),
-    "qwen3_moe": _qwen3_moe,
-    "llama": _dense,  # Llama 2 and 3
-    "mistral": _dense,
-    "mixtral": _mixtral,
-    "deepseek_v3": _deepseek_v3,
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(partial(_dense, qkv_bias=True)),  # Qwen2, Qwen2.5
+    "qwen3": Family(partial(_dense, qk_norm="head")),
+    "qwen3_moe": Family(_qwen3_moe),
+    "llama": Family(_dense),  # Llama 2 and 3
+    "mistral": Family(_dense),
+    "mixtral": Family(_mixtral),
+    "deepseek_v3": Family(_deepseek_v3, _biases_of_gates),
+    "kimi_k2": Family(_deepseek_v3, _biases_of_gates),
+    "glm4_moe": Family(_glm4_moe, _biases_of_gates, (".mlp.gate.weight",)),
+    "minimax_m2": Family(_minimax_m2, _biases_of_blocks, (".block_sparse_moe.gate.weight",)),
+    "gpt_oss": Family(_gpt_oss, stacks=_stacks_of_gpt_oss),
 }

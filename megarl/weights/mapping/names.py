@@ -65,6 +65,7 @@ class Op(ABC):
     copies: tuple[str, ...] = field(default=(), kw_only=True)  # parameters with the same content on other stages
     axis: Axis = field(default="tp", kw_only=True)  # the ranks over which the parameter is cut
     expert: tuple[int, int] | None = field(default=None, kw_only=True)  # (number, count); None: not of a single expert
+    own_dtype: str | None = field(default=None, kw_only=True)  # torch's name of a type that is not that of the weights
 
     required = True  # an HF folder without these tensors is refused
     keeps_dtype = False  # whether it keeps its type when the model is cast to another
@@ -226,23 +227,29 @@ class QKV(Op):
 
 @dataclass(frozen=True)
 class GateUp(Op):
-    """gate_proj, up_proj <-> linear_fc1: every rank holds its rows of gate over its rows of up."""
+    """gate_proj, up_proj <-> linear_fc1: every rank holds its rows of gate over its rows of up.
+
+    `hidden` is None for the bias.
+    """
 
     gate: str
     up: str
     ffn: int
-    hidden: int
+    hidden: int | None
 
     @property
     def hf_shapes(self) -> dict[str, Shape]:
-        return {self.gate: (self.ffn, self.hidden), self.up: (self.ffn, self.hidden)}
+        return {self.gate: self._shape(self.ffn), self.up: self._shape(self.ffn)}
 
     def shard_shape(self, tp_size: int) -> Shape:
-        return (2 * self._share(self.ffn, tp_size), self.hidden)
+        return self._shape(2 * self._share(self.ffn, tp_size))
 
     def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
         n = self._share(self.ffn, tp_size)
         return [Piece(self.gate, 0, tp_rank * n, 0, n), Piece(self.up, 0, tp_rank * n, n, n)]
+
+    def _shape(self, rows: int) -> Shape:
+        return (rows,) if self.hidden is None else (rows, self.hidden)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megarl.mcore.models.lora import settings_in
 from megarl.mcore.models.model import Model
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.weights.hf.adapter import adapter_tensors, on_cpu, peft_config
-from megarl.weights.mapping.families import HFConfig
+from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.push.report import Clock, PushError, PushReport
 from megarl.weights.verify.canary import Canary, disagreement
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.weights.mapping.families import HFConfig, tied
+from megarl.weights.mapping.blocks import HFConfig
+from megarl.weights.mapping.families import tied
 from megarl.weights.mapping.names import ShardCoordinate
 from megarl.weights.mapping.server_map import EngineKind, server_table
 from megarl.weights.push.buckets import Bucket, Sizes

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 
 from megarl.mcore.models.model import Model
 from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
-from megarl.weights.mapping.families import HFConfig
+from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.names import num_bytes
 from megarl.weights.push.agreement import broadcast_json
 from megarl.weights.push.buckets import Sizes, bucket_bytes_for, fill_buckets

@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 from megarl.mcore.models.layers import layers_per_chunk
 from megarl.mcore.models.model import Model, unwrap
 from megarl.weights.hf.gather import local_parameters
-from megarl.weights.mapping.families import HFConfig, table_for
+from megarl.weights.mapping.blocks import HFConfig
+from megarl.weights.mapping.families import table_for
 from megarl.weights.mapping.names import some_names
 from megarl.weights.mapping.server_map import EngineKind, server_table
 from megarl.weights.push.agreement import gather_json
@@ -131,6 +132,6 @@ def _trainer_sharding(model: Model, hf_config: HFConfig, sizes: Sizes) -> Megatr
 
 def _types(table: Sequence[Any], sizes: Sizes) -> dict[str, Any]:
     """`dtype` and `dtypes` of a sharding: the types in which the parameters are sent."""
-    types = {op.param: str(sizes[next(iter(op.hf_shapes))][1]).removeprefix("torch.") for op in table}
+    types = {op.param: op.own_dtype or str(sizes[next(iter(op.hf_shapes))][1]).removeprefix("torch.") for op in table}
     most = max(set(types.values()), key=list(types.values()).count)
     return {"dtype": most, "dtypes": tuple((param, dtype) for param, dtype in types.items() if dtype != most)}

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import DTYPE_NAMES
-from megarl.weights.mapping.families import HFConfig
+from megarl.weights.mapping.blocks import HFConfig
+from megarl.weights.mapping.families import stacks_for
 from megarl.weights.mapping.names import ShardCoordinate, some_names
 from megarl.weights.mapping.server_map import EngineKind, coordinates, is_enlarged
 from megarl.weights.push.buckets import Bucket
@@ -37,6 +38,7 @@ class Nature:
     first_gpu: int | None  # None: on a CPU
     is_plain: bool  # it holds the tensors unchanged, cut over its ranks as our tables say: not quantized or padded
     has_receiver: bool
+    is_stacked: bool  # its experts are stacked in tensors of which the trainer's parameters are no slices
     started: str  # differs after a restart
     disk_format: str | None = None  # SGLang's name of the way in which it reads a folder; None: its own
 
@@ -44,7 +46,7 @@ class Nature:
     def read(cls, info: Mapping[str, Any], hf_config: HFConfig) -> Nature:
         on_gpu, tp = info.get("device", "cpu") != "cpu", int(info.get("tp_size") or 1)
         engine: EngineKind = "hf" if info.get("version") == "megarl-hf" else "sglang"
-        attention_dp = int(info.get("attn_dp_size") or 1)
+        attention_dp, is_stacked = int(info.get("attn_dp_size") or 1), bool(stacks_for(hf_config))
         return cls(
             engine=engine,
             coordinates=tuple(coordinates(tp, int(info.get("ep_size") or 1), attention_dp)),
@@ -52,8 +54,10 @@ class Nature:
             first_gpu=int(info.get("base_gpu_id") or 0) if on_gpu else None,
             is_plain=info.get("quantization") is None
             and _has_known_cut(info, tp, attention_dp)
+            and not (is_stacked and engine == "sglang")
             and (on_gpu or not is_enlarged(engine, hf_config, tp)),
             has_receiver=RECEIVER in (info.get("custom_weight_loader") or ()),
+            is_stacked=is_stacked,
             started=json.dumps(info.get("startup_time"), sort_keys=True),
             # One that started with random weights would read none in its own way.
             disk_format="auto" if info.get("load_format") == "dummy" else None,

@@ -32,7 +32,7 @@ from megarl.mcore.models.model import Model
 from megarl.rollout.client import ServerError
 from megarl.servers.weight_group import leave_weight_group
 from megarl.weights.hf.gather import local_parameters
-from megarl.weights.mapping.families import HFConfig
+from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.names import some_names
 from megarl.weights.push.agreement import gather_json
 from megarl.weights.push.buckets import Sizes

@@ -171,6 +171,8 @@ def _obstacle(server: Server, transport: str, wanted: str, on_gpu: bool, gpus: C
         if common:
             return "a server on GPUs of its own"
     if transport == "sharded":
+        if nature.is_stacked:
+            return "a model that does not stack its experts in one tensor"
         if not nature.has_receiver:
             return "a server that was started with our custom weight loader"
         if not nature.is_plain:

@@ -158,7 +158,7 @@ class ParameterDigest:
     """
 
     def __init__(self, op: Op, coordinate: ShardCoordinate, dtype: torch.dtype, kind: Kind) -> None:
-        shape, self._hash = op.shape_at(coordinate), HASHES[kind]()
+        shape, self._dtype, self._hash = op.shape_at(coordinate), dtype, HASHES[kind]()
         self._num_bytes, self._at = num_bytes(shape, dtype), 0
         self._device = torch.device("cpu")  # of the tensors, as soon as there was one
         self._waiting: dict[int, Tensor] = {}  # first byte -> bytes
@@ -172,13 +172,14 @@ class ParameterDigest:
         return self._pieces.keys()
 
     def add(self, hf_name: str, tensor: Tensor) -> None:
-        """`tensor`: the whole HF tensor, in the type that the server holds."""
+        """`tensor`: the whole HF tensor, as it is sent; the server converts it to its type."""
         for piece, start in self._pieces[hf_name]:
             assert start in self._starts, f"{hf_name} came twice"
+            raw = as_bytes(piece.of_hf(tensor).to(self._dtype))
             if start == self._starts[0]:
-                self._take(start, as_bytes(piece.of_hf(tensor)))
+                self._take(start, raw)
             else:
-                self._waiting[start] = as_bytes(piece.of_hf(tensor)).clone()
+                self._waiting[start] = raw.clone()
             while self._starts and self._starts[0] in self._waiting:
                 self._take(self._starts[0], self._waiting.pop(self._starts[0]))
 
@@ -220,12 +221,14 @@ class RankDigests:
     def __init__(
         self, table: Sequence[Op], coordinate: ShardCoordinate, dtypes: Mapping[str, torch.dtype], kind: Kind
     ) -> None:
-        """`dtypes`: HF name -> its type on the server."""
+        """`dtypes`: HF name -> the type in which it is sent, which the server keeps but for an `own_dtype`."""
         self._of_param: dict[str, ParameterDigest] = {}
         self._users: dict[str, list[ParameterDigest]] = {}  # HF name -> the parameters it is part of
         for op in table:
             if op.held_by(coordinate):
-                one = ParameterDigest(op, coordinate, dtypes[next(iter(op.hf_shapes))], kind)
+                sent = dtypes[next(iter(op.hf_shapes))]
+                held = getattr(torch, op.own_dtype) if op.own_dtype else sent
+                one = ParameterDigest(op, coordinate, held, kind)
                 self._of_param[op.param] = one
                 for name in one.hf_names:
                     self._users.setdefault(name, []).append(one)

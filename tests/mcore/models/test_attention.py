@@ -41,7 +41,9 @@ def windowed(one_rank: None, request: pytest.FixtureRequest) -> SDPAttention:
     return SDPAttention(config, 1, AttnMaskType.causal, "self")
 
 
-def slow_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int = 10**6) -> Tensor:
+def slow_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int = 10**6, sinks: Tensor | None = None
+) -> Tensor:
     """The definition, one sequence, head and token after the other, in float64: [t, n, d] -> [t, n * d]."""
     repeat = q.size(1) // k.size(1)
     k, v = (x.double().repeat_interleave(repeat, 1) for x in (k, v))
@@ -51,9 +53,59 @@ def slow_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: 
             for t in range(start, start + length):
                 seen = slice(max(start, t + 1 - window), t + 1)
                 scores = k[seen, head] @ q[t, head].double() / math.sqrt(q.size(2))
-                out[t, head] = scores.softmax(0) @ v[seen, head]
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                out[t, head] = scores.softmax(0)[: t + 1 - seen.start] @ v[seen, head]
         start += length
     return out.flatten(1)
+
+
+@pytest.fixture(scope="module", params=[None, 3])
+def sinking(one_rank: None, request: pytest.FixtureRequest) -> SDPAttention:
+    """With a sink for each head; of two layers only the first has the window."""
+    window = None if request.param is None else (request.param - 1, 0)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        window_size=window,
+        window_attn_skip_freq=[1, 0],
+        softmax_type="learnable",
+    )
+    assert SDPAttention(config, 2, AttnMaskType.causal, "self").window is None
+    core = SDPAttention(config, 1, AttnMaskType.causal, "self")
+    torch.nn.init.normal_(core.softmax_offset, generator=torch.Generator().manual_seed(2))
+    return core
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 17, 1, 4, 16], [2, 40, 3]])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+def test_a_sink_takes_its_part_of_the_softmax_and_gets_its_gradient(
+    sinking: SDPAttention, lengths: list[int], kv_heads: int
+) -> None:
+    qkv, sinks = random_qkv(sum(lengths), kv_heads, seed=3), sinking.softmax_offset
+    up = torch.randn(sum(lengths), HEADS * DIM, generator=torch.Generator().manual_seed(4))
+    expected = slow_attention(*qkv, lengths, sinking.window or 10**6, sinks)
+    got = sinking(*qkv, packed_seq_params=packed_row(lengths))
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=0)
+    ours = torch.autograd.grad((got * up).sum(), [*qkv, sinks])
+    theirs = torch.autograd.grad((expected * up).sum(), [*qkv, sinks])
+    for gradient, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=1e-4, rtol=0)
+    if len(lengths) == 1:
+        batched = sinking(*(x[:, None] for x in qkv))[:, 0]
+        torch.testing.assert_close(batched.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_a_sink_by_hand() -> None:
+    """Two equal scores of 0 beside a sink of log 2: a quarter, a quarter, and a half to nobody."""
+    config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1, softmax_type="learnable")
+    core = SDPAttention(config, 1, AttnMaskType.causal, "self", attention_dropout=0.0)
+    torch.nn.init.constant_(core.softmax_offset, math.log(2))
+    values = torch.tensor([[[4.0, 0.0]], [[0.0, 8.0]]])
+    got = core(torch.zeros(2, 1, 2), torch.ones(2, 1, 2), values, packed_seq_params=packed_row([2]))
+    torch.testing.assert_close(got, torch.tensor([[4.0 / 3, 0.0], [1.0, 2.0]]))
 
 
 def random_qkv(num_tokens: int, kv_heads: int, seed: int) -> list[Tensor]:

@@ -37,6 +37,33 @@ QWEN3_MOE = SIZES | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+GLM = SIZES | {
+    "model_type": "glm4_moe",
+    "head_dim": 16,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+MINIMAX = SIZES | {
+    "model_type": "minimax_m2",
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rotary_dim": 8,
+    "attn_type_list": [1, 1, 1, 1],
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "sliding_window": None,
+}
 
 
 def settings(hf: dict[str, Any]) -> dict[str, Any]:
@@ -71,6 +98,27 @@ def test_qwen3_moe_by_its_keys() -> None:
     assert settings(QWEN3_MOE | {"norm_topk_prob": False})["moe_router_pre_softmax"]
     as_transformers_5_writes_it = {("num_local_experts" if k == "num_experts" else k): v for k, v in QWEN3_MOE.items()}
     assert settings(as_transformers_5_writes_it) == found
+
+
+def test_glm_has_grouped_queries_and_the_experts_of_deepseek() -> None:
+    found = settings(GLM)
+    assert (found["add_qkv_bias"], found["qk_layernorm"], found["num_query_groups"]) == (True, True, 2)
+    assert (found["num_moe_experts"], found["moe_router_topk"], found["moe_ffn_hidden_size"]) == (8, 3, 24)
+    assert (found["moe_shared_expert_intermediate_size"], found["moe_layer_freq"]) == (48, [0, 1, 1, 1])
+    assert (found["moe_router_score_function"], found["moe_router_topk_scaling_factor"]) == ("sigmoid", 2.5)
+    air = settings(GLM | {"use_qk_norm": False, "attention_bias": None})
+    assert (air["add_qkv_bias"], air["qk_layernorm"]) == (False, False)
+
+
+def test_minimax_has_experts_everywhere_and_norms_that_megatron_does_not_know() -> None:
+    found = settings(MINIMAX)
+    assert (found["num_moe_experts"], found["moe_router_topk"], found["moe_ffn_hidden_size"]) == (8, 3, 48)
+    assert (found["moe_router_score_function"], found["moe_router_topk_scaling_factor"]) == ("sigmoid", 1.0)
+    assert not found["qk_layernorm"]
+    assert "moe_layer_freq" not in found and "moe_shared_expert_intermediate_size" not in found
+    config = transformer_config(MINIMAX, Layout(), torch.float32)
+    attention = family_of(MINIMAX).layer(config, True).submodules.self_attention.submodules
+    assert [norm.params["num_heads"] for norm in (attention.q_layernorm, attention.k_layernorm)] == [4, 2]
 
 
 def test_only_experts_are_dispatched_by_deepep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +158,14 @@ def test_layers_without_experts_are_built_dense(change: dict[str, Any], sparse: 
         (QWEN3_MOE, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types holds sliding_attention"),
         (QWEN3_MOE, {"num_experts": None}, "there is no num_experts or num_local_experts"),
         (QWEN3_MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok=1 leaves a renormalised router no gradient"),
+        (MINIMAX, {"use_qk_norm": False}, "use_qk_norm=false is not supported; expected true"),
+        (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type=per_head is not supported; expected per_layer"),
+        (MINIMAX, {"attn_type_list": [1, 0]}, "attn_type_list holds 0; expected 1 only, which is full attention"),
+        (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size=64 is not supported; expected 0"),
+        (MINIMAX, {"scoring_func": "softmax"}, "scoring_func=softmax is not supported; expected sigmoid"),
+        (GLM, {"norm_topk_prob": False}, "norm_topk_prob=false is not supported; expected true"),
+        (GLM, {"n_shared_experts": 0}, "n_shared_experts=0 is not supported; expected at least 1"),
+        (GLM, {"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'; expected unquantized weights"),
         (QWEN3_MOE, {"mlp_only_layers": [0, 1, 2, 3]}, "leave no layer experts; expected qwen3"),
     ],
 )

@@ -155,3 +155,37 @@ def test_a_turned_row_and_its_gradient_equal_megatrons_to_the_last_bit(in_pairs:
     expected.backward(up)
     assert torch.equal(got, expected)
     assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("hf", "pairs"),
+    [
+        ({"model_type": "glm4_moe"}, 4),  # a half of each head where config.json does not say
+        ({"model_type": "glm4_moe", "partial_rotary_factor": 0.25}, 2),
+        ({"model_type": "glm4_moe", "rope_parameters": {"partial_rotary_factor": 1.0}}, 8),
+        ({"model_type": "minimax_m2", "rotary_dim": 4, "head_dim": 16}, 2),
+        ({"model_type": "minimax_m2", "rope_parameters": {"partial_rotary_factor": 0.5}, "rotary_dim": 16}, 4),
+        ({"model_type": "minimax_m2"}, 8),
+    ],
+)
+def test_some_families_rotate_a_part_of_each_head(hf: dict[str, Any], pairs: int) -> None:
+    rope = make_rope(hf | {"head_dim": 16}, head_dim=16)
+    assert rope.frequencies.tolist() == pytest.approx([10000.0 ** (-i / pairs) for i in range(pairs)])
+
+
+def test_a_part_of_a_head_is_not_rotated_with_a_factor() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    with pytest.raises(ValueError, match="rope type 'yarn' is not supported with partial_rotary_factor=0.5$"):
+        make_rope({"model_type": "glm4_moe", "rope_parameters": yarn}, 16)
+    with pytest.raises(ValueError, match="partial_rotary_factor=0.5 is not supported; expected 1.0$"):
+        make_rope({"model_type": "llama", "partial_rotary_factor": 0.5}, 16)
+
+
+def test_dimensions_behind_the_angles_stay() -> None:
+    ends, angles = torch.tensor([0, 5]), torch.outer(torch.arange(5.0), torch.rand(2)).repeat(1, 2)[:, None, None]
+    t = torch.randn(5, 3, 8, requires_grad=True)
+    got = turned(t, angles, ends, cp=1, rank=0)
+    assert torch.equal(got, _apply_rotary_pos_emb_bshd(t[:, None], angles)[:, 0])
+    assert torch.equal(got[..., 4:], t[..., 4:])
+    (gradient,) = torch.autograd.grad(got[..., 4:].sum(), t)
+    assert torch.equal(gradient, torch.cat([torch.zeros(5, 3, 4), torch.ones(5, 3, 4)], dim=-1))

@@ -1,12 +1,14 @@
 """Parameters by arithmetic, against what the models' authors say, transformers, and numbers made by hand."""
 
-from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
 from preset_files import MINIS, NAMES, PUBLISHED, hf_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+import megarl
+from megarl.data.hf_config import config_of
 from megarl.layout import Layout
 from megarl.mcore.models.families import FAMILIES as BUILT
 from megarl.plan.memory.count import FAMILIES, Parameters, check, has_experts, layers_of_stage, of_stage, whole
@@ -38,6 +40,13 @@ TOTALS = {
     "mixtral_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_630_071_296,
     "deepseek_v3_671b": 671_026_419_200 - 58 * 256,  # without what is no parameter: a bias for each expert of a layer
+    "kimi_k2_1t": 1_026_408_232_448 - 60 * 384,
+    # without the biases and the layer of a second token, which has an embedding and a head of its own
+    "glm4_5_355b": 358_337_791_296 - 89 * 160 - 5_539_962_272,
+    "glm4_5_air_106b": 110_468_824_832 - 45 * 128 - 3_616_573_568,
+    "minimax_m2_229b": 228_689_748_992,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
 }
 
 # A model of two layers whose numbers can be followed by hand.
@@ -85,6 +94,11 @@ def test_a_preset_has_the_parameters_that_its_authors_count(name):
     assert whole(hf_of(name)) == TOTALS[name]
 
 
+def test_the_page_of_models_gives_these_totals():
+    page = (Path(megarl.__file__).parents[1] / "docs" / "parallelism.md").read_text()
+    assert not [name for name, total in TOTALS.items() if f"| `{name}` | {total:,} |" not in page]
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_0_5b", "llama3_2_1b", "mistral_7b_v0_1", "qwen3_30b_a3b", *MINIS])
 def test_transformers_makes_a_model_of_so_many_parameters(name):
     assert whole(hf_of(name)) == parameters_of_transformers(name)
@@ -97,10 +111,8 @@ def test_transformers_makes_every_preset_of_so_many_parameters(name):
 
 
 def parameters_of_transformers(name: str) -> int:
-    hf = deepcopy(hf_of(name))  # transformers writes into the mapping of its rope
-    config = AutoConfig.for_model(hf.pop("model_type"), **hf)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config_of(hf_of(name)))
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "mtp" not in name)
 
 

@@ -79,6 +79,12 @@ def test_layers_by_hand() -> None:
     )
 
 
+def test_kimi_k2_is_named_and_cut_as_deepseek_v3() -> None:
+    kimi = CONFIG | {"model_type": "kimi_k2"}
+    assert table_for(kimi) == table_for(CONFIG)
+    assert server_table("sglang", kimi) == server_table("sglang", CONFIG)
+
+
 def test_a_rank_holds_whole_norms_and_biases_and_its_share_of_the_rest() -> None:
     coordinate = ShardCoordinate(tp_rank=1, tp=2, ep_rank=1, ep=2)
     held = {op.param: op.shape_at(coordinate) for op in table_for(CONFIG) if op.held_by(coordinate) and op.layer == 1}

@@ -5,15 +5,8 @@ import torch
 
 from megarl.weights.mapping.families import table_for
 from megarl.weights.mapping.names import GateUp, Rename, ShardCoordinate
-from megarl.weights.mapping.server_map import (
-    StackedExperts,
-    StackedQKV,
-    StackedRows,
-    StackedVocab,
-    coordinates,
-    is_enlarged,
-    server_table,
-)
+from megarl.weights.mapping.server_map import coordinates, is_enlarged, server_table
+from megarl.weights.mapping.sglang_ops import StackedExperts, StackedQKV, StackedRows, StackedVocab
 
 
 def rows(start, stop):

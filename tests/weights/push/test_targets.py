@@ -18,7 +18,7 @@ HERE, THERE = "http://127.0.0.1:1", "http://192.0.2.1:1"
 
 def server(url: str, *, there: bool = True, gpus: tuple[str, ...] = (), **nature: Any) -> Any:
     defaults = {"engine": "sglang", "coordinates": (ShardCoordinate(),), "hashes": "sha256"}
-    defaults |= {"has_receiver": True, "is_plain": True, "first_gpu": None}
+    defaults |= {"has_receiver": True, "is_plain": True, "is_stacked": False, "first_gpu": None}
     return SimpleNamespace(
         url=url, nature=SimpleNamespace(**defaults | nature), is_there=lambda: there, fits_slices=None, gpus=gpus
     )
@@ -40,6 +40,7 @@ def test_the_fastest_possible_way_is_tried_first_and_the_slowest_is_always_possi
         (server(THERE), "sharded"),
         (server(THERE, has_receiver=False), "gathered"),
         (server(THERE, is_plain=False), "gathered"),
+        (server(THERE, is_stacked=True), "gathered"),
         (server(HERE, first_gpu=0), "sharded"),  # the trainer has no GPU to share
     ]:
         targets = make(of)

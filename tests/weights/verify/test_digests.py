@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megarl.rollout.protocol import tensor_digest
 from megarl.weights.mapping.names import GateUp, Rename, ShardCoordinate, Vocab
-from megarl.weights.mapping.server_map import StackedExperts, StackedQKV
+from megarl.weights.mapping.sglang_ops import StackedExperts, StackedQKV
 from megarl.weights.verify.digests import ParameterDigest, RankDigests, Words, digest
 
 LOW = 2**32 - 1

@@ -1,0 +1,77 @@
+"""An HF folder whose experts are stacked, under the names of single experts' tensors that a table has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.weights.hf.folder import HFFolder
+from megarl.weights.hf.mxfp4 import dequantized
+from megarl.weights.mapping.stacks import Stack, joined_sizes, places
+
+BLOCKS, SCALES = "_blocks", "_scales"  # endings of the two tensors that a stack in MXFP4 is stored in
+
+
+class Unstacked(HFFolder):
+    """Reads an expert at a time.  Stacks in MXFP4 are read as the bfloat16 numbers that they stand for."""
+
+    def __init__(self, held: HFFolder, stacks: Sequence[Stack]) -> None:
+        """ValueError for a stack of another shape; one that is missing has no parts in `shapes`."""
+        self.folder, self._held = held.folder, held
+        self._stored = {stack.hf_name: _stored(held, stack) for stack in stacks}
+        self._stacks = {stack.hf_name: stack for stack in stacks if self._stored[stack.hf_name]}
+        self._places = places(self._stacks.values())
+        self._last: tuple[str, int, Tensor] | None = None  # gate and up are in the same expert's part
+        of_stacks = {name for names in self._stored.values() for name in names}
+        parts = {name: place.stack.part_shape for name, place in self._places.items()}
+        self.shapes = {name: shape for name, shape in held.shapes.items() if name not in of_stacks} | parts
+
+    @property
+    def hub_shapes(self) -> dict[str, tuple[int, ...]]:
+        sizes = joined_sizes({name: (shape, None) for name, shape in self.shapes.items()}, [*self._stacks.values()])
+        return {name: shape for name, (shape, _) in sizes.items()}
+
+    def read(self, name: str, dim: int, start: int, length: int) -> Tensor:
+        if name not in self._places:
+            return self._held.read(name, dim, start, length)
+        place = self._places[name]
+        return place.stack.part_of(self._expert(place.stack, place.expert), place.part).narrow(dim, start, length)
+
+    def dtype(self, name: str) -> torch.dtype:
+        stored = self._stored.get(name) or (name,)
+        return self._held.dtype(name) if stored == (name,) else torch.bfloat16
+
+    def read_hub(self, name: str) -> Tensor:
+        if name not in self._stacks:
+            return self._held.read_hub(name)
+        stack = self._stacks[name]
+        return torch.stack([self._expert(stack, number) for number in range(stack.num_experts)])
+
+    def _expert(self, stack: Stack, number: int) -> Tensor:
+        """[columns, rows of all parts], or [rows] of a bias."""
+        if self._last is None or self._last[:2] != (stack.hf_name, number):
+            own = [self._held.read(name, 0, number, 1)[0] for name in self._stored[stack.hf_name]]
+            self._last = stack.hf_name, number, own[0] if len(own) == 1 else dequantized(*own).T
+        return self._last[2]
+
+
+def _stored(held: HFFolder, stack: Stack) -> tuple[str, ...]:
+    """The tensors in which the folder holds a stack: one, or two in MXFP4, or none."""
+    blocks, scales = stack.hf_name + BLOCKS, stack.hf_name + SCALES
+    experts, *rest = stack.shape
+    wanted: dict[tuple[str, ...], list[tuple[int, ...]]] = {(stack.hf_name,): [stack.shape]}
+    if len(rest) == 2 and rest[0] % 32 == 0:
+        wanted[blocks, scales] = [(experts, rest[1], rest[0] // 32, 16), (experts, rest[1], rest[0] // 32)]
+    for names, shapes in wanted.items():
+        if not all(name in held.shapes for name in names):
+            continue
+        for name, shape in zip(names, shapes, strict=True):
+            if held.shapes[name] != shape:
+                raise ValueError(
+                    f"the weights in {held.folder} do not fit its config.json; of another shape: {name} (has "
+                    f"{list(held.shapes[name])}, expected {list(shape)})"
+                )
+        return names
+    return ()

@@ -1,0 +1,81 @@
+"""Folders with stacked experts, in bfloat16 and in MXFP4, read expert by expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import read_config, write_model, write_packed
+from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from megarl.weights.hf.load import check_names, open_for
+from megarl.weights.hf.mxfp4 import dequantized
+from megarl.weights.mapping.families import ignorable, table_for
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def test_a_block_by_hand() -> None:
+    """Two numbers of a byte, the lower four bits first: 0x72 is 1 and 6, 0xF9 is -0.5 and -6; times 2, times 1/4."""
+    blocks = torch.zeros(2, 1, 16, dtype=torch.uint8)
+    blocks[0, 0, :2], blocks[1, 0, 15] = torch.tensor([0x72, 0xF9]), 0x35
+    found = dequantized(blocks, torch.tensor([[128], [125]], dtype=torch.uint8))
+    assert found.dtype is torch.bfloat16
+    assert found.shape == (2, 32)
+    assert found[0].tolist() == [2.0, 12.0, -1.0, -12.0] + [0.0] * 28
+    assert found[1].tolist() == [0.0] * 30 + [0.75, 0.375]
+
+
+def test_every_code_and_exponent_as_transformers_reads_them() -> None:
+    g = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (3, 10, 2, 16), generator=g, dtype=torch.uint8)
+    scales = torch.randint(20, 230, (3, 10, 2), generator=g, dtype=torch.uint8)
+    assert torch.equal(dequantized(blocks, scales).transpose(1, 2), convert_moe_packed_tensors(blocks, scales))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("plain"), "gpt_oss", tied=False, intermediate_size=32)
+
+
+@pytest.fixture(scope="module")
+def packed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_packed(tmp_path_factory.mktemp("packed"), plain)
+
+
+def test_parts_of_a_stack_are_read_as_single_tensors(plain: Path) -> None:
+    config = read_config(plain)
+    stack = load_file(plain / "model.safetensors")[f"{EXPERTS}.gate_up_proj"]
+    with open_for(plain, config) as folder:
+        check_names(folder, table_for(config), ignorable(config, "actor"))
+        up = folder.read(f"{EXPERTS}.3.up_proj.weight", 0, 5, 7)
+        assert torch.equal(up, stack[3].T[1::2][5:12])
+        columns = folder.read(f"{EXPERTS}.3.down_proj.weight", 1, 2, 4)
+        assert torch.equal(columns, folder.read_hub(f"{EXPERTS}.down_proj")[3].T[:, 2:6])
+        assert folder.hub_shapes == {n: tuple(t.shape) for n, t in load_file(plain / "model.safetensors").items()}
+
+
+def test_mxfp4_is_read_as_transformers_dequantizes_it(packed: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(
+        packed, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
+    ).state_dict()
+    config = read_config(packed)
+    with open_for(packed, config) as folder:
+        check_names(folder, table_for(config), ignorable(config, "actor"))
+        for name in (f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"):
+            assert folder.dtype(name) is torch.bfloat16
+            assert theirs[name].abs().max() > 0.1
+            assert torch.equal(folder.read_hub(name), theirs[name])
+        gate = folder.read(f"{EXPERTS}.5.gate_proj.weight", 0, 0, 32)
+        assert torch.equal(gate, theirs[f"{EXPERTS}.gate_up_proj"][5].T[::2])
+
+
+def test_a_stack_of_another_shape_is_named(plain: Path) -> None:
+    sentence = (
+        r"of another shape: model.layers.0.mlp.experts.gate_up_proj \(has \[8, 32, 64\], expected \[4, 32, 64\]\)"
+    )
+    with pytest.raises(ValueError, match=sentence), open_for(plain, read_config(plain) | {"num_local_experts": 4}):
+        pass
