@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.algo.distillation import Distillation
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.group.follow import Answer, follow
@@ -62,7 +63,9 @@ class Role:
     def loss(self, settings: dict[str, Any]) -> Any:
         """The loss with these settings, cached between updates because its construction tests it numerically."""
         if self.last_loss is None or self.last_loss[0] != settings:
-            self.last_loss = settings, LOSSES[self.kind](**settings)
+            taught = settings.get("distillation")
+            made = {**settings, "distillation": Distillation(**taught)} if taught else settings
+            self.last_loss = settings, LOSSES[self.kind](**made)
         return self.last_loss[1]
 
     @property

@@ -84,10 +84,10 @@ class _Columns(torch.autograd.Function):
         ref_hidden: Tensor | None,
         ref_weight: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        chunks = _Chunks(job, weight, ref_weight)
+        chunks = Chunks(job, weight, ref_weight)
         index = labels - job.group.rank() * len(weight)  # index of the label in this rank's rows, if it is there
         found = empty_statistics(len(labels), hidden)
-        for at, sides in chunks.lots(_everyone(hidden, job, weight), _everyone(ref_hidden, job, weight)):
+        for at, sides in chunks.lots(all_tokens(hidden, job, weight), all_tokens(ref_hidden, job, weight)):
             for chunk in chunks.of(sides, index[at]):
                 how = (chunk.index, chunk.num_real, job.temperature, job.names)
                 found[:, at] = merged(found[:, at], chunk.kernels.statistics(chunk.logits, chunk.ref_logits, *how))
@@ -108,13 +108,13 @@ class _Columns(torch.autograd.Function):
             return (None,) * 6
         if "full_kl" not in wanted:
             ref_hidden = ref_weight = None
-        chunks = _Chunks(job, weight, ref_weight)
-        whole, factors = _everyone(hidden, job, weight), factors_of(found, wanted)
+        chunks = Chunks(job, weight, ref_weight)
+        whole, factors = all_tokens(hidden, job, weight), factors_of(found, wanted)
         grad_hidden = torch.zeros_like(whole)
         of_weight = (
             WeightGradient(weight, fused_accumulation=job.fused_accumulation) if ctx.needs_input_grad[2] else None
         )
-        for at, sides in chunks.lots(whole, _everyone(ref_hidden, job, weight), _reached(wanted)):
+        for at, sides in chunks.lots(whole, all_tokens(ref_hidden, job, weight), _reached(wanted)):
             of_lot = torch.zeros_like(sides[0], dtype=found.dtype)
             for chunk in chunks.of(sides, index[at]):
                 how = (chunk.index, factors[:, at], chunk.num_real, job.temperature)
@@ -125,12 +125,14 @@ class _Columns(torch.autograd.Function):
                     of_weight.add(chunk.rows, grad, sides[0])
                 del chunk, grad  # else the next gradient, and the next group's buffer, are made beside these
             grad_hidden[at] = of_lot.to(grad_hidden.dtype)
-        own = _sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
+        own = sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
         return None, own, of_weight.finish() if of_weight is not None else None, None, None, None
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
+    """The logits of some tokens over a part of the vocabulary, and those of the model that they are compared with."""
+
     rows: slice  # of this rank's part of the vocabulary
     logits: Tensor  # [C, W]
     ref_logits: Tensor | None
@@ -144,7 +146,7 @@ class _Chunk:
         return fused_torch if is_plain else gpu_kernels
 
 
-class _Chunks:
+class Chunks:
     """Groups of tokens, and for each group the chunks of its logits, which all use the same memory."""
 
     def __init__(self, job: Job, weight: Tensor, ref_weight: Tensor | None) -> None:
@@ -164,7 +166,7 @@ class _Chunks:
             if self.width and len(at):
                 yield at, [hidden[at]] if ref_hidden is None else [hidden[at], ref_hidden[at]]
 
-    def of(self, sides: list[Tensor], index: Tensor) -> Iterator[_Chunk]:
+    def of(self, sides: list[Tensor], index: Tensor) -> Iterator[Chunk]:
         """The chunks of logits of these tokens; index [C] of their labels in this rank's part of the vocabulary."""
         num_tokens = len(index)
         most = min(self.width, max(8, self.elements // num_tokens // 8 * 8))
@@ -177,7 +179,7 @@ class _Chunks:
                 for side, weight, buffer in zip(sides, self.weights, buffers, strict=True)
             ]
             here = torch.where((index >= first) & (index < first + num_real), index - first, -1)
-            yield _Chunk(rows, logits[0], logits[1] if len(logits) > 1 else None, here, num_real)
+            yield Chunk(rows, logits[0], logits[1] if len(logits) > 1 else None, here, num_real)
 
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:
@@ -198,7 +200,7 @@ def _reached(grads: dict[str, Tensor]) -> Tensor:
     return torch.stack([grad != 0 for grad in grads.values()]).any(0).nonzero().squeeze(1)
 
 
-def _everyone(hidden: Any, job: Job, weight: Tensor) -> Any:
+def all_tokens(hidden: Any, job: Job, weight: Tensor) -> Any:
     """All tokens' hidden states on the weight's device; gathered under sequence parallelism."""
     if hidden is None:
         return None
@@ -210,7 +212,7 @@ def _everyone(hidden: Any, job: Job, weight: Tensor) -> Any:
     return whole
 
 
-def _sum_over_ranks(grad: Tensor, job: Job) -> Tensor:
+def sum_over_ranks(grad: Tensor, job: Job) -> Tensor:
     """The sum over all parts of the vocabulary; under sequence parallelism for this rank's tokens only."""
     if job.group.size() == 1:
         return grad

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megarl.algo.divergences import Divergence
+from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 from megarl.mcore.models.model import output_weight, unwrap
 
 NAMES = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
+DIVERGENCE = "divergence"  # the column that needs teachers
 
 
 @dataclass(frozen=True)
@@ -35,27 +38,34 @@ def token_columns(
     vocab_size: int,
     temperature: float = 1.0,
     reference: ReferenceStates | None = None,
+    divergence: Divergence | None = None,
+    teachers: TeacherStates | None = None,
 ) -> dict[str, Tensor]:
     """hidden [T, H] ([T/tp, H] under sequence parallelism) of the last chunk, labels [T] -> {name: [T] float32}.
 
     All use the softmax p of logits / temperature over the true vocabulary: padding rows have no probability.
     `log_probs` of the labels; `entropy` = -sum_v p log p; `sum_pi_squared` = sum_v p^2; `full_kl` = sum_v p (log p -
-    log q), q of the reference at the same temperature.  All are differentiable in the hidden states and the weight.
+    log q), q of the reference at the same temperature; `divergence` from each token's teacher, at the same temperature.
+    All are differentiable in the hidden states and the weight.
     ValueError for an unknown name, or full_kl without a reference of the same vocabulary.
     """
     weight = output_weight(chunk)
-    _check(names, weight, reference)
+    own = tuple(name for name in names if name != DIVERGENCE)
+    _check(own, weight, reference)
     config = unwrap(chunk).config
     job = Job(
-        tuple(names),
+        own,
         vocab_size,
         temperature,
         sequence_parallel=config.sequence_parallel,
         fused_accumulation=config.gradient_accumulation_fusion,
     )
-    if reference is None or "full_kl" not in names:
-        return columns_of_chunks(job, hidden, weight, labels)
-    return columns_of_chunks(job, hidden, weight, labels, reference.hidden, reference.weight)
+    sides = () if reference is None or "full_kl" not in names else (reference.hidden, reference.weight)
+    columns = columns_of_chunks(job, hidden, weight, labels, *sides) if own else {}
+    if DIVERGENCE in names:
+        assert divergence is not None and teachers is not None, f"the column {DIVERGENCE} needs teachers"
+        columns[DIVERGENCE] = divergence_of_chunks(job, divergence, hidden, weight, teachers)
+    return columns
 
 
 def _check(names: Sequence[str], weight: Tensor, reference: ReferenceStates | None) -> None:

@@ -8,17 +8,20 @@ their global sum: the division cancels, and the gradient is that of the loss, ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
+from megarl.algo.divergences import Divergence
 from megarl.algo.finite import NonFiniteError
 from megarl.layout import Layout
-from megarl.mcore.logprobs.logprobs import ReferenceStates, keep_hidden, token_columns
+from megarl.mcore.logprobs.divergence import TeacherStates
+from megarl.mcore.logprobs.logprobs import DIVERGENCE, ReferenceStates, keep_hidden, token_columns
 from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
 from megarl.mcore.training.optimizer import Optimizer
 from megarl.mcore.training.packed_rows import PackedRow, in_whole_turns, make_row
@@ -26,6 +29,10 @@ from megarl.sample import Batch, LossOutput, MicroBatch, Stats, merge_stats
 
 Columns = dict[str, Tensor]
 LossFn = Callable[[Batch, Columns], LossOutput]
+
+HIDDEN = "hidden_states"  # the column [N, H] from which a head computes the logits of each token
+TEACHER, TEACHER_HIDDEN = "teacher", "teacher_hidden"  # columns of a batch: see TeacherStates
+MODEL_INPUTS = (TEACHER_HIDDEN,)  # columns that the model's side of a step reads, and no loss
 
 
 @dataclass(frozen=True)
@@ -35,15 +42,29 @@ class Outputs:
     layout: Layout
     vocab_size: int
     temperature: float = 1.0
-    names: tuple[str, ...] = ("log_probs",)  # actor: see logprobs.NAMES; critic: ("values",)
+    names: tuple[str, ...] = (
+        "log_probs",
+    )  # actor: see logprobs.NAMES, "divergence", HIDDEN alone; critic: ("values",)
+    divergence: Divergence | None = None  # the one from the teachers
+    heads: Sequence[Tensor] = ()  # of the teachers, on the last stage: see TeacherStates
 
     def __call__(
-        self, chunk: nn.Module, row: PackedRow, output: Tensor, reference: ReferenceStates | None = None
+        self,
+        chunk: nn.Module,
+        row: PackedRow,
+        output: Tensor,
+        given: Mapping[str, Tensor],
+        reference: ReferenceStates | None = None,
     ) -> Columns:
+        """`given`: the micro-batch's columns; TEACHER and TEACHER_HIDDEN are read for the divergence."""
         if isinstance(unwrap(chunk), CriticModel):
             if self.names != ("values",):
                 raise ValueError(f"names={list(self.names)}: a critic gives values only")
             return {"values": row.column(output[0, :, 0])}
+        if self.names == (HIDDEN,):
+            parts = output[0]
+            whole = gather_from_sequence_parallel_region(parts) if self.layout.sequence_parallel else parts
+            return {HIDDEN: row.column(whole).cpu()}  # one row's at a time: those of a step do not fit on a device
         columns = token_columns(
             chunk,
             output[0],
@@ -52,8 +73,14 @@ class Outputs:
             vocab_size=self.vocab_size,
             temperature=self.temperature,
             reference=reference,
+            divergence=self.divergence,
+            teachers=self._teachers(row, given, output.device) if DIVERGENCE in self.names else None,
         )
         return {name: row.column(column) for name, column in columns.items()}
+
+    def _teachers(self, row: PackedRow, given: Mapping[str, Tensor], device: torch.device) -> TeacherStates:
+        teacher, hidden = (row.predicting(given[name]) for name in (TEACHER, TEACHER_HIDDEN))
+        return TeacherStates(teacher.to(device), hidden, self.heads)
 
 
 @torch.no_grad()
@@ -107,7 +134,11 @@ def forward_only(
     references = _references(reference, rows, outputs)
     for chunk in model:
         chunk.eval()
-    found = _run(model, rows, lambda i, out: outputs(model[-1], rows[i], out, references[i]), forward_only=True)
+
+    def finish(i: int, out: Tensor) -> Columns:
+        return outputs(model[-1], rows[i], out, micros[i].batch.columns, references[i])
+
+    found = _run(model, rows, finish, forward_only=True)
     return [columns for columns, micro in zip(found, micros, strict=False) if not micro.is_dummy]
 
 
@@ -137,9 +168,10 @@ def backward(
 
     def finish(i: int, output: Tensor) -> tuple[Tensor, Tensor, Stats]:
         batch = micros[i].batch
-        columns = {name: column.to(device) for name, column in batch.columns.items()}
+        columns = {name: column.to(device) for name, column in batch.columns.items() if name not in MODEL_INPUTS}
         try:
-            result = loss_fn(replace(batch, columns=columns), outputs(model[-1], rows[i], output, references[i]))
+            found = outputs(model[-1], rows[i], output, batch.columns, references[i])
+            result = loss_fn(replace(batch, columns=columns), found)
         except NonFiniteError as error:
             before = [micro.batch.num_sequences for micro in micros[:i] if not micro.is_dummy]
             raise error.moved(sum(before)) from error
