@@ -17,6 +17,8 @@ from megarl.algo.divergences import DIVERGENCES, Divergence, make_divergence, wi
 from megarl.algo.tally import Tally
 
 WEIGHT = "distill_weight"
+# Of a place without a token, id -1, among a teacher's most likely ones: a probability of 0, and no difference is NaN.
+NO_LOG_PROB = -1e4
 
 
 @dataclass(frozen=True)

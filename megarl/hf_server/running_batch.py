@@ -24,11 +24,13 @@ class Request:
     params: SamplingParams
     stops: tuple[int, ...]  # tokens that end it
     prompt_log_probs_from: int | None = None  # report the prompt's log-probs from this position on
+    num_top: int = 0  # and so many of the most likely tokens at each of its positions
     salt: str | int | None = None  # it shares KV with requests of the same salt; None: the engine gives it a number
     key: int = 0
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     prompt_log_probs: list[float] | None = None  # of tokens 1.. of the prompt, at temperature 1
+    prompt_top: list[list[list[Any]]] = field(default_factory=list)  # at their positions, each [log-prob, token, None]
     versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token generated with it)
     num_retractions: int = 0
     cached_tokens: int = 0  # tokens of the prompt whose KV was there when it began

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algo.distillation import Distillation
+from megarl.algo.divergences import make_divergence
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.group.follow import Answer, follow
@@ -35,6 +36,7 @@ from megarl.processes.connection import Tensors
 from megarl.sample import Batch
 from megarl.weights.hf.adapter import save_peft
 from megarl.weights.hf.export import save_hf
+from megarl.weights.hf.head import read_heads
 from megarl.weights.hf.load import load_hf
 from megarl.weights.mapping.families import Role as Kind
 from megarl.weights.push.adapter_push import AdapterPusher
@@ -56,6 +58,7 @@ class Role:
     parameters: OffloadBuffer
     gradients: OffloadBuffer  # gradient buffers, which only an update needs
     moments: OffloadBuffer  # optimizer state
+    heads: list[Tensor] = field(default_factory=list)  # of its teachers, beside its own head: see TeacherStates
     pusher: Pusher | AdapterPusher | None = None  # set by `connect`
     saving: Saving | None = None  # the last save
     last_loss: tuple[dict[str, Any], Any] | None = None
@@ -85,7 +88,7 @@ class Worker:
         self.has_neighbours = False  # servers work on the ranks' GPUs at the same time
 
     def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
-        methods = [self.setup, self.load, self.columns, self.update, self.connect, self.push]
+        methods = [self.setup, self.load, self.load_heads, self.columns, self.update, self.connect, self.push]
         methods += [self.save, self.is_saved, self.restore, self.export, self.offload, self.onload]
         return {method.__name__: self._freeing(method) for method in methods}
 
@@ -153,6 +156,12 @@ class Worker:
         sizes = {"parameters_per_rank": own, "hidden_size": hf["hidden_size"]}
         return sizes | {"lacks_transformer_engine": engine.lacks_transformer_engine}, {}
 
+    def load_heads(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Read the heads of a role's teachers, cut as its own."""
+        role = self.roles[arguments["role"]]
+        role.heads = read_heads(arguments["folders"], role.model, role.hf["vocab_size"])
+        return {}, {}
+
     def offload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Offload the whole role to host memory; returns the bytes moved.  Later calls onload what they need."""
         role = self.roles[arguments["role"]]
@@ -196,8 +205,8 @@ class Worker:
             found = forward_only(role.model, micros, outputs, self.device, reference)
         if not self.rank_info.is_reporter:
             return {}, {}
-        names = found[0] if found else {}
-        return {}, {name: torch.cat([columns[name] for columns in found]).float().cpu() for name in names}
+        whole = {name: torch.cat([columns[name] for columns in found]).cpu() for name in (found[0] if found else {})}
+        return {}, {name: column.float() if column.dim() == 1 else column for name, column in whole.items()}
 
     def update(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """One optimizer step on this replica's share of a mini-batch."""
@@ -221,7 +230,17 @@ class Worker:
         return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
 
     def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
-        return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], tuple(arguments["names"]))
+        """`divergence`: its name and beta; `top_k`: a number of tokens; `vocab_size`: fewer tokens than it has."""
+        chosen = arguments.get("divergence")
+        return Outputs(
+            self.layout,
+            arguments.get("vocab_size") or role.hf["vocab_size"],
+            arguments["temperature"],
+            tuple(arguments["names"]),
+            divergence=make_divergence(*chosen) if chosen else None,
+            heads=role.heads,
+            top_k=arguments.get("top_k", 0),
+        )
 
     def _reference(self, arguments: dict[str, Any]) -> Model | None:
         """The frozen model for full_kl, by the name of its role."""

@@ -9,7 +9,7 @@ from megarl import algo, rewards
 from megarl.algo import correction
 from megarl.algo.hyperparameters import CLIP_KEYS, hyperparameter_names
 from megarl.config import Config, config_dir, names
-from megarl.config.keys import leaf_types
+from megarl.config.keys import entry_types, leaf_types
 from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
 from megarl.servers.engines import ENGINES
 
@@ -63,13 +63,13 @@ def test_the_names_of_the_correction_are_those_of_the_loss_layer():
 
 
 def test_every_checked_key_exists():
-    assert {*CHOICES, *OPEN_CHOICES, *RANGES} <= set(KEYS)
+    assert {*CHOICES, *OPEN_CHOICES, *RANGES} <= {*KEYS, *entry_types()}
 
 
 def test_every_number_is_checked():
     """A new number without a range would be a hole."""
     free = {"trainer.seed", "data.seed", "rollout.seed"}
-    numeric = {key for key, kind in leaf_types().items() if re.search(r"\b(int|float)\b", str(kind))}
+    numeric = {key for key, kind in (leaf_types() | entry_types()).items() if re.search(r"\b(int|float)\b", str(kind))}
     micro = {key for key in numeric if "micro_batch_size" in key or "max_token_len" in key}
     assert numeric - free - micro - {"rollout.max_total_tokens"} <= RANGES.keys()
 

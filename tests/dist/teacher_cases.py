@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from chunks import gradients
-from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from megarl.algo import ActorLoss
@@ -20,7 +19,7 @@ from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import HIDDEN, Outputs, backward, forward_only
 from megarl.sample import Batch
-from megarl.weights.hf.head import read_head
+from megarl.weights.hf.head import read_heads
 from megarl.weights.hf.load import load_hf
 
 CPU = torch.device("cpu")
@@ -58,8 +57,7 @@ def student_gradients(
             model = build_model(hf, layout)
             load_hf(model, student, hf)
             model = wrap_for_training(model, layout)
-            rank = {"tp_rank": ps.get_tensor_model_parallel_rank(), "tp_size": layout.tp}
-            heads = [read_head(folder, vocab_size=hf["vocab_size"], dtype=torch.float32, **rank) for folder in teachers]
+            heads = read_heads(teachers, model, hf["vocab_size"])
             loss = ActorLoss("reinforce", distillation=Distillation(name, BETA, teachers=("first", "second")))
             part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=24)[where.replica]
             micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)

@@ -21,7 +21,8 @@ from megarl.algo.divergences import Divergence
 from megarl.algo.finite import NonFiniteError
 from megarl.layout import Layout
 from megarl.mcore.logprobs.divergence import TeacherStates
-from megarl.mcore.logprobs.logprobs import DIVERGENCE, ReferenceStates, keep_hidden, token_columns
+from megarl.mcore.logprobs.logprobs import DIVERGENCE, OF_IDS, ReferenceStates, job_of, keep_hidden, token_columns
+from megarl.mcore.logprobs.top_k import top_k_of_chunks
 from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
 from megarl.mcore.training.optimizer import Optimizer
 from megarl.mcore.training.packed_rows import PackedRow, in_whole_turns, make_row
@@ -31,8 +32,10 @@ Columns = dict[str, Tensor]
 LossFn = Callable[[Batch, Columns], LossOutput]
 
 HIDDEN = "hidden_states"  # the column [N, H] from which a head computes the logits of each token
+TOP_K = ("top_ids", "top_log_probs")  # the columns [N, K] of the most likely tokens
 TEACHER, TEACHER_HIDDEN = "teacher", "teacher_hidden"  # columns of a batch: see TeacherStates
-MODEL_INPUTS = (TEACHER_HIDDEN,)  # columns that the model's side of a step reads, and no loss
+TEACHER_IDS = "teacher_ids"  # the column [N, K] of a batch that says of which tokens OF_IDS is
+MODEL_INPUTS = (TEACHER_HIDDEN, TEACHER_IDS)  # columns that the model's side of a step reads, and no loss
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,11 @@ class Outputs:
     layout: Layout
     vocab_size: int
     temperature: float = 1.0
-    names: tuple[str, ...] = (
-        "log_probs",
-    )  # actor: see logprobs.NAMES, "divergence", HIDDEN alone; critic: ("values",)
+    # actor: of logprobs.NAMES, DIVERGENCE and OF_IDS; (HIDDEN,) or TOP_K alone; critic: ("values",)
+    names: tuple[str, ...] = ("log_probs",)
     divergence: Divergence | None = None  # the one from the teachers
     heads: Sequence[Tensor] = ()  # of the teachers, on the last stage: see TeacherStates
+    top_k: int = 0  # tokens of TOP_K
 
     def __call__(
         self,
@@ -56,7 +59,7 @@ class Outputs:
         given: Mapping[str, Tensor],
         reference: ReferenceStates | None = None,
     ) -> Columns:
-        """`given`: the micro-batch's columns; TEACHER and TEACHER_HIDDEN are read for the divergence."""
+        """`given`: the micro-batch's columns, from which DIVERGENCE and OF_IDS read the teachers'."""
         if isinstance(unwrap(chunk), CriticModel):
             if self.names != ("values",):
                 raise ValueError(f"names={list(self.names)}: a critic gives values only")
@@ -65,6 +68,10 @@ class Outputs:
             parts = output[0]
             whole = gather_from_sequence_parallel_region(parts) if self.layout.sequence_parallel else parts
             return {HIDDEN: row.column(whole).cpu()}  # one row's at a time: those of a step do not fit on a device
+        if self.names == TOP_K:
+            job = job_of(chunk, (), self.vocab_size, self.temperature)
+            found = top_k_of_chunks(job, output[0], output_weight(chunk), self.top_k)
+            return {name: row.column(column) for name, column in zip(TOP_K, found, strict=True)}
         columns = token_columns(
             chunk,
             output[0],
@@ -75,6 +82,7 @@ class Outputs:
             reference=reference,
             divergence=self.divergence,
             teachers=self._teachers(row, given, output.device) if DIVERGENCE in self.names else None,
+            ids=row.predicting(given[TEACHER_IDS]).to(output.device) if OF_IDS in self.names else None,
         )
         return {name: row.column(column) for name, column in columns.items()}
 

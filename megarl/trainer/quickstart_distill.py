@@ -1,0 +1,55 @@
+"""Prepares recipes quickstart_distill and quickstart_two_teachers: the policy, and one or two teachers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from megarl.config import Config
+from megarl.data.arithmetic import write_task
+from megarl.data.reversal import join, write_reversals
+from megarl.trainer import quickstart
+from megarl.trainer.cold_start import cold_start
+
+TEACHER = quickstart.MODEL | {"layers": 4}
+CARELESS = quickstart.TASK["careless"]
+# The same problems as those of the policy's own cold start, with right answers.
+RIGHT = quickstart.TASK | {"careless": 0.0}
+TASKS = {"sums": partial(write_task, **RIGHT), "reversals": partial(write_reversals, demonstrations=2)}
+
+
+def prepare(config: Config) -> None:
+    """Make the files of `data.*` and the folders of the policy and of its teachers, those that are missing."""
+    if not _is_there(config.model.path):
+        quickstart.prepare(config) if len(config.teachers) == 1 else _prepare_two(config)
+    for name, keys in config.teachers.items():
+        if not _is_there(keys.model.path):
+            words = ["recipe=quickstart_teacher", *(() if name == "sums" else _paths(f"quickstart_teacher_{name}"))]
+            cold_start(config, words, write_data=TASKS[name], model=TEACHER, role=f"teachers.{name}")
+
+
+def _prepare_two(config: Config) -> None:
+    """A policy that was shown mistakes in both tasks."""
+    words = ["recipe=quickstart_sft", *_paths("quickstart_two_sft", data="quickstart_two_data")]
+    cold_start(config, words, write_data=_write_both, model=quickstart.MODEL)
+
+
+def _write_both(folder: Path) -> None:
+    sums, reversals = folder / "sums", folder / "reversals"
+    write_task(sums, **quickstart.TASK)
+    write_reversals(reversals, careless=CARELESS, demonstrations=2)
+    join(folder, [sums, reversals])
+
+
+def _paths(name: str, data: str | None = None) -> list[str]:
+    """Words for a training of this name, with files and an initial model of its own."""
+    folder = f"runs/{data or f'{name}_data'}"
+    return [
+        f"trainer.experiment_name={name}",
+        f"sft.train_files=[{folder}/sft.jsonl]",
+        f"model.path={folder}/initial_model",
+    ]
+
+
+def _is_there(path: str) -> bool:
+    return (Path(path) / "config.json").exists()
