@@ -103,6 +103,8 @@ def _not_modelled(config: Config) -> Iterator[str]:
         yield f"rollout.turn_s={rollout.turn_s:g}: servers compute the KV of what continues again in each turn"
     if config.has_agents:
         yield "agent.fn, agent.command: the time of tools; an episode is planned as one prompt and one completion"
+    for role in (role for role in config.teacher_roles if role not in config.teachers_on_ranks):
+        yield f"{role}.engine=server: its servers, and the time in which they answer"
     if whole := config.divergence_of_vocabulary:
         yield f"{whole}: teachers' hidden states on their way to the actor's ranks, and the two heads once more"
     if filters.enable and filters.refill:

@@ -24,7 +24,10 @@ def prepare(config: Config) -> None:
         quickstart.prepare(config) if len(config.teachers) == 1 else _prepare_two(config)
     for name, keys in config.teachers.items():
         if not _is_there(keys.model.path):
-            words = ["recipe=quickstart_teacher", *(() if name == "sums" else _paths(f"quickstart_teacher_{name}"))]
+            words = [
+                "recipe=quickstart_teacher_sft",
+                *(() if name == "sums" else _paths(f"quickstart_teacher_sft_{name}")),
+            ]
             cold_start(config, words, write_data=TASKS[name], model=TEACHER, role=f"teachers.{name}")
 
 

@@ -80,7 +80,7 @@ class Teachers:
         """
         if self.distill.form != "loss" or self.distill.top_k is not None:
             return batch
-        on_ranks = self.on_ranks
+        on_ranks: Mapping[str, Any] = self.models  # the configuration allows no others
         said = list(self._said(batch, lambda name, part: on_ranks[name].hidden_states(part)))
         widest = max(model.hidden_size for model in on_ranks.values())
         hidden = torch.zeros(batch.num_tokens, widest, dtype=said[0][1].dtype if said else torch.float32)

@@ -48,7 +48,7 @@ def test_what_the_configuration_knows_of_each_choice():
     assert dict.fromkeys(("gspo", "gmpo", "geo_mean"), "seq-mean-token-mean") == names.AGG_MODE_OF_LOSS
     assert names.POLICY_LOSS_ARGS["dro"] == {"beta": False}
     assert set(names.ADV_ESTIMATORS) - set(names.ESTIMATORS_WITHOUT_CRITIC) == {"gae"}
-    alone = {"gae", "remax", "reinforce_plus_plus"}
+    alone = {"gae", "none", "remax", "reinforce_plus_plus"}
     assert set(names.ADV_ESTIMATORS) - set(names.GROUP_ESTIMATORS) == alone
     assert set(names.ESTIMATORS_WITH_GAMMA) == {"gae", "reinforce_plus_plus", "optimal_token_baseline"}
     assert set(names.ESTIMATORS_WITH_STD) == {"grpo", "grpo_passk", "gdpo"}

@@ -78,7 +78,7 @@ def test_keys_of_entries_in_general() -> None:
         ("teachers.math.coef=much", "expected a number"),
         ("teachers=3", "expected names with a group of keys each"),
         ("teachers.math.coef=-1", "expected a number of at least 0"),
-        ("teachers.math.engine=vllm", "teachers.math.engine=vllm: expected one of megatron"),
+        ("teachers.math.engine=vllm", "teachers.math.engine=vllm: expected one of megatron, server"),
         (
             "teachers.math.coef=1",
             "teachers.math.model.path is not set: a teacher needs a Hugging Face folder or hub name",
@@ -96,6 +96,26 @@ def test_keys_of_entries_in_general() -> None:
         ),
         (f"{MATH} distill.beta=0", "distill.beta=0.0: expected a number between 0 and 1, both excluded"),
         (f"{MATH} distill.divergence=kl", "expected one of reverse_kl, forward_kl, jsd"),
+        (
+            f"{DENSE} {MATH} distill.top_k=121",
+            "distill.top_k=121: model.path=m has 120 tokens; expected fewer, or null",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server",
+            "distill.top_k=null: teachers.math.engine=server tells its most likely tokens only; expected their number",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server distill.form=reward rollout.temperature=0.7",
+            "rollout.temperature=0.7: teachers.math.engine=server gives log-probs of given tokens at temperature 1",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server distill.top_k=8 teachers.math.server.urls=[here]",
+            "teachers.math.server.urls=[here]: expected http://HOST:PORT or https://HOST",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server distill.top_k=8 rollout.engine=hf teachers.math.server.num_gpus=2",
+            "teachers.math.server.num_gpus=2: rollout.engine=hf serves on one; expected 1",
+        ),
         (f"{MATH} distill.decay_style=linear", "expected distill.end_coef, the value that it goes to"),
         (f"{MATH} distill.end_coef=0", "expected distill.decay_style=linear or cosine, which lead to it"),
         (ALONE, "every advantage is 0, and there is no teacher to learn from; expected teachers.NAME.model.path"),
@@ -137,6 +157,20 @@ def test_a_vocabulary_smaller_than_the_policy_s_has_no_divergence_over_it() -> N
         (f"{MATH} distill.decay_steps=3", "distill.decay_style=constant never decays"),
         (f"{MATH} teachers.math.megatron.optimizer_offload=true", "a teacher is not trained"),
         (f"{MATH} {ALONE} algorithm.gamma=0.5", "scores whole completions"),
+        (f"{MATH} teachers.math.server.num_gpus=2", "teachers.math.engine=megatron asks no server"),
+        (
+            f"{MATH} teachers.math.engine=server distill.top_k=8 teachers.math.first_rank=0",
+            "teachers.math.engine=server runs on no ranks",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server distill.top_k=8 teachers.math.server.api_key_env=KEY",
+            "teachers.math.server.urls=[]: the run starts a server, and knows its key",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server distill.top_k=8 teachers.math.server.urls=[http://a:1] "
+            "teachers.math.server.first_gpu=1",
+            "teachers.math.server.urls names servers that run already",
+        ),
     ],
 )
 def test_what_has_no_effect_is_refused(words: str, told: str) -> None:

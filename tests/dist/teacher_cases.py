@@ -1,4 +1,4 @@
-"""What the ranks of test_teachers_dist.py run: a teacher's hidden states, and a student's gradient, under a layout."""
+"""What the ranks of test_teachers_dist.py run: a teacher's columns, and a student's gradient, under a layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.mcore.models.model import build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
-from megarl.mcore.training.step import HIDDEN, Outputs, backward, forward_only
+from megarl.mcore.training.step import HIDDEN, TOP_K, Outputs, backward, forward_only
 from megarl.sample import Batch
 from megarl.weights.hf.head import read_heads
 from megarl.weights.hf.load import load_hf
@@ -26,8 +26,13 @@ CPU = torch.device("cpu")
 TEMPERATURE, BETA = 0.8, 0.3
 
 
-def hidden_states(folder: str, batch: Batch, layouts: dict[str, Layout]) -> dict[str, list[tuple[list[int], Tensor]]]:
-    """Of each layout, on reporters: the samples of this replica, and their hidden states [N, H]."""
+def teacher_columns(
+    folder: str, batch: Batch, layouts: dict[str, Layout], top_k: int
+) -> dict[str, list[tuple[list[int], dict[str, Tensor]]]]:
+    """Of each layout, on reporters: the samples of this replica, and their hidden states and most likely tokens.
+
+    The latter of the first 45 tokens.
+    """
     found = {}
     for name, layout in layouts.items():
         where = make_groups(layout)
@@ -37,18 +42,24 @@ def hidden_states(folder: str, batch: Batch, layouts: dict[str, Layout]) -> dict
             load_hf(model, folder, hf)
             part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=24)[where.replica]
             micros = micro_batches(batch.select(part.indices).keep_columns(), part.micro_sizes)
-            columns = forward_only(model, micros, Outputs(layout, hf["vocab_size"], names=(HIDDEN,)), CPU)
-            mine = (part.indices, torch.cat([c[HIDDEN] for c in columns])) if where.is_reporter else None
-            found[name] = [mine] if mine else []
+            said: dict[str, Tensor] = {}
+            for names in ((HIDDEN,), TOP_K):
+                outputs = Outputs(layout, 45, TEMPERATURE, names, top_k=top_k)
+                columns = forward_only(model, micros, outputs, CPU)
+                said |= {n: torch.cat([c[n] for c in columns]) for n in names} if where.is_reporter else {}
+            found[name] = [(part.indices, said)] if said else []
         finally:
             destroy_groups()
     return found
 
 
 def student_gradients(
-    student: str, teachers: list[str], batch: Batch, cases: dict[str, tuple[Layout, str]]
+    student: str, teachers: list[str], batch: Batch, cases: dict[str, tuple[Layout, str]], top_k: bool
 ) -> dict[str, Any]:
-    """Of each case, a layout and a divergence: the statistics on reporters, and on rank 0 the whole gradient."""
+    """Of each case, a layout and a divergence: the statistics on reporters, and on rank 0 the whole gradient.
+
+    `top_k`: over the teachers' most likely tokens and their tail.
+    """
     found = {}
     for case, (layout, name) in cases.items():
         where = make_groups(layout)
@@ -58,7 +69,7 @@ def student_gradients(
             load_hf(model, student, hf)
             model = wrap_for_training(model, layout)
             heads = read_heads(teachers, model, hf["vocab_size"])
-            loss = ActorLoss("reinforce", distillation=Distillation(name, BETA, teachers=("first", "second")))
+            loss = ActorLoss("reinforce", distillation=Distillation(name, BETA, top_k, ("first", "second")))
             part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=24)[where.replica]
             micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
             assert loss.distillation is not None

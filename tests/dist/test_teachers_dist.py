@@ -12,10 +12,11 @@ import pytest
 import torch
 from divergence_plain import of_probabilities
 from spawn import Ranks, run_ranks
-from teacher_cases import BETA, TEMPERATURE, hidden_states, student_gradients
+from teacher_cases import BETA, TEMPERATURE, student_gradients, teacher_columns
 from tiny_models import write_model
 from transformers import AutoModelForCausalLM
 
+from megarl.algo.distillation import NO_LOG_PROB
 from megarl.layout import Layout
 from megarl.sample import Batch, merge_stats
 from megarl.weights.hf.head import read_head
@@ -28,6 +29,7 @@ SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 TEACHERS = {"tp2+sp": Layout(**SP), "cp2": Layout(cp=2), "pp2": Layout(pp=2), "dp2": Layout()}
 DENSE = {"tp2": Layout(tp=2), "tp2+sp": Layout(**SP), "pp2": Layout(pp=2), "cp2": Layout(cp=2), "dp2": Layout()}
 DEEP = {"tp2+sp cp2": Layout(**SP, cp=2), "tp2 pp2": Layout(tp=2, pp=2)}
+TOP, TAIL = 6, 1e-6
 SPARSE = {"ep2": Layout(ep=2), "tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1)}
 
 
@@ -82,39 +84,69 @@ def test_hidden_states_are_those_of_transformers_in_any_layout(
     expected = batch.with_columns(states=states_of(folders[name], batch))
     seen = 0
     for rank in teachers_states[name]:
-        for indices, states in rank[layout]:
-            assert (states - expected.select(indices).columns["states"]).abs().max() < 2e-5
+        for indices, columns in rank[layout]:
+            assert (columns["hidden_states"] - expected.select(indices).columns["states"]).abs().max() < 2e-5
+            seen += len(indices)
+    assert seen == len(LENGTHS)
+
+
+@pytest.mark.parametrize("layout", TEACHERS)
+def test_the_most_likely_tokens_are_those_of_transformers_in_any_layout(
+    teachers_states: dict[str, list[dict[str, Any]]], folders: dict[str, Path], batch: Batch, layout: str
+) -> None:
+    """Of the tokens that the policy knows: the second teacher's vocabulary is larger."""
+    model = AutoModelForCausalLM.from_pretrained(folders["second"], dtype=torch.float64).eval()
+    with torch.no_grad():
+        log_q = (model.lm_head(states_of(folders["second"], batch))[:, :45] / TEMPERATURE).log_softmax(-1)
+    seen = 0
+    for rank in teachers_states["second"]:
+        for indices, columns in rank[layout]:
+            mine = batch.with_columns(log_q=log_q).select(indices)
+            told = torch.ones(mine.num_tokens, dtype=torch.bool).index_fill(0, mine.row_starts, False)
+            top = mine.columns["log_q"].topk(TOP).values[told]
+            assert (columns["top_log_probs"][told] - top).abs().max() < 2e-5
+            assert (mine.columns["log_q"].gather(1, columns["top_ids"])[told] - top).abs().max() < 2e-5
             seen += len(indices)
     assert seen == len(LENGTHS)
 
 
 @pytest.fixture(scope="module")
-def teachers_states(
-    two_ranks: Ranks, folders: dict[str, Path], batch: Batch
-) -> dict[str, list[dict[str, list[tuple[list[int], torch.Tensor]]]]]:
-    return {
-        n: two_ranks.run(hidden_states, str(folders[n]), batch, TEACHERS, timeout_s=240) for n in ("first", "second")
-    }
+def teachers_states(two_ranks: Ranks, folders: dict[str, Path], batch: Batch) -> dict[str, list[dict[str, Any]]]:
+    """What the two teachers say, on each rank, in each layout."""
+    how = (batch, TEACHERS, TOP)
+    return {n: two_ranks.run(teacher_columns, str(folders[n]), *how, timeout_s=240) for n in ("first", "second")}
 
 
 @pytest.fixture(scope="module")
 def taught(teachers_states: dict[str, Any], batch: Batch) -> Batch:
-    """The states of each sample's own teacher: those of tensor- and sequence-parallel ranks."""
+    """What each sample's own teacher says of it, on tensor- and sequence-parallel ranks."""
     hidden = torch.zeros(batch.num_tokens, 48)
+    ids = torch.full((batch.num_tokens, TOP), -1, dtype=torch.int32)
+    log_probs = torch.full((batch.num_tokens, TOP), NO_LOG_PROB)
     for number, (name, width) in enumerate((("first", 48), ("second", 16)), 1):
-        ((indices, states),) = [found for rank in teachers_states[name] for found in rank["tp2+sp"]]
-        whole = torch.empty_like(states)
+        ((indices, columns),) = [found for rank in teachers_states[name] for found in rank["tp2+sp"]]
         order = batch.with_columns(at=torch.arange(batch.num_tokens)).select(indices).columns["at"]
-        whole[order] = states
         mine = batch.columns["teacher"] == number
-        hidden[mine, :width] = whole[mine]
-    return batch.with_columns(teacher_hidden=hidden)
+        whole = {n: torch.empty_like(column).index_copy(0, order, column)[mine] for n, column in columns.items()}
+        hidden[mine, :width] = whole["hidden_states"]
+        ids[mine], log_probs[mine] = whole["top_ids"].int(), whole["top_log_probs"]
+    return batch.with_columns(teacher_hidden=hidden, teacher_ids=ids, teacher_top_log_probs=log_probs)
 
 
-def dense(student: Path, folders: dict[str, Path], batch: Batch, name: str) -> tuple[float, dict[str, torch.Tensor]]:
+def in_buckets(p: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
+    """p and q of the likeliest tokens of q, and of all others as one."""
+    ids = q.topk(TOP).indices
+    parts = [x.gather(-1, ids) for x in (p, q)]
+    return [torch.cat([x, 1 - x.sum(-1, keepdim=True) + TAIL], -1) for x in parts]
+
+
+def dense(
+    student: Path, folders: dict[str, Path], batch: Batch, name: str, top_k: bool = False
+) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and its gradient from whole logits in float64, a row at a time."""
     kind = {"dtype": torch.float64, "attn_implementation": "eager"}
-    policy = AutoModelForCausalLM.from_pretrained(student, **kind).eval()
+    eager = {"experts_implementation": "eager"}  # the only one in float64
+    policy = AutoModelForCausalLM.from_pretrained(student, **kind, **eager if "experts" in student.name else {}).eval()
     teachers = [AutoModelForCausalLM.from_pretrained(folders[n], **kind).eval() for n in ("first", "second")]
     loss = torch.zeros((), dtype=torch.float64)
     columns = {n: batch.split(batch.columns[n]) for n in ("teacher", "weight", "distill_weight")}
@@ -125,6 +157,7 @@ def dense(student: Path, folders: dict[str, Path], batch: Batch, name: str) -> t
         p = (policy(ids[None]).logits[0, :-1] / TEMPERATURE).softmax(-1)
         with torch.no_grad():
             q = (teachers[number - 1](ids[None]).logits[0, :-1, :45] / TEMPERATURE).softmax(-1)
+        p, q = in_buckets(p, q) if top_k else (p, q)
         weights = (columns["weight"][i] * columns["distill_weight"][i])[1:]
         loss = loss + (weights * of_probabilities(name, BETA, p, q)).sum()
     params = dict(policy.named_parameters())  # tied ones once
@@ -169,9 +202,11 @@ def expected(folders: dict[str, Path], batch: Batch) -> dict[tuple[str, str], An
     return found
 
 
-def run(ranks: Ranks, folders: dict[str, Path], student: str, taught: Batch, cases: dict[str, Any]) -> Any:
+def run(
+    ranks: Ranks, folders: dict[str, Path], student: str, taught: Batch, cases: dict[str, Any], top_k: bool = False
+) -> Any:
     teachers = [str(folders[name]) for name in ("first", "second")]
-    return ranks.run(student_gradients, str(folders[student]), teachers, taught, cases, timeout_s=400)
+    return ranks.run(student_gradients, str(folders[student]), teachers, taught, cases, top_k, timeout_s=400)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +219,7 @@ def on_two(two_ranks: Ranks, folders: dict[str, Path], taught: Batch) -> dict[st
 @pytest.mark.parametrize("layout", DENSE)
 def test_the_gradient_is_that_of_whole_logits(on_two: Any, expected: Any, layout: str, name: str) -> None:
     compare(on_two["student"], f"{layout}/{name}", *expected["student", name])
-    assert on_two["student"][0][f"{layout}/{name}"]["num_micros"] > 1
+    assert layout == "dp2" or on_two["student"][0][f"{layout}/{name}"]["num_micros"] > 1
 
 
 @pytest.mark.parametrize("name", NAMES[::2])
@@ -193,13 +228,27 @@ def test_the_gradient_of_experts_is_that_of_whole_logits(on_two: Any, expected: 
     compare(on_two["experts"], f"{layout}/{name}", *expected["experts", name])
 
 
+def test_the_gradient_over_the_most_likely_tokens_is_that_of_whole_logits(
+    two_ranks: Ranks, folders: dict[str, Path], taught: Batch, batch: Batch
+) -> None:
+    """And the divergence is a lower bound of that over the vocabulary."""
+    for student, layouts in (("student", DENSE), ("experts", {"ep2": SPARSE["ep2"]})):
+        for name in NAMES if student == "student" else NAMES[:1]:
+            loss, gradient = dense(folders[student], folders, batch, name, top_k=True)
+            assert 0 < loss < dense(folders[student], folders, batch, name)[0]
+            cases = product(layouts, (name,))
+            found = run(two_ranks, folders, student, taught, cases, top_k=True)
+            for case in cases:
+                compare(found, case, loss, hub_names(gradient))
+
+
 @pytest.mark.slow
 def test_the_gradient_on_four_ranks_is_that_of_whole_logits(
     folders: dict[str, Path], taught: Batch, expected: Any
 ) -> None:
     cases = product(DEEP, ("jsd",))
     teachers = [str(folders[name]) for name in ("first", "second")]
-    ranks = run_ranks(4, student_gradients, str(folders["student"]), teachers, taught, cases, timeout_s=400)
+    ranks = run_ranks(4, student_gradients, str(folders["student"]), teachers, taught, cases, False, timeout_s=400)
     for case in cases:
         compare(ranks, case, *expected["student", "jsd"])
 

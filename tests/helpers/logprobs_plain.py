@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from megarl.mcore.logprobs import fused, fused_torch
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 
 ALL = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
+
+
+@contextmanager
+def chunks_of(elements: int, tokens: int, block: int = 2**18) -> Iterator[None]:
+    """Chunks of so many logits, of so many tokens, processed in blocks of so many logits."""
+    with (
+        mock.patch.object(fused, "CHUNK_ELEMENTS", elements),
+        mock.patch.object(fused, "CHUNK_TOKENS", tokens),
+        mock.patch.dict(fused_torch.BLOCK_ELEMENTS, cpu=block),
+    ):
+        yield
 
 
 def plain_columns(

@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import show
-from megarl.config.validate.models import config_of_folder
+from megarl.config.validate.models import config_of_folder, model_numbers
 from megarl.layout import numbers_of
 
 
@@ -25,6 +25,9 @@ def contradictions(config: Config) -> Iterator[str]:
         yield from _teacher(config, name)
     yield from _routes(config)
     yield from _schedule(config)
+    top_k, known = config.distill.top_k, model_numbers(config, "actor").vocab_size
+    if top_k is not None and known is not None and top_k > known:
+        yield f"distill.top_k={top_k}: model.path={config.model.path} has {known} tokens; expected fewer, or null"
 
 
 def _teacher(config: Config, name: str) -> Iterator[str]:

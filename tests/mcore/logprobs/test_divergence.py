@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from unittest import mock
+from collections.abc import Sequence
 
 import pytest
 import torch
 from divergence_plain import plain_divergence
 from hypothesis import given
 from hypothesis import strategies as st
-from logprobs_plain import logits_as
+from logprobs_plain import chunks_of, logits_as
 from torch import Tensor
 
 from megarl.algo.divergences import make_divergence
-from megarl.mcore.logprobs import fused, fused_torch
 from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
 from megarl.mcore.logprobs.fused import Job
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 NAMES = ("reverse_kl", "forward_kl", "jsd")
 BETA = 0.3
-
-
-@contextmanager
-def chunks_of(elements: int, tokens: int, block: int = 2**18) -> Iterator[None]:
-    with (
-        mock.patch.object(fused, "CHUNK_ELEMENTS", elements),
-        mock.patch.object(fused, "CHUNK_TOKENS", tokens),
-        mock.patch.dict(fused_torch.BLOCK_ELEMENTS, cpu=block),
-    ):
-        yield
 
 
 def in_chunks(

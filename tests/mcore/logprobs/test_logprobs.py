@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from logprobs_plain import ALL, fused_columns, logits_as, plain_columns, total
+from logprobs_plain import ALL, chunks_of, fused_columns, logits_as, plain_columns, total
 from readme_blocks import ROOT, blocks
 from torch import Tensor
 
@@ -21,16 +21,6 @@ from megarl.mcore.logprobs import token_statistics as ts
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@contextmanager
-def chunks_of(elements: int, tokens: int, block: int = 2**18) -> Iterator[None]:
-    with (
-        mock.patch.object(fused, "CHUNK_ELEMENTS", elements),
-        mock.patch.object(fused, "CHUNK_TOKENS", tokens),
-        mock.patch.dict(fused_torch.BLOCK_ELEMENTS, cpu=block),
-    ):
-        yield
 
 
 def gradients(columns: dict[str, Tensor], factors: Tensor, *to: Tensor) -> tuple[Tensor, ...]:
