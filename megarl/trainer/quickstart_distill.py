@@ -21,7 +21,8 @@ TASKS = {"sums": partial(write_task, **RIGHT), "reversals": partial(write_revers
 def prepare(config: Config) -> None:
     """Make the files of `data.*` and the folders of the policy and of its teachers, those that are missing."""
     if not _is_there(config.model.path):
-        quickstart.prepare(config) if len(config.teachers) == 1 else _prepare_two(config)
+        make = quickstart.prepare if len(config.teachers) == 1 else _prepare_two
+        make(config)
     for name, keys in config.teachers.items():
         if not _is_there(keys.model.path):
             words = [
