@@ -14,7 +14,7 @@ import megarl
 ROOT = Path(megarl.__file__).parent
 
 FLOORS = {
-    0: "sample token_age layout plugins declared auth sockets sandbox",
+    0: "sample token_age layout projections plugins declared auth sockets sandbox",
     1: "config algo data rewards metrics processes",
     2: "rollout mcore",
     3: "servers plan agents",

@@ -7,6 +7,7 @@ without importing torch.  The others are written here; a test compares them with
 from __future__ import annotations
 
 from megarl.declared import REQUIRED, constant, declared
+from megarl.projections import TARGETS
 
 _LOSSES = declared("register_policy_loss", "algo/losses")
 POLICY_LOSSES = tuple(_LOSSES)
@@ -77,7 +78,7 @@ PUSHES = ("auto", "gathered", "shared", "sharded")
 ORDERS = ("finished", "prompts")
 UPDATES = ("in_place", "retract", "drain")
 LORA_PUSHES = ("merged", "adapter")
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS = TARGETS
 MEGATRON = "megatron"
 REWARD_MODEL_ENGINES = ("server", MEGATRON)
 TEACHER_ENGINES = (MEGATRON, "server")

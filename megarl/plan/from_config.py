@@ -58,6 +58,7 @@ def job_of(
         param_offload=own.param_offload,
         optimizer_offload=own.optimizer_offload,
         lora_rank=own.lora_rank,
+        lora_targets=own.lora_targets,
         local=own.local,
         # The planner does not know whether the cluster has deep_ep, so auto is planned as alltoall.
         dispatch="once" if actor.megatron.moe_token_dispatcher_type == "flex" else "each",
@@ -139,6 +140,7 @@ def role_of(config: Config, name: str) -> Role:
         param_offload=megatron.param_offload,
         optimizer_offload=megatron.optimizer_offload,
         lora_rank=lora_rank,
+        lora_targets=tuple(config.actor.lora.targets),
         local=config.trainer.device == "cpu" or megatron.transformer_impl == "local" or lora_rank > 0,
     )
 

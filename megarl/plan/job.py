@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megarl.layout import Layout
 from megarl.plan.gpus import Gpu
 from megarl.plan.memory.count import HFConfig
+from megarl.projections import ALL
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Role:
     optimizer_offload: bool = False
     lora_rank: int = 0  # above 0 only adapters are trained
     local: bool = False  # layers without Transformer-Engine
+    lora_targets: tuple[str, ...] = (ALL,)
 
     @property
     def copies(self) -> int:
@@ -81,6 +83,7 @@ class Job:
     param_offload: bool = False
     optimizer_offload: bool = False
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] = (ALL,)
     local: bool = False
     scores_old: bool = True  # a forward pass for the old log-probs
     dispatch: str = "each"  # each (alltoall: a token is sent to each chosen expert) | once (DeepEP: once per machine)
@@ -120,7 +123,7 @@ class Job:
         return Role(
             "actor", self.hf, self.layout, self.num_ranks, self.first_rank, self.max_tokens, self.log_prob_tokens,
             self.recompute, self.optimizer, self.dtype, self.fsdp, self.overlap_grad_reduce, self.param_offload,
-            self.optimizer_offload, self.lora_rank, self.local,
+            self.optimizer_offload, self.lora_rank, self.local, self.lora_targets,
         )  # fmt: skip
 
     @property

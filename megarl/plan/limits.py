@@ -70,7 +70,7 @@ def _limits(job: Job, stages: Mapping[str, float], written: Rollout, constants: 
         yield Limit("loading a server", 2 * whole(job.hf) / constants.disk, of.start_s, "rollout.start_timeout_s")
     if of.saves and not job.async_save:  # else the call only copies to host memory
         for role in job.roles:
-            if role.optimizer and not role.lora_rank:
+            if role.optimizer:
                 yield Limit(f"saving {role.name}", save_s(job, role, constants), of.call_s, "trainer.call_timeout_s")
 
 
@@ -101,6 +101,6 @@ def _within(job: Job, seconds: float, written: Rollout) -> float:
 
 
 def save_s(job: Job, role: Role, constants: Constants) -> float:
-    """Seconds in which all machines write the role's weights, their float32 copy and the optimizer's moments."""
+    """Seconds in which all machines write what is trained: weights, their float32 copy, the optimizer's moments."""
     machines = max(1, role.num_ranks // job.gpus_per_node)
     return saved_bytes(role) / (machines * constants.disk)

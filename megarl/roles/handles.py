@@ -90,6 +90,7 @@ class Role:
         lora: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
         reads_weights: bool = True,
+        base: str | None = None,
     ) -> int:
         """Build the model on the ranks from an HF folder; returns the parameters of a rank of the last stage.
 
@@ -97,9 +98,11 @@ class Role:
 
         `lora` freezes the model and trains adapters: {"rank": 16, "alpha": 32, "targets": ["q_proj", ...], "seed": 0}.
         `engine`: the fields of mcore.training.execution.ExecutionOptions that differ from the defaults.
+        `base`: the name of a loaded role of the group with the same folder, which is frozen or trains adapters: this
+        role shares its base, `dtype` and `engine`, and has adapters of its own, or none.
         """
         arguments: dict[str, Any] = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins)}
-        arguments |= {"lora": lora, "engine": engine or {}, "reads_weights": reads_weights}
+        arguments |= {"lora": lora, "engine": engine or {}, "reads_weights": reads_weights, "base": base}
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         self.hidden_size = replies[0].result["hidden_size"]
         self.lacks_transformer_engine = bool(replies[0].result["lacks_transformer_engine"])

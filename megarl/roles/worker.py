@@ -5,9 +5,10 @@ Run on each rank as `python -m megarl.roles.worker`.  It reads no configuration:
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,65 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algo.distillation import Distillation
 from megarl.algo.divergences import make_divergence
 from megarl.algo.finite import NonFiniteError
-from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
-from megarl.mcore.checkpoint.files import Saving
-from megarl.mcore.models.lora import LoraSettings, apply_lora
-from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
+from megarl.mcore.models.model import DTYPES, Model
 from megarl.mcore.setup import RankInfo, device_for, initialize, replica_group
-from megarl.mcore.training.execution import ExecutionOptions
-from megarl.mcore.training.offload import OffloadBuffer, synchronized
-from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.training.offload import synchronized
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, forward_only, train_step
 from megarl.plugins import load_plugins
 from megarl.processes.connection import Tensors
+from megarl.roles.role import Role, build_on, build_role
 from megarl.sample import Batch
 from megarl.weights.hf.adapter import save_peft
 from megarl.weights.hf.export import save_hf
 from megarl.weights.hf.head import read_heads
-from megarl.weights.hf.load import load_hf
-from megarl.weights.mapping.families import Role as Kind
 from megarl.weights.push.adapter_push import AdapterPusher
 from megarl.weights.push.gpu_handles import Gpus
 from megarl.weights.push.push import Canary, Pusher, PushError
-
-LOSSES: dict[str, Callable[..., Any]] = {"actor": ActorLoss, "critic": CriticLoss}
-
-
-@dataclass
-class Role:
-    """A model on this rank."""
-
-    kind: Kind  # actor (also of a reference) | critic
-    model: Model
-    hf: dict[str, Any]
-    source_folder: str
-    optimizer: Optimizer | None
-    parameters: OffloadBuffer
-    gradients: OffloadBuffer  # gradient buffers, which only an update needs
-    moments: OffloadBuffer  # optimizer state
-    heads: list[Tensor] = field(default_factory=list)  # of its teachers, beside its own head: see TeacherStates
-    pusher: Pusher | AdapterPusher | None = None  # set by `connect`
-    saving: Saving | None = None  # the last save
-    last_loss: tuple[dict[str, Any], Any] | None = None
-
-    def loss(self, settings: dict[str, Any]) -> Any:
-        """The loss with these settings, cached between updates because its construction tests it numerically."""
-        if self.last_loss is None or self.last_loss[0] != settings:
-            taught = settings.get("distillation")
-            made = {**settings, "distillation": Distillation(**taught)} if taught else settings
-            self.last_loss = settings, LOSSES[self.kind](**made)
-        return self.last_loss[1]
-
-    @property
-    def buffers(self) -> list[OffloadBuffer]:
-        return [self.parameters, self.gradients, self.moments]
 
 
 class Worker:
@@ -86,6 +48,7 @@ class Worker:
         self.device = torch.device("cpu")  # until setup
         self.share: Any
         self.has_neighbours = False  # servers work on the ranks' GPUs at the same time
+        self.life = uuid.uuid4().hex[:12]  # in the names of adapters that it pushes
 
     def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
         methods = [self.setup, self.load, self.load_heads, self.columns, self.update, self.connect, self.push]
@@ -120,41 +83,20 @@ class Worker:
         return {"replica": self.rank_info.replica, "is_reporter": self.rank_info.is_reporter}, {}
 
     def load(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Build a role's model from an HF folder; `optim` None: no training, `lora` None: no adapters.
+        """Build a role's model from an HF folder, or on the base of the role that `base` names.
 
-        Parts that the options offload are on the device only during calls that need them.
+        `optim` None: no training, `lora` None: no adapters.  Parts that the options offload are on the device only
+        during calls that need them.
         """
         load_plugins(arguments["plugins"])
-        hf = read_hf_config(arguments["folder"])
-        kind, optim, lora = arguments["kind"], arguments["optim"], arguments["lora"]
-        engine = ExecutionOptions(**arguments["engine"])
-        engine = engine if lora is None else engine.for_adapters()
-        engine.check_context_parallel(self.layout.cp)
-        model = build_model(hf, self.layout, role=kind, dtype=arguments["dtype"], engine=engine)
-        if arguments["reads_weights"]:
-            load_hf(model, arguments["folder"], hf, role=kind)
-        else:  # a checkpoint of another layout may have fewer rows of padding, which are zero
-            with torch.no_grad():
-                for param in (param for chunk in model for param in chunk.parameters()):
-                    param.zero_()
-        if lora is not None:
-            settings = LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
-            apply_lora(model, settings, seed=lora["seed"])
-        optimizer = None
-        if optim is not None:
-            model = wrap_for_training(model, self.layout, engine)
-            optimizer = Optimizer(model, OptimSettings(**{**optim, "betas": tuple(optim["betas"])}))
-        own = sum(p.numel() for chunk in model for p in chunk.parameters())
-        parameters, gradients = OffloadBuffer(model, None, parameters=True), OffloadBuffer(model, None, gradients=True)
-        moments = OffloadBuffer(model, optimizer, moments=True)
-        self.roles[arguments["role"]] = Role(
-            kind, model, hf, arguments["folder"], optimizer, parameters, gradients, moments
-        )
-        rest = [parameters, gradients] if engine.param_offload else []
-        for buffer in [*rest, moments] if engine.optimizer_offload else rest:
-            buffer.offload()
-        sizes = {"parameters_per_rank": own, "hidden_size": hf["hidden_size"]}
-        return sizes | {"lacks_transformer_engine": engine.lacks_transformer_engine}, {}
+        if (base := arguments.get("base")) is None:
+            role = build_role(arguments, self.layout)
+        else:
+            role = build_on(self.roles[base], arguments, self.layout)
+        self.roles[arguments["role"]] = role
+        sizes = {"parameters_per_rank": role.num_parameters, "hidden_size": role.hf["hidden_size"]}
+        role.offload_by_default()
+        return sizes | {"lacks_transformer_engine": role.engine.lacks_transformer_engine}, {}
 
     def load_heads(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Read the heads of a role's teachers, cut as its own."""
@@ -180,13 +122,21 @@ class Worker:
         `gradients`, `moments`: also the role's gradient buffers, its optimizer state.
         """
         roles = [self.roles[each] for each in (name, *others)]
-        buffers = [role.parameters for role in roles]
+        if shared := [other for other in others if self.roles[other].chunks is roles[0].chunks]:
+            raise ValueError(
+                f"role {shared[0]} has the same base as {name}, which is in use by one of them at a time; expected a "
+                "model of its own for the full KL"
+            )
+        buffers = [buffer for role in roles for buffer in role.weights]
         buffers += [roles[0].gradients] * gradients + [roles[0].moments] * moments
         offloaded = [buffer for buffer in buffers if buffer.is_offloaded]
         for buffer in offloaded:
             buffer.onload()
         try:
-            yield roles[0]
+            with ExitStack() as complete:
+                for role in roles:
+                    complete.enter_context(role.complete())
+                yield roles[0]
         finally:
             for buffer in offloaded:
                 buffer.offload()
@@ -251,7 +201,7 @@ class Worker:
         """Set how `push` reaches the servers; the driver calls this once in the life of these ranks."""
         role = self.roles[arguments["role"]]
         assert role.pusher is None, f"role {arguments['role']} is connected to its servers already"
-        role.pusher = _pusher(role, arguments["settings"])
+        role.pusher = _pusher(role, arguments["settings"], self.life)
         return {}, {}
 
     def push(self, arguments: dict[str, Any], _: Tensors) -> Answer:
@@ -290,11 +240,13 @@ class Worker:
         return {}, {}
 
 
-def _pusher(role: Role, settings: dict[str, Any]) -> Pusher | AdapterPusher:
-    """`settings`: the fields of a handles.PushSettings."""
+def _pusher(role: Role, settings: dict[str, Any], life: str) -> Pusher | AdapterPusher:
+    """`settings`: the fields of a handles.PushSettings; `life`: of these ranks."""
     urls, token, timeout_s = settings["urls"], settings["token"], settings["timeout_s"]
     if keep := settings["adapters_kept"]:
-        return AdapterPusher(urls, token, role.hf, base_model=role.source_folder, keep=keep, timeout_s=timeout_s)
+        return AdapterPusher(
+            urls, token, role.hf, base_model=role.source_folder, keep=keep, life=life, timeout_s=timeout_s
+        )
     return Pusher(
         urls,
         token,

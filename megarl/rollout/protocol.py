@@ -61,6 +61,7 @@ class Abilities:
     # A request that is aborted in the queue no longer counts as a user of its adapter. Without this feature the server
     # waits for it for ever when the adapter is unloaded (SGLang's issue 34205).
     frees_adapters: bool
+    adapts_experts: bool  # it serves adapters of experts and of latent attention
 
     @staticmethod
     def of(version: str) -> Abilities:
@@ -74,6 +75,7 @@ class Abilities:
             flush_beside_queue=numbers >= (0, 5, 21),
             cache_salt=numbers >= (0, 5, 18),
             frees_adapters=numbers >= (0, 5, 22),
+            adapts_experts=numbers >= (0, 5, 23),
         )
 
 

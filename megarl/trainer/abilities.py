@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 
-from megarl.config import Config
+from megarl.config import Config, model_config
+from megarl.config.validate.lora import adapts_experts, adapts_latents
+from megarl.projections import chosen, projections_of
 from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Abilities
 
@@ -35,3 +37,11 @@ def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: b
             "actor.lora.push=adapter: this SGLang may wait for ever when an adapter is unloaded; expected merged, or "
             "SGLang 0.5.22 and newer"
         )
+    if lora.rank and lora.push == "adapter" and not all(ability.adapts_experts for ability in abilities):
+        hf = model_config(config, "actor")
+        targets = set(chosen(lora.targets, projections_of(hf)))
+        if adapts_experts(hf, targets) or adapts_latents(targets):
+            raise ValueError(
+                "actor.lora.push=adapter: this SGLang serves no adapters of experts or of latent attention; expected "
+                "merged, or SGLang 0.5.23 and newer"
+            )

@@ -13,13 +13,15 @@ import torch
 
 from megarl.config import Config, layout_of, used_roles
 from megarl.config.placement import placements, serves_beside_actor
-from megarl.config.validate.models import model_numbers, more_than_text
+from megarl.config.schema.roles import Lora
+from megarl.config.validate.models import config_of_folder, model_numbers, more_than_text
 from megarl.config.validate.servers import misplaced
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
 from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
+from megarl.projections import chosen, projections_of
 from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machines
@@ -144,10 +146,10 @@ def lora_settings(config: Config) -> dict[str, Any] | None:
 
 def server_launch(config: Config) -> EngineLaunch:
     """How a rollout server of the run is started, with the weights of model.path; machine and GPU are not yet set."""
-    rollout, lora = config.rollout, config.actor.lora
+    rollout, lora, folder = config.rollout, config.actor.lora, model_folder(config.model.path)
     return EngineLaunch(
         rollout.engine,
-        model_folder(config.model.path),
+        folder,
         host=rollout.host,
         dtype=rollout.dtype,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
@@ -164,8 +166,15 @@ def server_launch(config: Config) -> EngineLaunch:
         memory_fraction=rollout.memory_fraction,
         memory_saver=rollout.placement == "shared",
         lora_rank=lora.rank if lora.push == "adapter" else 0,
-        lora_targets=tuple(lora.targets),
+        lora_targets=_served_targets(lora, folder),
     )
+
+
+def _served_targets(lora: Lora, folder: str) -> tuple[str, ...]:
+    """The projections for which a server holds adapters; none if it gets merged weights."""
+    if not lora.rank or lora.push != "adapter":
+        return ()
+    return chosen(lora.targets, projections_of(config_of_folder(folder)))
 
 
 def supervision(config: Config) -> supervisor.Supervision:

@@ -54,7 +54,10 @@ JUDGE = "reward.fn=judge reward.judge.url=http://a/v1 reward.judge.model=m rewar
         ("rollout.engine=vllm", "rollout.engine=vllm: expected one of auto, hf, sglang"),
         ("rollout.max_restarts=-1", "rollout.max_restarts=-1: expected a number of at least 0"),
         ("actor.lora.rank=-1", "actor.lora.rank=-1: expected a number of at least 0"),
-        ("actor.lora.rank=4 actor.lora.targets=[qkv]", "actor.lora.targets=[qkv]: expected some of q_proj, k_proj"),
+        (
+            "actor.lora.rank=4 actor.lora.targets=[qkv]",
+            "actor.lora.targets=[qkv]: expected [all-linear], or some of q_proj, k_proj",
+        ),
         (
             "actor.lora.rank=4 actor.lora.push=adapter rollout.engine=hf",
             "expected merged, because rollout.engine=hf serves no adapters",

@@ -24,7 +24,7 @@ RANK, ALPHA = 4, 10.0
 def push_twice(folder: str, url: str, token: str, out: str, prompt: list[int]) -> dict[str, Any]:
     """Push two adapters; log-probs of the prompt under each, by version, and folders of the merged models."""
     lora = Lora(folder, LoraSettings(RANK, ALPHA), Layout(tp=1, pp=2))
-    pusher = AdapterPusher([url], token, lora.hf, base_model=folder, keep=2, timeout_s=60)
+    pusher = AdapterPusher([url], token, lora.hf, base_model=folder, keep=2, life="a life", timeout_s=60)
     micro = MicroBatch(Batch(torch.tensor(prompt), torch.tensor([len(prompt)])))
     found: dict[str, Any] = {"columns": {}, "adapters": []}
     for version in (1, 2):

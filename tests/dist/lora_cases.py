@@ -15,7 +15,8 @@ from torch import Tensor
 from megarl.data.packing import plan
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
-from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora, identity
+from megarl.mcore.checkpoint.adapters import identity
+from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
 from megarl.mcore.models.model import build_model, read_hf_config, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
@@ -92,7 +93,7 @@ class Lora:
 
 def one_layout(folder: str, adapter: str, out: str, layout: Layout) -> dict[str, Any]:
     """Everything about one layout, starting from an adapter that `peft` wrote."""
-    lora = Lora(folder, read_peft_settings(adapter), layout)
+    lora = Lora(folder, read_peft_settings(adapter, read_hf_config(folder)), layout)
     try:
         found: dict[str, Any] = {"initial": lora.adapters(), "identity": identity(lora.model)}
         load_peft(lora.model, lora.hf, adapter)
@@ -180,23 +181,6 @@ def refusals(folder: str, other: str, root: str) -> dict[str, str]:
     return found
 
 
-def with_experts(folder: str) -> dict[str, Any]:
-    """Adapters of a model whose feed-forwards are experts: refused there, possible before them."""
-    make_groups(Layout())
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    hf, found = {**read_hf_config(folder), **experts, "norm_topk_prob": True}, {}
-    try:
-        apply_lora(build_model(hf, Layout()), LoraSettings(2, 4.0))
-    except ValueError as error:
-        found["refused"] = str(error)
-    model = build_model(hf, Layout())
-    apply_lora(model, LoraSettings(2, 4.0, ("q_proj", "o_proj")))
-    found |= {"adapted": [path for path, _ in adapted(model)], "tensors": [n for n, _ in adapter_tensors(model, hf)]}
-    destroy_groups()
-    return found
-
-
 def all_checkpoints(folder: str, other: str, root: str, cases: dict[str, tuple[Layout, Layout, str]]) -> dict[str, Any]:
     found: dict[str, Any] = {n: resumed(folder, f"{root}/{n}", *case) for n, case in cases.items()}
-    found["experts"] = with_experts(folder)
     return found | {"refused": refusals(folder, other, f"{root}/{next(iter(cases))}")}

@@ -20,13 +20,15 @@ TOLERANCE = 2e-6 * LOOSER
 GRADIENT_TOLERANCE = 2e-5 * LOOSER
 
 
-def assert_same_gradient(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same_gradient(
+    got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = GRADIENT_TOLERANCE
+) -> None:
     """Of a tensor whose gradient is small, relative to a hundredth of the largest of all."""
     assert sorted(got) == sorted(expected)
     scale = max(t.abs().max().item() for t in expected.values())
     assert scale > 1e-3, "there is something to compare"
     errors = {name: relative(got[name], t, 1e-2 * scale) for name, t in expected.items()}
-    assert not {name: f"{e:.1e}" for name, e in errors.items() if e >= GRADIENT_TOLERANCE}
+    assert not {name: f"{e:.1e}" for name, e in errors.items() if e >= tolerance}
 
 
 def assert_same_stats(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from spawn import run_ranks
 from transformers import AutoModelForCausalLM
 
 from megarl.data.tiny import write_tiny_model
-from megarl.mcore.models.lora import TARGETS
+from megarl.projections import projections_of
 from megarl.rollout.client import ServerClient
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     launch = EngineLaunch(
         "sglang", str(folder), max_running_requests=8, max_total_tokens=4096, random_seed=7, lora_rank=RANK,
-        lora_targets=TARGETS,
+        lora_targets=projections_of({}),
     )  # fmt: skip
     with Servers([launch], TOKEN, tmp_path_factory.mktemp("logs")) as servers:
         servers.start()

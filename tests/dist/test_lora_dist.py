@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lora_cases import all_checkpoints, all_layouts
+from lora_compare import log_probs, per_sequence
 from parity_cases import make_step
 from parity_compare import GRADIENT_TOLERANCE, relative
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -18,12 +19,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.data.tiny import write_tiny_model
 from megarl.layout import Layout
-from megarl.mcore.models.lora import TARGETS
+from megarl.projections import projections_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 SHAPE = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 RANK, ALPHA = 4, 10
+TARGETS = list(projections_of({}))
 ON_TWO = {
     "tp2": Layout(tp=2),
     "tp2+sp": Layout(tp=2, sequence_parallel=True),
@@ -65,7 +67,7 @@ def adapter(folder: Path) -> Path:
 
 def write_adapter(folder: Path) -> Path:
     """An adapter of peft's own making, neither A nor B zero, and the same numbers every time."""
-    model = get_peft_model(base_model(folder), LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS)))
+    model = get_peft_model(base_model(folder), LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
     generator = torch.Generator().manual_seed(2)
     for name, param in sorted(model.named_parameters()):
         if param.requires_grad:
@@ -93,25 +95,6 @@ def on_ranks(folder: Path, adapter: Path, tmp_path_factory: pytest.TempPathFacto
 
 def base_model(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def log_probs(model: Any) -> list[Tensor]:
-    """Of each sequence of the step, 0 for its first token."""
-    batch, found = make_step(model.config.vocab_size), []
-    for ids in batch.split(batch.tokens):
-        scores = model(ids[None]).logits[0].log_softmax(-1)
-        found.append(torch.cat([torch.zeros(1), scores[:-1].gather(1, ids[1:, None])[:, 0]]))
-    return found
-
-
-def per_sequence(ranks: list[dict[str, Any]], key: str) -> dict[int, Tensor]:
-    lengths = make_step(4).lengths
-    return {
-        index: column
-        for rank in ranks
-        if rank[key] is not None
-        for index, column in zip(rank["indices"], rank[key].split(lengths[rank["indices"]].tolist()), strict=True)
-    }
 
 
 def relative_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -275,13 +258,3 @@ def test_a_checkpoint_of_other_adapters_or_of_another_base_is_refused(checkpoint
     assert "it was saved with lora.targets ['q_proj', 'k_proj'" in found["targets"]
     assert "it was saved with a base model with digest " in found["base"]
     assert found["none"].endswith("it was saved with lora.rank 4, this model has None; expected the same")
-
-
-def test_experts_are_refused_as_targets_but_not_the_attention_before_them(checkpoints: dict) -> None:
-    found = checkpoints["experts"]
-    assert found["refused"].endswith(
-        "layer 0 of this model has no mlp.linear_fc1 (experts and latent attention take no adapters); "
-        "expected targets without gate_proj, up_proj"
-    )
-    assert len(found["adapted"]) == 2 * SHAPE["layers"]
-    assert len(found["tensors"]) == 2 * 2 * SHAPE["layers"]

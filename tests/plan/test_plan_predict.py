@@ -138,8 +138,10 @@ def test_roles_that_stay_are_in_the_way_of_others():
 
 
 def test_adapters_learn_without_gradients_and_moments_of_the_model():
-    found = gpu_budgets(own(lora_rank=8))["actor"]
-    assert "gradients" not in found and "optimizer" not in found
+    found, whole = gpu_budgets(own(lora_rank=8))["actor"], gpu_budgets(own())["actor"]
+    adapters = 4 * 8 * (2 * 32 + 2 * 24 + 3 * 48)  # of each matrix its rows and columns, times the rank
+    assert found["weights"] == whole["weights"] + 2 * adapters
+    assert (found["gradients"], found["optimizer"]) == (4 * adapters, 12 * adapters)
 
 
 def test_fsdp_has_a_part_of_what_is_whole_for_a_while():

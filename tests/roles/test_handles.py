@@ -386,7 +386,7 @@ def test_plain_numbers_travel_to_the_ranks() -> None:
     load, connect = group.calls[0][1], group.calls[1][1]
     assert load == {
         "role": "actor", "kind": "actor", "folder": "folder", "dtype": "bfloat16", "optim": {"lr": 0.1}, "lora": None,
-        "plugins": ["mine.py"], "engine": {}, "reads_weights": True,
+        "plugins": ["mine.py"], "engine": {}, "reads_weights": True, "base": None,
     }  # fmt: skip
     assert connect["role"] == "actor"
     assert (connect["settings"]["urls"], connect["settings"]["pause_mode"]) == (("http://a",), "in_place")

@@ -45,9 +45,20 @@ def test_whole_weights_are_pushed_with_the_settings_of_the_driver(made: Any) -> 
 
 def test_adapters_alone_are_pushed_where_servers_keep_some(made: Any) -> None:
     connect(worker_with_actor(), adapters_kept=2, timeout_s=7.0)
-    assert made == [
-        ("AdapterPusher", (URLS, "secret", {"hf": 1}), {"base_model": "folder", "keep": 2, "timeout_s": 7.0})
-    ]
+    ((kind, args, how),) = made
+    assert (kind, args) == ("AdapterPusher", (URLS, "secret", {"hf": 1}))
+    assert len(how.pop("life")) == 12
+    assert how == {"base_model": "folder", "keep": 2, "timeout_s": 7.0}
+
+
+def test_the_pushers_of_a_rank_share_a_life(made: Any) -> None:
+    worker = worker_with_actor()
+    worker.roles["second"] = Role("actor", [], {"hf": 1}, "folder", *[None] * 4)  # type: ignore[arg-type]
+    for role in ("actor", "second"):
+        worker.connect({"role": role, "settings": asdict(PushSettings(URLS, "secret", adapters_kept=2))}, {})
+    connect(other := worker_with_actor(), adapters_kept=2)
+    first, second, third = (how["life"] for _, _, how in made)
+    assert first == second == worker.life != third == other.life
 
 
 def test_ranks_are_connected_once(made: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from megarl.layout import Layout
 from megarl.mcore.training.offload import Moved
+from megarl.roles import role as role_module
 from megarl.roles import worker as worker_module
 from megarl.roles.worker import Role, Worker
 
@@ -114,7 +115,7 @@ def test_a_role_with_local_layers_and_context_parallelism_is_refused_on_a_gpu(mo
     worker = Worker()
     worker.layout = Layout(cp=2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(worker_module, "read_hf_config", lambda folder: {})  # noqa: ARG005
+    monkeypatch.setattr(role_module, "read_hf_config", lambda folder: {})  # noqa: ARG005
     role: dict[str, Any] = {
         "kind": "actor",
         "optim": None,

@@ -107,14 +107,16 @@ def test_a_reply_that_is_not_what_was_asked_is_an_error(reply, words):
 
 
 def test_abilities_go_by_the_version():
-    names = ("update_sessions", "version_spans", "flush_beside_queue", "cache_salt", "frees_adapters")
+    names = ("update_sessions", "version_spans", "flush_beside_queue", "cache_salt", "frees_adapters", "adapts_experts")
     oldest = dict.fromkeys(names, False)
     assert Abilities.of("0.5.17") == Abilities(**oldest)
     assert Abilities.of("0.5.18") == Abilities(**{**oldest, "cache_salt": True})
     assert Abilities.of("0.5.20") == Abilities(**{**oldest, "cache_salt": True, "version_spans": True})
-    assert Abilities.of("0.5.21") == Abilities(**{**dict.fromkeys(oldest, True), "frees_adapters": False})
-    for version in ("0.5.22", "0.5.23.post1", "0.6.0", "1.0.0", "megarl-hf", "0.7.dev3", ""):
-        assert Abilities.of(version) == Abilities(**dict.fromkeys(oldest, True))
+    newest = dict.fromkeys(oldest, True)
+    assert Abilities.of("0.5.21") == Abilities(**{**newest, "frees_adapters": False, "adapts_experts": False})
+    assert Abilities.of("0.5.22") == Abilities(**{**newest, "adapts_experts": False})
+    for version in ("0.5.23", "0.5.23.post1", "0.6.0", "1.0.0", "megarl-hf", "0.7.dev3", ""):
+        assert Abilities.of(version) == Abilities(**newest)
 
 
 def test_the_digest_is_sha256_of_the_row_major_bytes():

@@ -25,6 +25,18 @@ def test_adapters_are_not_pushed_to_servers_that_may_never_unload_one(version: s
     check_abilities([Abilities.of("0.5.22")], load(*ADAPTERS), drains=True)
 
 
+def test_adapters_of_experts_need_servers_that_take_them() -> None:
+    old, words = [Abilities.of("0.5.22")], [*ADAPTERS, "model=deepseek_v3_mini", "trainer.device=cuda"]
+    with pytest.raises(ValueError) as error:
+        check_abilities(old, load(*words), drains=True)
+    assert str(error.value) == (
+        "actor.lora.push=adapter: this SGLang serves no adapters of experts or of latent attention; expected merged, "
+        "or SGLang 0.5.23 and newer"
+    )
+    check_abilities([Abilities.of("0.5.23")], load(*words), drains=True)
+    check_abilities(old, load(*words, "actor.lora.targets=[o_proj]"), drains=True)
+
+
 def test_a_lead_needs_the_version_of_each_token_or_a_drain() -> None:
     old, config = [Abilities.of("0.5.18")], load("rollout.ahead=2")
     with pytest.raises(

@@ -9,6 +9,7 @@ from omegaconf import II
 
 from megarl.config.schema.megatron import FollowsActor, Megatron
 from megarl.config.schema.optim import CriticOptim, Optim
+from megarl.projections import ALL
 
 
 @dataclass
@@ -24,8 +25,8 @@ class Model:
 class Lora:
     rank: int = 0  # rank of each adapter; 0 = no LoRA, all weights are trained
     alpha: float = 32.0  # the adapter is scaled by alpha / rank
-    targets: list[str] = field(  # matrices with an adapter, by their Hugging Face names
-        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets: list[str] = field(  # matrices with an adapter, by their Hugging Face names; all-linear = all of the layers
+        default_factory=lambda: [ALL]
     )
     push: str = "merged"  # merged (servers get the merged weights) | adapter (servers get the adapter; sglang only)
 

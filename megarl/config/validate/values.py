@@ -17,8 +17,9 @@ from megarl.config.keys import NAME
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_numbers
-from megarl.config.validate import agents, algorithms, data, models, rewards, servers, strategies, teachers
+from megarl.config.validate import agents, algorithms, data, lora, models, rewards, servers, strategies, teachers
 from megarl.config.validate.layouts import ROLES, used_roles
+from megarl.projections import ALL
 from megarl.sandbox import layers
 
 Test = Callable[[Any], bool]
@@ -130,8 +131,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "actor.lora.rank": _AT_LEAST_0,
     "actor.lora.alpha": _ABOVE_0,
     "actor.lora.targets": (
-        lambda v: v and set(v) <= set(names.LORA_TARGETS),
-        f"some of {', '.join(names.LORA_TARGETS)}",
+        lambda v: v == [ALL] or (v and set(v) <= set(names.LORA_TARGETS)),
+        f"[{ALL}], or some of {', '.join(names.LORA_TARGETS)}",
     ),
     "algorithm.gamma": _UNIT,
     "algorithm.lam": _UNIT,
@@ -307,8 +308,7 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
         yield from rewards.contradictions(config, command)
         yield from agents.contradictions(config)
     yield from servers.contradictions(config, command)
-    if config.actor.lora.rank and config.actor.lora.push == "adapter" and config.rollout.engine == "hf":
-        yield "actor.lora.push=adapter: expected merged, because rollout.engine=hf serves no adapters"
+    yield from lora.contradictions(config)
     yield from _names(config)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarl.mcore.checkpoint.adapters import identity
 from megarl.mcore.checkpoint.files import Reader, Saving, read_json, sync, write
 from megarl.mcore.checkpoint.held import held_optimizer, held_weights
-from megarl.mcore.models import lora
 from megarl.mcore.models.model import Model
 from megarl.mcore.training.optimizer import Optimizer
 from megarl.mcore.training.wrappers import FsdpOptimizer
@@ -29,7 +29,7 @@ def save(folder: Path, model: Model, optimizer: Optimizer | None, *, in_backgrou
     Returns when all ranks have written theirs.  `in_background`: returns when this rank's share is in host memory; then
     the checkpoint is finished when the savings of all ranks are.
     """
-    about: dict[str, Any] = {"ranks": dist.get_world_size(), "adapters": lora.identity(model), "step_index": 0}
+    about: dict[str, Any] = {"ranks": dist.get_world_size(), "adapters": identity(model), "step_index": 0}
     pieces = [*held_weights(model, own=True)]
     if optimizer is not None:
         about |= {"step_index": optimizer.step_index, "kind": optimizer.kind}
@@ -52,7 +52,7 @@ def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
     that differ from the model's or belong to another base model.
     """
     about = _about(folder)
-    _check_adapters(folder, about["adapters"], lora.identity(model))
+    _check_adapters(folder, about["adapters"], identity(model))
     if optimizer is not None:
         optimizer.step_index = _saved_step(folder, about, optimizer.kind)
     reader = Reader(folder, about["ranks"])
@@ -69,7 +69,7 @@ def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
 
 
 def adapters_in(folder: Path) -> dict[str, Any] | None:
-    """The description of a checkpoint's adapters (`lora.identity`); None: it holds a whole model."""
+    """The description of a checkpoint's adapters (`adapters.identity`); None: it holds a whole model."""
     found: dict[str, Any] | None = _about(folder)["adapters"]
     return found
 

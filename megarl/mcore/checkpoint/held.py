@@ -18,8 +18,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor, nn
 
+from megarl.mcore.checkpoint.adapters import sharded_state
 from megarl.mcore.checkpoint.boxes import Box, Shape, boxes_of
-from megarl.mcore.models import lora
+from megarl.mcore.models.lora import settings_of
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.models.transformer_engine import without_extra_state
 from megarl.mcore.training.optimizer import Optimizer
@@ -99,10 +100,10 @@ def held_optimizer(optimizer: Optimizer, model: Model, *, own: bool) -> Iterator
 
 def _parts(model: Model) -> dict[int, list[Part]]:
     """The parts of each parameter and buffer, by its id."""
-    has_adapters = lora.settings_of(model) is not None
+    has_adapters = settings_of(model) is not None
     found: dict[int, list[Part]] = {}
     for chunk in model:
-        state = lora.sharded_state(chunk) if has_adapters else _sharded(chunk)
+        state = sharded_state(chunk) if has_adapters else _sharded(chunk)
         for entry in nested_values(state):
             assert isinstance(entry, ShardedTensor | ShardedTensorFactory), f"{entry}: only tensors are saved"
             cut: Iterable[Any] = nested_values([entry.build()]) if isinstance(entry, ShardedTensorFactory) else [entry]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,23 @@ def unwrap(chunk: nn.Module) -> GPTModel:
     while not isinstance(inner, GPTModel):
         inner = inner.module
     return inner
+
+
+def whole_name(gpt: Any, name: str) -> str:
+    """The name of a parameter or module of this chunk -> its name in the whole model.
+
+    There layers and experts are numbered over all ranks.  Example, on the second of two stages of 4 layers, and the
+    second of two ranks that have 8 experts each: decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight ->
+    decoder.layers.4.mlp.experts.local_experts.9.linear_fc1.weight.
+    """
+    found = re.match(r"decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.)?(\d+)?", name)
+    if not found:
+        return name
+    layer, experts, expert = gpt.decoder.layers[int(found[1])], found[2], found[3]
+    whole = f"decoder.layers.{layer.layer_number - 1}."
+    if experts:
+        whole += f"{experts}{layer.mlp.local_expert_indices[int(expert)]}"
+    return whole + name[found.end() :]
 
 
 def output_weight(chunk: nn.Module) -> Tensor:

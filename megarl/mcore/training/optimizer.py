@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megarl.layout import Layout
 from megarl.mcore.models.layers import check_trainable
+from megarl.mcore.models.low_rank import sum_expert_gradients
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.muon import Muon, muon_matrices
@@ -61,7 +62,7 @@ def wrap_for_training(model: Model, layout: Layout, engine: ExecutionOptions = E
     config: Any = model[0].config
     check_trainable(config)
     _check(model, layout, engine)
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = _finish_gradients
     if engine.recompute_granularity == "full" and _has_adapters(model):
         _let_gradients_in(model)
     if engine.strategy == "none":
@@ -77,10 +78,21 @@ def wrap_for_training(model: Model, layout: Layout, engine: ExecutionOptions = E
         overlap_param_gather=engine.overlap_param_gather,
     )
     # The chunks after the first are reduced while others compute: buckets for them would gain nothing.
-    wrapped = [DistributedDataParallel(config, settings, x, disable_bucketing=i > 0) for i, x in enumerate(model)]
-    if engine.overlap_grad_reduce:  # only the last micro-batch's gradients are reduced
-        config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
-    return list(wrapped)
+    return [DistributedDataParallel(config, settings, x, disable_bucketing=i > 0) for i, x in enumerate(model)]
+
+
+def reduce_in_last(model: Model) -> None:
+    """Let Megatron reduce only the last micro-batch's gradients; before each step, as wrappers may share a config."""
+    chunks: list[Any] = model
+    if isinstance(chunks[0], DistributedDataParallel) and chunks[0].ddp_config.overlap_grad_reduce:
+        contexts = [chunk.no_sync for chunk in chunks]
+        chunks[0].config.no_sync_func = contexts[0] if len(chunks) == 1 else contexts
+
+
+def _finish_gradients(model: Model, *args: Any, **how: Any) -> None:
+    """Megatron's reductions of a step's gradients, and those of adapters on experts, which it does not know."""
+    finalize_model_grads(model, *args, **how)
+    sum_expert_gradients(model)
 
 
 def _has_adapters(model: Model) -> bool:

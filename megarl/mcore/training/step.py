@@ -24,7 +24,7 @@ from megarl.mcore.logprobs.divergence import TeacherStates
 from megarl.mcore.logprobs.logprobs import DIVERGENCE, OF_IDS, ReferenceStates, job_of, keep_hidden, token_columns
 from megarl.mcore.logprobs.top_k import top_k_of_chunks
 from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
-from megarl.mcore.training.optimizer import Optimizer
+from megarl.mcore.training.optimizer import Optimizer, reduce_in_last
 from megarl.mcore.training.packed_rows import PackedRow, in_whole_turns, make_row
 from megarl.sample import Batch, LossOutput, MicroBatch, Stats, merge_stats
 
@@ -170,6 +170,7 @@ def backward(
     rows = [make_row(micro, outputs.layout, device) for micro in micros]
     references = _references(reference, rows, outputs)
     trained: list[Any] = model  # each wrapped for training
+    reduce_in_last(model)
     for chunk in trained:
         chunk.train()
         chunk.zero_grad_buffer()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from megarl.plan.job import Job, Role
+from megarl.plan.memory.adapters import with_adapters
 from megarl.plan.memory.count import kinds_of_stage, of_stage, whole
 from megarl.plan.memory.memory import (
     RESERVE_BYTES,
@@ -72,9 +73,9 @@ def work_of(role: Role) -> Work:
 
 
 def held(role: Role, stage: int) -> Memory:
-    """Memory on a GPU of a pipeline stage while the role works.  With LoRA, gradients and optimizer count as 0."""
+    """Memory on a GPU of a pipeline stage while the role works."""
     memory = of_stage_bytes(role.hf, role.layout, stage, work_of(role), role.name)
-    return memory._replace(gradients=0, optimizer=0) if role.lora_rank else memory
+    return with_adapters(memory, role, stage) if role.lora_rank else memory
 
 
 def fullest(role: Role) -> Memory:

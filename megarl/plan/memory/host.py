@@ -5,7 +5,9 @@ Not counted: Python's processes, servers, rewards, and the file system's cache.
 
 from __future__ import annotations
 
+from megarl.layout import Layout
 from megarl.plan.job import Job, Role
+from megarl.plan.memory.adapters import of_adapters
 from megarl.plan.memory.count import whole
 from megarl.plan.memory.gpu_budget import GpuBudget, fullest, summed
 from megarl.plan.memory.memory import MOMENTS
@@ -17,11 +19,13 @@ def host_budget(job: Job) -> GpuBudget:
 
 
 def saved_bytes(role: Role) -> int:
-    """Bytes of a checkpoint of the role: weights, float32 master weights and moments; adapters alone count as 0."""
-    if role.lora_rank:
-        return 0
+    """Bytes of a checkpoint of the role, or of its adapters alone: weights, float32 master weights and moments."""
     width = 4 if role.dtype == "float32" else 2
-    return whole(role.hf, role.name) * (width + 4 * MOMENTS[role.optimizer or "adamw"] + (0 if width == 4 else 4))
+    if role.lora_rank:
+        count = of_adapters(role.hf, Layout(), 0, role.lora_rank, role.lora_targets).total
+    else:
+        count = whole(role.hf, role.name)
+    return count * (width + 4 * MOMENTS[role.optimizer or "adamw"] + (0 if width == 4 else 4))
 
 
 def _of_machine(job: Job, role: Role) -> GpuBudget:

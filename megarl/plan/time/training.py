@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from megarl.plan.job import Job, Role
-from megarl.plan.memory.count import of_stage
+from megarl.plan.memory.adapters import trained
 from megarl.plan.memory.memory import MOMENTS, part_of
 from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.flops import forward_flops
@@ -103,9 +103,7 @@ def _gradients(machine: Machine, cut: Cut, slowest: Pass) -> float:
     """Seconds to reduce gradients and gather parameters that backward passes do not hide."""
     role, links, constants = machine.role, machine.links, machine.constants
     layout = role.layout
-    if role.lora_rank:
-        return 0.0
-    dense, experts = of_stage(role.hf, layout, 0, role.name)
+    dense, experts = trained(role, 0)
     groups = (
         (dense, role.num_ranks // (layout.tp * layout.pp), layout.tp),
         (experts, role.num_ranks // (layout.ep * layout.expert_tp * layout.pp), layout.ep * layout.expert_tp),
@@ -123,9 +121,8 @@ def _gradients(machine: Machine, cut: Cut, slowest: Pass) -> float:
 def _optimizer(machine: Machine) -> float:
     """Seconds of memory traffic: gradients, float32 copies and moments are read and written, weights written."""
     role, job, constants = machine.role, machine.job, machine.constants
-    parameters = of_stage(role.hf, role.layout, 0, role.name)
+    parameters = trained(role, 0)
     is_shared = role.layout.use_distributed_optimizer or role.fsdp
     learnt = part_of(parameters, role.layout, role.num_ranks) if is_shared else parameters.total
     each = 4 + 2 * 4 * (MOMENTS[role.optimizer or "adamw"] + 1) + machine.width
-    moved = 0 if role.lora_rank else learnt * each
-    return moved / (job.gpu.memory_bandwidth * constants.memory)
+    return learnt * each / (job.gpu.memory_bandwidth * constants.memory)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.mcore.models.lora import LoraSettings, adapted, settings_of
+from megarl.mcore.models.lora import LoraSettings, adapted, settings_in
 from megarl.mcore.models.model import Model
+from megarl.projections import LINEARS, chosen, projections_of
 from megarl.weights.hf.export import BUFFER_BYTES
 from megarl.weights.hf.folder import HFFolder, write_whole
 from megarl.weights.hf.gather import ModelParallel, whole_tensors
@@ -44,24 +44,40 @@ OTHER_KINDS: dict[str, tuple[Any, ...]] = {
 
 def adapter_table(hf_config: HFConfig, settings: LoraSettings) -> list[Op]:
     """The mappings of A and B of every adapted projection, in the order of the model."""
-    table: list[Op] = []
+    targets = chosen(settings.targets, projections_of(hf_config))
+    return [
+        op
+        for linear, projection, name in _projections(hf_config)
+        if projection in targets
+        for op in _pair(linear, projection, name, settings.rank)
+    ]
+
+
+def _projections(hf_config: HFConfig) -> Iterator[tuple[Op, str, str]]:
+    """(mapping of the linear's weight, projection, HF name of the projection's weight) of everything adaptable."""
     for op in table_for(hf_config):
-        for name, shape in op.hf_shapes.items():
-            module, kind = name.rsplit(".", 1)
-            target = module.rsplit(".", 1)[-1]
-            if kind == "weight" and target in settings.targets and op.expert is None:
-                table += _pair(op, module, target, shape, settings.rank)
-    return table
+        linear, _, kind = op.param.rpartition(".")
+        projections = LINEARS.get(linear.rpartition(".")[2], ())
+        if projections and kind == "weight":
+            yield from ((op, *both) for both in zip(projections, op.hf_shapes, strict=True))
 
 
-def _pair(op: Op, module: str, target: str, shape: tuple[int, ...], rank: int) -> list[Op]:
+def module_names(hf_config: HFConfig, settings: LoraSettings) -> dict[str, str]:
+    """HF's names of the adapted modules -> the projections: the same names, but w1, w3, w2 in Mixtral's experts."""
+    targets = chosen(settings.targets, projections_of(hf_config))
+    named = ((name.split(".")[-2], projection) for _, projection, name in _projections(hf_config))
+    return {module: projection for module, projection in named if projection in targets}
+
+
+def _pair(op: Op, projection: str, name: str, rank: int) -> list[Op]:
     """B has the weight's rows and A its columns; where the weight is cut, B or A is cut in the same way."""
+    rows, columns = op.hf_shapes[name]
     cut_at = op.pieces(0, 1)[0].dim  # 0: rows
-    param = f"{op.param.removesuffix('.weight')}.lora.{target}"
+    param, module = f"{op.param.removesuffix('.weight')}.lora.{projection}", name.removesuffix(".weight")
     a, b = f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
     return [
-        Rename(f"{param}.A", a, (rank, shape[1]), 1 if cut_at == 1 else None),
-        Rename(f"{param}.B", b, (shape[0], rank), 0 if cut_at == 0 else None),
+        Rename(f"{param}.A", a, (rank, columns), 1 if cut_at == 1 else None, axis=op.axis, expert=op.expert),
+        Rename(f"{param}.B", b, (rows, rank), 0 if cut_at == 0 else None, axis=op.axis, expert=op.expert),
     ]
 
 
@@ -75,16 +91,21 @@ def adapter_parameters(model: Model) -> dict[str, Tensor]:
 
 
 def adapter_tensors(model: Model, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
-    """(PEFT's name, whole tensor) on every rank of a replica; all ranks must iterate to the end.
+    """(PEFT's name, whole tensor) on every rank of a copy of the model; all of them must iterate to the end.
 
-    A tensor may share memory with the model: use it before you request the next one, and never write to it.
+    If experts are distributed over several data-parallel replicas, these form one copy: let all ranks call it.  A
+    tensor may share memory with the model: use it before you request the next one, and never write to it.
     """
     table = adapter_table(hf_config, settings_in(model))
-    return whole_tensors(table, adapter_parameters(model), _replica(), buffer_bytes=BUFFER_BYTES)
+    return whole_tensors(table, adapter_parameters(model), ModelParallel.current(), buffer_bytes=BUFFER_BYTES)
 
 
-def peft_config(settings: LoraSettings, base_model: str) -> dict[str, Any]:
-    """The adapter_config.json that PEFT and SGLang read; `base_model`: folder or hub name of the base."""
+def peft_config(settings: LoraSettings, base_model: str, modules: Sequence[str]) -> dict[str, Any]:
+    """The adapter_config.json that PEFT and SGLang read.
+
+    `base_model`: folder or hub name of the base.  `modules`: names of the adapted modules; PEFT's are those of the
+    folder (`module_names`), and SGLang's the projections.
+    """
     whole = float(settings.alpha).is_integer()
     return {
         "peft_type": "LORA",
@@ -93,7 +114,7 @@ def peft_config(settings: LoraSettings, base_model: str) -> dict[str, Any]:
         "r": settings.rank,
         "lora_alpha": int(settings.alpha) if whole else settings.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(settings.targets),
+        "target_modules": list(modules),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -103,7 +124,8 @@ def peft_config(settings: LoraSettings, base_model: str) -> dict[str, Any]:
 def save_peft(model: Model, hf_config: HFConfig, folder: str | Path, *, base_model: str) -> None:
     """Write a folder that `peft` loads, from world rank 0; adapter_config.json is written last.
 
-    Every rank of rank 0's replica must call it.  An adapter that already exists there is replaced.
+    Every rank of rank 0's copy of the model must call it, so let all ranks call it.  An adapter that already exists
+    there is replaced.
     """
     stream = adapter_tensors(model, hf_config)
     try:
@@ -113,14 +135,16 @@ def save_peft(model: Model, hf_config: HFConfig, folder: str | Path, *, base_mod
             (folder / CONFIG).unlink(missing_ok=True)
             tensors = on_cpu(stream)
             write_whole(folder / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
-            config = json.dumps(peft_config(settings_in(model), base_model), indent=2) + "\n"
+            settings = settings_in(model)
+            modules = list(module_names(hf_config, settings))
+            config = json.dumps(peft_config(settings, base_model, modules), indent=2) + "\n"
             write_whole(folder / CONFIG, lambda path: path.write_text(config))
     finally:
         deque(stream, maxlen=0)  # after an error on rank 0 too (full disk): the other ranks wait in its collectives
 
 
-def read_peft_settings(folder: str | Path) -> LoraSettings:
-    """Rank, alpha and targets of an adapter.  ValueError if there is none or it is not plain LoRA."""
+def read_peft_settings(folder: str | Path, hf_config: HFConfig) -> LoraSettings:
+    """Rank, alpha and targets of an adapter for this model.  ValueError if there is none or it is not plain LoRA."""
     file = Path(folder) / CONFIG
     if not file.is_file():
         raise ValueError(f"{folder}: there is no {CONFIG}; expected the folder of a PEFT adapter")
@@ -130,10 +154,15 @@ def read_peft_settings(folder: str | Path) -> LoraSettings:
     for key, plain in OTHER_KINDS.items():
         if config.get(key) not in plain:
             raise ValueError(f"{file}: {key}={config[key]!r} is not supported; expected {plain[1]!r}")
-    targets = config.get("target_modules")
+    targets, known = config.get("target_modules"), module_names(hf_config, LoraSettings(1, 1.0))
     if not isinstance(targets, list):
         raise ValueError(f"{file}: target_modules={targets!r} is not supported; expected a list of projections")
-    return LoraSettings(config["r"], config["lora_alpha"], tuple(targets))
+    if strange := [target for target in targets if target not in known]:
+        raise ValueError(
+            f"{file}: target_modules names {', '.join(strange)}, which this model does not have; expected some of "
+            f"{', '.join(known)}"
+        )
+    return LoraSettings(config["r"], config["lora_alpha"], tuple(dict.fromkeys(known[target] for target in targets)))
 
 
 def load_peft(model: Model, hf_config: HFConfig, folder: str | Path) -> None:
@@ -141,29 +170,15 @@ def load_peft(model: Model, hf_config: HFConfig, folder: str | Path) -> None:
 
     ValueError if rank, alpha or targets differ from the model's, or for missing, unknown or wrongly shaped tensors.
     """
-    own, theirs = settings_in(model), read_peft_settings(folder)
+    own, theirs = settings_in(model), read_peft_settings(folder, hf_config)
     if (own.rank, own.alpha, set(own.targets)) != (theirs.rank, theirs.alpha, set(theirs.targets)):
         raise ValueError(f"{folder}: this adapter has {theirs}, the model has {own}; expected the same")
     table = adapter_table(hf_config, own)
     with safe_open(Path(folder) / WEIGHTS, framework="pt", device="cpu") as file:
         stored = HFFolder(Path(folder), [file])
         check_names(stored, table, set())
-        fill(adapter_parameters(model), table, stored, _replica().coordinate)
+        fill(adapter_parameters(model), table, stored, ModelParallel.current().coordinate)
 
 
 def on_cpu(stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.cpu().clone().contiguous() for name, tensor in stream}
-
-
-def _replica() -> ModelParallel:
-    """This rank's place in its replica; without expert parallelism, because experts have no adapters."""
-    where = ModelParallel.current()
-    return replace(
-        where, coordinate=replace(where.coordinate, ep_rank=0, ep=1, etp_rank=0, etp=1), ep_group=None, etp_group=None
-    )
-
-
-def settings_in(model: Model) -> LoraSettings:
-    settings = settings_of(model)
-    assert settings is not None, "this model has no adapters: apply_lora makes them"
-    return settings

@@ -8,7 +8,6 @@ another from the expert-parallel rank that has them, and one all-gather over the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from megarl.mcore.models.lora import settings_of
 from megarl.mcore.models.mla import router_biases
-from megarl.mcore.models.model import Model, unwrap
+from megarl.mcore.models.model import Model, unwrap, whole_name
 from megarl.mcore.models.transformer_engine import local_name
 from megarl.weights.hf.merged import Merged, dtype_of
 from megarl.weights.mapping.names import Op, ShardCoordinate, num_bytes
@@ -76,24 +75,11 @@ def local_parameters(model: Model) -> Mapping[str, Tensor]:
     """
     out: dict[str, Tensor] = {}
     for gpt in map(unwrap, model):
-        numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
-        experts = [getattr(layer.mlp, "local_expert_indices", []) for layer in gpt.decoder.layers]
         for name, param in chain(gpt.named_parameters(), router_biases(gpt)):
-            whole_name = _renumber(local_name(name), numbers, experts)
-            assert whole_name not in out, f"two parameters of this rank are named {whole_name}"
-            out[whole_name] = param.detach()
+            whole = whole_name(gpt, local_name(name))
+            assert whole not in out, f"two parameters of this rank are named {whole}"
+            out[whole] = param.detach()
     return out if settings_of(model) is None else Merged(out, model)
-
-
-def _renumber(name: str, layer_numbers: Sequence[int], expert_numbers: Sequence[Sequence[int]]) -> str:
-    found = re.match(r"decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.)?(\d+)?", name)
-    if not found:
-        return name
-    layer, experts, expert = found.groups()
-    whole = f"decoder.layers.{layer_numbers[int(layer)]}."
-    if experts:
-        whole += f"{experts}{expert_numbers[int(layer)][int(expert)]}"
-    return whole + name[found.end() :]
 
 
 def whole_tensors(

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
+from megarl.mcore.models.lora import settings_in
 from megarl.mcore.models.model import Model
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.weights.hf.adapter import adapter_tensors, on_cpu, peft_config, settings_in
+from megarl.weights.hf.adapter import adapter_tensors, on_cpu, peft_config
 from megarl.weights.mapping.families import HFConfig
 from megarl.weights.push.report import Clock, PushError, PushReport
 from megarl.weights.verify.canary import Canary, disagreement
@@ -36,8 +36,9 @@ _UNLOAD_S = 2.0  # after this time requests that still run with an adapter to un
 class AdapterPusher:
     """Exists on every rank; only world rank 0 talks to the servers.
 
-    `keep`: number of adapters that a server holds after a push.  Older ones are unloaded, and so are those of an
-    earlier life of the ranks, which the servers outlive.
+    `keep`: number of this pusher's adapters that a server holds after a push.  Older ones are unloaded, and so are
+    those of an earlier life of the ranks, which the servers outlive.  `life`: a name for this life, shared by the
+    pushers of all its roles, whose adapters stay.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class AdapterPusher:
         *,
         base_model: str,
         keep: int,
+        life: str,
         timeout_s: float = 120.0,
     ) -> None:
         self._hf_config, self._base_model, self._keep = hf_config, base_model, keep
         self._engines = {url: ServerClient(url, token, timeout_s=timeout_s) for url in urls}
         # A server may hold adapters of earlier ranks and refuses a name that it has: each life has its own names.
-        self._life = f"{OURS}{uuid.uuid4().hex[:12]}-"
+        self._life = f"{OURS}{life}-"
+        self._own = f"{self._life}{uuid.uuid4().hex[:8]}-"
         self._num_pushes = 0
 
     def push(
@@ -63,8 +66,6 @@ class AdapterPusher:
 
         `only`: push to these urls only.  Peak extra memory on rank 0: the adapters three times.
         """
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
-            return None
         stream = adapter_tensors(model, self._hf_config)
         try:
             if dist.get_rank() != 0:
@@ -75,7 +76,9 @@ class AdapterPusher:
         finally:
             deque(stream, maxlen=0)  # finish the stream's collectives: the other ranks wait in them
         urls = list(self._engines) if only is None else list(only)
-        return self.deliver(urls, version, tensors, peft_config(settings_in(model), self._base_model), canary, clock)
+        settings = settings_in(model)
+        config = peft_config(settings, self._base_model, settings.targets)
+        return self.deliver(urls, version, tensors, config, canary, clock)
 
     def deliver(
         self,
@@ -88,7 +91,7 @@ class AdapterPusher:
     ) -> PushReport:
         """Load a complete adapter into these servers.  `config`: PEFT's adapter_config.json."""
         self._num_pushes += 1
-        name = f"{self._life}{self._num_pushes:08d}-v{version}"  # sorted by name they are sorted by age
+        name = f"{self._own}{self._num_pushes:08d}-v{version}"  # sorted by name they are sorted by age
         failed = self._give(urls, name, tensors, config, canary, clock)
         transports = {url: "adapter" for url in urls if url not in failed}
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -116,7 +119,7 @@ class AdapterPusher:
         def one(url: str) -> None:
             engine = self._engines[url]
             try:
-                for old in outdated(engine.adapters(), self._life, self._keep - 1):
+                for old in outdated(engine.adapters(), self._life, self._own, self._keep - 1):
                     unload(engine, old)
                 give_adapter(engine, name, tensors, config)
                 if canary is not None:
@@ -129,11 +132,14 @@ class AdapterPusher:
         return failed | (disagreement(canary, heard) if canary is not None else {})
 
 
-def outdated(names: Sequence[str], life: str, keep: int) -> list[str]:
-    """Of a server's adapters those to unload: ours of other lives, and of this one all but the newest `keep`."""
+def outdated(names: Sequence[str], life: str, own: str, keep: int) -> list[str]:
+    """Of a server's adapters those to unload: those of other lives, and of a pusher's own all but the newest `keep`.
+
+    `life`, `own`: how the names of this life begin, and of these the pusher's.
+    """
     others = [name for name in names if name.startswith(OURS) and not name.startswith(life)]
-    of_this_life = sorted(name for name in names if name.startswith(life))
-    return others + of_this_life[: max(0, len(of_this_life) - keep)]
+    of_this = sorted(name for name in names if name.startswith(own))
+    return others + of_this[: max(0, len(of_this) - keep)]
 
 
 def unload(engine: ServerClient, name: str) -> None:

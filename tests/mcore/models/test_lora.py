@@ -9,16 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from megarl.layout import Layout
-from megarl.mcore.models.lora import (
-    TARGETS,
-    LoraSettings,
-    adapted,
-    apply_lora,
-    identity,
-    merged_weight,
-    settings_of,
-)
+from megarl.mcore.checkpoint.adapters import identity
+from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora, attached, detach, merged_weight, settings_of
 from megarl.mcore.models.model import build_model
+from megarl.projections import ALL, projections_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -99,13 +93,15 @@ def test_only_adapters_are_trained_and_only_those_of_targets() -> None:
 
 
 def test_adapters_are_drawn_by_seed_and_name_whatever_else_is_adapted() -> None:
+    every = (ALL,)
+
     def drawn(targets: tuple[str, ...], seed: int) -> torch.Tensor:
         linear = linears(adapted_model(LoraSettings(2, 4.0, targets), seed=seed))["decoder.layers.1.mlp.linear_fc2"]
         return linear.lora.down_proj.A
 
-    assert torch.equal(drawn(TARGETS, 3), drawn(("down_proj",), 3))
-    assert not torch.equal(drawn(TARGETS, 3), drawn(TARGETS, 4))
-    assert drawn(TARGETS, 3).abs().max() <= 48**-0.5
+    assert torch.equal(drawn(every, 3), drawn(("down_proj",), 3))
+    assert not torch.equal(drawn(every, 3), drawn(every, 4))
+    assert drawn(every, 3).abs().max() <= 48**-0.5
 
 
 def test_a_model_says_what_it_is_adapted_by_and_on_which_base() -> None:
@@ -133,13 +129,55 @@ def test_a_model_says_what_it_is_adapted_by_and_on_which_base() -> None:
         (
             4,
             (),
-            "lora.targets=[]: expected some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, each onc",
+            "lora.targets=[]: expected all-linear, or some of q_proj, k_proj, v_proj, q_a_proj, q_b_proj, ",
         ),
-        (4, ("q_proj", "lm_head"), "lora.targets=['q_proj', 'lm_head']: expected some of q_proj,"),
-        (4, ("q_proj", "q_proj"), "lora.targets=['q_proj', 'q_proj']: expected some of q_proj,"),
+        (4, ("q_proj", "lm_head"), "lora.targets=['q_proj', 'lm_head']: expected all-linear, or some of q_proj,"),
+        (4, ("q_proj", "q_proj"), "lora.targets=['q_proj', 'q_proj']: expected all-linear, or some of q_proj,"),
+        (4, (ALL, "q_proj"), "lora.targets=['all-linear', 'q_proj']: expected all-linear, or some of q_proj,"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(rank: int, targets: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         LoraSettings(rank, 8.0, targets)
     assert str(caught.value).startswith(sentence)
+
+
+def test_a_projection_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError) as caught:
+        adapted_model(LoraSettings(2, 4.0, ("q_a_proj", "o_proj")))
+    assert str(caught.value) == (
+        "lora.targets=['q_a_proj', 'o_proj']: this model has no q_a_proj; expected all-linear, or some of q_proj, "
+        "k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    )
+
+
+def test_all_linear_becomes_what_the_model_has() -> None:
+    settings = settings_of(adapted_model(LoraSettings(2, 4.0)))
+    assert settings is not None
+    assert settings.targets == projections_of(HF) == (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
+
+
+def test_a_base_computes_with_the_set_that_is_attached_and_is_itself_without_one() -> None:
+    model = adapted_model(LoraSettings(2, 4.0), seed=1)
+    path = "decoder.layers.1.self_attention.linear_proj"
+    linear, x = linears(model)[path], torch.randn(5, 1, 64)
+    before = F.linear(x, linear.weight)
+    with torch.no_grad():
+        linear.lora.o_proj.B.fill_(0.1)
+    with_first = linear(x)[0]
+    first = detach(model)
+    assert settings_of(model) is None and not linears(model)
+    assert torch.equal(linear(x)[0], before)
+    apply_lora(model, LoraSettings(3, 3.0, ("o_proj",)), seed=2)
+    with torch.no_grad():
+        linear.lora.o_proj.B.fill_(-0.2)
+    with_second = linear(x)[0]
+    second = detach(model)
+    for adapters, expected in ((first, with_first), (second, with_second), (None, before), (first, with_first)):
+        with attached(model, adapters):
+            assert torch.equal(linear(x)[0], expected)
+            assert settings_of(model) == (adapters.settings if adapters else None)
+        assert settings_of(model) is None and not linears(model)
+    assert len(list(first.parameters())) == 2 * 2 * 7

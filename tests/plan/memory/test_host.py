@@ -19,7 +19,8 @@ def test_a_checkpoint_has_weights_master_weights_and_moments():
     assert saved_bytes(actor) == whole(HF) * (2 + 4 + 8)
     assert saved_bytes(replace(actor, dtype="float32")) == whole(HF) * (4 + 8)
     assert saved_bytes(replace(actor, optimizer="sgd")) == whole(HF) * (2 + 4 + 4)
-    assert saved_bytes(replace(actor, lora_rank=8)) == 0
+    # A matrix [out, in] has adapters of rank * (out + in): per layer q and o 32 each, k and v 24, gate, up, down 48.
+    assert saved_bytes(replace(actor, lora_rank=8)) == 4 * 8 * (2 * 32 + 2 * 24 + 3 * 48) * 14
 
 
 def test_copies_are_the_share_of_a_machine():

@@ -21,36 +21,50 @@ from megarl.weights.push.report import Clock, PushReport
 CONFIG: Any = {}
 
 
-def pusher_of(urls: list[str], keep: int = 2, timeout_s: float = 60.0) -> AdapterPusher:
-    return AdapterPusher(urls, "token", CONFIG, base_model="base", keep=keep, timeout_s=timeout_s)
+def pusher_of(urls: list[str], keep: int = 2, timeout_s: float = 60.0, life: str = "first") -> AdapterPusher:
+    return AdapterPusher(urls, "token", CONFIG, base_model="base", keep=keep, life=life, timeout_s=timeout_s)
 
 
 async def push(pusher: AdapterPusher, urls: list[str], version: int) -> PushReport:
     return await asyncio.to_thread(pusher.deliver, urls, version, {"a": torch.ones(2)}, CONFIG, None, Clock())
 
 
-def test_the_oldest_of_this_life_and_all_of_others_are_outdated() -> None:
+def test_a_pushers_oldest_and_all_of_other_lives_are_outdated() -> None:
     names = [
         "users-own",
-        "megarl-b-00000010-v9",
-        "megarl-b-00000009-v8",
-        "megarl-a-00000011-v9",
-        "megarl-b-00000011-v9",
+        "megarl-b-x-00000010-v9",
+        "megarl-b-x-00000009-v8",
+        "megarl-b-y-00000001-v1",
+        "megarl-a-x-00000011-v9",
+        "megarl-b-x-00000011-v9",
     ]
-    assert outdated(names, "megarl-b-", keep=2) == ["megarl-a-00000011-v9", "megarl-b-00000009-v8"]
-    assert outdated(names, "megarl-b-", keep=9) == ["megarl-a-00000011-v9"]
+    of_b = ("megarl-b-", "megarl-b-x-")
+    assert outdated(names, *of_b, keep=2) == ["megarl-a-x-00000011-v9", "megarl-b-x-00000009-v8"]
+    assert outdated(names, *of_b, keep=9) == ["megarl-a-x-00000011-v9"]
 
 
 def test_a_server_holds_so_many_adapters_and_a_new_life_begins_without_those_before() -> None:
     async def run() -> None:
         server = AdapterWriter("users-own")
         async with serving(server) as (urls, _):
-            first, second = pusher_of(urls, keep=3), pusher_of(urls, keep=3)
+            first, second = pusher_of(urls, keep=3), pusher_of(urls, keep=3, life="second")
             names = [(await push(first, urls, version)).adapter for version in range(5)]
             assert server.adapters == ["users-own", *names[2:]]
             again = await push(second, urls, 0)  # of the same version, with other weights
             assert again.failed == {} and again.adapter not in names
             assert server.adapters == ["users-own", again.adapter]
+
+    asyncio.run(run())
+
+
+def test_two_runs_of_one_life_keep_their_own_adapters_on_a_server() -> None:
+    async def run() -> None:
+        server = AdapterWriter()
+        async with serving(server) as (urls, _):
+            first, second = pusher_of(urls), pusher_of(urls)
+            ours = [(await push(first, urls, version)).adapter for version in range(3)]
+            theirs = [(await push(second, urls, version)).adapter for version in range(3)]
+            assert sorted(server.adapters) == sorted([*ours[1:], *theirs[1:]])
 
     asyncio.run(run())
 

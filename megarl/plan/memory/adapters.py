@@ -1,0 +1,110 @@
+"""What is trained of a role: all parameters, or those of LoRA adapters, by the shapes of the projections.
+
+An adapter of a matrix [out, in] has rank * (in + out) parameters.  Ranks cut one of its factors as they cut the matrix,
+and each has the whole other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megarl.layout import Layout
+from megarl.plan.job import Role
+from megarl.plan.memory.count import (
+    HFConfig,
+    Parameters,
+    attention_size,
+    expert_size,
+    kinds_of_stage,
+    num_experts,
+    of_stage,
+)
+from megarl.plan.memory.memory import MOMENTS, Memory, part_of
+from megarl.projections import chosen, projections_of
+
+
+class Matrix(NamedTuple):
+    """The weight of a projection, and whether its columns are cut over ranks, else its rows."""
+
+    rows: int
+    columns: int
+    by_columns: bool = False
+
+
+def trained(role: Role, stage: int) -> Parameters:
+    """Parameters that the optimizer changes, on each rank of a pipeline stage."""
+    if role.lora_rank:
+        return of_adapters(role.hf, role.layout, stage, role.lora_rank, role.lora_targets)
+    return of_stage(role.hf, role.layout, stage, role.name)
+
+
+def of_adapters(hf: HFConfig, layout: Layout, stage: int, rank: int, targets: tuple[str, ...]) -> Parameters:
+    """Parameters of the adapters on each rank of a pipeline stage."""
+    wanted = chosen(targets, projections_of(hf))
+    dense = experts = 0
+    for sparse, count in kinds_of_stage(hf, layout, stage).items():
+        parts = _attention(hf) | _feed_forward(hf, _dense_width(hf, sparse))
+        dense += count * rank * _numbers(parts, wanted, layout.tp)
+        if sparse:
+            own = (num_experts(hf) or 0) // layout.ep
+            experts += count * own * rank * _numbers(_feed_forward(hf, expert_size(hf)), wanted, layout.expert_tp)
+    return Parameters(dense, experts)
+
+
+def with_adapters(memory: Memory, role: Role, stage: int) -> Memory:
+    """The memory of a role whose base is frozen: its weights stay, gradients and moments are those of the adapters."""
+    own = trained(role, stage)
+    width = 4 if role.dtype == "float32" else 2
+    learnt = part_of(own, role.layout, role.num_ranks) if role.layout.use_distributed_optimizer else own.total
+    moments = 4 * MOMENTS[role.optimizer or "adamw"] + (0 if role.dtype == "float32" else 4)
+    return memory._replace(
+        weights=memory.weights + width * own.total, gradients=4 * own.total, optimizer=moments * learnt
+    )
+
+
+def _numbers(matrices: Mapping[str, Matrix], wanted: tuple[str, ...], ranks: int) -> int:
+    """The sum of rows and columns that a rank has of A and B, for rank 1."""
+    total = 0
+    for name in wanted:
+        if name in matrices:
+            rows, columns, by_columns = matrices[name]
+            total += rows + columns // ranks if by_columns else rows // ranks + columns
+    return total
+
+
+def _dense_width(hf: HFConfig, sparse: bool) -> int:
+    """Of the feed-forward that is no routed expert: a dense layer's, or that of the shared experts (0: none)."""
+    return expert_size(hf) * (hf.get("n_shared_experts") or 0) if sparse else hf["intermediate_size"]
+
+
+def _feed_forward(hf: HFConfig, width: int) -> dict[str, Matrix]:
+    hidden = hf["hidden_size"]
+    if not width:
+        return {}
+    up = Matrix(width, hidden)
+    return {"gate_proj": up, "up_proj": up, "down_proj": Matrix(hidden, width, by_columns=True)}
+
+
+def _attention(hf: HFConfig) -> dict[str, Matrix]:
+    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    if "kv_lora_rank" not in hf:
+        size = attention_size(hf)
+        key = Matrix((hf.get("num_key_value_heads") or heads) * size, hidden)
+        return {
+            "q_proj": Matrix(heads * size, hidden),
+            "k_proj": key,
+            "v_proj": key,
+            "o_proj": Matrix(hidden, heads * size, by_columns=True),
+        }
+    plain, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
+    latent, q_latent = hf["kv_lora_rank"], hf.get("q_lora_rank") or hidden
+    queries = heads * (plain + rope)
+    return {
+        "q_proj": Matrix(queries, hidden),
+        "q_a_proj": Matrix(q_latent, hidden),
+        "q_b_proj": Matrix(queries, q_latent),
+        "kv_a_proj_with_mqa": Matrix(latent + rope, hidden),
+        "kv_b_proj": Matrix(heads * (plain + value), latent),
+        "o_proj": Matrix(hidden, heads * value, by_columns=True),
+    }

@@ -1,0 +1,161 @@
+"""A model on a rank: built with its optimizer and its buffers in host memory, alone or on the base of another role.
+
+Roles that train adapters can share one base.  A set of adapters is then in the model only during the calls of its role,
+and each role has its own wrapper, gradient buffers and optimizer around the same linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algo.distillation import Distillation
+from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.layout import Layout
+from megarl.mcore.checkpoint.files import Saving
+from megarl.mcore.models.lora import AdapterSet, LoraSettings, apply_lora, attached, detach, settings_of
+from megarl.mcore.models.model import Model, build_model, read_hf_config
+from megarl.mcore.training.execution import ExecutionOptions
+from megarl.mcore.training.offload import OffloadBuffer
+from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.weights.hf.load import load_hf
+from megarl.weights.mapping.families import Role as Kind
+from megarl.weights.push.adapter_push import AdapterPusher
+from megarl.weights.push.push import Pusher
+
+LOSSES: dict[str, Callable[..., Any]] = {"actor": ActorLoss, "critic": CriticLoss}
+
+
+@dataclass
+class Role:
+    """A model on this rank."""
+
+    kind: Kind  # actor (also of a reference) | critic
+    model: Model
+    hf: dict[str, Any]
+    source_folder: str
+    optimizer: Optimizer | None
+    parameters: OffloadBuffer  # of the base alone, if it is shared: then the same for all its roles
+    gradients: OffloadBuffer  # gradient buffers, which only an update needs
+    moments: OffloadBuffer  # optimizer state
+    heads: list[Tensor] = field(default_factory=list)  # of its teachers, beside its own head: see TeacherStates
+    pusher: Pusher | AdapterPusher | None = None  # set by `connect`
+    saving: Saving | None = None  # the last save
+    last_loss: tuple[dict[str, Any], Any] | None = None
+    engine: ExecutionOptions = ExecutionOptions()
+    chunks: Model = field(default_factory=list)  # the model before it was wrapped for training
+    adapters: AdapterSet | None = None  # of a role that shares its base
+    own: OffloadBuffer | None = None  # the parameters of these
+
+    def loss(self, settings: dict[str, Any]) -> Any:
+        """The loss with these settings, cached between updates because its construction tests it numerically."""
+        if self.last_loss is None or self.last_loss[0] != settings:
+            taught = settings.get("distillation")
+            made = {**settings, "distillation": Distillation(**taught)} if taught else settings
+            self.last_loss = settings, LOSSES[self.kind](**made)
+        return self.last_loss[1]
+
+    @property
+    def weights(self) -> list[OffloadBuffer]:
+        """What every call needs."""
+        return [self.parameters] if self.own is None else [self.parameters, self.own]
+
+    @property
+    def buffers(self) -> list[OffloadBuffer]:
+        return [*self.weights, self.gradients, self.moments]
+
+    @property
+    def num_parameters(self) -> int:
+        modules = [*self.model, *([] if self.adapters is None else [self.adapters])]
+        return sum(param.numel() for module in modules for param in module.parameters())
+
+    @contextmanager
+    def complete(self) -> Iterator[None]:
+        """Inside this context the role's adapters are in its model, whoever shares its base."""
+        with attached(self.chunks, self.adapters):
+            yield
+
+    def offload_by_default(self) -> None:
+        """Offload what is on the device only during calls that need it."""
+        for buffer in [*self.weights, self.gradients] if self.engine.param_offload else []:
+            buffer.offload()
+        if self.engine.optimizer_offload:
+            self.moments.offload()
+
+
+def build_role(arguments: dict[str, Any], layout: Layout) -> Role:
+    """A role from an HF folder; `optim` None: no training, `lora` None: no adapters."""
+    hf = read_hf_config(arguments["folder"])
+    kind, lora = arguments["kind"], arguments["lora"]
+    engine = ExecutionOptions(**arguments["engine"])
+    engine = engine if lora is None else engine.for_adapters()
+    engine.check_context_parallel(layout.cp)
+    chunks = build_model(hf, layout, role=kind, dtype=arguments["dtype"], engine=engine)
+    if arguments["reads_weights"]:
+        load_hf(chunks, arguments["folder"], hf, role=kind)
+    else:  # a checkpoint of another layout may have fewer rows of padding, which are zero
+        with torch.no_grad():
+            for param in (param for chunk in chunks for param in chunk.parameters()):
+                param.zero_()
+    model, optimizer = _trained(chunks, arguments, layout, engine)
+    parameters, gradients = OffloadBuffer(model, None, parameters=True), OffloadBuffer(model, None, gradients=True)
+    moments = OffloadBuffer(model, optimizer, moments=True)
+    where = kind, model, hf, arguments["folder"], optimizer, parameters, gradients, moments
+    return Role(*where, engine=engine, chunks=chunks)
+
+
+def build_on(owner: Role, arguments: dict[str, Any], layout: Layout) -> Role:
+    """A role on the base of another one, which it shares instead of a copy; `lora` None: the base as it is, frozen.
+
+    ValueError if the owner trains all weights, or if this role would, or is of another kind, or has another folder.
+    """
+    base = f"base={arguments['base']}"
+    for what, own, theirs in (
+        ("a model of kind", arguments["kind"], owner.kind),
+        ("the folder", arguments["folder"], owner.source_folder),
+    ):
+        if own != theirs:
+            raise ValueError(f"{base}: that role has {what} {theirs}, not {own}; expected the same")
+    if owner.optimizer is not None and owner.adapters is None and settings_of(owner.chunks) is None:
+        raise ValueError(f"{base}: that role trains all its weights; expected one with adapters, or a frozen one")
+    if arguments["lora"] is None and arguments["optim"] is not None:
+        raise ValueError(f"{base}: without adapters the shared weights would be trained; expected lora, or no optim")
+    for buffer in owner.buffers:
+        buffer.onload()
+    if settings_of(owner.chunks) is not None:
+        _move_out(owner)
+    model, optimizer = _trained(owner.chunks, arguments, layout, owner.engine)
+    buffers = owner.parameters, OffloadBuffer([], None), OffloadBuffer([], None)
+    where = owner.kind, model, owner.hf, owner.source_folder, optimizer, *buffers
+    role = Role(*where, engine=owner.engine, chunks=owner.chunks)
+    if arguments["lora"] is not None:
+        _move_out(role)
+    owner.offload_by_default()
+    return role
+
+
+def _move_out(role: Role) -> None:
+    """Take a role's adapters out of its base; from now on they are in it during the role's calls only."""
+    role.adapters = detach(role.chunks)
+    role.own = OffloadBuffer([role.adapters], None, parameters=True)
+    role.gradients = OffloadBuffer([role.adapters], None, gradients=True)
+    role.moments = OffloadBuffer([role.adapters], role.optimizer, moments=True)
+
+
+def _trained(
+    chunks: Model, arguments: dict[str, Any], layout: Layout, engine: ExecutionOptions
+) -> tuple[Model, Optimizer | None]:
+    """The model with the adapters that the arguments ask for, wrapped for training, and its optimizer."""
+    lora, optim = arguments["lora"], arguments["optim"]
+    if lora is not None:
+        settings = LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
+        apply_lora(chunks, settings, seed=lora["seed"])
+    if optim is None:
+        return chunks, None
+    model = wrap_for_training(chunks, layout, engine)
+    return model, Optimizer(model, OptimSettings(**{**optim, "betas": tuple(optim["betas"])}))

@@ -1,0 +1,69 @@
+"""The planner's count of adapters against the shapes of the adapters that are trained."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+
+from megarl.layout import Layout
+from megarl.mcore.models.lora import LoraSettings
+from megarl.plan.job import Role
+from megarl.plan.memory.adapters import of_adapters, trained, with_adapters
+from megarl.plan.memory.memory import Memory
+from megarl.projections import ALL
+from megarl.weights.hf.adapter import adapter_table
+from megarl.weights.mapping.names import ShardCoordinate
+
+DENSE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": DENSE | {"model_type": "llama"},
+    "mixtral": DENSE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": DENSE
+    | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    | {"mlp_only_layers": [1], "head_dim": 8},
+    "deepseek_v3": DENSE
+    | {"model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    | {"n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 10}
+    | {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 4},
+}
+MODELS["deepseek_v3 plain"] = MODELS["deepseek_v3"] | {"q_lora_rank": None}
+LAYOUTS = [Layout(), Layout(tp=2, sequence_parallel=True), Layout(ep=2), Layout(tp=2, ep=2, etp=1), Layout(ep=2, etp=2)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("targets", [(ALL,), ("o_proj", "down_proj")])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_rank_has_as_many_numbers_as_its_shards(model: str, targets: tuple[str, ...], layout: Layout) -> None:
+    hf, here = MODELS[model], ShardCoordinate(tp=layout.tp, ep=layout.ep, etp=layout.expert_tp)
+    count = {False: 0, True: 0}
+    for op in adapter_table(hf, LoraSettings(3, 6.0, targets)):
+        if op.held_by(here):
+            count[op.expert is not None] += prod(op.shape_at(here))
+    assert of_adapters(hf, layout, 0, 3, targets) == (count[False], count[True])
+
+
+def test_stages_have_their_own_layers() -> None:
+    first, last = (of_adapters(MODELS["deepseek_v3"], Layout(pp=2), stage, 3, (ALL,)) for stage in (0, 1))
+    whole = of_adapters(MODELS["deepseek_v3"], Layout(), 0, 3, (ALL,))
+    assert (first.dense + last.dense, first.experts + last.experts) == whole
+    assert last.experts == 2 * first.experts, "the first layer is dense"
+
+
+def test_gradients_and_moments_are_those_of_the_adapters() -> None:
+    role = Role("actor", MODELS["llama"], Layout(), 4, lora_rank=2)
+    own = trained(role, 0).total
+    assert own == 4 * 2 * (2 * 32 + 2 * 24 + 3 * 48)  # per layer q and o 16 + 16, k and v 8 + 16, the others 16 + 32
+    frozen = Memory(1000, 4000, 12000, 500)
+    assert with_adapters(frozen, role, 0)[:4] == (1000 + 2 * own, 4 * own, 12 * own, 500)
+    sharded = Role("actor", MODELS["llama"], Layout(use_distributed_optimizer=True), 4, dtype="float32", lora_rank=2)
+    assert with_adapters(frozen, sharded, 0)[:4] == (1000 + 4 * own, 4 * own, 8 * own // 4, 500)
