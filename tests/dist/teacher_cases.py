@@ -6,19 +6,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from chunks import gradients
+from chunks import gradients, parameters
 from torch import Tensor
 
 from megarl.algo import ActorLoss
 from megarl.algo.distillation import Distillation
 from megarl.data.packing import plan
 from megarl.layout import Layout
+from megarl.mcore.models.lora import LoraSettings, apply_lora
 from megarl.mcore.models.model import build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import HIDDEN, TOP_K, Outputs, backward, forward_only
 from megarl.sample import Batch
+from megarl.weights.hf.adapter import adapter_tensors
 from megarl.weights.hf.head import read_heads
 from megarl.weights.hf.load import load_hf
 
@@ -54,11 +56,16 @@ def teacher_columns(
 
 
 def student_gradients(
-    student: str, teachers: list[str], batch: Batch, cases: dict[str, tuple[Layout, str]], top_k: bool
+    student: str,
+    teachers: list[str],
+    batch: Batch,
+    cases: dict[str, tuple[Layout, str]],
+    top_k: bool,
+    lora: LoraSettings | None = None,
 ) -> dict[str, Any]:
     """Of each case, a layout and a divergence: the statistics on reporters, and on rank 0 the whole gradient.
 
-    `top_k`: over the teachers' most likely tokens and their tail.
+    `top_k`: over the teachers' most likely tokens and their tail.  `lora`: the gradient and the weights of adapters.
     """
     found = {}
     for case, (layout, name) in cases.items():
@@ -67,7 +74,9 @@ def student_gradients(
             hf = read_hf_config(student)
             model = build_model(hf, layout)
             load_hf(model, student, hf)
-            model = wrap_for_training(model, layout)
+            if lora is not None:
+                apply_lora(model, lora)
+            chunks, model = model, wrap_for_training(model, layout)
             heads = read_heads(teachers, model, hf["vocab_size"])
             loss = ActorLoss("reinforce", distillation=Distillation(name, BETA, top_k, ("first", "second")))
             part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=24)[where.replica]
@@ -77,10 +86,17 @@ def student_gradients(
                 layout, hf["vocab_size"], TEMPERATURE, tuple(loss.outputs), loss.distillation.function, heads
             )
             stats = backward(model, micros, outputs, loss, num_tokens=batch.num_tokens, device=CPU)
-            gradient = gradients(model, hf, "actor")
+            adapters = {} if lora is None else {n: t.clone() for n, t in adapter_tensors(chunks, hf)}
+            if lora is None:
+                gradient = gradients(model, hf, "actor")
+            else:
+                for param in (param for param in parameters(model) if param.requires_grad):
+                    param.data = param.main_grad
+                gradient = {n: t.clone() for n, t in adapter_tensors(chunks, hf)}
             found[case] = {
                 "stats": stats if where.is_reporter else {},
                 "gradient": gradient if dist.get_rank() == 0 else {},
+                "adapters": adapters if dist.get_rank() == 0 else {},
                 "num_micros": len(micros),
             }
         finally:

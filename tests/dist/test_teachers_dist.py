@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algo.distillation import NO_LOG_PROB
 from megarl.layout import Layout
+from megarl.mcore.models.lora import LoraSettings
 from megarl.sample import Batch, merge_stats
 from megarl.weights.hf.head import read_head
 
@@ -240,6 +241,30 @@ def test_the_gradient_over_the_most_likely_tokens_is_that_of_whole_logits(
             found = run(two_ranks, folders, student, taught, cases, top_k=True)
             for case in cases:
                 compare(found, case, loss, hub_names(gradient))
+
+
+def test_the_gradient_of_adapters_is_that_of_whole_logits(
+    two_ranks: Ranks, folders: dict[str, Path], taught: Batch, expected: Any
+) -> None:
+    """Of W + s B A with B = 0, of the gradient G of W: s G A^T for B, and 0 for A.  The head is frozen."""
+    settings = LoraSettings(rank=2, alpha=6.0)
+    cases = product({name: DENSE[name] for name in ("tp2+sp", "pp2", "cp2")}, NAMES[:1])
+    teachers = [str(folders[name]) for name in ("first", "second")]
+    how = (str(folders["student"]), teachers, taught, cases, False, settings)
+    ranks = two_ranks.run(student_gradients, *how, timeout_s=240)
+    _, of_weights = expected["student", "reverse_kl"]
+    for case in cases:
+        found, adapters = ranks[0][case]["gradient"], ranks[0][case]["adapters"]
+        assert len(found) == 2 * 7 * 2, "A and B of seven projections of two layers"
+        for name, gradient in found.items():
+            if ".lora_A." in name:
+                assert not gradient.any()
+                continue
+            weight = name.removeprefix("base_model.model.").replace(".lora_B.", ".")
+            a = adapters[name.replace(".lora_B.", ".lora_A.")].double()
+            theirs = settings.alpha / settings.rank * of_weights[weight] @ a.T
+            assert (gradient.double() - theirs).abs().max() <= 1e-6
+        assert max(tensor.abs().max().item() for tensor in found.values()) > 1e-3
 
 
 @pytest.mark.slow
