@@ -96,6 +96,7 @@ class ModelNumbers:
     vocab_size: int | None = None
     max_position_embeddings: int | None = None
     num_experts: int | None = None
+    num_experts_per_tok: int | None = None
     expert_intermediate_size: int | None = None  # of one expert
     shared_intermediate_size: int | None = None  # of all shared experts together
     q_lora_rank: int | None = None  # multi-latent attention: size of the latent of queries
@@ -117,6 +118,7 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
         vocab_size=hf.get("vocab_size"),
         max_position_embeddings=_longest(hf),
         num_experts=experts,
+        num_experts_per_tok=hf.get("num_experts_per_tok") if experts else None,
         expert_intermediate_size=expert_size,
         shared_intermediate_size=expert_size * shared if expert_size and shared else None,
         q_lora_rank=hf.get("q_lora_rank"),

@@ -15,7 +15,7 @@ ROOT = Path(megarl.__file__).parent
 
 FLOORS = {
     0: "sample token_age layout projections plugins declared auth sockets sandbox",
-    1: "config algo data rewards metrics processes",
+    1: "config algo data rewards metrics processes routed_experts",
     2: "rollout mcore",
     3: "servers plan agents",
     4: "weights machines",

@@ -106,6 +106,11 @@ class Conversation:
         """Of all rows together: what they share counts in each."""
         return sum(turn.end for number, turn in enumerate(self.turns) if not self._children[number])
 
+    def num_known(self, ids: list[int]) -> int:
+        """Of how many first tokens of a prompt of these ids the columns are known: those of an earlier turn."""
+        parent = self._longest_prefix(ids)
+        return 0 if parent is None else self.turns[parent].end
+
     def extended(self, ids: list[int]) -> int | None:
         """The turn whose row a prompt of these ids would extend; None if it would begin a new row."""
         parent = self._longest_prefix(ids)

@@ -247,6 +247,7 @@ class Session:
         policy = self.policy
         params = for_completion(params, self.name, next(self._numbers))
         how: dict[str, Any] = {"piece_tokens": policy.piece_tokens, "urgent": policy.urgent, "waiting": self.waiting}
+        how["num_known"] = self.conversation.num_known(prompt_ids)
         return await write(policy.pool, prompt_ids, params, prefer=self._home, **how)
 
     def _message(self, answer: Answer) -> dict[str, Any]:

@@ -68,6 +68,7 @@ LR_DECAY_STYLES = ("constant", "linear", "cosine")
 STRATEGIES = ("megatron", "fsdp", "none")  # fsdp: Megatron-FSDP; none: a single rank without a wrapper
 DISPATCHERS = ("auto", "alltoall", "flex")  # Megatron refuses allgather for rows of different lengths
 TRANSFORMERS = ("auto", "local", "transformer_engine")
+ROUTER_REPLAYS = ("off", "old", "rollout")
 RECOMPUTE_GRANULARITIES = ("selective", "full")
 RECOMPUTE_METHODS = ("uniform", "block")
 PLACEMENTS = ("separate", "shared")

@@ -187,7 +187,7 @@ def _checked(setting: Setting) -> Setting:
         value = followed()[general(key)]
     elif wanted == list[str] and isinstance(value, str):
         value = [value]
-    elif key == "actor.clip_ratio_c" and value is False:
+    elif key in ("actor.clip_ratio_c", "actor.router_replay") and value is False:
         value = "off"  # YAML reads a bare off as false
     if not fits(value, wanted):
         raise ConfigError(f"{setting.text}: expected {type_name(wanted)}")

@@ -72,15 +72,14 @@ def plan(
 
 
 def unpack(plans: Sequence[RankPlan], parts: Sequence[Tensor], lengths: Sequence[int] | Tensor) -> Tensor:
-    """Undo a plan for a column: parts[r], the tokens of rank r in its order -> [N] in the order of the batch."""
+    """Undo a plan for a column: parts[r], the tokens of rank r in its order -> [N, ...] in the order of the batch."""
     order = torch.tensor([index for rank in plans for index in rank.indices], dtype=torch.int64)
     flat = torch.cat(list(parts))
     all_lengths = torch.as_tensor(lengths, dtype=torch.int64)
     assert len(order) == len(all_lengths), f"plans hold {len(order)} sequences, the batch {len(all_lengths)}"
     assert len(flat) == int(all_lengths.sum()), f"parts hold {len(flat)} tokens, the batch {int(all_lengths.sum())}"
-    out = torch.empty_like(flat)
-    out[token_positions(all_lengths, order)] = flat
-    return out
+    places = token_positions(all_lengths, order)
+    return flat[torch.empty_like(places).index_copy(0, places, torch.arange(len(places)))]  # torch writes no uint16
 
 
 def _bins_by_tokens(

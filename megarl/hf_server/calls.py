@@ -6,9 +6,14 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
+
 from megarl.hf_server.model import HFModel
 from megarl.hf_server.running_batch import Call, Request
 from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.wire_columns import column_to_json
+from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
 
 
 def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
@@ -22,6 +27,9 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
     start = body.get("logprob_start_len", -1)
     if not isinstance(start, int) or isinstance(start, bool) or start < -1:
         raise ValueError(f"logprob_start_len={start!r}: expected -1 (none) or a position of the prompt")
+    reports = model.routes if body.get("return_routed_experts") else None
+    if body.get("return_routed_experts") and reports is None:
+        raise ValueError("return_routed_experts: expected a server started with --enable-return-routed-experts")
     scored_from = start if body.get("return_logprob") and start >= 0 else None
     num_top = body.get("top_logprobs_num") or 0
     if type(num_top) is not int or not 0 <= num_top <= model.vocab_size:
@@ -36,7 +44,7 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
     call = Call()
     for prompt, rid, salt in zip(prompts, rids, salts, strict=True):
         _check_prompt(prompt, params.max_new_tokens, model, max_total_tokens)
-        call.add(n, rid, prompt, params, stops, salt=salt, **scores)
+        call.add(n, rid, prompt, params, stops, reports=reports, salt=salt, **scores)
     return call
 
 
@@ -106,7 +114,16 @@ def _item(row: Request, with_log_probs: bool, several: bool) -> dict[str, Any]:
             [log_prob, token, None] for log_prob, token in zip(row.log_probs, row.token_ids, strict=True)
         ]
         meta["output_token_logprobs_length"] = len(row.token_ids)
+    if row.reports and row.token_ids:
+        meta["columns"] = {ROUTED_EXPERTS: column_to_json(_routes(row, row.reports))}
     return {"text": "", "output_ids": row.token_ids, "meta_info": meta}
+
+
+def _routes(row: Request, of: RoutedExperts) -> np.ndarray:
+    """[P + T, layers with experts, experts of a token]: of each token those of the token before it, which wrote it."""
+    chosen = torch.cat(row.routes).numpy()
+    first = np.zeros((1, len(of.layers), of.chosen), chosen.dtype)
+    return np.concatenate([first, chosen]).astype(of.dtype)
 
 
 def _spans(row: Request) -> list[dict[str, Any]]:

@@ -1,5 +1,8 @@
 """The KV cache of the running requests: two tensors per layer, [slots, positions, kv_heads, head_dim].
 
+With `routes` one tensor more, [slots, positions, layers with experts, experts of a token]: the experts that the pass
+chose which computed the KV of a token.  They are kept, moved and shared as that is.
+
 Row i of the running batch uses slot i. Keys and values may be narrower than head_dim: with latent attention they are
 the latent and the rotary part, of one head. They use the first columns. Two temporary views implement transformers'
 cache interface in a forward pass: `Prefill` writes the new tokens of sequences, each into one slot per completion;
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from megarl.hf_server.device import free_cached
 
+ROUTES_DTYPE = torch.int16  # torch has few operations for uint16
 _LENGTH_STEP = 16  # positions are reserved in multiples of this, so that the tensor is rarely reallocated
 
 
@@ -28,15 +32,17 @@ class KVSlots:
         dtype: torch.dtype,
         max_tokens: int,
         device: torch.device | str = "cpu",
+        routes: tuple[int, int] | None = None,
     ) -> None:
+        """`routes`: (layers with experts, experts of a token), to keep these too."""
         self.max_tokens, self.device = max_tokens, torch.device(device)
-        self._num_tensors, self._shape, self._dtype = 2 * num_layers, (num_kv_heads, head_dim), dtype
+        self._kinds = [((num_kv_heads, head_dim), dtype)] * (2 * num_layers)  # of each tensor: shape of a token, dtype
+        self._kinds += [] if routes is None else [(routes, ROUTES_DTYPE)]
         self.free()
 
     @property
     def bytes_per_token(self) -> int:
-        heads, dim = self._shape
-        return self._num_tensors * heads * dim * self._dtype.itemsize
+        return sum(width * height * dtype.itemsize for (width, height), dtype in self._kinds)
 
     def fits(self, slots: int, positions: int) -> bool:
         """Whether `slots` rows of `positions` tokens stay within the limit of tokens."""
@@ -61,7 +67,7 @@ class KVSlots:
         if size == self.size:
             return
         for index, held in enumerate(self.tensors):
-            grown = self._zeros(*size)
+            grown = self._zeros(index, *size)
             grown[: used[0], : used[1]] = held[: used[0], : used[1]]
             self.tensors[index] = grown
             del held
@@ -84,12 +90,17 @@ class KVSlots:
         for held, theirs in zip(self.tensors, source.tensors, strict=True):
             held[here] = theirs[where]
 
-    def free(self) -> None:
-        self.tensors = [self._zeros(0, 0) for _ in range(self._num_tensors)]
+    def routes(self, slot: int, start: int, end: int) -> Tensor:
+        """A copy of the experts of the tokens at positions `start` to `end` of a slot, on the CPU."""
+        return self.tensors[-1][slot, start:end].to("cpu", copy=True)
 
-    def _zeros(self, slots: int, positions: int) -> Tensor:
+    def free(self) -> None:
+        self.tensors = [self._zeros(index, 0, 0) for index in range(len(self._kinds))]
+
+    def _zeros(self, index: int, slots: int, positions: int) -> Tensor:
+        shape, dtype = self._kinds[index]
         # zeros, not empty: the value at a masked position is multiplied by 0, and 0 * NaN is NaN
-        return torch.zeros(slots, positions, *self._shape, dtype=self._dtype, device=self.device)
+        return torch.zeros(slots, positions, *shape, dtype=dtype, device=self.device)
 
 
 class _View:
@@ -133,6 +144,10 @@ class Prefill(_View):
         held[self._to] = new[sequence, :, token]
         return held[self._readers, : self.length].transpose(1, 2)
 
+    def store_routes(self, routes: Tensor) -> None:
+        """[S, tokens, layers with experts, experts of a token]: of the tokens of this pass."""
+        self._tensors[-1][self._to] = routes[self._from].to(ROUTES_DTYPE)
+
 
 class Decode(_View):
     """One new token for each of the first R rows, stored at positions [R]; attends to the first `length` positions."""
@@ -150,3 +165,7 @@ class Decode(_View):
         held = self._tensors[index][..., : new.shape[3]]
         held[self._rows, self._positions] = new[:, :, 0]
         return held[: len(self._rows), : self._length].transpose(1, 2)
+
+    def store_routes(self, routes: Tensor) -> None:
+        """[R, 1, layers with experts, experts of a token]: of the tokens of this pass."""
+        self._tensors[-1][self._rows, self._positions] = routes[:, 0].to(ROUTES_DTYPE)

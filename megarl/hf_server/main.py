@@ -57,6 +57,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--num-threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--group-timeout-s", type=float, default=300.0, help="limit of a weight group's every wait")
     parser.add_argument("--decode-sleep-ms", type=float, default=0.0, help="benchmarks: sleep so long in each step")
+    parser.add_argument("--enable-return-routed-experts", action="store_true", help="note the experts of every token")
     parser.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process does")
     args = parser.parse_args()
     if not _is_loopback(args.host) and not os.environ.get(TOKEN_VARIABLE):
@@ -104,7 +105,8 @@ def _score_server(args: argparse.Namespace) -> ScoreServer:
 
 
 def _rollout_server(args: argparse.Namespace) -> HFServer:
-    model = HFModel(args.model_path, DTYPES[args.dtype], args.device)
+    routes = args.enable_return_routed_experts
+    model = HFModel(args.model_path, DTYPES[args.dtype], args.device, returns_routes=routes)
     server = HFServer(
         model,
         os.environ.get(TOKEN_VARIABLE, ""),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,9 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from megarl.hf_server import device as devices
+from megarl.hf_server.chosen_experts import ChosenExperts
 from megarl.hf_server.kv_cache import Decode, KVSlots, Prefill
 from megarl.hf_server.names import hub_tensors
 from megarl.rollout.protocol import DTYPE_NAMES
+from megarl.routed_experts import RoutedExperts
 from megarl.weights.verify.digests import Kind, digest
 
 _DEFAULT_CACHE_BYTES = 2 << 30
@@ -29,8 +32,10 @@ _DEFAULT_CACHE_BYTES = 2 << 30
 class HFModel:
     """Example: model = HFModel("/models/tiny", torch.float32); model.vocab_size, model.eos_ids."""
 
-    def __init__(self, folder: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        """`device`: cpu, or a GPU with its number, as cuda:0."""
+    def __init__(
+        self, folder: str, dtype: torch.dtype, device: torch.device | str = "cpu", *, returns_routes: bool = False
+    ) -> None:
+        """`device`: cpu, or a GPU with its number, as cuda:0.  `returns_routes`: note the experts of every token."""
         transformers_logging.disable_progress_bar()
         self.folder, self.dtype, self.device = folder, dtype, torch.device(device)
         self._model = AutoModelForCausalLM.from_pretrained(
@@ -47,6 +52,8 @@ class HFModel:
         self.eos_ids = _eos_ids(folder, self._model)
         self.weights = self._named_weights(_safetensors_files(folder))
         self.memory = devices.Storages(self.weights.values())
+        self.routes = _routes(folder, self.config.to_dict()) if returns_routes else None
+        self._chosen = ChosenExperts(self._body, self.routes) if self.routes else None
         self._check_served()
 
     # ---- forward passes
@@ -57,7 +64,8 @@ class HFModel:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if (latent := getattr(config, "kv_lora_rank", None)) is not None:  # transformers caches what all heads share
             heads, head_dim = 1, max(latent, config.qk_rope_head_dim)
-        return KVSlots(config.num_hidden_layers, heads, head_dim, self.dtype, max_tokens, self.device)
+        routes = (len(self.routes.layers), self.routes.chosen) if self.routes else None
+        return KVSlots(config.num_hidden_layers, heads, head_dim, self.dtype, max_tokens, self.device, routes)
 
     def most_tokens(self, memory_fraction: float | None) -> int:
         """How many tokens a KV cache may hold: a share of the GPU's memory less the weights, by default 2 GiB.
@@ -102,9 +110,13 @@ class HFModel:
         return flat.view(*hidden.shape[:-1], self.vocab_size)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Prefill | Decode) -> Tensor:
+        if self._chosen:
+            self._chosen.begin()
         out = self._body(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
+        if self._chosen:
+            cache.store_routes(self._chosen.take().unflatten(0, tokens.shape))
         return out.last_hidden_state
 
     # ---- weights
@@ -193,6 +205,12 @@ class HFModel:
             raise ValueError(
                 f"{self.folder}: the hf engine cannot serve {kind}, expected a relative of Llama or Mixtral"
             )
+
+
+def _routes(folder: str, config: Mapping[str, Any]) -> RoutedExperts:
+    if (found := RoutedExperts.of(config)) is None:
+        raise ValueError(f"{folder}: its layers have no experts, expected none of --enable-return-routed-experts")
+    return found
 
 
 def _safetensors_files(folder: str) -> list[Path]:

@@ -103,6 +103,7 @@ class HFServer:
             "device": self._model.device.type,
             "base_gpu_id": self._model.device.index or 0,
             "custom_weight_loader": [WEIGHT_LOADER],
+            "enable_return_routed_experts": self._model.routes is not None,
             "startup_time": {"finished_at": self._started},
             "internal_states": [state],
         }

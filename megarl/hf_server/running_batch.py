@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.hf_server.sampling import draw, row_key, uniforms
 from megarl.rollout.protocol import SamplingParams
+from megarl.routed_experts import RoutedExperts
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +26,7 @@ class Request:
     stops: tuple[int, ...]  # tokens that end it
     prompt_log_probs_from: int | None = None  # report the prompt's log-probs from this position on
     num_top: int = 0  # and so many of the most likely tokens at each of its positions
+    reports: RoutedExperts | None = None  # the experts of each token, of a model with such layers
     salt: str | int | None = None  # it shares KV with requests of the same salt; None: the engine gives it a number
     key: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -32,6 +34,9 @@ class Request:
     prompt_log_probs: list[float] | None = None  # of tokens 1.. of the prompt, at temperature 1
     prompt_top: list[list[list[Any]]] = field(default_factory=list)  # at their positions, each [log-prob, token, None]
     versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token generated with it)
+    # The experts of the first tokens of the sequence, as the passes chose them that sampled what followed: [tokens,
+    # layers with experts, experts of a token] end to end.  A retraction changes nothing of it.
+    routes: list[Tensor] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0  # tokens of the prompt whose KV was there when it began
     finish: dict[str, Any] | None = None

@@ -320,6 +320,9 @@ class HFEngine:
             return []
         chosen, used = torch.tensor(places, device=self.model.device), self._used_positions()
         rows = self._running.collect(chosen)
+        for row, slot in zip(rows, places, strict=True):
+            if row.reports:
+                row.routes.append(self._cache.routes(slot, sum(map(len, row.routes)), len(row.sequence) - 1))
         if keep_kv:  # of all tokens but the last, which no pass has read
             written = zip(rows, places, strict=True)
             self._prefixes.store(

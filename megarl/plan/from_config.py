@@ -60,6 +60,7 @@ def job_of(
         lora_rank=own.lora_rank,
         lora_targets=own.lora_targets,
         local=own.local,
+        router_replay=actor.router_replay,
         # The planner does not know whether the cluster has deep_ep, so auto is planned as alltoall.
         dispatch="once" if actor.megatron.moe_token_dispatcher_type == "flex" else "each",
         critic=role_of(config, "critic") if config.uses_critic else None,

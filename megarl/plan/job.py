@@ -86,6 +86,7 @@ class Job:
     lora_targets: tuple[str, ...] = (ALL,)
     local: bool = False
     scores_old: bool = True  # a forward pass for the old log-probs
+    router_replay: str = "off"  # off | old | rollout
     dispatch: str = "each"  # each (alltoall: a token is sent to each chosen expert) | once (DeepEP: once per machine)
 
     # other models on the same or further ranks

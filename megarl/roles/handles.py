@@ -76,6 +76,7 @@ class Role:
     group: Group
     packing: Packing
     temperature: float = 1.0
+    inputs: tuple[str, ...] = ()  # columns that its passes read where a batch has them: of mcore.training.router_replay
     kind: str = field(default="actor", init=False)
     hidden_size: int = field(default=1024, init=False)  # of the loaded model: for the cost of attention in packing
     lacks_transformer_engine: bool = field(default=False, init=False)  # on a GPU without Transformer-Engine
@@ -91,6 +92,7 @@ class Role:
         engine: dict[str, Any] | None = None,
         reads_weights: bool = True,
         base: str | None = None,
+        router_replay: bool = False,
     ) -> int:
         """Build the model on the ranks from an HF folder; returns the parameters of a rank of the last stage.
 
@@ -100,9 +102,11 @@ class Role:
         `engine`: the fields of mcore.training.execution.ExecutionOptions that differ from the defaults.
         `base`: the name of a loaded role of the group with the same folder, which is frozen or trains adapters: this
         role shares its base, `dtype` and `engine`, and has adapters of its own, or none.
+        `router_replay`: the experts of tokens can be given and noted.
         """
         arguments: dict[str, Any] = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins)}
         arguments |= {"lora": lora, "engine": engine or {}, "reads_weights": reads_weights, "base": base}
+        arguments["router_replay"] = router_replay
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         self.hidden_size = replies[0].result["hidden_size"]
         self.lacks_transformer_engine = bool(replies[0].result["lacks_transformer_engine"])
@@ -147,9 +151,12 @@ class Role:
         scale = self.temperature if temperature is None else temperature
         arguments = {"role": self.name, "temperature": scale, "names": list(names), "reference": reference}
         arguments |= more
-        replies = self.group.call("columns", arguments, [_payload(batch, p, ()) for p in plans])
+        replies = self.group.call("columns", arguments, [_payload(batch, p, self._given(batch)) for p in plans])
         lengths = batch.lengths.tolist()  # a replica without sequences answers without columns
         return {n: unpack(plans, [r.tensors[n] for r in replies if n in r.tensors], lengths) for n in names}
+
+    def _given(self, batch: Batch) -> tuple[str, ...]:
+        return tuple(name for name in self.inputs if name in batch.columns)
 
     def _plan(self, batch: Batch) -> list[RankPlan]:
         """Which samples each replica runs; all rows of one share a micro-batch."""
@@ -230,8 +237,9 @@ class Trainable(Role):
             "divergence": how.divergence,
             "num_tokens": batch.num_tokens,
         }
+        columns = (*how.loss.columns, *self._given(packed))
         try:
-            replies = self.group.call("update", arguments, [_payload(packed, p, how.loss.columns) for p in plans])
+            replies = self.group.call("update", arguments, [_payload(packed, p, columns) for p in plans])
         except RankError as error:
             raise _located(error, plans, packed, batch) from error
         return merge_stats([_stats(reply) for reply in replies]) | {
@@ -268,6 +276,7 @@ class Actor(Trainable):
     def columns(self, batch: Batch, names: Sequence[str], *, reference: str | None = None) -> dict[str, Tensor]:
         """Named columns [N] of the batch under the current weights: log_probs, entropy, sum_pi_squared, full_kl.
 
+        And ROUTED_EXPERTS [N, layers, experts of a token], which it chose, with `load(router_replay=True)`.
         `reference`: the reference role of full_kl, in the same group.
         """
         return self._columns(batch, names, reference=reference)

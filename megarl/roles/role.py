@@ -23,6 +23,7 @@ from megarl.mcore.models.model import Model, build_model, read_hf_config
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.offload import OffloadBuffer
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
+from megarl.mcore.training.router_replay import add_router_replay
 from megarl.weights.hf.load import load_hf
 from megarl.weights.mapping.families import Role as Kind
 from megarl.weights.push.adapter_push import AdapterPusher
@@ -150,8 +151,10 @@ def _move_out(role: Role) -> None:
 def _trained(
     chunks: Model, arguments: dict[str, Any], layout: Layout, engine: ExecutionOptions
 ) -> tuple[Model, Optimizer | None]:
-    """The model with the adapters that the arguments ask for, wrapped for training, and its optimizer."""
+    """The model with what the arguments ask for, adapters and routing replay, wrapped for training; its optimizer."""
     lora, optim = arguments["lora"], arguments["optim"]
+    if arguments["router_replay"]:
+        add_router_replay(chunks)
     if lora is not None:
         settings = LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
         apply_lora(chunks, settings, seed=lora["seed"])

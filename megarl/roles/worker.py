@@ -29,6 +29,7 @@ from megarl.mcore.training.step import Outputs, forward_only, train_step
 from megarl.plugins import load_plugins
 from megarl.processes.connection import Tensors
 from megarl.roles.role import Role, build_on, build_role
+from megarl.routed_experts import ROUTED_EXPERTS
 from megarl.sample import Batch
 from megarl.weights.hf.adapter import save_peft
 from megarl.weights.hf.export import save_hf
@@ -148,15 +149,16 @@ class Worker:
             yield role
 
     def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
-        """The columns `names` of every token of this replica's sequences: see `Outputs`."""
+        """The columns `names` of every token of this replica's sequences: see `Outputs`, and ROUTED_EXPERTS."""
         micros = micro_batches(*_unpack(tensors))
+        notes = ROUTED_EXPERTS in arguments["names"]
         with self.onloaded(arguments["role"], *_references(arguments)) as role:
             outputs, reference = self._outputs(role, arguments), self._reference(arguments)
-            found = forward_only(role.model, micros, outputs, self.device, reference)
+            found = forward_only(role.model, micros, outputs, self.device, reference, notes_experts=notes)
         if not self.rank_info.is_reporter:
             return {}, {}
-        whole = {name: torch.cat([columns[name] for columns in found]).cpu() for name in (found[0] if found else {})}
-        return {}, {name: column.float() if column.dim() == 1 else column for name, column in whole.items()}
+        names = found[0] if found else {}
+        return {}, {name: _on_host([columns[name] for columns in found]) for name in names}
 
     def update(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """One optimizer step on this replica's share of a mini-batch."""
@@ -186,7 +188,7 @@ class Worker:
             self.layout,
             arguments.get("vocab_size") or role.hf["vocab_size"],
             arguments["temperature"],
-            tuple(arguments["names"]),
+            tuple(name for name in arguments["names"] if name != ROUTED_EXPERTS),
             divergence=make_divergence(*chosen) if chosen else None,
             heads=role.heads,
             top_k=arguments.get("top_k", 0),
@@ -261,6 +263,12 @@ def _pusher(role: Role, settings: dict[str, Any], life: str) -> Pusher | Adapter
         export_folder=settings["export_folder"],
         gpus=Gpus(**settings["gpus"]) if settings["gpus"] else None,
     )
+
+
+def _on_host(parts: list[Tensor]) -> Tensor:
+    """Whole, on the CPU; a column of one number for each token as float32, others in their own type."""
+    whole = torch.cat(parts)
+    return (whole.float() if whole.dim() == 1 else whole).cpu()
 
 
 def _references(arguments: dict[str, Any]) -> list[str]:

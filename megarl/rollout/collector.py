@@ -26,6 +26,7 @@ from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.collect import MakeWriter, Scored
 from megarl.rollout.messages import Cancel, Close, Fence, Hold, Message, Order, Outbox, Trust, pack, sentence
 from megarl.rollout.pool import EnginePool
+from megarl.rollout.wire_columns import EngineColumn
 from megarl.sample import Completion, LostRollout, Prompt
 from megarl.sandbox.environment import start_fork_server
 
@@ -58,6 +59,7 @@ class CollectorSettings:
     piece_tokens: int  # of one request; 0: no limit
     fenced: bool  # a server gets no request before a `Trust` names it
     salted: bool  # the servers know salts of their prefix caches
+    columns: tuple[EngineColumn, ...]  # what is to travel with the tokens of every completion
     make_scorer: Callable[[], Scorer]
     make_writer: MakeWriter
     log_path: str
@@ -134,6 +136,7 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
         vocab_size=len(tokenizer),
         fenced=settings.fenced,
         salted=settings.salted,
+        columns=settings.columns,
     )
     running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
 

@@ -25,6 +25,7 @@ from megarl.rollout.collector_process import CollectorProcess
 from megarl.rollout.collector_share import CollectorError, OpenOrder, Share, Ticket, added
 from megarl.rollout.messages import Fence, Hold, Order, PackedGroup, Trust, unpack
 from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.wire_columns import EngineColumn
 from megarl.sample import Prompt
 
 __all__ = ["CollectorError", "Collectors", "Ticket"]
@@ -54,6 +55,7 @@ class Collectors:
         piece_tokens: new tokens of one request at most; 0: no limit.
         fenced: a server gets no request before `trust` names it.
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
+        columns: what is to travel with the tokens of every completion.
         heartbeat_s: a collector that says nothing for so long is killed and started again.
         max_restarts: of a collector within ten minutes.
         move_after_s: the orders of a collector go to others if it has had no live server for so long.
@@ -74,6 +76,7 @@ class Collectors:
         piece_tokens: int = 0,
         fenced: bool = False,
         salted: bool = False,
+        columns: Sequence[EngineColumn] = (),
         heartbeat_s: float = 60.0,
         max_restarts: int = 3,
         move_after_s: float = 10.0,
@@ -100,6 +103,7 @@ class Collectors:
                     piece_tokens=piece_tokens,
                     fenced=fenced,
                     salted=salted,
+                    columns=tuple(columns),
                     make_scorer=make_scorer,
                     make_writer=make_writer,
                     log_path=str(_numbered(Path(log_path), index, num)),

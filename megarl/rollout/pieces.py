@@ -30,12 +30,14 @@ async def write(
     prefer: str | None = None,
     urgent: bool = False,
     waiting: Waiting | None = None,
+    num_known: int = 0,
 ) -> Completion:
     """One completion of up to params.max_new_tokens, without text; its finish_reason is "stop" or "length".
 
     `piece_tokens`: new tokens of one request at most; 0: no limit.  `prefer`: url of the server for the first piece;
     each further one prefers the server of the piece before.  `urgent`: it takes a slot before those that are not.
-    `waiting`: measures the time without a slot or a server.
+    `waiting`: measures the time without a slot or a server.  `num_known`: of so many tokens of the prompt the caller
+    has the columns already; those of the completion may be zeros there.
     Raises RolloutFailed if a request is refused, or if so many attempts in a row brought no token as the pool allows.
     """
     pool.check_prompt(prompt_ids)
@@ -48,7 +50,9 @@ async def write(
             left = params.max_new_tokens - len(written.token_ids)
             most = min(left, piece_tokens or left)
             part = params if most == params.max_new_tokens else replace(params, max_new_tokens=most)
-            piece, prefer = await pool.generate([*prompt_ids, *written.token_ids], part, prefer=prefer, waiting=waiting)
+            tokens = [*prompt_ids, *written.token_ids]
+            known = len(tokens) if written.token_ids else num_known
+            piece, prefer = await pool.generate(tokens, part, prefer=prefer, waiting=waiting, num_known=known)
             written = join(written, piece, len(prompt_ids))
             is_whole = len(piece.token_ids) == left or _is_last(piece, part)
     except RolloutFailed as error:

@@ -17,21 +17,23 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.rollout.pool_server import Ask, NoFilesLeft, PoolServer, RolloutFailed, ServerFailed, TakenOut, Unreachable
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.sender import Sender
 from megarl.rollout.slots import Slots
+from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
 from megarl.sample import Completion
 
 __all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed", "Waiting"]
 
 # Why tokens were wasted.  fenced: their server was taken out of service.  failed: their request failed, or nobody
-# verified their weights.  stale: their prefix had KV of other weights.  cancelled: nobody wanted them any more.
+# verified their weights.  stale: their prefix had KV of other weights.  retracted: their server computed their KV again
+# and lost their columns with it.  cancelled: nobody wanted them any more.
 # lost: their completion, or another one of their group, failed.  unscored: no reward could score them, or too few of
 # their group.
-WASTE = ("fenced", "failed", "stale", "cancelled", "lost", "unscored")
+WASTE = ("fenced", "failed", "stale", "retracted", "cancelled", "lost", "unscored")
 
 
 class Piece(NamedTuple):
@@ -72,6 +74,7 @@ class EnginePool:
         retries: after the first attempt.
         fenced: servers need a `trust` first.
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
+        columns: what is to travel with the tokens of every completion.
     """
 
     def __init__(
@@ -86,11 +89,12 @@ class EnginePool:
         vocab_size: int | None = None,
         fenced: bool = False,
         salted: bool = False,
+        columns: Sequence[EngineColumn] = (),
     ) -> None:
         if not urls:
             raise ValueError("urls=[]: expected the url of at least one server")
         self._servers = {url.rstrip("/"): PoolServer(url.rstrip("/"), fenced=fenced) for url in urls}
-        self._sender = Sender(token, timeout_s, salted=salted)
+        self._sender = Sender(token, timeout_s, salted=salted, columns=columns)
         self._retries, self._rest_s, self._vocab_size = retries, rest_s, vocab_size
         self._slack = max(1, max_in_flight // (8 * len(self._servers)))  # by which a preferred server may be busier
         self.slots = Slots(max_in_flight)
@@ -147,11 +151,13 @@ class EnginePool:
         *,
         prefer: str | None = None,
         waiting: Waiting | None = None,
+        num_known: int = 0,
     ) -> Piece:
         """One completion, or the first tokens of it if the server or the time limit ended it early.
 
         `prefer`: url of a server that is chosen if it is in service and not much busier than the least busy one.
-        `waiting`: measures the time without a server.
+        `waiting`: measures the time without a server.  `num_known`: of so many tokens of the prompt the caller has the
+        columns; those of the piece may be zeros there.
         The caller checks the prompt: see `check_prompt`.  Raises RolloutFailed if the request is refused, or if all
         attempts failed.
         """
@@ -163,8 +169,12 @@ class EnginePool:
             with waiting:
                 server = await self._pick(failed, prefer)
             try:
-                completion, is_stale = await self._ask(server, prompt_ids, params, alone=num_stale > 1)
+                how: dict[str, Any] = {"alone": num_stale > 1, "num_known": num_known}
+                completion, is_stale = await self._ask(server, prompt_ids, params, **how)
             except TakenOut:
+                continue
+            except ColumnsLost as error:
+                reasons.append(f"{server.url}: {error}")
                 continue
             except (ServerFailed, Unreachable) as error:
                 failed.add(server)
@@ -186,19 +196,22 @@ class EnginePool:
         raise RolloutFailed(f"{len(reasons)} attempts failed: {'; '.join(reasons)}")
 
     async def _ask(
-        self, server: PoolServer, prompt_ids: Sequence[int], params: SamplingParams, *, alone: bool
+        self, server: PoolServer, prompt_ids: Sequence[int], params: SamplingParams, **how: Any
     ) -> tuple[Completion, bool]:
         """As Sender.write; counts the tokens."""
         ask = Ask(server, params.max_new_tokens)
         cause = ""
         try:
             with ask:
-                return await self._sender.write(server, ask, prompt_ids, params, alone=alone)
+                return await self._sender.write(server, ask, prompt_ids, params, **how)
         except TakenOut:
             cause = "fenced"
             raise
         except ServerFailed:
             cause = "failed"
+            raise
+        except ColumnsLost:
+            cause = "retracted"
             raise
         except asyncio.CancelledError:
             cause = "cancelled"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.rollout.wire_columns import read_columns
+from megarl.rollout.wire_columns import EngineColumn, read_columns
 from megarl.sample import Completion, VersionSpan
 
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
@@ -155,14 +155,22 @@ def _check(name: str, value: Any, kind: Any, wanted: str, allowed: Any) -> None:
 
 
 def generate_body(
-    prompt_ids: Sequence[int], n: int, params: SamplingParams, rid: str, salt: str | None = None
+    prompt_ids: Sequence[int],
+    n: int,
+    params: SamplingParams,
+    rid: str,
+    salt: str | None = None,
+    *,
+    columns: Sequence[EngineColumn] = (),
+    num_known: int = 0,
 ) -> dict[str, Any]:
     """The body of /generate for `n` completions of one prompt, with log-probs of the completions only.
 
     `salt`: the server reuses KV of requests with the same salt only.  It may hold KV of earlier weights, so a salt
     names one version of the weights, of one run.
+    `columns`: what is to travel with the tokens; of the first `num_known` ones the caller has it already.
     """
-    return {
+    body: dict[str, Any] = {
         "input_ids": list(prompt_ids),
         "sampling_params": params.to_json(n),
         "return_logprob": True,
@@ -170,6 +178,9 @@ def generate_body(
         "rid": rid,
         "cache_salt": salt,
     }
+    for column in columns:
+        body |= column.request(num_known)
+    return body
 
 
 class Reply(NamedTuple):
@@ -179,15 +190,18 @@ class Reply(NamedTuple):
     cached_tokens: int | None  # None: the server does not say
 
 
-def parse_replies(reply: Any, n: int, *, num_asked: int | None = None) -> list[Reply]:
+def parse_replies(
+    reply: Any, n: int, *, num_asked: int | None = None, columns: Sequence[EngineColumn] = ()
+) -> list[Reply]:
     """The n completions of a /generate reply.  Raises ValueError for a reply of another shape.
 
-    `num_asked`: tokens of the request, which the reply's columns cover too; None: no reply has columns.
+    `num_asked`: tokens of the request, which the reply's columns cover too; None: no reply has columns.  `columns`:
+    those that were asked for; see wire_columns for ColumnsLost.
     """
     items = reply if isinstance(reply, list) else [reply]
     if len(items) != n:
         raise ValueError(f"the reply of {Route.GENERATE} holds {len(items)} completions, expected {n}")
-    return [Reply(_completion(item, num_asked), item["meta_info"].get("cached_tokens")) for item in items]
+    return [Reply(_completion(item, num_asked, columns), item["meta_info"].get("cached_tokens")) for item in items]
 
 
 def parse_completions(reply: Any, n: int, *, num_asked: int | None = None) -> list[Completion]:
@@ -195,7 +209,7 @@ def parse_completions(reply: Any, n: int, *, num_asked: int | None = None) -> li
     return [parsed.completion for parsed in parse_replies(reply, n, num_asked=num_asked)]
 
 
-def _completion(item: Any, num_asked: int | None) -> Completion:
+def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn]) -> Completion:
     try:
         token_ids, meta = item["output_ids"], item["meta_info"]
         finish_reason, triples = meta["finish_reason"]["type"], meta["output_token_logprobs"]
@@ -208,7 +222,7 @@ def _completion(item: Any, num_asked: int | None) -> Completion:
         log_probs=[triple[0] for triple in triples],
         finish_reason=finish_reason,
         versions=_versions(meta, len(token_ids)),
-        columns=read_columns(meta, num_asked, len(token_ids)),
+        columns=read_columns(meta, num_asked, len(token_ids), columns),
     )
 
 

@@ -34,6 +34,7 @@ from megarl.rollout.protocol import (
     generate_body,
     parse_replies,
 )
+from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
 from megarl.sample import Completion, VersionSpan
 
 _CONNECT_S = 10.0
@@ -59,11 +60,12 @@ class TrustChanged:
 class Sender:
     """Example: async with Sender(token, 120, salted=True) as sender: await sender.write(server, ask, [5, 6], params)
 
-    `timeout_s`: of a request; then the server is told to return what it has written so far.
+    `timeout_s`: of a request; then the server is told to return what it has written so far.  `columns`: what is to
+    travel with the tokens of every request.
     """
 
-    def __init__(self, token: str, timeout_s: float, *, salted: bool) -> None:
-        self._token, self._timeout_s, self._salted = token, timeout_s, salted
+    def __init__(self, token: str, timeout_s: float, *, salted: bool, columns: Sequence[EngineColumn] = ()) -> None:
+        self._token, self._timeout_s, self._salted, self._columns = token, timeout_s, salted, columns
         self.changed = TrustChanged()
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()  # of this sender, of its requests
         self._errands: set[asyncio.Task[None]] = set()
@@ -97,17 +99,20 @@ class Sender:
         params: SamplingParams,
         *,
         alone: bool = False,
+        num_known: int = 0,
     ) -> tuple[Completion, bool]:
         """What the server wrote, at least one token, and whether its cache may have given it KV of other weights.
 
-        `alone`: with a salt that no other request has, so that it gets no KV from the cache.
-        Raises ServerFailed, Unreachable or TakenOut if another attempt may help, RolloutFailed if not.
+        `alone`: with a salt that no other request has, so that it gets no KV from the cache.  `num_known`: of so many
+        tokens of the prompt the caller has the columns.
+        Raises ServerFailed, Unreachable, TakenOut or ColumnsLost if another attempt may help, RolloutFailed if not.
         """
         adapter, version = server.adapter, server.newest if self._salted else None
         # KV of earlier weights is not used, nor that of another run, whose versions have the same numbers.
         salt = None if version is None else f"{self._name}.{version}"
         rid = f"{next(self._numbers)}-{self._name}"  # no rid is the beginning of another: SGLang aborts by beginnings
-        body = generate_body(prompt_ids, 1, params, rid, f"{salt}.{rid}" if salt and alone else salt)
+        salt = f"{salt}.{rid}" if salt and alone else salt
+        body = generate_body(prompt_ids, 1, params, rid, salt, columns=self._columns, num_known=num_known)
         if adapter is not None:
             body["lora_path"] = adapter[0]
         ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask, rid)
@@ -115,7 +120,10 @@ class Sender:
         ask.stop_clock()
         server.failures = 0
         try:
-            ((completion, cached_tokens),) = parse_replies(reply, 1, num_asked=len(prompt_ids))
+            ((completion, cached_tokens),) = parse_replies(reply, 1, num_asked=len(prompt_ids), columns=self._columns)
+        except ColumnsLost as error:
+            ask.num_tokens = error.num_tokens
+            raise
         except ValueError as error:
             raise RolloutFailed(f"{server.url}: {error}") from error
         ask.num_tokens = num_tokens = len(completion.token_ids)

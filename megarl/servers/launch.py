@@ -14,6 +14,7 @@ import torch
 from megarl.auth import SERVER_VARIABLE, without_tokens
 from megarl.sockets import interface_variables
 
+RETURNS_ROUTES = "--enable-return-routed-experts"  # of both engines
 TOKEN_VARIABLE = SERVER_VARIABLE  # passes the servers' key: every user can read a command line
 
 
@@ -37,6 +38,7 @@ class EngineLaunch:
     device: str | None = None  # "cpu" or "cuda"; None: cuda if this machine has a device
     first_gpu: int | None = None  # None: each server takes the next tensor_parallel_size GPUs
     memory_fraction: float | None = None  # of a GPU's memory, for weights and KV cache; None: the engine's default
+    returns_routes: bool = False  # it can report the experts of tokens
     # The rest is for sglang only.
     reads_weights: bool = True  # from model_path; False: random ones until the first push
     longest_pause_s: float = 600.0  # for which the trainer may pause it, or keep it busy with one order
@@ -107,7 +109,7 @@ def hf_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--weight-version": launch.weight_version,
         "--num-threads": launch.num_threads,
     }
-    command += ["--is-embedding"] * launch.scores
+    command += ["--is-embedding"] * launch.scores + [RETURNS_ROUTES] * launch.returns_routes
     environment = {**interface_variables(launch.host), **without_tokens(os.environ)}
     environment["OMP_NUM_THREADS"] = str(launch.num_threads)
     return ServerCommand([*command, *flags(options)], environment)

@@ -13,7 +13,7 @@ import os
 import signal
 from pathlib import Path
 
-from megarl.servers.launch import EngineLaunch, ServerCommand, flags
+from megarl.servers.launch import RETURNS_ROUTES, EngineLaunch, ServerCommand, flags
 from megarl.servers.sglang_environment import foreign_environment, sglang_python
 
 WEIGHT_LOADER = "megarl.weights.push.receiver.load"  # SGLang accepts this name as a load_format
@@ -50,6 +50,7 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--watchdog-timeout": _BATCH_S + launch.longest_pause_s,
     }
     argv = [str(python), "-m", "megarl.servers.sglang_server", str(os.getpid()), "--skip-server-warmup"]
+    argv += [RETURNS_ROUTES] * launch.returns_routes
     argv.append("--sleep-on-idle")  # an idle scheduler would poll without pause, and the trainer needs the core
     assert not launch.scores, "a reward model runs on our own server"
     argv += (

@@ -45,3 +45,14 @@ def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: b
                 "actor.lora.push=adapter: this SGLang serves no adapters of experts or of latent attention; expected "
                 "merged, or SGLang 0.5.23 and newer"
             )
+
+
+def check_reports_routes(urls: Sequence[str], token: str) -> None:
+    """Raises ValueError for a server that runs already and was not told to report the experts of tokens."""
+    for url in urls:
+        with closing(ServerClient(url, token)) as server:
+            if server.server_info().get("enable_return_routed_experts") is False:
+                raise ValueError(
+                    f"actor.router_replay=rollout: {url} does not report the experts of tokens; expected a server that "
+                    "was started with --enable-return-routed-experts"
+                )

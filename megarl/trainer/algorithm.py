@@ -26,6 +26,7 @@ from megarl.config.settings import show
 from megarl.config.validate.algorithms import bypass_contradictions, other_layout
 from megarl.roles.handles import Update
 from megarl.rollout.prefetch import Filter
+from megarl.routed_experts import ROUTED_EXPERTS
 from megarl.sample import Batch, Stats
 
 REFERENCE = "ref"  # the role of the reference
@@ -86,7 +87,7 @@ def make_algorithm(config: Config) -> Algorithm:
         correction=Correction(**vars(algorithm.rollout_correction)),
         max_age=config.rollout.max_age,
         shaping=_shaping(config),
-        columns=("log_probs", *(name for name in ("sum_pi_squared", "full_kl") if name in reads)),
+        columns=_first_pass(config, reads),
         reads_reference="ref_log_probs" in reads | set(actor.loss.columns),
         wants_greedy="greedy_score" in reads,
         reward_parts=tuple(algorithm.reward_weights) if "reward_parts" in asked else (),
@@ -96,6 +97,12 @@ def make_algorithm(config: Config) -> Algorithm:
         shuffle_rewards=config.reward.shuffle,
         seed=config.trainer.seed,
     )
+
+
+def _first_pass(config: Config, reads: set[str]) -> tuple[str, ...]:
+    """What the actor's pass before the first optimizer step computes."""
+    experts = (ROUTED_EXPERTS,) if config.actor.router_replay == "old" else ()
+    return ("log_probs", *(name for name in ("sum_pi_squared", "full_kl") if name in reads), *experts)
 
 
 def _read_by_advantages(config: Config) -> set[str]:

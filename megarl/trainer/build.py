@@ -22,6 +22,9 @@ from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.projections import chosen, projections_of
+from megarl.rollout.engine_routes import EngineRoutes
+from megarl.rollout.wire_columns import EngineColumn
+from megarl.routed_experts import RoutedExperts
 from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machines
@@ -167,6 +170,7 @@ def server_launch(config: Config) -> EngineLaunch:
         memory_saver=rollout.placement == "shared",
         lora_rank=lora.rank if lora.push == "adapter" else 0,
         lora_targets=_served_targets(lora, folder),
+        returns_routes=config.actor.router_replay == "rollout",
     )
 
 
@@ -175,6 +179,20 @@ def _served_targets(lora: Lora, folder: str) -> tuple[str, ...]:
     if not lora.rank or lora.push != "adapter":
         return ()
     return chosen(lora.targets, projections_of(config_of_folder(folder)))
+
+
+def engine_columns(config: Config) -> tuple[EngineColumn, ...]:
+    """What a training run wants to travel with the tokens of every completion.
+
+    Raises ValueError for a model without experts.
+    """
+    if config.actor.router_replay != "rollout":
+        return ()
+    folder = model_folder(config.model.path)
+    of = RoutedExperts.of(config_of_folder(folder))
+    if of is None:
+        raise ValueError(f"actor.router_replay=rollout: the model in {folder} has no experts; expected off")
+    return (EngineRoutes(of),)
 
 
 def supervision(config: Config) -> supervisor.Supervision:
@@ -197,7 +215,8 @@ def make_servers(config: Config, token: str, nodes: Nodes | None = None, *, trai
         return supervisor.Servers.at(rollout.urls, token, supervision(config))
     launches, machines = [], []
     launch = server_launch(config)
-    launch = replace(launch, reads_weights=not (trains and config.first_push_is_whole) or _is_padded(launch))
+    reads_weights = not (trains and config.first_push_is_whole) or _is_padded(launch)
+    launch = replace(launch, reads_weights=reads_weights, returns_routes=trains and launch.returns_routes)
     for places, gpu in placements(config, trains=trains):
         parts = tuple((nodes.machine(k), nodes.address(k)) if nodes else (HERE, rollout.host) for k in places)
         machine, address = parts[0]

@@ -30,6 +30,7 @@ from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import Completions, MakeWriter
 from megarl.rollout.collector_client import Collectors
 from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.wire_columns import EngineColumn
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import ServerDied, Servers, State
 from megarl.trainer.build import model_folder, plugins, supervision
@@ -45,11 +46,12 @@ def make_collectors(
     reward_url: str | None = None,
     fenced: bool = False,
     salted: bool = False,
+    columns: Sequence[EngineColumn] = (),
 ) -> Collectors:
     """The collectors of a run, started; `fenced`: they send requests to a server only once that is trusted.
 
     `reward_url`: see make_rewards.  `salted`: all servers know salts of their prefix caches, and need them because they
-    keep their KV in a push.
+    keep their KV in a push.  `columns`: what is to travel with the tokens of every completion.
     """
     rollout = config.rollout
     servers = max(len(urls), len(rollout.urls) or rollout.num_servers)
@@ -68,6 +70,7 @@ def make_collectors(
         log_path=config.trainer.run_dir / "logs" / "collector.log",
         fenced=fenced,
         salted=salted,
+        columns=columns,
     )
 
 

@@ -64,6 +64,8 @@ def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
     settings = {key: attrgetter(key)(config) for key in keys}
     files = {fn: digest for fn in names_of(config) if (digest := _file_of(fn))}
     settings |= {"the file of reward.fn": files}
+    if config.actor.router_replay == "rollout":  # with other values completions have no such column
+        settings["actor.router_replay"] = config.actor.router_replay
     if config.agent.fn is not None:
         settings["the file of agent.fn"] = _file_of(without_prefix(config.agent.fn))
     if config.agent.command:

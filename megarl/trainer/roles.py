@@ -13,6 +13,7 @@ from megarl.group import Group
 from megarl.metrics.timer import Timer
 from megarl.roles.handles import Actor, Critic, Packing, Reference, Role
 from megarl.roles.reward_model import RewardModel
+from megarl.routed_experts import ROUTED_EXPERTS
 from megarl.trainer.algorithm import REFERENCE, Algorithm
 from megarl.trainer.build import (
     engine_settings,
@@ -58,6 +59,7 @@ def make_roles(
         group_of(config.actor),
         Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu),
         temperature,
+        inputs=(ROUTED_EXPERTS,) if config.actor.router_replay != "off" else (),
         update_settings=algorithm.actor,
     )
     critic, reference, reward_model = None, None, None
@@ -106,6 +108,7 @@ def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int,
         lora=lora,
         engine=engine_settings(config.actor),
         reads_weights=lora is not None or not resumes,
+        router_replay=config.actor.router_replay != "off",
     )
     if roles.critic:
         optim = optim_settings(config.critic, optimizer_steps(config, config.critic, num_steps))

@@ -38,9 +38,10 @@ from megarl.servers.nccl import check_one_nccl
 from megarl.servers.router import Routed
 from megarl.servers.sglang_environment import sglang_python
 from megarl.trainer import checkpoint
-from megarl.trainer.abilities import abilities_of, check_abilities
+from megarl.trainer.abilities import abilities_of, check_abilities, check_reports_routes
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import (
+    engine_columns,
     make_group,
     model_folder,
     ranks_address,
@@ -142,6 +143,11 @@ class Run:
         return self.config.rollout.ahead > 0 and self.config.rollout.update == "in_place"
 
     @property
+    def replays_rollout(self) -> bool:
+        """Whether the trainer takes the experts of tokens from the servers."""
+        return self.config.actor.router_replay == "rollout"
+
+    @property
     def checkpoints(self) -> Path:
         return self.dir / "checkpoints"
 
@@ -186,6 +192,8 @@ class Run:
         processes = site.serve()
         abilities = abilities_of(processes.urls, token)
         check_abilities(abilities, config, drains=self.drains)
+        if self.replays_rollout:
+            check_reports_routes(processes.urls, token)
         router = site.router
         salted = self.keeps_kv and all(ability.cache_salt for ability in abilities)
         self._start_collectors([router.url] if router else processes.urls, token, salted=salted)
@@ -246,7 +254,9 @@ class Run:
             bucket_bytes=rollout.bucket_bytes,
             # A push waits for a server several times, and must end before the call of the ranks times out.
             timeout_s=min(rollout.request_timeout_s, self.config.trainer.call_timeout_s / 6),
-            pause_mode="in_place" if self.keeps_kv else "retract",
+            # A retracted request would come back with the experts of the pass that computed its KV again; an aborted
+            # one keeps those of its tokens, and another request goes on from there.
+            pause_mode="in_place" if self.keeps_kv else "abort" if self.replays_rollout else "retract",
             # Adapters of running completions, and the new one.
             adapters_kept=rollout.ahead + 2 if lora.rank and lora.push == "adapter" else 0,
             transport=rollout.push,
@@ -287,7 +297,13 @@ class Run:
     def _start_collectors(self, urls: Sequence[str], token: str, *, salted: bool) -> None:
         config = self.config
         self.collectors = make_collectors(
-            config, urls, token, reward_url=self._infrastructure.reward_url, fenced=True, salted=salted
+            config,
+            urls,
+            token,
+            reward_url=self._infrastructure.reward_url,
+            fenced=True,
+            salted=salted,
+            columns=engine_columns(config),
         )
         self._stack.callback(self.collectors.close)
         self.evaluator = Evaluator(self.collectors, self.val_prompts, config)

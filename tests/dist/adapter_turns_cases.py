@@ -35,7 +35,13 @@ class Rank:
 
     def load(self, name: str, *, base: str | None = None, lora: dict[str, Any] | None, trains: bool = True) -> Any:
         arguments = {"role": name, "folder": self.folder, "kind": "actor", "dtype": "float32", "engine": self.engine}
-        arguments |= {"optim": OPTIM if trains else None, "lora": lora, "plugins": [], "reads_weights": True}
+        arguments |= {
+            "optim": OPTIM if trains else None,
+            "lora": lora,
+            "plugins": [],
+            "reads_weights": True,
+            "router_replay": False,
+        }
         return self.worker.load({**arguments, "base": base}, {})[0]
 
     def update(self, name: str, step: int) -> dict[str, Any]:
@@ -106,7 +112,14 @@ def refusals(rank: Rank) -> dict[str, str]:
         ("no adapters", {"lora": None}),
     ):
         arguments = {"role": "x", "folder": rank.folder, "kind": "actor", "dtype": "float32", "engine": {}}
-        arguments |= {"optim": OPTIM, "lora": RUNS["first"], "plugins": [], "reads_weights": True, "base": "first"}
+        arguments |= {
+            "optim": OPTIM,
+            "lora": RUNS["first"],
+            "plugins": [],
+            "reads_weights": True,
+            "router_replay": False,
+            "base": "first",
+        }
         try:
             rank.worker.load({**arguments, **change}, {})
         except ValueError as error:

@@ -55,8 +55,8 @@ def receive(layout: Layout, payloads: list[bytes]) -> dict[str, Any]:
             assert routes.dtype == torch.uint16
             assert torch.equal(routes, routes_at(micro.batch.tokens)), "the loss sees the whole micro-batch"
             assert row.slice(routes).dtype == torch.uint16
-            assert torch.equal(row.slice(routes), routes_at(row.tokens[0])), "the model sees this rank's slice"
-            seen += row.tokens[0][row.sources >= 0].tolist() if not micro.is_dummy else []
+            assert torch.equal(row.slice(routes), routes_at(row.labels)), "each place has that of what it predicts"
+            seen += row.tokens[0][row.tokens[0] > 0].tolist() if not micro.is_dummy else []
         return {"tokens": seen, "dummies": sum(micro.is_dummy for micro in micros), "replica": info.replica}
     finally:
         destroy_groups()

@@ -36,7 +36,8 @@ def follow_the_kl(folder: str, engine: ExecutionOptions) -> dict[str, Any]:
         optim = asdict(OptimSettings("sgd", lr=0.3, max_grad_norm=1e9))
         for role, settings in (("actor", optim), ("ref", None)):
             loaded = {"role": role, "folder": folder, "kind": "actor", "dtype": "float32", "engine": asdict(engine)}
-            worker.load({**loaded, "optim": settings, "lora": None, "plugins": [], "reads_weights": True}, {})
+            rest: dict[str, Any] = {"lora": None, "plugins": [], "reads_weights": True, "router_replay": False}
+            worker.load({**loaded, "optim": settings, **rest}, {})
         first = _columns(worker, list(NAMES), "ref")
         only = _columns(worker, ["entropy"], None)
         losses = [_update(worker, LIKELY, torch.ones(18))]

@@ -19,7 +19,7 @@ PPO = ["actor.megatron.tensor_model_parallel_size=2", "actor.use_kl_loss=true", 
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
 
 
-def make_parts(folder: Path, **shape: int) -> Path:
+def make_parts(folder: Path, **shape: Any) -> Path:
     """A task and a tiny model, as a user would have them."""
     write_task(folder / "data", num_sft=0, num_test=20, low=10, high=29)
     write_tiny_model(folder / "model", **SHAPE | shape)

@@ -386,7 +386,7 @@ def test_plain_numbers_travel_to_the_ranks() -> None:
     load, connect = group.calls[0][1], group.calls[1][1]
     assert load == {
         "role": "actor", "kind": "actor", "folder": "folder", "dtype": "bfloat16", "optim": {"lr": 0.1}, "lora": None,
-        "plugins": ["mine.py"], "engine": {}, "reads_weights": True, "base": None,
+        "plugins": ["mine.py"], "engine": {}, "reads_weights": True, "base": None, "router_replay": False,
     }  # fmt: skip
     assert connect["role"] == "actor"
     assert (connect["settings"]["urls"], connect["settings"]["pause_mode"]) == (("http://a",), "in_place")
@@ -505,3 +505,26 @@ def test_a_number_that_is_not_finite_is_found_again_in_a_row_of_its_sample(loss:
     with pytest.raises(NonFiniteError, match="log_probs is 7.0 at token 3 of sequence 1 ") as caught:
         make_actor(NotingGroup(2, answer), loss=ActorLoss(loss), prompts_per_step=4).update(in_rows(), seed=3)
     assert (caught.value.sequence, caught.value.token) == (1, 3)
+
+
+def test_columns_that_the_passes_read_go_with_every_call_where_a_batch_has_them() -> None:
+    """The log-probs' pass, and each optimizer step; a batch without them is computed without them."""
+
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        if method == "update":
+            return trained()(method, arguments, payload, replica)
+        return Reply({}, {"log_probs": payload["tokens"].float()})
+
+    group: Any = NotingGroup(2, answer)
+    actor = replace(make_actor(group), inputs=("some",))
+    batch = make_batch(4)
+    some = torch.arange(32 * 6, dtype=torch.uint8).view(32, 2, 3)
+    assert actor.log_probs(batch).tolist() == batch.tokens.tolist()
+    actor.log_probs(batch.with_columns(some=some))
+    actor.update(batch.with_columns(some=some))
+    without, given, *steps = group.calls
+    assert not any("some" in payload for payload in without[2])
+    for _, _, payloads in (given, *steps):
+        for payload in payloads:
+            assert torch.equal(payload["some"], some[payload["tokens"].long()]), "those of its tokens"
+    assert len(steps) == 2

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 from wire import column_on_the_wire, reply_item
 
-from megarl.rollout import wire_columns
-from megarl.rollout.protocol import parse_completions
-from megarl.rollout.wire_columns import COLUMN_DTYPES, read_columns
+from megarl.rollout.protocol import SamplingParams, generate_body, parse_completions
+from megarl.rollout.wire_columns import COLUMN_DTYPES, column_to_json, read_columns
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 2), (5, 3, 2), (5, 0)])
@@ -85,14 +85,49 @@ def test_columns_that_are_no_object_are_refused() -> None:
         read_columns({"columns": [1]}, 3, 2)
 
 
-def test_an_engines_own_field_becomes_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    def widened(field: list[int], num_asked: int, num_new: int) -> np.ndarray:
-        return np.array([*field, *[0] * (num_asked + num_new - len(field))])
+class Doubled:
+    """A column that an engine reports in a field of its own, for new tokens only; none of its numbers is above 30."""
 
-    monkeypatch.setitem(wire_columns.ENGINE_COLUMNS, "their_field", ("ours", widened))
-    meta = {"their_field": [7, 8, 9, 10], "columns": {"some": GOOD}}
-    found = read_columns(meta, 3, 2)
-    assert found["ours"].tolist() == [7, 8, 9, 10, 0]
+    name = "ours"
+
+    def request(self, num_known: int) -> dict[str, Any]:
+        return {"wants_doubled_from": num_known}
+
+    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int) -> np.ndarray:  # noqa: ARG002
+        return np.array([0] * num_asked + [2 * number for number in meta["their_field"]])
+
+    def check(self, column: np.ndarray) -> None:
+        if column.max() > 30:
+            raise ValueError("a number above 30")
+
+
+def test_an_engines_own_field_becomes_a_column() -> None:
+    meta = {"their_field": [7, 8], "columns": {"some": GOOD}}
+    found = read_columns(meta, 3, 2, [Doubled()])
+    assert found["ours"].tolist() == [0, 0, 0, 14, 16]
     assert sorted(found) == ["ours", "some"]
     with pytest.raises(ValueError, match=r"column ours of a completion has the shape \[6\]: expected 5 entries"):
-        read_columns({"their_field": [1] * 6}, 3, 2)
+        read_columns({"their_field": [1] * 3}, 3, 2, [Doubled()])
+    with pytest.raises(ValueError, match="^a number above 30$"):
+        read_columns({"their_field": [15, 16]}, 3, 2, [Doubled()])
+
+
+def test_a_field_is_read_only_if_it_is_wanted_and_the_column_is_not_there_already() -> None:
+    assert read_columns({"their_field": [7, 8]}, 3, 2) == {}
+    sent = {"ours": column_on_the_wire(np.arange(5))}
+    assert read_columns({"columns": sent, "their_field": [7, 8]}, 3, 2, [Doubled()])["ours"].tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(KeyError):
+        read_columns({}, 3, 2, [Doubled()])
+    assert read_columns({}, 3, 0, [Doubled()]) == {}, "a completion without a token has no columns"
+
+
+def test_a_request_asks_for_the_columns_that_its_caller_lacks() -> None:
+    body = generate_body([5, 6, 7], 1, SamplingParams(), "r", columns=[Doubled()], num_known=2)
+    assert body["wants_doubled_from"] == 2
+    assert generate_body([5, 6, 7], 1, SamplingParams(), "r").keys() == body.keys() - {"wants_doubled_from"}
+
+
+@pytest.mark.parametrize("dtype", sorted(COLUMN_DTYPES))
+def test_a_column_is_written_as_it_is_read(dtype: str) -> None:
+    sent = np.arange(10).reshape(5, 2).astype(dtype)
+    assert column_to_json(sent) == column_on_the_wire(sent)

@@ -37,6 +37,7 @@ ALWAYS = {
     "disable_overlap_schedule": False,
     "enable_deterministic_inference": False,
     "enable_memory_saver": False,
+    "enable_return_routed_experts": False,
     "enable_fp32_lm_head": True,
     "enable_lora": None,
     "custom_weight_loader": ["megarl.weights.push.receiver.load"],
@@ -117,6 +118,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], dict[str, Any]]] = {
         [],
         {"tp_size": 8, "ep_size": 8, "attn_dp_size": 8, "enable_dp_lm_head": True, "decode_graphs": ("full", 512)},
     ),
+    "the experts of tokens": ("moe", {"returns_routes": True}, [], {"enable_return_routed_experts": True}),
     "fp8": ("moe", {"quantization": "fp8"}, [], {"quantization": "fp8", "load_format": "flash_rl"}),
     "random weights": ("dense", {"reads_weights": False}, [], {"load_format": "dummy"}),
     "random weights in fp8": (

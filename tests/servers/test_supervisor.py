@@ -84,6 +84,12 @@ def test_the_token_is_in_the_environment_and_not_on_the_command_line():
     assert not any("token" in part and "tokens" not in part for part in command)
 
 
+def test_a_server_is_told_whether_to_note_the_experts_of_tokens():
+    for notes in (False, True):
+        command = hf_command(EngineLaunch("hf", "/m", port=5, returns_routes=notes), Path("/f"))
+        assert ("--enable-return-routed-experts" in command.argv) is notes
+
+
 def test_the_hf_engine_has_no_tensor_parallelism():
     with pytest.raises(ValueError, match="tensor_model_parallel_size=2"):
         hf_command(EngineLaunch("hf", "/m", port=5, tensor_parallel_size=2), Path("/f"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from aiohttp import web
 from config_helpers import load
+from fake_servers import Writer, serving_in_a_thread
 
-from megarl.rollout.protocol import Abilities
-from megarl.trainer.abilities import check_abilities
+from megarl.rollout.protocol import Abilities, Route
+from megarl.trainer.abilities import check_abilities, check_reports_routes
 
 ADAPTERS = ["actor.lora.rank=4", "actor.lora.push=adapter", "rollout.engine=sglang"]
 
@@ -46,3 +48,28 @@ def test_a_lead_needs_the_version_of_each_token_or_a_drain() -> None:
     check_abilities(old, config, drains=True)
     check_abilities(old, load(), drains=False)
     check_abilities([Abilities.of("0.5.20")], config, drains=False)
+
+
+class Reporting(Writer):
+    """Says whether it was told to note the experts of tokens."""
+
+    routes = (Route.SERVER_INFO,)
+
+    def __init__(self, info: dict[str, bool]) -> None:
+        super().__init__()
+        self.info = info
+
+    async def __call__(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        return web.json_response(self.info)
+
+
+def test_a_server_that_does_not_note_experts_is_found_at_the_start() -> None:
+    key = "enable_return_routed_experts"
+    with serving_in_a_thread(Reporting({key: True}), Reporting({}), Reporting({key: False})) as (urls, _):
+        check_reports_routes(urls[:2], "")
+        with pytest.raises(ValueError) as error:
+            check_reports_routes(urls, "")
+        assert str(error.value) == (
+            f"actor.router_replay=rollout: {urls[2]} does not report the experts of tokens; expected a server that was "
+            "started with --enable-return-routed-experts"
+        )

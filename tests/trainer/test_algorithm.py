@@ -32,6 +32,8 @@ def algorithm_of(*words: str) -> Algorithm:
     [
         ("", (), False, None),
         ("algorithm.adv_estimator=optimal_token_baseline", ("sum_pi_squared",), False, None),
+        ("actor.router_replay=old", ("routed_experts",), False, None),
+        ("actor.router_replay=rollout", (), False, None),
         (f"{KL_LOSS}k3", (), True, None),
         (f"{KL_LOSS}full", (), False, "ref"),
         (f"{KL_LOSS}full+", (), True, "ref"),

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from config_helpers import load
 
+from megarl.data.tiny import write_tiny_model
 from megarl.metrics.jsonl import read_lines
-from megarl.trainer.build import make_group, start_trackers
+from megarl.rollout.engine_routes import EngineRoutes
+from megarl.routed_experts import RoutedExperts
+from megarl.trainer.build import engine_columns, make_group, make_servers, start_trackers
 
 
 @pytest.mark.parametrize(
@@ -51,3 +54,19 @@ def test_a_run_gets_advice_on_its_own_schedule(tmp_path: Path) -> None:
     trackers.close()
     (found,) = read_lines(next(tmp_path.rglob("advice.jsonl")))
     assert found["advice"].startswith("turn_too_long: ")
+
+
+SMALL = {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 16, "moe_intermediate_size": 8}
+
+
+@pytest.mark.parametrize(("chosen", "wants"), [("off", False), ("old", False), ("rollout", True)])
+def test_servers_note_the_experts_of_tokens_only_for_a_run_that_wants_them(
+    tmp_path: Path, chosen: str, wants: bool
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", family="mixtral", **SMALL)
+    config = load(f"actor.router_replay={chosen}", f"model.path={folder}", "rollout.engine=hf")
+    columns = (EngineRoutes(RoutedExperts(2, (0, 1), num_experts=4, chosen=2)),)
+    assert engine_columns(config) == (columns if wants else ())
+    for trains in (False, True):
+        (server,) = make_servers(config, "", trains=trains)._servers
+        assert server.process.launch.returns_routes is (wants and trains)

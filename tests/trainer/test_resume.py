@@ -137,3 +137,11 @@ def test_settings_that_another_version_wrote_are_one_sentence(tmp_path: Path) ->
     file.write_text("reward: {fn: text}")
     with pytest.raises(ConfigError, match=rf"{file}: .*reward\.fn=text: expected a list of texts; another version"):
         announce(Checkpoint(tmp_path, 3, {}), config, 5)
+
+
+def test_groups_that_waited_without_the_experts_of_tokens_are_dropped_where_these_are_replayed() -> None:
+    off, old, rollout = (
+        generated_with(load(f"actor.router_replay={chosen}"), greedy=False) for chosen in ("off", "old", "rollout")
+    )
+    assert off == old
+    assert rollout == {**off, "actor.router_replay": "rollout"}

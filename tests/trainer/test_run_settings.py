@@ -1,4 +1,4 @@
-"""What a run tells its pushes about quantized servers."""
+"""What a run tells its pushes: about quantized servers, and about running requests."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,3 +35,21 @@ def test_quantized_servers_on_other_machines_read_the_check_in_the_runs_folder()
     for words, is_there in (((), False), (FP8, False), (TWO, False), ((*FP8, *TWO), True)):
         run = run_of(*words)
         assert run._export_folder() == (str(run.dir / "push_check") if is_there else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        ((), "retract"),
+        (("rollout.ahead=2",), "in_place"),
+        (("rollout.ahead=2", "rollout.update=retract"), "retract"),
+        (("actor.router_replay=rollout",), "abort"),
+        (("actor.router_replay=rollout", "rollout.ahead=2", "rollout.update=retract"), "abort"),
+        (("actor.router_replay=rollout", "rollout.ahead=2"), "in_place"),
+        (("actor.router_replay=old",), "retract"),
+    ],
+)
+def test_a_push_loses_no_experts_of_tokens_that_are_written(words: tuple[str, ...], mode: str) -> None:
+    """A request that is retracted in a push would report those of the pass that computes its KV again."""
+    run = run_of(*words)
+    assert run._push_settings(["http://127.0.0.1:5"], "").pause_mode == mode

@@ -54,6 +54,7 @@ class Actor:
     loss_agg_mode: str = "token-mean"  # how token losses are aggregated to one number
     loss_scale_factor: float = II("data.max_response_length")  # the constant S of the two *-norm modes
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm
+    router_replay: str = "off"  # off | rollout | old: experts are those of the server | of the pass of old log-probs
     optim: Optim = field(default_factory=Optim)
     lora: Lora = field(default_factory=Lora)
     megatron: Megatron = field(default_factory=Megatron)

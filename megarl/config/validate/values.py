@@ -17,7 +17,18 @@ from megarl.config.keys import NAME
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_numbers
-from megarl.config.validate import agents, algorithms, data, lora, models, rewards, servers, strategies, teachers
+from megarl.config.validate import (
+    agents,
+    algorithms,
+    data,
+    lora,
+    models,
+    rewards,
+    router_replay,
+    servers,
+    strategies,
+    teachers,
+)
 from megarl.config.validate.layouts import ROLES, used_roles
 from megarl.projections import ALL
 from megarl.sandbox import layers
@@ -60,6 +71,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.update": names.UPDATES,
     "rollout.quantization": names.QUANTIZATIONS,
     "actor.lora.push": names.LORA_PUSHES,
+    "actor.router_replay": names.ROUTER_REPLAYS,
     "trainer.device": names.DEVICES,
 } | {
     f"{role}.{key}": choices
@@ -304,6 +316,7 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
     if command in ("train", "config"):
         yield from algorithms.contradictions(config)
         yield from teachers.contradictions(config)
+        yield from router_replay.contradictions(config)
     if command in ("train", "evaluate", "config"):
         yield from rewards.contradictions(config, command)
         yield from agents.contradictions(config)

@@ -31,8 +31,7 @@ class PackedRow:
     tokens: Tensor  # [1, T/cp] int64
     positions: Tensor  # [1, T/cp] int64, within each sequence
     labels: Tensor  # [T/cp] int64, the token that follows each
-    sources: Tensor  # [T/cp] int64, the index in the batch of the token at each place; -1 at padding
-    follows: Tensor  # [T/cp] int64, that of the token which follows it in its sequence; -1 if none does
+    targets: Tensor  # [T/cp] int64, the index in the batch of the token that each place predicts; -1: of none
     packed: PackedParams
     predicts: Tensor  # [N'] index, in the gathered row, of the output that predicts a token; N' = predicted tokens
     predicted: Tensor  # [N'] indices of these tokens in the batch
@@ -40,12 +39,9 @@ class PackedRow:
     num_own_tokens: int  # in this context-parallel rank's slice, padding and dummies not counted
 
     def slice(self, column: Tensor) -> Tensor:
-        """The batch's column [N, ...] -> that of the tokens of this rank [T/cp, ...], 0 at padding, on every stage."""
-        return _at(column, self.sources.to(column.device))
-
-    def predicting(self, column: Tensor) -> Tensor:
-        """The batch's column [N, ...] -> that of the tokens that this rank's outputs predict [T/cp, ...], or 0."""
-        return _at(column, self.follows.to(column.device))
+        """The batch's column [N, ...] -> at each place of this rank the entry of the token that it predicts, on every
+        stage: [T/cp, ...], 0 where there is none."""
+        return _at(column, self.targets.to(column.device))
 
     def column(self, output: Tensor) -> Tensor:
         """This rank's outputs [T/cp, ...] -> the batch's column [N, ...], whole on every context-parallel rank."""
@@ -69,8 +65,8 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedR
     own = own_positions(starts.tolist(), padded, layout.cp)
     sources = torch.full((total,), -1).index_copy(0, at, torch.arange(batch.num_tokens))[own]
     predicted = torch.nonzero(inside > 0).squeeze(1)
-    following = torch.full_like(batch.tokens, -1).index_copy(0, predicted - 1, predicted)
-    follows = torch.where(sources >= 0, following[sources], -1)
+    following = torch.full((batch.num_tokens + 1,), -1).index_copy(0, predicted - 1, predicted)  # the last: of padding
+    targets = following[sources]
     positions = torch.arange(total) - torch.repeat_interleave(starts, sizes)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device)
     longest = max(padded)
@@ -85,9 +81,8 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedR
     return PackedRow(
         tokens=_at(batch.tokens, sources)[None].to(device),
         positions=positions[own][None].to(device),
-        labels=_at(batch.tokens, follows).to(device),
-        sources=sources.to(device),
-        follows=follows.to(device),
+        labels=_at(batch.tokens, targets).to(device),
+        targets=targets.to(device),
         packed=packed,
         predicts=where_gathered(own, at[predicted] - 1, layout.cp, starts.tolist(), padded).to(device),
         predicted=predicted.to(device),

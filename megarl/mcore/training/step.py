@@ -9,6 +9,7 @@ their global sum: the division cancels, and the gradient is that of the loss, ho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,8 @@ from megarl.mcore.logprobs.top_k import top_k_of_chunks
 from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
 from megarl.mcore.training.optimizer import Optimizer, reduce_in_last
 from megarl.mcore.training.packed_rows import PackedRow, in_whole_turns, make_row
+from megarl.mcore.training.router_replay import Routing
+from megarl.routed_experts import ROUTED_EXPERTS
 from megarl.sample import Batch, LossOutput, MicroBatch, Stats, merge_stats
 
 Columns = dict[str, Tensor]
@@ -82,12 +85,12 @@ class Outputs:
             reference=reference,
             divergence=self.divergence,
             teachers=self._teachers(row, given, output.device) if DIVERGENCE in self.names else None,
-            ids=row.predicting(given[TEACHER_IDS]).to(output.device) if OF_IDS in self.names else None,
+            ids=row.slice(given[TEACHER_IDS]).to(output.device) if OF_IDS in self.names else None,
         )
         return {name: row.column(column) for name, column in columns.items()}
 
     def _teachers(self, row: PackedRow, given: Mapping[str, Tensor], device: torch.device) -> TeacherStates:
-        teacher, hidden = (row.predicting(given[name]) for name in (TEACHER, TEACHER_HIDDEN))
+        teacher, hidden = (row.slice(given[name]) for name in (TEACHER, TEACHER_HIDDEN))
         return TeacherStates(teacher.to(device), hidden, self.heads)
 
 
@@ -98,19 +101,35 @@ def _references(model: Model | None, rows: list[PackedRow], outputs: Outputs) ->
         return [None] * len(rows)
     for chunk in model:
         chunk.eval()
-    hidden = _run(model, rows, lambda i, out: keep_hidden(out[0]), forward_only=True)
+    hidden = _run(model, rows, lambda i, out: keep_hidden(out[0]), _chosen_freely, forward_only=True)
     return [ReferenceStates(own, output_weight(model[-1])) for own in hidden]
 
 
-def _run(model: Model, rows: list[PackedRow], finish: Callable[[int, Tensor], Any], *, forward_only: bool) -> list[Any]:
-    """Megatron's pipeline schedule over these rows; `finish(i, output)` runs after the last chunk of the last stage."""
+def _chosen_freely(index: int, chunk: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG001
+    """No experts are given."""
+    return nullcontext()
+
+
+def _run(
+    model: Model,
+    rows: list[PackedRow],
+    finish: Callable[[int, Tensor], Any],
+    around: Callable[[int, nn.Module], AbstractContextManager[None]],
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """Megatron's pipeline schedule over these rows; `finish(i, output)` runs after the last chunk of the last stage.
+
+    `around(i, chunk)`: what surrounds the forward pass of a chunk over row i.
+    """
     # Otherwise Float16Module makes a float32 copy of the hidden states.
     how = {"fp32_output": False} if unwrap(model[0]).config.bf16 else {}
 
     def forward_step(indices: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         i = next(indices)
         row = rows[i]
-        output = chunk(row.tokens, row.positions, None, packed_seq_params=row.packed, **how)
+        with around(i, chunk):
+            output = chunk(row.tokens, row.positions, None, packed_seq_params=row.packed, **how)
         return output, lambda out, non_loss_data=False: finish(i, out)  # noqa: ARG005
 
     return get_forward_backward_func()(
@@ -132,22 +151,30 @@ def forward_only(
     outputs: Outputs,
     device: torch.device,
     reference: Model | None = None,
+    *,
+    notes_experts: bool = False,
 ) -> list[Columns]:
     """Columns of each micro-batch (without dummies) on the last pipeline stage; elsewhere an empty list.
 
-    `reference` is the frozen model of full_kl, in the same layout.
+    `reference` is the frozen model of full_kl, in the same layout.  `notes_experts`: the column of routing replay
+    too, with what the model's routers choose; without it they take what the micro-batches have in this column.
     """
     micros = in_whole_turns(micros, outputs.layout)
     rows = [make_row(micro, outputs.layout, device) for micro in micros]
     references = _references(reference, rows, outputs)
     for chunk in model:
         chunk.eval()
+    routing = Routing(model, micros, rows, notes=notes_experts)
 
     def finish(i: int, out: Tensor) -> Columns:
         return outputs(model[-1], rows[i], out, micros[i].batch.columns, references[i])
 
-    found = _run(model, rows, finish, forward_only=True)
-    return [columns for columns, micro in zip(found, micros, strict=False) if not micro.is_dummy]
+    found = _run(model, rows, finish, routing.step, forward_only=True)
+    columns = [columns for columns, micro in zip(found, micros, strict=False) if not micro.is_dummy]
+    if notes_experts:
+        chosen = routing.columns()
+        return [own | {ROUTED_EXPERTS: experts} for own, experts in zip(columns, chosen, strict=False)]
+    return columns
 
 
 def backward(
@@ -163,7 +190,8 @@ def backward(
     """Compute the gradient of the optimizer step's loss into Megatron's gradient buffers, reduced over all ranks.
 
     `num_tokens` is the number of tokens of the whole optimizer step, prompts included, over all data-parallel ranks.
-    `reference` is the frozen model of full_kl.  Returns the statistics of this replica's micro-batches, on the last
+    `reference` is the frozen model of full_kl.  Experts are those of the micro-batches' column of routing replay, if
+    they have one and the model is prepared for it.  Returns the statistics of this replica's micro-batches, on the last
     pipeline stage.
     """
     micros = in_whole_turns(micros, outputs.layout)
@@ -187,7 +215,8 @@ def backward(
         own = torch.tensor(rows[i].num_own_tokens, dtype=torch.int, device=device)
         return result.loss * num_tokens, own, {} if micros[i].is_dummy else result.stats
 
-    return merge_stats(_run(model, rows, finish, forward_only=False))
+    routing = Routing(model, micros, rows, trains=True)
+    return merge_stats(_run(model, rows, finish, routing.step, forward_only=False))
 
 
 def train_step(

@@ -28,11 +28,11 @@ COLUMNS = {
     "chunk": ("log_prob_chunk",),
     "cache": ("kv_cache",),
     "push": ("server_weights", "push_bucket"),
-    "others": ("others", "save_copies"),
+    "others": ("others", "save_copies", "routes", "server_routes"),
     "spare": ("reserve",),
     "GB": ("total",),
 }
-HOST = "host: host memory of a machine, for what roles offload and (others) copies of checkpoints"
+HOST = "host: host memory of a machine, for what roles offload and (others) checkpoints and routing replay"
 LOCAL = "local: GB with local layers, where Transformer-Engine is not installed"
 WIDTH = 74
 AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")

@@ -1,12 +1,13 @@
-"""Host memory of a machine of the trainer: what roles offload to it, and copies of checkpoints that are being written.
+"""Host memory of a machine: what roles offload to it, copies of checkpoints that are being written, routing replay.
 
-Not counted: Python's processes, servers, rewards, and the file system's cache.
+Not counted: Python's processes, servers (but for routing replay), rewards, and the file system's cache.
 """
 
 from __future__ import annotations
 
 from megarl.layout import Layout
 from megarl.plan.job import Job, Role
+from megarl.plan.memory import routes
 from megarl.plan.memory.adapters import of_adapters
 from megarl.plan.memory.count import whole
 from megarl.plan.memory.gpu_budget import GpuBudget, fullest, summed
@@ -14,8 +15,11 @@ from megarl.plan.memory.memory import MOMENTS
 
 
 def host_budget(job: Job) -> GpuBudget:
-    """Bytes of the fullest machine by part."""
-    return max((_of_machine(job, role) for role in job.roles), key=lambda budget: budget["total"])
+    """Bytes of the fullest machine by part: of the trainer's, or with servers of their own of a machine of these."""
+    found = [_of_machine(job, role) for role in job.roles]
+    if not job.shared:
+        found.append(summed(server_routes=routes.machine_bytes(job)))
+    return max(found, key=lambda budget: budget["total"])
 
 
 def saved_bytes(role: Role) -> int:
@@ -40,4 +44,10 @@ def _of_machine(job: Job, role: Role) -> GpuBudget:
         optimizer += ranks * memory.optimizer * (other.optimizer_offload or job.shared)
         if other.optimizer and job.async_save:
             copies += saved_bytes(other) * ranks // other.num_ranks
-    return summed(weights=weights, optimizer=optimizer, save_copies=copies)
+    return summed(
+        weights=weights,
+        optimizer=optimizer,
+        save_copies=copies,
+        routes=routes.driver_bytes(job) if first == 0 else 0,  # the driver is on the first machine
+        server_routes=routes.machine_bytes(job) if job.shared else 0,
+    )

@@ -2,6 +2,7 @@
 
 Some versions of `/weights_checker` synchronise with CUDA without a check whether it is available.
 SGLang keeps adapters in pinned memory, which torch cannot allocate without an accelerator; here it is pageable memory.
+So is the memory in which it keeps the experts of tokens, which it would pin by a call of CUDA's runtime.
 Multi-latent attention (DeepSeek) has no handler registered for `torch_native`, and would use Triton's.
 With attention data parallelism batches are padded; `torch_native` has no length for rows of padding.
 """
@@ -23,8 +24,15 @@ def setup() -> None:
         torch.Tensor.pin_memory = _as_it_is  # type: ignore[assignment,method-assign]
         for name in ("tensor", "empty", "zeros"):
             setattr(torch, name, _ordinary(getattr(torch, name)))
+        _allocate_for_routes()
         _attend_to_latents()
         _attend_to_padding()
+
+
+def _allocate_for_routes() -> None:
+    """Let SGLang's table of allocators have one for the CPU: a plain torch.empty."""
+    common = import_module("sglang.srt.mem_cache.pool_host.common")
+    common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory
 
 
 def _attend_to_latents() -> None:

@@ -155,20 +155,22 @@ def test_a_dummy_has_columns_of_zeros_and_counts_no_tokens() -> None:
 
 
 @given(lengths_of_rows, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.booleans())
-def test_a_column_that_nobody_knows_is_sliced_like_the_tokens(
+def test_a_column_that_nobody_knows_is_sliced_like_the_labels(
     lengths: list[int], cp: int, tp: int, sequence_parallel: bool
 ) -> None:
-    """Numbers that the token tells, at its place on the one context rank that has it; 0 at padding."""
+    """Numbers that the token tells, at the place that predicts it, on the one context rank that has it; 0 elsewhere."""
     batch = batch_of(lengths)
     routes = (batch.tokens[:, None, None] * torch.tensor([[1, 2, 3], [4, 5, 6]])).to(torch.uint16)
     all_rows = rows_of_all_ranks(batch, Layout(tp=tp, cp=cp, sequence_parallel=sequence_parallel))
     for row in all_rows:
         found = row.slice(routes)
         assert (found.dtype, found.shape) == (torch.uint16, (row.tokens.size(1), 2, 3))
-        assert torch.equal(found[:, 0, 0].long(), row.tokens[0])
-        assert torch.equal(found.long(), row.tokens[0][:, None, None] * torch.tensor([[1, 2, 3], [4, 5, 6]]))
+        assert torch.equal(found[:, 0, 0].long(), row.labels)
+        assert torch.equal(found.long(), row.labels[:, None, None] * torch.tensor([[1, 2, 3], [4, 5, 6]]))
+        assert torch.equal(row.targets >= 0, row.labels > 0)
     tokens = torch.cat([row.slice(batch.tokens) for row in all_rows])
-    assert sorted(tokens[tokens > 0].tolist()) == batch.tokens.tolist()
+    firsts = set(batch.tokens[batch.row_starts].tolist())
+    assert sorted(tokens[tokens > 0].tolist()) == [token for token in batch.tokens.tolist() if token not in firsts]
 
 
 def test_an_output_of_several_numbers_a_token_is_a_column_of_them() -> None:

@@ -1,0 +1,28 @@
+"""Checks whether the model has experts to replay, and whether the servers can report them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.schema import Config
+from megarl.config.validate import models
+
+# Options of SGLang with which the experts that it keeps for a token need not be those that wrote it.
+_WITHOUT_ROUTES = {
+    "--enable-hierarchical-cache": "KV that comes back from host memory has lost its experts",
+    "--speculative-algorithm": "the experts of drafted tokens are not kept",
+}
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """One sentence for each invalid combination."""
+    chosen = config.actor.router_replay
+    if chosen == "off":
+        return
+    numbers = models.model_numbers(config, "actor")
+    if numbers.num_hidden_layers is not None and not numbers.num_experts:
+        yield f"actor.router_replay={chosen}: the model has no experts; expected off"
+    if chosen == "rollout" and config.rollout.engine != "hf":
+        for word in config.rollout.sglang.args:
+            if why := _WITHOUT_ROUTES.get(word.split("=")[0]):
+                yield f"rollout.sglang.args={word}: {why}; expected actor.router_replay=off or old, or no such option"

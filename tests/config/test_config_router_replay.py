@@ -1,0 +1,50 @@
+"""actor.router_replay: models and servers without experts to replay are refused in one sentence."""
+
+import pytest
+from config_helpers import DENSE, EXPERTS, load, refusal
+
+from megarl.config import ConfigError, from_yaml, load_config, to_yaml
+
+
+@pytest.mark.parametrize("chosen", ["old", "rollout"])
+def test_a_dense_model_is_refused(chosen: str) -> None:
+    said = refusal(f"actor.router_replay={chosen}", *DENSE.split())
+    assert said == f"actor.router_replay={chosen}: the model has no experts; expected off"
+    assert load("actor.router_replay=off", *DENSE.split()).actor.router_replay == "off"
+
+
+@pytest.mark.parametrize("chosen", ["off", "old", "rollout"])
+def test_a_model_with_experts_may_replay_them(chosen: str) -> None:
+    config = load(f"actor.router_replay={chosen}", *EXPERTS.split())
+    assert config.actor.router_replay == chosen
+    assert from_yaml(to_yaml(config)).actor.router_replay == chosen
+
+
+def test_the_default_is_off_and_other_words_are_refused() -> None:
+    assert load().actor.router_replay == "off"
+    assert refusal("actor.router_replay=r3") == "actor.router_replay=r3: expected one of off, old, rollout"
+
+
+def test_a_bare_off_in_a_file_is_no_truth_value(tmp_path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("actor:\n  router_replay: off\nmodel:\n  path: x\ndata:\n  train_files: [y]\n")
+    assert load_config([f"recipe={recipe}"])[0].actor.router_replay == "off"
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--enable-hierarchical-cache", "KV that comes back from host memory has lost its experts"),
+        ("--speculative-algorithm=EAGLE", "the experts of drafted tokens are not kept"),
+    ],
+)
+def test_servers_that_lose_the_experts_of_tokens_are_refused(option: str, why: str) -> None:
+    words = (*EXPERTS.split(), f"rollout.sglang.args=['{option}']", "rollout.engine=sglang")
+    said = refusal("actor.router_replay=rollout", *words)
+    assert said == (f"rollout.sglang.args={option}: {why}; expected actor.router_replay=off or old, or no such option")
+    load("actor.router_replay=old", *words)
+
+
+def test_supervised_training_does_not_read_it() -> None:
+    with pytest.raises(ConfigError, match="has no effect, because `megarl sft` does not read it"):
+        load_config(["model.path=m", "sft.train_files=z", "actor.router_replay=old"], command="sft")

@@ -1,0 +1,183 @@
+"""Routing replay from real servers: log-probs of server and trainer agree only if the experts of tokens are replayed.
+
+The routers of the server's model and of the trainer's differ by far less than a log-prob notices, but their experts
+nearly tie, so that they choose others for most tokens: as on GPUs, whose kernels round differently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from replay_cases import TEMPERATURE, Replayed, run_replayed, whole_column
+from safetensors.torch import load_file, save_file
+from spawn import Ranks
+from tiny_models import read_config
+from transformers import AutoModelForCausalLM
+
+from megarl.data.batch import make_batch
+from megarl.data.tiny import write_tiny_model
+from megarl.rollout.client import ServerClient
+from megarl.rollout.engine_routes import EngineRoutes
+from megarl.rollout.pieces import write
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.protocol import SamplingParams
+from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
+from megarl.sample import Completion, Prompt, Sample
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
+from megarl.servers.supervisor import Servers
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+ENGINES = (pytest.param("hf", id="hf"), pytest.param("sglang", marks=pytest.mark.sglang, id="sglang"))
+TOKEN = "a token of the tests"
+PROMPTS = [[10 + i, 20, 30 + i, 7] for i in range(6)]
+NEARLY = 3e-6  # of a router's weights: scores of experts differ by some 5e-5
+LIMIT_S = 400.0
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    of: RoutedExperts
+    own: Path  # the model that it serves
+    trained: Path  # the same but for the routers
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The trainer's model, and the server's with other routers."""
+    root = tmp_path_factory.mktemp(request.param)
+    made = []
+    for number, name in enumerate(("trained", "served")):
+        folder = write_tiny_model(root / name, family=request.param, tied=False)
+        file = folder / "model.safetensors"
+        weights, g = load_file(file), torch.Generator().manual_seed(0)
+        for key in sorted(weights):
+            if ".experts." in key:  # else they would add little to the hidden states
+                weights[key] = torch.randn(weights[key].shape, generator=g) * 0.2
+        g = torch.Generator().manual_seed(1 + number)
+        for key in sorted(key for key in weights if key.endswith(".gate.weight")):
+            weights[key] = torch.randn(weights[key].shape, generator=g) * NEARLY
+        save_file(weights, file, {"format": "pt"})
+        made.append(folder)
+    return made[0], made[1]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def served(
+    request: pytest.FixtureRequest, folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    trained, own = folders
+    of = RoutedExperts.of(read_config(own))
+    assert of is not None
+    launch = EngineLaunch(
+        request.param,
+        str(own),
+        max_running_requests=16,
+        max_total_tokens=8192,
+        random_seed=7,
+        returns_routes=True,
+        python=str(sglang_python(os.environ.get(PYTHON_VARIABLE))) if request.param == "sglang" else None,
+        device="cpu",
+    )
+    with Servers([launch], TOKEN, tmp_path_factory.mktemp("logs")) as servers:
+        servers.start()
+        yield Served(servers.urls[0], of, own, trained)
+
+
+def assert_chosen(folder: Path, found: Sequence[Completion], prompts: Sequence[list[int]]) -> None:
+    """Each token has the experts with the best scores in one pass of transformers over its whole sequence.
+
+    Scores differ by some 5e-5, and engines round probabilities of a quarter or a half by up to 6e-8.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    noted: list[torch.Tensor] = []
+    for module in model.modules():
+        if hasattr(module, "gate") and hasattr(module, "experts"):
+            module.gate.register_forward_hook(lambda *call: noted.append(call[2][0]))
+    for prompt, completion in zip(prompts, found, strict=True):
+        noted.clear()
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[*prompt, *completion.token_ids]]), use_cache=False)
+        scores = torch.stack([logits.view(-1, logits.size(-1)) for logits in noted], dim=1)[:-1]
+        column = completion.columns[ROUTED_EXPERTS]
+        assert column.dtype == np.uint8
+        assert not column[0].any(), "nothing predicted the first token"
+        experts = torch.from_numpy(column[1:].astype(np.int64))
+        best = scores.topk(experts.size(-1)).values
+        assert (scores.gather(-1, experts).sort(-1, descending=True).values - best).abs().max() < 5e-7
+        assert (scores.amax(-1) - scores.amin(-1)).median() > 2e-5, "the best are not only a rounding away"
+
+
+def completions(served: Served, num_tokens: int, piece_tokens: int, *, twice: bool = False) -> list[Completion]:
+    """Of each prompt one; `twice`: the second time, when the prompts are in the prefix cache."""
+    params = SamplingParams(TEMPERATURE, max_new_tokens=num_tokens, sampling_seed=3, ignore_eos=True)
+
+    async def all_of_them() -> list[Completion]:
+        async with EnginePool([served.url], TOKEN, timeout_s=LIMIT_S, columns=[EngineRoutes(served.of)]) as pool:
+            for _ in range(1 + twice):
+                tasks = [write(pool, prompt, params, piece_tokens=piece_tokens) for prompt in PROMPTS]
+                found = await asyncio.gather(*tasks)
+            return found
+
+    return asyncio.run(all_of_them())
+
+
+def test_replay_brings_the_log_probs_of_server_and_trainer_together(served: Served) -> None:
+    found = completions(served, 20, piece_tokens=7)
+    groups = [[Sample.of(Prompt(f"0-{i}", PROMPTS[i], ""), found[i], 0.0)] for i in range(len(PROMPTS))]
+    batch = make_batch(groups)
+    batch = batch.with_columns(weight=batch.columns["response_mask"] / batch.columns["response_mask"].sum())
+    cases = {"given": Replayed(), "free": Replayed(given=False)}
+    with Ranks(1) as ranks:
+        answers = ranks.run(run_replayed, str(served.trained), cases, batch, timeout_s=LIMIT_S)
+    gaps, mask = {}, batch.columns["response_mask"] > 0
+    for name in cases:
+        log_probs = whole_column([answer[name] for answer in answers], "log_probs", batch)
+        gaps[name] = (log_probs - batch.columns["rollout_log_probs"])[mask].abs()
+    assert gaps["given"].max() <= 1e-4
+    assert gaps["free"].max() > 0.1
+    assert gaps["free"].mean() > 0.01
+    routers = {n: t for n, t in answers[0]["given"]["gradient"].items() if n.endswith(".gate.weight")}
+    assert len(routers) == len(served.of.layers)
+    assert all(gradient.abs().max() > 1e-5 for gradient in routers.values()), "routers learn"
+
+
+@pytest.mark.parametrize(("piece_tokens", "twice"), [(0, False), (0, True), (5, True)])
+def test_every_token_has_the_experts_that_the_servers_model_chooses(
+    served: Served, piece_tokens: int, twice: bool
+) -> None:
+    """In one request, with the prompt in the prefix cache, and in pieces."""
+    assert_chosen(served.own, completions(served, 12, piece_tokens, twice=twice), PROMPTS)
+
+
+def test_a_push_that_aborts_running_requests_loses_none(served: Served) -> None:
+    """What is aborted comes back with the experts of its tokens, and another request goes on from there."""
+    params = SamplingParams(TEMPERATURE, max_new_tokens=150, sampling_seed=3, ignore_eos=True)
+    server = ServerClient(served.url, TOKEN, timeout_s=LIMIT_S)
+
+    async def interrupted() -> tuple[Completion, float]:
+        # An attempt that is ended before its first token counts as failed.
+        how: dict[str, Any] = {"timeout_s": LIMIT_S, "retries": 1000, "rest_s": 0.0}
+        async with EnginePool([served.url], TOKEN, **how, columns=[EngineRoutes(served.of)]) as pool:
+            task = asyncio.create_task(write(pool, PROMPTS[0], params))
+            while not pool.counters()["pieces"]:
+                await asyncio.to_thread(server.pause, "abort")
+                await asyncio.to_thread(server.resume)
+                await asyncio.sleep(0.05)  # so that something is written
+            return await task, pool.counters()["pieces"]
+
+    completion, num_pieces = asyncio.run(interrupted())
+    assert len(completion.token_ids) == 150
+    assert num_pieces > 1
+    assert_chosen(served.own, [completion], PROMPTS[:1])

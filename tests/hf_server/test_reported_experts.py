@@ -1,0 +1,156 @@
+"""The experts that our own server reports for each token: those that its layers chose when they wrote the next one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hf_engine import body, running
+from tiny_models import write_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megarl.hf_server.calls import read_call
+from megarl.hf_server.model import HFModel
+from megarl.hf_server.scheduler import HFEngine
+from megarl.rollout.engine_routes import EngineRoutes
+from megarl.rollout.protocol import parse_replies
+from megarl.routed_experts import RoutedExperts
+from megarl.sample import Completion
+
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+PROMPT = [7, 8, 9, 10, 11]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root: Path = tmp_path_factory.mktemp("sparse")
+    return {family: str(write_model(root / family, family, tied=False)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Other weights of the first family."""
+    return str(write_model(tmp_path_factory.mktemp("other") / "model", FAMILIES[0], tied=False, seed=1))
+
+
+def chosen_by(model: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
+    """[tokens, layers with experts, experts of a token], sorted: by transformers in one pass over all tokens."""
+    noted: list[torch.Tensor] = []
+    gates = [module.gate for module in model.modules() if hasattr(module, "gate") and hasattr(module, "experts")]
+    hooks = [gate.register_forward_hook(lambda *call: noted.append(call[2][2])) for gate in gates]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return np.sort(torch.stack(noted, dim=1).numpy(), axis=-1)
+
+
+def wanting(prompt: Sequence[int] = PROMPT, n: int = 1, salt: str | None = None, **params: Any) -> dict[str, Any]:
+    return body(prompt, n, salt, ignore_eos=True, **params) | {"return_routed_experts": True}
+
+
+def completions(reply: Any, model: HFModel, num_asked: int = len(PROMPT), n: int = 1) -> list[Completion]:
+    assert model.routes is not None
+    replies = parse_replies(reply, n, num_asked=num_asked, columns=[EngineRoutes(model.routes)])
+    return [parsed.completion for parsed in replies]
+
+
+def reported(completion: Completion) -> np.ndarray:
+    """What the column says of all tokens but the last, which the model never read."""
+    column = completion.columns["routed_experts"]
+    assert not column[0].any(), "nothing predicted the first token"
+    return np.sort(column[1:].astype(np.int64), axis=-1)
+
+
+def wait_until_written(engine: HFEngine, num_tokens: int) -> None:
+    """Until the only request has so many tokens."""
+    while not engine.num_running or int(engine._running.column("num_new").min()) < num_tokens:
+        time.sleep(0.01)
+
+
+def reference_of(folder: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_token_has_the_experts_of_a_pass_over_the_whole_sequence(folders: dict[str, str], family: str) -> None:
+    """Whatever was prefilled together, decoded, cached or shared."""
+    model, reference = HFModel(folders[family], torch.float32, returns_routes=True), reference_of(folders[family])
+    assert model.routes == RoutedExperts.of(model.config.to_dict())
+    requests = [(PROMPT, 3), (PROMPT[:2], 1), ([*PROMPT, 12, 13], 1), ([20], 1)]
+    bodies = [wanting(prompt, n, max_new_tokens=6, sampling_seed=4) for prompt, n in requests]
+    with running(model, max_running=4) as (_, answer):
+        replies = [answer(bodies), answer(bodies)]
+    assert any(item["meta_info"]["cached_tokens"] for item in replies[1][0]), "the second time from the prefix cache"
+    for again in replies:
+        for (prompt, n), reply in zip(requests, again, strict=True):
+            for completion in completions(reply, model, len(prompt), n):
+                assert completion.columns["routed_experts"].dtype == np.uint8
+                expected = chosen_by(reference, [*prompt, *completion.token_ids])
+                assert np.array_equal(reported(completion), expected[:-1])
+
+
+def test_only_requests_that_want_them_get_them(folders: dict[str, str]) -> None:
+    model = HFModel(folders["mixtral"], torch.float32, returns_routes=True)
+    with running(model) as (_, answer):
+        (reply,) = answer([body(PROMPT, max_new_tokens=2)])
+    assert "columns" not in reply["meta_info"]
+
+
+def test_a_server_that_does_not_note_them_refuses(folders: dict[str, str], model_path: str) -> None:
+    with pytest.raises(ValueError, match="a server started with --enable-return-routed-experts"):
+        read_call(wanting(max_new_tokens=2), HFModel(folders["mixtral"], torch.float32), 100)
+    with pytest.raises(ValueError, match="its layers have no experts"):
+        HFModel(model_path, torch.float32, returns_routes=True)
+
+
+def test_a_retraction_leaves_the_experts_of_what_was_written_before(folders: dict[str, str], other: str) -> None:
+    """Its KV is computed again with newer weights, which choose other experts for the same tokens."""
+    model = HFModel(folders["qwen3_moe"], torch.float32, returns_routes=True)
+    before, after = reference_of(folders["qwen3_moe"]), reference_of(other)
+    answers: list[Any] = []
+    with running(model) as (engine, answer):
+        engine.decode_sleep_s = 0.01
+        asked = threading.Thread(target=lambda: answers.extend(answer([wanting(max_new_tokens=40, sampling_seed=1)])))
+        asked.start()
+        wait_until_written(engine, 8)
+        engine.run_now(lambda: engine.pause("retract")).result()
+        newer = model.read_folder(other)
+        engine.run_alone(lambda: engine.load(lambda: model.load_weights(newer), "1", flush=True)).result()
+        engine.run_now(engine.resume).result()
+        asked.join()
+    (completion,) = completions(answers, model)
+    (first, second) = completion.versions
+    assert (first.version, second.version, second.end) == (0, 1, 40)
+    tokens = [*PROMPT, *completion.token_ids]
+    # The tokens of version 0 were predicted by passes over the tokens before them.
+    old, found = len(PROMPT) + first.end - 1, reported(completion)
+    expected, recomputed = chosen_by(before, tokens)[:-1], chosen_by(after, tokens)[:-1]
+    assert np.array_equal(found[:old], expected[:old])
+    assert np.array_equal(found[old:], recomputed[old:])
+    assert not np.array_equal(expected[:old], recomputed[:old]), "the newer weights would have chosen others"
+
+
+def test_what_is_aborted_keeps_the_experts_of_its_tokens(folders: dict[str, str]) -> None:
+    """Also while it waits after a retraction."""
+    model, reference = HFModel(folders["mixtral"], torch.float32, returns_routes=True), reference_of(folders["mixtral"])
+    for mode in ("abort", "retract"):
+        answers: list[Any] = []
+        with running(model) as (engine, answer):
+            engine.decode_sleep_s = 0.01
+            bodies = [wanting(max_new_tokens=40)]
+            asked = threading.Thread(target=lambda a=answer, b=bodies, r=answers: r.extend(a(b)))
+            asked.start()
+            wait_until_written(engine, 4)
+            engine.run_now(lambda e=engine, m=mode: e.pause(m)).result()
+            engine.run_now(lambda e=engine: e.abort(lambda row: True)).result()
+            asked.join()
+        (completion,) = completions(answers, model)
+        assert completion.finish_reason == "abort"
+        assert np.array_equal(reported(completion), chosen_by(reference, [*PROMPT, *completion.token_ids])[:-1])

@@ -1,0 +1,44 @@
+"""Whole small runs of a model with experts: those of each token travel from the server into every pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ring_cases import lines, make_parts, settings, steps
+
+from megarl.cli import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+GRPO = ["algorithm.adv_estimator=grpo", "actor.ppo_mini_batch_size=2"]
+EP2, PP2 = "actor.megatron.expert_model_parallel_size=2", "actor.megatron.pipeline_model_parallel_size=2"
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_parts(tmp_path_factory.mktemp("parts"), family="qwen3_moe", moe_intermediate_size=24)
+
+
+def run(parts: Path, folder: Path, name: str, *more: str) -> Path:
+    assert main(["train", *settings(parts, folder, name, *GRPO, *more)]) == 0
+    return folder / name
+
+
+@pytest.mark.parametrize(("chosen", "layout"), [("rollout", EP2), ("old", PP2)])
+def test_a_run_replays_the_experts_of_its_tokens(parts: Path, tmp_path: Path, chosen: str, layout: str) -> None:
+    """In pieces, and in two optimizer steps of an iteration, of which only the first has the old weights."""
+    found = run(parts, tmp_path, chosen, f"actor.router_replay={chosen}", "rollout.piece_tokens=3", layout)
+    summary = json.loads((found / "summary.json").read_text())
+    assert summary["pushes"] == summary["pushes_verified"] == 4
+    assert 0 < max(steps(found, "rollout_corr/log_prob_gap_max").values()) < 1e-4
+    assert max(abs(kl) for kl in steps(found, "actor/first_ppo_kl").values()) < 1e-8
+    assert all(norm > 0 for norm in steps(found, "actor/grad_norm").values())
+
+
+def test_a_run_ahead_keeps_the_experts_of_what_older_weights_wrote(parts: Path, tmp_path: Path) -> None:
+    """Pushes end running requests, and others go on; a checkpoint holds the groups that wait, with their experts."""
+    ahead = ["rollout.ahead=2", "rollout.update=retract", "trainer.save_freq=2", "trainer.total_training_steps=4"]
+    found = run(parts, tmp_path, "ahead", "actor.router_replay=rollout", EP2, *ahead)
+    assert max(steps(found, "actor/grad_norm")) == 4
+    assert len(lines(found / "samples.jsonl")) == 4 * 16

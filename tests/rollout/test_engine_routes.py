@@ -1,0 +1,157 @@
+"""The experts of tokens in replies: SGLang's field, our own server's column, and attempts that lost them."""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64encode
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from fake_servers import reply_to, serving
+from wire import column_on_the_wire
+
+from megarl.rollout.engine_routes import EngineRoutes
+from megarl.rollout.pieces import write
+from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.wire_columns import ColumnsLost, read_columns
+from megarl.routed_experts import RoutedExperts
+
+OF = RoutedExperts(num_layers=3, layers=(0, 2), num_experts=300, chosen=2)  # layer 1 has no experts
+ROUTES = EngineRoutes(OF)
+PROMPT = [3, 4, 5]
+
+
+def experts_at(position: int) -> np.ndarray:
+    """[all layers, experts of a token]: what the model chose when it read the token at this position."""
+    return np.array([[position, position + 1], [0, 0], [290 - position, 7]])
+
+
+def field_of(start: int, end: int) -> str:
+    """As SGLang writes it, of the positions from `start` to `end`."""
+    rows = np.array([experts_at(position) for position in range(start, end)])
+    return b64encode(rows.astype("<i4").tobytes()).decode()
+
+
+def entry(token: int) -> list[list[int]]:
+    """The column's entry of a token: what the model chose when it read the token before."""
+    return experts_at(token - 1)[[0, 2]].tolist()
+
+
+def meta_of(field: str | None = None, finish: str = "length", **more: Any) -> dict[str, Any]:
+    return {"finish_reason": {"type": finish}, **({} if field is None else {"routed_experts": field}), **more}
+
+
+def sent_as_column(column: np.ndarray) -> dict[str, Any]:
+    """As our own server writes it."""
+    return {"columns": {"routed_experts": column_on_the_wire(column)}}
+
+
+def read(meta: dict[str, Any], num_asked: int = 3, num_new: int = 2) -> np.ndarray:
+    return read_columns(meta, num_asked, num_new, [ROUTES])["routed_experts"]
+
+
+def test_sglangs_rows_are_of_the_tokens_that_were_read_and_entries_of_those_that_followed() -> None:
+    column = read(meta_of(field_of(0, 4)))
+    assert (column.dtype, column.shape) == (np.uint16, (5, 2, 2))
+    assert column.tolist() == [[[0, 0], [0, 0]], *(entry(token) for token in range(1, 5))]
+
+
+def test_what_the_caller_knows_is_not_sent_and_stays_zero() -> None:
+    """It knows the first two tokens: the second was not read when it was written, so the rows begin there."""
+    assert ROUTES.request(2) == {"return_routed_experts": True, "routed_experts_start_len": 1}
+    assert ROUTES.request(0)["routed_experts_start_len"] == 0
+    column = read(meta_of(field_of(1, 4)))
+    assert column.tolist() == [[[0, 0], [0, 0]]] * 2 + [entry(token) for token in range(2, 5)]
+
+
+def test_the_column_of_our_own_server_is_taken_as_it_is() -> None:
+    sent = np.array([[[1, 2], [3, 4]]] * 5, dtype=np.uint16)
+    assert read(sent_as_column(sent)).tolist() == sent.tolist()
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        (meta_of(), "expected one that was started with --enable-return-routed-experts"),
+        (meta_of(field_of(0, 5)), "have 5 rows: expected 1 to 4, of numbers below 300"),
+        (meta_of(""), "have 0 rows: expected 1 to 4"),
+        (meta_of(field_of(0, 4)[:-8]), "cannot be read: "),
+        (meta_of("no base64!"), "cannot be read: "),
+        (meta_of(b64encode(np.full(24, 300, "<i4").tobytes()).decode()), "expected 1 to 4, of numbers below 300"),
+        (meta_of(b64encode(np.full(24, -1, "<i4").tobytes()).decode()), "expected 1 to 4, of numbers below 300"),
+        (meta_of(b64encode(np.zeros(24, "<i4").tobytes()).decode()), "the server's kernels do not report what they"),
+        (sent_as_column(np.zeros((5, 3, 2), np.uint16)), "are uint16 [5, 3, 2]: expected uint16 of 2 layers"),
+        (sent_as_column(np.zeros((5, 2, 2), np.int64)), "are int64 [5, 2, 2]: expected uint16"),
+    ],
+)
+def test_experts_that_cannot_be_the_models_are_one_sentence(meta: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read(meta)
+    assert words in str(error.value)
+    assert not isinstance(error.value, ColumnsLost)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("meta", [meta_of(field_of(0, 4), num_retractions=1), meta_of(finish="abort")])
+def test_after_a_retraction_sglang_has_only_the_experts_of_another_pass(meta: dict[str, Any]) -> None:
+    with pytest.raises(ColumnsLost):
+        read(meta)
+
+
+class Server:
+    """Writes token 7 + i as token i of a request, with its experts; the first replies may be of retracted requests."""
+
+    def __init__(self, num_lost: int = 0) -> None:
+        self.num_lost = num_lost
+        self.bodies: list[dict[str, Any]] = []
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        num_asked, num_new = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+        (item,) = reply_to([7 + i for i in range(num_new)], finish="length", spans=[("0", 0, num_new)])
+        field = field_of(body["routed_experts_start_len"], num_asked + num_new - 1)
+        item["meta_info"] |= {"routed_experts": field, "num_retractions": int(len(self.bodies) <= self.num_lost)}
+        return web.json_response([item])
+
+
+def written(server: Server, num_tokens: int, **how: Any) -> tuple[Any, dict[str, float]]:
+    async def test() -> tuple[Any, dict[str, float]]:
+        async with (
+            serving(server) as (urls, _),
+            EnginePool(urls, "", timeout_s=200, columns=[ROUTES]) as pool,
+        ):
+            return await write(pool, PROMPT, SamplingParams(max_new_tokens=num_tokens), **how), pool.counters()
+
+    return asyncio.run(asyncio.wait_for(test(), 240))
+
+
+def test_pieces_ask_only_for_the_experts_of_new_tokens_and_are_joined_without_a_gap() -> None:
+    server = Server()
+    completion, _ = written(server, 6, piece_tokens=2)
+    assert [body["routed_experts_start_len"] for body in server.bodies] == [0, 4, 6]
+    column = completion.columns["routed_experts"]
+    assert column.tolist() == [[[0, 0], [0, 0]], *(entry(token) for token in range(1, 9))]
+
+
+def test_a_later_turn_asks_for_the_experts_behind_what_is_known() -> None:
+    server = Server()
+    completion, _ = written(server, 4, piece_tokens=3, num_known=2)
+    assert [body["routed_experts_start_len"] for body in server.bodies] == [1, 5]
+    assert completion.columns["routed_experts"][2:].tolist() == [entry(token) for token in range(2, 7)]
+
+
+def test_a_piece_that_lost_its_experts_is_written_again_and_counted_as_wasted() -> None:
+    server = Server(num_lost=2)
+    completion, counters = written(server, 5)
+    assert len(server.bodies) == 3
+    assert completion.columns["routed_experts"][-1].tolist() == entry(7)
+    assert (counters["wasted_retracted"], counters["tokens"]) == (10.0, 15.0)
+
+
+def test_a_server_that_always_loses_them_ends_the_completion() -> None:
+    with pytest.raises(RolloutFailed, match="5 attempts failed: .*the request was retracted"):
+        written(Server(num_lost=100), 5)
