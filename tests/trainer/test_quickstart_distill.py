@@ -12,7 +12,7 @@ import pytest
 
 from megarl.cli import main
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
