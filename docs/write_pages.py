@@ -13,6 +13,7 @@ from pathlib import Path
 from megarl.config.describe import Description, descriptions
 from megarl.config.names import REWARD_SERVICES
 from megarl.config.schema import Algorithm
+from megarl.config.schema.teachers import Distill
 from megarl.config.settings import show
 from megarl.declared import REQUIRED, Declared, constant, declared
 
@@ -42,7 +43,7 @@ def configuration() -> str:
     page = ["# Configuration", "", *_CONFIGURATION]
     groups: dict[str, list[Description]] = {}
     for found in descriptions().values():
-        groups.setdefault(found.key.rpartition(".")[0], []).append(found)
+        groups.setdefault(found.key.rpartition(".")[0] or found.key, []).append(found)
     for group, keys in groups.items():
         page += [f"## {group}", "", "| key | meaning | default | unit | allowed | also accepted |"]
         page += ["| --- | --- | --- | --- | --- | --- |"]
@@ -77,6 +78,7 @@ def loss_layer() -> str:
     for heading, decorator, where in (
         ("Policy losses", "register_policy_loss", "algo/losses"),
         ("KL estimators", "register_kl", "algo/kl.py"),
+        ("Divergences", "register_divergence", "algo/divergences.py"),
         ("Aggregation", "register_agg_mode", "algo/aggregate.py"),
         ("Advantage estimators", "register_adv_est", "algo/advantages"),
     ):
@@ -101,6 +103,7 @@ def algorithms() -> str:
         ("`algorithm.policy_loss_fn`", _names("register_policy_loss", "algo/losses")),
         ("`algorithm.adv_estimator`", _names("register_adv_est", "algo/advantages")),
         ("`actor.kl_loss_type`, `algorithm.kl_penalty`", f"{_names('register_kl', 'algo/kl.py')}, `full`; {_PLUS}"),
+        ("`distill.divergence`", _names("register_divergence", "algo/divergences.py")),
         ("`actor.loss_agg_mode`", _names("register_agg_mode", "algo/aggregate.py")),
         (
             "`reward.fn`",
@@ -157,9 +160,15 @@ def _settings_of_estimator(one: Declared) -> Iterator[str]:
         yield f"`algorithm.{name}`" if name == "reward_weights" else f"`algorithm.{name}={default}`"
 
 
+def _settings_of_divergence(one: Declared) -> Iterator[str]:
+    for name in one.settings:
+        yield f"`distill.{name}={show(getattr(Distill(), name))}`"
+
+
 _SETTINGS: dict[str, Callable[[Declared], Iterator[str]]] = {
     "register_policy_loss": _settings_of_loss,
     "register_adv_est": _settings_of_estimator,
+    "register_divergence": _settings_of_divergence,
 }
 PAGES: dict[str, Callable[[], str]] = {
     "files.md": files,

@@ -39,12 +39,16 @@ class Command(NamedTuple):
     examples: tuple[tuple[str, str], ...] = ()
 
 
+_OF_TRAIN = (
+    *("data", "model", "actor", "critic", "ref", "teachers", "distill"),
+    *("rollout", "algorithm", "reward", "agent", "trainer"),
+)
 COMMANDS = {
     "train": Command(
         "megarl.train",
         "main",
         "reinforcement learning: rollouts, rewards, losses, weights, again",
-        ("data", "model", "actor", "critic", "ref", "rollout", "algorithm", "reward", "agent", "trainer"),
+        _OF_TRAIN,
         (
             ("megarl train recipe=quickstart", "a whole run on two CPU cores"),
             ("megarl train recipe=quickstart actor.optim.lr=1e-4", "the same with another learning rate"),
@@ -96,7 +100,7 @@ COMMANDS = {
         "megarl.cli",
         "print_config",
         "print the configuration that a command line comes to",
-        ("data", "model", "actor", "critic", "ref", "rollout", "algorithm", "reward", "agent", "trainer", "sft"),
+        (*_OF_TRAIN, "sft"),
         (
             ("megarl config recipe=quickstart", "every key of a run and its value"),
             ("megarl config --help actor.clip_ratio", "what a key means, its default and its range"),
@@ -115,6 +119,8 @@ GROUPS = {
     "actor": "its loss, optimizer and layout (actor.optim.*, actor.megatron.*)",
     "critic": "the same for the value model; follows the actor unless set",
     "ref": "the reference policy of the KL terms",
+    "teachers": "models from which the policy learns, each with a name of its own (teachers.NAME.*)",
+    "distill": "how it learns from them: a divergence as loss, or log-probs as reward",
     "rollout": "who writes the completions, and how they are sampled",
     "algorithm": "policy loss, advantages, KL in the reward, plug-ins",
     "reward": "what scores a completion",

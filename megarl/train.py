@@ -157,6 +157,10 @@ def learn(
     if roles.reference and algorithm.reads_reference:
         with timer("ref"):
             batch = batch.with_columns(ref_log_probs=roles.reference.log_probs(batch))
+    if roles.teachers:
+        with timer("teachers"):
+            batch, of_teachers = roles.teachers.read(batch, groups, step)
+            stats |= of_teachers
     if roles.critic:
         with timer("values"):
             batch = batch.with_columns(values=roles.critic.values(batch))
@@ -169,7 +173,8 @@ def learn(
             stats |= roles.critic.update(batch, seed=seed)
     if step >= algorithm.critic_warmup:
         with timer("update_actor"):
-            stats |= roles.actor.update(batch, seed=seed)
+            prepare = roles.teachers.read_step if roles.teachers else None
+            stats |= roles.actor.update(batch, seed=seed, prepare=prepare)
     return batch, stats
 
 
@@ -233,9 +238,9 @@ def due(step: int, every: int) -> bool:
 
 
 def prepare(config: Config) -> None:
-    """Call prepare(config) of trainer.prepare, if it is set, to make the model folder, if that is missing."""
-    place = config.trainer.prepare
-    if place and not (Path(config.model.path) / "config.json").exists():
+    """Call prepare(config) of trainer.prepare, if it is set and a folder of the policy or of a teacher is missing."""
+    place, paths = config.trainer.prepare, [config.model.path, *(keys.model.path for keys in config.teachers.values())]
+    if place and not all((Path(path) / "config.json").exists() for path in paths):
         user_function(f"trainer.prepare={place}", f"{place}:prepare")(config)
 
 

@@ -15,7 +15,7 @@ from megarl import cli
 from megarl.algo import ActorLoss, estimate, load_plugins
 from megarl.config import Config, load_config
 from megarl.config.aliases import Canonical, canonical
-from megarl.config.keys import groups, leaf_types
+from megarl.config.keys import groups, type_of
 from megarl.data.prompts import Prompts
 from megarl.data.tiny import tiny_tokenizer
 from megarl.rewards import REWARDS, load_reward
@@ -183,4 +183,4 @@ def test_every_key_on_the_page_exists() -> None:
     for key in keys:
         known = canonical(key)
         if isinstance(known, Canonical):  # else it is one of those that have no meaning here, and the page says so
-            assert known.key in leaf_types() or known.key.removesuffix(".*") in groups()
+            assert type_of(known.key) or known.key.removesuffix(".*") in groups(), key

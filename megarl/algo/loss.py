@@ -1,6 +1,6 @@
 """The total actor loss and the critic loss of a packed micro-batch, with their statistics, as a rank computes them.
 
-    actor:   loss = sum_t weight_t (w_t policy_t - entropy_coeff H_t + kl_loss_coef KL_t)
+    actor:   loss = sum_t weight_t (w_t policy_t - entropy_coeff H_t + kl_loss_coef KL_t + distill_weight_t D_t)
     critic:  loss = sum_t weight_t value_loss_t
 
 Both are settings objects, called with a Batch and the model's [T] columns; logits, models and ranks are not used here.
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor
 
+from megarl.algo.distillation import Distillation
 from megarl.algo.hyperparameters import check_hyperparameters, hyperparameters_of, keyword_names, with_keys
 from megarl.algo.kl import FULL, kl_estimate, with_gradient_of_k2
 from megarl.algo.losses.ratio import HyperparameterError, importance_ratio
@@ -50,6 +51,7 @@ class ActorLoss:
     kl_loss_type: str = "low_var_kl"  # a name of KL_ESTIMATORS or "full", "+" allowed
     kl_importance: bool = False  # multiply the KL by the ratio r, with r's gradient: unbiased off-policy
     use_rollout_weight: bool = False  # multiply the policy loss by the column rollout_weight
+    distillation: Distillation | None = None  # add the divergence from teachers
 
     def __post_init__(self) -> None:
         """Raises: ValueError for an invalid combination of settings; needs no model."""
@@ -63,7 +65,12 @@ class ActorLoss:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch columns that a call needs."""
+        """The batch columns that a call needs, and those that the model's side of its outputs needs."""
+        return (*self._own_columns, *(self.distillation.columns if self.distillation else ()))
+
+    @property
+    def _own_columns(self) -> tuple[str, ...]:
+        """Those of one number per token."""
         names = ["weight", "response_mask", "old_log_probs", "advantages"]
         if self.use_kl_loss and self.kl_loss_type != FULL:
             names.append("ref_log_probs")
@@ -74,6 +81,10 @@ class ActorLoss:
     @property
     def outputs(self) -> tuple[str, ...]:
         """The model's columns that a call needs, all differentiable; the entropy is always used as a statistic."""
+        return (*self._own_outputs, *(self.distillation.outputs if self.distillation else ()))
+
+    @property
+    def _own_outputs(self) -> tuple[str, ...]:
         base = ("log_probs", "entropy")
         return (*base, "full_kl") if self.use_kl_loss and self._kl_is_full else base
 
@@ -124,8 +135,8 @@ class ActorLoss:
         """
         mask = batch.columns["response_mask"] != 0
         segment_ids = batch.segment_ids.to(mask.device)  # lengths stay on the CPU when columns go to a GPU
-        given = {name: batch.columns[name] for name in self.columns if name != "response_mask"} | {
-            name: outputs[name] for name in self.outputs if name in outputs
+        given = {name: batch.columns[name] for name in self._own_columns if name != "response_mask"} | {
+            name: outputs[name] for name in self._own_outputs if name in outputs
         }
         col = {name: clean(column, mask) for name, column in given.items()}
         log_probs, old_log_probs, weight = col["log_probs"], col["old_log_probs"], col["weight"]
@@ -155,6 +166,8 @@ class ActorLoss:
             kl = self._kl(col, ratio)
             tally.mean("actor/kl_loss", kl)
             token_loss = token_loss + self.kl_loss_coef * kl
+        if self.distillation is not None:
+            token_loss = token_loss + self.distillation(batch.columns, outputs, mask, tally)
 
         tally.mean("actor/ppo_kl", old_log_probs - log_probs)
         tally.mean("actor/ratio_mean", ratio)

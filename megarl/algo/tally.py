@@ -25,6 +25,7 @@ class Tally:
         self._weight, self._mask, self._segment_ids = weight.detach().double(), mask, segment_ids
         self._live = mask & (weight != 0)
         self._means: dict[str, Tensor] = {}
+        self._parts: dict[str, Tensor] = {}  # of a mean over a part of the tokens: 1 at these
         self._extremes: dict[str, tuple[str, Tensor]] = {}
         self._watched: dict[str, Tensor] = {}
 
@@ -32,9 +33,12 @@ class Tally:
         """Require this column to be finite at unmasked places."""
         self._watched[name] = column.detach()
 
-    def mean(self, name: str, column: Tensor) -> None:
-        """Add the column's mean, with the weights of the loss."""
-        self._means[name] = clean(column.detach(), self._live).double()
+    def mean(self, name: str, column: Tensor, *, where: Tensor | None = None) -> None:
+        """Add the column's mean, with the weights of the loss; `where` [T] bool: over these tokens only."""
+        live = self._live if where is None else self._live & where
+        self._means[name] = clean(column.detach(), live).double()
+        if where is not None:
+            self._parts[name] = live.double()
 
     def std(self, name: str, column: Tensor) -> None:
         """Add the parts of a standard deviation: mean and mean square."""
@@ -56,17 +60,24 @@ class Tally:
         self._extremes[name_max] = ("max", column.detach())
 
     def stats(self) -> Stats:
-        """Raises: NonFiniteError if a watched column is not finite.  Extremes over no token are left out."""
+        """Raises: NonFiniteError if a watched column is not finite.
+
+        Extremes, and means over a part, are left out if they are over no token.
+        """
         scalars = [num_non_finite(self._watched, self._mask).double(), self._weight.sum()]
         scalars += [self._extreme(kind, column) for kind, column in self._extremes.values()]
-        sums = [torch.stack(list(self._means.values())) @ self._weight] if self._means else []
+        columns = [*self._means.values(), *self._parts.values()]
+        sums = [torch.stack(columns) @ self._weight] if columns else []
         bad, weight, *numbers = torch.cat([torch.stack(scalars), *sums]).tolist()
         if bad:
             require_finite(self._watched, self._mask, self._segment_ids)
         extremes = zip(self._extremes.items(), numbers, strict=False)
         out = {name: Stat(kind, value) for (name, (kind, _)), value in extremes if math.isfinite(value)}
-        means = zip(self._means, numbers[len(self._extremes) :], strict=True)
-        return out | {name: Stat("mean", value, weight) for name, value in means}
+        first = len(self._extremes)
+        weights = dict.fromkeys(self._means, weight)
+        weights |= dict(zip(self._parts, numbers[first + len(self._means) :], strict=True))
+        means = zip(self._means, numbers[first:], strict=False)
+        return out | {n: Stat("mean", value, weights[n]) for n, value in means if weights[n] or n not in self._parts}
 
     def _extreme(self, kind: str, column: Tensor) -> Tensor:
         if len(column) == 0:

@@ -19,10 +19,10 @@ from yaml import YAMLError
 
 import megarl
 from megarl.config import presets
-from megarl.config.keys import FREE, leaf_types, type_name
+from megarl.config.keys import FREE, entry_groups, general, leaf_types, type_name
 from megarl.config.names import AUTO, COMMANDS
 from megarl.config.presets import find, is_path, read_preset
-from megarl.config.resolve import MICRO_BATCH_KEYS, followed_by_roles, settled, to_config
+from megarl.config.resolve import followed_by_roles, micro_batch_keys, settled, to_config
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, Layer, Setting, from_command_line, from_file, show
 from megarl.config.unused_keys import check_effect
@@ -197,8 +197,10 @@ def _laid(layers: list[Layer]) -> Config:
 
 def _lay(config: DictConfig, layer: Layer) -> None:
     """Put the settings of `layer` over `config`, in place."""
-    for role, keys in MICRO_BATCH_KEYS.items():
-        names = [f"{role}.{key}" for key in keys]
+    for setting in layer.settings:
+        _add_entry(config, setting.key)
+    for role in ("actor", "critic", "ref", *(f"teachers.{name}" for name in config.teachers)):
+        names = [f"{role}.{key}" for key in micro_batch_keys(role)]
         if any(setting.key in names and setting.value is not None for setting in layer.settings):
             for name in names:  # a new micro-batch limit replaces the old one
                 OmegaConf.update(config, name, None)
@@ -206,8 +208,17 @@ def _lay(config: DictConfig, layer: Layer) -> None:
         _set(config, setting)
 
 
+def _add_entry(config: DictConfig, key: str) -> None:
+    """If the key is one of an entry that is not there yet, add the entry, with its defaults."""
+    mapping, _, rest = key.partition(".")
+    name = rest.partition(".")[0]
+    if general(key) != key and name not in config[mapping]:
+        with open_dict(config[mapping]):
+            config[mapping][name] = OmegaConf.structured(entry_groups()[mapping])
+
+
 def _set(config: DictConfig, setting: Setting) -> None:
-    if setting.key in FREE and setting.place is not None:  # a name in config.json, or a path of names
+    if general(setting.key) in FREE and setting.place is not None:  # a name in config.json, or a path of names
         OmegaConf.update(config, f"{setting.key}.{setting.place}", setting.value, merge=False, force_add=True)
     elif isinstance(setting.place, str):  # a name chosen by the user; it may contain dots
         mapping = OmegaConf.select(config, setting.key)

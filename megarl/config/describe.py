@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from megarl.config.aliases import RENAMED, RENAMED_VALUES
-from megarl.config.keys import nearest, type_name
+from megarl.config.keys import NAME, entry_groups, general, nearest, type_name
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
@@ -58,10 +58,10 @@ def descriptions() -> dict[str, Description]:
 
 def description(key: str) -> Description:
     """Raises ConfigError if there is no such key."""
-    if key not in descriptions():
+    if general(key) not in descriptions():
         near = nearest(key)
         raise ConfigError(f"there is no key {key}" + (f"; did you mean {near}?" if near else ""))
-    return descriptions()[key]
+    return descriptions()[general(key)]
 
 
 def _walk(node: Any, prefix: str) -> list[Description]:
@@ -87,6 +87,8 @@ def _walk(node: Any, prefix: str) -> list[Description]:
                 ),
             )
         )
+        if not prefix and key in entry_groups():
+            out += _walk(entry_groups()[key](), f"{key}.{NAME}.")
     return out
 
 

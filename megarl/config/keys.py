@@ -22,8 +22,9 @@ _TYPE_NAMES = {
 # mappings too.
 FREE = (
     *("model.config", "critic.model.config", "ref.model.config"),
-    *("reward.judge.request", "data.apply_chat_template_kwargs"),
+    *("reward.judge.request", "data.apply_chat_template_kwargs", "teachers.NAME.model.config"),
 )
+NAME = "NAME"  # stands for any name in a key of a mapping whose entries are groups of keys, such as teachers.NAME.coef
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 _ALMOST_EQUAL = 0.9  # share of matching characters: a typing error
 _ALIKE = 0.7  # below this a suggestion would confuse
@@ -36,27 +37,61 @@ def leaf_types() -> dict[str, Any]:
 
 
 @cache
+def entry_groups() -> dict[str, type]:
+    """Mappings whose entries are groups of keys.  Example: {"teachers": Teacher}."""
+    return {key: get_args(kind)[1] for key, kind in leaf_types().items() if _is_mapping_of_groups(kind)}
+
+
+@cache
+def entry_types() -> dict[str, Any]:
+    """Every key of their entries with its type.  Example: {"teachers.NAME.coef": float, ...}."""
+    return {key: kind for name, group in entry_groups().items() for key, kind in _walk(group, f"{name}.{NAME}.")}
+
+
+def general(key: str) -> str:
+    """The key of an entry with NAME for its name: "teachers.math.coef" -> "teachers.NAME.coef"; others as they are."""
+    mapping, _, rest = key.partition(".")
+    return f"{mapping}.{NAME}{rest[len(rest.partition('.')[0]) :]}" if rest and mapping in entry_groups() else key
+
+
+def type_of(key: str) -> Any:
+    """The type of a key; None if there is no such key."""
+    return leaf_types().get(key, entry_types().get(general(key)))
+
+
+@cache
 def groups() -> frozenset[str]:
-    """Every key that holds other keys: "actor", "actor.optim", ..."""
-    return frozenset(key.rsplit(".", depth)[0] for key in leaf_types() for depth in range(1, key.count(".") + 1))
+    """Every key that holds other keys: "actor", "actor.optim", "teachers.NAME", ..."""
+    keys = (*leaf_types(), *entry_types())
+    return frozenset(key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1))
 
 
 @cache
 def followed() -> dict[str, str]:
     """Keys whose default is another key's value.  Example: {"data.seed": "${trainer.seed}", ...}."""
-    return {key: default for key, default in _defaults(Config(), "") if is_reference(default)}
+    defaults = _defaults(Config(), "")
+    for name, group in entry_groups().items():
+        defaults += _defaults(group(), f"{name}.{NAME}.")
+    return {key: default for key, default in defaults if is_reference(default)}
 
 
 def mapping_of(key: str) -> str | None:
-    """The key of the mapping that contains the entry `key`.
+    """The key of the mapping of values that contains the entry `key`.
 
     Example: "algorithm.policy_loss_args.beta" -> "algorithm.policy_loss_args".
     """
-    return next((name for name, kind in leaf_types().items() if is_mapping(kind) and key.startswith(f"{name}.")), None)
+    for name, kind in (leaf_types() | entry_types()).items():
+        if is_mapping(kind) and not _is_mapping_of_groups(kind) and general(key).startswith(f"{name}."):
+            return ".".join(key.split(".")[: name.count(".") + 1])
+    return None
 
 
 def is_mapping(kind: Any) -> bool:
     return get_origin(kind) is dict
+
+
+def _is_mapping_of_groups(kind: Any) -> bool:
+    return is_mapping(kind) and is_dataclass(get_args(kind)[1])
 
 
 def is_reference(value: object) -> bool:
@@ -94,6 +129,8 @@ def type_name(wanted: Any) -> str:
         return f"{', '.join(first)} or {last}"
     if get_origin(wanted) is list:
         return "a list of texts" if get_args(wanted)[0] is str else "a list of numbers"
+    if _is_mapping_of_groups(wanted):
+        return "names with a group of keys each"
     if is_mapping(wanted):
         of = get_args(wanted)[1]
         return f"names with {_TYPE_NAMES[of]} each, as {{name:{'text' if of is str else '0.1'}}}"
@@ -105,7 +142,8 @@ def nearest(key: str, candidates: list[str] | None = None) -> str | None:
 
     Example: "actor.clip_ration" -> "actor.clip_ratio"; "trainer.kl_coef" -> "algorithm.kl_ctrl.kl_coef".
     """
-    known = list(leaf_types()) if candidates is None else candidates
+    own = [] if general(key) == key else [entry.replace(NAME, key.split(".")[1], 1) for entry in entry_types()]
+    known = [*leaf_types(), *own] if candidates is None else candidates
     same_leaf = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
     guesses = get_close_matches(key, known, 1, _ALMOST_EQUAL) or same_leaf or get_close_matches(key, known, 1, _ALIKE)
     return guesses[0] if guesses else None

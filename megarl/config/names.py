@@ -49,6 +49,10 @@ AGG_MODES = tuple(_AGG_MODES)
 AGG_MODES_OF = {name: mode.names for name, mode in _AGG_MODES.items()}  # all names of the same aggregation
 AGG_MODES_WITH_SCALE = tuple(name for name, mode in _AGG_MODES.items() if mode.options.get("needs_scale"))
 
+DIVERGENCES = tuple(declared("register_divergence", "algo/divergences.py"))
+DISTILL_FORMS = ("loss", "reward")
+NO_ADVANTAGES = "none"  # the advantage estimator of runs that learn from teachers alone
+
 CORRECTION_LEVELS: tuple[str, ...] = constant("algo/correction.py", "LEVELS")
 REJECT_BY: tuple[str, ...] = constant("algo/correction.py", "REJECT_BY")
 REJECT_LEVELS: tuple[str, ...] = constant("algo/correction.py", "REJECT_LEVELS")
@@ -78,6 +82,7 @@ LORA_PUSHES = ("merged", "adapter")
 LORA_TARGETS = TARGETS
 MEGATRON = "megatron"
 REWARD_MODEL_ENGINES = ("server", MEGATRON)
+TEACHER_ENGINES = (MEGATRON, "server")
 REWARD_ERRORS: tuple[str, ...] = constant("rewards/scorer.py", "ON_ERROR")
 AGENT_ERRORS: tuple[str, ...] = constant("agents/episodes.py", "ON_ERROR")
 AGENT_HISTORIES: tuple[str, ...] = constant("agents/conversation.py", "HISTORIES")

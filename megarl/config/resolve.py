@@ -40,7 +40,11 @@ _PPO_KEYS = MicroBatchKeys("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu
 _REF_KEYS = MicroBatchKeys(
     "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"
 )
-MICRO_BATCH_KEYS = {"actor": _PPO_KEYS, "critic": _PPO_KEYS, "ref": _REF_KEYS}
+
+
+def micro_batch_keys(role: str) -> MicroBatchKeys:
+    """Those of a role: actor, critic, ref or teachers.NAME."""
+    return _PPO_KEYS if role in ("actor", "critic") else _REF_KEYS
 
 
 class Cut(NamedTuple):
@@ -104,14 +108,14 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 def followed_by_roles(config: Config) -> Config:
     """Fill in, in `config` itself, the nulls that follow another key only under a condition."""
     actor = config.actor
-    for role in (config.critic, config.ref):
+    for role in (config.critic, config.ref, *config.teachers.values()):
         if role.megatron.pipeline_model_parallel_size == actor.megatron.pipeline_model_parallel_size:
             for key in PIPELINE_KEYS:
                 if getattr(role.megatron, key) is None:
                     setattr(role.megatron, key, getattr(actor.megatron, key))
         if not role.model.config and role.model.path == config.model.path:
             role.model.config = dict(config.model.config)
-    for node in (actor, config.critic, config.ref):
+    for node in (actor, config.critic, config.ref, *config.teachers.values()):
         if node.num_ranks is None:
             node.num_ranks = max(1, config.trainer.num_ranks - node.first_rank)
     if config.agent.max_tokens is None:
@@ -124,13 +128,13 @@ def followed_by_roles(config: Config) -> Config:
 
 def settled(config: Config) -> Config:
     """Set, in `config` itself, each role's final micro-batch limits."""
-    own = {role: cut_of(config, role) for role in MICRO_BATCH_KEYS}
+    own = {role: cut_of(config, role) for role in ("actor", "critic", "ref", *config.teacher_roles)}
     if not any(own["actor"]):
         own["actor"] = Cut(None, None, max(DEFAULT_MAX_TOKENS, config.longest[1]))
-    for role, keys in MICRO_BATCH_KEYS.items():
-        cut = _per_rank(config, role, own[role] if any(own[role]) else own["actor"])
-        for key, value in zip(keys, cut, strict=True):
-            setattr(getattr(config, role), key, value)
+    for role, given in own.items():
+        cut = _per_rank(config, role, given if any(given) else own["actor"])
+        for key, value in zip(micro_batch_keys(role), cut, strict=True):
+            setattr(config.role(role), key, value)
     return config
 
 
@@ -142,7 +146,7 @@ def layout_of(megatron: Megatron) -> Layout:
 
 def data_parallel_size(config: Config, role: str) -> int:
     """Copies of the role's model over its ranks.  Raises: ConfigError if the layout does not divide them."""
-    node = getattr(config, role)
+    node = config.role(role)
     try:
         return layout_of(node.megatron).data_parallel_size(node.num_ranks)
     except ValueError as error:
@@ -151,8 +155,8 @@ def data_parallel_size(config: Config, role: str) -> int:
 
 def cut_of(config: Config, role: str) -> Cut:
     """The micro-batch keys of a role.  Raises: ConfigError if more than one is set or one is below 1."""
-    keys = MICRO_BATCH_KEYS[role]
-    cut = Cut(*(getattr(getattr(config, role), key) for key in keys))
+    keys = micro_batch_keys(role)
+    cut = Cut(*(getattr(config.role(role), key) for key in keys))
     given = [f"{role}.{key}={value}" for key, value in zip(keys, cut, strict=True) if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: expected only one of them, the others null")
@@ -168,6 +172,6 @@ def _per_rank(config: Config, role: str, cut: Cut) -> Cut:
         return cut
     copies = data_parallel_size(config, role)
     if cut.total % copies:
-        key = f"{role}.{MICRO_BATCH_KEYS[role].total}"
+        key = f"{role}.{micro_batch_keys(role).total}"
         raise ConfigError(f"{key}={cut.total}: expected a multiple of the {copies} data-parallel ranks")
     return Cut(None, cut.total // copies, None)

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megarl.config.aliases import REFUSED, SWITCHES, canonical, without_prefix
-from megarl.config.keys import FREE, fits, followed, groups, leaf_types, mapping_of, nearest, type_name
+from megarl.config.keys import FREE, fits, followed, general, groups, mapping_of, nearest, type_name, type_of
 
 # Words that name a file, or a part of a file, below all other settings; `model` and `model.preset` are the same.
 WORDS = {
@@ -175,16 +175,16 @@ def _checked(setting: Setting) -> Setting:
     key, value = setting.key, setting.value
     if (mapping := mapping_of(key)) is not None:
         return _checked(Setting(mapping, value, setting.text, key.removeprefix(f"{mapping}.")))
-    if key not in leaf_types():
+    wanted = type_of(key)
+    if wanted is None:
         raise ConfigError(f"{setting.text}: {_unknown(key)}")
-    wanted = leaf_types()[key]
     if setting.place is not None:
         kind = get_args(wanted)[-1]  # of a list's elements, of a mapping's values
-        if key not in FREE and not fits(value, kind):
+        if general(key) not in FREE and not fits(value, kind):
             raise ConfigError(f"{setting.text}: expected {type_name(kind)}")
         return setting
-    if value is None and key in followed():
-        value = followed()[key]
+    if value is None and general(key) in followed():
+        value = followed()[general(key)]
     elif wanted == list[str] and isinstance(value, str):
         value = [value]
     elif key in ("actor.clip_ratio_c", "actor.router_replay") and value is False:
@@ -197,7 +197,7 @@ def _checked(setting: Setting) -> Setting:
 
 
 def _unknown(key: str) -> str:
-    if key in groups():
+    if general(key) in groups():
         return f"{key} is a group of keys; expected {key}.NAME=VALUE"
     if key in REFUSED:
         return f"there is no key {key}, because {REFUSED[key]}"

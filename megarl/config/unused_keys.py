@@ -74,6 +74,31 @@ def _role_rows(role: str) -> tuple[UnusedKeys, ...]:
     )
 
 
+def _teacher_rows(role: str) -> tuple[UnusedKeys, ...]:
+    server, model = f"{role}.server", group_of(role)
+    return (
+        UnusedKeys(f"{model}.config", f"the config.json in {model}.path counts", lambda c: has_folder(c, role)),
+        UnusedKeys(
+            f"{server}.*", f"{role}.engine=megatron asks no server", lambda c: c.role(role).engine == names.MEGATRON
+        ),
+        UnusedKeys(
+            f"{role}.megatron.* {role}.strategy {role}.num_ranks {role}.first_rank {role}.log_prob_*",
+            f"{role}.engine=server runs on no ranks",
+            lambda c: c.role(role).engine != names.MEGATRON,
+        ),
+        UnusedKeys(
+            f"{server}.first_gpu {server}.num_gpus {server}.memory_fraction",
+            f"{server}.urls names servers that run already",
+            lambda c: bool(c.role(role).server.urls),
+        ),
+        UnusedKeys(
+            f"{server}.api_key_env",
+            f"{server}.urls=[]: the run starts a server, and knows its key",
+            lambda c: not c.role(role).server.urls,
+        ),
+    )
+
+
 def _is_none_of(config: Config, estimators: tuple[str, ...]) -> bool:
     """A built-in estimator, and none of these; the needs of a plug-in's estimator are not known here."""
     return config.algorithm.adv_estimator in set(names.ADV_ESTIMATORS) - set(estimators)
@@ -114,6 +139,22 @@ TABLE = (
         "ref.model.*",
         "actor.use_kl_loss and algorithm.use_kl_in_reward are both false, so there is no reference",
         lambda c: not c.uses_reference,
+    ),
+    UnusedKeys("distill.*", "there are no teachers", lambda c: not c.teachers),
+    UnusedKeys(
+        "distill.divergence distill.beta distill.top_k",
+        "distill.form=reward compares log-probs of the sampled tokens alone",
+        lambda c: c.distill.form == "reward",
+    ),
+    UnusedKeys(
+        "distill.beta",
+        "distill.divergence={c.distill.divergence} has no mixture",
+        lambda c: c.distill.divergence != "jsd",
+    ),
+    UnusedKeys(
+        "distill.decay_steps",
+        "distill.decay_style=constant never decays",
+        lambda c: c.distill.decay_style == "constant",
     ),
     UnusedKeys(
         "actor.kl_loss_coef actor.kl_loss_type actor.kl_importance",
@@ -218,6 +259,12 @@ TABLE = (
         "a reference is not trained",
         lambda c: True,  # noqa: ARG005
     ),
+    UnusedKeys(
+        "teachers.*.megatron.use_distributed_optimizer teachers.*.megatron.overlap_* teachers.*.megatron.recompute_* "
+        "teachers.*.megatron.optimizer_offload",
+        "a teacher is not trained",
+        lambda c: True,  # noqa: ARG005
+    ),
     *(row for role in ROLES for row in _role_rows(role)),
     *_optim_rows("actor", lambda c: c.actor.optim),
     *_optim_rows("critic", lambda c: c.critic.optim),
@@ -292,17 +339,18 @@ TABLE = (
 UNREAD = {
     "train": "sft.*",
     "sft": (
-        "algorithm.* critic.* ref.* rollout.* reward.* agent.* actor.ppo_mini_batch_size actor.ppo_epochs "
-        "actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* actor.router_replay "
-        "data.*_files data.*_key data.*_batch_size data.max_* data.overlong_prompts data.shuffle data.val_max_samples "
-        "trainer.*_freq trainer.val_before_train trainer.resume_mode trainer.critic_warmup trainer.prepare "
-        "trainer.check_export trainer.total_epochs trainer.max_checkpoints_to_keep trainer.async_save "
-        "trainer.check_only trainer.max_restarts"
+        "algorithm.* critic.* ref.* teachers.* distill.* rollout.* reward.* agent.* actor.ppo_mini_batch_size "
+        "actor.ppo_epochs actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* "
+        "actor.router_replay data.*_files data.*_key data.*_batch_size data.max_* data.overlong_prompts data.shuffle "
+        "data.val_max_samples trainer.*_freq trainer.val_before_train trainer.resume_mode trainer.critic_warmup "
+        "trainer.prepare trainer.check_export trainer.total_epochs trainer.max_checkpoints_to_keep "
+        "trainer.async_save trainer.check_only trainer.max_restarts"
     ),
     "evaluate": (
-        "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* sft.* trainer.check_only trainer.max_restarts "
-        "trainer.start_timeout_s rollout.n rollout.temperature rollout.top_p rollout.top_k rollout.ahead rollout.order "
-        "rollout.update rollout.max_age rollout.turn_s rollout.push rollout.bucket_bytes rollout.check_every"
+        "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "
+        "trainer.max_restarts trainer.start_timeout_s rollout.n rollout.temperature rollout.top_p rollout.top_k "
+        "rollout.ahead rollout.order rollout.update rollout.max_age rollout.turn_s rollout.push rollout.bucket_bytes "
+        "rollout.check_every"
     ),
 }
 COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")
@@ -315,7 +363,7 @@ def check_effect(config: Config, typed: Iterable[Setting], command: str) -> None
     for setting in typed:
         if _matches(setting.key, UNREAD.get(command, "")):
             raise ConfigError(f"{setting.text}: has no effect, because `megarl {command}` does not read it")
-        for row in TABLE:
+        for row in (*TABLE, *(row for role in config.teacher_roles for row in _teacher_rows(role))):
             if _matches(setting.key, row.keys) and row.when(config):
                 raise ConfigError(f"{setting.text}: has no effect, because {row.because.format(c=config)}")
 

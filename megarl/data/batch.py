@@ -17,6 +17,7 @@ from megarl.sample import REWARD_ERROR, Batch, Row, Sample
 OWN_COLUMNS = frozenset(
     ("response_mask", "rollout_log_probs", "versions", "turn", "turn_rewards", "keep", "rollout_weight", "weight")
     + ("selected", "token_level_rewards", "advantages", "returns", "values")
+    + ("teacher", "distill_weight", "teacher_hidden", "teacher_ids", "teacher_top_log_probs", "teacher_reward")
     + ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "sum_pi_squared", "full_kl")
     + ("tokens", "lengths", "rows", "micro_sizes")  # what is sent to a rank beside its columns
 )

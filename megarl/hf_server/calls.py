@@ -34,21 +34,20 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
     tells = body.get("return_sampling_mask") or False
     if not isinstance(tells, bool):
         raise ValueError(f"return_sampling_mask={tells!r}: expected true or false")
+    num_top = body.get("top_logprobs_num") or 0
+    if type(num_top) is not int or not 0 <= num_top <= model.vocab_size:
+        raise ValueError(f"top_logprobs_num={num_top!r}: expected 0 (none) to {model.vocab_size}, the whole vocabulary")
+    if num_top and scored_from is None:
+        raise ValueError(
+            f"top_logprobs_num={num_top}: expected return_logprob=true and logprob_start_len=POSITION, because this "
+            "server tells the most likely tokens of prompts only"
+        )
+    scores = {"prompt_log_probs_from": scored_from, "num_top": num_top}
     stops = () if params.ignore_eos else (*model.eos_ids, *params.stop_token_ids)
     call = Call()
     for prompt, rid, salt in zip(prompts, rids, salts, strict=True):
         _check_prompt(prompt, params.max_new_tokens, model, max_total_tokens)
-        call.add(
-            n,
-            rid,
-            prompt,
-            params,
-            stops,
-            prompt_log_probs_from=scored_from,
-            reports=reports,
-            tells_support=tells,
-            salt=salt,
-        )
+        call.add(n, rid, prompt, params, stops, reports=reports, tells_support=tells, salt=salt, **scores)
     return call
 
 
@@ -112,6 +111,8 @@ def _item(row: Request, with_log_probs: bool, several: bool) -> dict[str, Any]:
     }
     if with_log_probs:
         meta["input_token_logprobs"] = _prompt_log_probs(row)
+        if row.num_top:
+            meta["input_top_logprobs"] = _prompt_top(row)
         meta["output_token_logprobs"] = [
             [log_prob, token, None] for log_prob, token in zip(row.log_probs, row.token_ids, strict=True)
         ]
@@ -151,3 +152,12 @@ def _prompt_log_probs(row: Request) -> list[list[Any]]:
     triples: list[list[Any]] = [[row.prompt_log_probs[i - 1], row.prompt[i], None] for i in range(1, len(row.prompt))]
     triples = [[None, row.prompt[0], None], *triples][start:]
     return [[None, *triples[0][1:]], *triples[1:]] if triples else []
+
+
+def _prompt_top(row: Request) -> list[Any]:
+    """[[log-prob, token, text], ..] of the most likely tokens for the same positions, None at the first of them."""
+    start = row.prompt_log_probs_from
+    if start is None or row.prompt_log_probs is None:
+        return []
+    found = [None, *row.prompt_top][start:]
+    return [None, *found[1:]] if found else []

@@ -25,6 +25,7 @@ class Request:
     params: SamplingParams
     stops: tuple[int, ...]  # tokens that end it
     prompt_log_probs_from: int | None = None  # report the prompt's log-probs from this position on
+    num_top: int = 0  # and so many of the most likely tokens at each of its positions
     reports: RoutedExperts | None = None  # the experts of each token, of a model with such layers
     salt: str | int | None = None  # it shares KV with requests of the same salt; None: the engine gives it a number
     tells_support: bool = False  # report the tokens that could be drawn for each token, and log-probs among them
@@ -34,6 +35,7 @@ class Request:
     support: list[list[int]] = field(default_factory=list)  # of each of token_ids, if it is reported
     log_probs_in_support: list[float] = field(default_factory=list)
     prompt_log_probs: list[float] | None = None  # of tokens 1.. of the prompt, at temperature 1
+    prompt_top: list[list[list[Any]]] = field(default_factory=list)  # at their positions, each [log-prob, token, None]
     versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token generated with it)
     # The experts of the first tokens of the sequence, as the passes chose them that sampled what followed: [tokens,
     # layers with experts, experts of a token] end to end.  A retraction changes nothing of it.

@@ -287,8 +287,14 @@ class HFEngine:
         prompt = torch.tensor(rows[0].prompt, device=self.model.device)
         log_probs = torch.log_softmax(self.model.logits(hidden[: len(prompt) - 1]).float(), dim=-1)
         scores = log_probs.gather(1, prompt[1:, None])[:, 0].tolist()
+        top, ids = (found.tolist() for found in log_probs.topk(max(row.num_top for row in rows)))
         for row in rows:
             row.prompt_log_probs = scores
+            places = zip(top, ids, strict=True)
+            row.prompt_top = [
+                [[x, i, None] for x, i in zip(*(side[: row.num_top] for side in place), strict=True)]
+                for place in (places if row.num_top else ())
+            ]
 
     def _step(self) -> None:
         """One token for every running request."""

@@ -22,6 +22,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("vf_loss", "critic/vf_loss", ".4f"),
     ("ppo_kl", "actor/ppo_kl", "+.1e"),
     ("kl", "actor/kl_loss", ".1e"),
+    ("divergence", "distill/divergence", ".3f"),
     ("entropy", "actor/entropy", ".3f"),
     ("grad", "actor/grad_norm", ".2f"),
     ("len", "response_length/mean", ".1f"),

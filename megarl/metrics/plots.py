@@ -30,6 +30,8 @@ PANELS: tuple[Panel, ...] = (
     Panel("Supervised loss", ("sft/loss",)),
     Panel("Policy loss", ("actor/pg_loss",)),
     Panel("Distance of the policy", ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")),
+    Panel("Divergence from the teachers", ("distill/divergence", "distill/*/divergence")),
+    Panel("Log-probs of the teachers minus those of the policy", ("distill/*/log_prob_gap",)),
     Panel("Entropy", ("actor/entropy",)),
     Panel("Response length in tokens", ("response_length/mean", "response_length/max")),
     Panel(

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.config import Config, layout_of, model_config
-from megarl.config.resolve import MICRO_BATCH_KEYS
+from megarl.config.resolve import micro_batch_keys
+from megarl.config.validate.models import group_of
 from megarl.plan import server_args
 from megarl.plan.gpus import Gpu
 from megarl.plan.job import Job, Role, TimeLimits
@@ -66,6 +67,7 @@ def job_of(
         dispatch="once" if actor.megatron.moe_token_dispatcher_type == "flex" else "each",
         critic=role_of(config, "critic") if config.uses_critic else None,
         reference=role_of(config, "ref") if config.uses_reference else None,
+        teachers=tuple(role_of(config, name) for name in config.teachers_on_ranks),
         shared=rollout.placement == "shared",
         server_gpus=rollout.tensor_model_parallel_size,
         num_servers=len(rollout.urls) or rollout.num_servers,
@@ -112,6 +114,10 @@ def _not_modelled(config: Config) -> Iterator[str]:
         yield f"rollout.turn_s={rollout.turn_s:g}: servers compute the KV of what continues again in each turn"
     if config.has_agents:
         yield "agent.fn, agent.command: the time of tools; an episode is planned as one prompt and one completion"
+    for role in (role for role in config.teacher_roles if role not in config.teachers_on_ranks):
+        yield f"{role}.engine=server: its servers, and the time in which they answer"
+    if whole := config.divergence_of_vocabulary:
+        yield f"{whole}: teachers' hidden states on their way to the actor's ranks, and the two heads once more"
     if filters.enable and filters.refill:
         yield "algorithm.filter_groups.refill=true: completions of the groups that others replace"
 
@@ -121,8 +127,8 @@ _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number
 
 def role_of(config: Config, name: str) -> Role:
     """A role's model and its ranks."""
-    node: Any = getattr(config, name)
-    keys, megatron = MICRO_BATCH_KEYS[name], node.megatron
+    node: Any = config.role(name)
+    keys, megatron = micro_batch_keys(name), node.megatron
     longest = config.longest[1]
     sequences = getattr(node, keys.per_rank)
     limit = getattr(node, keys.tokens) if sequences is None else sequences * longest
@@ -137,7 +143,7 @@ def role_of(config: Config, name: str) -> Role:
         max_tokens=limit,
         log_prob_tokens=limit,
         recompute=recompute,
-        optimizer=None if name == "ref" else node.optim.name,
+        optimizer=node.optim.name if name in ("actor", "critic") else None,
         dtype=config.model.dtype,
         fsdp=node.strategy == "fsdp",
         overlap_grad_reduce=megatron.overlap_grad_reduce,
@@ -153,9 +159,9 @@ def numbers_of_model(config: Config, role: str) -> dict[str, Any]:
     """The role's config.json.  Raises: ValueError if it is not known yet or the model is not supported."""
     hf = model_config(config, role)
     if not hf:
-        path = config.model.path if role == "actor" else getattr(config, role).model.path
+        key, path = group_of(role), config.model.path if role == "actor" else config.role(role).model.path
         raise ValueError(
-            f"model.path={path}: its config.json is not here; expected a folder that has one, or model=PRESET"
+            f"{key}.path={path}: its config.json is not here; expected a folder that has one, or model=PRESET"
         )
     check(hf)
     return hf

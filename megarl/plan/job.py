@@ -14,7 +14,7 @@ from megarl.projections import ALL
 class Role:
     """A model on training ranks.  optimizer None: it is not trained."""
 
-    name: str  # actor | critic | ref
+    name: str  # actor | critic | ref | teachers.NAME
     hf: HFConfig
     layout: Layout
     num_ranks: int
@@ -94,6 +94,7 @@ class Job:
     # other models on the same or further ranks
     critic: Role | None = None
     reference: Role | None = None
+    teachers: tuple[Role, ...] = ()  # assumed to teach equal shares of the samples
 
     # servers
     shared: bool = True  # colocation on the trainer's GPUs; else on separate GPUs
@@ -130,7 +131,8 @@ class Job:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        return tuple(role for role in (self.actor, self.critic, self.reference) if role is not None)
+        learners = (role for role in (self.actor, self.critic, self.reference) if role is not None)
+        return (*learners, *self.teachers)
 
     @property
     def num_gpus(self) -> int:

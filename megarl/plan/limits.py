@@ -60,7 +60,7 @@ def _limits(job: Job, stages: Mapping[str, float], written: Rollout, constants: 
     tokens, request = piece_tokens(job, of, constants), (of.request_s, "rollout.request_timeout_s")
     yield Limit("the wait for a first token", wait_s(job, tokens, written), *request)
     yield Limit(f"a request of {tokens:.0f} tokens", piece_s(job, tokens, written), *request, continues=True)
-    for name in ("old_log_prob", "ref", "values", "update_weights"):
+    for name in ("old_log_prob", "ref", "teachers", "values", "update_weights"):
         if name in stages:
             yield Limit(name, stages[name], of.call_s, "trainer.call_timeout_s")
     for name in ("update_critic", "update_actor"):  # a call for each optimizer step

@@ -14,7 +14,10 @@ from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.serving import Rollout, Server
 from megarl.plan.time.training import Training, scoring, training
 
-STAGES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights", "other")
+STAGES = (
+    *("gen", "old_log_prob", "ref", "teachers", "values"),
+    *("update_critic", "update_actor", "update_weights", "other"),
+)
 
 WAITS = 0.1  # share of a step that the trainer waits, above which it is said
 HOST = "host"  # the row of a machine's host memory
@@ -110,6 +113,8 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
         found["old_log_prob"] = pass_s("actor")
     if job.reference:
         found["ref"] = pass_s("ref")
+    if job.teachers:
+        found["teachers"] = sum(pass_s(role.name) for role in job.teachers) / len(job.teachers)
     if job.critic:
         found["values"] = pass_s("critic")
         found["update_critic"] = update_s("critic", training(job, job.critic, constants).seconds)

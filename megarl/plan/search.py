@@ -24,7 +24,7 @@ NUM_TRAINERS, NUM_SERVERS = 12, 4  # the best of each, which are combined
 NUM_PROPOSED = 3
 WORTH = 1.01  # a proposal must be this many times faster than the current run
 WORD = 0.002  # share of the step time that each additional word must save
-UPDATES, SCORES = {"update_actor", "update_critic"}, {"old_log_prob", "ref", "values"}
+UPDATES, SCORES = {"update_actor", "update_critic"}, {"old_log_prob", "ref", "teachers", "values"}
 
 Composed = Callable[[list[str]], Job | None]  # words -> the run, None if it is invalid
 

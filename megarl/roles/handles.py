@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,12 @@ class Update:
     normalize: bool = False  # scale the weights of rollout correction to mean 1 over a step
     bypass: bool = False  # the ratio uses the server's log-probs
     reference: str | None = None  # the reference role for the full KL
+
+    @property
+    def divergence(self) -> tuple[str, float] | None:
+        """The name and beta of a divergence over the vocabulary, which the ranks compute; None: there is none."""
+        taught = self.loss.distillation if isinstance(self.loss, ActorLoss) else None
+        return (taught.divergence, taught.beta) if taught and not taught.top_k else None
 
 
 @dataclass(frozen=True)
@@ -139,14 +145,19 @@ class Role:
         temperature: float | None = None,
         reference: str | None = None,
         inputs: Sequence[str] | None = None,
+        **more: int,
     ) -> dict[str, Tensor]:
-        """Each named column of the batch under the current weights.  `inputs`: instead of those of the role."""
+        """Each named column [N, ...] of the batch under the current weights.
+
+        `inputs`: instead of those of the role; `more`: arguments of the call.
+        """
         batch = batch.by_row()
         # An input that the pass computes is not there yet.
         given = self._given(batch, [name for name in (self.inputs if inputs is None else inputs) if name not in names])
         plans = self._plan(batch)
         scale = self.temperature if temperature is None else temperature
         arguments = {"role": self.name, "temperature": scale, "names": list(names), "reference": reference}
+        arguments |= more
         replies = self.group.call("columns", arguments, [_payload(batch, p, given) for p in plans])
         lengths = batch.lengths.tolist()  # a replica without sequences answers without columns
         return {n: unpack(plans, [r.tensors[n] for r in replies if n in r.tensors], lengths) for n in names}
@@ -174,9 +185,12 @@ class Trainable(Role):
 
     update_settings: Update | None = None
 
-    def update(self, batch: Batch, *, seed: int = 0) -> dict[str, Stat]:
+    def update(
+        self, batch: Batch, *, seed: int = 0, prepare: Callable[[Batch], Batch] | None = None
+    ) -> dict[str, Stat]:
         """Run all optimizer steps of a batch: epochs times mini-batches of whole prompt groups.
 
+        `prepare` adds columns to the batch of each optimizer step, which would be too large for all at once.
         Statistics are merged over the steps; `first_ppo_kl` is `ppo_kl` of the first step alone.  A step without a
         trainable token is skipped and counted.
         """
@@ -189,7 +203,9 @@ class Trainable(Role):
             for epoch in range(how.epochs)
             for mini in mini_batches(batch, how.prompts_per_step, seed=seed * 1000 + epoch)
         )
-        stats = [self._step(mini, how, seed=seed * 1000 + i) for i, mini in enumerate(minis)]
+        stats = [
+            self._step(prepare(mini) if prepare else mini, how, seed=seed * 1000 + i) for i, mini in enumerate(minis)
+        ]
         merged = merge_stats(stats)
         kl = f"{self.kind}/ppo_kl"
         if kl in merged:  # the weights have not changed yet, so any difference does not come from training
@@ -228,6 +244,7 @@ class Trainable(Role):
             "names": list(how.loss.outputs),
             "reference": how.reference,
             "loss": asdict(how.loss),
+            "divergence": how.divergence,
             "num_tokens": batch.num_tokens,
         }
         columns = (*how.loss.columns, *self._given(packed, self.inputs))
@@ -254,6 +271,13 @@ class Reference(Role):
 @dataclass
 class Actor(Trainable):
     """The policy."""
+
+    def load_heads(self, folders: Sequence[str]) -> None:
+        """Read the output rows of its teachers' vocabularies from HF folders, for a divergence over the vocabulary.
+
+        Raises: ValueError for a vocabulary that is smaller than the policy's.
+        """
+        self.group.call("load_heads", {"role": self.name, "folders": list(folders)})
 
     def log_probs(
         self, batch: Batch, *, temperature: float | None = None, inputs: Sequence[str] | None = None

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from megarl.algo.distillation import Distillation
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.layout import Layout
 from megarl.mcore.checkpoint.files import Saving
@@ -42,6 +44,7 @@ class Role:
     parameters: OffloadBuffer  # of the base alone, if it is shared: then the same for all its roles
     gradients: OffloadBuffer  # gradient buffers, which only an update needs
     moments: OffloadBuffer  # optimizer state
+    heads: list[Tensor] = field(default_factory=list)  # of its teachers, beside its own head: see TeacherStates
     pusher: Pusher | AdapterPusher | None = None  # set by `connect`
     saving: Saving | None = None  # the last save
     last_loss: tuple[dict[str, Any], Any] | None = None
@@ -53,7 +56,9 @@ class Role:
     def loss(self, settings: dict[str, Any]) -> Any:
         """The loss with these settings, cached between updates because its construction tests it numerically."""
         if self.last_loss is None or self.last_loss[0] != settings:
-            self.last_loss = settings, LOSSES[self.kind](**settings)
+            taught = settings.get("distillation")
+            made = {**settings, "distillation": Distillation(**taught)} if taught else settings
+            self.last_loss = settings, LOSSES[self.kind](**made)
         return self.last_loss[1]
 
     @property

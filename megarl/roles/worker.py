@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.algo.divergences import make_divergence
 from megarl.algo.finite import NonFiniteError
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
@@ -32,6 +33,7 @@ from megarl.routed_experts import ROUTED_EXPERTS
 from megarl.sample import Batch
 from megarl.weights.hf.adapter import save_peft
 from megarl.weights.hf.export import save_hf
+from megarl.weights.hf.head import read_heads
 from megarl.weights.push.adapter_push import AdapterPusher
 from megarl.weights.push.gpu_handles import Gpus
 from megarl.weights.push.push import Canary, Pusher, PushError
@@ -50,7 +52,7 @@ class Worker:
         self.life = uuid.uuid4().hex[:12]  # in the names of adapters that it pushes
 
     def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
-        methods = [self.setup, self.load, self.columns, self.update, self.connect, self.push]
+        methods = [self.setup, self.load, self.load_heads, self.columns, self.update, self.connect, self.push]
         methods += [self.save, self.is_saved, self.restore, self.export, self.offload, self.onload]
         return {method.__name__: self._freeing(method) for method in methods}
 
@@ -98,6 +100,12 @@ class Worker:
         sizes = {"parameters_per_rank": role.num_parameters, "hidden_size": role.hf["hidden_size"]}
         role.offload_by_default()
         return sizes | {"lacks_transformer_engine": role.engine.lacks_transformer_engine}, {}
+
+    def load_heads(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Read the heads of a role's teachers, cut as its own."""
+        role = self.roles[arguments["role"]]
+        role.heads = read_heads(arguments["folders"], role.model, role.hf["vocab_size"])
+        return {}, {}
 
     def offload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Offload the whole role to host memory; returns the bytes moved.  Later calls onload what they need."""
@@ -176,8 +184,17 @@ class Worker:
         return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
 
     def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
-        names = tuple(name for name in arguments["names"] if name != ROUTED_EXPERTS)
-        return Outputs(self.layout, role.hf["vocab_size"], arguments["temperature"], names)
+        """`divergence`: its name and beta; `top_k`: a number of tokens; `vocab_size`: fewer tokens than it has."""
+        chosen = arguments.get("divergence")
+        return Outputs(
+            self.layout,
+            arguments.get("vocab_size") or role.hf["vocab_size"],
+            arguments["temperature"],
+            tuple(name for name in arguments["names"] if name != ROUTED_EXPERTS),
+            divergence=make_divergence(*chosen) if chosen else None,
+            heads=role.heads,
+            top_k=arguments.get("top_k", 0),
+        )
 
     def _reference(self, arguments: dict[str, Any]) -> Model | None:
         """The frozen model for full_kl, by the name of its role."""
@@ -251,9 +268,9 @@ def _pusher(role: Role, settings: dict[str, Any], life: str) -> Pusher | Adapter
 
 
 def _on_host(parts: list[Tensor]) -> Tensor:
-    """Whole, on the CPU; floating-point numbers as float32."""
+    """Whole, on the CPU; a column of one number for each token as float32, others in their own type."""
     whole = torch.cat(parts)
-    return (whole.float() if whole.is_floating_point() else whole).cpu()
+    return (whole.float() if whole.dim() == 1 else whole).cpu()
 
 
 def _references(arguments: dict[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ from megarl.rollout.protocol import (
     auth_headers,
     error_message,
 )
+from megarl.rollout.scores import Scores, parse_scores, score_body
 
 __all__ = ["ServerClient", "ServerError", "EnginePool", "RolloutFailed"]
 
@@ -109,6 +110,14 @@ class ServerClient:
         except (KeyError, TypeError) as error:
             raise ServerError(self.url, Route.GENERATE, 200, f"the reply lacks {error}") from error
         return [float(value) for value in found if value is not None]
+
+    def scores(self, token_ids: Sequence[int], start: int, top_k: int = 0) -> Scores:
+        """Log-probs at temperature 1 of a sequence's tokens from `start` on, and the most likely tokens there."""
+        reply = self._json(Route.GENERATE, score_body(token_ids, start, top_k))
+        try:
+            return parse_scores(reply, len(token_ids) - start, top_k)
+        except ValueError as error:
+            raise ServerError(self.url, Route.GENERATE, 200, str(error)) from error
 
     # ---- running
 

@@ -15,6 +15,7 @@ import torch
 
 from megarl.algo.advantages.estimate import check_estimator_args
 from megarl.algo.correction import Correction
+from megarl.algo.distillation import Distillation
 from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.kl import FULL, AdaptiveKL, FixedKL, kl_estimate, make_kl_controller
 from megarl.algo.loss import ActorLoss, CriticLoss
@@ -213,6 +214,7 @@ def actor_update(config: Config) -> Update:
         kl_loss_type=actor.kl_loss_type,
         kl_importance=actor.kl_importance and actor.use_kl_loss,  # a recipe may set it without the KL
         use_rollout_weight=algorithm.rollout_correction.level is not None,
+        distillation=_distillation(config),
     )
     loss.require_agg_mode(actor.loss_agg_mode)
     how, entry = algorithm.rollout_correction, POLICY_LOSSES[loss.policy_loss]
@@ -224,6 +226,13 @@ def actor_update(config: Config) -> Update:
         bypass=how.bypass,
         reference=REFERENCE if "full_kl" in loss.outputs else None,
     )
+
+
+def _distillation(config: Config) -> Distillation | None:
+    how = config.distill
+    if not config.teachers or how.form != "loss":
+        return None
+    return Distillation(how.divergence, how.beta, how.top_k is not None, tuple(config.teachers))
 
 
 def critic_update(config: Config) -> Update:

@@ -272,7 +272,7 @@ def check_ids(config: Config, highest: int) -> None:
         theirs = model_numbers(config, role).vocab_size
         if ours is not None and theirs is not None and theirs <= highest and theirs < ours:
             raise ValueError(
-                f"{role}.model.path={getattr(config, role).model.path}: its vocabulary has {theirs} tokens, and the "
+                f"{role}.model.path={config.role(role).model.path}: its vocabulary has {theirs} tokens, and the "
                 f"tokenizer of {config.model.tokenizer_path} has ids up to {highest}; expected a model that knows "
                 "them all"
             )

@@ -12,20 +12,27 @@ from typing import Any
 from rich.console import Console
 
 from megarl.config import Config, load_config
+from megarl.config.validate.models import group_of
 from megarl.data.tiny import write_tiny_model
 from megarl.trainer.sft import sft
 
 
 def cold_start(
-    config: Config, words: Sequence[str], *, write_data: Callable[[Path], object], model: Mapping[str, Any]
+    config: Config,
+    words: Sequence[str],
+    *,
+    write_data: Callable[[Path], object],
+    model: Mapping[str, Any],
+    role: str = "actor",
 ) -> None:
-    """Make the folder `model.path` of `config`, by a training on the same ranks in the same layout.
+    """Make the folder of a role's model in `config`, by a training on the actor's ranks in its layout.
 
     Args:
         words: what would follow `megarl sft`.
         write_data: called with the folder of sft.train_files.
         model: arguments of write_tiny_model.
-    Raises: ValueError if model.path is not the folder that this training writes.
+        role: "actor", of model.path, or "teachers.NAME".
+    Raises: ValueError if the role's path is not the folder that this training writes.
     """
     layout = config.actor.megatron
     same = [
@@ -35,8 +42,9 @@ def cold_start(
     ]
     training, _ = load_config([*words, *same], command="sft")
     made = training.trainer.run_dir / "hf"
-    if Path(config.model.path) != made:
-        raise ValueError(f"model.path={config.model.path}: there is no model; the recipe's own is {made}")
+    path = (config.model if role == "actor" else config.role(role).model).path
+    if Path(path) != made:
+        raise ValueError(f"{group_of(role)}.path={path}: there is no model; the recipe's own is {made}")
     console = Console()
     data, start = Path(training.sft.train_files[0]).parent, Path(training.model.path)
     console.print(f"the task: {data}", highlight=False)

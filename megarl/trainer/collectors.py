@@ -232,8 +232,8 @@ def make_reward_server(config: Config, token: str) -> Servers | None:
     return Servers([launch], token, config.trainer.run_dir / "logs" / "reward_model", patience)
 
 
-def look_after_reward_server(server: Servers) -> None:
-    """Restart it if it died.  Raises ServerDied if it may not be restarted any more."""
+def look_after(server: Servers, whose: str) -> None:
+    """Restart a server that died.  Raises ServerDied if it may not be restarted any more."""
     events = server.poll()
     if State.OUT in server.states:
-        raise ServerDied(f"the reward model's server is gone; {events[-1].reason if events else 'see its log'}")
+        raise ServerDied(f"the server of {whose} is gone; {events[-1].reason if events else 'see its log'}")

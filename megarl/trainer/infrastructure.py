@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -19,8 +20,9 @@ from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
 from megarl.trainer.build import check_gpus, make_nodes, make_servers
-from megarl.trainer.collectors import look_after_reward_server, make_reward_server
+from megarl.trainer.collectors import look_after, make_reward_server
 from megarl.trainer.colocation import Colocation
+from megarl.trainer.teacher_servers import make_teacher_servers
 
 
 class Infrastructure:
@@ -47,6 +49,7 @@ class Infrastructure:
         # For servers that share the trainer's GPUs; None: servers have their own GPUs.
         shared, timeout_s = config.rollout.placement == "shared", config.rollout.request_timeout_s
         self.colocation = Colocation(self.server_token, timeout_s=timeout_s) if shared else None
+        self.teacher_urls: dict[str, Sequence[str]] = {}  # of the servers that the run starts for teachers
         self._restarts = 0
         self._stack = ExitStack()
 
@@ -71,7 +74,7 @@ class Infrastructure:
     def serve(self) -> Servers:
         """The servers, started on the first call, with their router, which begins without any server.
 
-        With them the server of a reward model, if the run needs one.
+        With them the server of a reward model, and those of teachers, if the run needs them.
         Raises NodeLost if a machine is lost meanwhile.
         """
         if self._servers is None:
@@ -89,8 +92,13 @@ class Infrastructure:
                 reward_server = make_reward_server(self.config, self.server_token)
                 if reward_server is not None:
                     stack.enter_context(reward_server).start()
-                    servers.watch_too(partial(look_after_reward_server, reward_server))
+                    servers.watch_too(partial(look_after, reward_server, "the reward model"))
                     self.reward_url = reward_server.urls[0]
+                taught = make_teacher_servers(self.config, self.server_token) if self._trains else {}
+                for name, server in taught.items():
+                    stack.enter_context(server).start()
+                    servers.watch_too(partial(look_after, server, f"teachers.{name}"))
+                    self.teacher_urls[name] = server.urls
                 self._servers, self.router = servers, router
                 self._stack.push(stack.pop_all())
         return self._servers

@@ -26,16 +26,18 @@ from megarl.trainer.build import (
     plugins,
 )
 from megarl.trainer.server_manager import ServerManager
+from megarl.trainer.teachers import Teachers
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The policy, the critic and the reference if the algorithm needs them, and a reward model that scores on ranks."""
+    """The policy; the critic and the reference if the algorithm needs them; teachers; a reward model on ranks."""
 
     actor: Actor
     critic: Critic | None = None
     reference: Reference | None = None
     reward_model: RewardModel | None = None
+    teachers: Teachers | None = None
     residents: tuple[Role, ...] = ()  # stay on the GPUs during the whole training phase, if servers share the GPUs
 
     @property
@@ -49,7 +51,9 @@ class Roles:
             role.offload()
 
 
-def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], Group]) -> Roles:
+def make_roles(
+    config: Config, algorithm: Algorithm, group_of: Callable[[Any], Group], teachers: Teachers | None = None
+) -> Roles:
     """Roles without weights; `group_of` returns the ranks for the configuration of a role."""
     temperature = config.rollout.temperature
     support = names_in_batch(SUPPORT)
@@ -89,9 +93,10 @@ def make_roles(config: Config, algorithm: Algorithm, group_of: Callable[[Any], G
         )
     made: list[tuple[Role | None, Any]] = [(actor, config.actor), (critic, config.critic), (reference, config.ref)]
     made.append((reward_model, config.ref))
+    made += [(model, config.teachers[name]) for name, model in teachers.on_ranks.items()] if teachers else []
     shared = config.rollout.placement == "shared"  # roles with param_offload are moved for each call anyway
     residents = tuple(role for role, keys in made if role and shared and not keys.megatron.param_offload)
-    return Roles(actor, critic, reference, reward_model, residents)
+    return Roles(actor, critic, reference, reward_model, teachers, residents)
 
 
 def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int, *, resumes: bool) -> None:
@@ -121,6 +126,12 @@ def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int,
     if roles.reward_model:
         folder = model_folder(config.reward.model.path or "", "reward.model.path")
         roles.reward_model.load(folder, dtype=dtype, engine=engine_settings(config.ref))
+    if roles.teachers:
+        folders = {n: model_folder(keys.model.path, f"teachers.{n}.model.path") for n, keys in config.teachers.items()}
+        for name, model in roles.teachers.on_ranks.items():
+            model.load(folders[name], dtype=dtype, engine=engine_settings(config.teachers[name]))
+        if config.divergence_of_vocabulary:
+            roles.actor.load_heads(list(folders.values()))
 
 
 @contextmanager

@@ -57,6 +57,7 @@ from megarl.trainer.resume import announce, check_is_known, generated_with, take
 from megarl.trainer.reward_model import check_reward_model
 from megarl.trainer.roles import Roles, load_roles, make_roles
 from megarl.trainer.server_manager import Push, ServerManager
+from megarl.trainer.teachers import check_teachers, make_teachers
 from megarl.weights.verify.canary import Canary
 
 # Maximum difference of a server's log-probs of the canary: its kernels and its order of summation are different.
@@ -102,6 +103,7 @@ class Run:
         if self.algorithm.reference or self.algorithm.actor.reference:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)
         check_reward_model(config, self.algorithm)
+        check_teachers(config)
         data = config.data
         self.prompts = read_prompts(config, data.train_files, overlong=data.overlong_prompts)
         if config.trainer.save_freq > 0:
@@ -180,16 +182,21 @@ class Run:
         self.timer = Timer(on_stage=self.trackers.stage)
 
         self.trackers.stage("starting ranks")
-        self.roles = make_roles(config, self.algorithm, self._group_of)
+        site = self._infrastructure
+        token, started = site.server_token, site.teacher_urls
+        teachers = make_teachers(config, self._group_of, self.num_steps, token=token, started=started)
+        if teachers is not None:
+            self._stack.callback(teachers.close)
+        self.roles = make_roles(config, self.algorithm, self._group_of, teachers)
         self.trackers.stage("starting servers")
-        token, processes = self._infrastructure.server_token, self._infrastructure.serve()
+        processes = site.serve()
         abilities = abilities_of(processes.urls, token)
         check_abilities(abilities, config, drains=self.drains)
         if self.replays_rollout:
             check_reports_routes(processes.urls, token)
         if config.narrows_sampling:
             check_tells_support(processes.urls, token, config)
-        router = self._infrastructure.router
+        router = site.router
         salted = self.keeps_kv and all(ability.cache_salt for ability in abilities)
         self._start_collectors([router.url] if router else processes.urls, token, salted=salted)
         self.ledger, self.prefetcher = ledger, self._make_prefetcher(ledger, waiting)

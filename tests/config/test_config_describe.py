@@ -6,11 +6,12 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.config.describe import description, descriptions
-from megarl.config.keys import leaf_types
+from megarl.config.keys import entry_types, leaf_types
 
 
 def test_every_key_has_a_meaning() -> None:
-    assert list(descriptions()) == list(leaf_types())
+    assert [key for key in descriptions() if key not in entry_types()] == list(leaf_types())
+    assert set(descriptions()) == leaf_types().keys() | entry_types().keys()
     assert not [key for key, found in descriptions().items() if len(found.meaning) < 10]
 
 
@@ -32,6 +33,13 @@ def test_a_key_that_follows_another_keeps_the_meaning_that_it_has_there() -> Non
     found = description("critic.megatron.tensor_model_parallel_size")
     assert found.default == "= actor.megatron.tensor_model_parallel_size"
     assert found.meaning == description("actor.megatron.tensor_model_parallel_size").meaning
+
+
+def test_a_key_of_an_entry_is_described_whatever_the_entry_s_name() -> None:
+    found = description("teachers.math.num_ranks")
+    assert found == description("teachers.NAME.num_ranks")
+    assert (found.default, found.allowed) == ("= actor.num_ranks", "at least 1")
+    assert description("teachers").kind == "names with a group of keys each"
 
 
 def test_names_and_units() -> None:

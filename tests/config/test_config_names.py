@@ -9,7 +9,7 @@ from megarl import algo, rewards
 from megarl.algo import correction
 from megarl.algo.hyperparameters import CLIP_KEYS, hyperparameter_names
 from megarl.config import Config, config_dir, names
-from megarl.config.keys import leaf_types
+from megarl.config.keys import entry_types, leaf_types
 from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
 from megarl.servers.engines import ENGINES
 
@@ -48,7 +48,7 @@ def test_what_the_configuration_knows_of_each_choice():
     assert dict.fromkeys(("gspo", "gmpo", "geo_mean"), "seq-mean-token-mean") == names.AGG_MODE_OF_LOSS
     assert names.POLICY_LOSS_ARGS["dro"] == {"beta": False}
     assert set(names.ADV_ESTIMATORS) - set(names.ESTIMATORS_WITHOUT_CRITIC) == {"gae"}
-    alone = {"gae", "remax", "reinforce_plus_plus"}
+    alone = {"gae", "none", "remax", "reinforce_plus_plus"}
     assert set(names.ADV_ESTIMATORS) - set(names.GROUP_ESTIMATORS) == alone
     assert set(names.ESTIMATORS_WITH_GAMMA) == {"gae", "reinforce_plus_plus", "optimal_token_baseline"}
     assert set(names.ESTIMATORS_WITH_STD) == {"grpo", "grpo_passk", "gdpo"}
@@ -63,13 +63,13 @@ def test_the_names_of_the_correction_are_those_of_the_loss_layer():
 
 
 def test_every_checked_key_exists():
-    assert {*CHOICES, *OPEN_CHOICES, *RANGES} <= set(KEYS)
+    assert {*CHOICES, *OPEN_CHOICES, *RANGES} <= {*KEYS, *entry_types()}
 
 
 def test_every_number_is_checked():
     """A new number without a range would be a hole."""
     free = {"trainer.seed", "data.seed", "rollout.seed"}
-    numeric = {key for key, kind in leaf_types().items() if re.search(r"\b(int|float)\b", str(kind))}
+    numeric = {key for key, kind in (leaf_types() | entry_types()).items() if re.search(r"\b(int|float)\b", str(kind))}
     micro = {key for key in numeric if "micro_batch_size" in key or "max_token_len" in key}
     assert numeric - free - micro - {"rollout.max_total_tokens"} <= RANGES.keys()
 

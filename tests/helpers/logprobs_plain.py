@@ -16,6 +16,17 @@ from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 ALL = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
 
 
+@contextmanager
+def chunks_of(elements: int, tokens: int, block: int = 2**18) -> Iterator[None]:
+    """Chunks of so many logits, of so many tokens, processed in blocks of so many logits."""
+    with (
+        mock.patch.object(fused, "CHUNK_ELEMENTS", elements),
+        mock.patch.object(fused, "CHUNK_TOKENS", tokens),
+        mock.patch.dict(fused_torch.BLOCK_ELEMENTS, cpu=block),
+    ):
+        yield
+
+
 def plain_columns(
     hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, temperature: float = 1.0, reference: Any = None
 ) -> dict[str, Tensor]:
@@ -54,16 +65,6 @@ def total(columns: dict[str, Tensor], factors: Tensor) -> Tensor:
     """sum of factors [K, T] times columns, in the order of their names in ALL."""
     named = [columns[name] for name in ALL if name in columns]
     return torch.stack([(column * factor).sum() for column, factor in zip(named, factors, strict=False)]).sum()
-
-
-@contextmanager
-def chunks_of(elements: int, tokens: int, block: int = 2**18) -> Iterator[None]:
-    with (
-        mock.patch.object(fused, "CHUNK_ELEMENTS", elements),
-        mock.patch.object(fused, "CHUNK_TOKENS", tokens),
-        mock.patch.dict(fused_torch.BLOCK_ELEMENTS, cpu=block),
-    ):
-        yield
 
 
 def gradients(columns: dict[str, Tensor], factors: Tensor, *to: Tensor) -> tuple[Tensor, ...]:

@@ -36,7 +36,18 @@ def test_a_step_is_its_stages_one_after_the_other():
 
 def test_all_models_make_all_stages():
     many = own(critic=role("critic"), reference=role("ref", optimizer=None))
-    assert tuple(predict(many, FREE).stages) == STAGES
+    assert tuple(predict(many, FREE).stages) == tuple(name for name in STAGES if name != "teachers")
+    teacher = role("teachers.a", optimizer=None)
+    assert tuple(predict(replace(many, teachers=(teacher,)), FREE).stages) == STAGES
+
+
+def test_teachers_share_the_samples_and_stay_on_the_gpu():
+    one, other = (role(f"teachers.{name}", optimizer=None) for name in "ab")
+    alone, both = predict(own(teachers=(one,)), FREE), predict(own(teachers=(one, other)), FREE)
+    assert both.stages["teachers"] == pytest.approx(alone.stages["teachers"])
+    weights = alone.memory["teachers.a"]["weights"]
+    assert alone.memory["actor"]["others"] == weights > 0
+    assert both.memory["actor"]["others"] == 2 * weights
 
 
 def test_parts_can_be_asked_alone():

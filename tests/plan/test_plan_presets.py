@@ -49,7 +49,7 @@ def test_every_layout_of_a_preset_fits_and_takes_some_time(name):
         job = made_job(case)
         found = predict(job)
         assert found.fits or name in MINIS, f"{name} {case.name}: {found.why[0]}"
-        assert set(found.stages) == set(STAGES)
+        assert set(found.stages) == set(STAGES) - {"teachers"}
         assert all(isfinite(seconds) and seconds > 0 for seconds in found.stages.values())
         assert 0 < found.mfu_step < found.mfu < 1, f"{name} {case.name}"
         assert found.bubble == pytest.approx((case.layout.pp - 1) / (found.micro_batches * case.layout.vpp))

@@ -8,6 +8,7 @@ import pytest
 
 from megarl import train
 from megarl.config import Config, load_config
+from megarl.config.schema.teachers import Teacher, TeacherModel
 from megarl.trainer.cold_start import cold_start
 
 
@@ -39,9 +40,29 @@ def test_a_file_without_prepare_is_refused() -> None:
         train.prepare(config)
 
 
+def test_a_missing_teacher_is_made_beside_a_policy_that_is_there() -> None:
+    config = of_file(
+        "from pathlib import Path\n"
+        "def prepare(config):\n"
+        "    for path in (config.model.path, config.teachers['a'].model.path):\n"
+        "        Path(path).mkdir(exist_ok=True)\n"
+        "        (Path(path) / 'config.json').touch()\n"
+    )
+    config.teachers["a"] = Teacher(model=TeacherModel("taught"))
+    Path("model").mkdir()
+    Path("model/config.json").touch()
+    train.prepare(config)
+    assert Path("taught/config.json").exists()
+
+
 def test_another_model_than_that_of_the_cold_start_is_refused_before_anything_is_written() -> None:
     config, _ = load_config(["recipe=quickstart", "model.path=runs/elsewhere/hf"])
     written: list[Path] = []
     with pytest.raises(ValueError, match=r"^model\.path=runs/elsewhere/hf: .* own is runs/quickstart_sft/hf"):
         cold_start(config, ["recipe=quickstart_sft"], write_data=written.append, model={})
+    config, _ = load_config(["recipe=quickstart_distill", "teachers.sums.model.path=elsewhere"])
+    with pytest.raises(
+        ValueError, match=r"^teachers\.sums\.model\.path=elsewhere: .* own is runs/quickstart_teacher_sft/hf"
+    ):
+        cold_start(config, ["recipe=quickstart_teacher_sft"], write_data=written.append, model={}, role="teachers.sums")
     assert not written

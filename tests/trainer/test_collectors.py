@@ -14,7 +14,7 @@ import torch
 from megarl.config import Config, resolved
 from megarl.servers.supervisor import ServerDied, State
 from megarl.trainer import collectors
-from megarl.trainer.collectors import check_rewards, look_after_reward_server, make_reward_server, make_rewards
+from megarl.trainer.collectors import check_rewards, look_after, make_reward_server, make_rewards
 
 
 def config_of(*fns: str, **model: Any) -> Config:
@@ -63,11 +63,11 @@ def test_a_reward_models_server_that_may_not_come_back_stops_the_run() -> None:
     polled: list[str] = []
     event = SimpleNamespace(reason="server 0 ended")
     server: Any = SimpleNamespace(poll=lambda: polled.append("polled") or [], states=[State.RESTING])
-    look_after_reward_server(server)
+    look_after(server, "the reward model")
     assert polled == ["polled"]
     server = SimpleNamespace(poll=lambda: [event], states=[State.OUT])
-    with pytest.raises(ServerDied, match="^the reward model's server is gone; server 0 ended$"):
-        look_after_reward_server(server)
+    with pytest.raises(ServerDied, match="^the server of the reward model is gone; server 0 ended$"):
+        look_after(server, "the reward model")
 
 
 def test_collectors_share_workers_and_limits() -> None:

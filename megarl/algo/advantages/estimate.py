@@ -25,7 +25,7 @@ SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "reward_weights")
 DATA = (
     *("values", "old_log_probs", "ref_log_probs", "rollout_log_probs", "sum_pi_squared", "full_kl", "keep"),
     *("group", "group_ids", "score", "raw_score", "greedy_score", "reward_parts", "truncated"),
-    *("response_mask", "versions", "version_min", "version_max", "turn_rewards"),
+    *("response_mask", "versions", "version_min", "version_max", "turn_rewards", "teacher_reward"),
 )
 
 
@@ -46,12 +46,14 @@ def estimate(
     """Add token_level_rewards, advantages and returns to the batch.
 
     r_t = score_t - kl_coef KL_t m_t,   score_t on the last trainable token; of turn rewards, each on its turn's last
-    A = adv_estimator(r, ...) clamped to [-advantage_clip, advantage_clip]
+    A = adv_estimator(r, ...) + teacher_reward, clamped to [-advantage_clip, advantage_clip]
+
+    teacher_reward is a reward of each token alone: it is discounted with 0, and compared with nothing.
 
     The tokens of a sample are those that it learns, row after row, or in the order of `turn` if there is this column.
 
     Args: batch: the column response_mask; for the KL old_log_probs and ref_log_probs, or full_kl; the estimator's
-        inputs; per sequence score [B] and group [B]; optional: the columns turn_rewards and turn.
+        inputs; per sequence score [B] and group [B]; optional: the columns turn_rewards, turn and teacher_reward.
         reward_weights: of the columns of reward_parts.  adv_estimator_args: further arguments of this estimator.
         kl_coef: the controller's current value.
     Returns: the batch, and statistics.  With KL in the reward, `actor/reward_kl_penalty` is the current KL, mean over
@@ -82,6 +84,8 @@ def estimate(
     }
     asked = _asked_for(adv_estimator, timed, settings)
     advantages, returns = _per_token(adv_estimator, rewards, mask, segment_ids, asked)
+    if "teacher_reward" in timed.columns:
+        advantages = advantages + timed.columns["teacher_reward"]
     if advantage_clip is not None:
         advantages = advantages.clamp(-advantage_clip, advantage_clip)
     if "group_ids" in asked:

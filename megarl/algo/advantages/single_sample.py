@@ -10,6 +10,20 @@ from megarl.algo.registry import register_adv_est
 from megarl.algo.segments import clean
 
 
+@register_adv_est("none")
+def no_advantages(rewards: Tensor, mask: Tensor, segment_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Every advantage is 0: rewards are logged, and teach nothing.
+
+    A = 0
+
+    When: the policy learns from teachers alone.
+
+    Args: rewards [N]; mask [N] bool; segment_ids [N].
+    Returns: advantages and returns [N], all 0.
+    """
+    return torch.zeros_like(rewards), torch.zeros_like(rewards)
+
+
 @register_adv_est("gae")
 def gae_whitened(
     rewards: Tensor, mask: Tensor, segment_ids: Tensor, *, values: Tensor, gamma: float, lam: float

@@ -8,6 +8,7 @@ Sizes of batches count prompts unless the comment says otherwise; a length count
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.config.names import ESTIMATORS_WITHOUT_CRITIC, FULL_KL, MEGATRON
 from megarl.config.schema.agent import Agent
@@ -17,6 +18,7 @@ from megarl.config.schema.megatron import Megatron
 from megarl.config.schema.optim import Optim
 from megarl.config.schema.roles import Actor, Critic, Model, Ref
 from megarl.config.schema.rollout import Rollout
+from megarl.config.schema.teachers import Distill, Teacher
 from megarl.config.schema.trainer import Trainer
 
 __all__ = ["Algorithm", "Config", "Megatron", "Optim"]
@@ -31,6 +33,8 @@ class Config:
     actor: Actor = field(default_factory=Actor)
     critic: Critic = field(default_factory=Critic)
     ref: Ref = field(default_factory=Ref)
+    teachers: dict[str, Teacher] = field(default_factory=dict)  # models from which the policy learns, by their names
+    distill: Distill = field(default_factory=Distill)
     rollout: Rollout = field(default_factory=Rollout)
     algorithm: Algorithm = field(default_factory=Algorithm)
     reward: Reward = field(default_factory=Reward)
@@ -65,6 +69,27 @@ class Config:
     def narrows_sampling(self) -> bool:
         """Are the tokens that are learnt drawn from a part of the distribution?"""
         return self.rollout.top_p < 1 or self.rollout.top_k != -1
+
+    @property
+    def teacher_roles(self) -> tuple[str, ...]:
+        """The groups of keys of all teachers: teachers.NAME."""
+        return tuple(f"teachers.{name}" for name in self.teachers)
+
+    @property
+    def teachers_on_ranks(self) -> tuple[str, ...]:
+        """Those of teachers that run on the trainer's ranks."""
+        return tuple(role for role in self.teacher_roles if self.role(role).engine == MEGATRON)
+
+    def role(self, name: str) -> Any:
+        """The keys of a role: "actor", "critic", "ref" or "teachers.NAME"."""
+        group, _, entry = name.partition(".")
+        return self.teachers[entry] if group == "teachers" else getattr(self, group)
+
+    @property
+    def divergence_of_vocabulary(self) -> str:
+        """The setting that compares the policy with teachers over the whole vocabulary; "" if none does."""
+        is_whole = self.teachers and self.distill.form == "loss" and self.distill.top_k is None
+        return "distill.top_k=null" if is_whole else ""
 
     @property
     def scores_on_ranks(self) -> bool:

@@ -29,7 +29,9 @@ class Trainer:
     seed: int = 0  # of everything random: weights, order of the data, completions
     check_export: bool = False  # at the end, also score the written hf/ with transformers' generation (small models)
     max_checkpoints_to_keep: int = 2  # number of newest checkpoints to keep; older ones are removed
-    prepare: str | None = None  # module or .py file; its prepare(config) makes the model folder if missing
+    prepare: str | None = (
+        None  # module or .py file; its prepare(config) makes folders of the policy and of teachers if one is missing
+    )
     max_restarts: int = 0  # how often failed ranks are restarted from the last checkpoint
     check_only: bool = False  # print the layout of all roles and exit
     start_timeout_s: float = 600.0  # the run stops if ranks take longer to import and to meet

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
-from megarl.config.resolve import MICRO_BATCH_KEYS, cut_of, layout_of
+from megarl.config.resolve import cut_of, layout_of, micro_batch_keys
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_layouts, nearest_numbers
@@ -19,6 +19,7 @@ from megarl.config.validate import models
 from megarl.layout import KEYS, Layout, ModelNumbers, misfits, numbers_of, rank_misfits, training_misfits
 
 ROLES = ("actor", "critic", "ref")
+LEARNERS = ("actor", "critic")
 NUM_NAMED = 3  # layouts that an error names
 NUM_TRIED = 24  # layouts valid for this role that the search tries, looking for ones valid for the other roles too
 
@@ -65,7 +66,8 @@ def used_roles(config: Config, command: str) -> tuple[str, ...]:
         "critic": config.uses_critic and command != "sft",
         "ref": (config.uses_reference or config.scores_on_ranks) and command != "sft",
     }
-    return tuple(role for role in ROLES if used[role])
+    teachers = config.teachers_on_ranks if command != "sft" else ()
+    return (*(role for role in ROLES if used[role]), *teachers)
 
 
 def check_layouts(config: Config, command: str, trial: Trial) -> None:
@@ -98,11 +100,11 @@ def problems(config: Config, command: str) -> Iterator[Problem]:
 
 def seat_of(config: Config, role: str, command: str) -> Seat:
     """The seat of a role in this configuration."""
-    node = getattr(config, role)
-    keys = MICRO_BATCH_KEYS[role]
+    node = config.role(role)
+    keys, trains = micro_batch_keys(role), role in LEARNERS
     cut, own = cut_of(config, "actor"), cut_of(config, role)
     step = ("data.train_batch_size", config.data.train_batch_size, config.rollout.n)
-    if role != "ref":
+    if trains:
         step = (f"{role}.ppo_mini_batch_size", node.ppo_mini_batch_size, config.rollout.n)
     if command == "sft":
         step = ("sft.batch_size", config.sft.batch_size, 1)
@@ -112,19 +114,19 @@ def seat_of(config: Config, role: str, command: str) -> Seat:
         layout=layout_of(megatron),
         num_ranks=node.num_ranks,
         numbers=models.model_numbers(config, role),
-        trains=role != "ref",
+        trains=trains,
         strategy=node.strategy,
         step_key=step[0],
         step_size=step[1],
         sequences_each=step[2],
-        micro_key=f"{role}.{keys.total}" if any(own) else f"actor.{MICRO_BATCH_KEYS['actor'].total}",
+        micro_key=f"{role}.{keys.total}" if any(own) else f"actor.{micro_batch_keys('actor').total}",
         micro_total=own.total if any(own) else cut.total,
         recompute_unit=megatron.recompute_num_layers if megatron.recompute_method == "uniform" else None,
     )
 
 
 def _ranks(config: Config, role: str) -> Iterator[str]:
-    node, ranks = getattr(config, role), config.trainer.num_ranks
+    node, ranks = config.role(role), config.trainer.num_ranks
     there = f"the trainer has {ranks} ranks"
     if node.first_rank >= ranks:
         yield f"{role}.first_rank={node.first_rank}: {there}; expected at most {ranks - 1}"

@@ -117,6 +117,8 @@ def vocabularies(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
         said = f"its vocabulary has {theirs} tokens, and that of model.path={config.model.path} has {ours}"
         if role == "ref" and config.full_kl:
             yield f"ref.model.path={config.ref.model.path}: {said}; {config.full_kl} needs the same number"
+        elif theirs < ours and role in config.teacher_roles and (whole := config.divergence_of_vocabulary):
+            yield f"{role}.model.path={_node(config, role).path}: {said}; {whole} needs at least as many"
         elif theirs < ours and not _is_padding(config, theirs, ours):
             yield f"{role}.model.path={_node(config, role).path}: {said}; expected a model that knows them all"
 
@@ -159,7 +161,7 @@ def longest_sequence(config: Config, command: str) -> tuple[str, int]:
 
 
 def _node(config: Config, role: str) -> Any:
-    return config.model if role == "actor" else getattr(config, role).model
+    return config.model if role == "actor" else config.role(role).model
 
 
 def _file(path: str) -> Path | None:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from megarl.config.resolve import layout_of
 from megarl.config.schema import Config
 from megarl.config.validate import models
-from megarl.config.validate.layouts import used_roles
+from megarl.config.validate.layouts import LEARNERS, used_roles
 
 
 def without_shards(config: Config, command: str) -> list[str]:
     """Change strategy=fsdp to megatron, in place and with a warning, if no two ranks share the role's parameters."""
     said = []
     for role in used_roles(config, command):
-        node = getattr(config, role)
+        node = config.role(role)
         layout = layout_of(node.megatron)
         if node.strategy == "fsdp" and node.num_ranks // (layout.tp * layout.pp) < 2:
             node.strategy = "megatron"
@@ -28,13 +28,13 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     """One sentence for each invalid combination."""
     for role in used_roles(config, command):
         yield from _strategy(config, role)
-        if role != "ref":
+        if role in LEARNERS:
             yield from _optimizer(config, role)
             yield from _recomputing(config, role)
 
 
 def _strategy(config: Config, role: str) -> Iterator[str]:
-    node = getattr(config, role)
+    node = config.role(role)
     if node.strategy == "none" and node.num_ranks > 1:
         yield f"{role}.strategy=none: expected megatron or fsdp, because there are {node.num_ranks} ranks"
     if node.megatron.transformer_impl == "transformer_engine" and config.trainer.device == "cpu":
@@ -56,7 +56,7 @@ def _strategy(config: Config, role: str) -> Iterator[str]:
         )
     if cp > 1 and config.trainer.device == "cuda" and models.model_numbers(config, role).has_sinks:
         yield f"{role}.megatron.context_parallel_size={cp}: on GPUs it does not go with attention sinks; expected 1"
-    if role == "ref":
+    if role not in LEARNERS:
         return
     for key in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
         if node.strategy == "none" and getattr(node.megatron, key):
@@ -69,7 +69,7 @@ def _strategy(config: Config, role: str) -> Iterator[str]:
 
 def _without_deepep(config: Config, role: str) -> str:
     """Why DeepEP cannot dispatch the tokens of a role; empty if it can where the package deep_ep is installed."""
-    layout, numbers = layout_of(getattr(config, role).megatron), models.model_numbers(config, role)
+    layout, numbers = layout_of(config.role(role).megatron), models.model_numbers(config, role)
     if config.trainer.device == "cpu":
         return "it runs on GPUs only"
     if numbers.num_hidden_layers is not None and not numbers.num_experts:
@@ -80,7 +80,7 @@ def _without_deepep(config: Config, role: str) -> str:
 
 
 def _optimizer(config: Config, role: str) -> Iterator[str]:
-    node = getattr(config, role)
+    node = config.role(role)
     megatron, name = node.megatron, node.optim.name
     if megatron.use_distributed_optimizer and name != "adamw":
         key = f"{role}.megatron.use_distributed_optimizer=true"
@@ -99,7 +99,7 @@ def _optimizer(config: Config, role: str) -> Iterator[str]:
 
 
 def _recomputing(config: Config, role: str) -> Iterator[str]:
-    megatron = getattr(config, role).megatron
+    megatron = config.role(role).megatron
     group, how = f"{role}.megatron", megatron.recompute_granularity
     if how == "full" and (megatron.recompute_method is None or megatron.recompute_num_layers is None):
         wanted = "expected recompute_method=uniform or block, and recompute_num_layers=NUMBER"

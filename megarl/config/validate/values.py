@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import names
+from megarl.config.keys import NAME
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.suggest import divisors, nearest_numbers
@@ -27,6 +28,7 @@ from megarl.config.validate import (
     sampling,
     servers,
     strategies,
+    teachers,
 )
 from megarl.config.validate.layouts import ROLES, used_roles
 from megarl.projections import ALL
@@ -52,6 +54,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.rollout_correction.reject_by": names.REJECT_BY,
     "algorithm.rollout_correction.reject_level": names.REJECT_LEVELS,
     "data.overlong_prompts": names.OVERLONG_PROMPTS,
+    "distill.form": names.DISTILL_FORMS,
+    "distill.divergence": names.DIVERGENCES,
+    "distill.decay_style": names.LR_DECAY_STYLES,
+    "teachers.NAME.engine": names.TEACHER_ENGINES,
     "model.dtype": names.DTYPES,
     "reward.model.engine": names.REWARD_MODEL_ENGINES,
     "reward.on_error": names.REWARD_ERRORS,
@@ -79,7 +85,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 CHOICES |= {
     f"{role}.{key}": choices
-    for role in ROLES
+    for role in (*ROLES, f"teachers.{NAME}")
     for key, choices in (
         ("strategy", names.STRATEGIES),
         ("megatron.transformer_impl", names.TRANSFORMERS),
@@ -160,6 +166,16 @@ RANGES: dict[str, tuple[Test, str]] = {
     "algorithm.kl_ctrl.kl_coef": _AT_LEAST_0,
     "algorithm.kl_ctrl.horizon": _AT_LEAST_1,
     "algorithm.kl_ctrl.target_kl": _ABOVE_0,
+    "distill.beta": _INSIDE_UNIT,
+    "distill.top_k": _AT_LEAST_1,
+    "distill.coef": _AT_LEAST_0,
+    "distill.end_coef": _AT_LEAST_0,
+    "distill.decay_steps": _AT_LEAST_1,
+    "teachers.NAME.coef": _AT_LEAST_0,
+    "teachers.NAME.server.first_gpu": _AT_LEAST_0,
+    "teachers.NAME.server.num_gpus": _AT_LEAST_1,
+    "teachers.NAME.server.memory_fraction": _INSIDE_UNIT,
+    "teachers.NAME.server.concurrency": _AT_LEAST_1,
     "reward.num_workers": _AT_LEAST_1,
     "reward.timeout_s": _ABOVE_0,
     "reward.fn": (lambda v: v, "at least one reward"),
@@ -218,7 +234,7 @@ RANGES |= {
 }
 RANGES |= {
     f"{role}.{key}": rule
-    for role in ROLES
+    for role in (*ROLES, f"teachers.{NAME}")
     for key, rule in (
         ("num_ranks", _AT_LEAST_1),
         ("first_rank", _AT_LEAST_0),
@@ -248,7 +264,13 @@ WANTED = {"model.path": "a Hugging Face folder or hub name", "rollout.urls": "at
 
 def value_of(config: Config, key: str) -> Any:
     """value_of(config, "actor.optim.lr") -> 1e-6."""
-    return reduce(getattr, key.split("."), config)
+    return reduce(lambda at, name: at[name] if isinstance(at, dict) else getattr(at, name), key.split("."), config)
+
+
+def _of_entries(config: Config, key: str) -> Iterator[str]:
+    """The keys that a general one stands for: teachers.NAME.coef for that of each teacher."""
+    mapping, found, rest = key.partition(f".{NAME}.")
+    yield from (f"{mapping}.{name}.{rest}" for name in value_of(config, mapping)) if found else (key,)
 
 
 def check_values(config: Config, command: str) -> None:
@@ -256,19 +278,21 @@ def check_values(config: Config, command: str) -> None:
     for key in NEEDED[command]:
         if not value_of(config, key):
             raise ConfigError(f"{key} is not set: `megarl {command}` needs {WANTED.get(key, 'at least one file')}")
-    for key, choices in CHOICES.items():
-        value = value_of(config, key)
-        if value is not None and value not in choices:
-            raise ConfigError(f"{key}={value}: expected one of {', '.join(choices)}")
+    for general, choices in CHOICES.items():
+        for key in _of_entries(config, general):
+            value = value_of(config, key)
+            if value is not None and value not in choices:
+                raise ConfigError(f"{key}={value}: expected one of {', '.join(choices)}")
     for key, choices in OPEN_CHOICES.items():
         value = value_of(config, key)
         if value not in choices and not config.algorithm.plugins:
             wanted = f"expected one of {', '.join(choices)}, or a name that a file in algorithm.plugins registers"
             raise ConfigError(f"{key}={value}: {wanted}")
-    for key, (test, wanted) in RANGES.items():
-        value = value_of(config, key)
-        if value is not None and not test(value):
-            raise ConfigError(f"{key}={show(value)}: expected {wanted}")
+    for general, (test, wanted) in RANGES.items():
+        for key in _of_entries(config, general):
+            value = value_of(config, key)
+            if value is not None and not test(value):
+                raise ConfigError(f"{key}={show(value)}: expected {wanted}")
 
 
 def check(config: Config, command: str) -> None:
@@ -293,6 +317,7 @@ def _contradictions(config: Config, command: str) -> Iterator[str]:
     yield from _schedules(config)
     if command in ("train", "config"):
         yield from algorithms.contradictions(config)
+        yield from teachers.contradictions(config)
         yield from router_replay.contradictions(config)
         yield from sampling.contradictions(config)
     if command in ("train", "evaluate", "config"):
@@ -311,8 +336,9 @@ def _batches(config: Config, command: str) -> Iterator[str]:
             near = " or ".join(str(size) for size in nearest_numbers(mini, divisors(prompts)))
             yield f"{role}.ppo_mini_batch_size={mini}: expected a divisor of data.train_batch_size={prompts}, as {near}"
     name, longest = models.longest_sequence(config, command)
+    of_teachers = (f"{role}.log_prob_max_token_len_per_gpu" for role in config.teacher_roles)
     for key in ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu",
-                "ref.log_prob_max_token_len_per_gpu", "rollout.max_total_tokens"):  # fmt: skip
+                "ref.log_prob_max_token_len_per_gpu", *of_teachers, "rollout.max_total_tokens"):  # fmt: skip
         limit = value_of(config, key)
         if limit is not None and limit < longest:
             yield f"{key}={limit}: expected room for one sequence, at least {name} = {longest}"

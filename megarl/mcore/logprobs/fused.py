@@ -88,10 +88,10 @@ class _Columns(torch.autograd.Function):
         ref_weight: Tensor | None,
         support: Support | None,
     ) -> tuple[Tensor, ...]:
-        chunks = _Chunks(job, weight, ref_weight, support)
+        chunks = Chunks(job, weight, ref_weight, support)
         index = labels - job.group.rank() * len(weight)  # index of the label in this rank's rows, if it is there
         found = empty_statistics(len(labels), hidden)
-        for at, sides in chunks.lots(_everyone(hidden, job, weight), _everyone(ref_hidden, job, weight)):
+        for at, sides in chunks.lots(all_tokens(hidden, job, weight), all_tokens(ref_hidden, job, weight)):
             for chunk in chunks.of(sides, index[at], at):
                 how = (chunk.index, chunk.num_real, job.temperature, job.names)
                 found[:, at] = merged(found[:, at], chunk.kernels.statistics(chunk.logits, chunk.ref_logits, *how))
@@ -112,13 +112,13 @@ class _Columns(torch.autograd.Function):
             return (None,) * 7
         if "full_kl" not in wanted:
             ref_hidden = ref_weight = None
-        chunks = _Chunks(job, weight, ref_weight, ctx.support)
-        whole, factors = _everyone(hidden, job, weight), factors_of(found, wanted)
+        chunks = Chunks(job, weight, ref_weight, ctx.support)
+        whole, factors = all_tokens(hidden, job, weight), factors_of(found, wanted)
         grad_hidden = torch.zeros_like(whole)
         of_weight = (
             WeightGradient(weight, fused_accumulation=job.fused_accumulation) if ctx.needs_input_grad[2] else None
         )
-        for at, sides in chunks.lots(whole, _everyone(ref_hidden, job, weight), _reached(wanted)):
+        for at, sides in chunks.lots(whole, all_tokens(ref_hidden, job, weight), _reached(wanted)):
             of_lot = torch.zeros_like(sides[0], dtype=found.dtype)
             for chunk in chunks.of(sides, index[at], at):
                 how = (chunk.index, factors[:, at], chunk.num_real, job.temperature)
@@ -129,12 +129,14 @@ class _Columns(torch.autograd.Function):
                     of_weight.add(chunk.rows, grad, sides[0])
                 del chunk, grad  # else the next gradient, and the next group's buffer, are made beside these
             grad_hidden[at] = of_lot.to(grad_hidden.dtype)
-        own = _sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
+        own = sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
         return None, own, of_weight.finish() if of_weight is not None else None, None, None, None, None
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
+    """The logits of some tokens over a part of the vocabulary, and those of the model that they are compared with."""
+
     rows: slice  # of this rank's part of the vocabulary
     logits: Tensor  # [C, W]
     ref_logits: Tensor | None
@@ -148,10 +150,10 @@ class _Chunk:
         return fused_torch if is_plain else gpu_kernels
 
 
-class _Chunks:
+class Chunks:
     """Groups of tokens, and for each group the chunks of its logits, which all use the same memory."""
 
-    def __init__(self, job: Job, weight: Tensor, ref_weight: Tensor | None, support: Support | None) -> None:
+    def __init__(self, job: Job, weight: Tensor, ref_weight: Tensor | None, support: Support | None = None) -> None:
         self.weights = [weight] if ref_weight is None else [weight, ref_weight]
         self.support, self.first_id = support, job.group.rank() * len(weight)
         self.num_real = job.num_real(len(weight))
@@ -169,7 +171,7 @@ class _Chunks:
             if self.width and len(at):
                 yield at, [hidden[at]] if ref_hidden is None else [hidden[at], ref_hidden[at]]
 
-    def of(self, sides: list[Tensor], index: Tensor, at: Tensor) -> Iterator[_Chunk]:
+    def of(self, sides: list[Tensor], index: Tensor, at: Tensor) -> Iterator[Chunk]:
         """The chunks of logits of the tokens `at`; index [C] of their labels in this rank's part of the vocabulary."""
         num_tokens, support = len(index), None if self.support is None else self.support.at(at)
         most = min(self.width, max(8, self.elements // num_tokens // 8 * 8))
@@ -185,7 +187,7 @@ class _Chunks:
                 for each in logits:
                     support.exclude_(each, self.first_id + first, num_real)
             here = torch.where((index >= first) & (index < first + num_real), index - first, -1)
-            yield _Chunk(rows, logits[0], logits[1] if len(logits) > 1 else None, here, num_real)
+            yield Chunk(rows, logits[0], logits[1] if len(logits) > 1 else None, here, num_real)
 
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:
@@ -206,7 +208,7 @@ def _reached(grads: dict[str, Tensor]) -> Tensor:
     return torch.stack([grad != 0 for grad in grads.values()]).any(0).nonzero().squeeze(1)
 
 
-def _everyone(hidden: Any, job: Job, weight: Tensor) -> Any:
+def all_tokens(hidden: Any, job: Job, weight: Tensor) -> Any:
     """All tokens' hidden states on the weight's device; gathered under sequence parallelism."""
     if hidden is None:
         return None
@@ -218,7 +220,7 @@ def _everyone(hidden: Any, job: Job, weight: Tensor) -> Any:
     return whole
 
 
-def _sum_over_ranks(grad: Tensor, job: Job) -> Tensor:
+def sum_over_ranks(grad: Tensor, job: Job) -> Tensor:
     """The sum over all parts of the vocabulary; under sequence parallelism for this rank's tokens only."""
     if job.group.size() == 1:
         return grad

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megarl.algo.divergences import Divergence
+from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 from megarl.mcore.logprobs.support import Support
+from megarl.mcore.logprobs.top_k import log_probs_of_ids
 from megarl.mcore.models.model import output_weight, unwrap
 
 NAMES = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
+DIVERGENCE = "divergence"  # the column that needs teachers
+OF_IDS = "log_probs_of_ids"  # the columns [T, K] that need ids
 
 
 @dataclass(frozen=True)
@@ -37,28 +42,45 @@ def token_columns(
     temperature: float = 1.0,
     reference: ReferenceStates | None = None,
     support: Support | None = None,
+    divergence: Divergence | None = None,
+    teachers: TeacherStates | None = None,
+    ids: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """hidden [T, H] ([T/tp, H] under sequence parallelism) of the last chunk, labels [T] -> {name: [T] float32}.
 
     All use the softmax p of logits / temperature over the true vocabulary: padding rows have no probability.  Where a
     label has a support, p (and q) is renormalised over it: the other ids have no probability either.
     `log_probs` of the labels; `entropy` = -sum_v p log p; `sum_pi_squared` = sum_v p^2; `full_kl` = sum_v p (log p -
-    log q), q of the reference at the same temperature.  All are differentiable in the hidden states and the weight.
+    log q), q of the reference at the same temperature; `divergence` from each token's teacher, at the same temperature;
+    `log_probs_of_ids` [T, K] of the tokens `ids`.
+    All are differentiable in the hidden states and the weight.
     ValueError for an unknown name, or full_kl without a reference of the same vocabulary.
     """
-    weight = output_weight(chunk)
-    _check(names, weight, reference)
+    weight, special = output_weight(chunk), (DIVERGENCE, OF_IDS)
+    own = tuple(name for name in names if name not in special)
+    _check(own, weight, reference)
+    job = job_of(chunk, own, vocab_size, temperature)
+    sides = () if reference is None or "full_kl" not in names else (reference.hidden, reference.weight)
+    columns = columns_of_chunks(job, hidden, weight, labels, *sides, support=support) if own else {}
+    if DIVERGENCE in names:
+        assert divergence is not None and teachers is not None, f"the column {DIVERGENCE} needs teachers"
+        columns[DIVERGENCE] = divergence_of_chunks(job, divergence, hidden, weight, teachers)
+    if OF_IDS in names:
+        assert ids is not None, f"the column {OF_IDS} needs ids"
+        columns[OF_IDS] = log_probs_of_ids(job, hidden, weight, ids)
+    return columns
+
+
+def job_of(chunk: nn.Module, names: Sequence[str], vocab_size: int, temperature: float) -> Job:
+    """How the columns of a model's last chunk are computed."""
     config = unwrap(chunk).config
-    job = Job(
+    return Job(
         tuple(names),
         vocab_size,
         temperature,
         sequence_parallel=config.sequence_parallel,
         fused_accumulation=config.gradient_accumulation_fusion,
     )
-    if reference is None or "full_kl" not in names:
-        return columns_of_chunks(job, hidden, weight, labels, support=support)
-    return columns_of_chunks(job, hidden, weight, labels, reference.hidden, reference.weight, support=support)
 
 
 def _check(names: Sequence[str], weight: Tensor, reference: ReferenceStates | None) -> None:

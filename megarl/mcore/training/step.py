@@ -8,18 +8,22 @@ their global sum: the division cancels, and the gradient is that of the loss, ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
+from megarl.algo.divergences import Divergence
 from megarl.algo.finite import NonFiniteError
 from megarl.layout import Layout
-from megarl.mcore.logprobs.logprobs import ReferenceStates, keep_hidden, token_columns
+from megarl.mcore.logprobs.divergence import TeacherStates
+from megarl.mcore.logprobs.logprobs import DIVERGENCE, OF_IDS, ReferenceStates, job_of, keep_hidden, token_columns
+from megarl.mcore.logprobs.top_k import top_k_of_chunks
 from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
 from megarl.mcore.training.optimizer import Optimizer, reduce_in_last
 from megarl.mcore.training.packed_rows import PackedRow, in_whole_turns, make_row
@@ -30,6 +34,12 @@ from megarl.sample import Batch, LossOutput, MicroBatch, Stats, merge_stats
 Columns = dict[str, Tensor]
 LossFn = Callable[[Batch, Columns], LossOutput]
 
+HIDDEN = "hidden_states"  # the column [N, H] from which a head computes the logits of each token
+TOP_K = ("top_ids", "top_log_probs")  # the columns [N, K] of the most likely tokens
+TEACHER, TEACHER_HIDDEN = "teacher", "teacher_hidden"  # columns of a batch: see TeacherStates
+TEACHER_IDS = "teacher_ids"  # the column [N, K] of a batch that says of which tokens OF_IDS is
+MODEL_INPUTS = (TEACHER_HIDDEN, TEACHER_IDS)  # columns that the model's side of a step reads, and no loss
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -38,15 +48,33 @@ class Outputs:
     layout: Layout
     vocab_size: int
     temperature: float = 1.0
-    names: tuple[str, ...] = ("log_probs",)  # actor: see logprobs.NAMES; critic: ("values",)
+    # actor: of logprobs.NAMES, DIVERGENCE and OF_IDS; (HIDDEN,) or TOP_K alone; critic: ("values",)
+    names: tuple[str, ...] = ("log_probs",)
+    divergence: Divergence | None = None  # the one from the teachers
+    heads: Sequence[Tensor] = ()  # of the teachers, on the last stage: see TeacherStates
+    top_k: int = 0  # tokens of TOP_K
 
     def __call__(
-        self, chunk: nn.Module, row: PackedRow, output: Tensor, reference: ReferenceStates | None = None
+        self,
+        chunk: nn.Module,
+        row: PackedRow,
+        output: Tensor,
+        given: Mapping[str, Tensor],
+        reference: ReferenceStates | None = None,
     ) -> Columns:
+        """`given`: the micro-batch's columns, from which DIVERGENCE and OF_IDS read the teachers'."""
         if isinstance(unwrap(chunk), CriticModel):
             if self.names != ("values",):
                 raise ValueError(f"names={list(self.names)}: a critic gives values only")
             return {"values": row.column(output[0, :, 0])}
+        if self.names == (HIDDEN,):
+            parts = output[0]
+            whole = gather_from_sequence_parallel_region(parts) if self.layout.sequence_parallel else parts
+            return {HIDDEN: row.column(whole).cpu()}  # one row's at a time: those of a step do not fit on a device
+        if self.names == TOP_K:
+            job = job_of(chunk, (), self.vocab_size, self.temperature)
+            found = top_k_of_chunks(job, output[0], output_weight(chunk), self.top_k)
+            return {name: row.column(column) for name, column in zip(TOP_K, found, strict=True)}
         columns = token_columns(
             chunk,
             output[0],
@@ -56,8 +84,15 @@ class Outputs:
             temperature=self.temperature,
             reference=reference,
             support=row.support,
+            divergence=self.divergence,
+            teachers=self._teachers(row, given, output.device) if DIVERGENCE in self.names else None,
+            ids=row.slice(given[TEACHER_IDS]).to(output.device) if OF_IDS in self.names else None,
         )
         return {name: row.column(column) for name, column in columns.items()}
+
+    def _teachers(self, row: PackedRow, given: Mapping[str, Tensor], device: torch.device) -> TeacherStates:
+        teacher, hidden = (row.slice(given[name]) for name in (TEACHER, TEACHER_HIDDEN))
+        return TeacherStates(teacher.to(device), hidden, self.heads)
 
 
 @torch.no_grad()
@@ -131,7 +166,10 @@ def forward_only(
     for chunk in model:
         chunk.eval()
     routing = Routing(model, micros, rows, notes=notes_experts)
-    finish = lambda i, out: outputs(model[-1], rows[i], out, references[i])  # noqa: E731
+
+    def finish(i: int, out: Tensor) -> Columns:
+        return outputs(model[-1], rows[i], out, micros[i].batch.columns, references[i])
+
     found = _run(model, rows, finish, routing.step, forward_only=True)
     columns = [columns for columns, micro in zip(found, micros, strict=False) if not micro.is_dummy]
     if notes_experts:
@@ -168,9 +206,10 @@ def backward(
 
     def finish(i: int, output: Tensor) -> tuple[Tensor, Tensor, Stats]:
         batch = micros[i].batch
-        columns = {name: column.to(device) for name, column in batch.columns.items()}
+        columns = {name: column.to(device) for name, column in batch.columns.items() if name not in MODEL_INPUTS}
         try:
-            result = loss_fn(replace(batch, columns=columns), outputs(model[-1], rows[i], output, references[i]))
+            found = outputs(model[-1], rows[i], output, batch.columns, references[i])
+            result = loss_fn(replace(batch, columns=columns), found)
         except NonFiniteError as error:
             before = [micro.batch.num_sequences for micro in micros[:i] if not micro.is_dummy]
             raise error.moved(sum(before)) from error

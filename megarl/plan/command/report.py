@@ -72,7 +72,7 @@ def seats_of(config: Config) -> list[Seat]:
 
 
 def _seat(config: Config, role: str) -> Seat:
-    hf, node = numbers_of_model(config, role), getattr(config, role)
+    hf, node = numbers_of_model(config, role), config.role(role)
     layout = layout_of(node.megatron)
     return Seat(role, layout, node.first_rank, node.num_ranks, whole(hf, role), _stages(hf, layout, role))
 

@@ -53,7 +53,8 @@ def local_totals(job: Job) -> dict[str, int]:
     megatron.transformer_impl=auto takes these layers where Transformer-Engine is not installed.
     """
     critic, reference = (role and replace(role, local=True) for role in (job.critic, job.reference))
-    local = replace(job, local=True, critic=critic, reference=reference)
+    teachers = tuple(replace(role, local=True) for role in job.teachers)
+    local = replace(job, local=True, critic=critic, reference=reference, teachers=teachers)
     planned, found = gpu_budgets_of_trainer(job), gpu_budgets_of_trainer(local)
     return {kind: budget["total"] for kind, budget in found.items() if budget["total"] != planned[kind]["total"]}
 

@@ -56,6 +56,20 @@ def test_a_critic_may_lie_otherwise():
     assert [stages.name for stages in critic.stages] == ["0", "1"]
 
 
+def test_teachers_are_listed_with_their_own_layouts():
+    config = config_of(
+        "model=qwen3_mini",
+        "layout=2xcpu",
+        "teachers.math.model.path=runs/models/qwen3_mini",
+        "teachers.math.megatron.tensor_model_parallel_size=1",
+        "teachers.math.megatron.sequence_parallel=false",
+        "teachers.math.megatron.pipeline_model_parallel_size=2",
+    )
+    *_, math = seats_of(config)
+    assert (math.role, math.layout.pp) == ("teachers.math", 2)
+    assert [stages.name for stages in math.stages] == ["0", "1"]
+
+
 def test_a_model_that_nothing_is_known_of_is_refused():
     with pytest.raises(ValueError, match="^model.path=org/name: its config.json is not here; expected"):
         seats_of(config_of("model.path=org/name"))

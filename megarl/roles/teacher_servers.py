@@ -1,0 +1,83 @@
+"""The driver's handle on a teacher behind servers of its own, which give its log-probs of given tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megarl.algo.distillation import NO_LOG_PROB
+from megarl.rollout.client import ServerClient, ServerError
+from megarl.rollout.scores import Scores
+from megarl.sample import Batch
+
+_REST_S = 1.0  # before a second try; doubles with each
+
+
+@dataclass
+class TeacherServers:
+    """Columns of a batch from servers, at temperature 1, on the tokens that are learnt; each row is one request."""
+
+    urls: Callable[[], Sequence[str]]  # known once the servers run
+    token: str
+    concurrency: int = 64  # requests at a time, to all servers
+    timeout_s: float = 120.0
+    tries: int = 5
+    _clients: list[ServerClient] = field(default_factory=list, init=False)
+
+    def log_probs(self, batch: Batch) -> Tensor:
+        """[N] log-probs of the learnt tokens; 0 elsewhere."""
+        found = torch.zeros(batch.num_tokens)
+        for first, scores in self._scored(batch, 0):
+            found[first : first + len(scores.log_probs)] = torch.tensor(scores.log_probs)
+        return found
+
+    def top_log_probs(self, batch: Batch, k: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """ids [N, k] int32 and log-probs [N, k] of the most likely tokens where one is learnt; -1 and NO_LOG_PROB else.
+
+        So also for tokens beyond the first `vocab_size`, which stand in the padding of a larger vocabulary.
+        """
+        ids = torch.full((batch.num_tokens, k), -1, dtype=torch.int32)
+        log_probs = torch.full((batch.num_tokens, k), NO_LOG_PROB)
+        for first, scores in self._scored(batch, k):
+            there = slice(first, first + len(scores.log_probs))
+            ids[there] = torch.tensor(scores.top_ids, dtype=torch.int32)
+            log_probs[there] = torch.tensor(scores.top_log_probs)
+        beyond = ids >= vocab_size
+        return ids.masked_fill(beyond, -1), log_probs.masked_fill(beyond, NO_LOG_PROB)
+
+    def _scored(self, batch: Batch, top_k: int) -> list[tuple[int, Scores]]:
+        """(place in the batch of a row's first learnt token, scores from it on) for each row that learns something."""
+        contexts = batch.context_lengths(batch.columns["response_mask"] != 0).tolist()
+        rows = zip(batch.tokens.split(batch.lengths.tolist()), batch.row_starts.tolist(), contexts, strict=True)
+        asked = [(begin + context, row.tolist(), context) for row, begin, context in rows if context < len(row)]
+        if not self._clients:
+            self._clients = [ServerClient(url, self.token, timeout_s=self.timeout_s) for url in self.urls()]
+        with ThreadPoolExecutor(self.concurrency) as threads:
+            jobs = [
+                threads.submit(self._ask, number, ids, context, top_k) for number, (_, ids, context) in enumerate(asked)
+            ]
+            return [(first, job.result()) for (first, _, _), job in zip(asked, jobs, strict=True)]
+
+    def _ask(self, number: int, token_ids: list[int], start: int, top_k: int) -> Scores:
+        """From one of the servers; after a failure that may pass from the next.  Raises ServerError at the end."""
+        for tried in range(self.tries):
+            client = self._clients[(number + tried) % len(self._clients)]
+            try:
+                return client.scores(token_ids, start, top_k)
+            except ServerError as error:
+                may_pass = error.status in (0, 429) or error.status >= 500
+                if tried + 1 == self.tries or not may_pass:
+                    raise
+                time.sleep(_REST_S * 2**tried)
+        raise AssertionError("the last try returns or raises")
+
+    def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients:
+            client.close()
+        self._clients = []

@@ -1,0 +1,192 @@
+"""Teachers in the configuration: groups of keys under names of one's own, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_helpers import BASE, DENSE, load, refusal
+
+from megarl.config import from_yaml, load_config, resolved, to_yaml
+from megarl.config.keys import general, mapping_of, type_of
+
+MATH, CODE = "teachers.math.model.path=a", "teachers.code.model.path=b"
+OF_CODE = "teachers.code.data_sources=[code]"
+ALONE = "algorithm.adv_estimator=none"
+
+
+def test_an_entry_is_made_by_its_first_key_and_has_every_default() -> None:
+    config = load(MATH, "actor.strategy=megatron", "trainer.n_gpus_per_node=2")
+    (name, teacher) = next(iter(config.teachers.items()))
+    assert (name, teacher.model.path, teacher.coef, teacher.data_sources) == ("math", "a", 1.0, [])
+    assert (teacher.strategy, teacher.num_ranks, teacher.log_prob_max_token_len_per_gpu) == ("megatron", 2, 16384)
+    assert load().teachers == {}
+
+
+def test_entries_are_set_by_words_by_files_and_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "taught.yaml"
+    file.write_text("teachers:\n  math:\n    model: {path: a}\n    coef: 0.5\n")
+    config = load(f"recipe={file}", CODE, OF_CODE, "teachers.math.coef=0.25")
+    assert {name: (t.model.path, t.coef, t.data_sources) for name, t in config.teachers.items()} == {
+        "math": ("a", 0.25, []),
+        "code": ("b", 1.0, ["code"]),
+    }
+    assert load("teachers={math:{model:{path:a},coef:0.5}}").teachers["math"].coef == 0.5
+    assert load(f"recipe={file}", "teachers={}").teachers == {}
+
+
+def test_a_teacher_follows_the_actor_unless_its_own_layout_is_set() -> None:
+    words = ("trainer.n_gpus_per_node=4", "actor.megatron.tensor_model_parallel_size=4", MATH, CODE, OF_CODE)
+    config = load(
+        *words, "teachers.code.megatron.tensor_model_parallel_size=2", "teachers.code.megatron.param_offload=true"
+    )
+    layouts = {n: (t.megatron.tensor_model_parallel_size, t.megatron.param_offload) for n, t in config.teachers.items()}
+    assert layouts == {"math": (4, False), "code": (2, True)}
+    again = load(*words, "teachers.code.megatron.tensor_model_parallel_size=null")
+    assert again.teachers["code"].megatron.tensor_model_parallel_size == 4
+
+
+def test_micro_batches_of_a_teacher_are_its_own_or_the_actor_s() -> None:
+    config = load(
+        MATH, "actor.ppo_max_token_len_per_gpu=4096", CODE, OF_CODE, "teachers.code.log_prob_micro_batch_size=2"
+    )
+    cuts = {
+        n: (t.log_prob_micro_batch_size_per_gpu, t.log_prob_max_token_len_per_gpu) for n, t in config.teachers.items()
+    }
+    assert cuts == {"math": (None, 4096), "code": (2, None)}
+
+
+def test_what_is_written_is_read_back() -> None:
+    config = load(MATH, CODE, OF_CODE, "distill.divergence=jsd", "distill.beta=0.1", "teachers.math.model.config.x=3")
+    assert config.teachers["math"].model.config == {"x": 3}
+    assert from_yaml(to_yaml(config)) == config == resolved(config)
+
+
+def test_keys_of_entries_in_general() -> None:
+    assert general("teachers.math.model.path") == "teachers.NAME.model.path"
+    assert (general("teachers"), general("actor.optim.lr")) == ("teachers", "actor.optim.lr")
+    assert mapping_of("teachers.math.model.config.a.b") == "teachers.math.model.config"
+    assert mapping_of("teachers.math.coef") is None
+    assert type_of("teachers.any.coef") is float and type_of("teachers.any.cof") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("teachers.math.cof=1", "there is no key teachers.math.cof; did you mean teachers.math.coef?"),
+        ("teachers.math=3", "teachers.math is a group of keys; expected teachers.math.NAME=VALUE"),
+        ("teachers.math.coef=much", "expected a number"),
+        ("teachers=3", "expected names with a group of keys each"),
+        ("teachers.math.coef=-1", "expected a number of at least 0"),
+        ("teachers.math.engine=vllm", "teachers.math.engine=vllm: expected one of megatron, server"),
+        (
+            "teachers.math.coef=1",
+            "teachers.math.model.path is not set: a teacher needs a Hugging Face folder or hub name",
+        ),
+        (f"{MATH} {CODE}", "teachers.math and teachers.code would both teach what no other teacher does"),
+        (
+            f"{MATH} {CODE} {OF_CODE} teachers.math.data_sources=[sums,code]",
+            "teachers.code.data_sources=[code]: teachers.math teaches code too; expected one teacher for each",
+        ),
+        (f"{MATH} distill.route=who", "expected path/to/file.py:function, or package.module:function"),
+        (f"{MATH} distill.route=no/such.py:who", "expected a file that exists"),
+        (
+            f"{CODE} {OF_CODE} distill.route=m:f",
+            "distill.route=m:f says which teacher a prompt has; expected []",
+        ),
+        (f"{MATH} distill.beta=0", "distill.beta=0.0: expected a number between 0 and 1, both excluded"),
+        (f"{MATH} distill.divergence=kl", "expected one of reverse_kl, forward_kl, jsd"),
+        (
+            f"{DENSE} {MATH} distill.top_k=121",
+            "distill.top_k=121: model.path=m has 120 tokens; expected fewer, or null",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server",
+            "distill.top_k=null: teachers.math.engine=server tells its most likely tokens only; expected their number",
+        ),
+        (
+            f"{MATH} rollout.top_p=0.9 rollout.top_k=20",
+            "rollout.top_p=0.9 and rollout.top_k=20: teachers speak of the whole vocabulary; expected 1.0 and -1",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server distill.form=reward rollout.temperature=0.7",
+            "rollout.temperature=0.7: teachers.math.engine=server gives log-probs of given tokens at temperature 1",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server distill.top_k=8 teachers.math.server.urls=[here]",
+            "teachers.math.server.urls=[here]: expected http://HOST:PORT or https://HOST",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server distill.top_k=8 rollout.engine=hf teachers.math.server.num_gpus=2",
+            "teachers.math.server.num_gpus=2: rollout.engine=hf serves on one; expected 1",
+        ),
+        (f"{MATH} distill.decay_style=linear", "expected distill.end_coef, the value that it goes to"),
+        (f"{MATH} distill.end_coef=0", "expected distill.decay_style=linear or cosine, which lead to it"),
+        (ALONE, "every advantage is 0, and there is no teacher to learn from; expected teachers.NAME.model.path"),
+        (
+            f"{MATH} teachers.math.first_rank=3",
+            "teachers.math.first_rank=3: the trainer has 1 ranks; expected at most 0",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_one_sentence(words: str, told: str) -> None:
+    assert told in refusal(*words.split())
+
+
+def test_a_layout_that_does_not_fit_a_teacher_is_refused_with_the_nearest() -> None:
+    words = (DENSE, "trainer.n_gpus_per_node=4", MATH, f"teachers.math.{DENSE}")
+    told = refusal(*words, "teachers.math.megatron.pipeline_model_parallel_size=5")
+    assert told.startswith("teachers.math.megatron.pipeline_model_parallel_size=5")
+    told = refusal(*words, "teachers.math.megatron.tensor_model_parallel_size=3")
+    assert "does not divide the model's num_attention_heads=8" in told
+    assert "nearest: teachers.math.megatron." in told
+
+
+def test_a_vocabulary_smaller_than_the_policy_s_has_no_divergence_over_it() -> None:
+    smaller = f"teachers.math.{DENSE}".replace("vocab_size:120", "vocab_size:64")
+    larger = f"teachers.math.{DENSE}".replace("vocab_size:120", "vocab_size:128")
+    told = refusal(DENSE, MATH, smaller)
+    assert told.startswith("teachers.math.model.path=a: its vocabulary has 64 tokens")
+    assert "distill.top_k=null needs at least as many" in told
+    load(DENSE, MATH, larger)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("distill.coef=2", "there are no teachers"),
+        (f"{MATH} distill.form=reward distill.divergence=jsd", "distill.form=reward compares log-probs of the sampled"),
+        (f"{MATH} distill.form=reward distill.top_k=8", "distill.form=reward compares log-probs of the sampled"),
+        (f"{MATH} distill.beta=0.2", "distill.divergence=reverse_kl has no mixture"),
+        (f"{MATH} distill.decay_steps=3", "distill.decay_style=constant never decays"),
+        (f"{MATH} teachers.math.megatron.optimizer_offload=true", "a teacher is not trained"),
+        (f"{MATH} {ALONE} algorithm.gamma=0.5", "scores whole completions"),
+        (f"{MATH} teachers.math.server.num_gpus=2", "teachers.math.engine=megatron asks no server"),
+        (
+            f"{MATH} teachers.math.engine=server distill.top_k=8 teachers.math.first_rank=0",
+            "teachers.math.engine=server runs on no ranks",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server distill.top_k=8 teachers.math.server.api_key_env=KEY",
+            "teachers.math.server.urls=[]: the run starts a server, and knows its key",
+        ),
+        (
+            f"{MATH} teachers.math.engine=server distill.top_k=8 teachers.math.server.urls=[http://a:1] "
+            "teachers.math.server.first_gpu=1",
+            "teachers.math.server.urls names servers that run already",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_refused(words: str, told: str) -> None:
+    assert told in refusal(*words.split())
+
+
+def test_other_commands_do_not_read_teachers() -> None:
+    assert "`megarl evaluate` does not read it" in refusal(MATH, "data.val_files=b.jsonl", command="evaluate")
+    assert "`megarl sft` does not read it" in refusal(MATH, "sft.train_files=c.jsonl", command="sft")
+
+
+def test_teachers_alone_need_neither_critic_nor_groups() -> None:
+    config, warnings = load_config([*BASE, MATH, ALONE])
+    assert not config.uses_critic and config.rollout.n == 1
+    assert not warnings

@@ -1,0 +1,104 @@
+"""What the ranks of test_teachers_dist.py run: a teacher's columns, and a student's gradient, under a layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from chunks import gradients, parameters
+from torch import Tensor
+
+from megarl.algo import ActorLoss
+from megarl.algo.distillation import Distillation
+from megarl.data.packing import plan
+from megarl.layout import Layout
+from megarl.mcore.models.lora import LoraSettings, apply_lora
+from megarl.mcore.models.model import build_model, read_hf_config
+from megarl.mcore.setup import destroy_groups, make_groups
+from megarl.mcore.training.optimizer import wrap_for_training
+from megarl.mcore.training.packed_rows import micro_batches
+from megarl.mcore.training.step import HIDDEN, TOP_K, Outputs, backward, forward_only
+from megarl.sample import Batch
+from megarl.weights.hf.adapter import adapter_tensors
+from megarl.weights.hf.head import read_heads
+from megarl.weights.hf.load import load_hf
+
+CPU = torch.device("cpu")
+TEMPERATURE, BETA = 0.8, 0.3
+
+
+def teacher_columns(
+    folder: str, batch: Batch, layouts: dict[str, Layout], top_k: int
+) -> dict[str, list[tuple[list[int], dict[str, Tensor]]]]:
+    """Of each layout, on reporters: the samples of this replica, and their hidden states and most likely tokens.
+
+    The latter of the first 45 tokens.
+    """
+    found = {}
+    for name, layout in layouts.items():
+        where = make_groups(layout)
+        try:
+            hf = read_hf_config(folder)
+            model = build_model(hf, layout)
+            load_hf(model, folder, hf)
+            part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=24)[where.replica]
+            micros = micro_batches(batch.select(part.indices).keep_columns(), part.micro_sizes)
+            said: dict[str, Tensor] = {}
+            for names in ((HIDDEN,), TOP_K):
+                outputs = Outputs(layout, 45, TEMPERATURE, names, top_k=top_k)
+                columns = forward_only(model, micros, outputs, CPU)
+                said |= {n: torch.cat([c[n] for c in columns]) for n in names} if where.is_reporter else {}
+            found[name] = [(part.indices, said)] if said else []
+        finally:
+            destroy_groups()
+    return found
+
+
+def student_gradients(
+    student: str,
+    teachers: list[str],
+    batch: Batch,
+    cases: dict[str, tuple[Layout, str]],
+    top_k: bool,
+    lora: LoraSettings | None = None,
+) -> dict[str, Any]:
+    """Of each case, a layout and a divergence: the statistics on reporters, and on rank 0 the whole gradient.
+
+    `top_k`: over the teachers' most likely tokens and their tail.  `lora`: the gradient and the weights of adapters.
+    """
+    found = {}
+    for case, (layout, name) in cases.items():
+        where = make_groups(layout)
+        try:
+            hf = read_hf_config(student)
+            model = build_model(hf, layout)
+            load_hf(model, student, hf)
+            if lora is not None:
+                apply_lora(model, lora)
+            chunks, model = model, wrap_for_training(model, layout)
+            heads = read_heads(teachers, model, hf["vocab_size"])
+            loss = ActorLoss("reinforce", distillation=Distillation(name, BETA, top_k, ("first", "second")))
+            part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=24)[where.replica]
+            micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
+            assert loss.distillation is not None
+            outputs = Outputs(
+                layout, hf["vocab_size"], TEMPERATURE, tuple(loss.outputs), loss.distillation.function, heads
+            )
+            stats = backward(model, micros, outputs, loss, num_tokens=batch.num_tokens, device=CPU)
+            adapters = {} if lora is None else {n: t.clone() for n, t in adapter_tensors(chunks, hf)}
+            if lora is None:
+                gradient = gradients(model, hf, "actor")
+            else:
+                for param in (param for param in parameters(model) if param.requires_grad):
+                    param.data = param.main_grad
+                gradient = {n: t.clone() for n, t in adapter_tensors(chunks, hf)}
+            found[case] = {
+                "stats": stats if where.is_reporter else {},
+                "gradient": gradient if dist.get_rank() == 0 else {},
+                "adapters": adapters if dist.get_rank() == 0 else {},
+                "num_micros": len(micros),
+            }
+        finally:
+            destroy_groups()
+    return found

@@ -1,0 +1,123 @@
+"""Teachers through the whole of the ring: on ranks of other layouts, behind a server, as reward, for agents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ring_cases import make_parts, settings, steps
+
+from megarl.cli import main
+from megarl.data.tiny import write_tiny_model
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+ALONE = [
+    "algorithm.adv_estimator=none",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "actor.optim.lr=3e-3",
+]
+ROUTE = """
+def by_first_digit(prompt):
+    return "odd" if int(prompt.text[0]) % 2 else "even"
+"""
+CHAT = """
+async def episode(chat, prompt):
+    messages = chat.messages
+    first = await chat(messages)
+    changed = [{"role": "assistant", "content": "?"}, {"role": "user", "content": "again"}]
+    await chat([*messages, *changed])
+    chat.reward(1.0)
+"""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two teachers: one with more layers, one with another hidden size and more padding in its vocabulary."""
+    folder = make_parts(tmp_path_factory.mktemp("parts"))
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
+    write_tiny_model(folder / "odd", hidden=32, layers=4, seed=5, initializer_range=0.3, **shape)
+    write_tiny_model(folder / "even", hidden=48, layers=2, seed=6, initializer_range=0.3, tied=False, **shape)
+    (folder / "route.py").write_text(ROUTE)
+    (folder / "chat.py").write_text(CHAT)
+    return folder
+
+
+def teachers(parts: Path) -> list[str]:
+    paths = [f"teachers.{name}.model.path={parts}/{name}" for name in ("odd", "even")]
+    return [*paths, f"distill.route={parts}/route.py:by_first_digit"]
+
+
+def check_learning(run: Path, *names: str) -> None:
+    for name in names:
+        found = list(steps(run, f"distill/{name}/divergence").values())
+        assert found[-1] < 0.9 * found[0], name
+    assert all(grad > 0 for grad in steps(run, "actor/grad_norm").values())
+    assert set(steps(run, "actor/pg_loss").values()) == {0.0}, "no advantage but the teachers'"
+
+
+def test_two_teachers_of_other_layouts_than_the_policy_s(parts: Path, tmp_path: Path) -> None:
+    more = [
+        *ALONE,
+        *teachers(parts),
+        "actor.megatron.tensor_model_parallel_size=2",
+        "teachers.odd.megatron.tensor_model_parallel_size=1",
+        "teachers.odd.megatron.pipeline_model_parallel_size=2",
+        "teachers.even.megatron.tensor_model_parallel_size=1",
+        "distill.divergence=jsd",
+        "distill.beta=0.3",
+        "distill.coef=10",
+        "distill.end_coef=5",
+        "distill.decay_style=linear",
+        "trainer.total_training_steps=5",
+    ]
+    assert main(["train", *settings(parts, tmp_path, "two", *more)]) == 0
+    run = tmp_path / "two"
+    check_learning(run, "odd", "even")
+    assert list(steps(run, "distill/coef").values()) == pytest.approx([10, 9, 8, 7, 6])
+    shares = zip(steps(run, "distill/odd/share").values(), steps(run, "distill/even/share").values(), strict=True)
+    assert all(odd + even == pytest.approx(1) for odd, even in shares)
+
+
+def test_a_teacher_behind_a_server_of_the_run_and_one_on_ranks_by_their_likeliest_tokens(
+    parts: Path, tmp_path: Path
+) -> None:
+    more = [
+        *ALONE,
+        *teachers(parts),
+        "teachers.odd.engine=server",
+        "distill.top_k=20",
+        "rollout.ahead=1",
+        "trainer.total_training_steps=5",
+    ]
+    assert main(["train", *settings(parts, tmp_path, "served", *more)]) == 0
+    run = tmp_path / "served"
+    check_learning(run, "odd", "even")
+    assert (run / "logs/teacher_odd/server_0.log").exists()
+
+
+def test_log_probs_as_reward_beside_the_run_s_own_with_adapters(parts: Path, tmp_path: Path) -> None:
+    more = [
+        *teachers(parts),
+        "algorithm.adv_estimator=grpo",
+        "distill.form=reward",
+        "distill.coef=0.1",
+        "actor.lora.rank=4",
+        "rollout.ahead=1",
+        "trainer.test_freq=-1",
+    ]
+    assert main(["train", *settings(parts, tmp_path, "reward", *more)]) == 0
+    run = tmp_path / "reward"
+    for name in ("odd", "even"):
+        assert all(gap < 0 for gap in steps(run, f"distill/{name}/log_prob_gap").values()), "another model's tokens"
+    assert all(abs(mean) > 1e-3 for mean in steps(run, "critic/advantages/mean").values()), "grpo's own mean is 0"
+    assert not steps(run, "distill/divergence")
+
+
+def test_every_row_of_an_episode_is_taught(parts: Path, tmp_path: Path) -> None:
+    more = [*ALONE, *teachers(parts), f"agent.fn={parts}/chat.py:episode", "agent.max_tokens=80"]
+    assert main(["train", *settings(parts, tmp_path, "chat", *more, "trainer.total_training_steps=4")]) == 0
+    run = tmp_path / "chat"
+    check_learning(run, "odd", "even")
+    assert set(steps(run, "rows/mean").values()) == {2.0}
