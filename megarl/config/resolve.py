@@ -108,14 +108,15 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 def followed_by_roles(config: Config) -> Config:
     """Fill in, in `config` itself, the nulls that follow another key only under a condition."""
     actor = config.actor
-    for role in (config.critic, config.ref, *config.teachers.values()):
+    followers: tuple[Any, ...] = (config.critic, config.ref, *config.teachers.values())
+    for role in followers:
         if role.megatron.pipeline_model_parallel_size == actor.megatron.pipeline_model_parallel_size:
             for key in PIPELINE_KEYS:
                 if getattr(role.megatron, key) is None:
                     setattr(role.megatron, key, getattr(actor.megatron, key))
         if not role.model.config and role.model.path == config.model.path:
             role.model.config = dict(config.model.config)
-    for node in (actor, config.critic, config.ref, *config.teachers.values()):
+    for node in (actor, *followers):
         if node.num_ranks is None:
             node.num_ranks = max(1, config.trainer.num_ranks - node.first_rank)
     if config.agent.max_tokens is None:
