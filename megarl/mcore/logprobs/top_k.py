@@ -48,7 +48,7 @@ def top_k_of_chunks(job: Job, hidden: Tensor, weight: Tensor, k: int) -> tuple[T
         parts = [[torch.empty_like(x) for _ in range(job.group.size())] for x in (best, ids)]
         for gathered, own in zip(parts, (best, ids), strict=True):
             dist.all_gather(gathered, own, group=job.group)
-        best, ids = _best(*(torch.cat(gathered, 1) for gathered in parts), k)
+        best, ids = _best(torch.cat(parts[0], 1), torch.cat(parts[1], 1), k)
     return ids, best - (found[ts.MAX] + found[ts.SUM].log())[:, None]
 
 
@@ -105,8 +105,8 @@ class _OfIds(torch.autograd.Function):
                     p = scaled(chunk.logits[block], chunk.num_real, job.temperature)
                     p = p.sub_(log_z[at[block], None]).exp_()
                     of_logits = p.mul_(-total[at[block], None])
-                    own = torch.where(is_here[block], grad[at[block]], 0.0)
-                    chunk.logits[block, : chunk.num_real] = of_logits.scatter_add_(1, column[block], own)
+                    of_ids = torch.where(is_here[block], grad[at[block]], 0.0)
+                    chunk.logits[block, : chunk.num_real] = of_logits.scatter_add_(1, column[block], of_ids)
                 chunk.logits[:, chunk.num_real :] = 0.0
                 of_chunk = chunk.logits.to(weight.dtype)
                 add_product_(of_lot, of_chunk, weight[chunk.rows])
