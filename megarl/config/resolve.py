@@ -115,7 +115,8 @@ def followed_by_roles(config: Config) -> Config:
                     setattr(role.megatron, key, getattr(actor.megatron, key))
         if not role.model.config and role.model.path == config.model.path:
             role.model.config = dict(config.model.config)
-    for node in (actor, config.critic, config.ref, *config.teachers.values()):
+    nodes: list[Any] = [actor, config.critic, config.ref, *config.teachers.values()]
+    for node in nodes:
         if node.num_ranks is None:
             node.num_ranks = max(1, config.trainer.num_ranks - node.first_rank)
     if config.agent.max_tokens is None:

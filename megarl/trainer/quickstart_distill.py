@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,10 @@ TEACHER = quickstart.MODEL | {"layers": 4}
 CARELESS = quickstart.TASK["careless"]
 # The same problems as those of the policy's own cold start, with right answers.
 RIGHT = quickstart.TASK | {"careless": 0.0}
-TASKS = {"sums": partial(write_task, **RIGHT), "reversals": partial(write_reversals, demonstrations=2)}
+TASKS: dict[str, Callable[[Path], object]] = {
+    "sums": partial(write_task, **RIGHT),
+    "reversals": partial(write_reversals, demonstrations=2),
+}
 
 
 def prepare(config: Config) -> None:

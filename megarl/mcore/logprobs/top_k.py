@@ -48,7 +48,7 @@ def top_k_of_chunks(job: Job, hidden: Tensor, weight: Tensor, k: int) -> tuple[T
         parts = [[torch.empty_like(x) for _ in range(job.group.size())] for x in (best, ids)]
         for gathered, own in zip(parts, (best, ids), strict=True):
             dist.all_gather(gathered, own, group=job.group)
-        best, ids = _best(*(torch.cat(gathered, 1) for gathered in parts), k)
+        best, ids = _best(torch.cat(parts[0], 1), torch.cat(parts[1], 1), k)
     return ids, best - (found[ts.MAX] + found[ts.SUM].log())[:, None]
 
 
@@ -114,8 +114,8 @@ class _OfIds(torch.autograd.Function):
                     of_weight.add(chunk.rows, of_chunk, sides[0])
                 del chunk, of_chunk
             grad_hidden[at] = of_lot.to(grad_hidden.dtype)
-        own = sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
-        return None, own, of_weight.finish() if of_weight is not None else None, None
+        of_hidden = sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
+        return None, of_hidden, of_weight.finish() if of_weight is not None else None, None
 
 
 def _columns(chunk: Chunk, index: Tensor) -> tuple[Tensor, Tensor]:
