@@ -249,6 +249,7 @@ def test_every_loss_runs_with_every_estimator(loss, estimator):
         if not has_default
     ]
     words += ["algorithm.reward_weights.reward=1"] if estimator == "gdpo" else []
+    words += ["teachers.any.model.path=a"] if estimator == names.NO_ADVANTAGES else []
     words += ["actor.loss_agg_mode=seq-mean-token-mean", "actor.use_kl_loss=true", "actor.kl_loss_type=full"]
     config = load(*words)
     assert (config.algorithm.policy_loss_fn, config.algorithm.adv_estimator) == (loss, estimator)

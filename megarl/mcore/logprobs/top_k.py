@@ -114,8 +114,8 @@ class _OfIds(torch.autograd.Function):
                     of_weight.add(chunk.rows, of_chunk, sides[0])
                 del chunk, of_chunk
             grad_hidden[at] = of_lot.to(grad_hidden.dtype)
-        own = sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
-        return None, own, of_weight.finish() if of_weight is not None else None, None
+        of_hidden = sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
+        return None, of_hidden, of_weight.finish() if of_weight is not None else None, None
 
 
 def _columns(chunk: Chunk, index: Tensor) -> tuple[Tensor, Tensor]:
