@@ -17,7 +17,8 @@ class ChosenExperts:
     """
 
     def __init__(self, body: nn.Module, of: RoutedExperts) -> None:
-        found = [module.experts for module in body.modules() if isinstance(getattr(module, "experts", None), nn.Module)]
+        children = (getattr(module, "experts", None) for module in body.modules())
+        found = [child for child in children if isinstance(child, nn.Module)]
         assert len(found) == len(of.layers), f"{len(found)} layers have experts, by config.json {len(of.layers)}"
         self._noted: list[Tensor] = []
         for experts in found:
