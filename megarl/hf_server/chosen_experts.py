@@ -17,8 +17,8 @@ class ChosenExperts:
     """
 
     def __init__(self, body: nn.Module, of: RoutedExperts) -> None:
-        layers = [m for m in body.modules() if isinstance(getattr(m, "experts", None), nn.Module)]
-        found: list[Any] = [layer.experts for layer in layers]
+        children = (getattr(module, "experts", None) for module in body.modules())
+        found = [child for child in children if isinstance(child, nn.Module)]
         assert len(found) == len(of.layers), f"{len(found)} layers have experts, by config.json {len(of.layers)}"
         self._noted: list[Tensor] = []
         for experts in found:

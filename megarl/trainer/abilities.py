@@ -7,6 +7,7 @@ from contextlib import closing
 
 from megarl.config import Config, model_config
 from megarl.config.validate.lora import adapts_experts, adapts_latents
+from megarl.config.validate.router_replay import WITHOUT_ROUTES
 from megarl.projections import chosen, projections_of
 from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Abilities
@@ -72,11 +73,17 @@ def check_tells_support(urls: Sequence[str], token: str, config: Config) -> None
 
 
 def check_reports_routes(urls: Sequence[str], token: str) -> None:
-    """Raises ValueError for a server that runs already and was not told to report the experts of tokens."""
+    """Raises ValueError for a server that runs already and does not report the experts of tokens, or loses them."""
     for url in urls:
         with closing(ServerClient(url, token)) as server:
-            if server.server_info().get("enable_return_routed_experts") is False:
+            info = server.server_info()
+        if info.get("enable_return_routed_experts") is False:
+            raise ValueError(
+                f"actor.router_replay=rollout: {url} does not report the experts of tokens; expected a server that "
+                "was started with --enable-return-routed-experts"
+            )
+        for option, why in WITHOUT_ROUTES.items():
+            if info.get(option.removeprefix("--").replace("-", "_")):
                 raise ValueError(
-                    f"actor.router_replay=rollout: {url} does not report the experts of tokens; expected a server that "
-                    "was started with --enable-return-routed-experts"
+                    f"actor.router_replay=rollout: {url} was started with {option}: {why}; expected one without it"
                 )

@@ -1,4 +1,4 @@
-"""The experts that our own server reports for each token: those that its layers chose when they wrote the next one."""
+"""The experts that our own server reports for each token: those of the pass that predicted it."""
 
 from __future__ import annotations
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import other_experts_server
 import pytest
-from ring_cases import lines, make_parts, settings, steps
+from ring_cases import lines, make_parts, settings, steps, train_kill_resume
 
 from megarl.cli import main
+from megarl.servers.engines import ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 GRPO = ["algorithm.adv_estimator=grpo", "actor.ppo_mini_batch_size=2"]
@@ -36,9 +38,21 @@ def test_a_run_replays_the_experts_of_its_tokens(parts: Path, tmp_path: Path, ch
     assert all(norm > 0 for norm in steps(found, "actor/grad_norm").values())
 
 
+def test_every_pass_takes_the_experts_that_the_servers_report(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not those that wrote the tokens, so that log-probs differ; the two passes of the trainer agree."""
+    monkeypatch.setitem(ENGINES, "hf", other_experts_server.command)
+    found = run(parts, tmp_path, "others", "actor.router_replay=rollout", EP2, "trainer.total_training_steps=1")
+    assert min(steps(found, "rollout_corr/log_prob_gap_max").values()) > 1e-3
+    assert max(abs(kl) for kl in steps(found, "actor/first_ppo_kl").values()) < 1e-8
+
+
 def test_a_run_ahead_keeps_the_experts_of_what_older_weights_wrote(parts: Path, tmp_path: Path) -> None:
-    """Pushes end running requests, and others go on; a checkpoint holds the groups that wait, with their experts."""
+    """Pushes end running requests, and others go on; a killed run takes the groups that wait, with their experts."""
     ahead = ["rollout.ahead=2", "rollout.update=retract", "trainer.save_freq=2", "trainer.total_training_steps=4"]
-    found = run(parts, tmp_path, "ahead", "actor.router_replay=rollout", EP2, *ahead)
+    words = settings(parts, tmp_path, "ahead", *GRPO, "actor.router_replay=rollout", EP2, *ahead)
+    found = tmp_path / "ahead"
+    train_kill_resume(words, found, 3)
     assert max(steps(found, "actor/grad_norm")) == 4
     assert len(lines(found / "samples.jsonl")) == 4 * 16

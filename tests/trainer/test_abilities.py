@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from aiohttp import web
 from config_helpers import load
@@ -55,7 +57,7 @@ class Reporting(Writer):
 
     routes = (Route.SERVER_INFO,)
 
-    def __init__(self, info: dict[str, int | None]) -> None:
+    def __init__(self, info: dict[str, Any]) -> None:
         super().__init__()
         self.info = info
 
@@ -96,3 +98,21 @@ def test_servers_that_do_not_tell_from_which_tokens_they_drew_are_found_at_the_s
             f"{given}=20: {urls[3]} does not tell exactly from which tokens it drew; expected a server that does, "
             "such as SGLang 0.5.23, or 1.0 and -1"
         )
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        (
+            {"enable_hierarchical_cache": True},
+            "--enable-hierarchical-cache: KV that comes back from host memory",
+        ),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm: the experts of drafted tokens are not kept;"),
+    ],
+)
+def test_a_server_that_loses_experts_is_found_at_the_start(info: dict[str, Any], words: str) -> None:
+    reports = {"enable_return_routed_experts": True, "enable_hierarchical_cache": False, "speculative_algorithm": None}
+    with serving_in_a_thread(Reporting(reports), Reporting(reports | info)) as (urls, _):
+        check_reports_routes(urls[:1], "")
+        with pytest.raises(ValueError, match=f"^actor.router_replay=rollout: {urls[1]} was started with {words}"):
+            check_reports_routes(urls, "")

@@ -8,7 +8,7 @@ from megarl.config.schema import Config
 from megarl.config.validate import models
 
 # Options of SGLang with which the experts that it keeps for a token need not be those that wrote it.
-_WITHOUT_ROUTES = {
+WITHOUT_ROUTES = {
     "--enable-hierarchical-cache": "KV that comes back from host memory has lost its experts",
     "--speculative-algorithm": "the experts of drafted tokens are not kept",
 }
@@ -24,5 +24,5 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"actor.router_replay={chosen}: the model has no experts; expected off"
     if chosen == "rollout" and config.rollout.engine != "hf":
         for word in config.rollout.sglang.args:
-            if why := _WITHOUT_ROUTES.get(word.split("=")[0]):
+            if why := WITHOUT_ROUTES.get(word.split("=")[0]):
                 yield f"rollout.sglang.args={word}: {why}; expected actor.router_replay=off or old, or no such option"
