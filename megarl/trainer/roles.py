@@ -56,7 +56,7 @@ def make_roles(
 ) -> Roles:
     """Roles without weights; `group_of` returns the ranks for the configuration of a role."""
     temperature = config.rollout.temperature
-    support = names_in_batch(SUPPORT)
+    support = names_in_batch(SUPPORT) if config.narrows_sampling else ()
     experts = (ROUTED_EXPERTS,) if config.actor.router_replay != "off" else ()
     actor = Actor(
         "actor",

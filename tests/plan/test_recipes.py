@@ -98,7 +98,7 @@ def test_what_is_ones_own_takes_five_words(name):
 def test_no_completion_is_planned_longer_than_it_may_be(name):
     model = [] if name in RUNS else ["model=qwen3_mini"]  # the others' are downloaded, or made
     taught = load_config([f"recipe={name}"], command="config")[0].teachers  # as their teachers are
-    alone = ["teachers={}", "algorithm.adv_estimator=grpo"] if taught else []
+    alone = ["teachers={}", "algorithm.adv_estimator=grpo", "rollout.n=2"] if taught else []
     config, _ = load_config([f"recipe={name}", *model, *alone], command="config")
     job = job_of(config, GPUS["h100"])
     assert job.most_response == config.data.max_response_length < job.longest - job.prompt_tokens

@@ -58,10 +58,11 @@ def test_with_the_same_settings_the_finished_groups_are_used(tmp_path: Path) -> 
     ],
 )
 def test_with_another_setting_they_are_generated_again_and_it_is_named(tmp_path: Path, typed: str) -> None:
-    config, _ = load_config([*BASE, typed])
+    begun = load("rollout.engine=hf")
+    config, _ = load_config([*BASE, "rollout.engine=hf", typed])
     now = generated_with(config, greedy=False)
     said: list[str] = []
-    ledger, waiting = take_over(saved(tmp_path, generated_with(load(), greedy=False)), "data", now, said.append)
+    ledger, waiting = take_over(saved(tmp_path, generated_with(begun, greedy=False)), "data", now, said.append)
     assert waiting == {}
     assert ledger.issue(3) == [1, 2, 3], "the visit of the dropped group comes again, before new ones"
     (sentence,) = said

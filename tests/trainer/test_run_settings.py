@@ -19,7 +19,7 @@ def run_of(*words: str) -> Run:
     run = object.__new__(Run)
     run.config = load_config([*MODEL, *words])[0]
     run.dir = run.config.trainer.run_dir
-    actor = SimpleNamespace(log_probs=lambda batch, temperature: torch.zeros(len(batch.tokens)))
+    actor = SimpleNamespace(log_probs=lambda batch, temperature, inputs: torch.zeros(len(batch.tokens)))
     run.roles = cast(Any, SimpleNamespace(actor=actor))
     return run
 
