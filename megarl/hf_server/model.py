@@ -210,7 +210,8 @@ class HFModel:
         """Make them float32, as the trainer's are: for some families transformers casts them with the weights."""
         for file in files:
             with safe_open(file, framework="pt") as opened:
-                for name in (n for n in opened.keys() if n.endswith("e_score_correction_bias")):  # noqa: SIM118
+                biases = {name for name in opened.keys() if name.endswith("e_score_correction_bias")}  # noqa: SIM118
+                for name in biases & self.weights.keys():  # a folder may have further layers, which are not served
                     self.weights[name].data = opened.get_tensor(name).float().to(self.device)
 
     def _check_served(self) -> None:

@@ -244,16 +244,19 @@ def with_sinks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Put a key before all others, with a value of zeros, whose score is the sink of the query's head, [n] in `sinks`.
 
-    q and k [b, n, s, d] get a dimension more: it holds the sink in queries, 1 in the new key and 0 in the others.
-    Values [b, n, s, e] get one too, since the fast kernels want equal sizes.  A query before all others, whose output
-    is of no use, leaves causal attention causal, and sees something under every mask [queries, keys].
+    q and k [b, n, s, d] get a dimension more: it holds the sink in queries, 1 in the new key and 0 in the others.  All
+    are padded to the next multiple of 8, values [b, n, s, e] too: the memory-efficient kernel, the only fast one that
+    takes a mask, wants that in 16 bits.  A query before all others, whose output is of no use, leaves causal attention
+    causal, and sees something under every mask [queries, keys].
     """
     batch, _, length, _ = q.shape
     q = F.pad(torch.cat((q, sinks.to(q.dtype).view(1, -1, 1, 1).expand(batch, -1, length, 1)), -1), (0, 0, 1, 0))
     is_sink = torch.zeros(k.size(2) + 1, k.size(3) + 1, dtype=k.dtype, device=k.device)
     is_sink[0, -1] = 1
     k = F.pad(k, (0, 1, 1, 0)) + is_sink
-    v = F.pad(v, (0, k.size(3) - v.size(3), 1, 0))
+    width = -(-k.size(3) // 8) * 8
+    q, k = (F.pad(x, (0, width - x.size(3))) for x in (q, k))
+    v = F.pad(v, (0, width - v.size(3), 1, 0))
     return q, k, v, None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
 
 

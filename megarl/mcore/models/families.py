@@ -110,7 +110,7 @@ def _minimax_m2(hf: HFConfig) -> Settings:
     """MiniMax-M2: experts in every layer, chosen by biased sigmoid scores; its norms are those of its layers."""
     refuse_quantized(hf)
     refuse(hf, use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True, shared_intermediate_size=0)
-    refuse(hf, sliding_window=None, router_jitter_noise=0.0)
+    refuse(hf, sliding_window=None, router_jitter_noise=0.0, routed_scaling_factor=1.0)
     if other := sorted(set(hf.get("attn_type_list") or ()) - {1}):
         raise ValueError(f"config.json: attn_type_list holds {other[0]}; expected 1 only, which is full attention")
     settings = dense(hf)

@@ -25,23 +25,30 @@ def has_fused_permutation() -> bool:
 
 
 def fusions(
-    *, gpu: bool, transformer_engine: bool, permutation: bool, accumulation: bool, latent_attention: bool
+    *,
+    gpu: bool,
+    transformer_engine: bool,
+    permutation: bool,
+    accumulation: bool,
+    latent_attention: bool,
+    biases: bool = False,
 ) -> dict[str, bool]:
     """Fields of Megatron's TransformerConfig.  All are false without a GPU.
 
     `transformer_engine`: the layers are its own.  `permutation`: `has_fused_permutation`.  `accumulation`:
     `has_fused_accumulation`, and each weight has a permanent main_grad: Megatron-FSDP gives it a new one in float32 for
     every micro-batch, into which Megatron's linears do not multiply 16-bit factors (layers:565).  `latent_attention`:
-    the model has multi-latent attention.
+    the model has multi-latent attention.  `biases`: its linears have some.
 
     Not here, because nothing would change: masked_softmax_fusion (neither attention uses Megatron's softmax),
-    persist_layer_norm (nor its norm), cross_entropy_loss_fusion (nor its loss), bias_dropout_fusion (without bias and
-    dropout it is one addition).
+    persist_layer_norm (nor its norm), cross_entropy_loss_fusion (nor its loss), bias_dropout_fusion (without
+    dropout it is an addition, and TEGroupedMLP refuses it, experts:530).
     """
     return {
         # One kernel for silu(gate) * up, compiled by torch.  It and the next product keep 3 numbers of a token for each
         # of the intermediate size; separate operations keep 5 (tests/plan/memory/test_saved_tensors.py).
-        "bias_activation_fusion": gpu,
+        # With biases Megatron's local layers would clamp before they add one (fused_bias_geglu); TE's linears add it.
+        "bias_activation_fusion": gpu and (transformer_engine or not biases),
         # Apex's kernel.  Transformer Engine has its own: `fuse_weight_gradients`.
         "gradient_accumulation_fusion": gpu and accumulation,
         # One kernel for a packed row, in float32; ours (`rope.turned`) rounds cosines to the model's dtype.
@@ -51,7 +58,9 @@ def fusions(
     }
 
 
-def available_fusions(*, uses_transformer_engine: bool, latent_attention: bool, fsdp: bool) -> dict[str, bool]:
+def available_fusions(
+    *, uses_transformer_engine: bool, latent_attention: bool, fsdp: bool, biases: bool = False
+) -> dict[str, bool]:
     """The fusions on this machine; `fsdp`: Megatron-FSDP wraps the model."""
     return fusions(
         gpu=torch.cuda.is_available(),
@@ -59,6 +68,7 @@ def available_fusions(*, uses_transformer_engine: bool, latent_attention: bool, 
         permutation=has_fused_permutation(),
         accumulation=has_fused_accumulation() and not fsdp,
         latent_attention=latent_attention,
+        biases=biases,
     )
 
 

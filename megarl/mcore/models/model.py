@@ -66,6 +66,7 @@ def transformer_config(
         **available_fusions(
             uses_transformer_engine=engine.uses_transformer_engine,
             latent_attention=latent,
+            biases=bool(settings.get("add_bias_linear")),
             fsdp=engine.strategy == "fsdp",
         ),
         **engine.transformer_settings(),

@@ -74,4 +74,6 @@ def _stored(held: HFFolder, stack: Stack) -> tuple[str, ...]:
                     f"{list(held.shapes[name])}, expected {list(shape)})"
                 )
         return names
+    if found := [name for name in (stack.hf_name, blocks, scales) if name in held.shapes]:
+        raise ValueError(f"{held.folder} has {found[0]} alone; expected {stack.hf_name}, or {blocks} and {scales}")
     return ()

@@ -50,6 +50,13 @@ def test_each_fusion_where_its_kernel_is(
     assert set(found) == set(NAMES.values())
 
 
+def test_local_layers_with_biases_have_no_fused_activation() -> None:
+    """It would clamp gate and up before it adds their biases; Transformer Engine's linears have added them."""
+    of_gpu = {"gpu": True, "permutation": True, "accumulation": True, "latent_attention": False, "biases": True}
+    assert not fusions(transformer_engine=False, **of_gpu)[NAMES["activation"]]
+    assert fusions(transformer_engine=True, **of_gpu)[NAMES["activation"]]
+
+
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_a_model_on_a_cpu_has_none(family: str) -> None:
     hf = tiny_model(family, tied=False).config.to_dict()
