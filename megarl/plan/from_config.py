@@ -78,6 +78,7 @@ def job_of(
         max_running=rollout.max_running_requests,
         max_in_flight=rollout.max_in_flight,
         max_total_tokens=rollout.max_total_tokens,
+        lora_slots=config.adapters_kept + 1 if config.adapters_kept else 0,
         ahead=rollout.ahead if rollout.turn_s is None else 1,  # as in trainer/run.py
         order=rollout.order,
         drains=rollout.ahead > 0 and rollout.update == "drain",

@@ -108,6 +108,7 @@ class Job:
     max_in_flight: int | None = None  # requests at a time, to all servers; None: as many as they run
     max_total_tokens: int | None = None  # limit of a server's KV cache; None: all that fit
     cache_width: int = 2  # bytes of a number in the KV cache
+    lora_slots: int = 0  # adapters that a server has memory for; 0: it gets merged weights
     not_modelled: tuple[str, ...] = ()  # settings that change nothing here
     ahead: int = 0  # iterations of prefetch
     order: str = "finished"  # finished | prompts: what the trainer takes of it

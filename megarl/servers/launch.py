@@ -54,6 +54,7 @@ class EngineLaunch:
     memory_saver: bool = False  # needed for release_memory to free GPU memory
     lora_rank: int = 0  # maximum rank of loaded adapters; 0: no adapters
     lora_targets: tuple[str, ...] = ()  # Hugging Face module names, such as "q_proj"
+    lora_slots: int = 8  # adapters that running completions use, those without one counted too
 
     @property
     def uses_cpu(self) -> bool:

@@ -139,7 +139,9 @@ def _gpu_options(launch: EngineLaunch) -> list[str]:
 def _lora(launch: EngineLaunch, on_cpu: bool) -> list[str]:
     if launch.lora_rank == 0:
         return []
-    options = ["--enable-lora", "--max-lora-rank", str(launch.lora_rank)]
+    # SGLang allocates memory for so many adapters of all targets when it starts.
+    options = flags({"--max-lora-rank": launch.lora_rank, "--max-loras-per-batch": launch.lora_slots})
+    options.append("--enable-lora")
     options += ["--lora-target-modules", *launch.lora_targets]
     return [*options, "--lora-backend", "torch_native"] if on_cpu else options
 

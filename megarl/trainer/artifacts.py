@@ -8,8 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
+from megarl.config.validate.lora import partly_loaded_by_peft
+from megarl.config.validate.models import config_of_folder
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
+from megarl.projections import chosen, projections_of
+from megarl.trainer.build import model_folder
 from megarl.trainer.evaluate import Evaluation, transformers_accuracy
 from megarl.trainer.run import Run
 from megarl.trainer.run_log import Totals
@@ -53,6 +57,11 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     run.trackers.stage("writing the model")
     run.server_manager.release_memory()  # there is no more generation, and the export needs GPU memory
     run.roles.actor.export(run.dir / "hf", adapter=run.dir / "adapter" if run.config.actor.lora.rank else None)
+    if _is_partly_loaded(run):
+        console.print(
+            "warning: peft loads adapter/ without its adapters of dense feed-forwards and shared experts; hf/ has all",
+            style="yellow",
+        )
     summary: dict[str, Any] = {"steps": run.num_steps}
     summary |= {"prompts_filtered": run.num_filtered, "prompts_cut": run.num_cut}
     before_file = run.dir / BEFORE
@@ -78,6 +87,15 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     write_summary(run.dir / "summary.json", summary)
     console.print_json(data=summary)
     return summary
+
+
+def _is_partly_loaded(run: Run) -> bool:
+    """Whether the run writes an adapter of which PEFT leaves out a part."""
+    lora = run.config.actor.lora
+    if not lora.rank:
+        return False
+    hf = config_of_folder(model_folder(run.config.model.path))
+    return partly_loaded_by_peft(hf, set(chosen(lora.targets, projections_of(hf))))
 
 
 def _accuracy_of_export(run: Run) -> float:

@@ -169,8 +169,9 @@ def server_launch(config: Config) -> EngineLaunch:
         device=None if config.trainer.device == "auto" else config.trainer.device,
         memory_fraction=rollout.memory_fraction,
         memory_saver=rollout.placement == "shared",
-        lora_rank=lora.rank if lora.push == "adapter" else 0,
+        lora_rank=lora.rank if config.adapters_kept else 0,
         lora_targets=_served_targets(lora, folder),
+        lora_slots=config.adapters_kept + 1,
         returns_routes=config.actor.router_replay == "rollout",
     )
 

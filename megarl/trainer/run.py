@@ -248,7 +248,7 @@ class Run:
 
     def _push_settings(self, urls: Sequence[str], token: str) -> PushSettings:
         """How the ranks reach the servers; only adapters are pushed if actor.lora.push=adapter."""
-        rollout, lora = self.config.rollout, self.config.actor.lora
+        rollout = self.config.rollout
         return PushSettings(
             urls=tuple(urls),
             token=token,
@@ -259,8 +259,7 @@ class Run:
             # A retracted request would come back with the experts of the pass that computed its KV again; an aborted
             # one keeps those of its tokens, and another request goes on from there.
             pause_mode="in_place" if self.keeps_kv else "abort" if self.replays_rollout else "retract",
-            # Adapters of running completions, and the new one.
-            adapters_kept=rollout.ahead + 2 if lora.rank and lora.push == "adapter" else 0,
+            adapters_kept=self.config.adapters_kept,
             transport=rollout.push,
             check_every=rollout.check_every,
             export_folder=self._export_folder(),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from config_helpers import load, refusal
 
-from megarl.config.validate.lora import refused_by_sglang
+from megarl.config.validate.lora import partly_loaded_by_peft, refused_by_sglang
 
 DEEPSEEK: dict[str, Any] = {"num_hidden_layers": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "n_shared_experts": 1}
 DEEPSEEK |= {"n_routed_experts": 8, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
@@ -50,6 +50,15 @@ def test_experts_and_latents_have_adapters_on_gpus_only() -> None:
     assert refused_by_sglang(DEEPSEEK, latents, on_cpu=True) == "SGLang has adapters of latent attention on GPUs only"
     assert refused_by_sglang(QWEN, {"o_proj"}, on_cpu=True) == ""
     assert refused_by_sglang(DENSE, experts, on_cpu=True) == ""
+
+
+def test_adapters_beside_those_of_experts_that_peft_leaves_out_are_known() -> None:
+    experts = {"gate_proj", "up_proj", "down_proj"}
+    assert partly_loaded_by_peft(DEEPSEEK, experts)
+    assert partly_loaded_by_peft(QWEN | {"mlp_only_layers": [1]}, experts)
+    assert not partly_loaded_by_peft(QWEN, experts)
+    assert not partly_loaded_by_peft(DEEPSEEK, {"o_proj"})
+    assert not partly_loaded_by_peft(DENSE, experts)
 
 
 def test_targets_that_the_model_lacks_are_refused_before_the_start() -> None:

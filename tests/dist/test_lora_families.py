@@ -228,6 +228,19 @@ def test_peft_loads_what_was_saved_of_experts(found: dict, root: Path, out: Path
     assert_peft_says_the_same(found, case, base, out)
 
 
+@pytest.mark.parametrize("case", ["qwen3_moe/one", "deepseek_v3/one"])
+def test_peft_leaves_out_the_adapters_beside_those_of_experts(found: dict, root: Path, out: Path, case: str) -> None:
+    """As docs/convert_and_lora.md and a run say; once it does not, they have to change."""
+    assert found[case]
+    saved = load_file(out / case / "adapter" / "adapter_model.safetensors")
+    assert [name for name in saved if ".mlp." in name and ".experts." not in name]
+    base = AutoModelForCausalLM.from_pretrained(root / case.split("/")[0], dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, out / case / "adapter")
+    loaded = [name for name, _ in model.named_parameters() if ".lora_A." in name]
+    assert [name for name in loaded if ".self_attn." in name] and [name for name in loaded if ".experts." in name]
+    assert not [name for name in loaded if ".mlp." in name and ".experts." not in name]
+
+
 def assert_peft_says_the_same(found: dict, case: str, base: Any, out: Path) -> None:
     with torch.no_grad():
         of_base = log_probs(base)

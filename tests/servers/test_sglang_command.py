@@ -119,8 +119,9 @@ def test_further_arguments_come_last_and_so_win(make):
 
 
 def test_adapters_are_allowed_for(make):
-    argv = " ".join(make(lora_rank=8, lora_targets=("q_proj", "v_proj")).argv)
-    assert "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj v_proj --lora-backend torch_native" in argv
+    argv = " ".join(make(lora_rank=8, lora_targets=("q_proj", "v_proj"), lora_slots=3).argv)
+    assert "--enable-lora --lora-target-modules q_proj v_proj --lora-backend torch_native" in argv
+    assert "--max-lora-rank 8 --max-loras-per-batch 3" in argv
     assert "lora" not in " ".join(make().argv)
 
 

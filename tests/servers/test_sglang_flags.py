@@ -108,9 +108,14 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], dict[str, Any]]] = {
     "memory saver": ("dense", {"memory_saver": True}, [], {"enable_memory_saver": True}),
     "adapters": (
         "dense",
-        {"lora_rank": 8, "lora_targets": ("q_proj", "v_proj")},
+        {"lora_rank": 8, "lora_targets": ("q_proj", "v_proj"), "lora_slots": 3},
         [],
-        {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]},
+        {
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "max_loras_per_batch": 3,
+            "lora_target_modules": ["q_proj", "v_proj"],
+        },
     ),
     "groups of attention": (
         "mla",

@@ -98,10 +98,15 @@ class Config:
         return "model" in rewards and self.reward.model.engine == MEGATRON
 
     @property
+    def adapters_kept(self) -> int:
+        """Adapters that a server keeps: those of running completions, and the new one; 0: it gets merged weights."""
+        lora = self.actor.lora
+        return self.rollout.ahead + 2 if lora.rank > 0 and lora.push == "adapter" else 0
+
+    @property
     def first_push_is_whole(self) -> bool:
         """Does the first push bring every weight of a server as it is computed with?  Not for adapters, nor for fp8."""
-        pushes_adapters = self.actor.lora.rank > 0 and self.actor.lora.push == "adapter"
-        return not pushes_adapters and self.rollout.quantization == "none"
+        return not self.adapters_kept and self.rollout.quantization == "none"
 
     @property
     def full_kl(self) -> str:

@@ -63,6 +63,16 @@ def adapts_experts(hf: Mapping[str, Any], targets: set[str]) -> bool:
     return bool(numbers_of(hf).num_experts) and bool(targets & _FEED_FORWARD)
 
 
+def partly_loaded_by_peft(hf: Mapping[str, Any], targets: set[str]) -> bool:
+    """Whether PEFT 0.21 leaves out adapters of these projections when it loads the folder of a run.
+
+    Beside adapters of routed experts it leaves out those of other feed-forwards, whose projections have the same names
+    (peft/utils/transformers_weight_conversion.py: _convert_peft_config_moe).
+    """
+    numbers = numbers_of(hf)
+    return adapts_experts(hf, targets) and bool(numbers.dense_layers or numbers.shared_intermediate_size)
+
+
 def adapts_latents(targets: set[str]) -> bool:
     """Whether adapters of these projections include some of latent attention."""
     return bool(targets & _LATENT)

@@ -20,7 +20,7 @@ from megarl.plan.search import Proposal, seconds_text
 
 # table column -> the parts of a rank's memory that it shows
 COLUMNS = {
-    "weights": ("weights",),
+    "weights": ("weights", "adapters"),
     "grads": ("gradients",),
     "optim": ("optimizer",),
     "activ": ("activations",),

@@ -6,11 +6,11 @@ and each has the whole other one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from megarl.layout import Layout
-from megarl.plan.job import Role
+from megarl.plan.job import Job, Role
 from megarl.plan.memory.count import (
     HFConfig,
     Parameters,
@@ -22,6 +22,9 @@ from megarl.plan.memory.count import (
 )
 from megarl.plan.memory.memory import MOMENTS, Memory, part_of
 from megarl.projections import chosen, projections_of
+
+LATENTS = {"q_a_proj", "kv_a_proj_with_mqa"}
+STACKED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, LATENTS)  # each one matrix of SGLang
 
 
 class Matrix(NamedTuple):
@@ -52,6 +55,24 @@ def of_adapters(hf: HFConfig, layout: Layout, stage: int, rank: int, targets: tu
     return Parameters(dense, experts)
 
 
+def of_server(job: Job) -> int:
+    """Numbers on each GPU of a server that its memory for one adapter has, in SGLang (srt/lora/mem_pool.py).
+
+    It has all parts of a stacked matrix if one is adapted, the latents whole on each GPU, and experts in each layer.
+    """
+    hf, wanted = job.hf, set(chosen(job.lora_targets, projections_of(job.hf)))
+    wanted |= {part for parts in STACKED if wanted & parts for part in parts}
+    attention, layers = _attention(hf), hf["num_hidden_layers"]
+    total = layers * _numbers(attention, wanted - LATENTS, job.server_gpus // job.attention_dp)
+    total += layers * _numbers(attention, wanted & LATENTS, 1)
+    for sparse, count in kinds_of_stage(hf, Layout(), 0).items():
+        total += count * _numbers(_feed_forward(hf, _dense_width(hf, sparse)), wanted, job.server_gpus)
+    own, cut = (num_experts(hf) or 0) // job.server_ep, job.server_gpus // job.server_ep
+    if own:
+        total += layers * own * _numbers(_feed_forward(hf, expert_size(hf)), wanted, cut)
+    return job.lora_rank * total
+
+
 def with_adapters(memory: Memory, role: Role, stage: int) -> Memory:
     """The memory of a role whose base is frozen: its weights stay, gradients and moments are those of the adapters."""
     own = trained(role, stage)
@@ -63,7 +84,7 @@ def with_adapters(memory: Memory, role: Role, stage: int) -> Memory:
     )
 
 
-def _numbers(matrices: Mapping[str, Matrix], wanted: tuple[str, ...], ranks: int) -> int:
+def _numbers(matrices: Mapping[str, Matrix], wanted: Collection[str], ranks: int) -> int:
     """The sum of rows and columns that a rank has of A and B, for rank 1."""
     total = 0
     for name in wanted:

@@ -173,7 +173,9 @@ def _save(job: Job, role: Role) -> GpuBudget:
 def _server(job: Job, constants: Constants) -> GpuBudget:
     server = Server(job, constants)
     reserve = SERVER_BYTES + (RESERVE_BYTES if job.shared else 0)
-    return summed(weights=server.weight_bytes, kv_cache=server.cache_bytes, reserve=reserve)
+    return summed(
+        weights=server.weight_bytes, adapters=server.adapter_bytes, kv_cache=server.cache_bytes, reserve=reserve
+    )
 
 
 def summed(**parts: int) -> GpuBudget:

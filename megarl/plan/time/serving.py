@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megarl.plan.job import Job
+from megarl.plan.memory.adapters import of_server
 from megarl.plan.memory.count import whole
 from megarl.plan.time.ahead import waited
 from megarl.plan.time.constants import CONSTANTS, Constants
@@ -85,6 +86,11 @@ class Server:
         return (self.weight_width * rest + job.attention_dp * of_group) // job.server_gpus
 
     @cached_property
+    def adapter_bytes(self) -> int:
+        """Bytes of the memory for adapters on each GPU."""
+        return self._plain_width * self.job.lora_slots * of_server(self.job) if self.job.lora_slots else 0
+
+    @cached_property
     def token_bytes(self) -> float:
         """Bytes of a token in the KV cache of each GPU of its group: heads are sharded, as far as there are enough."""
         shape = self.shape
@@ -93,7 +99,8 @@ class Server:
     @cached_property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache on each GPU."""
-        room = max(0, int(self.job.memory_fraction * self.job.gpu.memory_bytes) - self.weight_bytes)
+        held = self.weight_bytes + self.adapter_bytes
+        room = max(0, int(self.job.memory_fraction * self.job.gpu.memory_bytes) - held)
         most = self.job.max_total_tokens
         return room if most is None else min(room, int(most * self.token_bytes))
 

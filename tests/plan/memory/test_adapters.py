@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import pytest
+from plan_jobs import FREE, job
 
 from megarl.layout import Layout
 from megarl.mcore.models.lora import LoraSettings
 from megarl.plan.job import Role
-from megarl.plan.memory.adapters import of_adapters, trained, with_adapters
+from megarl.plan.memory.adapters import of_adapters, of_server, trained, with_adapters
+from megarl.plan.memory.gpu_budget import gpu_budgets
 from megarl.plan.memory.memory import Memory
+from megarl.plan.time.serving import Server
 from megarl.projections import ALL
 from megarl.weights.hf.adapter import adapter_table
 from megarl.weights.mapping.names import ShardCoordinate
@@ -57,6 +61,33 @@ def test_stages_have_their_own_layers() -> None:
     whole = of_adapters(MODELS["deepseek_v3"], Layout(), 0, 3, (ALL,))
     assert (first.dense + last.dense, first.experts + last.experts) == whole
     assert last.experts == 2 * first.experts, "the first layer is dense"
+
+
+def test_a_server_has_room_for_every_part_of_its_stacked_matrices() -> None:
+    """By hand, of rank 1, from the shapes of SGLang's buffers: A has `in` numbers for each part, B has the rows."""
+    dense = replace(job(hf=MODELS["llama"]), lora_rank=1, lora_slots=2)
+    qkv, up, down = 3 * 16 + 16 + 2 * 8, 2 * 16 + 2 * 32, 32 + 16
+    assert of_server(replace(dense, lora_targets=("q_proj", "v_proj"))) == 4 * qkv, "k too"
+    assert of_server(replace(dense, lora_targets=("gate_proj", "down_proj"))) == 4 * (up + down), "up too"
+    cut = replace(dense, lora_targets=("q_proj", "v_proj", "down_proj"), server_gpus=2)
+    assert of_server(cut) == 4 * (3 * 16 + 8 + 2 * 4 + 16 + 16)
+
+
+def test_a_server_has_room_for_experts_in_every_layer_and_for_whole_latents() -> None:
+    hf = MODELS["deepseek_v3"]
+    of = replace(job(hf=hf), lora_rank=3, lora_slots=2, server_gpus=4, server_ep=2)
+    latents = 2 * 16 + 12 + 10 + 2
+    assert of_server(replace(of, lora_targets=("q_a_proj", "kv_a_proj_with_mqa"))) == 3 * 4 * latents
+    dense, shared, expert = 32 // 4 + 16, 16 // 4 + 16, 8 // 2 + 16
+    assert of_server(replace(of, lora_targets=("down_proj",))) == 3 * (dense + 3 * shared + 4 * 2 * expert)
+
+
+def test_a_servers_memory_for_adapters_is_not_there_for_its_cache() -> None:
+    plain = job(hf=MODELS["llama"])
+    held = replace(plain, lora_rank=8, lora_slots=3)
+    taken = 2 * 3 * of_server(held)  # in bfloat16
+    assert Server(plain, FREE).cache_bytes - Server(held, FREE).cache_bytes == taken > 0
+    assert gpu_budgets(held, FREE)["server"]["adapters"] == taken
 
 
 def test_gradients_and_moments_are_those_of_the_adapters() -> None:
