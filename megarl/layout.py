@@ -205,6 +205,7 @@ def training_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
     if layout.ep == 1:
         if layout.expert_tp != layout.tp:
             untrained = f"experts are not trained with it and {KEYS['ep']}=1; expected {layout.tp}, as {KEYS['tp']}"
+            untrained += f", or {KEYS['ep']} above 1"
             yield Misfit("etp", f"{KEYS['etp']}={layout.expert_tp}: {untrained}")
         return
     chunks = layout.layers_per_chunk(numbers.num_hidden_layers)

@@ -61,12 +61,15 @@ def test_every_stage_of_a_trained_model_with_dealt_experts_has_some() -> None:
 
 def test_experts_on_other_ranks_than_dense_layers_are_trained_only_if_they_are_dealt() -> None:
     """With ep=1 Megatron sums the gradients of experts over the replicas of dense layers."""
-    rest = "experts are not trained with it and expert_model_parallel_size=1; expected"
+    rest, more = (
+        "experts are not trained with it and expert_model_parallel_size=1; expected",
+        "expert_model_parallel_size above 1",
+    )
     assert untrainable(SPARSE, Layout(tp=2, etp=1)) == [
-        f"expert_tensor_parallel_size=1: {rest} 2, as tensor_model_parallel_size"
+        f"expert_tensor_parallel_size=1: {rest} 2, as tensor_model_parallel_size, or {more}"
     ]
     assert untrainable(SPARSE, Layout(etp=2)) == [
-        f"expert_tensor_parallel_size=2: {rest} 1, as tensor_model_parallel_size"
+        f"expert_tensor_parallel_size=2: {rest} 1, as tensor_model_parallel_size, or {more}"
     ]
     for layout in (Layout(tp=2), Layout(tp=2, etp=2), Layout(tp=2, ep=2, etp=1), Layout(ep=2, etp=2)):
         assert not untrainable(SPARSE, layout)

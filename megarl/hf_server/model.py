@@ -25,6 +25,7 @@ from megarl.hf_server.kv_cache import Decode, KVSlots, Prefill
 from megarl.hf_server.names import hub_tensors
 from megarl.rollout.protocol import DTYPE_NAMES
 from megarl.routed_experts import RoutedExperts
+from megarl.weights.mapping.families import ignorable
 from megarl.weights.verify.digests import Kind, digest
 
 _DEFAULT_CACHE_BYTES = 2 << 30
@@ -170,9 +171,10 @@ class HFModel:
     def read_folder(self, folder: str) -> dict[str, Tensor]:
         """All weights of another folder in the model's dtypes, checked. Raises ValueError, also for a missing name."""
         tensors: dict[str, Tensor] = {}
+        left_out = ignorable(self.config.to_dict(), "actor")
         for file in _safetensors_files(folder):
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
+                for name in (n for n in opened.keys() if n in self.weights or n not in left_out):  # noqa: SIM118
                     dtype = self.weights[name].dtype if name in self.weights else self.dtype
                     tensors[name] = opened.get_tensor(name).to(dtype)
         missing = sorted(set(self.weights) - set(tensors))

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 LENGTHS = [65, 1, 30, 200]
 # Heads of 64: the smallest that the fast attention kernels take.
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
-FAMILIES = ("qwen2", "qwen3", "llama3", "qwen3_moe")
+FAMILIES = ("qwen2", "qwen3", "llama3", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss")
 
 
 @pytest.fixture(scope="module")

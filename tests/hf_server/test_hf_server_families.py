@@ -118,6 +118,20 @@ def test_a_folder_is_read_under_hub_names(folders: tuple[str, str]) -> None:
     assert held.checksums() == HFModel(folders[1], torch.float32).checksums()
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_layer_that_predicts_further_tokens_is_left_alone(tmp_path: Path, family: str) -> None:
+    """Published folders have one behind the last layer, with a router's bias of its own."""
+    folder = Path(write(tmp_path / "a", 1, {"family": family, "num_nextn_predict_layers": 1}))
+    tensors = load_file(folder / "model.safetensors")
+    last = {n: t for n, t in tensors.items() if n.startswith("model.layers.1.")}
+    assert any(name.endswith("e_score_correction_bias") for name in last)
+    more = {name.replace("layers.1.", "layers.2."): tensor.clone() for name, tensor in last.items()}
+    save_file(tensors | more, folder / "model.safetensors", {"format": "pt"})
+    held = HFModel(str(folder), torch.float32)
+    held.load_weights(held.read_folder(str(folder)))
+    assert held.checksums().keys() == tensors.keys()
+
+
 def test_experts_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     held = HFModel(write(tmp_path / "a", 1, {"family": "mixtral"}), torch.float32)
     names = [

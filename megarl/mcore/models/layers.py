@@ -76,7 +76,7 @@ def check_trainable(config: TransformerConfig) -> None:
     if config.num_moe_experts is not None and ep == 1 and etp != tp:  # reduced over the wrong ranks: layers.py:829
         raise ValueError(
             f"expert_tensor_parallel_size={etp}: experts are not trained with it and expert_model_parallel_size=1; "
-            f"expected {tp}, as tensor_model_parallel_size"
+            f"expected {tp}, as tensor_model_parallel_size, or expert_model_parallel_size above 1"
         )
     chunks = list(_split(layers_with_experts(config), layers_per_chunk(config)))
     have = [any(any(chunk) for chunk in chunks[stage::pp]) for stage in range(pp)]

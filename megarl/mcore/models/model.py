@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import get_te_version, is_te_min_version
 from torch import Tensor, nn
 
 from megarl.layout import Layout, misfits, numbers_of, padded_vocab_size
@@ -53,10 +54,8 @@ def transformer_config(
     check_layout(hf, layout)
     family = family_of(hf)
     settings = family.settings(hf)
-    if settings.get("softmax_type") == "learnable" and layout.cp > 1 and torch.cuda.is_available():
-        raise ValueError(  # Transformer Engine exchanges heads for it (cp_comm_type=a2a), which is not set here
-            f"context_parallel_size={layout.cp}: on GPUs it does not go with attention sinks; expected 1"
-        )
+    if settings.get("softmax_type") == "learnable" and torch.cuda.is_available():
+        _check_sinks(layout, engine)
     # variable_seq_lengths refuses Megatron's default, allgather, for dense models too
     dispatcher = engine.dispatcher(layout.ep * layout.expert_tp, dtype) if numbers_of(hf).num_experts else "alltoall"
     latent = issubclass(family.config, MLATransformerConfig)
@@ -86,6 +85,18 @@ def transformer_config(
         moe_token_dispatcher_type=dispatcher,  # of flex, DeepEP is the default backend
         use_cpu_initialization=not torch.cuda.is_available(),
     )
+
+
+def _check_sinks(layout: Layout, engine: ExecutionOptions) -> None:
+    """Raise a ValueError of one sentence if attention sinks over packed rows cannot be computed on this GPU."""
+    if layout.cp > 1:  # Transformer Engine exchanges heads for it (cp_comm_type=a2a), which is not set here
+        raise ValueError(f"context_parallel_size={layout.cp}: on GPUs it does not go with attention sinks; expected 1")
+    cudnn = torch.backends.cudnn.version() or 0
+    if engine.uses_transformer_engine and not (is_te_min_version("2.12.0") and cudnn >= 91800):
+        raise ValueError(
+            f"transformer_impl=transformer_engine: attention sinks need Transformer Engine 2.12 and cuDNN 9.18, found "
+            f"{get_te_version()} and {cudnn}; expected these, or transformer_impl=local"
+        )
 
 
 def _pipeline(layout: Layout) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 So no bucket is copied to another GPU or another machine.  The code that starts trainer and servers tells their GPUs
 (`Gpus`); without it a server is assumed to be on the machine of rank 0.  Trainer and servers must number the GPUs of a
 machine in the same way.
+
+A server may write into what it maps: SGLang's loader of gpt-oss zeroes the biases of down projections that only its
+first rank adds.  So a copy has one reader, and nothing is read from it after the push of its bucket.
 """
 
 from __future__ import annotations

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from packaging.version import Version
 from torch import nn
 
 from megarl.layout import Layout
+from megarl.mcore.models import model
 from megarl.mcore.models.families import family_of
 from megarl.mcore.models.gpt_oss import prepare_biases
 from megarl.mcore.models.model import transformer_config
+from megarl.mcore.training.execution import ExecutionOptions
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -108,3 +111,22 @@ def test_what_every_rank_has_for_itself_is_counted_everywhere_and_summed_nowhere
     marked = {n for n, p in holder.named_parameters() if getattr(p, "tensor_model_parallel", False)}
     assert marked == {"mlp.experts.0.linear_fc2.bias", "mlp.core.softmax_offset"}
     assert {n for n, p in holder.named_parameters() if not p.sequence_parallel} == {"mlp.experts.0.linear_fc2.bias"}
+
+
+@pytest.mark.parametrize(
+    ("version", "cudnn", "fits"), [("2.12.0", 91800, True), ("2.11.0", 91800, False), ("2.12.0", 91701, False)]
+)
+def test_on_a_gpu_sinks_need_versions_that_compute_them(
+    monkeypatch: pytest.MonkeyPatch, version: str, cudnn: int, fits: bool
+) -> None:
+    monkeypatch.setattr(model, "is_te_min_version", lambda least: Version(version) >= Version(least))
+    monkeypatch.setattr(model, "get_te_version", lambda: version)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    monkeypatch.setattr(ExecutionOptions, "uses_transformer_engine", True)
+    if fits:
+        model._check_sinks(Layout(), ExecutionOptions())
+    else:
+        with pytest.raises(
+            ValueError, match=f"need Transformer Engine 2.12 and cuDNN 9.18, found {version} and {cudnn};"
+        ):
+            model._check_sinks(Layout(), ExecutionOptions())
