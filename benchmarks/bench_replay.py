@@ -105,9 +105,7 @@ def sampled(url: str, token: str, of: RoutedExperts, case: Case, num_prompts: in
     async def groups() -> list[list[Sample]]:
         async with EnginePool([url], token, timeout_s=TIMEOUT_S, columns=columns) as pool:
             found = await asyncio.gather(*(write(pool, prompt, params) for prompt in prompts))
-        return [
-            [Sample.of(Prompt(f"0-{i}", prompts[i], ""), completion, 0.0)] for i, completion in enumerate(found)
-        ]
+        return [[Sample.of(Prompt(f"0-{i}", prompts[i], ""), completion, 0.0)] for i, completion in enumerate(found)]
 
     return make_batch(asyncio.run(groups()))
 
