@@ -1,6 +1,6 @@
 """How far the log-probs of server and trainer are apart, with and without replay of experts and of sampling masks.
 
-    python benchmarks/bench_replay.py            three families, about two minutes on two cores
+    python benchmarks/bench_replay.py            three families, about a minute on two cores
     python benchmarks/bench_replay.py --quick    one family, few tokens
 
 Tiny models with random weights: experts that matter, and two kinds of routers.  "nearly tied" ones differ between
@@ -57,6 +57,8 @@ NOTES = [
     "bfloat16 trainer: the same weights in bfloat16 and float32; what is left with replay is the rounding of the rest",
     f"top_p {NARROW[0]}, top_k {NARROW[1]}: the same weights in float32, experts replayed in both columns; without "
     "replay the trainer's log-probs are over the whole vocabulary",
+    "the models are untrained, so that the tokens that top_p and top_k leave hold about a quarter of the probability: the "
+    "gap without replay is the logarithm of it",
     "ratios: the mean gap without replay over that with replay, the median over the families",
 ]
 
