@@ -57,7 +57,7 @@ NOTES = [
     "bfloat16 trainer: the same weights in bfloat16 and float32; what is left with replay is the rounding of the rest",
     f"top_p {NARROW[0]}, top_k {NARROW[1]}: the same weights in float32, experts replayed in both columns; without "
     "replay the trainer's log-probs are over the whole vocabulary",
-    "the models are untrained, so that the tokens that top_p and top_k leave hold about a quarter of the probability: the "
+    "the models are untrained: the tokens that top_p and top_k leave hold about a quarter of the probability, and the "
     "gap without replay is the logarithm of it",
     "ratios: the mean gap without replay over that with replay, the median over the families",
 ]
