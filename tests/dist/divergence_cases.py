@@ -1,4 +1,4 @@
-"""What the ranks of test_divergence_dist.py run: each evaluates its part of the vocabulary, a chunk at a time."""
+"""What the ranks of test_distill_divergence_dist.py run: each evaluates its part of the vocabulary, by chunks."""
 
 from __future__ import annotations
 

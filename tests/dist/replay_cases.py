@@ -87,7 +87,8 @@ def _run(folder: str, case: Replayed, batch: Batch | None) -> dict[str, Any]:
         gradient = gradients(model, hf, "actor")
         return {
             "indices": part.indices,
-            "columns": {n: torch.cat([c[n] for c in columns]) for n in columns[0]} if where.is_reporter else {},
+            # Arrays, because torch cannot unpickle tensors of uint16.
+            "columns": {n: torch.cat([c[n] for c in columns]).numpy() for n in columns[0]} if where.is_reporter else {},
             "gradient": gradient if dist.get_rank() == 0 else {},
         }
     finally:
@@ -100,5 +101,5 @@ def whole_column(ranks: list[dict[str, Any]], name: str, batch: Batch) -> Tensor
     for rank in ranks:
         if rank["columns"]:
             lengths = batch.lengths[rank["indices"]].tolist()
-            found |= dict(zip(rank["indices"], rank["columns"][name].split(lengths), strict=True))
+            found |= dict(zip(rank["indices"], torch.from_numpy(rank["columns"][name]).split(lengths), strict=True))
     return torch.cat([found[index] for index in range(len(batch.lengths))])

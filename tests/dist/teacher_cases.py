@@ -1,4 +1,4 @@
-"""What the ranks of test_teachers_dist.py run: a teacher's columns, and a student's gradient, under a layout."""
+"""What ranks of test_distill_teachers_dist.py run: a teacher's columns, and a student's gradient, under a layout."""
 
 from __future__ import annotations
 

@@ -42,26 +42,38 @@ RECOMPUTED = {
     "uniform": ExecutionOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     "block": ExecutionOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
 }
-# Every layout for one family; the others, whose routers compute otherwise, on one rank and with what cuts tokens.
+MANY = "more experts than a byte can tell"
+SIZES: dict[str, tuple[str, dict[str, int]]] = {MANY: ("qwen3_moe", {"num_experts": 264, "moe_intermediate_size": 8})}
+# Every layout for one family; the others, whose routers compute otherwise, on one rank, with what cuts tokens, and with
+# experts on several ranks.
 CUT = ("one", "tp2+sp", "pp2 vpp2", "cp2")
 OF_FAMILY: dict[str, tuple[str, ...]] = {
     "qwen3_moe": tuple(name for layouts in LAYOUTS.values() for name in layouts),
-    **dict.fromkeys(("qwen3_moe_plain", "mixtral", "deepseek_v3"), CUT),
+    "qwen3_moe_plain": CUT,
+    **dict.fromkeys(("mixtral", "deepseek_v3"), (*CUT, "ep2")),
     "glm4_moe": ("one", "tp2+sp"),
     "minimax_m2": ("one", "tp2+sp"),
     "gpt_oss": ("one", "ep2", "cp2"),
+    MANY: ("one", "tp2+sp", "cp2"),
 }
 FAMILIES = tuple(OF_FAMILY)
 EVERYWHERE = ("qwen3_moe_plain", "mixtral", "minimax_m2", "gpt_oss")  # experts in all layers
 NAMES = [(family, name) for family, names in OF_FAMILY.items() for name in names]
-AGAIN = [(name, how) for name in ("one", "pp2", "pp2 vpp2", "tp2+sp", "cp2") for how in RECOMPUTED]
+AGAIN = [
+    *((FAMILIES[0], name, how) for name in ("one", "pp2", "pp2 vpp2", "tp2+sp", "cp2") for how in RECOMPUTED),
+    ("mixtral", "pp2 vpp2", "uniform"),
+    ("deepseek_v3", "ep2", "block"),
+]
+FREE = [(FAMILIES[0], name) for name in OF_FAMILY[FAMILIES[0]]] + [(MANY, name) for name in OF_FAMILY[MANY]]
+WIDE = "one micro-batch"
 Ranked = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("replay")
-    return {family: write_model(root / family, family, tied=False, seed=1) for family in FAMILIES}
+    sizes = {family: SIZES.get(family, (family, {})) for family in FAMILIES}
+    return {name: write_model(root / name, of, tied=False, seed=1, **own) for name, (of, own) in sizes.items()}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +88,10 @@ def references(folders: dict[str, Path], batches: dict[str, Batch]) -> dict[str,
 
 @pytest.fixture(scope="module")
 def found(folders: dict[str, Path]) -> dict[tuple[str, ...], Ranked]:
-    """(family, layout) with given experts; (family, layout, how) computed again; (family, layout, "free")."""
+    """(family, layout) with given experts; (family, layout, how) computed again; (family, layout, "free").
+
+    And (family, WIDE): in one micro-batch.
+    """
     out: dict[tuple[str, ...], Ranked] = {}
     for size, layouts in LAYOUTS.items():
         with Ranks(size) as ranks:
@@ -90,9 +105,12 @@ def found(folders: dict[str, Path]) -> dict[tuple[str, ...], Ranked]:
 def _cases(family: str, layouts: dict[str, Layout]) -> dict[tuple[str, ...], Replayed]:
     """Those of a family in these layouts."""
     cases = {(each, name): Replayed(layouts[name]) for each, name in NAMES if each == family and name in layouts}
-    if family == FAMILIES[0]:
-        cases |= {(family, n, how): Replayed(layouts[n], RECOMPUTED[how]) for n, how in AGAIN if n in layouts}
-        cases |= {(family, name, "free"): Replayed(layout, given=False) for name, layout in layouts.items()}
+    again = [(name, how) for each, name, how in AGAIN if each == family and name in layouts]
+    cases |= {(family, name, how): Replayed(layouts[name], RECOMPUTED[how]) for name, how in again}
+    free = [name for each, name in FREE if each == family and name in layouts]
+    cases |= {(family, name, "free"): Replayed(layouts[name], given=False) for name in free}
+    if family == FAMILIES[0] and "one" in layouts:
+        cases[family, WIDE] = Replayed(max_tokens=1000)
     return cases
 
 
@@ -127,11 +145,19 @@ def test_no_layout_changes_the_gradient(found: dict, family: str) -> None:
         assert_same_gradient(trained(found[family, name][0]["gradient"]), expected)
 
 
-@pytest.mark.parametrize(("layout", "how"), AGAIN)
-def test_layers_computed_again_get_the_same_experts(found: dict, layout: str, how: str) -> None:
+@pytest.mark.parametrize(("family", "layout", "how"), AGAIN)
+def test_layers_computed_again_get_the_same_experts(found: dict, family: str, layout: str, how: str) -> None:
     """Several micro-batches are under way in each stage when the first of them is computed again."""
+    one, again = (trained(found[key][0]["gradient"]) for key in ((family, "one"), (family, layout, how)))
+    assert_same_gradient(again, one)
+
+
+def test_the_split_into_micro_batches_changes_nothing(found: dict, batches: dict) -> None:
     family = FAMILIES[0]
-    assert_same_gradient(found[family, layout, how][0]["gradient"], found[family, "one"][0]["gradient"])
+    small, wide = found[family, "one"], found[family, WIDE]
+    assert_same_gradient(wide[0]["gradient"], small[0]["gradient"])
+    log_probs = [whole_column(ranks, "log_probs", batches[family]) for ranks in (small, wide)]
+    assert (log_probs[0] - log_probs[1]).abs().max() <= TOLERANCE * log_probs[0].abs().max()
 
 
 def test_routers_alone_would_choose_others(found: dict, batches: dict) -> None:
@@ -142,14 +168,16 @@ def test_routers_alone_would_choose_others(found: dict, batches: dict) -> None:
     assert (given - free).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("layout", [name for layouts in LAYOUTS.values() for name in layouts])
-def test_every_layout_notes_the_same_experts(found: dict, batches: dict, layout: str) -> None:
-    batch = batches[FAMILIES[0]]
-    one, other = (whole_column(found[FAMILIES[0], name, "free"], ROUTED_EXPERTS, batch) for name in ("one", layout))
-    assert (other.dtype, other.shape) == (torch.uint8, (batch.num_tokens, 3, 2))
+@pytest.mark.parametrize(("family", "layout"), FREE)
+def test_every_layout_notes_the_same_experts(found: dict, batches: dict, family: str, layout: str) -> None:
+    batch = batches[family]
+    one, other = (whole_column(found[family, name, "free"], ROUTED_EXPERTS, batch) for name in ("one", layout))
+    dtype = torch.uint16 if family == MANY else torch.uint8
+    assert (other.dtype, other.shape) == (dtype, (batch.num_tokens, 3, 2))
+    one, other = one.long(), other.long()  # torch has few operations for uint16
     assert not other[batch.row_starts].any(), "nothing predicts a row's first token"
     assert torch.equal(other, one)
-    assert one.long().sum() > 0
+    assert (other.max() > 255) == (family == MANY)
 
 
 def test_noted_experts_give_the_same_log_probs_when_they_are_given(

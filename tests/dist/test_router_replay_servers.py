@@ -161,7 +161,7 @@ def test_every_token_has_the_experts_that_the_servers_model_chooses(
     assert_chosen(served.own, completions(served, 12, piece_tokens, twice=twice), PROMPTS)
 
 
-def test_a_push_that_aborts_running_requests_loses_none(served: Served) -> None:
+def test_requests_that_are_aborted_lose_none(served: Served) -> None:
     """What is aborted comes back with the experts of its tokens, and another request goes on from there."""
     params = SamplingParams(TEMPERATURE, max_new_tokens=150, sampling_seed=3, ignore_eos=True)
     server = ServerClient(served.url, TOKEN, timeout_s=LIMIT_S)

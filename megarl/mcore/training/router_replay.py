@@ -103,7 +103,7 @@ class Routing:
         self._micros, self._rows, self._notes = micros, rows, notes
         self._routers = {id(chunk): list(_replays_of(chunk)) for chunk in model}
         self._gives = not notes and ROUTED_EXPERTS in micros[0].batch.columns
-        self._chosen: list[dict[int, Tensor]] = [{} for _ in micros]  # of each micro-batch, by layer
+        self._chosen: list[dict[int, Tensor]] = [{} for _ in micros]  # of each micro-batch, by layer, on the CPU
         for replay in (replay for replays in self._routers.values() for replay in replays):
             replay.reset(notes=notes, trains=trains)
 
@@ -115,9 +115,10 @@ class Routing:
         for place, replay in enumerate(replays):
             replay.given = None if given is None else given[:, place]
         yield
+        noted = {replay.layer: replay.chosen.to(self._narrow) for replay in replays if replay.chosen is not None}
+        if noted:  # to the CPU in one copy: a device has room for those of the rows under way, not of a whole batch
+            self._chosen[index] |= zip(noted, torch.stack([*noted.values()]).cpu(), strict=True)
         for replay in replays:
-            if replay.chosen is not None:
-                self._chosen[index][replay.layer] = replay.chosen.to(self._narrow)
             replay.given = replay.chosen = None
 
     @property
@@ -150,11 +151,12 @@ class Routing:
         row, config, narrow = self._rows[index], self._config, self._narrow
         num_layers = sum(layers_with_experts(config))
         shape = (row.num_tokens, num_layers, config.moe_router_topk)
-        column = torch.zeros(shape, dtype=narrow, device=row.tokens.device)
+        column = torch.zeros(shape, dtype=narrow)
         if config.sequence_parallel or ps.get_tensor_model_parallel_rank() == 0:  # else all have the same tokens
-            targets = self._own_part(row.targets)
+            targets = self._own_part(row.targets.cpu())
             for layer, chosen in self._chosen[index].items():
                 column[targets[targets >= 0], layer] = chosen[targets >= 0]
+        column = column.to(row.tokens.device)
         # Each entry is of one rank and 0 on the others: the sum of the bytes is the entry.
         for group in (ps.get_tensor_and_context_parallel_group(), ps.get_pipeline_model_parallel_group()):
             dist.all_reduce(column.view(torch.uint8), group=group)

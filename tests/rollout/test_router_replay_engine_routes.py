@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
-from fake_servers import reply_to, serving
+from fake_servers import serving
+from routing_server import ROUTES, RoutingServer, entry, experts_at, field_of
 from wire import column_on_the_wire
 
 from megarl.rollout.engine_routes import EngineRoutes
@@ -20,31 +19,13 @@ from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import ColumnsLost, read_columns
 from megarl.routed_experts import RoutedExperts
 
-OF = RoutedExperts(num_layers=3, layers=(0, 2), num_experts=300, chosen=2)  # layer 1 has no experts
-ROUTES = EngineRoutes(OF)
 PROMPT = [3, 4, 5]
-
-
-def experts_at(position: int) -> np.ndarray:
-    """[all layers, experts of a token]: what the model chose when it read the token at this position."""
-    return np.array([[position, position + 1], [0, 0], [290 - position, 7]])
-
-
-def field_of(start: int, end: int) -> str:
-    """As SGLang writes it, of the positions from `start` to `end`."""
-    rows = np.array([experts_at(position) for position in range(start, end)])
-    return b64encode(rows.astype("<i4").tobytes()).decode()
 
 
 def field_with_zeros(at: int) -> str:
     """Of four tokens; of the one at this position nothing was kept."""
     rows = np.array([experts_at(position) * (position != at) for position in range(4)])
     return b64encode(rows.astype("<i4").tobytes()).decode()
-
-
-def entry(token: int) -> list[list[int]]:
-    """The column's entry of a token: what the model chose when it read the token before."""
-    return experts_at(token - 1)[[0, 2]].tolist()
 
 
 def meta_of(field: str | None = None, finish: str = "length", **more: Any) -> dict[str, Any]:
@@ -128,28 +109,7 @@ def test_after_a_retraction_sglang_has_only_the_experts_of_another_pass(meta: di
         read(meta)
 
 
-class Server:
-    """Writes token 7 + i as token i of a request, with its experts; the first replies may be of retracted requests.
-
-    `before_reply`: called with the number of the request.
-    """
-
-    def __init__(self, num_lost: int = 0, before_reply: Callable[[int], object] = id) -> None:
-        self.num_lost, self.before_reply = num_lost, before_reply
-        self.bodies: list[dict[str, Any]] = []
-
-    async def __call__(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.bodies.append(body)
-        num_asked, num_new = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
-        (item,) = reply_to([7 + i for i in range(num_new)], finish="length", spans=[("0", 0, num_new)])
-        field = field_of(body["routed_experts_start_len"], num_asked + num_new - 1)
-        item["meta_info"] |= {"routed_experts": field, "num_retractions": int(len(self.bodies) <= self.num_lost)}
-        self.before_reply(len(self.bodies))
-        return web.json_response([item])
-
-
-def written(server: Server, num_tokens: int, **how: Any) -> tuple[Any, dict[str, float]]:
+def written(server: RoutingServer, num_tokens: int, **how: Any) -> tuple[Any, dict[str, float]]:
     async def test() -> tuple[Any, dict[str, float]]:
         async with (
             serving(server) as (urls, _),
@@ -161,7 +121,7 @@ def written(server: Server, num_tokens: int, **how: Any) -> tuple[Any, dict[str,
 
 
 def test_pieces_ask_only_for_the_experts_of_new_tokens_and_are_joined_without_a_gap() -> None:
-    server = Server()
+    server = RoutingServer()
     completion, _ = written(server, 6, piece_tokens=2)
     assert [body["routed_experts_start_len"] for body in server.bodies] == [0, 4, 6]
     column = completion.columns["routed_experts"]
@@ -169,14 +129,14 @@ def test_pieces_ask_only_for_the_experts_of_new_tokens_and_are_joined_without_a_
 
 
 def test_a_later_turn_asks_for_the_experts_behind_what_is_known() -> None:
-    server = Server()
+    server = RoutingServer()
     completion, _ = written(server, 4, piece_tokens=3, num_known=2)
     assert [body["routed_experts_start_len"] for body in server.bodies] == [1, 5]
     assert completion.columns["routed_experts"][2:].tolist() == [entry(token) for token in range(2, 7)]
 
 
 def test_a_piece_that_lost_its_experts_is_written_again_and_counted_as_wasted() -> None:
-    server = Server(num_lost=2)
+    server = RoutingServer(num_lost=2)
     completion, counters = written(server, 5)
     assert len(server.bodies) == 3
     assert completion.columns["routed_experts"][-1].tolist() == entry(7)
@@ -185,7 +145,7 @@ def test_a_piece_that_lost_its_experts_is_written_again_and_counted_as_wasted() 
 
 def test_a_piece_that_lost_its_experts_goes_to_another_server() -> None:
     async def test() -> list[int]:
-        pressed, other = Server(num_lost=100), Server()
+        pressed, other = RoutingServer(num_lost=100), RoutingServer()
         async with serving(pressed, other) as (urls, _), EnginePool(urls, "", timeout_s=200, columns=[ROUTES]) as pool:
             for _ in range(2):
                 await write(pool, PROMPT, SamplingParams(max_new_tokens=5), prefer=urls[0])
@@ -198,7 +158,7 @@ def test_pushes_while_a_request_waits_to_be_computed_again_cost_no_attempt() -> 
     """More of them than a request has attempts."""
 
     async def test() -> tuple[Any, int]:
-        server = Server(num_lost=20)
+        server = RoutingServer(num_lost=20)
         async with serving(server) as (urls, _), EnginePool(urls, "", timeout_s=200, columns=[ROUTES]) as pool:
             server.before_reply = lambda number: pool.trust(urls[0], number)  # the driver has pushed meanwhile
             pool.trust(urls[0], 0)
@@ -210,4 +170,4 @@ def test_pushes_while_a_request_waits_to_be_computed_again_cost_no_attempt() -> 
 
 def test_a_server_that_always_loses_them_ends_the_completion() -> None:
     with pytest.raises(RolloutFailed, match="5 attempts failed: .*the request was retracted"):
-        written(Server(num_lost=100), 5)
+        written(RoutingServer(num_lost=100), 5)
