@@ -190,6 +190,9 @@ class Run:
         self.roles = make_roles(config, self.algorithm, self._group_of, teachers)
         self.trackers.stage("starting servers")
         processes = site.serve()
+        if teachers is not None:
+            keys, longest = config.longest
+            teachers.require_room(longest, keys)
         abilities = abilities_of(processes.urls, token)
         check_abilities(abilities, config, drains=self.drains)
         if self.replays_rollout:

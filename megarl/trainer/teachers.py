@@ -97,6 +97,12 @@ class Teachers:
         left = 1 - passed if how.decay_style == "linear" else (1 + math.cos(math.pi * passed)) / 2
         return how.end_coef + (start - how.end_coef) * left
 
+    def require_room(self, longest: int, keys: str) -> None:
+        """Raises ValueError for a server that refuses a row of `longest` tokens, which `keys` allow."""
+        for model in self.models.values():
+            if isinstance(model, TeacherServers):
+                model.require_room(longest, keys)
+
     def close(self) -> None:
         """Close the connections to servers."""
         for model in self.models.values():

@@ -151,6 +151,16 @@ def test_a_vocabulary_smaller_than_the_policy_s_has_no_divergence_over_it() -> N
     load(DENSE, MATH, larger)
 
 
+def test_a_server_needs_one_position_more_than_the_longest_row(tmp_path: Path) -> None:
+    """It is asked for a new token too, which makes a row of all positions one too long."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    served = (f"teachers.math.model.path={tmp_path}", "teachers.math.engine=server", "distill.form=reward")
+    assert refusal(*served, "data.max_response_length=1024").startswith(
+        f"data.max_prompt_length + data.max_response_length=2048: teachers.math.model.path={tmp_path} knows 2048 "
+    )
+    load(*served, "data.max_response_length=1023")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

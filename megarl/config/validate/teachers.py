@@ -65,8 +65,11 @@ def _server(config: Config, name: str) -> Iterator[str]:
         yield f"{key}.server.num_gpus={teacher.server.num_gpus}: rollout.engine=hf serves on one; expected 1"
     known = numbers_of(config_of_folder(teacher.model.path)).max_position_embeddings
     keys, longest = config.longest
-    if known is not None and longest > known:
-        yield f"{key}.model.path={teacher.model.path}: it knows {known} positions, and {keys} is {longest}"
+    if known is not None and longest + 1 > known:  # a request of rollout.scores asks for a token more
+        yield (
+            f"{keys}={longest}: {key}.model.path={teacher.model.path} knows {known} positions "
+            f"(max_position_embeddings), of which {said} needs one more than a row has; expected at most {known - 1}"
+        )
 
 
 def _routes(config: Config) -> Iterator[str]:
