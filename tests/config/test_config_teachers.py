@@ -101,6 +101,10 @@ def test_keys_of_entries_in_general() -> None:
             "distill.top_k=121: model.path=m has 120 tokens; expected fewer, or null",
         ),
         (
+            f"{MATH} teachers.math.{DENSE.replace('vocab_size:120', 'vocab_size:112')} distill.top_k=113",
+            "distill.top_k=113: teachers.math.model.path=a has 112 tokens; expected fewer, or null",
+        ),
+        (
             f"{MATH} teachers.math.engine=server",
             "distill.top_k=null: teachers.math.engine=server tells its most likely tokens only; expected their number",
         ),

@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import show
-from megarl.config.validate.models import config_of_folder, model_numbers
+from megarl.config.validate.models import config_of_folder, group_of, model_numbers
 from megarl.layout import numbers_of
 
 
@@ -29,9 +29,12 @@ def contradictions(config: Config) -> Iterator[str]:
         # The policy is then renormalised over the tokens that could be drawn, and its teachers are not.
         narrowed = f"rollout.top_p={config.rollout.top_p} and rollout.top_k={config.rollout.top_k}"
         yield f"{narrowed}: teachers speak of the whole vocabulary; expected 1.0 and -1"
-    top_k, known = config.distill.top_k, model_numbers(config, "actor").vocab_size
-    if top_k is not None and known is not None and top_k > known:
-        yield f"distill.top_k={top_k}: model.path={config.model.path} has {known} tokens; expected fewer, or null"
+    paths = {"actor": config.model.path} | {f"teachers.{name}": t.model.path for name, t in config.teachers.items()}
+    top_k = config.distill.top_k
+    for role, path in paths.items():
+        known = model_numbers(config, role).vocab_size
+        if top_k is not None and known is not None and top_k > known:
+            yield f"distill.top_k={top_k}: {group_of(role)}.path={path} has {known} tokens; expected fewer, or null"
 
 
 def _teacher(config: Config, name: str) -> Iterator[str]:
