@@ -53,7 +53,7 @@ class Teachers:
         """Add what the loss or the advantages need of teachers for a whole iteration; needs old_log_probs.
 
         columns [N]
-            teacher         int64, the number of each token's teacher
+            teacher         int64, the number of each token's teacher; 0 for tokens that are not learnt
             distill_weight  the coefficient of this step times the teacher's own; 0 without a teacher
             teacher_reward  with form=reward: distill_weight (log q - log p_old) of the sampled token
             teacher_ids, teacher_top_log_probs   [N, K] with form=loss and top_k: its most likely tokens
@@ -63,7 +63,7 @@ class Teachers:
         Raises: ValueError for a route to a teacher that does not exist.
         """
         numbers = self._numbers([sample for group in groups for sample in group])
-        teacher, coef = numbers[batch.segment_ids], self.coef(step)
+        teacher, coef = torch.where(batch.columns["response_mask"] != 0, numbers[batch.segment_ids], 0), self.coef(step)
         weight = coef * torch.tensor([0.0, *(self.coefs[name] for name in self.models)])[teacher]
         batch = batch.with_per_sequence(teacher=numbers).with_columns(teacher=teacher, distill_weight=weight)
         stats: Stats = {"distill/coef": Stat("mean", coef)}
@@ -113,11 +113,11 @@ class Teachers:
         log_probs = torch.zeros(batch.num_tokens)
         for tokens, said in self._said(batch, lambda name, part: self.models[name].log_probs(part)):
             log_probs[tokens] = said
-        teacher, mask = batch.columns["teacher"], batch.columns["response_mask"] != 0
-        gap = torch.where(mask & (teacher > 0), log_probs - batch.columns["old_log_probs"], 0.0)
+        teacher = batch.columns["teacher"]
+        gap = torch.where(teacher > 0, log_probs - batch.columns["old_log_probs"], 0.0)
         found: Stats = {}
         for number, name in enumerate(self.models, 1):
-            own = gap[mask & (teacher == number)].double()
+            own = gap[teacher == number].double()
             if len(own):
                 found[f"distill/{name}/log_prob_gap"] = Stat("mean", float(own.sum()), len(own))
         return batch.with_columns(teacher_reward=batch.columns["distill_weight"] * gap), stats | found
@@ -128,6 +128,8 @@ class Teachers:
         size = self.vocab_size
         for tokens, said in self._said(batch, lambda name, part: self.models[name].top_log_probs(part, k, size)):
             ids[tokens], log_probs[tokens] = said[0].int(), said[1]
+        untaught = (batch.columns["teacher"] == 0)[:, None]  # teachers on ranks say something of every token
+        ids, log_probs = ids.masked_fill(untaught, -1), log_probs.masked_fill(untaught, NO_LOG_PROB)
         return batch.with_columns(teacher_ids=ids, teacher_top_log_probs=log_probs)
 
     def _said(self, batch: Batch, ask: Callable[[str, Batch], T]) -> Iterator[tuple[Tensor, T]]:

@@ -13,6 +13,7 @@ from config_helpers import load
 from several_rows import row_of
 
 from megarl.algo import estimate
+from megarl.algo.distillation import NO_LOG_PROB
 from megarl.config.schema.teachers import Distill
 from megarl.data.batch import make_batch
 from megarl.sample import Batch, Completion, Prompt, Sample, TurnSpan, VersionSpan
@@ -29,6 +30,10 @@ class Reader:
     def log_probs(self, batch: Batch) -> torch.Tensor:
         self.read.append(batch.tokens.tolist())
         return -batch.tokens.float() / 100
+
+    def top_log_probs(self, batch: Batch, k: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = -batch.tokens[:, None].float() / 100
+        return batch.tokens[:, None].expand(-1, k), log_probs.expand(-1, k)
 
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         self.read.append(batch.tokens.tolist())
@@ -59,8 +64,8 @@ def batch_of(groups: list[list[Sample]]) -> Batch:
 def test_each_sample_has_the_number_of_its_teacher_and_its_weight() -> None:
     batch, stats = teachers(Distill(coef=2.0), coefs=(1.0, 0.25)).read(batch_of(GROUPS), GROUPS, 0)
     assert batch.per_sequence["teacher"].tolist() == [1, 0, 2]
-    assert batch.columns["teacher"].tolist() == [1, 1, 1, 0, 0, 0, 2, 2]
-    assert batch.columns["distill_weight"].tolist() == [2.0] * 3 + [0.0] * 3 + [0.5] * 2
+    assert batch.columns["teacher"].tolist() == [0, 0, 1, 0, 0, 0, 0, 2], "of the learnt tokens alone"
+    assert batch.columns["distill_weight"].tolist() == [0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.5]
     assert "teacher_reward" not in batch.columns
     assert {name: stat.result() for name, stat in stats.items()} == pytest.approx(
         {"distill/coef": 2.0, "distill/math/share": 1 / 3, "distill/code/share": 1 / 3}
@@ -74,6 +79,13 @@ def test_hidden_states_are_those_of_the_own_teacher_alone() -> None:
     assert hidden.dtype is torch.bfloat16
     assert hidden.tolist() == [[v, v, v] for v in (1, 2, 3)] + [[0, 0, 0]] * 3 + [[v, v, 0] for v in (7, 8)]
     assert [model.read for model in both.models.values()] == [[[1, 2, 3]], [[7, 8]]]
+
+
+def test_the_most_likely_tokens_are_those_at_learnt_tokens_of_the_own_teacher() -> None:
+    batch, _ = teachers(Distill(top_k=2)).read(batch_of(GROUPS), GROUPS, 0)
+    assert batch.columns["teacher_ids"].tolist() == [[v, v] for v in (-1, -1, 3, -1, -1, -1, -1, 8)]
+    said = batch.columns["teacher_top_log_probs"][:, 0].tolist()
+    assert said == pytest.approx([NO_LOG_PROB] * 2 + [-0.03] + [NO_LOG_PROB] * 4 + [-0.08])
 
 
 def test_a_teacher_without_a_sample_is_not_asked() -> None:
@@ -115,9 +127,9 @@ def test_rows_of_a_sample_have_the_teacher_of_their_prompt() -> None:
     batch, _ = teachers(Distill(form="reward")).read(batch_of(groups), groups, 0)
     assert batch.rows.tolist() == [2, 1] and "turn" in batch.columns
     first = batch.segment_ids == 0
-    assert set(batch.columns["teacher"][first].tolist()) == {1}
-    alone, _ = estimate(batch, adv_estimator="none")
     learnt = first & (batch.columns["response_mask"] != 0)
+    assert batch.columns["teacher"][first].tolist() == learnt[first].long().tolist()
+    alone, _ = estimate(batch, adv_estimator="none")
     expected = -batch.tokens[learnt].float() / 100 + 0.05
     assert alone.columns["advantages"][learnt].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
 
