@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from megarl.algo.distillation import NO_LOG_PROB
 from megarl.config import Config
+from megarl.config.names import NO_ADVANTAGES
 from megarl.config.schema.teachers import Distill
+from megarl.config.settings import show
 from megarl.data.chat import load_tokenizer
 from megarl.group import Group
 from megarl.plugins import user_function
@@ -201,6 +203,27 @@ def make_route(config: Config) -> Route:
     of_source = {source: name for name, teacher in config.teachers.items() for source in teacher.data_sources}
     others = next((name for name, teacher in config.teachers.items() if not teacher.data_sources), None)
     return lambda prompt: of_source.get(prompt.data_source, others)
+
+
+def check_taught(config: Config, sources: Set[str]) -> None:
+    """`sources`: the data_source's of the run's prompts.
+
+    Raises ValueError for a teacher of another one, and where only teachers teach, for one that has no teacher.
+    """
+    there, found = show(sorted(sources)), set[str]()
+    for name, teacher in config.teachers.items():
+        found |= set(teacher.data_sources)
+        if others := sorted(set(teacher.data_sources) - sources):
+            raise ValueError(
+                f"teachers.{name}.data_sources={show(teacher.data_sources)}: no prompt of data.train_files has the "
+                f"data_source {others[0]}; expected some of {there}"
+            )
+    everything = config.distill.route is not None or any(not each.data_sources for each in config.teachers.values())
+    if config.algorithm.adv_estimator == NO_ADVANTAGES and not everything and (untaught := sorted(sources - found)):
+        raise ValueError(
+            f"algorithm.adv_estimator={NO_ADVANTAGES}: prompts of the data_source {untaught[0]!r} have no teacher, so "
+            f"nothing is learnt from them; expected each of {there} in the data_sources of a teacher"
+        )
 
 
 def check_teachers(config: Config) -> None:

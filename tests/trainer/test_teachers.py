@@ -17,7 +17,7 @@ from megarl.algo.distillation import NO_LOG_PROB
 from megarl.config.schema.teachers import Distill
 from megarl.data.batch import make_batch
 from megarl.sample import Batch, Completion, Prompt, Sample, TurnSpan, VersionSpan
-from megarl.trainer.teachers import Teachers, make_route
+from megarl.trainer.teachers import Teachers, check_taught, make_route
 
 
 class Reader:
@@ -157,6 +157,25 @@ def test_prompts_are_routed_by_their_data_source() -> None:
     assert [route(prompt) for prompt in prompts] == ["code", "code", "math", "math"]
     route = make_route(load(CODE, "teachers.code.data_sources=[code]"))
     assert [route(prompt) for prompt in prompts] == [None, "code", None, None]
+
+
+def test_a_data_source_without_a_prompt_is_refused() -> None:
+    config = load(MATH, CODE, "teachers.code.data_sources=[code,tsts]")
+    check_taught(config, {"code", "tsts", "sums"})
+    told = r"teachers.code.data_sources=\[code, tsts\]: no prompt of data.train_files has the data_source tsts; expected"
+    with pytest.raises(ValueError, match=rf"{told} some of \[code, tests\]"):
+        check_taught(config, {"code", "tests"})
+
+
+def test_where_only_teachers_teach_each_prompt_has_one(tmp_path: Path) -> None:
+    alone, of_code = "algorithm.adv_estimator=none", "teachers.code.data_sources=[code]"
+    with pytest.raises(ValueError, match="prompts of the data_source 'sums' have no teacher, so nothing is learnt"):
+        check_taught(load(CODE, of_code, alone), {"code", "sums"})
+    check_taught(load(CODE, of_code, alone), {"code"})
+    check_taught(load(CODE, of_code), {"code", "sums"})
+    check_taught(load(MATH, CODE, of_code, alone), {"code", "sums"})
+    (tmp_path / "who.py").write_text("")
+    check_taught(load(CODE, alone, f"distill.route={tmp_path}/who.py:who"), {"code", "sums"})
 
 
 def test_prompts_are_routed_by_a_function(tmp_path: Path) -> None:
