@@ -55,19 +55,21 @@ class Teachers:
         """Add what the loss or the advantages need of teachers for a whole iteration; needs old_log_probs.
 
         columns [N]
-            teacher         int64, the number of each token's teacher; 0 for tokens that are not learnt
+            teacher         int64, the number of each token's teacher; 0 for tokens that learn nothing from one
             distill_weight  the coefficient of this step times the teacher's own; 0 without a teacher
             teacher_reward  with form=reward: distill_weight (log q - log p_old) of the sampled token
             teacher_ids, teacher_top_log_probs   [N, K] with form=loss and top_k: its most likely tokens
         per_sequence [S]
-            teacher         int64, the number of each sample's teacher
+            teacher         int64, the number of each sample's teacher; 0 if it weighs nothing in this step
 
         Raises: ValueError for a route to a teacher that does not exist.
         """
         numbers = self._numbers([sample for group in groups for sample in group])
-        teacher, coef = torch.where(batch.columns["response_mask"] != 0, numbers[batch.segment_ids], 0), self.coef(step)
-        weight = coef * torch.tensor([0.0, *(self.coefs[name] for name in self.models)])[teacher]
-        batch = batch.with_per_sequence(teacher=numbers).with_columns(teacher=teacher, distill_weight=weight)
+        coef = self.coef(step)
+        weights = coef * torch.tensor([0.0, *(self.coefs[name] for name in self.models)])
+        asked = torch.where(weights[numbers] != 0, numbers, 0)
+        teacher = torch.where(batch.columns["response_mask"] != 0, asked[batch.segment_ids], 0)
+        batch = batch.with_per_sequence(teacher=asked).with_columns(teacher=teacher, distill_weight=weights[teacher])
         stats: Stats = {"distill/coef": Stat("mean", coef)}
         for number, name in enumerate(self.models, 1):
             stats[f"distill/{name}/share"] = Stat("mean", float((numbers == number).sum()), len(numbers))

@@ -128,6 +128,10 @@ def test_keys_of_entries_in_general() -> None:
         (f"{MATH} distill.end_coef=0", "expected distill.decay_style=linear or cosine, which lead to it"),
         (ALONE, "every advantage is 0, and there is no teacher to learn from; expected teachers.NAME.model.path"),
         (
+            f"{MATH} {ALONE} algorithm.filter_groups.enable=true rollout.n=4",
+            "algorithm.filter_groups.enable=true: algorithm.adv_estimator=none learns from teachers",
+        ),
+        (
             f"{MATH} teachers.math.first_rank=3",
             "teachers.math.first_rank=3: the trainer has 1 ranks; expected at most 0",
         ),

@@ -19,6 +19,11 @@ def contradictions(config: Config) -> Iterator[str]:
     if alone and not config.teachers:
         nothing = "every advantage is 0, and there is no teacher to learn from"
         yield f"algorithm.adv_estimator={names.NO_ADVANTAGES}: {nothing}; expected teachers.NAME.model.path=FOLDER"
+    elif alone and config.algorithm.filter_groups.enable:
+        yield (
+            f"algorithm.filter_groups.enable=true: algorithm.adv_estimator={names.NO_ADVANTAGES} learns from teachers, "
+            "who teach groups of equal rewards as well; expected false"
+        )
     if not config.teachers:
         return
     for name in config.teachers:
