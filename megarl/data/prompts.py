@@ -72,6 +72,11 @@ class Prompts:
         """Prompts of one epoch."""
         return len(self._rows)
 
+    @property
+    def data_sources(self) -> frozenset[str]:
+        """Those of all rows; "" for rows without one."""
+        return frozenset(question.data_source for question in self._questions)
+
     def check_saveable(self) -> None:
         """Raises ValueError, naming file:line and field, for what a checkpoint cannot hold.
 

@@ -97,6 +97,8 @@ class HFServer:
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "max_running_requests": self.engine.max_running,
             "max_total_num_tokens": self.engine.max_total_tokens,
+            # A prompt of this length is refused, as SGLang says it: it leaves no room for a new token.
+            "max_req_input_len": min(self._model.context_length, self.engine.max_total_tokens),
             "weight_version": self.engine.weight_version,
             "is_paused": self.engine.paused,
             "tp_size": 1,

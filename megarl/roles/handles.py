@@ -192,7 +192,7 @@ class Trainable(Role):
 
         `prepare` adds columns to the batch of each optimizer step, which would be too large for all at once.
         Statistics are merged over the steps; `first_ppo_kl` is `ppo_kl` of the first step alone.  A step without a
-        trainable token is skipped and counted.
+        trainable token is skipped and counted, and not prepared.
         """
         how = self.update_settings
         assert how is not None, f"role {self.name} has no loss to train with"
@@ -204,7 +204,7 @@ class Trainable(Role):
             for mini in mini_batches(batch, how.prompts_per_step, seed=seed * 1000 + epoch)
         )
         stats = [
-            self._step(prepare(mini) if prepare else mini, how, seed=seed * 1000 + i) for i, mini in enumerate(minis)
+            self._step(mini, how, seed=seed * 1000 + i, prepare=prepare) for i, mini in enumerate(minis)
         ]
         merged = merge_stats(stats)
         kl = f"{self.kind}/ppo_kl"
@@ -224,7 +224,7 @@ class Trainable(Role):
                 f"{longest}, or a loss with a ratio per token"
             )
 
-    def _step(self, batch: Batch, how: Update, *, seed: int) -> Stats:
+    def _step(self, batch: Batch, how: Update, *, seed: int, prepare: Callable[[Batch], Batch] | None) -> Stats:
         batch = step_columns(
             batch,
             loss=how.loss,
@@ -236,6 +236,7 @@ class Trainable(Role):
         )
         if not batch.columns["weight"].any():
             return {f"{self.kind}/skipped_steps": Stat("sum", 1.0)}
+        batch = prepare(batch) if prepare else batch
         packed = batch if how.loss.per_sequence else batch.by_row()
         plans = self._plan(packed)
         arguments = {

@@ -29,6 +29,16 @@ class TeacherServers:
     tries: int = 5
     _clients: list[ServerClient] = field(default_factory=list, init=False)
 
+    def require_room(self, longest: int, keys: str) -> None:
+        """Raises ValueError for a server that refuses a row of `longest` tokens, which `keys` allow."""
+        for client in self._connected():
+            refused = client.server_info().get("max_req_input_len")
+            if refused is not None and longest >= refused:
+                raise ValueError(
+                    f"{keys}={longest}: the teacher's server {client.url} refuses rows of {refused} tokens and more; "
+                    f"expected at most {refused - 1}"
+                )
+
     def log_probs(self, batch: Batch) -> Tensor:
         """[N] log-probs of the learnt tokens; 0 elsewhere."""
         found = torch.zeros(batch.num_tokens)
@@ -55,13 +65,17 @@ class TeacherServers:
         contexts = batch.context_lengths(batch.columns["response_mask"] != 0).tolist()
         rows = zip(batch.tokens.split(batch.lengths.tolist()), batch.row_starts.tolist(), contexts, strict=True)
         asked = [(begin + context, row.tolist(), context) for row, begin, context in rows if context < len(row)]
-        if not self._clients:
-            self._clients = [ServerClient(url, self.token, timeout_s=self.timeout_s) for url in self.urls()]
+        self._connected()
         with ThreadPoolExecutor(self.concurrency) as threads:
             jobs = [
                 threads.submit(self._ask, number, ids, context, top_k) for number, (_, ids, context) in enumerate(asked)
             ]
             return [(first, job.result()) for (first, _, _), job in zip(asked, jobs, strict=True)]
+
+    def _connected(self) -> list[ServerClient]:
+        if not self._clients:
+            self._clients = [ServerClient(url, self.token, timeout_s=self.timeout_s) for url in self.urls()]
+        return self._clients
 
     def _ask(self, number: int, token_ids: list[int], start: int, top_k: int) -> Scores:
         """From one of the servers; after a failure that may pass from the next.  Raises ServerError at the end."""

@@ -184,11 +184,11 @@ class Worker:
         return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
 
     def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
-        """`divergence`: its name and beta; `top_k`: a number of tokens; `vocab_size`: fewer tokens than it has."""
-        chosen = arguments.get("divergence")
+        """`divergence`: its name and beta; `top_k`: a number of tokens; `vocab_size`: of the first of its tokens only."""
+        chosen, known = arguments.get("divergence"), role.hf["vocab_size"]
         return Outputs(
             self.layout,
-            arguments.get("vocab_size") or role.hf["vocab_size"],
+            min(arguments.get("vocab_size") or known, known),  # a teacher's may have less padding than the policy's
             arguments["temperature"],
             tuple(name for name in arguments["names"] if name != ROUTED_EXPERTS),
             divergence=make_divergence(*chosen) if chosen else None,

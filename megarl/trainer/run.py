@@ -57,7 +57,7 @@ from megarl.trainer.resume import announce, check_is_known, generated_with, take
 from megarl.trainer.reward_model import check_reward_model
 from megarl.trainer.roles import Roles, load_roles, make_roles
 from megarl.trainer.server_manager import Push, ServerManager
-from megarl.trainer.teachers import check_teachers, make_teachers
+from megarl.trainer.teachers import check_taught, check_teachers, make_teachers
 from megarl.weights.verify.canary import Canary
 
 # Maximum difference of a server's log-probs of the canary: its kernels and its order of summation are different.
@@ -106,6 +106,7 @@ class Run:
         check_teachers(config)
         data = config.data
         self.prompts = read_prompts(config, data.train_files, overlong=data.overlong_prompts)
+        check_taught(config, self.prompts.data_sources)
         if config.trainer.save_freq > 0:
             self.prompts.check_saveable()
         val = read_prompts(config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
@@ -190,6 +191,9 @@ class Run:
         self.roles = make_roles(config, self.algorithm, self._group_of, teachers)
         self.trackers.stage("starting servers")
         processes = site.serve()
+        if teachers is not None:
+            keys, longest = config.longest
+            teachers.require_room(longest, keys)
         abilities = abilities_of(processes.urls, token)
         check_abilities(abilities, config, drains=self.drains)
         if self.replays_rollout:

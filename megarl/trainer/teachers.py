@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from megarl.algo.distillation import NO_LOG_PROB
 from megarl.config import Config
+from megarl.config.names import NO_ADVANTAGES
 from megarl.config.schema.teachers import Distill
+from megarl.config.settings import show
 from megarl.data.chat import load_tokenizer
 from megarl.group import Group
 from megarl.plugins import user_function
@@ -53,19 +55,21 @@ class Teachers:
         """Add what the loss or the advantages need of teachers for a whole iteration; needs old_log_probs.
 
         columns [N]
-            teacher         int64, the number of each token's teacher
+            teacher         int64, the number of each token's teacher; 0 for tokens that learn nothing from one
             distill_weight  the coefficient of this step times the teacher's own; 0 without a teacher
             teacher_reward  with form=reward: distill_weight (log q - log p_old) of the sampled token
             teacher_ids, teacher_top_log_probs   [N, K] with form=loss and top_k: its most likely tokens
         per_sequence [S]
-            teacher         int64, the number of each sample's teacher
+            teacher         int64, the number of each sample's teacher; 0 if it weighs nothing in this step
 
         Raises: ValueError for a route to a teacher that does not exist.
         """
         numbers = self._numbers([sample for group in groups for sample in group])
-        teacher, coef = numbers[batch.segment_ids], self.coef(step)
-        weight = coef * torch.tensor([0.0, *(self.coefs[name] for name in self.models)])[teacher]
-        batch = batch.with_per_sequence(teacher=numbers).with_columns(teacher=teacher, distill_weight=weight)
+        coef = self.coef(step)
+        weights = coef * torch.tensor([0.0, *(self.coefs[name] for name in self.models)])
+        asked = torch.where(weights[numbers] != 0, numbers, 0)
+        teacher = torch.where(batch.columns["response_mask"] != 0, asked[batch.segment_ids], 0)
+        batch = batch.with_per_sequence(teacher=asked).with_columns(teacher=teacher, distill_weight=weights[teacher])
         stats: Stats = {"distill/coef": Stat("mean", coef)}
         for number, name in enumerate(self.models, 1):
             stats[f"distill/{name}/share"] = Stat("mean", float((numbers == number).sum()), len(numbers))
@@ -97,6 +101,12 @@ class Teachers:
         left = 1 - passed if how.decay_style == "linear" else (1 + math.cos(math.pi * passed)) / 2
         return how.end_coef + (start - how.end_coef) * left
 
+    def require_room(self, longest: int, keys: str) -> None:
+        """Raises ValueError for a server that refuses a row of `longest` tokens, which `keys` allow."""
+        for model in self.models.values():
+            if isinstance(model, TeacherServers):
+                model.require_room(longest, keys)
+
     def close(self) -> None:
         """Close the connections to servers."""
         for model in self.models.values():
@@ -107,11 +117,11 @@ class Teachers:
         log_probs = torch.zeros(batch.num_tokens)
         for tokens, said in self._said(batch, lambda name, part: self.models[name].log_probs(part)):
             log_probs[tokens] = said
-        teacher, mask = batch.columns["teacher"], batch.columns["response_mask"] != 0
-        gap = torch.where(mask & (teacher > 0), log_probs - batch.columns["old_log_probs"], 0.0)
+        teacher = batch.columns["teacher"]
+        gap = torch.where(teacher > 0, log_probs - batch.columns["old_log_probs"], 0.0)
         found: Stats = {}
         for number, name in enumerate(self.models, 1):
-            own = gap[mask & (teacher == number)].double()
+            own = gap[teacher == number].double()
             if len(own):
                 found[f"distill/{name}/log_prob_gap"] = Stat("mean", float(own.sum()), len(own))
         return batch.with_columns(teacher_reward=batch.columns["distill_weight"] * gap), stats | found
@@ -122,6 +132,8 @@ class Teachers:
         size = self.vocab_size
         for tokens, said in self._said(batch, lambda name, part: self.models[name].top_log_probs(part, k, size)):
             ids[tokens], log_probs[tokens] = said[0].int(), said[1]
+        untaught = (batch.columns["teacher"] == 0)[:, None]  # teachers on ranks say something of every token
+        ids, log_probs = ids.masked_fill(untaught, -1), log_probs.masked_fill(untaught, NO_LOG_PROB)
         return batch.with_columns(teacher_ids=ids, teacher_top_log_probs=log_probs)
 
     def _said(self, batch: Batch, ask: Callable[[str, Batch], T]) -> Iterator[tuple[Tensor, T]]:
@@ -193,6 +205,27 @@ def make_route(config: Config) -> Route:
     of_source = {source: name for name, teacher in config.teachers.items() for source in teacher.data_sources}
     others = next((name for name, teacher in config.teachers.items() if not teacher.data_sources), None)
     return lambda prompt: of_source.get(prompt.data_source, others)
+
+
+def check_taught(config: Config, sources: Set[str]) -> None:
+    """`sources`: the data_source's of the run's prompts.
+
+    Raises ValueError for a teacher of another one, and where only teachers teach, for one that has no teacher.
+    """
+    there, found = show(sorted(sources)), set[str]()
+    for name, teacher in config.teachers.items():
+        found |= set(teacher.data_sources)
+        if others := sorted(set(teacher.data_sources) - sources):
+            raise ValueError(
+                f"teachers.{name}.data_sources={show(teacher.data_sources)}: no prompt of data.train_files has the "
+                f"data_source {others[0]}; expected some of {there}"
+            )
+    everything = config.distill.route is not None or any(not each.data_sources for each in config.teachers.values())
+    if config.algorithm.adv_estimator == NO_ADVANTAGES and not everything and (untaught := sorted(sources - found)):
+        raise ValueError(
+            f"algorithm.adv_estimator={NO_ADVANTAGES}: prompts of the data_source {untaught[0]!r} have no teacher, so "
+            f"nothing is learnt from them; expected each of {there} in the data_sources of a teacher"
+        )
 
 
 def check_teachers(config: Config) -> None:

@@ -101,6 +101,10 @@ def test_keys_of_entries_in_general() -> None:
             "distill.top_k=121: model.path=m has 120 tokens; expected fewer, or null",
         ),
         (
+            f"{MATH} teachers.math.{DENSE.replace('vocab_size:120', 'vocab_size:112')} distill.top_k=113",
+            "distill.top_k=113: teachers.math.model.path=a has 112 tokens; expected fewer, or null",
+        ),
+        (
             f"{MATH} teachers.math.engine=server",
             "distill.top_k=null: teachers.math.engine=server tells its most likely tokens only; expected their number",
         ),
@@ -123,6 +127,10 @@ def test_keys_of_entries_in_general() -> None:
         (f"{MATH} distill.decay_style=linear", "expected distill.end_coef, the value that it goes to"),
         (f"{MATH} distill.end_coef=0", "expected distill.decay_style=linear or cosine, which lead to it"),
         (ALONE, "every advantage is 0, and there is no teacher to learn from; expected teachers.NAME.model.path"),
+        (
+            f"{MATH} {ALONE} algorithm.filter_groups.enable=true rollout.n=4",
+            "algorithm.filter_groups.enable=true: algorithm.adv_estimator=none learns from teachers",
+        ),
         (
             f"{MATH} teachers.math.first_rank=3",
             "teachers.math.first_rank=3: the trainer has 1 ranks; expected at most 0",
@@ -149,6 +157,16 @@ def test_a_vocabulary_smaller_than_the_policy_s_has_no_divergence_over_it() -> N
     assert told.startswith("teachers.math.model.path=a: its vocabulary has 64 tokens")
     assert "distill.top_k=null needs at least as many" in told
     load(DENSE, MATH, larger)
+
+
+def test_a_server_needs_one_position_more_than_the_longest_row(tmp_path: Path) -> None:
+    """It is asked for a new token too, which makes a row of all positions one too long."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    served = (f"teachers.math.model.path={tmp_path}", "teachers.math.engine=server", "distill.form=reward")
+    assert refusal(*served, "data.max_response_length=1024").startswith(
+        f"data.max_prompt_length + data.max_response_length=2048: teachers.math.model.path={tmp_path} knows 2048 "
+    )
+    load(*served, "data.max_response_length=1023")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def check_learning(run: Path, *names: str) -> None:
     assert set(steps(run, "actor/pg_loss").values()) == {0.0}, "no advantage but the teachers'"
 
 
-def test_two_teachers_of_other_layouts_than_the_policy_s(parts: Path, tmp_path: Path) -> None:
+def test_two_teachers_of_other_layouts_than_the_policy_s_teach_its_adapters(parts: Path, tmp_path: Path) -> None:
     more = [
         *ALONE,
         *teachers(parts),
@@ -70,6 +70,8 @@ def test_two_teachers_of_other_layouts_than_the_policy_s(parts: Path, tmp_path: 
         "distill.coef=10",
         "distill.end_coef=5",
         "distill.decay_style=linear",
+        "actor.lora.rank=4",
+        "actor.optim.lr=1e-2",
         "trainer.total_training_steps=5",
     ]
     assert main(["train", *settings(parts, tmp_path, "two", *more)]) == 0
@@ -115,8 +117,8 @@ def test_log_probs_as_reward_beside_the_run_s_own_with_adapters(parts: Path, tmp
     assert not steps(run, "distill/divergence")
 
 
-def test_every_row_of_an_episode_is_taught(parts: Path, tmp_path: Path) -> None:
-    more = [*ALONE, *teachers(parts), f"agent.fn={parts}/chat.py:episode", "agent.max_tokens=80"]
+def test_every_row_of_an_episode_is_taught_also_ahead(parts: Path, tmp_path: Path) -> None:
+    more = [*ALONE, *teachers(parts), f"agent.fn={parts}/chat.py:episode", "agent.max_tokens=80", "rollout.ahead=1"]
     assert main(["train", *settings(parts, tmp_path, "chat", *more, "trainer.total_training_steps=4")]) == 0
     run = tmp_path / "chat"
     check_learning(run, "odd", "even")

@@ -10,6 +10,7 @@ from spawn import DEVICE
 
 from megarl.algo.distillation import NO_LOG_PROB
 from megarl.roles.teacher_servers import TeacherServers
+from megarl.rollout.client import ServerError
 from megarl.sample import Batch
 
 TOKENS = [5, 6, 7, 8, 30, 31, 2, 9]
@@ -66,6 +67,19 @@ def test_columns_of_a_batch_are_those_of_the_learnt_tokens(server: Any, referenc
                 assert top[begin + t].tolist() == pytest.approx(said.topk(3).values.tolist(), abs=CLOSE)
                 assert said[ids[begin + t].long()].tolist() == pytest.approx(top[begin + t].tolist(), abs=CLOSE)
     assert not log_probs[4:7].any() and (ids[4:7] == -1).all() and (top[4:7] == NO_LOG_PROB).all()
+
+
+def test_the_longest_row_is_the_longest_that_the_server_scores(server: Any) -> None:
+    """And a longer one, which the server refuses, is refused at the start."""
+    most = server.engine.server_info()["max_req_input_len"] - 1
+    assert len(server.engine.scores([5] * most, most - 1).log_probs) == 1
+    with pytest.raises(ServerError):
+        server.engine.scores([5] * (most + 1), most)
+    teacher = TeacherServers(lambda: server.urls, server.token, timeout_s=240)
+    teacher.require_room(most, "data.max_prompt_length")
+    with pytest.raises(ValueError, match=f"data.max_prompt_length={most + 1}: the teacher's server .* at most {most}$"):
+        teacher.require_room(most + 1, "data.max_prompt_length")
+    teacher.close()
 
 
 def test_tokens_that_the_policy_does_not_know_are_left_to_the_tail(server: Any) -> None:

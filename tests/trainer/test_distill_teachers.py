@@ -13,10 +13,11 @@ from config_helpers import load
 from several_rows import row_of
 
 from megarl.algo import estimate
+from megarl.algo.distillation import NO_LOG_PROB
 from megarl.config.schema.teachers import Distill
 from megarl.data.batch import make_batch
 from megarl.sample import Batch, Completion, Prompt, Sample, TurnSpan, VersionSpan
-from megarl.trainer.teachers import Teachers, make_route
+from megarl.trainer.teachers import Teachers, check_taught, make_route
 
 
 class Reader:
@@ -29,6 +30,10 @@ class Reader:
     def log_probs(self, batch: Batch) -> torch.Tensor:
         self.read.append(batch.tokens.tolist())
         return -batch.tokens.float() / 100
+
+    def top_log_probs(self, batch: Batch, k: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = -batch.tokens[:, None].float() / 100
+        return batch.tokens[:, None].expand(-1, k), log_probs.expand(-1, k)
 
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         self.read.append(batch.tokens.tolist())
@@ -59,8 +64,8 @@ def batch_of(groups: list[list[Sample]]) -> Batch:
 def test_each_sample_has_the_number_of_its_teacher_and_its_weight() -> None:
     batch, stats = teachers(Distill(coef=2.0), coefs=(1.0, 0.25)).read(batch_of(GROUPS), GROUPS, 0)
     assert batch.per_sequence["teacher"].tolist() == [1, 0, 2]
-    assert batch.columns["teacher"].tolist() == [1, 1, 1, 0, 0, 0, 2, 2]
-    assert batch.columns["distill_weight"].tolist() == [2.0] * 3 + [0.0] * 3 + [0.5] * 2
+    assert batch.columns["teacher"].tolist() == [0, 0, 1, 0, 0, 0, 0, 2], "of the learnt tokens alone"
+    assert batch.columns["distill_weight"].tolist() == [0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.5]
     assert "teacher_reward" not in batch.columns
     assert {name: stat.result() for name, stat in stats.items()} == pytest.approx(
         {"distill/coef": 2.0, "distill/math/share": 1 / 3, "distill/code/share": 1 / 3}
@@ -74,6 +79,13 @@ def test_hidden_states_are_those_of_the_own_teacher_alone() -> None:
     assert hidden.dtype is torch.bfloat16
     assert hidden.tolist() == [[v, v, v] for v in (1, 2, 3)] + [[0, 0, 0]] * 3 + [[v, v, 0] for v in (7, 8)]
     assert [model.read for model in both.models.values()] == [[[1, 2, 3]], [[7, 8]]]
+
+
+def test_the_most_likely_tokens_are_those_at_learnt_tokens_of_the_own_teacher() -> None:
+    batch, _ = teachers(Distill(top_k=2)).read(batch_of(GROUPS), GROUPS, 0)
+    assert batch.columns["teacher_ids"].tolist() == [[v, v] for v in (-1, -1, 3, -1, -1, -1, -1, 8)]
+    said = batch.columns["teacher_top_log_probs"][:, 0].tolist()
+    assert said == pytest.approx([NO_LOG_PROB] * 2 + [-0.03] + [NO_LOG_PROB] * 4 + [-0.08])
 
 
 def test_a_teacher_without_a_sample_is_not_asked() -> None:
@@ -115,11 +127,31 @@ def test_rows_of_a_sample_have_the_teacher_of_their_prompt() -> None:
     batch, _ = teachers(Distill(form="reward")).read(batch_of(groups), groups, 0)
     assert batch.rows.tolist() == [2, 1] and "turn" in batch.columns
     first = batch.segment_ids == 0
-    assert set(batch.columns["teacher"][first].tolist()) == {1}
-    alone, _ = estimate(batch, adv_estimator="none")
     learnt = first & (batch.columns["response_mask"] != 0)
+    assert batch.columns["teacher"][first].tolist() == learnt[first].long().tolist()
+    alone, _ = estimate(batch, adv_estimator="none")
     expected = -batch.tokens[learnt].float() / 100 + 0.05
     assert alone.columns["advantages"][learnt].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("distill", "coefs", "asked"),
+    [
+        (Distill(coef=1.0, end_coef=0.0, decay_style="linear", decay_steps=1), (1.0, 1.0), [0, 0]),
+        (Distill(), (0.0, 0.5), [0, 1]),
+    ],
+)
+@pytest.mark.parametrize("form", [{"form": "reward"}, {}])
+def test_a_teacher_that_weighs_nothing_is_not_asked(
+    distill: Distill, coefs: tuple[float, float], asked: list[int], form: dict[str, str]
+) -> None:
+    both = teachers(replace(distill, **form), coefs=coefs)  # type: ignore[arg-type]
+    batch, stats = both.read(batch_of(GROUPS), GROUPS, 1)
+    batch = both.read_step(batch)
+    models: list[Any] = list(both.models.values())
+    assert [len(model.read) for model in models] == asked
+    assert not batch.columns["teacher"][:6].any() and bool(batch.columns["teacher"][7]) == bool(asked[1])
+    assert stats["distill/math/share"].result() == pytest.approx(1 / 3), "its samples are its own all the same"
 
 
 @pytest.mark.parametrize(
@@ -145,6 +177,24 @@ def test_prompts_are_routed_by_their_data_source() -> None:
     assert [route(prompt) for prompt in prompts] == ["code", "code", "math", "math"]
     route = make_route(load(CODE, "teachers.code.data_sources=[code]"))
     assert [route(prompt) for prompt in prompts] == [None, "code", None, None]
+
+
+def test_a_data_source_without_a_prompt_is_refused() -> None:
+    config = load(MATH, CODE, "teachers.code.data_sources=[code,tsts]")
+    check_taught(config, {"code", "tsts", "sums"})
+    with pytest.raises(ValueError, match=r"has the data_source tsts; expected some of \[code, tests\]"):
+        check_taught(config, {"code", "tests"})
+
+
+def test_where_only_teachers_teach_each_prompt_has_one(tmp_path: Path) -> None:
+    alone, of_code = "algorithm.adv_estimator=none", "teachers.code.data_sources=[code]"
+    with pytest.raises(ValueError, match="prompts of the data_source 'sums' have no teacher, so nothing is learnt"):
+        check_taught(load(CODE, of_code, alone), {"code", "sums"})
+    check_taught(load(CODE, of_code, alone), {"code"})
+    check_taught(load(CODE, of_code), {"code", "sums"})
+    check_taught(load(MATH, CODE, of_code, alone), {"code", "sums"})
+    (tmp_path / "who.py").write_text("")
+    check_taught(load(CODE, alone, f"distill.route={tmp_path}/who.py:who"), {"code", "sums"})
 
 
 def test_prompts_are_routed_by_a_function(tmp_path: Path) -> None:

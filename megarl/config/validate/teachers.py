@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import show
-from megarl.config.validate.models import config_of_folder, model_numbers
+from megarl.config.validate.models import config_of_folder, group_of, model_numbers
 from megarl.layout import numbers_of
 
 
@@ -19,6 +19,11 @@ def contradictions(config: Config) -> Iterator[str]:
     if alone and not config.teachers:
         nothing = "every advantage is 0, and there is no teacher to learn from"
         yield f"algorithm.adv_estimator={names.NO_ADVANTAGES}: {nothing}; expected teachers.NAME.model.path=FOLDER"
+    elif alone and config.algorithm.filter_groups.enable:
+        yield (
+            f"algorithm.filter_groups.enable=true: algorithm.adv_estimator={names.NO_ADVANTAGES} learns from teachers, "
+            "who teach groups of equal rewards as well; expected false"
+        )
     if not config.teachers:
         return
     for name in config.teachers:
@@ -29,9 +34,12 @@ def contradictions(config: Config) -> Iterator[str]:
         # The policy is then renormalised over the tokens that could be drawn, and its teachers are not.
         narrowed = f"rollout.top_p={config.rollout.top_p} and rollout.top_k={config.rollout.top_k}"
         yield f"{narrowed}: teachers speak of the whole vocabulary; expected 1.0 and -1"
-    top_k, known = config.distill.top_k, model_numbers(config, "actor").vocab_size
-    if top_k is not None and known is not None and top_k > known:
-        yield f"distill.top_k={top_k}: model.path={config.model.path} has {known} tokens; expected fewer, or null"
+    paths = {"actor": config.model.path} | {f"teachers.{name}": t.model.path for name, t in config.teachers.items()}
+    top_k = config.distill.top_k
+    for role, path in paths.items():
+        known = model_numbers(config, role).vocab_size
+        if top_k is not None and known is not None and top_k > known:
+            yield f"distill.top_k={top_k}: {group_of(role)}.path={path} has {known} tokens; expected fewer, or null"
 
 
 def _teacher(config: Config, name: str) -> Iterator[str]:
@@ -65,8 +73,11 @@ def _server(config: Config, name: str) -> Iterator[str]:
         yield f"{key}.server.num_gpus={teacher.server.num_gpus}: rollout.engine=hf serves on one; expected 1"
     known = numbers_of(config_of_folder(teacher.model.path)).max_position_embeddings
     keys, longest = config.longest
-    if known is not None and longest > known:
-        yield f"{key}.model.path={teacher.model.path}: it knows {known} positions, and {keys} is {longest}"
+    if known is not None and longest + 1 > known:  # a request of rollout.scores asks for a token more
+        yield (
+            f"{keys}={longest}: {key}.model.path={teacher.model.path} knows {known} positions "
+            f"(max_position_embeddings), of which {said} needs one more than a row has; expected at most {known - 1}"
+        )
 
 
 def _routes(config: Config) -> Iterator[str]:
