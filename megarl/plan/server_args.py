@@ -5,8 +5,10 @@ These arguments come after ours on the server's command line, and the last one c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from megarl.config.server_options import options_of
 
 KEY = "rollout.sglang.args"
 
@@ -19,7 +21,7 @@ def read(args: Sequence[str]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     unknown: list[str] = []
-    for option, value in _options(args):
+    for option, value in options_of(args):
         if option in _MODELLED:
             field, parsed = _MODELLED[option]
             new = parsed(option, value)
@@ -30,21 +32,6 @@ def read(args: Sequence[str]) -> dict[str, Any]:
         elif option not in _WITHOUT_EFFECT:
             unknown.append(f"{KEY}={option} {value}".strip())
     return found | {"not_modelled": tuple(unknown)}
-
-
-def _options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each option with its values; `--name=value` and `--name value` are the same."""
-    name, values = "", list[str]()
-    for word in args:
-        if word.startswith("--"):
-            if name:
-                yield name, " ".join(values)
-            name, _, value = word.partition("=")
-            values = [value] if value else []
-        else:
-            values.append(word)
-    if name:
-        yield name, " ".join(values)
 
 
 def _share(option: str, text: str) -> float:

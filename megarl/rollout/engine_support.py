@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.ragged import Ragged
+from megarl.rollout.protocol import SAMPLING_LOG_PROBS
 from megarl.rollout.wire_columns import ColumnsLost
 from megarl.sample import SUPPORT
 
@@ -28,6 +29,7 @@ class EngineSupport:
 
     top_p: float
     top_k: int
+    num_ids: int = 2**31  # the vocabulary's, where it is known; else what a column holds
 
     @property
     def name(self) -> str:
@@ -41,7 +43,7 @@ class EngineSupport:
 
     def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int, num_known: int) -> Ragged:  # noqa: ARG002
         """Lists of ids; of the request's tokens they are empty."""
-        masks = meta.get(_FIELD)
+        masks = None if meta.get(SAMPLING_LOG_PROBS) is None else meta.get(_FIELD)
         if masks is None and meta["finish_reason"]["type"] == "abort":
             raise ColumnsLost(num_new, "the request was ended in the queue, without the tokens that could be drawn")
         if masks is None:
@@ -50,14 +52,18 @@ class EngineSupport:
                 "could be drawn; expected one that does, such as SGLang 0.5.23, or 1.0 and -1"
             )
         drawn = [triple[1] for triple in meta["output_token_logprobs"]]
-        if not isinstance(masks, list) or len(masks) != num_new or not all(map(_holds, masks, drawn)):
-            raise ValueError(f"{_FIELD} of a completion: expected {num_new} lists of ids, each with the token's own")
+        if not isinstance(masks, list) or len(masks) != num_new or not all(map(self._holds, masks, drawn)):
+            raise ValueError(
+                f"{_FIELD} of a completion: expected {num_new} lists of ids below {self.num_ids}, each with the "
+                "token's own"
+            )
         return Ragged.of([*[()] * num_asked, *masks])
 
     def check(self, column: Any, num_known: int) -> None:  # noqa: ARG002
         if not isinstance(column, Ragged):
             raise ValueError(f"column {SUPPORT} of a completion: expected no such column, but the field {_FIELD}")
 
-
-def _holds(ids: Any, token: int) -> bool:
-    return isinstance(ids, list) and token in ids
+    def _holds(self, ids: Any, token: int) -> bool:
+        if not isinstance(ids, list) or token not in ids or set(map(type, ids)) != {int}:
+            return False
+        return min(ids) >= 0 and max(ids) < self.num_ids

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from megarl.sample import Completion, VersionSpan
 
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
 MAX_SEED = 2**31 - 1
+SAMPLING_LOG_PROBS = "output_token_sampling_logprobs"  # over the tokens that could be drawn: see EngineSupport
+_ROUNDED = 1e-3  # a server's kernels may round the probability of a sure token up
 
 
 class Route(StrEnum):
@@ -214,20 +217,29 @@ def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn
     try:
         token_ids, meta = item["output_ids"], item["meta_info"]
         finish_reason, triples = meta["finish_reason"]["type"], meta["output_token_logprobs"]
-    except (KeyError, TypeError) as error:
+        of_all, written = [triple[0] for triple in triples], [triple[1] for triple in triples]
+    except (IndexError, KeyError, TypeError) as error:
         raise ValueError(f"a completion of {Route.GENERATE} lacks {error}") from error
-    if [triple[1] for triple in triples] != token_ids:
+    if written != token_ids:
         raise ValueError(f"a completion has {len(token_ids)} tokens and {len(triples)} log-probs of other tokens")
-    drawn = meta.get("output_token_sampling_logprobs")  # over the tokens that could be drawn: EngineSupport
-    if drawn is not None and len(drawn) != len(token_ids):
-        raise ValueError(f"a completion has {len(token_ids)} tokens and {len(drawn)} log-probs of its sampling")
+    drawn = meta.get(SAMPLING_LOG_PROBS)
+    log_probs = of_all if drawn is None else drawn
+    if not isinstance(log_probs, list) or len(log_probs) != len(token_ids):
+        number = len(log_probs) if isinstance(log_probs, list) else "no list of"
+        raise ValueError(f"a completion has {len(token_ids)} tokens and {number} log-probs of its sampling")
+    if wrong := [value for value in log_probs if not _is_log_prob(value)]:
+        raise ValueError(f"a completion has the log-prob {wrong[0]!r}: expected a finite number of at most 0")
     return Completion(
         token_ids=token_ids,
-        log_probs=[triple[0] for triple in triples] if drawn is None else drawn,
+        log_probs=log_probs,
         finish_reason=finish_reason,
         versions=_versions(meta, len(token_ids)),
         columns=read_columns(meta, num_asked, len(token_ids), columns, num_known),
     )
+
+
+def _is_log_prob(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value <= _ROUNDED
 
 
 def _versions(meta: Mapping[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:

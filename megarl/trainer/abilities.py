@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import closing
 
 from megarl.config import Config, model_config
 from megarl.config.validate.lora import adapts_experts, adapts_latents
 from megarl.config.validate.router_replay import WITHOUT_ROUTES
+from megarl.config.validate.sampling import PREFERRED, WHY_NOT_PREFERRED, largest_top_k
 from megarl.projections import chosen, projections_of
 from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Abilities
@@ -64,11 +66,24 @@ def check_tells_support(urls: Sequence[str], token: str, config: Config) -> None
                 f"{given}: {url} does not tell exactly from which tokens it drew; expected a server that does, such as "
                 "SGLang 0.5.23, or 1.0 and -1"
             )
-        most = info[field]
+        most = None if info[field] is None else largest_top_k(info[field])
         if most is not None and not 1 <= rollout.top_k <= most:
             raise ValueError(
                 f"{given}: {url} tells from which tokens it drew only for a top_k of 1 to {most}; expected one, or a "
                 "larger --sampling-mask-max-tokens of the server"
+            )
+
+
+def check_draws_as_asked(urls: Sequence[str], token: str) -> None:
+    """Raises ValueError for a server that adds something to how a request wants its tokens drawn."""
+    field = PREFERRED.removeprefix("--").replace("-", "_")
+    for url in urls:
+        with closing(ServerClient(url, token)) as server:
+            preferred = server.server_info().get(field)
+        if preferred:
+            raise ValueError(
+                f"rollout.urls: {url} was started with {PREFERRED}={json.dumps(preferred)}: {WHY_NOT_PREFERRED}; "
+                "expected one without it"
             )
 
 

@@ -188,14 +188,20 @@ def engine_columns(config: Config) -> tuple[EngineColumn, ...]:
 
     Raises ValueError for a model without experts.
     """
-    support = (EngineSupport(config.rollout.top_p, config.rollout.top_k),) if config.narrows_sampling else ()
-    if config.actor.router_replay != "rollout":
-        return support
+    replays, rollout = config.actor.router_replay == "rollout", config.rollout
+    if not replays and not config.narrows_sampling:
+        return ()
+    found: list[EngineColumn] = []
     folder = model_folder(config.model.path)
-    of = RoutedExperts.of(config_of_folder(folder))
-    if of is None:
-        raise ValueError(f"actor.router_replay=rollout: the model in {folder} has no experts; expected off")
-    return (*support, EngineRoutes(of))
+    hf = config_of_folder(folder)
+    if config.narrows_sampling:
+        found.append(EngineSupport(rollout.top_p, rollout.top_k, num_ids=hf["vocab_size"]))
+    if replays:
+        of = RoutedExperts.of(hf)
+        if of is None:
+            raise ValueError(f"actor.router_replay=rollout: the model in {folder} has no experts; expected off")
+        found.append(EngineRoutes(of))
+    return tuple(found)
 
 
 def supervision(config: Config) -> supervisor.Supervision:

@@ -38,7 +38,13 @@ from megarl.servers.nccl import check_one_nccl
 from megarl.servers.router import Routed
 from megarl.servers.sglang_environment import sglang_python
 from megarl.trainer import checkpoint
-from megarl.trainer.abilities import abilities_of, check_abilities, check_reports_routes, check_tells_support
+from megarl.trainer.abilities import (
+    abilities_of,
+    check_abilities,
+    check_draws_as_asked,
+    check_reports_routes,
+    check_tells_support,
+)
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import (
     engine_columns,
@@ -196,6 +202,7 @@ class Run:
             teachers.require_room(longest, keys)
         abilities = abilities_of(processes.urls, token)
         check_abilities(abilities, config, drains=self.drains)
+        check_draws_as_asked(processes.urls, token)
         if self.replays_rollout:
             check_reports_routes(processes.urls, token)
         if config.narrows_sampling:

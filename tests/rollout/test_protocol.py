@@ -99,6 +99,9 @@ def test_an_empty_completion_has_no_version():
         (item(spans=[("3", 0, 1)]), "do not cover"),
         (item(spans=[("3", 1, 2)]), "do not cover"),
         (item(output_token_logprobs=[[-1.0, 4, None]]), "2 tokens and 1 log-probs"),
+        (item(output_token_logprobs=3), "lacks"),
+        (item(output_token_logprobs=[[-1.0], [-1.0]]), "lacks"),
+        (item(output_token_logprobs=[[-1.0, 4, None], [None, 6, None]]), "the log-prob None"),
     ],
 )
 def test_a_reply_that_is_not_what_was_asked_is_an_error(reply, words):

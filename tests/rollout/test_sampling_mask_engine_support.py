@@ -26,7 +26,7 @@ from megarl.rollout.wire_columns import ColumnsLost
 from megarl.sample import SUPPORT, Completion, Prompt, Sample
 
 NARROW = SamplingParams(top_p=0.9, top_k=20, max_new_tokens=4)
-TOLD = EngineSupport(0.9, 20)
+TOLD = EngineSupport(0.9, 20, num_ids=10)
 MASKS = [[2, 9], [4], [3, 6, 8], [1, 5]]  # of the tokens 9, 4, 6, 1
 TOKENS = [9, 4, 6, 1]
 
@@ -60,8 +60,18 @@ def test_log_probs_are_those_over_the_support() -> None:
         (None, None, "rollout.top_p=0.9 and rollout.top_k=20: the server does not tell which tokens could be drawn"),
         ([[4]], None, "output_token_sampling_mask of a completion: expected 2 lists of ids"),
         ([[4], []], None, "expected 2 lists of ids"),
-        ([[4], [7, 8]], None, "expected 2 lists of ids, each with the token's own"),
+        ([[4], [7, 8]], None, "expected 2 lists of ids below 10, each with the token's own"),
         ("no list", None, "expected 2 lists of ids"),
+        ([[4, None], [6]], None, "expected 2 lists of ids below 10"),
+        ([[4, 2.7], [6]], None, "expected 2 lists of ids below 10"),
+        ([[4, True], [6]], None, "expected 2 lists of ids below 10"),
+        ([[4, -1], [6]], None, "expected 2 lists of ids below 10"),
+        ([[4, 10], [6]], None, "expected 2 lists of ids below 10"),
+        ([[4], [6]], -0.5, "a completion has 2 tokens and no list of log-probs of its sampling"),
+        ([[4], [6]], [-0.5, None], "a completion has the log-prob None: expected a finite number of at most 0"),
+        ([[4], [6]], [float("nan"), -0.5], "a completion has the log-prob nan"),
+        ([[4], [6]], [-0.5, True], "a completion has the log-prob True"),
+        ([[4], [6]], [0.5, -0.5], "a completion has the log-prob 0.5"),
         ([[4], [6]], [-0.5], "a completion has 2 tokens and 1 log-probs of its sampling"),
     ],
 )
@@ -69,6 +79,19 @@ def test_a_support_that_does_not_fit_the_tokens_is_an_error(masks: Any, log_prob
     with pytest.raises(ValueError, match=words) as error:
         read(item([4, 6], masks, log_probs))
     assert not isinstance(error.value, ColumnsLost)
+
+
+def test_an_id_that_no_column_holds_is_an_error_also_where_the_vocabulary_is_not_known() -> None:
+    meta = item([4], [[4, 2**31]])["meta_info"]
+    with pytest.raises(ValueError, match="expected 1 lists of ids below 2147483648"):
+        EngineSupport(0.9, 20).read(meta, 3, 1, num_known=0)
+
+
+def test_a_support_without_the_log_probs_over_it_is_none() -> None:
+    sent = item([4], [[4]])
+    del sent["meta_info"]["output_token_sampling_logprobs"]
+    with pytest.raises(ValueError, match="the server does not tell which tokens could be drawn"):
+        read(sent)
 
 
 def test_an_array_is_no_support() -> None:

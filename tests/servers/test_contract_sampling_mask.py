@@ -56,12 +56,13 @@ def test_the_support_of_each_token_and_log_probs_over_it(server, reference):
             lists[len(PROMPT) :], completion.token_ids, completion.log_probs, log_p, strict=True
         ):
             assert token in ids
-            assert len(set(ids)) == len(ids) <= 20
+            assert len(set(ids)) == len(ids)
             assert log_prob == pytest.approx(float(own[token] - own[ids].logsumexp(0)), abs=CLOSE)
             # The likeliest, as long as those before have less than 0.7: but for the rounding at the border.
             p, order = own.exp().sort(descending=True)
             before = p.cumsum(0) - p
-            sure, possible = before < 0.7 - CLOSE, before < 0.7 + CLOSE
+            # SGLang also keeps tokens that are as likely as the 20th.
+            sure, possible = before < 0.7 - CLOSE, (before < 0.7 + CLOSE) & (p > p[19] * (1 - CLOSE))
             assert set(order[sure][:20].tolist()) <= set(ids) <= set(order[possible].tolist())
 
 

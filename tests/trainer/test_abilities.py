@@ -10,7 +10,7 @@ from config_helpers import load
 from fake_servers import Writer, serving_in_a_thread
 
 from megarl.rollout.protocol import Abilities, Route
-from megarl.trainer.abilities import check_abilities, check_reports_routes, check_tells_support
+from megarl.trainer.abilities import check_abilities, check_draws_as_asked, check_reports_routes, check_tells_support
 
 ADAPTERS = ["actor.lora.rank=4", "actor.lora.push=adapter", "rollout.engine=sglang"]
 
@@ -82,7 +82,7 @@ def test_servers_that_do_not_tell_from_which_tokens_they_drew_are_found_at_the_s
     key, narrow = "sampling_mask_max_tokens", load("rollout.engine=hf", "rollout.top_p=0.9", "rollout.top_k=20")
     alone = load("rollout.engine=hf", "rollout.top_p=0.9")
     given = "rollout.top_p=0.9 and rollout.top_k"
-    with serving_in_a_thread(*map(Reporting, ({key: None}, {key: 20}, {key: 19}, {}))) as (urls, _):
+    with serving_in_a_thread(*map(Reporting, ({key: None}, {key: 40}, {key: 39}, {}))) as (urls, _):
         check_tells_support(urls[:2], "", narrow)
         check_tells_support(urls[:1], "", alone)
         for config, url, top_k, most in ((narrow, urls[2], 20, 19), (alone, urls[1], -1, 20)):
@@ -97,6 +97,18 @@ def test_servers_that_do_not_tell_from_which_tokens_they_drew_are_found_at_the_s
         assert str(error.value) == (
             f"{given}=20: {urls[3]} does not tell exactly from which tokens it drew; expected a server that does, "
             "such as SGLang 0.5.23, or 1.0 and -1"
+        )
+
+
+def test_a_server_that_adds_to_how_tokens_are_drawn_is_found_at_the_start() -> None:
+    key = "preferred_sampling_params"
+    with serving_in_a_thread(*map(Reporting, ({}, {key: None}, {key: {"min_p": 0.1}}))) as (urls, _):
+        check_draws_as_asked(urls[:2], "")
+        with pytest.raises(ValueError) as error:
+            check_draws_as_asked(urls, "")
+        assert str(error.value) == (
+            f'rollout.urls: {urls[2]} was started with --preferred-sampling-params={{"min_p": 0.1}}: a server would '
+            "draw from other logits than those of which the trainer computes log-probs; expected one without it"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def test_servers_note_the_experts_of_tokens_only_for_a_run_that_wants_them(
     columns = (EngineRoutes(RoutedExperts(2, (0, 1), num_experts=4, chosen=2)),)
     assert engine_columns(config) == (columns if wants else ())
     narrowed = load(f"actor.router_replay={chosen}", f"model.path={folder}", "rollout.engine=hf", "rollout.top_p=0.9")
-    assert engine_columns(narrowed) == (EngineSupport(0.9, -1), *engine_columns(config))
+    num_ids = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    assert engine_columns(narrowed) == (EngineSupport(0.9, -1, num_ids), *engine_columns(config))
     for trains in (False, True):
         (server,) = make_servers(config, "", trains=trains)._servers
         assert server.process.launch.returns_routes is (wants and trains)

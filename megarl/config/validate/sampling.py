@@ -1,30 +1,46 @@
-"""Checks whether servers can tell from which tokens they drew, where top-p or top-k left only a part of them."""
+"""Checks whether servers draw as a run says, and tell from which tokens, where top-p or top-k left only a part."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 from megarl.config.schema import Config
+from megarl.config.server_options import options_of
 
-MOST_IN_MASK = 4096  # the default of _LIMIT
-_LIMIT = "--sampling-mask-max-tokens"  # of SGLang; where it is set, the servers say it: trainer/abilities.py
-_DRAFTS = "--speculative-algorithm"
+# Of SGLang, which adds what it says to every request: fields that the request has not, such as a penalty.
+PREFERRED = "--preferred-sampling-params"
+WHY_NOT_PREFERRED = "a server would draw from other logits than those of which the trainer computes log-probs"
+_LIMIT, _DEFAULT_LIMIT = "--sampling-mask-max-tokens", 4096  # of SGLang
+_DRAFTS, _TELLING_DRAFTS = "--speculative-algorithm", ("DFLASH", "DSPARK")
+
+
+def largest_top_k(limit: int) -> int:
+    """The largest top_k for servers that tell of `limit` tokens at most.
+
+    Half of it: tokens that are as likely as the last of the k are drawn too, and SGLang ends a request with an error if
+    all of them are more than the limit.
+    """
+    return limit // 2
 
 
 def contradictions(config: Config) -> Iterator[str]:
     """One sentence for each invalid combination."""
     rollout = config.rollout
-    if not config.narrows_sampling or rollout.engine == "hf":
+    if rollout.engine == "hf":
         return
-    options = [word.split("=")[0] for word in rollout.sglang.args]
-    most = None if _LIMIT in options else MOST_IN_MASK
-    if rollout.top_k == -1 or (most and rollout.top_k > most):
+    options = dict(options_of(rollout.sglang.args))
+    if PREFERRED in options:
+        yield f"rollout.sglang.args={PREFERRED}: {WHY_NOT_PREFERRED}; expected no such option"
+    if not config.narrows_sampling:
+        return
+    limit = options.get(_LIMIT, "")
+    most = largest_top_k(int(limit) if limit.isdecimal() else _DEFAULT_LIMIT)
+    if not 1 <= rollout.top_k <= most:
         given = f"rollout.top_p={rollout.top_p}" if rollout.top_k == -1 else f"rollout.top_k={rollout.top_k}"
-        told = f"SGLang tells from which tokens it drew only for a rollout.top_k of 1 to {most or _LIMIT}"
+        told = f"SGLang tells from which tokens it drew only for a rollout.top_k of 1 to {most}, half of {_LIMIT}"
         yield f"{given}: {told}; expected one, or rollout.engine=hf"
-    for word, following in pairwise([*rollout.sglang.args, ""]):
-        if word.split("=")[0] == _DRAFTS and "DFLASH" not in word + following:
-            told = "with it SGLang does not tell from which tokens it drew"
-            wanted = "no such option, or rollout.top_p=1 and rollout.top_k=-1"
-            yield f"rollout.sglang.args={word}: {told}; expected {wanted}"
+    drafts = options.get(_DRAFTS)
+    if drafts is not None and drafts.upper() not in _TELLING_DRAFTS:
+        told = "with it SGLang does not tell from which tokens it drew"
+        wanted = f"{' or '.join(_TELLING_DRAFTS)}, no such option, or rollout.top_p=1 and rollout.top_k=-1"
+        yield f"rollout.sglang.args={_DRAFTS}={drafts}: {told}; expected {wanted}"
