@@ -203,9 +203,7 @@ class Trainable(Role):
             for epoch in range(how.epochs)
             for mini in mini_batches(batch, how.prompts_per_step, seed=seed * 1000 + epoch)
         )
-        stats = [
-            self._step(mini, how, seed=seed * 1000 + i, prepare=prepare) for i, mini in enumerate(minis)
-        ]
+        stats = [self._step(mini, how, seed=seed * 1000 + i, prepare=prepare) for i, mini in enumerate(minis)]
         merged = merge_stats(stats)
         kl = f"{self.kind}/ppo_kl"
         if kl in merged:  # the weights have not changed yet, so any difference does not come from training

@@ -184,7 +184,7 @@ class Worker:
         return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
 
     def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
-        """`divergence`: its name and beta; `top_k`: a number of tokens; `vocab_size`: of the first of its tokens only."""
+        """`divergence`: its name and beta; `top_k`: a number of tokens; `vocab_size`: of its first tokens only."""
         chosen, known = arguments.get("divergence"), role.hf["vocab_size"]
         return Outputs(
             self.layout,

@@ -47,7 +47,8 @@ def test_drafted_tokens_have_no_known_support() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["'--speculative-algorithm', 'DFLASH'", "'--speculative-algorithm=DSPARK'", "'--speculative-algorithm=dflash'"]
+    "words",
+    ["'--speculative-algorithm', 'DFLASH'", "'--speculative-algorithm=DSPARK'", "'--speculative-algorithm=dflash'"],
 )
 def test_drafts_of_which_sglang_tells_are_allowed(words: str) -> None:
     load(SGLANG, "rollout.top_k=20", f"rollout.sglang.args=[{words}]")
