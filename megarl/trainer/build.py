@@ -187,14 +187,15 @@ def engine_columns(config: Config) -> tuple[EngineColumn, ...]:
 
     Raises ValueError for a model without experts.
     """
-    support = (EngineSupport(config.rollout.top_p, config.rollout.top_k),) if config.narrows_sampling else ()
+    rollout = config.rollout
+    support = (EngineSupport(rollout.top_p, rollout.top_k),) if config.narrows_sampling else ()
     if config.actor.router_replay != "rollout":
         return support
     folder = model_folder(config.model.path)
     of = RoutedExperts.of(config_of_folder(folder))
     if of is None:
         raise ValueError(f"actor.router_replay=rollout: the model in {folder} has no experts; expected off")
-    return (*support, EngineRoutes(of))
+    return (*support, EngineRoutes(of, (rollout.temperature, rollout.top_p, rollout.top_k)))
 
 
 def supervision(config: Config) -> supervisor.Supervision:
