@@ -30,6 +30,7 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
     reports = model.routes if body.get("return_routed_experts") else None
     if body.get("return_routed_experts") and reports is None:
         raise ValueError("return_routed_experts: expected a server started with --enable-return-routed-experts")
+    reports_from = body.get("routed_experts_start_len", 0)
     scored_from = start if body.get("return_logprob") and start >= 0 else None
     tells = body.get("return_sampling_mask") or False
     if not isinstance(tells, bool):
@@ -42,12 +43,16 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
             f"top_logprobs_num={num_top}: expected return_logprob=true and logprob_start_len=POSITION, because this "
             "server tells the most likely tokens of prompts only"
         )
-    scores = {"prompt_log_probs_from": scored_from, "num_top": num_top}
+    wanted = {"prompt_log_probs_from": scored_from, "num_top": num_top, "reports": reports, "tells_support": tells}
     stops = () if params.ignore_eos else (*model.eos_ids, *params.stop_token_ids)
     call = Call()
     for prompt, rid, salt in zip(prompts, rids, salts, strict=True):
         _check_prompt(prompt, params.max_new_tokens, model, max_total_tokens)
-        call.add(n, rid, prompt, params, stops, reports=reports, tells_support=tells, salt=salt, **scores)
+        if type(reports_from) is not int or not 0 <= reports_from < len(prompt):
+            raise ValueError(
+                f"routed_experts_start_len={reports_from!r}: expected 0 to {len(prompt) - 1}, a position of the prompt"
+            )
+        call.add(n, rid, prompt, params, stops, salt=salt, reports_from=reports_from, **wanted)
     return call
 
 
@@ -122,7 +127,9 @@ def _item(row: Request, with_log_probs: bool, several: bool) -> dict[str, Any]:
         meta["output_token_sampling_logprobs"] = row.log_probs_in_support
         meta["output_token_sampling_mask_length"] = len(row.support)
     if row.reports and row.token_ids:
-        meta["columns"] = {ROUTED_EXPERTS: column_to_json(_routes(row, row.reports))}
+        # The token at `reports_from` was read in the pass that wrote the next one.
+        start = row.reports_from + 1 if row.reports_from else 0
+        meta["columns"] = {ROUTED_EXPERTS: column_to_json(_routes(row, row.reports), start)}
     return {"text": "", "output_ids": row.token_ids, "meta_info": meta}
 
 

@@ -27,6 +27,7 @@ class Request:
     prompt_log_probs_from: int | None = None  # report the prompt's log-probs from this position on
     num_top: int = 0  # and so many of the most likely tokens at each of its positions
     reports: RoutedExperts | None = None  # the experts of each token, of a model with such layers
+    reports_from: int = 0  # the first token of the prompt whose experts are reported
     salt: str | int | None = None  # it shares KV with requests of the same salt; None: the engine gives it a number
     tells_support: bool = False  # report the tokens that could be drawn for each token, and log-probs among them
     key: int = 0

@@ -2,7 +2,8 @@
 
 SGLang (0.5.17 and newer, with --enable-return-routed-experts) reports "routed_experts": base64 of int32 [rows, all
 layers, experts of a token], zeros in layers without experts.  Row i is of the i-th token that the model read, from
-`routed_experts_start_len` on; the completion's last token is not read.  Our own server sends the column itself.
+`routed_experts_start_len` on; the completion's last token is not read.  Our own server sends the column itself, also
+without what the caller knows.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
 
 @dataclass(frozen=True)
 class EngineRoutes:
-    """Example: EngineRoutes(RoutedExperts.of(hf)).read(reply["meta_info"], 7, 3, num_known=0) -> [7 + 3, L, K]."""
+    """Example: EngineRoutes(RoutedExperts.of(hf)).read(reply["meta_info"], 7, 3, num_known=0) -> [7 + 3, L, K].
+
+    `sampling`: temperature, top_p and top_k of the completions that are learnt, which alone have it; None: all have it.
+    """
 
     of: RoutedExperts
+    sampling: tuple[float, float, int] | None = None
 
     @property
     def name(self) -> str:
         return ROUTED_EXPERTS
 
-    def is_of(self, top_p: float, top_k: int) -> bool:  # noqa: ARG002
-        return True
+    def is_of(self, temperature: float, top_p: float, top_k: int) -> bool:
+        return self.sampling in (None, (temperature, top_p, top_k))
 
     def request(self, num_known: int) -> dict[str, Any]:
         """The last token that the caller knows was not read by the model yet, and its experts wrote the next one."""

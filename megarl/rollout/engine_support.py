@@ -35,7 +35,7 @@ class EngineSupport:
     def name(self) -> str:
         return SUPPORT
 
-    def is_of(self, top_p: float, top_k: int) -> bool:
+    def is_of(self, temperature: float, top_p: float, top_k: int) -> bool:  # noqa: ARG002
         return (top_p, top_k) == (self.top_p, self.top_k)
 
     def request(self, num_known: int) -> dict[str, Any]:  # noqa: ARG002

@@ -112,7 +112,7 @@ class Sender:
         salt = None if version is None else f"{self._name}.{version}"
         rid = f"{next(self._numbers)}-{self._name}"  # no rid is the beginning of another: SGLang aborts by beginnings
         salt = f"{salt}.{rid}" if salt and alone else salt
-        columns = [column for column in self._columns if column.is_of(params.top_p, params.top_k)]
+        columns = [column for column in self._columns if column.is_of(params.temperature, params.top_p, params.top_k)]
         body = generate_body(prompt_ids, 1, params, rid, salt, columns=columns, num_known=num_known)
         if adapter is not None:
             body["lora_path"] = adapter[0]

@@ -2,8 +2,10 @@
 
 "columns": {"NAME": {"dtype": "uint8", "shape": [7, 2], "data": "base64 of the entries, row-major, little-endian"}}
 
-A request of P tokens and a completion of T give P + T entries.  Nothing here knows what a column means.  A run asks for
-the columns that it wants, each by an `EngineColumn`, which also reads what an engine reports in its own way.
+A request of P tokens and a completion of T give P + T entries.  The first of them may be left out where the caller said
+that it knows them; "start" says how many (not there: 0), and they are zeros then.  Nothing here knows what a column
+means.  A run asks for the columns that it wants, each by an `EngineColumn`, which also reads what an engine reports in
+its own way.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class EngineColumn(Protocol):
     @property
     def name(self) -> str: ...
 
-    def is_of(self, top_p: float, top_k: int) -> bool:
+    def is_of(self, temperature: float, top_p: float, top_k: int) -> bool:
         """Whether completions that are sampled with these have it."""
         ...
 
@@ -77,7 +79,7 @@ def read_columns(
     assert num_asked is not None, "a caller that gets columns has to say how many tokens it asked with"
     if not isinstance(sent, Mapping):
         raise ValueError(f"the columns of a completion are a {type(sent).__name__}: expected an object")
-    found: dict[str, Any] = {name: _column(name, value) for name, value in sent.items()}
+    found: dict[str, Any] = {name: _column(name, value, num_known) for name, value in sent.items()}
     for column in wanted:
         if column.name not in found:
             found[column.name] = column.read(meta, num_asked, num_new, num_known)
@@ -92,17 +94,20 @@ def read_columns(
     return found
 
 
-def column_to_json(column: np.ndarray) -> dict[str, Any]:
-    """What a reply says of a column: see above."""
-    little = column.astype(column.dtype.newbyteorder("<"), copy=False)
-    return {"dtype": column.dtype.name, "shape": list(column.shape), "data": b64encode(little.tobytes()).decode()}
+def column_to_json(column: np.ndarray, start: int = 0) -> dict[str, Any]:
+    """What a reply says of a column: see above.  `start`: entries that are left out."""
+    sent = column[start:]
+    little = sent.astype(column.dtype.newbyteorder("<"), copy=False)
+    said = {"dtype": column.dtype.name, "shape": list(sent.shape), "data": b64encode(little.tobytes()).decode()}
+    return {**said, "start": start} if start else said
 
 
-def _column(name: str, value: Any) -> np.ndarray:
+def _column(name: str, value: Any, num_known: int) -> np.ndarray:
     try:
+        start = value.get("start", 0)
         dtype, shape, data = str(value["dtype"]), value["shape"], b64decode(value["data"], validate=True)
         sizes = [size for size in shape if isinstance(size, int) and size >= 0]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"column {name} of a completion cannot be read: {error!r}") from error
     if dtype not in COLUMN_DTYPES:
         raise ValueError(
@@ -110,4 +115,12 @@ def _column(name: str, value: Any) -> np.ndarray:
         )
     if len(sizes) != len(shape) or math.prod(sizes) * np.dtype(dtype).itemsize != len(data):
         raise ValueError(f"column {name} of a completion has {len(data)} bytes: expected {dtype} of shape {shape}")
-    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(dtype).reshape(sizes)
+    column = np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(dtype).reshape(sizes)
+    if start == 0:
+        return column
+    if type(start) is not int or not 0 < start <= num_known or not sizes or not column.size:
+        raise ValueError(
+            f"column {name} of a completion has the shape {shape} and starts at {start!r}: expected a start of at most "
+            f"{num_known}, the tokens that the caller knows"
+        )
+    return np.concatenate([np.zeros((start, *sizes[1:]), dtype), column])

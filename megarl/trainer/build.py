@@ -200,7 +200,7 @@ def engine_columns(config: Config) -> tuple[EngineColumn, ...]:
         of = RoutedExperts.of(hf)
         if of is None:
             raise ValueError(f"actor.router_replay=rollout: the model in {folder} has no experts; expected off")
-        found.append(EngineRoutes(of))
+        found.append(EngineRoutes(of, (rollout.temperature, rollout.top_p, rollout.top_k)))
     return tuple(found)
 
 

@@ -104,6 +104,31 @@ def test_only_requests_that_want_them_get_them(folders: dict[str, str]) -> None:
     assert "columns" not in reply["meta_info"]
 
 
+def test_only_those_behind_what_the_caller_knows_are_sent(folders: dict[str, str]) -> None:
+    """It knows three tokens: the third was not read when it was written, so its experts are the first."""
+    model = HFModel(folders["mixtral"], torch.float32, returns_routes=True)
+    assert model.routes is not None
+    routes = EngineRoutes(model.routes)
+    asked = {**body(PROMPT, max_new_tokens=4, sampling_seed=4), "return_routed_experts": True}
+    with running(model) as (_, answer):
+        whole, rest = answer([asked, asked | routes.request(num_known=3)])
+    (first,) = completions(whole, model)
+    (second,) = parse_replies(rest, 1, num_asked=len(PROMPT), columns=[routes], num_known=3)
+    sent = rest["meta_info"]["columns"]["routed_experts"]
+    num_tokens = len(PROMPT) + len(first.token_ids)
+    assert (sent["start"], sent["shape"][0]) == (3, num_tokens - 3)
+    column = second.completion.columns["routed_experts"]
+    assert not column[:3].any()
+    assert np.array_equal(column[3:], first.columns["routed_experts"][3:])
+
+
+@pytest.mark.parametrize("start", [-1, len(PROMPT), "2", True, None])
+def test_a_start_outside_the_prompt_is_refused(folders: dict[str, str], start: object) -> None:
+    model = HFModel(folders["mixtral"], torch.float32, returns_routes=True)
+    with pytest.raises(ValueError, match=r"routed_experts_start_len=.*: expected 0 to \d+, a position of the prompt"):
+        read_call(wanting(max_new_tokens=2) | {"routed_experts_start_len": start}, model, 100)
+
+
 def test_a_server_that_does_not_note_them_refuses(folders: dict[str, str], model_path: str) -> None:
     with pytest.raises(ValueError, match="a server started with --enable-return-routed-experts"):
         read_call(wanting(max_new_tokens=2), HFModel(folders["mixtral"], torch.float32), 100)

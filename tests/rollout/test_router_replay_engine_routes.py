@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_servers import serving
-from routing_server import ROUTES, RoutingServer, entry, experts_at, field_of
+from routing_server import OF, ROUTES, RoutingServer, entry, experts_at, field_of
 from wire import column_on_the_wire
 
 from megarl.rollout.engine_routes import EngineRoutes
@@ -54,6 +54,13 @@ def test_what_the_caller_knows_is_not_sent_and_stays_zero() -> None:
     assert ROUTES.request(0)["routed_experts_start_len"] == 0
     column = read(meta_of(field_of(1, 4)), num_known=2)
     assert column.tolist() == [[[0, 0], [0, 0]]] * 2 + [entry(token) for token in range(2, 5)]
+
+
+def test_only_completions_that_are_learnt_have_them() -> None:
+    routes = EngineRoutes(OF, (1.0, 0.9, 20))
+    assert routes.is_of(1.0, 0.9, 20)
+    assert not any(routes.is_of(*other) for other in ((0.0, 0.9, 20), (1.0, 1.0, 20), (1.0, 0.9, -1)))
+    assert ROUTES.is_of(0.0, 1.0, -1)
 
 
 def test_the_column_of_our_own_server_is_taken_as_it_is() -> None:

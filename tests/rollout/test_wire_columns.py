@@ -31,6 +31,21 @@ def test_the_format_by_hand() -> None:
     assert found["some"].tolist() == [258, 0, 65535]
 
 
+def test_entries_that_the_caller_knows_may_be_left_out_and_are_zeros_then() -> None:
+    whole = np.arange(1, 11, dtype=np.uint16).reshape(5, 2)
+    sent = column_to_json(whole, start=2)
+    assert sent == column_on_the_wire(whole[2:]) | {"start": 2}
+    found = read_columns({"columns": {"some": sent}}, 3, 2, num_known=2)["some"]
+    assert (found.dtype, found.tolist()) == (np.dtype("uint16"), [[0, 0], [0, 0], *whole[2:].tolist()])
+
+
+@pytest.mark.parametrize("start", [3, -1, "2", True, None])
+def test_entries_that_the_caller_does_not_know_are_not_left_out(start: Any) -> None:
+    sent = column_on_the_wire(np.ones((2, 2))) | {"start": start}
+    with pytest.raises(ValueError, match="^column some .* starts at .*: expected a start of at most 2, the tokens"):
+        read_columns({"columns": {"some": sent}}, 3, 2, num_known=2)
+
+
 def test_a_completion_has_the_columns_of_its_reply() -> None:
     routes = np.arange(10, dtype=np.uint8).reshape(5, 2)
     sent = [reply_item([4, 6], [-0.5, -1.0], [(3, 0, 2)], {"routes": routes + i}) for i in range(2)]
@@ -70,8 +85,9 @@ GOOD = column_on_the_wire(np.zeros((5, 2), np.uint8))
         (GOOD | {"data": "no base64!"}, "cannot be read: Error"),
         (GOOD | {"data": 7}, "cannot be read: TypeError"),
         ({"dtype": "uint8", "shape": [5, 2]}, "cannot be read: KeyError"),
-        ([1, 2], "cannot be read: TypeError"),
-        (None, "cannot be read: TypeError"),
+        (GOOD | {"start": 1}, "starts at 1: expected a start of at most 0"),
+        ([1, 2], "cannot be read: AttributeError"),
+        (None, "cannot be read: AttributeError"),
     ],
 )
 def test_a_bad_column_is_one_sentence_with_its_name(value: Any, words: str) -> None:
@@ -90,7 +106,7 @@ class Doubled:
 
     name = "ours"
 
-    def is_of(self, top_p: float, top_k: int) -> bool:  # noqa: ARG002
+    def is_of(self, temperature: float, top_p: float, top_k: int) -> bool:  # noqa: ARG002
         return True
 
     def request(self, num_known: int) -> dict[str, Any]:

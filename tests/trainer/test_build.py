@@ -67,11 +67,12 @@ def test_servers_note_the_experts_of_tokens_only_for_a_run_that_wants_them(
 ) -> None:
     folder = write_tiny_model(tmp_path / "model", family="mixtral", **SMALL)
     config = load(f"actor.router_replay={chosen}", f"model.path={folder}", "rollout.engine=hf")
-    columns = (EngineRoutes(RoutedExperts(2, (0, 1), num_experts=4, chosen=2)),)
-    assert engine_columns(config) == (columns if wants else ())
+    of = RoutedExperts(2, (0, 1), num_experts=4, chosen=2)
+    assert engine_columns(config) == ((EngineRoutes(of, (1.0, 1.0, -1)),) if wants else ())
     narrowed = load(f"actor.router_replay={chosen}", f"model.path={folder}", "rollout.engine=hf", "rollout.top_p=0.9")
     num_ids = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-    assert engine_columns(narrowed) == (EngineSupport(0.9, -1, num_ids), *engine_columns(config))
+    expected = (EngineSupport(0.9, -1, num_ids), EngineRoutes(of, (1.0, 0.9, -1)))
+    assert engine_columns(narrowed) == (expected if wants else expected[:1])
     for trains in (False, True):
         (server,) = make_servers(config, "", trains=trains)._servers
         assert server.process.launch.returns_routes is (wants and trains)
