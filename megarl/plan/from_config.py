@@ -68,6 +68,7 @@ def job_of(
         critic=role_of(config, "critic") if config.uses_critic else None,
         reference=role_of(config, "ref") if config.uses_reference else None,
         teachers=tuple(role_of(config, name) for name in config.teachers_on_ranks),
+        reads_heads=bool(config.divergence_of_vocabulary),
         shared=rollout.placement == "shared",
         server_gpus=rollout.tensor_model_parallel_size,
         num_servers=len(rollout.urls) or rollout.num_servers,
@@ -118,7 +119,7 @@ def _not_modelled(config: Config) -> Iterator[str]:
     for role in (role for role in config.teacher_roles if role not in config.teachers_on_ranks):
         yield f"{role}.engine=server: its servers, and the time in which they answer"
     if whole := config.divergence_of_vocabulary:
-        yield f"{whole}: teachers' hidden states on their way to the actor's ranks, and the two heads once more"
+        yield f"{whole}: teachers' hidden states on their way to the actor's ranks, and the products with both heads once more"
     if filters.enable and filters.refill:
         yield "algorithm.filter_groups.refill=true: completions of the groups that others replace"
 

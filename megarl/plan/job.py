@@ -95,6 +95,7 @@ class Job:
     critic: Role | None = None
     reference: Role | None = None
     teachers: tuple[Role, ...] = ()  # assumed to teach equal shares of the samples
+    reads_heads: bool = False  # the actor computes the teachers' logits of the whole vocabulary
 
     # servers
     shared: bool = True  # colocation on the trainer's GPUs; else on separate GPUs

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from threading import Event
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from megarl.rollout.scores import Scores
 from megarl.sample import Batch
 
 _REST_S = 1.0  # before a second try; doubles with each
+_LOOK_S = 0.5  # between two looks after the servers
 
 
 @dataclass
@@ -27,6 +29,8 @@ class TeacherServers:
     concurrency: int = 64  # requests at a time, to all servers
     timeout_s: float = 120.0
     tries: int = 5
+    look_after: Callable[[], None] = lambda: None  # restarts the run's own that died; raises if they may not
+    comes_back_s: float = 0.0  # how long requests wait for one that does not answer, before a try counts
     _clients: list[ServerClient] = field(default_factory=list, init=False)
 
     def require_room(self, longest: int, keys: str) -> None:
@@ -66,32 +70,49 @@ class TeacherServers:
         rows = zip(batch.tokens.split(batch.lengths.tolist()), batch.row_starts.tolist(), contexts, strict=True)
         asked = [(begin + context, row.tolist(), context) for row, begin, context in rows if context < len(row)]
         self._connected()
+        ended = Event()
         with ThreadPoolExecutor(self.concurrency) as threads:
             jobs = [
-                threads.submit(self._ask, number, ids, context, top_k) for number, (_, ids, context) in enumerate(asked)
+                threads.submit(self._ask, number, ids, context, top_k, ended)
+                for number, (_, ids, context) in enumerate(asked)
             ]
-            return [(first, job.result()) for (first, _, _), job in zip(asked, jobs, strict=True)]
+            try:
+                # In this thread, which started them.
+                while wait(jobs, _LOOK_S, FIRST_EXCEPTION).not_done and not any(_failed(job) for job in jobs):
+                    self.look_after()
+                return [(first, job.result()) for (first, _, _), job in zip(asked, jobs, strict=True)]
+            finally:
+                ended.set()
+                threads.shutdown(wait=False, cancel_futures=True)
 
     def _connected(self) -> list[ServerClient]:
         if not self._clients:
             self._clients = [ServerClient(url, self.token, timeout_s=self.timeout_s) for url in self.urls()]
         return self._clients
 
-    def _ask(self, number: int, token_ids: list[int], start: int, top_k: int) -> Scores:
-        """From one of the servers; after a failure that may pass from the next.  Raises ServerError at the end."""
-        for tried in range(self.tries):
+    def _ask(self, number: int, token_ids: list[int], start: int, top_k: int, ended: Event) -> Scores:
+        """From one of the servers; after a failure that may pass from the next.  Raises ServerError at the end.
+
+        `ended`: nobody waits for it any more.
+        """
+        tried, back_by = 0, time.monotonic() + self.comes_back_s
+        while True:
             client = self._clients[(number + tried) % len(self._clients)]
             try:
                 return client.scores(token_ids, start, top_k)
             except ServerError as error:
+                tried += error.status != 0 or time.monotonic() >= back_by
                 may_pass = error.status in (0, 429) or error.status >= 500
-                if tried + 1 == self.tries or not may_pass:
+                if tried == self.tries or not may_pass or ended.is_set():
                     raise
-                time.sleep(_REST_S * 2**tried)
-        raise AssertionError("the last try returns or raises")
+                time.sleep(_REST_S * 2.0 ** (tried - 1))
 
     def close(self) -> None:
         """Close the connections."""
         for client in self._clients:
             client.close()
         self._clients = []
+
+
+def _failed(job: Future[Scores]) -> bool:
+    return job.done() and job.exception() is not None

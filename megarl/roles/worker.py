@@ -192,7 +192,8 @@ class Worker:
             arguments["temperature"],
             tuple(name for name in arguments["names"] if name != ROUTED_EXPERTS),
             divergence=make_divergence(*chosen) if chosen else None,
-            heads=role.heads,
+            # On the device for the whole call: each micro-batch reads each of them three times.
+            heads=[head.to(self.device) for head in role.heads] if chosen else [],
             top_k=arguments.get("top_k", 0),
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import traceback
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -49,7 +48,7 @@ class Infrastructure:
         # For servers that share the trainer's GPUs; None: servers have their own GPUs.
         shared, timeout_s = config.rollout.placement == "shared", config.rollout.request_timeout_s
         self.colocation = Colocation(self.server_token, timeout_s=timeout_s) if shared else None
-        self.teacher_urls: dict[str, Sequence[str]] = {}  # of the servers that the run starts for teachers
+        self.teacher_servers: dict[str, Servers] = {}  # that the run starts for teachers, by their names
         self._restarts = 0
         self._stack = ExitStack()
 
@@ -98,7 +97,7 @@ class Infrastructure:
                 for name, server in taught.items():
                     stack.enter_context(server).start()
                     servers.watch_too(partial(look_after, server, f"teachers.{name}"))
-                    self.teacher_urls[name] = server.urls
+                    self.teacher_servers[name] = server
                 self._servers, self.router = servers, router
                 self._stack.push(stack.pop_all())
         return self._servers

@@ -42,10 +42,10 @@ def prepare(config: Config) -> None:
                 *(() if name == "sums" else _paths(f"quickstart_teacher_sft_{name}")),
             ]
             cold_start(config, words, write_data=TASKS[name], model=TEACHER, role=f"teachers.{name}")
-        Console().print(f"teachers.{name}: val/score {_score(config, name):.3f} on what it teaches", highlight=False)
+        Console().print(f"teachers.{name}: val/score {score(config, name):.3f} on what it teaches", highlight=False)
 
 
-def _score(config: Config, name: str) -> float:
+def score(config: Config, name: str) -> float:
     """The greedy accuracy of a teacher on the run's held-out prompts of its own data sources."""
     keys, data = config.teachers[name], config.data
     prompts = read_prompts(config, data.val_files, overlong=data.overlong_prompts).all(data.val_max_samples)

@@ -190,7 +190,7 @@ class Run:
 
         self.trackers.stage("starting ranks")
         site = self._infrastructure
-        token, started = site.server_token, site.teacher_urls
+        token, started = site.server_token, site.teacher_servers
         teachers = make_teachers(config, self._group_of, self.num_steps, token=token, started=started)
         if teachers is not None:
             self._stack.callback(teachers.close)

@@ -28,7 +28,9 @@ from megarl.roles.handles import Packing
 from megarl.roles.teacher import Teacher
 from megarl.roles.teacher_servers import TeacherServers
 from megarl.sample import Batch, Prompt, Sample, Stat, Stats
+from megarl.servers.supervisor import Servers
 from megarl.trainer.build import model_folder
+from megarl.trainer.collectors import look_after
 from megarl.trainer.teacher_servers import key_of_servers
 
 T = TypeVar("T")
@@ -163,12 +165,12 @@ def make_teachers(
     num_steps: int,
     *,
     token: str,
-    started: Mapping[str, Sequence[str]],
+    started: Mapping[str, Servers],
 ) -> Teachers | None:
     """Teachers, without weights, of a run of `num_steps` iterations; None if it has none.
 
-    `group_of` returns the ranks for the configuration of a role.  `started`: the urls of servers that the run starts
-    for teachers, by their names, and `token` the key of these; it may be filled later.
+    `group_of` returns the ranks for the configuration of a role.  `started`: the servers that the run starts for
+    teachers, by their names, and `token` the key of these; it may be filled later.
     """
     if not config.teachers:
         return None
@@ -179,17 +181,22 @@ def make_teachers(
 
 
 def _make_teacher(
-    config: Config, name: str, group_of: Callable[[Any], Group], token: str, started: Mapping[str, Sequence[str]]
+    config: Config, name: str, group_of: Callable[[Any], Group], token: str, started: Mapping[str, Servers]
 ) -> Teacher | TeacherServers:
     keys = config.teachers[name]
     if f"teachers.{name}" in config.teachers_on_ranks:
         packing = Packing(keys.log_prob_max_token_len_per_gpu, keys.log_prob_micro_batch_size_per_gpu)
         return Teacher(f"teachers.{name}", group_of(keys), packing, config.rollout.temperature)
+    concurrency, timeout_s = keys.server.concurrency, config.rollout.request_timeout_s
+    if keys.server.urls:
+        return TeacherServers(lambda: keys.server.urls, key_of_servers(config, name), concurrency, timeout_s)
     return TeacherServers(
-        lambda: keys.server.urls or started[name],
-        key_of_servers(config, name) if keys.server.urls else token,
-        keys.server.concurrency,
-        config.rollout.request_timeout_s,
+        lambda: started[name].urls,
+        token,
+        concurrency,
+        timeout_s,
+        look_after=lambda: look_after(started[name], f"teachers.{name}"),
+        comes_back_s=config.rollout.start_timeout_s,
     )
 
 

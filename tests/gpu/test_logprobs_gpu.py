@@ -6,16 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from divergence_plain import plain_divergence
 from logprobs_plain import ALL, fused_columns, plain_columns, total
 from tensor_memory import peak_bytes
 from triton_cases import all_cases, compare
 
+from megarl.algo.divergences import make_divergence
 from megarl.mcore.logprobs import (
     fused,
     fused_torch,
     fused_triton,
 )
+from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
+from megarl.mcore.logprobs.fused import Job
 from megarl.mcore.logprobs.logprobs import keep_hidden
+from megarl.mcore.logprobs.top_k import log_probs_of_ids, top_k_of_chunks
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +55,34 @@ def test_a_whole_pass_is_that_of_log_softmax(dtype: torch.dtype) -> None:
     ours = torch.autograd.grad(total(got, factors), sides)
     for own, theirs in zip(ours, torch.autograd.grad(total(expected, factors), sides), strict=True):
         torch.testing.assert_close(own, theirs, atol=close * theirs.abs().max().item(), rtol=close)
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_teachers_need_is_that_of_whole_logits(dtype: torch.dtype) -> None:
+    """The teacher's head waits in host memory; ids travel as int32."""
+    g = torch.Generator().manual_seed(0)
+    plain = [(torch.randn(n, 64, generator=g) / 3).to(dtype).requires_grad_() for n in (300, 4096)]
+    states, head = ((torch.randn(n, 48, generator=g) / 3).to(dtype) for n in (300, 4096))
+    teacher, factors = torch.randint(0, 2, (300,), generator=g), torch.randn(300, generator=g)
+    sides, job = [side.detach().cuda().requires_grad_() for side in plain], Job((), 4000, 0.8)
+    close = 2e-5 if dtype is torch.float32 else 3e-2  # of gradients; logits are float32 for both
+
+    def compare(got: torch.Tensor, expected: torch.Tensor, weights: torch.Tensor) -> None:
+        torch.testing.assert_close(got.cpu().double(), expected, atol=2e-5, rtol=2e-5)
+        ours = torch.autograd.grad((got * weights.cuda()).sum(), sides)
+        for own, theirs in zip(ours, torch.autograd.grad((expected * weights).sum(), plain), strict=True):
+            torch.testing.assert_close(own.cpu(), theirs, atol=close * theirs.abs().max().item(), rtol=close)
+
+    said = TeacherStates(teacher.cuda(), states.cuda(), [head])
+    got = divergence_of_chunks(job, make_divergence("jsd", 0.3), *sides, said)
+    compare(got, plain_divergence("jsd", 0.3, *plain, teacher, states, [head], 4000, 0.8), factors)
+
+    ids, log_probs = top_k_of_chunks(job, states.cuda(), head.cuda(), 8)
+    top = (states.double() @ head[:4000].double().T / 0.8).log_softmax(-1).topk(8).values
+    torch.testing.assert_close(log_probs.cpu().double(), top, atol=2e-5, rtol=2e-5)
+    whole = (plain[0].double() @ plain[1][:4000].double().T / 0.8).log_softmax(-1)
+    compare(log_probs_of_ids(job, *sides, ids.int()), whole.gather(1, ids.cpu()), torch.randn(300, 8, generator=g))
 
 
 @pytest.mark.usefixtures("one_gpu")

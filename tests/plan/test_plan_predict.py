@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from plan_jobs import FREE, GPU, HF, job
 
-from megarl.layout import Layout
+from megarl.layout import Layout, padded_vocab_size
 from megarl.plan.job import Role
 from megarl.plan.memory.count import whole
 from megarl.plan.memory.gpu_budget import gpu_budgets, work_of
@@ -48,6 +48,15 @@ def test_teachers_share_the_samples_and_stay_on_the_gpu():
     weights = alone.memory["teachers.a"]["weights"]
     assert alone.memory["actor"]["others"] == weights > 0
     assert both.memory["actor"]["others"] == 2 * weights
+
+
+def test_heads_of_teachers_are_on_the_actor_s_last_stage():
+    teacher = role("teachers.a", optimizer=None)
+    found = predict(own(teachers=(teacher, teacher), reads_heads=True, layout=Layout(pp=2), num_ranks=2), FREE)
+    size = 2 * HF["hidden_size"] * padded_vocab_size(HF["vocab_size"], 1) * 2
+    budgets = [found.memory[f"actor stage {stage}"] for stage in (0, 1)]
+    assert [budget.get("teacher_heads", 0) for budget in budgets] == [0, size]
+    assert "teacher_heads" not in predict(own(teachers=(teacher,)), FREE).memory["actor"]
 
 
 def test_parts_can_be_asked_alone():

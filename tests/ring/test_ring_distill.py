@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
+import psutil
 import pytest
 from ring_cases import make_parts, settings, steps
 
@@ -82,9 +85,20 @@ def test_two_teachers_of_other_layouts_than_the_policy_s_teach_its_adapters(part
     assert all(odd + even == pytest.approx(1) for odd, even in shares)
 
 
+def end_server(run: Path, folder: Path, is_over: Event) -> list[psutil.Process]:
+    """SIGKILL of the server of this folder after the run's first step; returns it."""
+    while not is_over.wait(0.05) and not ((run / "metrics.jsonl").exists() and 1 in steps(run, "actor/grad_norm")):
+        pass
+    found = [child for child in psutil.Process().children(recursive=True) if str(folder) in child.cmdline()]
+    for process in found:
+        process.kill()
+    return found
+
+
 def test_a_teacher_behind_a_server_of_the_run_and_one_on_ranks_by_their_likeliest_tokens(
     parts: Path, tmp_path: Path
 ) -> None:
+    """The server dies in the middle, and the iteration waits for the next one."""
     more = [
         *ALONE,
         *teachers(parts),
@@ -93,8 +107,15 @@ def test_a_teacher_behind_a_server_of_the_run_and_one_on_ranks_by_their_likelies
         "rollout.ahead=1",
         "trainer.total_training_steps=5",
     ]
-    assert main(["train", *settings(parts, tmp_path, "served", *more)]) == 0
     run = tmp_path / "served"
+    is_over = Event()
+    with ThreadPoolExecutor(1) as beside:
+        ended = beside.submit(end_server, run, parts / "odd", is_over)
+        try:
+            assert main(["train", *settings(parts, tmp_path, "served", *more)]) == 0
+        finally:
+            is_over.set()
+        assert len(ended.result()) == 1
     check_learning(run, "odd", "even")
     assert (run / "logs/teacher_odd/server_0.log").exists()
 

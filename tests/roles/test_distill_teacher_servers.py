@@ -20,10 +20,12 @@ class Client:
     """Fails with these statuses before it answers."""
 
     def __init__(self, *statuses: int) -> None:
-        self.left, self.asked = list(statuses), 0
+        self.left, self.asked, self.is_gone = list(statuses), 0, False
 
     def scores(self, token_ids: list[int], start: int, top_k: int) -> Scores:
         self.asked += 1
+        if self.is_gone:
+            raise ServerError("http://teacher", "/generate", 0, "no")
         if self.left:
             raise ServerError("http://teacher", "/generate", self.left.pop(0), "no")
         return Scores(
@@ -63,6 +65,32 @@ def test_the_last_try_raises(rests: list[float]) -> None:
     with pytest.raises(ServerError, match="answered 503: no"):
         teacher_of(client).log_probs(BATCH)
     assert client.asked == 5 and len(rests) == 4
+
+
+def test_requests_wait_until_a_server_that_died_is_there_again(rests: list[float]) -> None:
+    """Longer than five tries; it comes back only if the driver looks after it meanwhile."""
+    client = Client()
+    client.is_gone = True
+
+    def look_after() -> None:
+        client.is_gone = client.asked <= 5
+
+    teacher = teacher_of(client)
+    teacher.comes_back_s, teacher.look_after = 600.0, look_after
+    assert teacher.log_probs(BATCH).tolist() == [0.0, -0.5, -0.5]
+    assert client.asked > 6
+
+
+def test_a_server_that_may_not_start_again_ends_the_wait(rests: list[float]) -> None:
+    def gone() -> None:
+        raise RuntimeError("the server of teachers.math is gone")
+
+    client = Client()
+    client.is_gone = True
+    teacher = teacher_of(client)
+    teacher.comes_back_s, teacher.look_after = 600.0, gone
+    with pytest.raises(RuntimeError, match="is gone"):
+        teacher.log_probs(BATCH)
 
 
 def reply(log_probs: list[list[Any]], top: list[Any] | None = None) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def log_probs_of_ids(job: Job, hidden: Tensor, weight: Tensor, ids: Tensor) -> T
     Log-probs of these tokens, NO_LOG_PROB where the id is -1.  Differentiable in hidden and weight, whose gradient goes
     to its `main_grad` if Megatron gave it one.
     """
-    column: Tensor = _OfIds.apply(job, hidden, weight, ids)
+    column: Tensor = _OfIds.apply(job, hidden, weight, ids.long())  # they travel as int32; indices are int64
     return column
 
 

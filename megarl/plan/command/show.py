@@ -28,7 +28,7 @@ COLUMNS = {
     "chunk": ("log_prob_chunk",),
     "cache": ("kv_cache",),
     "push": ("server_weights", "push_bucket"),
-    "others": ("others", "save_copies", "routes", "server_routes", "support"),
+    "others": ("others", "save_copies", "routes", "server_routes", "support", "teacher_heads"),
     "spare": ("reserve",),
     "GB": ("total",),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 
+from megarl.layout import padded_vocab_size
 from megarl.plan.job import Job, Role
 from megarl.plan.memory.adapters import with_adapters
 from megarl.plan.memory.count import kinds_of_stage, of_stage, whole
@@ -110,9 +111,17 @@ def _room(job: Job, role: Role, memory: Memory, *, is_last: bool) -> GpuBudget:
         activations=memory.activations,
         gathered=memory.gathered,
         log_prob_chunk=chunk,
+        teacher_heads=_heads(job) if is_last and role.name == "actor" else 0,
         others=_resident(job, role),
         reserve=memory.reserve - chunk,
     )
+
+
+def _heads(job: Job) -> int:
+    """Bytes of the teachers' heads, cut as the actor's own and in its type, during an optimizer step."""
+    rows = padded_vocab_size(job.hf["vocab_size"], job.layout.tp) // job.layout.tp
+    width = 4 if job.dtype == "float32" else 2
+    return rows * width * sum(teacher.hf["hidden_size"] for teacher in job.teachers) if job.reads_heads else 0
 
 
 def _resident(job: Job, working: Role) -> int:

@@ -58,7 +58,7 @@ def test_values_and_gradients_of_given_tokens_are_those_of_log_softmax(
     ids[torch.rand(num_tokens, 4, generator=g) < 0.3] = -1
     factors = torch.randn(num_tokens, 4, generator=g).to(dtype)
     with chunks_of(*chunk):
-        got = log_probs_of_ids(Job((), vocab_size, temperature), *sides, ids)
+        got = log_probs_of_ids(Job((), vocab_size, temperature), *sides, ids.int())  # the type that travels
         found = torch.autograd.grad((got * factors).sum(), sides)
     close = 1e-9 if dtype is torch.float64 else 2e-5
     whole = plain(*sides, vocab_size, temperature).gather(1, ids.clamp(min=0))
