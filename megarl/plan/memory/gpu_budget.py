@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from megarl.plan.job import Job, Role
+from megarl.plan.memory import support
 from megarl.plan.memory.adapters import with_adapters
 from megarl.plan.memory.count import kinds_of_stage, of_stage, whole
 from megarl.plan.memory.memory import (
@@ -99,17 +100,19 @@ def _stages(job: Job, role: Role) -> dict[str, GpuBudget]:
 
 
 def _room(job: Job, role: Role, memory: Memory, *, is_last: bool) -> GpuBudget:
-    chunk = 0
+    chunk = drawn = 0
     if is_last and role.name != "critic":
         rows = role.hf["vocab_size"] // role.layout.tp
-        chunk = LOGIT_BYTES * min(CHUNK_NUMBERS, rows * role.max_tokens // role.layout.cp)
+        numbers = min(CHUNK_NUMBERS, rows * role.max_tokens // role.layout.cp)
+        chunk = LOGIT_BYTES * numbers
+        drawn = support.gpu_bytes(job, role) + numbers if job.most_drawn else 0  # which logits are excluded: a byte each
     return summed(
         weights=memory.weights,
         gradients=memory.gradients,
         optimizer=memory.optimizer,
         activations=memory.activations,
         gathered=memory.gathered,
-        log_prob_chunk=chunk,
+        log_prob_chunk=chunk + drawn,
         others=_resident(job, role),
         reserve=memory.reserve - chunk,
     )
