@@ -39,7 +39,8 @@ HIDDEN = "hidden_states"  # the column [N, H] from which a head computes the log
 TOP_K = ("top_ids", "top_log_probs")  # the columns [N, K] of the most likely tokens
 TEACHER, TEACHER_HIDDEN = "teacher", "teacher_hidden"  # columns of a batch: see TeacherStates
 TEACHER_IDS = "teacher_ids"  # the column [N, K] of a batch that says of which tokens OF_IDS is
-MODEL_INPUTS = (TEACHER_HIDDEN, TEACHER_IDS, *names_in_batch(SUPPORT))  # columns that the model's side of a step reads, and no loss
+# Columns that the model's side of a step reads, and no loss.
+MODEL_INPUTS = (TEACHER_HIDDEN, TEACHER_IDS, *names_in_batch(SUPPORT))
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ def _room(job: Job, role: Role, memory: Memory, *, is_last: bool) -> GpuBudget:
         rows = role.hf["vocab_size"] // role.layout.tp
         numbers = min(CHUNK_NUMBERS, rows * role.max_tokens // role.layout.cp)
         chunk = LOGIT_BYTES * numbers
-        drawn = support.gpu_bytes(job, role) + numbers if job.most_drawn else 0  # which logits are excluded: a byte each
+        if job.most_drawn:
+            drawn = support.gpu_bytes(job, role) + numbers  # a byte for each logit: whether it is excluded
     return summed(
         weights=memory.weights,
         gradients=memory.gradients,
