@@ -71,7 +71,8 @@ class Ragged:
         """Of tokens in rows of these lengths: (places [N, W], counts [N] int32); `gathered` undoes it.
 
         The lists of a row are end to end in its W places per token, in the order of its tokens, and 0 behind them.  W
-        is what the fullest row needs, so it is about the mean length of a list, not the largest.
+        is the mean length of a list of the fullest row: less than that of the longest list, but one row of long lists
+        makes the places of all rows many.
         """
         ends = lengths.cumsum()
         edges = np.concatenate([[0], self.counts.cumsum(dtype=np.int64)])

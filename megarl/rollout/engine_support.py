@@ -22,7 +22,9 @@ _FIELD = "output_token_sampling_mask"
 
 @dataclass(frozen=True)
 class EngineSupport:
-    """Of the completions that are sampled so: evaluations sample otherwise, and nothing is learnt of them.
+    """Of the completions that are sampled so.
+
+    Evaluations that sample otherwise have none; those that sample in the same way have it too, and nobody reads it.
 
     Example: EngineSupport(top_p=0.9, top_k=20).read(reply["meta_info"], 7, 3, num_known=0), 10 lists.
     """

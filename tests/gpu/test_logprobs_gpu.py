@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from divergence_plain import plain_divergence
-from logprobs_plain import ALL, fused_columns, plain_columns, total
+from logprobs_plain import ALL, fused_columns, masked_columns, plain_columns, total
 from tensor_memory import peak_bytes
 from triton_cases import all_cases, compare
 
@@ -20,6 +20,7 @@ from megarl.mcore.logprobs import (
 from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
 from megarl.mcore.logprobs.fused import Job
 from megarl.mcore.logprobs.logprobs import keep_hidden
+from megarl.mcore.logprobs.support import Support
 from megarl.mcore.logprobs.top_k import log_probs_of_ids, top_k_of_chunks
 
 pytestmark = pytest.mark.gpu
@@ -83,6 +84,36 @@ def test_what_teachers_need_is_that_of_whole_logits(dtype: torch.dtype) -> None:
     torch.testing.assert_close(log_probs.cpu().double(), top, atol=2e-5, rtol=2e-5)
     whole = (plain[0].double() @ plain[1][:4000].double().T / 0.8).log_softmax(-1)
     compare(log_probs_of_ids(job, *sides, ids.int()), whole.gather(1, ids.cpu()), torch.randn(300, 8, generator=g))
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_over_supports_is_that_of_a_masked_log_softmax(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Of every third token no support is known; chunks are parts of the vocabulary, and lots have few ids."""
+    assert fused.gpu_kernels is fused_triton
+    monkeypatch.setattr(fused, "CHUNK_ELEMENTS", 2**16)
+    g = torch.Generator().manual_seed(1)
+    sides = [torch.randn(n, 64, generator=g).to("cuda", dtype).div_(3).requires_grad_() for n in (300, 4096)]
+    reference = [torch.randn(n, 64, generator=g).to("cuda", dtype) / 3 for n in (300, 4096)]
+    labels = torch.randint(0, 4000, (300,), generator=g)
+    factors = torch.randn(4, 300, generator=g).cuda()
+    could = torch.rand(300, 4000, generator=g) < 0.01
+    could[torch.arange(300), labels] = True
+    could[::3] = False
+    support = Support(could.sum(1).cumsum(0) - could.sum(1), could.sum(1), could.nonzero()[:, 1].int())
+    job = fused.Job(ALL, 4000, 0.8)
+    device = torch.device("cuda")
+    got = fused.columns_of_chunks(job, *sides, labels.to(device), *reference, support=support.to(device))
+    excluded = (~could & could.any(1, keepdim=True)).to(device)
+    expected = masked_columns(*sides, labels.to(device), excluded, 0.8, reference)
+    for name in ALL:
+        torch.testing.assert_close(got[name].double(), expected[name], atol=2e-5, rtol=2e-5)
+    close = 2e-5 if dtype is torch.float32 else 3e-2
+    ours = torch.autograd.grad(total(got, factors), sides)
+    for own, theirs in zip(ours, torch.autograd.grad(total(expected, factors), sides), strict=True):
+        torch.testing.assert_close(own, theirs, atol=close * theirs.abs().max().item(), rtol=close)
 
 
 @pytest.mark.usefixtures("one_gpu")

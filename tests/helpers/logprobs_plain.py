@@ -47,6 +47,25 @@ def plain_columns(
     return out
 
 
+def masked_columns(
+    hidden: Tensor, weight: Tensor, labels: Tensor, excluded: Tensor, temperature: float, reference: Any
+) -> dict[str, Tensor]:
+    """Of softmaxes without the ids that are `excluded` [T, V]."""
+
+    def log_softmax(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = hidden.double() @ weight[: excluded.size(1)].double().T / temperature
+        return logits.masked_fill(excluded, -1e300).log_softmax(-1)
+
+    log_p, log_q = log_softmax(hidden, weight), log_softmax(*reference)
+    p = log_p.exp()
+    return {
+        "log_probs": log_p.gather(-1, labels[:, None]).squeeze(-1),
+        "entropy": -(p * log_p).masked_fill(excluded, 0.0).sum(-1),
+        "sum_pi_squared": p.square().sum(-1),
+        "full_kl": (p * (log_p - log_q)).masked_fill(excluded, 0.0).sum(-1),
+    }
+
+
 def fused_columns(
     hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, temperature: float = 1.0, reference: Any = None
 ) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ chunk and have the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -37,6 +37,7 @@ if torch.cuda.is_available() and find_spec("triton"):
 
 CHUNK_ELEMENTS = 2**26 if torch.cuda.is_available() else 2**23  # 256 MiB; a CPU gains nothing above 32 MiB
 CHUNK_TOKENS = 2**13
+IDS_SHARE = 16  # a chunk's tokens have one id in their supports for so many logits: about 40 bytes of indices each
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,14 @@ class Chunks:
         """(indices of tokens, [their hidden states, the reference's]) for each group; `tokens` None: all tokens."""
         if tokens is None:
             tokens = torch.arange(len(hidden), device=hidden.device)
-        for at in tokens.split(max(1, min(CHUNK_TOKENS, self.elements // 8))):
-            if self.width and len(at):
-                yield at, [hidden[at]] if ref_hidden is None else [hidden[at], ref_hidden[at]]
+        for several in tokens.split(max(1, min(CHUNK_TOKENS, self.elements // 8))):
+            for at in self._by_support(several):
+                if self.width and len(at):
+                    yield at, [hidden[at]] if ref_hidden is None else [hidden[at], ref_hidden[at]]
+
+    def _by_support(self, tokens: Tensor) -> Sequence[Tensor]:
+        """So few tokens each that the indices of their supports take about the memory of a chunk."""
+        return [tokens] if self.support is None else self.support.split(tokens, max(1, CHUNK_ELEMENTS // IDS_SHARE))
 
     def of(self, sides: list[Tensor], index: Tensor, at: Tensor) -> Iterator[Chunk]:
         """The chunks of logits of the tokens `at`; index [C] of their labels in this rank's part of the vocabulary."""

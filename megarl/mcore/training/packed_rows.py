@@ -33,7 +33,7 @@ class PackedRow:
     positions: Tensor  # [1, T/cp] int64, within each sequence
     labels: Tensor  # [T/cp] int64, the token that follows each
     targets: Tensor  # [T/cp] int64, the index in the batch of the token that each place predicts; -1: of none
-    support: Support | None  # of `labels`, if the batch knows it
+    support: Support | None  # of `labels`, in host memory, if the batch knows it
     packed: PackedParams
     predicts: Tensor  # [N'] index, in the gathered row, of the output that predicts a token; N' = predicted tokens
     predicted: Tensor  # [N'] indices of these tokens in the batch
@@ -85,7 +85,7 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedR
         positions=positions[own][None].to(device),
         labels=_at(batch.tokens, targets).to(device),
         targets=targets.to(device),
-        support=Support.of(batch, targets, device),
+        support=Support.of(batch, targets),
         packed=packed,
         predicts=where_gathered(own, at[predicted] - 1, layout.cp, starts.tolist(), padded).to(device),
         predicted=predicted.to(device),

@@ -28,8 +28,9 @@ from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
 from megarl.mcore.training.optimizer import Optimizer, reduce_in_last
 from megarl.mcore.training.packed_rows import PackedRow, in_whole_turns, make_row
 from megarl.mcore.training.router_replay import Routing
+from megarl.ragged import names_in_batch
 from megarl.routed_experts import ROUTED_EXPERTS
-from megarl.sample import Batch, LossOutput, MicroBatch, Stats, merge_stats
+from megarl.sample import SUPPORT, Batch, LossOutput, MicroBatch, Stats, merge_stats
 
 Columns = dict[str, Tensor]
 LossFn = Callable[[Batch, Columns], LossOutput]
@@ -38,7 +39,8 @@ HIDDEN = "hidden_states"  # the column [N, H] from which a head computes the log
 TOP_K = ("top_ids", "top_log_probs")  # the columns [N, K] of the most likely tokens
 TEACHER, TEACHER_HIDDEN = "teacher", "teacher_hidden"  # columns of a batch: see TeacherStates
 TEACHER_IDS = "teacher_ids"  # the column [N, K] of a batch that says of which tokens OF_IDS is
-MODEL_INPUTS = (TEACHER_HIDDEN, TEACHER_IDS)  # columns that the model's side of a step reads, and no loss
+# Columns that the model's side of a step reads, and no loss.
+MODEL_INPUTS = (TEACHER_HIDDEN, TEACHER_IDS, *names_in_batch(SUPPORT))
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Outputs:
             vocab_size=self.vocab_size,
             temperature=self.temperature,
             reference=reference,
-            support=row.support,
+            support=row.support and row.support.to(output.device),
             divergence=self.divergence,
             teachers=self._teachers(row, given, output.device) if DIVERGENCE in self.names else None,
             ids=row.slice(given[TEACHER_IDS]).to(output.device) if OF_IDS in self.names else None,

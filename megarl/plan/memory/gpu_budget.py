@@ -11,6 +11,7 @@ from itertools import groupby
 
 from megarl.layout import padded_vocab_size
 from megarl.plan.job import Job, Role
+from megarl.plan.memory import support
 from megarl.plan.memory.adapters import with_adapters
 from megarl.plan.memory.count import kinds_of_stage, of_stage, whole
 from megarl.plan.memory.memory import (
@@ -100,17 +101,20 @@ def _stages(job: Job, role: Role) -> dict[str, GpuBudget]:
 
 
 def _room(job: Job, role: Role, memory: Memory, *, is_last: bool) -> GpuBudget:
-    chunk = 0
+    chunk = drawn = 0
     if is_last and role.name != "critic":
         rows = role.hf["vocab_size"] // role.layout.tp
-        chunk = LOGIT_BYTES * min(CHUNK_NUMBERS, rows * role.max_tokens // role.layout.cp)
+        numbers = min(CHUNK_NUMBERS, rows * role.max_tokens // role.layout.cp)
+        chunk = LOGIT_BYTES * numbers
+        if job.most_drawn:
+            drawn = support.gpu_bytes(job, role) + numbers  # a byte for each logit: whether it is excluded
     return summed(
         weights=memory.weights,
         gradients=memory.gradients,
         optimizer=memory.optimizer,
         activations=memory.activations,
         gathered=memory.gathered,
-        log_prob_chunk=chunk,
+        log_prob_chunk=chunk + drawn,
         teacher_heads=_heads(job) if is_last and role.name == "actor" else 0,
         others=_resident(job, role),
         reserve=memory.reserve - chunk,

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from logprobs_plain import ALL, chunks_of, gradients
+from logprobs_plain import ALL, chunks_of, gradients, masked_columns
 from torch import Tensor
 
 from megarl.layout import Layout
+from megarl.mcore.logprobs import fused
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 from megarl.mcore.logprobs.support import Support
 from megarl.mcore.training.packed_rows import make_row
@@ -42,19 +43,7 @@ def plain(
     sides: list[Tensor], labels: Tensor, lists: list[list[int]], vocab_size: int, temperature: float, reference: Any
 ) -> dict[str, Tensor]:
     excluded = torch.tensor([[bool(ids) and v not in ids for v in range(vocab_size)] for ids in lists])
-
-    def log_softmax(hidden: Tensor, weight: Tensor) -> Tensor:
-        logits = hidden.double() @ weight[:vocab_size].double().T / temperature
-        return logits.masked_fill(excluded, -1e300).log_softmax(-1)
-
-    log_p, log_q = log_softmax(*sides), log_softmax(*reference)
-    p = log_p.exp()
-    return {
-        "log_probs": log_p.gather(-1, labels[:, None]).squeeze(-1),
-        "entropy": -(p * log_p).masked_fill(excluded, 0.0).sum(-1),
-        "sum_pi_squared": p.square().sum(-1),
-        "full_kl": (p * (log_p - log_q)).masked_fill(excluded, 0.0).sum(-1),
-    }
+    return masked_columns(*sides, labels, excluded, temperature, reference)
 
 
 @given(
@@ -115,6 +104,33 @@ def test_the_gradient_of_a_token_that_could_not_be_drawn_is_zero() -> None:
     columns = columns_of_chunks(job, hidden, weight, torch.tensor([1, 5]), support=support)
     (found,) = torch.autograd.grad(sum(column.sum() for column in columns.values()), weight)
     assert found.abs().sum(1).gt(0).tolist() == [False, True, True, False, False, True, False, False]
+
+
+def test_tokens_that_are_computed_together_have_few_ids() -> None:
+    """3 ids for each place of 9 and at most 5 in a lot, but for those of its last place: 2 places."""
+    lists = [[place, 10, 11] for place in range(9)]
+    hidden, weight, labels = torch.randn(9, 3), torch.randn(16, 3), torch.arange(9)
+    with chunks_of(5 * fused.IDS_SHARE, 9, 5 * fused.IDS_SHARE):
+        job = Job(ALL[:3], 16)
+        chunks = fused.Chunks(job, weight, None, as_support(lists))
+        lots = [at.tolist() for at, _ in chunks.lots(hidden, None)]
+        assert lots == [[0, 1], [2, 3], [4], [5, 6], [7, 8]]
+        got = columns_of_chunks(job, hidden, weight, labels, support=as_support(lists))
+    whole = columns_of_chunks(job, hidden, weight, labels, support=as_support(lists))
+    for name in ALL[:3]:
+        torch.testing.assert_close(got[name], whole[name])
+
+
+def test_a_row_waits_for_its_turn_with_its_support_in_host_memory() -> None:
+    lengths = torch.tensor([2])
+    places, counts = Ragged.of([[], [7]]).spread(lengths.numpy())
+    batch = Batch(torch.tensor([1, 7]), lengths, {SUPPORT: places, SUPPORT + COUNTS: counts})
+    row = make_row(MicroBatch(batch), Layout(), torch.device("meta"))
+    assert row.support is not None
+    assert row.labels.is_meta
+    assert {part.device.type for part in (row.support.starts, row.support.counts, row.support.ids)} == {"cpu"}
+    moved = row.support.to(torch.device("meta"))
+    assert {part.device.type for part in (moved.starts, moved.counts, moved.ids)} == {"meta"}
 
 
 def test_a_packed_row_has_the_support_of_what_each_place_predicts() -> None:

@@ -1,0 +1,39 @@
+"""The models of a run, from the configuration."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from config_helpers import load
+
+from megarl.group import Group
+from megarl.ragged import names_in_batch
+from megarl.sample import SUPPORT
+from megarl.trainer.algorithm import make_algorithm
+from megarl.trainer.roles import make_roles
+
+
+def no_group(role: Any) -> Group:  # noqa: ARG001
+    """Nothing is sent to it while roles are made."""
+    return cast(Group, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [([], ()), (["rollout.top_p=0.9"], names_in_batch(SUPPORT)), (["rollout.top_k=20"], names_in_batch(SUPPORT))],
+)
+def test_the_actor_and_the_reference_of_a_narrowed_run_alone_read_supports(
+    words: list[str], read: tuple[str, ...]
+) -> None:
+    config = load("rollout.engine=hf", "actor.use_kl_loss=true", *words)
+    roles = make_roles(config, make_algorithm(config), no_group)
+    assert roles.reference is not None
+    assert roles.actor.inputs == roles.reference.inputs == read
+
+
+def test_no_critic_reads_supports() -> None:
+    config = load("rollout.engine=hf", "algorithm.adv_estimator=gae", "rollout.top_p=0.9")
+    roles = make_roles(config, make_algorithm(config), no_group)
+    assert roles.critic is not None
+    assert roles.critic.inputs == ()
