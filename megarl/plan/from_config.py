@@ -119,7 +119,7 @@ def _not_modelled(config: Config) -> Iterator[str]:
     for role in (role for role in config.teacher_roles if role not in config.teachers_on_ranks):
         yield f"{role}.engine=server: its servers, and the time in which they answer"
     if whole := config.divergence_of_vocabulary:
-        yield f"{whole}: teachers' hidden states on their way to the actor's ranks, and the products with both heads once more"
+        yield f"{whole}: teachers' hidden states on their way to the actor's ranks, and both heads once more"
     if filters.enable and filters.refill:
         yield "algorithm.filter_groups.refill=true: completions of the groups that others replace"
 
