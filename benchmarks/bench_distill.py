@@ -39,7 +39,8 @@ def first_near(scores: tuple[Sequence[int], Sequence[float]], teacher: float) ->
 
 def result(runs: Path, teacher: float) -> page.Result:
     """What the runs below `runs` left."""
-    rows, ratios = [], {"accuracy_teacher": teacher}
+    rows: list[dict[str, Any]] = []
+    ratios = {"accuracy_teacher": teacher}
     for name in RUNS:
         config, _ = load_config(words(name)[1:])
         scores = read_series(runs / f"bench_{RUNS[name]}" / "metrics.jsonl")["val/score"]

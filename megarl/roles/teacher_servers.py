@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from threading import Event
 
@@ -77,9 +77,13 @@ class TeacherServers:
                 for number, (_, ids, context) in enumerate(asked)
             ]
             try:
-                # In this thread, which started them.
-                while wait(jobs, _LOOK_S, FIRST_EXCEPTION).not_done and not any(_failed(job) for job in jobs):
-                    self.look_after()
+                waiting = set(jobs)
+                while waiting:
+                    done, waiting = wait(waiting, _LOOK_S, FIRST_EXCEPTION)
+                    for job in done:
+                        job.result()  # raises what it failed with
+                    if waiting:
+                        self.look_after()  # in this thread, which started them and lives as long
                 return [(first, job.result()) for (first, _, _), job in zip(asked, jobs, strict=True)]
             finally:
                 ended.set()
@@ -112,7 +116,3 @@ class TeacherServers:
         for client in self._clients:
             client.close()
         self._clients = []
-
-
-def _failed(job: Future[Scores]) -> bool:
-    return job.done() and job.exception() is not None

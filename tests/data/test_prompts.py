@@ -27,7 +27,9 @@ def sums(tmp_path):
 
 
 def test_a_prompt_carries_the_row(sums, tokenizer):
-    prompt = Prompts(sums, tokenizer, max_prompt_length=4, shuffle=False).visit(2)
+    prompts = Prompts(sums, tokenizer, max_prompt_length=4, shuffle=False)
+    assert prompts.data_sources == {"sums"}
+    prompt = prompts.visit(2)
     assert prompt.uid == "0-2"
     assert prompt.token_ids == tokenizer.convert_tokens_to_ids(["2", "+", "1", "="])
     assert (prompt.text, prompt.ground_truth, prompt.data_source, prompt.extra) == ("2+1=", "3", "sums", {"a": 2})

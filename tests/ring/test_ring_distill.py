@@ -52,6 +52,15 @@ def teachers(parts: Path) -> list[str]:
     return [*paths, f"distill.route={parts}/route.py:by_first_digit"]
 
 
+def test_a_data_source_of_no_prompt_is_refused_at_the_start(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"teachers.odd.model.path={parts}/odd", "teachers.odd.data_sources=[arithmtic]"]
+    assert main(["train", *settings(parts, tmp_path, "misspelt", *ALONE, *words)]) != 0
+    assert "no prompt of data.train_files has the data_source arithmtic" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "misspelt").exists()
+
+
 def check_learning(run: Path, *names: str) -> None:
     for name in names:
         found = list(steps(run, f"distill/{name}/divergence").values())

@@ -81,6 +81,17 @@ def test_requests_wait_until_a_server_that_died_is_there_again(rests: list[float
     assert client.asked > 6
 
 
+def test_one_refusal_ends_the_wait_for_the_others(rests: list[float]) -> None:
+    gone, other = Client(), Client(400)
+    gone.is_gone = True
+    teacher = teacher_of(gone, other)
+    teacher.comes_back_s = 600.0
+    mask = BATCH.columns["response_mask"].repeat(2)
+    two = Batch(BATCH.tokens.repeat(2), BATCH.lengths.repeat(2), {"response_mask": mask})
+    with pytest.raises(ServerError, match="answered 400: no"):
+        teacher.log_probs(two)
+
+
 def test_a_server_that_may_not_start_again_ends_the_wait(rests: list[float]) -> None:
     def gone() -> None:
         raise RuntimeError("the server of teachers.math is gone")

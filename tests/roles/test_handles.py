@@ -175,7 +175,11 @@ def test_a_step_without_a_trainable_token_is_skipped_and_counted() -> None:
     mask[:24] = 0  # three of the four groups
     group = NotingGroup(2, trained([1e-9, 0.25]))
     prepared: list[Batch] = []
-    prepare = lambda step: prepared.append(step) or step  # noqa: E731
+
+    def prepare(step: Batch) -> Batch:
+        prepared.append(step)
+        return step
+
     stats = make_actor(group, prompts_per_step=1).update(batch.with_columns(response_mask=mask), prepare=prepare)
     assert len(group.calls) == len(prepared) == 1
     assert group.calls[0][1]["num_tokens"] == 8
