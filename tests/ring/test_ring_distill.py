@@ -20,6 +20,7 @@ ALONE = [
     "algorithm.adv_estimator=none",
     "trainer.test_freq=-1",
     "trainer.val_before_train=false",
+    "actor.ppo_epochs=4",
     "actor.optim.lr=1e-2",
 ]
 ROUTE = """
@@ -38,15 +39,19 @@ async def episode(chat, prompt):
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two teachers: one with more layers, one with another hidden size and more padding in its vocabulary."""
-    folder = make_parts(tmp_path_factory.mktemp("parts"))
+    """Two teachers: one with more layers, one with another hidden size and more padding in its vocabulary.
+
+    Each teaches two of four prompts, which are those of every step: so divergences of two steps compare.  The policy's
+    logits are as far apart as theirs, so that adapters under a frozen head can move it.
+    """
+    folder = make_parts(tmp_path_factory.mktemp("parts"), initializer_range=0.3)
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
     write_tiny_model(folder / "odd", hidden=32, layers=4, seed=5, initializer_range=0.3, **shape)
     write_tiny_model(folder / "even", hidden=48, layers=2, seed=6, initializer_range=0.3, tied=False, **shape)
-    lines = (folder / "data/train.jsonl").read_text().splitlines(keepends=True)
-    odd = [line for line in lines if int(json.loads(line)["prompt"][0]) % 2]
-    even = [line for line in lines if line not in odd]
-    (folder / "four.jsonl").write_text("".join([*odd[:2], *even[:2]]))  # so each iteration has the same prompts
+    file = folder / "data/train.jsonl"
+    rows = file.read_text().splitlines(keepends=True)
+    kept = [[row for row in rows if int(json.loads(row)["prompt"][0]) % 2 == odd][:2] for odd in (0, 1)]
+    file.write_text("".join(sum(kept, [])))
     (folder / "route.py").write_text(ROUTE)
     (folder / "chat.py").write_text(CHAT)
     return folder
@@ -54,8 +59,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def teachers(parts: Path) -> list[str]:
     paths = [f"teachers.{name}.model.path={parts}/{name}" for name in ("odd", "even")]
-    data = f"data.train_files=[{parts}/four.jsonl]"
-    return [*paths, data, f"distill.route={parts}/route.py:by_first_digit"]
+    return [*paths, f"distill.route={parts}/route.py:by_first_digit"]
 
 
 def test_a_data_source_of_no_prompt_is_refused_at_the_start(
@@ -67,17 +71,12 @@ def test_a_data_source_of_no_prompt_is_refused_at_the_start(
     assert not (tmp_path / "misspelt").exists()
 
 
-def check_taught(run: Path, *names: str) -> None:
+def check_learning(run: Path, *names: str) -> None:
     for name in names:
-        assert all(0 < found < 10 for found in steps(run, f"distill/{name}/divergence").values()), name
+        found = list(steps(run, f"distill/{name}/divergence").values())
+        assert found[-1] < 0.9 * found[0], name
     assert all(grad > 0 for grad in steps(run, "actor/grad_norm").values())
     assert set(steps(run, "actor/pg_loss").values()) == {0.0}, "no advantage but the teachers'"
-
-
-def check_learning(run: Path) -> None:
-    """Three iterations each, because samples differ: they are about a tenth apart, and their noise is 0.02."""
-    found = list(steps(run, "distill/divergence").values())
-    assert sum(found[-3:]) < sum(found[:3])
 
 
 def test_two_teachers_of_other_layouts_than_the_policy_s_teach_its_adapters(parts: Path, tmp_path: Path) -> None:
@@ -94,13 +93,12 @@ def test_two_teachers_of_other_layouts_than_the_policy_s_teach_its_adapters(part
         "distill.end_coef=5",
         "distill.decay_style=linear",
         "actor.lora.rank=4",
-        "actor.optim.lr=3e-2",
-        "trainer.total_training_steps=10",
+        "trainer.total_training_steps=5",
     ]
     assert main(["train", *settings(parts, tmp_path, "two", *more)]) == 0
     run = tmp_path / "two"
-    check_taught(run, "odd", "even")
-    assert list(steps(run, "distill/coef").values()) == pytest.approx([10 - step / 2 for step in range(10)])
+    check_learning(run, "odd", "even")
+    assert list(steps(run, "distill/coef").values()) == pytest.approx([10, 9, 8, 7, 6])
     shares = zip(steps(run, "distill/odd/share").values(), steps(run, "distill/even/share").values(), strict=True)
     assert all(odd + even == pytest.approx(1) for odd, even in shares)
 
@@ -125,7 +123,7 @@ def test_a_teacher_behind_a_server_of_the_run_and_one_on_ranks_by_their_likelies
         "teachers.odd.engine=server",
         "distill.top_k=20",
         "rollout.ahead=1",
-        "trainer.total_training_steps=10",
+        "trainer.total_training_steps=5",
     ]
     run = tmp_path / "served"
     is_over = Event()
@@ -136,8 +134,7 @@ def test_a_teacher_behind_a_server_of_the_run_and_one_on_ranks_by_their_likelies
         finally:
             is_over.set()
         assert len(ended.result()) == 1
-    check_taught(run, "odd", "even")
-    check_learning(run)
+    check_learning(run, "odd", "even")
     assert (run / "logs/teacher_odd/server_0.log").exists()
 
 
@@ -161,8 +158,7 @@ def test_log_probs_as_reward_beside_the_run_s_own_with_adapters(parts: Path, tmp
 
 def test_every_row_of_an_episode_is_taught_also_ahead(parts: Path, tmp_path: Path) -> None:
     more = [*ALONE, *teachers(parts), f"agent.fn={parts}/chat.py:episode", "agent.max_tokens=80", "rollout.ahead=1"]
-    assert main(["train", *settings(parts, tmp_path, "chat", *more, "trainer.total_training_steps=10")]) == 0
+    assert main(["train", *settings(parts, tmp_path, "chat", *more, "trainer.total_training_steps=4")]) == 0
     run = tmp_path / "chat"
-    check_taught(run, "odd", "even")
-    check_learning(run)
+    check_learning(run, "odd", "even")
     assert set(steps(run, "rows/mean").values()) == {2.0}
