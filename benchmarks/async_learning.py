@@ -31,7 +31,7 @@ from megarl.servers.engines import ENGINES
 from megarl.servers.launch import EngineLaunch, ServerCommand
 from megarl.servers.server_process import ThisMachine
 from megarl.servers.supervisor import Servers
-from megarl.trainer.quickstart import MODEL, TASK
+from megarl.trainer.recipes.quickstart import MODEL, TASK
 
 MEAN_DOTS, SPREAD, MOST_DOTS = 10.0, 1.0, 60  # of the cold start; SPREAD: of the logarithm
 MOST_TOKENS = 64  # of an answer: digits, dots, the end

@@ -20,7 +20,7 @@ from bench_collector import Free
 
 from megarl.data.ledger import Ledger
 from megarl.data.tiny import tiny_tokenizer
-from megarl.rollout.collector_client import Collectors
+from megarl.rollout.collector.collector_client import Collectors
 from megarl.rollout.prefetch import FINISHED, PROMPTS, Prefetcher
 from megarl.rollout.protocol import SamplingParams
 

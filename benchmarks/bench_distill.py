@@ -18,7 +18,7 @@ import page
 
 from megarl.config import load_config
 from megarl.metrics.plots import read_series
-from megarl.trainer.quickstart_distill import score
+from megarl.trainer.recipes.quickstart_distill import score
 
 NEAR = 0.02  # in accuracy, below the teacher
 TEACHER = "sums"

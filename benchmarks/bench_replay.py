@@ -35,7 +35,7 @@ from megarl.roles.handles import Actor, Packing
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.engine_support import EngineSupport
 from megarl.rollout.pieces import write
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
 from megarl.sample import SUPPORT, Batch, Prompt, Sample

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megarl.data.arithmetic import write_task
 from megarl.data.tiny import write_tiny_model
-from megarl.trainer.quickstart import MODEL, TASK
+from megarl.trainer.recipes.quickstart import MODEL, TASK
 
 # No side has to be told to go on: what ends an answer is a token behind the last one that the model can write.
 END = "<never written>"

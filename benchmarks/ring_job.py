@@ -16,7 +16,7 @@ from ring_model import write_model, write_prompts
 
 from megarl.config import Config, layout_word, load_config, model_config, used_roles
 from megarl.plan.gpus import GPUS, Gpu, find, of_memory
-from megarl.trainer.quickstart import MODEL
+from megarl.trainer.recipes.quickstart import MODEL
 
 HERE = Path(__file__).parent
 DEFAULT = "recipe=quickstart"

@@ -26,8 +26,8 @@ import psutil
 
 from megarl.processes.lifetime import die_with_parent
 from megarl.rewards.scorer import Rewards
-from megarl.rollout.collector import Scorer, collect_garbage_rarely
-from megarl.rollout.collector_client import Collectors
+from megarl.rollout.collector.collector import Scorer, collect_garbage_rarely
+from megarl.rollout.collector.collector_client import Collectors
 from megarl.rollout.protocol import KEEP_ALIVE_S, Route, SamplingParams, auth_headers, generate_body
 from megarl.sample import LostRollout, Prompt
 

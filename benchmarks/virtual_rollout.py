@@ -1,8 +1,9 @@
 """Servers and collectors in virtual time: a run's schedule without a process, a request or a second of waiting.
 
-`VirtualCollectors` has the methods of `megarl.rollout.collector_client.Collectors` that a driver calls.  Each server
-decodes up to `max_running` requests at a time, each at a constant rate.  Time passes only in `wait` and in `sleep`,
-which stands for the driver's own work.  Nothing is random: what happens depends only on the lengths and on the calls.
+`VirtualCollectors` has the methods of `megarl.rollout.collector.collector_client.Collectors` that a driver calls.
+Each server decodes up to `max_running` requests at a time, each at a constant rate.  Time passes only in `wait` and in
+`sleep`, which stands for the driver's own work.  Nothing is random: what happens depends only on the lengths and on
+the calls.
 
 A completion is written in pieces of `piece_tokens`.  What a finished piece brought stays when a server dies or is
 fenced; the piece that was being written is lost.  A push changes the version between two tokens of a completion.

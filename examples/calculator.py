@@ -64,7 +64,9 @@ class Calculator:
 
 def prepare(config: Config) -> None:
     """Write the task, a tiny model, and its cold start."""
-    from megarl.trainer.cold_start import cold_start  # not above: the collector reads this file for the class alone
+    from megarl.trainer.recipes.cold_start import (
+        cold_start,  # not above: the collector reads this file for the class alone
+    )
 
     cold_start(config, COLD_START, write_data=write_task, model=MODEL)
 

@@ -47,7 +47,9 @@ async def episode(chat: Chat, prompt: Prompt) -> dict[str, float]:
 
 def prepare(config: Config) -> None:
     """Write the task, a tiny model, and its cold start."""
-    from megarl.trainer.cold_start import cold_start  # not above: the collector reads this file for the episode alone
+    from megarl.trainer.recipes.cold_start import (
+        cold_start,  # not above: the collector reads this file for the episode alone
+    )
 
     cold_start(config, COLD_START, write_data=write_task, model=MODEL)
 

@@ -28,8 +28,8 @@ from megarl.data.batch import make_batch
 from megarl.data.chat import encode, load_tokenizer
 from megarl.data.tiny import write_tiny_model
 from megarl.hf_server.calls import read_call, write_reply
-from megarl.hf_server.model import HFModel
-from megarl.hf_server.scheduler import HFEngine
+from megarl.hf_server.generation.model import HFModel
+from megarl.hf_server.generation.scheduler import HFEngine
 from megarl.layout import Layout
 from megarl.mcore.models.model import build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, initialize

@@ -204,7 +204,7 @@ def _choose_engine(command: str, config: Config) -> str:
         return config.rollout.engine
     if command in OVER_NODES and placed(config, os.environ).trainer.node_rank:  # the first machine decides
         return config.rollout.engine
-    from megarl.trainer.engine import chosen_engine  # with torch, which help does not need
+    from megarl.trainer.servers.engine import chosen_engine  # with torch, which help does not need
 
     engine, reason = chosen_engine(config, command)
     _complain(f"rollout.engine=auto: {engine}, because {reason}")

@@ -32,14 +32,14 @@ from megarl.rollout.prefetch import Prefetcher
 from megarl.sample import Batch, Sample, Stat, Stats
 from megarl.trainer.algorithm import Algorithm
 from megarl.trainer.artifacts import finish, remember
-from megarl.trainer.checkpoint import Saver
+from megarl.trainer.checkpoint.checkpoint import Saver
 from megarl.trainer.evaluate import Evaluation, Evaluator
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.reward_model import scored
 from megarl.trainer.roles import Roles, trainers_turn
 from megarl.trainer.run import Run
 from megarl.trainer.run_log import RunLog, Totals
-from megarl.trainer.server_manager import ServerManager, is_verified
+from megarl.trainer.servers.server_manager import ServerManager, is_verified
 
 
 def train(config: Config) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from aiohttp import web
 from megarl.agents import anthropic_messages, chat_completions, responses
 from megarl.agents.refusals import Refused, check_fields, expect
 from megarl.agents.session import Policy, Session, closed
-from megarl.rollout.pool import RolloutFailed
+from megarl.rollout.pool.pool import RolloutFailed
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from typing import IO, Any
 from megarl.agents.load import load_episode
 from megarl.rewards.result import RewardResult, describe, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
-from megarl.rollout.slots import Slots
+from megarl.rollout.pool.slots import Slots
 from megarl.sample import Prompt
 from megarl.sandbox.environment import start_fork_server
 

@@ -135,7 +135,7 @@ def _servers(config: Config) -> list[Finding]:
     try:
         from megarl.servers.nccl import nccl_of, versions_in
         from megarl.servers.sglang_environment import sglang_python
-        from megarl.trainer.colocation import uses_gpus
+        from megarl.trainer.servers.colocation import uses_gpus
 
         python = sglang_python(rollout.sglang.python)
         found = versions_in(python, ["sglang"]).get("sglang")

@@ -21,7 +21,7 @@ import torch
 from megarl.config import read_yaml
 from megarl.mcore.checkpoint.checkpoint import ABOUT, adapters_in, weights_in
 from megarl.trainer.build import model_folder
-from megarl.trainer.checkpoint import MANIFEST
+from megarl.trainer.checkpoint.checkpoint import MANIFEST
 from megarl.weights.hf.folder import CONFIG, copy_tokenizer
 from megarl.weights.hf.load import open_for
 from megarl.weights.mapping.blocks import Role

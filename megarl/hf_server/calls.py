@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.hf_server.model import HFModel
-from megarl.hf_server.running_batch import Call, Request
+from megarl.hf_server.generation.model import HFModel
+from megarl.hf_server.generation.running_batch import Call, Request
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import column_to_json
 from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts

@@ -21,7 +21,7 @@ import torch
 from aiohttp import web
 
 from megarl.hf_server import device as devices
-from megarl.hf_server.model import HFModel
+from megarl.hf_server.generation.model import HFModel
 from megarl.hf_server.requests import logger
 from megarl.hf_server.routes import HFServer
 from megarl.hf_server.scoring import ScoreModel, ScoreServer

@@ -16,10 +16,10 @@ from typing import Any
 from aiohttp import web
 
 from megarl.hf_server.calls import read_call, write_reply
-from megarl.hf_server.model import HFModel
+from megarl.hf_server.generation.model import HFModel
+from megarl.hf_server.generation.running_batch import Call
+from megarl.hf_server.generation.scheduler import CACHE, GRAPHS, WEIGHTS, HFEngine
 from megarl.hf_server.requests import application, json_body
-from megarl.hf_server.running_batch import Call
-from megarl.hf_server.scheduler import CACHE, GRAPHS, WEIGHTS, HFEngine
 from megarl.hf_server.weights import WEIGHT_LOADER, WeightUpdates
 from megarl.rollout.protocol import PAUSE_MODES, Route
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.hf_server.scheduler import HFEngine
+from megarl.hf_server.generation.scheduler import HFEngine
 from megarl.hf_server.shared_memory import one_payload, read_bucket, read_message
 from megarl.rollout.protocol import DTYPES, FLATTENED, Route
 from megarl.servers.weight_group import join_weight_group, leave_weight_group

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import (
     FLATTENED,
     KEEP_ALIVE_S,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from transformers import PreTrainedTokenizerBase
 
 from megarl.rollout.pieces import write
-from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import MAX_SEED, SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from megarl.algo.reward_shaping import is_informative
 from megarl.data.ledger import FILTERED, LOST, OUTCOMES, TRAINED, Ledger
-from megarl.rollout.collector_client import Ticket
+from megarl.rollout.collector.collector_client import Ticket
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.usage import Usage
 from megarl.sample import OF_AGENTS, REWARD_ERROR, LostRollout, Prompt, Sample

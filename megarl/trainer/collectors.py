@@ -28,7 +28,7 @@ from megarl.rewards.services.model import RewardModel, ScoredOnRanks
 from megarl.rewards.services.service import api_key
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import Completions, MakeWriter
-from megarl.rollout.collector_client import Collectors
+from megarl.rollout.collector.collector_client import Collectors
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import EngineColumn
 from megarl.servers.launch import EngineLaunch

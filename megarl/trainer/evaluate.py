@@ -19,7 +19,7 @@ from megarl.data.hf_config import read_config
 from megarl.plugins import load_plugins
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards
-from megarl.rollout.collector_client import Collectors, Ticket
+from megarl.rollout.collector.collector_client import Collectors, Ticket
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.router import Router

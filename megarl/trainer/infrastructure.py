@@ -20,8 +20,8 @@ from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
 from megarl.trainer.build import check_gpus, make_nodes, make_servers
 from megarl.trainer.collectors import look_after, make_reward_server
-from megarl.trainer.colocation import Colocation
-from megarl.trainer.teacher_servers import make_teacher_servers
+from megarl.trainer.servers.colocation import Colocation
+from megarl.trainer.servers.teacher_servers import make_teacher_servers
 
 
 class Infrastructure:

@@ -25,7 +25,7 @@ from megarl.trainer.build import (
     optimizer_steps,
     plugins,
 )
-from megarl.trainer.server_manager import ServerManager
+from megarl.trainer.servers.server_manager import ServerManager
 from megarl.trainer.teachers import Teachers
 
 

@@ -28,7 +28,7 @@ from megarl.metrics.trackers import Trackers
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Rewards
 from megarl.roles.handles import PushSettings
-from megarl.rollout.collector_client import Collectors
+from megarl.rollout.collector.collector_client import Collectors
 from megarl.rollout.prefetch import Prefetcher
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.trust import Trusts
@@ -37,14 +37,6 @@ from megarl.servers import supervisor
 from megarl.servers.nccl import check_one_nccl
 from megarl.servers.router import Routed
 from megarl.servers.sglang_environment import sglang_python
-from megarl.trainer import checkpoint
-from megarl.trainer.abilities import (
-    abilities_of,
-    check_abilities,
-    check_draws_as_asked,
-    check_reports_routes,
-    check_tells_support,
-)
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import (
     engine_columns,
@@ -54,15 +46,23 @@ from megarl.trainer.build import (
     read_prompts,
     start_trackers,
 )
-from megarl.trainer.checkpoint import Saver
+from megarl.trainer.checkpoint import checkpoint
+from megarl.trainer.checkpoint.checkpoint import Saver
+from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors, make_rewards
-from megarl.trainer.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
 from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.resume import announce, check_is_known, generated_with, take_over
 from megarl.trainer.reward_model import check_reward_model
 from megarl.trainer.roles import Roles, load_roles, make_roles
-from megarl.trainer.server_manager import Push, ServerManager
+from megarl.trainer.servers.abilities import (
+    abilities_of,
+    check_abilities,
+    check_draws_as_asked,
+    check_reports_routes,
+    check_tells_support,
+)
+from megarl.trainer.servers.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
+from megarl.trainer.servers.server_manager import Push, ServerManager
 from megarl.trainer.teachers import check_taught, check_teachers, make_teachers
 from megarl.weights.verify.canary import Canary
 

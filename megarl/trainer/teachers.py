@@ -31,7 +31,7 @@ from megarl.sample import Batch, Prompt, Sample, Stat, Stats
 from megarl.servers.supervisor import Servers
 from megarl.trainer.build import model_folder
 from megarl.trainer.collectors import look_after
-from megarl.trainer.teacher_servers import key_of_servers
+from megarl.trainer.servers.teacher_servers import key_of_servers
 
 T = TypeVar("T")
 Route = Callable[[Prompt], str | None]  # the name of a prompt's teacher

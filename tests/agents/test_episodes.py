@@ -27,7 +27,7 @@ from megarl.agents.process import _main as process_main
 from megarl.agents.session import Session
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import for_completion
-from megarl.rollout.slots import Slots
+from megarl.rollout.pool.slots import Slots
 from megarl.sample import REWARD_ERROR, Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.sandbox.environment import start_fork_server
 

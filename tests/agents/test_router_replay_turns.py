@@ -10,7 +10,7 @@ from routing_server import ROUTES, RoutingServer, entry
 
 from megarl.agents.answer import hermes
 from megarl.agents.session import Policy, Session
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Row
 

@@ -20,7 +20,7 @@ from megarl.data.packing import plan
 from megarl.layout import Layout
 from megarl.processes.connection import to_bytes
 from megarl.roles.handles import _payload
-from megarl.rollout.messages import pack, unpack
+from megarl.rollout.collector.messages import pack, unpack
 from megarl.rollout.pieces import join
 from megarl.rollout.protocol import parse_completions
 from megarl.sample import Batch, Completion, Prompt, Sample

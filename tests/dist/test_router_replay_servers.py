@@ -27,7 +27,7 @@ from megarl.data.tiny import write_tiny_model
 from megarl.rollout.client import ServerClient
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.pieces import write
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
 from megarl.sample import Completion, Prompt, Sample

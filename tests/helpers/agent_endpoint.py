@@ -14,7 +14,7 @@ from fake_servers import reply_to, serving
 from megarl.agents.answer import hermes
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.session import Policy
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 
 TOKEN = "token-of-the-endpoint"

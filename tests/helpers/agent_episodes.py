@@ -14,7 +14,7 @@ from fake_servers import serving
 
 from megarl.agents.episodes import Episodes, Settings
 from megarl.agents.process import Job
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Prompt
 

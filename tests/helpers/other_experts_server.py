@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.hf_server import calls, main
-from megarl.hf_server.running_batch import Request
+from megarl.hf_server.generation.running_batch import Request
 from megarl.routed_experts import RoutedExperts
 from megarl.servers.launch import EngineLaunch, ServerCommand, hf_command
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.data.hf_config import read_config
 from megarl.data.tiny import FAMILIES, write_tiny_model
-from megarl.hf_server.kv_cache import Decode, Prefill
-from megarl.hf_server.model import HFModel
+from megarl.hf_server.generation.kv_cache import Decode, Prefill
+from megarl.hf_server.generation.model import HFModel
 from megarl.rollout.protocol import DTYPE_NAMES, tensor_digest
 
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}

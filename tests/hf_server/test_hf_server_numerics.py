@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_server import CONTEXT, EOS, VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from megarl.hf_server.model import HFModel
+from megarl.hf_server.generation.model import HFModel
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body, parse_completions
 
 PROMPTS = [[random.Random(i).randrange(2, VOCAB) for _ in range(3 + i % 7)] for i in range(12)]

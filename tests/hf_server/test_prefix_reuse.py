@@ -13,8 +13,8 @@ import torch
 from hf_engine import body, running
 from tiny_server import VOCAB
 
-from megarl.hf_server.model import HFModel
-from megarl.hf_server.scheduler import CACHE, WEIGHTS, HFEngine
+from megarl.hf_server.generation.model import HFModel
+from megarl.hf_server.generation.scheduler import CACHE, WEIGHTS, HFEngine
 from megarl.rollout.protocol import Reply, parse_replies
 from megarl.sample import Completion
 

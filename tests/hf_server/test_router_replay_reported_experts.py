@@ -16,8 +16,8 @@ from tiny_models import write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.hf_server.calls import read_call
-from megarl.hf_server.model import HFModel
-from megarl.hf_server.scheduler import HFEngine
+from megarl.hf_server.generation.model import HFModel
+from megarl.hf_server.generation.scheduler import HFEngine
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.protocol import parse_replies
 from megarl.routed_experts import RoutedExperts

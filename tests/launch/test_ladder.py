@@ -27,7 +27,7 @@ from megarl.commands import doctor
 from megarl.config import load_config
 from megarl.config.placement import gpu_seats
 from megarl.servers.sglang_environment import PYTHON_VARIABLE
-from megarl.trainer.colocation import check_shared_gpus
+from megarl.trainer.servers.colocation import check_shared_gpus
 
 ROOT = ladder.ROOT
 LADDERS = {name: ladder.read_ladder(ROOT / "launch" / f"{name}.toml") for name in ("one_gpu", "eight_gpus")}

@@ -10,7 +10,7 @@ import pytest
 from ring_cases import PPO, lines, make_parts, settings, steps, train_kill_resume
 
 from megarl.cli import main
-from megarl.trainer.checkpoint import ROLLOUTS, all_checkpoints
+from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, all_checkpoints
 
 pytestmark = pytest.mark.dist
 

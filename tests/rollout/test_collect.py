@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from several_rows import groups_of_rows
 
 from megarl.rollout.collect import collect_group, for_completion
-from megarl.rollout.messages import pack, unpack
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.collector.messages import pack, unpack
+from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 

@@ -7,7 +7,7 @@ import psutil
 
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.surroundings import Surroundings
-from megarl.rollout.collector_client import Collectors
+from megarl.rollout.collector.collector_client import Collectors
 
 SECRETS = ("MEGARL_TOKEN", "MEGARL_SERVER_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
 

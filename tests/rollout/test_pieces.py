@@ -13,7 +13,7 @@ from fake_servers import Writer, broken, completion_of, refusing, serving, token
 from tiny_server import TOKEN, VARIANTS, running
 
 from megarl.rollout.pieces import join, write
-from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, VersionSpan
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.data.ledger import Ledger
-from megarl.rollout.collector_client import Ticket
+from megarl.rollout.collector.collector_client import Ticket
 from megarl.rollout.prefetch import Filter, Prefetcher, RolloutBatch
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.usage import Usage

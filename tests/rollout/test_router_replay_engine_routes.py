@@ -14,7 +14,7 @@ from wire import column_on_the_wire
 
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.pieces import write
-from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import ColumnsLost, read_columns
 from megarl.routed_experts import RoutedExperts

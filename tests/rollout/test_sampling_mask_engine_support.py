@@ -17,10 +17,10 @@ from wire import column_on_the_wire, reply_item
 from megarl.data.batch import make_batch
 from megarl.data.groups import load_groups, save_groups
 from megarl.ragged import COUNTS, Ragged, gathered
+from megarl.rollout.collector.messages import pack, unpack
 from megarl.rollout.engine_support import EngineSupport
-from megarl.rollout.messages import pack, unpack
 from megarl.rollout.pieces import join, write
-from megarl.rollout.pool import EnginePool, RolloutFailed
+from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import SamplingParams, parse_replies
 from megarl.rollout.wire_columns import ColumnsLost
 from megarl.sample import SUPPORT, Completion, Prompt, Sample

@@ -11,7 +11,8 @@ from megarl.commands import doctor
 from megarl.config import load_config
 from megarl.config.placement import pushes_over_nccl
 from megarl.servers import nccl
-from megarl.trainer import colocation, run
+from megarl.trainer import run
+from megarl.trainer.servers import colocation
 
 
 def environment(folder: Path, **packages: str) -> Path:

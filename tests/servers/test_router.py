@@ -15,7 +15,7 @@ import pytest
 from tiny_server import CURRENT, TOKEN, sglang_of
 
 from megarl.rollout.client import ServerClient
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import Route, SamplingParams, generate_body
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.router import Routed, Router

@@ -19,7 +19,7 @@ from tiny_server import TOKEN
 
 from megarl.hf_server import main
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.servers.engines import ENGINES
 from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch, ServerCommand, hf_command

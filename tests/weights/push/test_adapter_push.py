@@ -12,7 +12,7 @@ from aiohttp import web
 from fake_servers import AdapterWriter, completion_of, serving
 
 from megarl.rollout.pieces import write
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import Route, SamplingParams
 from megarl.sample import VersionSpan
 from megarl.weights.push import adapter_push

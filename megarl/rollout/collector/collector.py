@@ -1,0 +1,220 @@
+"""The child process behind `Collectors`: an asyncio loop that requests completions from servers and scores them.
+
+It talks to the driver over one pipe, in the words of `messages`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import resource
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from transformers import AutoTokenizer
+
+from megarl.processes.lifetime import die_with_parent
+from megarl.rollout.collect import MakeWriter, Scored
+from megarl.rollout.collector.messages import Cancel, Close, Fence, Hold, Message, Order, Outbox, Trust, pack, sentence
+from megarl.rollout.pool.pool import EnginePool
+from megarl.rollout.wire_columns import EngineColumn
+from megarl.sample import Completion, LostRollout, Prompt
+from megarl.sandbox.environment import start_fork_server
+
+logger = logging.getLogger("megarl.rollout.collector.collector")
+
+HEARTBEAT_S = 1.0
+BLOCKED_S = 10.0  # code that blocks the event loop for so long is named in the log
+# What the processes of rewards and agents need, so that none of them imports it again.
+PRELOADED = ("__main__", "megarl.rewards.worker", "megarl.agents.process")
+GATHER_S = 0.01  # what finishes within this time is one message: completions take much longer
+
+
+class Scorer(Protocol):
+    """A reward with resources: `start` and `stop` run in the child, before and after all scoring."""
+
+    def start(self) -> None: ...
+
+    def score(self, prompt: Prompt, completions: list[Completion]) -> Awaitable[Sequence[Scored | str]]: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class CollectorSettings:
+    urls: tuple[str, ...]
+    token: str
+    tokenizer_path: str
+    timeout_s: float  # of one request
+    max_in_flight: int  # completions
+    piece_tokens: int  # of one request; 0: no limit
+    fenced: bool  # a server gets no request before a `Trust` names it
+    salted: bool  # the servers know salts of their prefix caches
+    columns: tuple[EngineColumn, ...]  # what is to travel with the tokens of every completion
+    make_scorer: Callable[[], Scorer]
+    make_writer: MakeWriter
+    log_path: str
+    parent_pid: int
+
+
+def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
+    """The child's main function; returns when it is told to close, when the pipe is closed, or after an error."""
+    die_with_parent(settings.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and ends this process
+    _log_to(settings.log_path)
+    _allow_all_files()
+    start_fork_server(*PRELOADED)  # before rewards and agents add variables of their own
+    outbox = Outbox(pipe, partial(_tell, pipe), gather_s=GATHER_S)
+    try:
+        scorer = settings.make_scorer()
+        scorer.start()
+        try:
+            asyncio.run(_collect(pipe, outbox, settings, scorer))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            scorer.stop()
+    except BaseException as error:  # another collector would meet it again
+        logger.exception("the collector ends")
+        outbox.put(("error", _reason(error)))
+    outbox.close()
+    outbox.join()
+
+
+def _reason(error: BaseException) -> str:
+    said = sentence(error)
+    return said if isinstance(error, Exception) else f"{said}: code of a reward or an agent ended its collector with it"
+
+
+def _tell(pipe: Connection, error: Exception) -> None:
+    """The last message of a collector whose messages cannot be sent."""
+    logger.error("a message cannot be sent", exc_info=error)
+    with contextlib.suppress(OSError):  # the driver is gone
+        pipe.send([("error", sentence(error))])
+
+
+def _log_to(path: str) -> None:
+    """Send stdout, stderr and the log of this process and its workers to the log file."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+
+
+def _allow_all_files() -> None:
+    """Every request has a socket, and the usual limit is 1024 open files."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def collect_garbage_rarely() -> None:
+    """Only cycles need the collector, and they are rare here.
+
+    With 10,000 requests in flight Python's own thresholds let it walk through their objects for half of the time.
+    """
+    gc.collect()
+    gc.freeze()  # no collection visits the imported modules
+    gc.set_threshold(100_000, 50, 50)
+
+
+async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings, scorer: Scorer) -> None:
+    inbox: asyncio.Queue[list[Message] | Exception] = asyncio.Queue()
+    tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path)
+    pool = EnginePool(
+        settings.urls,
+        settings.token,
+        timeout_s=settings.timeout_s,
+        max_in_flight=settings.max_in_flight,
+        vocab_size=len(tokenizer),
+        fenced=settings.fenced,
+        salted=settings.salted,
+        columns=settings.columns,
+    )
+    running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
+
+    writer = settings.make_writer(pool, tokenizer, scorer.score, settings.piece_tokens)
+
+    async def one(order: Order) -> None:
+        group = await writer.group(order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent)
+        if isinstance(group, LostRollout):
+            logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
+        outbox.put(("group", order.number, pack(group)))
+
+    async def beat() -> None:
+        while True:
+            outbox.put(("beat", pool.counters() | writer.counters()))
+            faulthandler.dump_traceback_later(BLOCKED_S)  # unless the next beat puts it off
+            await asyncio.sleep(HEARTBEAT_S)
+
+    collect_garbage_rarely()
+    threading.Thread(target=_read_all, args=(pipe, asyncio.get_running_loop(), inbox), daemon=True).start()
+
+    def start(order: Order) -> None:
+        task = running[order.number] = tasks.create_task(one(order))
+        task.add_done_callback(partial(ended, order.number))
+
+    def ended(number: int, task: asyncio.Task[None]) -> None:
+        if running[number] is task:  # an order may come back after it was cancelled
+            del running[number]
+
+    async with pool, writer:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(beat())
+                while True:
+                    messages = await inbox.get()
+                    if isinstance(messages, Exception):
+                        raise messages
+                    for message in messages:
+                        match message:
+                            case Order():
+                                start(message)
+                            case Cancel(number):
+                                if number in running:  # it may have ended just now
+                                    running[number].cancel()
+                            case Trust(url, version, adapter):
+                                pool.trust(url, version, adapter)
+                            case Fence(url):
+                                pool.fence(url)
+                            case Hold(url):
+                                pool.hold(url)
+                            case Close():
+                                raise _Closed
+        except BaseExceptionGroup as group:
+            error = _first(group)
+            if not isinstance(error, _Closed):
+                raise error from group
+
+
+class _Closed(Exception):
+    """The driver wants no more: cancels all running tasks."""
+
+
+def _read_all(
+    pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[list[Message] | Exception]
+) -> None:
+    """Put all messages into the inbox; last a list with a `Close`, or what happened when a message was read."""
+    messages: list[Message] | Exception = []
+    while not isinstance(messages, Exception) and Close() not in messages:
+        try:
+            messages = pipe.recv()
+        except (EOFError, OSError):  # the driver closed its end, or died
+            messages = [Close()]
+        except Exception as error:  # it cannot be unpickled
+            messages = error
+        if loop.is_closed():
+            return
+        loop.call_soon_threadsafe(inbox.put_nowait, messages)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

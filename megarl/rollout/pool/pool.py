@@ -1,0 +1,286 @@
+"""Load balancing over servers: a request goes to the least loaded one, and to another one if that fails.
+
+Only trusted servers generate.  `trust` adds a version of the weights to those that a server may generate with, `fence`
+takes a server out of service and cancels its requests, `hold` only keeps new requests from it.  What a server wrote is
+returned only when all versions that generated a part of it are trusted on this server.
+
+A request has a limited number of attempts, each attempt has a time limit, and a server that failed gets no request for
+a time that doubles with each failure up to a limit.  Without a limit the pool waits for servers: for a `trust` while
+none is in service, and while none can be reached.  Such a request has killed no server, and whoever owns the servers
+restarts them or gives them up; the driver does so only between two training steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from megarl.rollout.pool.pool_server import (
+    Ask,
+    NoFilesLeft,
+    PoolServer,
+    RolloutFailed,
+    ServerFailed,
+    TakenOut,
+    Unreachable,
+)
+from megarl.rollout.pool.sender import Sender
+from megarl.rollout.pool.slots import Slots
+from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
+from megarl.sample import Completion
+
+__all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed", "Waiting"]
+
+# Why tokens were wasted.  fenced: their server was taken out of service.  failed: their request failed, or nobody
+# verified their weights.  stale: their prefix had KV of other weights.  retracted: their server computed their KV again
+# and lost their columns with it.  cancelled: nobody wanted them any more.
+# lost: their completion, or another one of their group, failed.  unscored: no reward could score them, or too few of
+# their group.
+WASTE = ("fenced", "failed", "stale", "retracted", "cancelled", "lost", "unscored")
+
+
+class Piece(NamedTuple):
+    """What one request wrote: at least one token, all of them with trusted weights."""
+
+    completion: Completion  # without text; finish_reason "abort": ended by the server, or by the time limit
+    url: str  # of the server that wrote it
+
+
+class Waiting:
+    """Measures how long requests wait for a slot or a server: `with waiting: await ...`, also several at a time."""
+
+    def __init__(self) -> None:
+        self._num, self._before, self._since = 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """With at least one that waits."""
+        return self._before + (time.monotonic() - self._since if self._num else 0.0)
+
+    def __enter__(self) -> None:
+        if not self._num:
+            self._since = time.monotonic()
+        self._num += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._num -= 1
+        if not self._num:
+            self._before += time.monotonic() - self._since
+
+
+class EnginePool:
+    """Example: async with EnginePool(urls, token, timeout_s=120) as pool: await pool.generate([5, 6], params).
+
+    Args:
+        timeout_s: of one attempt; then the server is told to return what it has written so far.
+        max_in_flight: size of `slots`.  Hold one during calls of `generate`, as `pieces.write` does.
+        retries: after the first attempt.
+        fenced: servers need a `trust` first.
+        salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
+        columns: what is to travel with the tokens of every completion.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        token: str,
+        *,
+        timeout_s: float,
+        max_in_flight: int = 512,
+        retries: int = 4,
+        rest_s: float = 1.0,
+        vocab_size: int | None = None,
+        fenced: bool = False,
+        salted: bool = False,
+        columns: Sequence[EngineColumn] = (),
+    ) -> None:
+        if not urls:
+            raise ValueError("urls=[]: expected the url of at least one server")
+        self._servers = {url.rstrip("/"): PoolServer(url.rstrip("/"), fenced=fenced) for url in urls}
+        self._sender = Sender(token, timeout_s, salted=salted, columns=columns)
+        self._retries, self._rest_s, self._vocab_size = retries, rest_s, vocab_size
+        self._slack = max(1, max_in_flight // (8 * len(self._servers)))  # by which a preferred server may be busier
+        self.slots = Slots(max_in_flight)
+        self._counts: Counter[str] = Counter()
+        self._since = time.monotonic()
+
+    async def __aenter__(self) -> EnginePool:
+        await self._sender.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._sender.__aexit__()
+
+    # ---- which servers may be asked
+
+    def trust(self, url: str, version: int, adapter: str | None = None) -> None:
+        """The server holds this version, verified: send it requests, and return what it writes with this version.
+
+        `adapter`: this version is the adapter of this name on top of the server's weights.  Requests then select it,
+        and all their tokens have this version: a server never changes the adapter of a running request.
+        """
+        self._named(url).trust(version, adapter)
+        self._sender.changed.tell()
+
+    def fence(self, url: str) -> None:
+        """Send this server no requests, retry its running ones elsewhere, and forget all its trusted versions."""
+        self._named(url).fence()
+        self._sender.changed.tell()
+
+    def hold(self, url: str) -> None:
+        """Send this server no new requests until the next `trust`; running ones may come back, also as aborted."""
+        self._named(url).hold()
+
+    def _named(self, url: str) -> PoolServer:
+        return self._servers[url.rstrip("/")]
+
+    # ---- requests
+
+    @contextlib.contextmanager
+    def session(self, num_completions: int) -> Iterator[str]:
+        """The url of a server for requests that share prefixes, and so its prefix cache: pass it as `prefer`."""
+        servers = [server for server in self._servers.values() if server.in_service] or list(self._servers.values())
+        home = min(servers, key=lambda server: server.num_sessions)
+        home.num_sessions += num_completions
+        try:
+            yield home.url
+        finally:
+            home.num_sessions -= num_completions
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prefer: str | None = None,
+        waiting: Waiting | None = None,
+        num_known: int = 0,
+    ) -> Piece:
+        """One completion, or the first tokens of it if the server or the time limit ended it early.
+
+        `prefer`: url of a server that is chosen if it is in service and not much busier than the least busy one.
+        `waiting`: measures the time without a server.  `num_known`: of so many tokens of the prompt the caller has the
+        columns; those of the piece may be zeros there.
+        The caller checks the prompt: see `check_prompt`.  Raises RolloutFailed if the request is refused, or if all
+        attempts failed.
+        """
+        reasons: list[str] = []
+        failed: set[PoolServer] = set()
+        waiting = waiting or Waiting()
+        num_stale = 0
+        while len(reasons) <= self._retries:
+            with waiting:
+                server = await self._pick(failed, prefer)
+            try:
+                how: dict[str, Any] = {"alone": num_stale > 1, "num_known": num_known}
+                completion, is_stale = await self._ask(server, prompt_ids, params, **how)
+            except TakenOut:
+                continue
+            except ColumnsLost as error:  # in need of KV cache SGLang retracts new requests first: elsewhere is better
+                if server in failed:
+                    reasons.append(f"{server.url}: {error}")
+                failed.add(server)
+                continue
+            except (ServerFailed, Unreachable) as error:
+                failed.add(server)
+                server.rest(self._rest_s, error)
+                if isinstance(error, ServerFailed):
+                    reasons.append(f"{server.url}: {error}")
+                continue
+            if is_stale:
+                # Once more, since by now the pool knows the version that wrote this; then with a salt of its own.
+                num_stale += 1
+                self._counts["stale_prefixes"] += 1
+                self.waste("stale", len(completion.token_ids))
+                if num_stale > 2:
+                    reasons.append(f"{server.url}: its prefix cache does not keep salts apart")
+                    failed.add(server)
+                continue
+            self._counts["pieces"] += 1
+            return Piece(completion, server.url)
+        raise RolloutFailed(f"{len(reasons)} attempts failed: {'; '.join(reasons)}")
+
+    async def _ask(
+        self, server: PoolServer, prompt_ids: Sequence[int], params: SamplingParams, **how: Any
+    ) -> tuple[Completion, bool]:
+        """As Sender.write; counts the tokens."""
+        ask = Ask(server, params.max_new_tokens)
+        cause = ""
+        try:
+            with ask:
+                return await self._sender.write(server, ask, prompt_ids, params, **how)
+        except TakenOut:
+            cause = "fenced"
+            raise
+        except ServerFailed:
+            cause = "failed"
+            raise
+        except ColumnsLost as error:
+            cause = "retracted"
+            if ask.is_excused:  # a push or the time limit ended it in the queue
+                raise TakenOut from error
+            raise
+        except asyncio.CancelledError:
+            cause = "cancelled"
+            raise
+        except (RolloutFailed, Unreachable, NoFilesLeft):
+            ask.num_tokens = 0  # it was refused, or not sent
+            raise
+        finally:
+            num_tokens = server.written_by(ask)
+            self._counts["tokens"] += num_tokens
+            if cause:
+                self.waste(cause, num_tokens)
+
+    async def _pick(self, failed: Collection[PoolServer], prefer: str | None) -> PoolServer:
+        """The least loaded server in service that is not resting; those that have not failed come first."""
+        while True:
+            now = time.monotonic()
+            servers = [server for server in self._servers.values() if server.in_service]
+            awake = [server for server in servers if server.resting_until <= now]
+            if awake:
+                awake = [server for server in awake if server not in failed] or awake
+                least = min(awake, key=lambda server: server.load)
+                home = least if prefer is None else self._named(prefer)
+                return home if home in awake and home.load <= least.load + self._slack else least
+            rest_s = min(server.resting_until for server in servers) - now if servers else None
+            with contextlib.suppress(TimeoutError):
+                await self._sender.changed.wait(rest_s)
+
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Raises RolloutFailed for ids outside the tokenizer's vocabulary, because a stock server crashes on them.
+
+        Not for tokens that a model wrote: they may be of the padding of its vocabulary, which every server has.
+        """
+        if not prompt_ids:
+            raise RolloutFailed("the prompt is empty")
+        if self._vocab_size is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
+            raise RolloutFailed(f"the prompt holds token ids outside 0 .. {self._vocab_size - 1}")
+
+    # ---- counters
+
+    def waste(self, cause: str, num_tokens: int) -> None:
+        """Count tokens that were written for nothing; `cause`: one of WASTE."""
+        assert cause in WASTE, f"tokens are wasted for {WASTE}, not for {cause}"
+        self._counts[f"wasted_{cause}"] += num_tokens
+
+    def counters(self) -> dict[str, float]:
+        """`in_flight`: requests that are running now; the others are totals since the start.
+
+        tokens, pieces: written by servers.  wasted_*: tokens of these that are in no finished group, by cause; those of
+        a request without a reply are estimated.  stale_prefixes: replies with KV of other weights.
+        busy_s: sum over the servers of the time with a running request; servers_s: of all the time.
+        """
+        servers = self._servers.values()
+        return {
+            "in_flight": float(sum(server.load for server in servers)),
+            "busy_s": sum(server.busy_s for server in servers),
+            "servers_s": (time.monotonic() - self._since) * len(servers),
+            **{name: float(self._counts[name]) for name in ("tokens", "pieces", "stale_prefixes")},
+            **{f"wasted_{cause}": float(self._counts[f"wasted_{cause}"]) for cause in WASTE},
+        }

@@ -1,0 +1,183 @@
+"""One server as the pool sees it: may it be asked, how busy is it, what did it write; and `Ask`, a running request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from megarl.sample import Completion
+
+logger = logging.getLogger("megarl.rollout.pool.pool")
+
+_LONGEST_REST_S = 16.0
+
+
+class RolloutFailed(RuntimeError):
+    """No server generated this completion; the message has the reason of every failed attempt."""
+
+
+class ServerFailed(RuntimeError):
+    """This attempt failed; a retry on another server, or later, may succeed."""
+
+
+class Unreachable(RuntimeError):
+    """No server has begun with the request: no connection, or status 503; not counted as an attempt.
+
+    503 is what a router without a live server answers, and a server whose queue is full, or where the request waited
+    for too long.  A server that was started again and does not hold the request's adapter has not begun either.
+    """
+
+
+class NoFilesLeft(RuntimeError):
+    """No connection can be opened, to no server; ends the run, because only its user can change that."""
+
+
+class TakenOut(RuntimeError):
+    """The request ended through no fault of the server, for example by a fence; not counted as an attempt."""
+
+
+@dataclass(eq=False)
+class PoolServer:
+    """State of a server.  All times are seconds; points in time are of time.monotonic()."""
+
+    url: str
+    fenced: bool = False
+    held: bool = False  # gets no new requests; what runs may come back
+    trusted: set[int] | None = None  # versions of the weights; None: not verified, all versions are accepted
+    adapter: tuple[str, int] | None = None  # name and version of the adapter that requests select
+    num_changes: int = 0  # of trust, fence and hold
+    asks: set[Ask] = field(default_factory=set)  # running requests
+    num_sessions: int = 0  # open completions that prefer this server
+    failures: int = 0  # in a row
+    resting_until: float = 0.0
+    num_tokens: int = 0  # of all replies
+    wrote_s: float = 0.0  # sum of the durations of the requests that wrote them
+    _busy_s: float = 0.0
+    _busy_since: float = 0.0
+
+    @property
+    def load(self) -> int:
+        """Running requests."""
+        return len(self.asks)
+
+    @property
+    def in_service(self) -> bool:
+        return not (self.fenced or self.held)
+
+    @property
+    def newest(self) -> int | None:
+        """The newest trusted version."""
+        return max(self.trusted) if self.trusted else None
+
+    @property
+    def busy_s(self) -> float:
+        """Time with at least one running request."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self.asks else 0.0)
+
+    def trust(self, version: int, adapter: str | None) -> None:
+        self.trusted = (self.trusted or set()) | {version}
+        self.adapter = None if adapter is None else (adapter, version)
+        self.fenced, self.held, self.failures, self.resting_until = False, False, 0, 0.0
+        self.num_changes += 1
+
+    def fence(self) -> None:
+        self.fenced, self.trusted = True, set()
+        self.num_changes += 1
+        for ask in self.asks:
+            ask.cut(TakenOut())
+
+    def hold(self) -> None:
+        self.held = True
+        self.num_changes += 1
+
+    def unverified(self, completion: Completion) -> list[int]:
+        """Versions that generated parts of this completion and are not, or not yet, trusted."""
+        if self.trusted is None:
+            return []
+        return sorted({span.version for span in completion.versions} - self.trusted)
+
+    def rest(self, rest_s: float, why: Exception) -> None:
+        """After a failure: no requests for `rest_s`, twice as long after each further failure, up to a limit."""
+        now = time.monotonic()
+        if self.resting_until > now:  # one crash fails many requests at once, but counts once
+            return
+        rest_s = min(rest_s * 2**self.failures, _LONGEST_REST_S)
+        logger.warning("%s gets no requests for %g s: %s", self.url, rest_s, why)
+        self.resting_until = now + rest_s
+        self.failures += 1
+
+    def begin(self, ask: Ask) -> None:
+        if not self.asks:
+            self._busy_since = time.monotonic()
+        self.asks.add(ask)
+
+    def end(self, ask: Ask) -> None:
+        self.asks.discard(ask)
+        if not self.asks:
+            self._busy_s += time.monotonic() - self._busy_since
+
+    def written_by(self, ask: Ask) -> int:
+        """Tokens of a request that has ended; without a reply about as many as others wrote in this time."""
+        if ask.num_tokens is not None:
+            return ask.num_tokens
+        rate = self.num_tokens / self.wrote_s if self.wrote_s else 0.0
+        return min(ask.max_tokens, round(rate * (time.monotonic() - ask.begun)))
+
+
+class Ask:
+    """A running request of the current task.
+
+    `cut` ends it from outside: the error then takes the place of the CancelledError.
+
+        with Ask(server, max_tokens) as ask:
+            ...
+    """
+
+    def __init__(self, server: PoolServer, max_tokens: int) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a request belongs to a task"
+        self._server, self._task, self._cancelling = server, task, task.cancelling()
+        self._error: Exception | None = None
+        self._changes, self._tokens = server.num_changes, server.num_tokens
+        self.max_tokens = max_tokens
+        self.num_tokens: int | None = None  # of its reply
+        self.begun = time.monotonic()
+        self.timer: asyncio.TimerHandle | None = None
+        self.is_overdue = False
+
+    def __enter__(self) -> Ask:
+        self._server.begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.end(self)
+        self.stop_clock()
+        # Cancelled by someone else too: then the CancelledError goes on.
+        if self._error is not None and self._task.uncancel() <= self._cancelling:
+            raise self._error from None
+
+    def cut(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    def stop_clock(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether it is no failure that this request ended without a token.
+
+        Either the driver changed something about the server meanwhile, or it waited in the queue of a server that
+        wrote tokens for others until its time was over.  The driver's hold comes over a pipe and its abort through the
+        server: a reply that overtakes the hold is not excused, and costs one of the attempts.
+        """
+        server = self._server
+        return server.num_changes != self._changes or (self.is_overdue and server.num_tokens > self._tokens)

@@ -1,0 +1,224 @@
+"""One request to one server: sends it, ends it in time, reads the reply, and waits until its weights are verified."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import json
+import resource
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+
+from megarl.rollout.pool.pool_server import (
+    Ask,
+    NoFilesLeft,
+    PoolServer,
+    RolloutFailed,
+    ServerFailed,
+    TakenOut,
+    Unreachable,
+)
+from megarl.rollout.protocol import (
+    KEEP_ALIVE_S,
+    Route,
+    SamplingParams,
+    auth_headers,
+    error_message,
+    generate_body,
+    parse_replies,
+)
+from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
+from megarl.sample import Completion, VersionSpan
+
+_CONNECT_S = 10.0
+_GRACE_S = 10.0  # a server that was told to end a request returns its tokens within this time
+
+
+class TrustChanged:
+    """Wakes those that wait for the next `trust` or `fence`."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def tell(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float | None) -> None:
+        """Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 swallows a cancellation that meets the event
+            await self._event.wait()
+
+
+class Sender:
+    """Example: async with Sender(token, 120, salted=True) as sender: await sender.write(server, ask, [5, 6], params)
+
+    `timeout_s`: of a request; then the server is told to return what it has written so far.  `columns`: what is to
+    travel with the tokens of every request.
+    """
+
+    def __init__(self, token: str, timeout_s: float, *, salted: bool, columns: Sequence[EngineColumn] = ()) -> None:
+        self._token, self._timeout_s, self._salted, self._columns = token, timeout_s, salted, columns
+        self.changed = TrustChanged()
+        self._name, self._numbers = uuid.uuid4().hex, itertools.count()  # of this sender, of its requests
+        self._errands: set[asyncio.Task[None]] = set()
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Sender:
+        self._http = aiohttp.ClientSession(
+            headers=auth_headers(self._token),
+            # The pool's slots limit the connections; a limit here would let the order to end a request wait.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, self._timeout_s)),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for errand in self._errands:
+            errand.cancel()
+        await self._session.close()
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        assert self._http is not None, "enter the pool first: async with pool"
+        return self._http
+
+    async def write(
+        self,
+        server: PoolServer,
+        ask: Ask,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        alone: bool = False,
+        num_known: int = 0,
+    ) -> tuple[Completion, bool]:
+        """What the server wrote, at least one token, and whether its cache may have given it KV of other weights.
+
+        `alone`: with a salt that no other request has, so that it gets no KV from the cache.  `num_known`: of so many
+        tokens of the prompt the caller has the columns.
+        Raises ServerFailed, Unreachable, TakenOut or ColumnsLost if another attempt may help, RolloutFailed if not.
+        """
+        adapter, version = server.adapter, server.newest if self._salted else None
+        # KV of earlier weights is not used, nor that of another run, whose versions have the same numbers.
+        salt = None if version is None else f"{self._name}.{version}"
+        rid = f"{next(self._numbers)}-{self._name}"  # no rid is the beginning of another: SGLang aborts by beginnings
+        salt = f"{salt}.{rid}" if salt and alone else salt
+        columns = [column for column in self._columns if column.is_of(params.temperature, params.top_p, params.top_k)]
+        body = generate_body(prompt_ids, 1, params, rid, salt, columns=columns, num_known=num_known)
+        if adapter is not None:
+            body["lora_path"] = adapter[0]
+        ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask, rid)
+        reply = await self._post(server.url, body)
+        ask.stop_clock()
+        server.failures = 0
+        try:
+            ((completion, cached_tokens),) = parse_replies(
+                reply, 1, num_asked=len(prompt_ids), columns=columns, num_known=num_known
+            )
+        except ColumnsLost as error:
+            ask.num_tokens = error.num_tokens
+            raise
+        except ValueError as error:
+            raise RolloutFailed(f"{server.url}: {error}") from error
+        ask.num_tokens = num_tokens = len(completion.token_ids)
+        if not num_tokens:
+            raise TakenOut if ask.is_excused else ServerFailed("it ended the request before the first token")
+        server.num_tokens += num_tokens
+        server.wrote_s += time.monotonic() - ask.begun
+        if adapter is not None:  # the server reports the version of the base weights
+            completion = replace(completion, versions=(VersionSpan(adapter[1], 0, num_tokens),))
+        if server.unverified(completion):
+            await self._verify(server, completion)
+        # A push of which the salt does not know ended before the first token.  Whether the KV in the cache was older is
+        # not in the reply: another request of this salt may just have written it with the new weights.
+        is_stale = version not in (None, completion.versions[0].version) and bool(cached_tokens)
+        return completion, is_stale
+
+    async def _verify(self, server: PoolServer, completion: Completion) -> None:
+        """Return once all its versions are trusted; a fence ends this wait."""
+        deadline = time.monotonic() + self._timeout_s
+        while unverified := server.unverified(completion):
+            try:
+                await self.changed.wait(deadline - time.monotonic())
+            except TimeoutError:
+                if server.held:  # during a push no time limit ends
+                    deadline = time.monotonic() + self._timeout_s
+                    continue
+                raise ServerFailed(f"it wrote with unverified weights (version {unverified[0]})") from None
+
+    async def _post(self, url: str, body: dict[str, Any]) -> Any:
+        try:
+            async with self._session.post(url + Route.GENERATE, json=body) as reply:
+                if reply.status != 200:
+                    message = error_message(await reply.text(), reply.reason or "")
+                    raise _refusal(url, reply.status, message, adapter=body.get("lora_path"))
+                return json.loads(await reply.read())
+        except aiohttp.ClientSSLError as error:  # a wrong certificate does not heal by itself
+            raise ServerFailed(f"{type(error).__name__} {error}") from error
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise NoFilesLeft(_files(error)) from error
+            raise Unreachable(f"{type(error).__name__} {error}") from error
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a body that is no JSON
+            raise ServerFailed(f"{type(error).__name__} {error}") from error
+
+    def _end(self, server: PoolServer, ask: Ask, rid: str) -> None:
+        """The time of a request is over: the server is to return what it has written."""
+        loop = asyncio.get_running_loop()
+        if server.held:  # it may be paused, and returns nothing before it goes on
+            ask.timer = loop.call_later(self._timeout_s, self._end, server, ask, rid)
+            return
+        ask.is_overdue = True
+        errand = loop.create_task(self._abort(server.url, rid))
+        self._errands.add(errand)
+        errand.add_done_callback(self._errands.discard)
+        self._await_end(server, ask)
+
+    def _await_end(self, server: PoolServer, ask: Ask) -> None:
+        """Cut the request off if the server does not return it soon."""
+        ask.timer = asyncio.get_running_loop().call_later(min(_GRACE_S, self._timeout_s), self._cut, server, ask)
+
+    def _cut(self, server: PoolServer, ask: Ask) -> None:
+        if server.held:
+            self._await_end(server, ask)
+        else:
+            ask.cut(ServerFailed(f"no answer within {self._timeout_s:g} s"))
+
+    async def _abort(self, url: str, rid: str) -> None:
+        # The request is cut off if this does not help.
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._session.post(url + Route.ABORT, json={"rid": rid, "abort_all": False}):
+                pass
+
+
+def _refusal(url: str, status: int, message: str, *, adapter: str | None) -> RuntimeError:
+    """5xx, 408 and 429 are retried on another server; any other status would be the same on all servers.
+
+    `adapter`: that the request selects.  SGLang's own limit of a running request is a 503 too, but an attempt.
+    """
+    lacks_adapter = adapter is not None and adapter in message and " loaded" in message  # until the next push
+    if lacks_adapter or (status == 503 and "running timeout" not in message.lower()):
+        return Unreachable(f"status {status}: {message}")
+    if status >= 500 or status in (408, 429):
+        return ServerFailed(f"status {status}: {message}")
+    return RolloutFailed(f"{url} refused the request with status {status}: {message}")
+
+
+def _files(error: OSError) -> str:
+    """Who limits the open files: this process, or its machine."""
+    if error.errno == errno.ENFILE:
+        return "rollout.max_in_flight: this machine has no open file left for a request; expected a larger fs.file-max"
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"rollout.max_in_flight: each request needs an open file, and this process may open {most}; expected fewer "
+        "requests at a time, or a larger limit (ulimit -n)"
+    )

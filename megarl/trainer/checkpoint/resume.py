@@ -1,0 +1,138 @@
+"""Resuming: the settings that have changed, the ledger of the visits, and the finished groups that waited.
+
+A finished group is used only if this run would generate it with the same settings.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megarl.agents.load import without_prefix
+from megarl.config import Config, read_yaml
+from megarl.config.validate.rewards import names_of
+from megarl.data.groups import load_groups
+from megarl.data.ledger import Ledger
+from megarl.data.readers import content_digest
+from megarl.rewards import REWARDS, SERVICES
+from megarl.sample import Sample
+from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, Checkpoint, changes
+
+# The settings on which a finished group depends: its prompt, its completions with their columns, and its rewards.
+_KEYS = (
+    "data.prompt_key",
+    "data.ground_truth_key",
+    "data.system_prompt",
+    "data.apply_chat_template_kwargs",
+    "data.overlong_prompts",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "model.tokenizer_path",
+    "rollout.engine",
+    "rollout.sglang.args",
+    "rollout.n",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    *(f"agent.{name}" for name in ("fn", "command", "args", "history", "tool_parser", "max_turns", "max_tokens")),
+    *(f"agent.{name}" for name in ("timeout_s", "on_error")),
+    "reward.fn",
+    "reward.weights",
+    "reward.by_data_source",
+    *(f"reward.judge.{name}" for name in ("url", "model", "prompt", "read", "votes", "request")),
+    "reward.model.path",
+    "reward.model.engine",
+    "reward.model.url",
+    "reward.timeout_s",
+    "reward.on_error",
+)
+
+
+def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
+    """What finished groups depend on, as JSON values.
+
+    `greedy`: the estimator wants a greedy completion of each prompt.  Of users' functions the files count too, but not
+    the modules that they import.
+    """
+    keys = [key for key in _KEYS if config.has_agents or not key.startswith("agent.")]
+    settings = {key: attrgetter(key)(config) for key in keys}
+    files = {fn: digest for fn in names_of(config) if (digest := _file_of(fn))}
+    settings |= {"the file of reward.fn": files}
+    if config.actor.router_replay == "rollout":  # with other values completions have no such column
+        settings["actor.router_replay"] = config.actor.router_replay
+    if config.agent.fn is not None:
+        settings["the file of agent.fn"] = _file_of(without_prefix(config.agent.fn))
+    if config.agent.command:
+        words = [word for word in config.agent.command if Path(word).is_file()]
+        settings["the files of agent.command"] = {word: content_digest(word) for word in words}
+    return settings | {"algorithm.adv_estimator (greedy)": greedy}
+
+
+def announce(checkpoint: Checkpoint, config: Config, num_steps: int) -> None:
+    """Print the step to resume from and the settings that differ.
+
+    Raises ValueError for a finished run with other settings: its results must not appear under the new ones.
+    """
+    folder, console = config.trainer.run_dir, Console(stderr=True, soft_wrap=True)
+    file = folder / "config.yaml"
+    changed = changes(read_yaml(file), config) if file.exists() else []
+    if changed and checkpoint.step >= num_steps:
+        raise ValueError(
+            f"{folder} is finished, with other settings ({', '.join(changed)}); use another "
+            "trainer.experiment_name, more steps, or trainer.resume_mode=disable"
+        )
+    for change in changed:
+        console.print(f"warning: changed since the run began: {change}", markup=False, highlight=False)
+    console.print(f"going on from step {checkpoint.step} ({checkpoint.folder})", highlight=False)
+
+
+def take_over(
+    checkpoint: Checkpoint | None, fingerprint: str, settings: Mapping[str, Any], warn: Callable[[str], None]
+) -> tuple[Ledger, dict[int, list[Sample]]]:
+    """The ledger, and by visit the finished groups of the checkpoint; None: a new ledger.
+
+    `fingerprint`: of the data.  `settings`: `generated_with` of this run.  If the checkpoint has others, its groups are
+    dropped and the ledger issues their visits again.
+    Raises ValueError for other data, and for damaged files.
+    """
+    ledger = Ledger(fingerprint)
+    if checkpoint is None:
+        return ledger, {}
+    waiting, before = load_groups(checkpoint.folder / ROLLOUTS), checkpoint.state["generated_with"]
+    changed = [key for key in {**settings, **before} if settings.get(key) != before.get(key)]
+    if waiting and changed:
+        what = f"the finished groups in {checkpoint.folder} ({len(waiting)}) are dropped and generated again"
+        warn(f"{what}, because these settings have changed: {', '.join(changed)}")
+        waiting = {}
+    ledger.load_state_dict(checkpoint.state["ledger"], finished=waiting)
+    return ledger, waiting
+
+
+def check_is_known(checkpoint: Checkpoint) -> None:
+    """Raises ValueError for a checkpoint of a version of megarl that had no ledger of the visits."""
+    missing = [name for name in ("ledger", "generated_with") if name not in checkpoint.state]
+    if missing:
+        raise ValueError(
+            f"trainer.resume_mode: {checkpoint.folder} was saved by an older megarl (its state has no "
+            f"{' and no '.join(missing)}); expected a checkpoint of this version, or trainer.resume_mode=disable"
+        )
+
+
+def _file_of(fn: str) -> str | None:
+    """Digest of the file of a user's function; None for a built-in one."""
+    found = REWARDS.get(fn, fn)
+    if not isinstance(found, str):  # registered by a plug-in
+        return content_digest(str(sys.modules[found.__module__].__file__))
+    place = found.rpartition(":")[0]
+    if fn in REWARDS or fn in SERVICES or not place:
+        return None
+    if place.endswith(".py"):
+        return content_digest(place)
+    spec = find_spec(place)
+    return content_digest(spec.origin) if spec is not None and spec.origin else None

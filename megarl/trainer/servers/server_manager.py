@@ -1,0 +1,228 @@
+"""The servers of a run as the training loop sees them: none serves before it holds the trainer's weights, verified.
+
+The supervisor restarts a server that died.  A failed push is repeated; after two failed pushes in a row the server is
+restarted.  No such server gets requests before its next verified push.  The run stops only when no server is left.
+
+A push to servers on the trainer's GPUs (colocation) has these steps: the servers have released all their memory; the
+trainer computes the canary's log-probs; the servers resume the memory of the weights; the weights are pushed; the
+servers resume the KV cache; their log-probs of the canary are compared.  No server is started on these GPUs while the
+trainer uses them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megarl.rollout.client import ServerError
+from megarl.rollout.trust import Trusts
+from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
+from megarl.trainer.servers.colocation import ALL, GENERATION, WEIGHTS, Colocation
+from megarl.weights.verify.canary import Canary
+
+Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weights.push.report.PushReport as a dict
+
+_TEND_EVERY_S = 0.5
+_PATIENCE = 2  # failed pushes in a row after which a server is restarted
+
+
+def is_verified(report: dict[str, Any]) -> bool:
+    """Whether all servers that got this push were verified, by digests or by a comparison."""
+    return bool(report["num_verified"] or report["compared"]) and not report["unverified"]
+
+
+class ServerManager:
+    """Example: manager.push(7); then, while completions are awaited, manager.check_servers() at least every second."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        collector: Trusts,
+        push: Push,
+        warn: Callable[[str], None],
+        colocation: Colocation | None = None,
+        canary: Callable[[], Canary] | None = None,
+        lends: Sequence[str] = ALL,
+    ) -> None:
+        """`colocation`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the
+        canary.  With colocation, `canary` computes it on the trainer, and servers release the memory in `lends`."""
+        self._servers, self._collector, self._push, self._warn, self._colocation = (
+            servers,
+            collector,
+            push,
+            warn,
+            colocation,
+        )
+        self._canary, self._lends = canary, lends
+        self.version: int | None = None  # of the last push
+        self.holding: set[str] = set()  # servers that hold this version, verified
+        self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
+        self._failures: Counter[str] = Counter()  # failed pushes in a row
+        self._last_reason = ""
+        self._tended = 0.0
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether servers and trainer share GPUs (colocation), and so use them in separate phases."""
+        return self._colocation is not None
+
+    def push(self, version: int) -> dict[str, Any]:
+        """Push the trainer's weights to every live server; returns the report once at least one holds them.
+
+        Raises ServerDied when no server is left.
+        """
+        self.version, self.holding = version, set()
+        self._look(starts=self._colocation is None)
+        serving = self._serving()
+        for url in serving:  # the push pauses it: a new request, and the time limit of a running one, wait for the end
+            self._collector.hold(url)
+        report = self._deliver(serving)
+        while not self.holding:
+            time.sleep(_TEND_EVERY_S)
+            report = self._repair() or report
+        return report
+
+    def check_servers(self) -> None:
+        """Restart dead servers and push to servers that lack the current version; cheap if there is nothing to do.
+
+        Call it only while the trainer holds the weights of the last push.
+        """
+        if time.monotonic() - self._tended >= _TEND_EVERY_S:
+            self._repair()
+
+    def watch(self) -> bool:
+        """Take dead servers out of service; returns whether any server holds the weights of the last push.
+
+        Unlike `check_servers` it starts and pushes nothing, so the trainer may hold other weights meanwhile.
+        """
+        self._look(starts=False)
+        return bool(self.holding)
+
+    def release_memory(self) -> None:
+        """Servers that share the trainer's GPUs release their memory; after that they need a push to serve again.
+
+        Waits for servers that are starting: they load a model into the memory that the trainer needs.  What a
+        completion has so far is kept, and another request continues it after the push.
+        """
+        if (colocation := self._colocation) is None:
+            return
+        while State.STARTING in self._servers.states:
+            time.sleep(_TEND_EVERY_S)
+            self._look(starts=False)
+        serving = self._serving()
+        for url in serving:
+            self._collector.hold(url)
+        self._in_turn(serving, lambda url: colocation.release_memory(url, self._lends))
+
+    def _in_turn(self, urls: Sequence[str], act: Callable[[str], None]) -> list[str]:
+        """Call `act` for all servers in parallel; returns those where it succeeded.
+
+        A server that fails is restarted, which frees its memory too.
+        """
+        with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="turn") as threads:
+            orders = {url: threads.submit(act, url) for url in urls}
+        failures = {url: order.exception() for url, order in orders.items()}
+        for url, error in failures.items():
+            if error is not None:
+                if not isinstance(error, ServerError):
+                    raise error
+                self._fence(url, str(error))
+                self._note(self._servers.restart(self._servers.urls.index(url), str(error)))
+        return [url for url, error in failures.items() if error is None]
+
+    def metrics(self, report: dict[str, Any]) -> dict[str, float]:
+        """Metrics of a step whose push returned this report; counts are totals since the start."""
+        out = {f"push/{name}": float(count) for name, count in self.counts.items()}
+        out["push/servers"] = float(len(self.holding))
+        out["push/compared"] = float(len(report["compared"]))
+        return out | {"push/tensors_verified": float(report["num_verified"])}
+
+    def _repair(self) -> dict[str, Any] | None:
+        """Push to servers that were restarted or whose push failed; returns the report, None if there are none."""
+        self._look()
+        if self._colocation is not None and (self.holding or State.STARTING in self._servers.states):
+            self._tended = time.monotonic()  # until the next phase the trainer has no memory for a push
+            return None
+        lagging = [url for url in self._serving() if url not in self.holding]
+        report = self._deliver(lagging) if lagging and self.version is not None else None
+        self.counts["repaired"] += len(set(lagging) & self.holding)
+        self._tended = time.monotonic()
+        return report
+
+    def _serving(self) -> list[str]:
+        return [
+            url for url, state in zip(self._servers.urls, self._servers.states, strict=True) if state is State.SERVING
+        ]
+
+    def _look(self, *, starts: bool = True) -> None:
+        """Take dead servers out of service, and restart them if `starts`.  Raises ServerDied if no server is left."""
+        self._note(self._servers.poll(starts=starts))
+        if all(state is State.OUT for state in self._servers.states):
+            raise ServerDied(f"no server is left; {self._last_reason}")
+
+    def _note(self, events: Sequence[ServerEvent]) -> None:
+        for event in events:
+            if event.state is not State.SERVING:
+                self.counts["servers_died"] += 1
+                self._fence(event.url, event.reason)
+                if self._colocation is not None:
+                    self._colocation.forget(event.url)
+
+    def _deliver(self, urls: Sequence[str]) -> dict[str, Any]:
+        assert self.version is not None, "there is nothing to push before the first version"
+        report = (
+            self._push(urls, self.version) if self._colocation is None else self._push_in_turn(self._colocation, urls)
+        )
+        for url, sentences in report["fallbacks"].items():
+            self.counts["fallbacks"] += len(sentences)
+            for sentence in sentences:
+                self._warn(f"{url} fell back to a slower transport: {sentence}")
+        # Failures first: a router must not have a server without this version when it is told that others hold it.
+        for url in urls:
+            if url in report["failed"]:
+                self._failed(url, report["failed"][url])
+        for url in urls:
+            if url in report["transports"]:
+                self._failures.pop(url, None)
+                self.holding.add(url)
+                self._collector.trust(url, self.version, report["adapter"])
+        return report
+
+    def _push_in_turn(self, colocation: Colocation, urls: Sequence[str]) -> dict[str, Any]:
+        """A push in colocation.
+
+        A server that failed to resume memory is in neither the transports nor the failures of the report.
+        """
+        assert self.version is not None and self._canary is not None, "a push in colocation has a version and a canary"
+        self.release_memory()
+        canary = self._canary()
+        serving = set(self._serving())
+        awake = self._in_turn(
+            [url for url in urls if url in serving], lambda url: colocation.resume_memory(url, [WEIGHTS])
+        )
+        report = self._push(awake, self.version)
+        began = time.monotonic()
+        full = self._in_turn(list(report["transports"]), lambda url: colocation.resume_memory(url, GENERATION))
+        report["failed"] |= (wrong := colocation.examine(canary, full, report["adapter"]))
+        report["transports"] = {
+            url: transport for url, transport in report["transports"].items() if url in full and url not in wrong
+        }
+        report["timings"]["canary"] = time.monotonic() - began
+        return report
+
+    def _failed(self, url: str, reason: str) -> None:
+        self.counts["failed"] += 1
+        self._failures[url] += 1
+        self._fence(url, f"the push of weights version {self.version} failed: {reason}")
+        if self._failures[url] >= _PATIENCE:
+            del self._failures[url]
+            self._note(self._servers.restart(self._servers.urls.index(url), reason))
+
+    def _fence(self, url: str, reason: str) -> None:
+        self.holding.discard(url)
+        self._collector.fence(url)
+        self._last_reason = reason
+        self._warn(f"{url} is out of service: {reason}")
