@@ -18,6 +18,7 @@ from megarl.metrics.advice import Advisor
 from megarl.metrics.console import ConsoleTracker
 from megarl.metrics.jsonl import append_lines, drop_after
 from megarl.metrics.run import Run
+from megarl.metrics.status import StatusTracker
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ def make_trackers(
     resume_step: int | None = None,
     console: Console | None = None,
 ) -> Trackers:
-    """Start every tracker of `trainer.logger`, and the advice.
+    """Start every tracker of `trainer.logger`, the advice and the status.
 
     Raises: ValueError of one sentence for an unknown name or a tracker that does not start; started ones are closed.
     """
@@ -186,7 +187,7 @@ def make_trackers(
         except Exception as error:  # libraries raise different errors if they cannot start
             Trackers(started).close()
             raise ValueError(f"trainer.logger has {name!r}, which did not start: {one_line(error)}") from error
-    started["advice"] = AdviceTracker(run)
+    started |= {"advice": AdviceTracker(run), "status": StatusTracker(run)}
     return Trackers(started)
 
 
