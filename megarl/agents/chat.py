@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from megarl.agents.chat_completions import finish_reason, read_chat
 from megarl.agents.refusals import OverLimit
 from megarl.agents.session import Session, closed
 from megarl.data.template import Message, Tools
+from megarl.float32 import EXPECTED, is_finite
 
 __all__ = ["Chat", "ChatAnswer", "OverLimit", "ToolRequest"]
 
@@ -96,8 +96,8 @@ class Chat:
         """
         if self._session.closed:
             raise closed(self._session.name)
-        if isinstance(value, bool) or not math.isfinite(value):
-            raise ValueError(f"chat.reward({value!r}): expected a finite number")
+        if isinstance(value, bool) or not is_finite(value):
+            raise ValueError(f"chat.reward({value!r}): {EXPECTED}")
         turn = len(self._session.conversation.turns) - 1 if answer is None else answer.turn
         if turn < 0:
             raise ValueError(f"chat.reward({value!r}): the model has not answered yet")

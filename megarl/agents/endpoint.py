@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -21,6 +20,7 @@ from aiohttp import web
 from megarl.agents import anthropic_messages, chat_completions, responses
 from megarl.agents.refusals import Refused, check_fields, expect
 from megarl.agents.session import Policy, Session, closed
+from megarl.float32 import EXPECTED, is_finite
 from megarl.rollout.pool.pool import RolloutFailed
 
 logger = logging.getLogger(__name__)
@@ -209,8 +209,8 @@ class Endpoint:
 
     async def _reward(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
         reward = body.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise Refused(400, f"reward={reward!r}: expected a finite number")
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not is_finite(reward):
+            raise Refused(400, f"reward={reward!r}: {EXPECTED}")
         turn = expect(body, "turn", int, "the number of a turn, from 1 on", None)
         if turn is None:
             session.reward = float(reward)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.float32 import EXPECTED, is_finite
 from megarl.sample import Prompt
 
 
@@ -67,8 +67,8 @@ def _finite(value: Any) -> float:
     number = _number(value)
     if number is None:
         raise TypeError(f"returned {value!r}, a {type(value).__name__}; expected a number or a dict with 'score'")
-    if not math.isfinite(number):
-        raise ValueError(f"returned {number}; expected a finite number")
+    if not is_finite(number):
+        raise ValueError(f"returned {number}; {EXPECTED}")
     return number
 
 

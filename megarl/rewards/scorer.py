@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from megarl import sandbox
+from megarl.float32 import EXPECTED, is_finite
 from megarl.plugins import is_async, load_plugins
 from megarl.rewards import RewardFn, load_reward, name_of
 from megarl.rewards.pool import RewardError, RewardPool
@@ -114,7 +115,10 @@ class Rewards:
             return self._failed(failed[0])
         if len(self._all) == 1:
             return results[self._all[0]]
-        return joined({name_of(fn): result for fn, result in results.items()}, self._weights)
+        whole = joined({name_of(fn): result for fn, result in results.items()}, self._weights)
+        if not is_finite(whole.reward):
+            return self._failed(f"sample {uid}: the weighted sum of its rewards is {whole.reward}; {EXPECTED}")
+        return whole
 
     def _failed(self, sentence: str) -> Outcome:
         self.num_errors += 1

@@ -23,7 +23,7 @@ def test_a_dict_gives_a_score_and_further_numbers():
     assert got == RewardResult(1.0, {"acc": 1.0, "length": 7.0})
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, {"score": -math.inf}])
+@pytest.mark.parametrize("value", [math.nan, math.inf, {"score": -math.inf}, 1e300, {"score": -3.41e38}])
 def test_a_reward_that_is_not_finite_is_refused(value):
     with pytest.raises(ValueError, match="expected a finite number"):
         to_result(value)

@@ -65,6 +65,17 @@ def test_a_single_reward_is_passed_on_as_it_is(file: str, num_workers: int) -> N
     assert score(rewards, "a", "bb") == [RewardResult(2.0, {"length": 1.0}), RewardResult(2.0, {"length": 2.0})]
 
 
+def test_a_sum_that_float32_cannot_hold_is_no_reward_and_names_its_sample(file: str) -> None:
+    """Each reward alone is finite there."""
+    rewards = Rewards(["exact", f"{file}:tidy"], weights={"exact": 3e38, "tidy": 1e38}, on_error="stop")
+    with pytest.raises(RewardError, match=r"^sample 0-3#1: the weighted sum of its rewards is 5.0+5?e\+38; "):
+        score(rewards, "4", "46")
+    several = Rewards(["exact", f"{file}:tidy"], weights={"exact": 3e38, "tidy": 1e38})
+    counted, refused = score(several, "4", "46")
+    assert isinstance(counted, RewardResult)
+    assert "float32" in str(refused)
+
+
 def test_several_rewards_are_weighted_added_and_reported_apart(file: str) -> None:
     rewards = Rewards(["exact", f"{file}:tidy", f"{file}:asked"], weights={"tidy": 0.25, "asked": -1.0})
     assert score(rewards, "46", "4") == [

@@ -6,9 +6,9 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from math import isfinite
 from typing import Any
 
+from megarl.float32 import is_finite
 from megarl.rewards.result import ground_truth_of
 from megarl.rewards.services.limit import Limit, ServiceError
 from megarl.rewards.services.service import Service
@@ -110,14 +110,14 @@ def reader(read: str) -> Callable[[str], float | None]:
 
 
 def _last(found: Any) -> float | None:
-    """The last of these values that is a finite number."""
+    """The last of these values that is a finite number of float32."""
     last = None
     for value in found:
         try:
             number = float(value)
         except (TypeError, ValueError):
             continue
-        last = number if isfinite(number) else last
+        last = number if is_finite(number) else last
     return last
 
 
