@@ -49,6 +49,7 @@ setup(
         "rich>=13.0",
         "matplotlib>=3.8",
         "aiohttp>=3.9",
+        "cryptography>=42",
         "httpx>=0.27,<1",
         "pebble>=5.0",
     ],

@@ -28,7 +28,7 @@ from megarl.algo.loss import ActorLoss
 from megarl.group import Group
 from megarl.layout import Layout
 from megarl.machines import Nodes
-from megarl.processes.connection import Connection, greet
+from megarl.processes.greeting import greet
 from megarl.processes.links import Direct, Link, Relayed
 from megarl.servers.server_process import free_ports
 
@@ -151,8 +151,10 @@ def followers(num: int, *, relayed: bool) -> Iterator[_Below]:
         if relayed:
             ours, theirs = multiprocessing.Pipe()
             stack.callback(ours.close)
-            relay = begin(scale_hollow.relay, address, num, theirs)
-            upward = Relayed(Connection(listener.accept()[0]), tuple(range(num)))
+            relay = begin(scale_hollow.relay, address, token, num, theirs)
+            arrival = greet(listener.accept()[0], token)
+            assert arrival is not None, "the relay has our token"
+            upward = Relayed(arrival[0], tuple(range(num)))
             home, key = ours.recv()
             pids += [begin(scale_hollow.follower, home, key, rank) for rank in range(num)]
             links.append(upward)

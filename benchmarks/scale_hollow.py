@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import selectors
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,8 @@ import torch
 
 from megarl import __version__
 from megarl.group.follow import Answer, follow
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors, connect, to_bytes
+from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors, to_bytes
+from megarl.processes.greeting import connect
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.ranks import ADDRESS, PARENT, TOKEN
 from megarl.processes.relay import Relay
@@ -135,12 +135,10 @@ def machines(address: str, token: str, num: int, per_node: int, replica: int) ->
     Machines(address, token, num, per_node, replica).serve()
 
 
-def relay(address: str, num_ranks: int, told: Any) -> None:
+def relay(address: str, token: str, num_ranks: int, told: Any) -> None:
     """A machine's relay, as an agent has it; says where its ranks call."""
     _become_child()
-    host, port = address.rsplit(":", 1)
-    upward = Connection(socket.create_connection((host, int(port))))
-    made = Relay(upward, num_ranks)
+    made = Relay(connect(address, token, {}, timeout_s=LIMIT_S), num_ranks)
     told.send((made.address, made.token))
     told.poll(None)  # until the other end is closed
     made.close()

@@ -13,7 +13,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors, connect
+from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors
+from megarl.processes.greeting import connect
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.ranks import ADDRESS, PARENT, TOKEN
 

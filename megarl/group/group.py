@@ -22,9 +22,10 @@ from typing import Any
 
 from megarl.layout import Layout
 from megarl.machines.nodes import Nodes
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Listener, Tensors
+from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors
 from megarl.processes.handle import ProcessHandle
 from megarl.processes.links import Direct, Link, RankMessage, Relayed
+from megarl.processes.listener import Listener
 from megarl.processes.ranks import END_S, RanksLaunch, RanksProcess, Share, shares
 from megarl.sockets import listen
 

@@ -18,7 +18,8 @@ from typing import Any
 from megarl import __version__
 from megarl.auth import derived
 from megarl.machines.nodes import JOIN_S, SILENCE_S, allow_all_files
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, WireRefused, connect
+from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, WireRefused
+from megarl.processes.greeting import connect
 from megarl.processes.handle import ProcessHandle
 from megarl.processes.ranks import RanksLaunch, RanksProcess
 from megarl.processes.relay import Relay

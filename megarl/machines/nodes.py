@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Listener
+from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost
+from megarl.processes.listener import Listener
 from megarl.processes.ranks import END_S, RanksLaunch
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machine, MachineGone

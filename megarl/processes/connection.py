@@ -1,40 +1,34 @@
 """Messages between the processes of a run: a JSON header and, if there are tensors, a safetensors payload.
 
-Pickles are never sent.  A connection starts with a mutual challenge-response (HMAC with the token); the token itself is
-never sent, and a peer without it is refused.
+Pickles are never sent.  All that crosses is sealed (`seal`) with keys that both ends agree on in a greeting
+(`greeting`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import safetensors.torch
 from torch import Tensor
 
+from megarl.processes.seal import HEAD, LARGEST, Bytes, Keys, Opener, Sealer
+
 HEARTBEAT_S = 2.0  # interval of heartbeats of a process for which others wait
-_HEAD = struct.Struct(">IQ")  # bytes of the header, bytes of the payload
+_SIZES = struct.Struct(">IQ")  # bytes of the header, bytes of the payload
 _MAX_HEADER = 64 * 2**20
-_MAX_GREETING = 4096  # bytes, so that an unauthenticated peer cannot use up memory
-_GREETING_S = 10.0  # time limit of the whole greeting, also for a slow peer
-_MAX_CALLERS = 256  # concurrent greetings; further callers are refused
-_LOOK_S = 0.2
 
 Tensors = dict[str, Tensor]
-Bytes = bytes | bytearray | memoryview
 
 
 class ConnectionLost(ConnectionError):
-    """The peer is gone."""
+    """The peer is gone, or somebody in between changed what it sent."""
 
 
 class WireRefused(ConnectionLost):
@@ -42,14 +36,16 @@ class WireRefused(ConnectionLost):
 
 
 class Connection:
-    """One connection; `send` may be called from several threads."""
+    """One connection; `send` may be called from several threads, `receive` from one.
 
-    def __init__(self, sock: socket.socket) -> None:
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    A record never holds parts of two messages, so nothing is left over after one: `select` on the socket is enough.
+    """
+
+    def __init__(self, sock: socket.socket, keys: Keys) -> None:
         self.sock = sock
         self._lock = threading.Lock()
+        self._sealer, self._opener = Sealer(keys.send), Opener(keys.receive)
+        self._opened = memoryview(b"")  # the rest of the record that was opened last
 
     def send(self, header: dict[str, Any], tensors: Tensors | None = None) -> None:
         self.send_bytes(header, [to_bytes(tensors)])
@@ -60,47 +56,44 @@ class Connection:
         size = sum(len(part) for part in parts)
         try:
             with self._lock:
-                self.sock.sendall(_HEAD.pack(len(head), size) + head)
-                for part in parts:
-                    self.sock.sendall(part)
+                for part in (_SIZES.pack(len(head), size) + head, *parts):
+                    view = memoryview(part)
+                    for begin in range(0, len(view), LARGEST):
+                        self.sock.sendall(self._sealer.seal(view[begin : begin + LARGEST]))
         except OSError as error:
             raise ConnectionLost(str(error)) from error
 
-    def receive(self) -> tuple[dict[str, Any], Tensors]:
-        """Wait for the next message.  Raises ConnectionLost if the peer is gone."""
-        header, body = self.receive_bytes()
+    def receive(self, deadline: float | None = None) -> tuple[dict[str, Any], Tensors]:
+        """Wait for the next message.  Raises ConnectionLost if the peer is gone.
+
+        `deadline`: the whole message is there before it (time.monotonic); None: the socket's own timeout applies.
+        """
+        header, body = self.receive_bytes(deadline)
         return header, from_bytes(body)
 
-    def receive_bytes(self) -> tuple[dict[str, Any], bytearray]:
+    def receive_bytes(self, deadline: float | None = None) -> tuple[dict[str, Any], bytearray]:
         """The same with the payload as raw bytes."""
-        head_size, body_size = _HEAD.unpack(self._read(_HEAD.size))
+        head_size, body_size = _SIZES.unpack(self._read(_SIZES.size, deadline))
         assert head_size <= _MAX_HEADER, f"a header of {head_size} bytes is not one of ours"
-        return json.loads(self._read(head_size)), self._read(body_size)
+        return json.loads(self._read(head_size, deadline)), self._read(body_size, deadline)
 
-    def receive_greeting(self, deadline: float) -> dict[str, Any]:
-        """A message of an unauthenticated peer: small, complete before `deadline` (time.monotonic), no payload."""
-        head_size, body_size = _HEAD.unpack(self._read(_HEAD.size, deadline))
-        if head_size > _MAX_GREETING or body_size:
-            raise WireRefused(f"a greeting of {head_size} + {body_size} bytes; expected {_MAX_GREETING} and none")
-        word = json.loads(self._read(head_size, deadline))
-        if not isinstance(word, dict):
-            raise WireRefused("a greeting that is no object")
-        return word
-
-    def _read(self, size: int, deadline: float | None = None) -> bytearray:
-        data = bytearray(size)
-        view, have = memoryview(data), 0
+    def _read(self, size: int, deadline: float | None) -> bytearray:
+        data, have = bytearray(size), 0
         while have < size:
-            try:
-                if deadline is not None:
-                    self.sock.settimeout(max(1e-3, deadline - time.monotonic()))
-                count = self.sock.recv_into(view[have:])
-            except OSError as error:
-                raise ConnectionLost(str(error)) from error
-            if not count:
-                raise ConnectionLost("the connection was closed")
-            have += count
+            if not len(self._opened):
+                self._opened = memoryview(self._next_record(deadline))
+            part, self._opened = self._opened[: size - have], self._opened[size - have :]
+            data[have : have + len(part)] = part
+            have += len(part)
         return data
+
+    def _next_record(self, deadline: float | None) -> bytes:
+        try:
+            head = read_exactly(self.sock, HEAD, deadline)
+            return self._opener.open(head, read_exactly(self.sock, self._opener.size(head), deadline))
+        except ValueError as error:
+            self.close()
+            raise ConnectionLost(str(error)) from error
 
     def close(self) -> None:
         """Close the connection; this also ends a wait for a message in another thread."""
@@ -109,117 +102,26 @@ class Connection:
         self.sock.close()
 
 
+def read_exactly(sock: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+    """So many bytes, all of them before `deadline` (time.monotonic).  Raises ConnectionLost."""
+    data = bytearray(size)
+    view, have = memoryview(data), 0
+    while have < size:
+        try:
+            if deadline is not None:
+                sock.settimeout(max(1e-3, deadline - time.monotonic()))
+            count = sock.recv_into(view[have:])
+        except OSError as error:
+            raise ConnectionLost(str(error)) from error
+        if not count:
+            raise ConnectionLost("the connection was closed")
+        have += count
+    return data
+
+
 def to_bytes(tensors: Tensors | None) -> bytes:
     return safetensors.torch.save({n: t.contiguous() for n, t in tensors.items()}) if tensors else b""
 
 
 def from_bytes(body: Bytes) -> Tensors:
     return safetensors.torch.load(bytes(body)) if len(body) else {}
-
-
-def connect(
-    address: str, token: str, hello: dict[str, Any], *, timeout_s: float, source: str | None = None
-) -> Connection:
-    """Connect to `host:port`, authenticate and send `hello`; `source`: the own address to connect from.
-
-    Raises OSError if nothing listens there, WireRefused if the peer has another token.
-    """
-    host, port = address.rsplit(":", 1)
-    own = None if source is None else (source, 0)
-    sock = socket.create_connection((host, int(port)), timeout=timeout_s, source_address=own)
-    connection, deadline = Connection(sock), time.monotonic() + timeout_s
-    try:
-        theirs = str(connection.receive_greeting(deadline).get("question", ""))
-        ours = secrets.token_hex(16)
-        connection.send({"question": ours, "proof": _proof(token, "caller", theirs, ours), **hello})
-        answer = connection.receive_greeting(deadline)
-        if not _same(str(answer.get("proof", "")), _proof(token, "host", theirs, ours)):
-            raise WireRefused(f"{address} has another token")
-    except BaseException:
-        connection.close()
-        raise
-    sock.settimeout(None)
-    return connection
-
-
-def greet(sock: socket.socket, token: str, limit_s: float = _GREETING_S) -> tuple[Connection, dict[str, Any]] | None:
-    """The connection and hello of a caller; None if the caller did not prove that it knows the token."""
-    connection, deadline = Connection(sock), time.monotonic() + limit_s
-    try:
-        sock.settimeout(limit_s)
-        ours = secrets.token_hex(16)
-        connection.send({"question": ours})
-        hello = connection.receive_greeting(deadline)
-        theirs = str(hello.pop("question", ""))
-        if not _same(str(hello.pop("proof", "")), _proof(token, "caller", ours, theirs)):
-            connection.send({"proof": ""})
-            raise WireRefused("a stranger")
-        connection.send({"proof": _proof(token, "host", ours, theirs)})
-        sock.settimeout(None)
-    except Exception:  # an unauthenticated peer can cause any error here
-        connection.close()
-        return None
-    return connection, hello
-
-
-class Listener:
-    """Accepts callers that know the token.  Each is greeted in its own thread, so that no caller blocks another.
-
-    `let_in(connection, hello)` is called in that thread.  The Listener owns the socket `listener` and closes it.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        token: str,
-        let_in: Callable[[Connection, dict[str, Any]], None],
-        name: str = "door",
-    ) -> None:
-        self._listener, self._token, self._let_in = listener, token, let_in
-        self._room = threading.BoundedSemaphore(_MAX_CALLERS)
-        self._closed = threading.Event()
-        listener.settimeout(_LOOK_S)
-        self._thread = threading.Thread(target=self._open, daemon=True, name=name)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop accepting callers."""
-        self._closed.set()
-        with suppress(OSError):  # it is closed already
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join()
-
-    def _open(self) -> None:
-        with self._listener:
-            while not self._closed.is_set():
-                try:
-                    sock, _ = self._listener.accept()
-                except TimeoutError:
-                    continue
-                except OSError:  # closed, or temporarily out of file descriptors
-                    self._closed.wait(_LOOK_S)
-                    continue
-                if self._room.acquire(blocking=False):
-                    threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
-                else:
-                    sock.close()
-
-    def _greet(self, sock: socket.socket) -> None:
-        try:
-            arrival = greet(sock, self._token)
-        finally:
-            self._room.release()
-        if arrival is not None and self._closed.is_set():
-            arrival[0].close()
-        elif arrival is not None:
-            self._let_in(*arrival)
-
-
-def _same(one: str, other: str) -> bool:
-    """Compare in constant time."""
-    return hmac.compare_digest(one.encode(errors="replace"), other.encode())
-
-
-def _proof(token: str, who: str, first: str, second: str) -> str:
-    """HMAC that proves that `who` knows the token, valid for these two challenges only."""
-    return hmac.new(token.encode(), f"{who} {first} {second}".encode(errors="replace"), hashlib.sha256).hexdigest()

@@ -11,7 +11,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from megarl.processes.connection import Connection, ConnectionLost, Listener
+from megarl.processes.connection import Connection, ConnectionLost
+from megarl.processes.listener import Listener
 from megarl.sockets import listen
 
 

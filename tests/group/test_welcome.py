@@ -12,8 +12,8 @@ import pytest
 
 from megarl.group import Group, group
 from megarl.layout import Layout
-from megarl.processes import connection
-from megarl.processes.connection import connect
+from megarl.processes.greeting import connect
+from megarl.processes.listener import Listener
 
 
 class Threads:
@@ -49,7 +49,7 @@ def follow(address: str, token: str, rank: int) -> None:
 
 def test_strangers_keep_no_rank_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "RanksProcess", Threads)
-    monkeypatch.setattr(connection, "greet", partial(connection.greet, limit_s=600))  # so long is a stranger waited for
+    monkeypatch.setattr(group, "Listener", partial(Listener, greeting_s=600))  # so long is a stranger waited for
     with Group("two", 2, Layout(), log_dir=tmp_path, start_timeout_s=200) as two:
         two.start()
         assert [reply.result["replica"] for reply in two.call("where")] == [0, 1]

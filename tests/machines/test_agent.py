@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import queue
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +17,10 @@ import pytest
 from megarl import __version__
 from megarl.machines import NodeLost, Nodes, nodes
 from megarl.machines.agent import Agent, DriverLost
-from megarl.processes.connection import Connection, connect
+from megarl.processes.connection import Connection
+from megarl.processes.greeting import connect
 from megarl.processes.ranks import RanksLaunch
+from megarl.servers.launch import EngineLaunch
 
 TOKEN = "the secret of these tests"
 RANKS = RanksLaunch("megarl.roles.worker", "cpu", "/nowhere", 1)
@@ -105,3 +111,52 @@ def test_ranks_whose_relay_does_not_call_are_ended(monkeypatch: pytest.MonkeyPat
 def test_a_stranger_at_the_drivers_door_keeps_no_machine_out() -> None:
     with driver() as found, socket.create_connection(("127.0.0.1", found.port)):
         assert agent_of(found).is_alive(), "node 1 is welcome while the stranger says nothing"
+
+
+def test_an_order_that_somebody_puts_between_starts_nothing(tmp_path: Path) -> None:
+    """The driver's own order starts a program; the same bytes of somebody who passes on what both ends say do not."""
+    program, mark = tmp_path / "program", tmp_path / "mark"
+    program.write_text(f"#!/bin/sh\ntouch {mark}\n")
+    program.chmod(0o700)
+    launch = asdict(EngineLaunch("sglang", str(tmp_path), port=1, device="cpu", python=str(program)))
+    order = {"do": "server", "job": 7, "launch": launch, "log": str(tmp_path / "log")}
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def serve(address: str) -> None:
+        try:
+            Agent(1, address, TOKEN).serve()
+        except DriverLost as error:
+            lost.put(str(error))
+
+    with driver() as found, socket.create_server(("127.0.0.1", 0)) as between:
+        agent = threading.Thread(target=serve, args=(f"127.0.0.1:{between.getsockname()[1]}",))
+        agent.start()
+        (down, _), up = between.accept(), socket.create_connection(("127.0.0.1", found.port))
+        stop = threading.Event()
+        ways = [threading.Thread(target=pass_on, args=way, daemon=True) for way in ((down, up), (up, down, stop))]
+        for way in ways:
+            way.start()
+        found.wait(limit_s=60)
+        job = found._member(1).start("server", 7, launch=launch, log=str(tmp_path / "log"))
+        while job.exit_code() is None:
+            stop.wait(0.05)
+        assert mark.exists()
+        mark.unlink()
+        stop.set()
+        ways[1].join(60)  # until the driver's next sign of life
+        head = json.dumps({"id": 99, **order}).encode()
+        down.sendall(len(head).to_bytes(4) + bytes(8) + head)
+        assert "is lost: a record" in lost.get(timeout=60)
+        agent.join(60)
+        up.close()
+        down.close()
+    assert not mark.exists()
+
+
+def pass_on(source: socket.socket, target: socket.socket, stop: threading.Event | None = None) -> None:
+    """All that comes, until the source ends or, at the next byte, until he stops."""
+    with suppress(OSError):
+        while data := source.recv(65536):
+            if stop is not None and stop.is_set():
+                return
+            target.sendall(data)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import queue
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
-from typing import Any
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 
-from megarl.processes.connection import Connection, ConnectionLost, Listener, WireRefused, connect, greet
+from megarl.processes.connection import Connection, ConnectionLost
+from megarl.processes.seal import HEAD, LARGEST, Opener, Sealer, caller_keys
+
+KEYS = caller_keys("a token", "the challenges of both ends")
 
 
 def pair() -> tuple[Connection, Connection]:
     a, b = socket.socketpair()
-    return Connection(a), Connection(b)
+    return Connection(a, KEYS), Connection(b, KEYS.of_peer())
 
 
 def test_a_message_arrives_as_it_was_sent() -> None:
@@ -43,113 +42,21 @@ def test_messages_larger_than_a_socket_buffer_arrive_whole() -> None:
     sender.join()
 
 
+@pytest.mark.parametrize("size", [0, 1, LARGEST - 1, LARGEST, LARGEST + 1])
+def test_a_payload_of_any_size_is_the_parts_that_were_sent(size: int) -> None:
+    here, there = pair()
+    parts = [bytes(range(7)), b"a" * size, b"b" * 3]
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(here.send_bytes, {}, parts)
+        assert there.receive_bytes() == ({}, bytearray(b"".join(parts)))
+        sent.result()
+
+
 def test_the_end_of_the_other_side_is_an_error() -> None:
     here, there = pair()
     here.close()
     with pytest.raises(ConnectionLost):
         there.receive()
-
-
-@pytest.fixture
-def host() -> Iterator[tuple[str, Callable[[str], Future[Any]]]]:
-    """An address where somebody knows "secret", and how to knock there with another token."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        answer = threads.submit(lambda: greet(listener.accept()[0], "secret"))
-        yield address, lambda token: threads.submit(lambda: (connect(address, token, {"rank": 3}, timeout_s=5), answer))
-
-
-def test_who_knows_the_token_is_let_in(host: tuple[str, Callable[[str], Future[Any]]]) -> None:
-    friend, answer = host[1]("secret").result()
-    connection, hello = answer.result()
-    assert hello == {"rank": 3}, "nothing of the greeting is passed on"
-    friend.send({"hello": 1})
-    assert connection.receive()[0] == {"hello": 1}
-    friend.close()
-
-
-def test_who_does_not_is_told_so_and_gets_nowhere(host: tuple[str, Callable[[str], Future[Any]]]) -> None:
-    with pytest.raises(WireRefused, match="has another token"):
-        host[1]("guess").result()
-
-
-def test_the_token_itself_never_crosses_the_wire() -> None:
-    """A listener that is not ours learns nothing by which it could call others, and is not believed."""
-    heard = []
-
-    def thief(listener: socket.socket) -> None:
-        connection = Connection(listener.accept()[0])
-        connection.send({"question": "0" * 32})
-        heard.append(connection.receive()[0])
-        connection.send({"proof": heard[0]["proof"]})
-
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
-        done = threads.submit(thief, listener)
-        with pytest.raises(WireRefused):
-            connect(f"127.0.0.1:{listener.getsockname()[1]}", "secret", {"rank": 3}, timeout_s=5)
-        done.result()
-    assert "secret" not in json.dumps(heard)
-
-
-def message(header: bytes, body: bytes = b"", *, body_size: int | None = None) -> bytes:
-    return struct.pack(">IQ", len(header), len(body) if body_size is None else body_size) + header + body
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        pytest.param(message(b"[]"), id="a list"),
-        pytest.param(message(b"17"), id="a number"),
-        pytest.param(message('{"question": "1", "proof": "größe"}'.encode()), id="a proof beyond ASCII"),
-        pytest.param(message(b'{"question": "\\ud800", "proof": "\\ud800"}'), id="half a character"),
-        pytest.param(message(b'{"question": {}, "proof": []}'), id="no strings"),
-        pytest.param(message(b"[" * 4000), id="deep"),
-        pytest.param(message(b"\xff\xfe\x00"), id="no text"),
-        pytest.param(message(b"{}", b"no tensors"), id="a payload"),
-        pytest.param(message(b"{}", body_size=2**62), id="a payload that fills the memory"),
-        pytest.param(struct.pack(">IQ", 2**31, 0), id="a header that does"),
-        pytest.param(b"GET / HTTP/1.1\r\nHost: megarl\r\n\r\n", id="another protocol"),
-    ],
-)
-def test_whatever_a_stranger_says_it_is_not_let_in(said: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        theirs.sendall(said)
-        assert greet(ours, "secret", limit_s=5) is None
-    assert ours.fileno() == -1, "closed"
-
-
-def test_a_stranger_who_speaks_slowly_has_no_longer_than_others() -> None:
-    """A byte now and then does not begin the time anew."""
-    ours, theirs = socket.socketpair()
-    spoken = 0
-    with ThreadPoolExecutor(1) as threads, theirs:
-        answer = threads.submit(greet, ours, "secret", 0.3)
-        with suppress(OSError):
-            for byte in message(b" " * 1000 + b"{}"):
-                theirs.sendall(bytes([byte]))
-                spoken += 1
-                if answer.done():
-                    break
-                wait([answer], timeout=0.05)
-        assert answer.result() is None
-    assert spoken < 100
-
-
-def test_strangers_who_say_nothing_hold_up_nobody() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    host, port = listener.getsockname()
-    arrived: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    door = Listener(listener, "secret", lambda connection, hello: arrived.put(hello))
-    with ExitStack() as strangers:
-        for _ in range(20):
-            strangers.enter_context(socket.create_connection((host, port)))
-        friend = connect(f"{host}:{port}", "secret", {"rank": 3}, timeout_s=5)  # less than a stranger is waited for
-        assert arrived.get(timeout=5) == {"rank": 3}
-        friend.close()
-    door.close()
-    with pytest.raises(OSError):
-        socket.create_connection((host, port), timeout=5)
 
 
 def test_closing_a_wire_ends_the_wait_of_another_thread() -> None:
@@ -159,3 +66,80 @@ def test_closing_a_wire_ends_the_wait_of_another_thread() -> None:
         here.close()
         with pytest.raises(ConnectionLost):
             waiting.result(timeout=10)
+
+
+def records_of(*headers: str) -> list[bytes]:
+    """The records that the caller sends for messages with these headers, one record each."""
+    sender, between = socket.socketpair()
+    connection, records = Connection(sender, KEYS), []
+    with sender, between:
+        for header in headers:
+            connection.send({"do": header})
+            records.append(between.recv(4096))
+    return records
+
+
+def heard_from(records: Iterable[bytes]) -> list[str]:
+    """What the other end takes for orders, until it takes the connection for lost, which it has to do."""
+    between, receiver = socket.socketpair()
+    connection, heard = Connection(receiver, KEYS.of_peer()), []
+    with between:
+        for record in records:
+            with suppress(BrokenPipeError):  # it closed the connection at an earlier record
+                between.sendall(record)
+    with pytest.raises(ConnectionLost):
+        while True:
+            heard.append(connection.receive()[0]["do"])
+    return heard
+
+
+def flipped(record: bytes, at: int) -> bytes:
+    return record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]
+
+
+PLAIN = b'\x00\x00\x00\x0f\x00\x00\x00\x00\x00\x00\x00\x00{"do": "server"}'
+BACK = Sealer(KEYS.receive)
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        pytest.param(lambda a, b, c: [a, b, c], ["a", "b", "c"], id="nothing"),
+        pytest.param(lambda a, b, c: [a, a, b, c], ["a"], id="repeats"),
+        pytest.param(lambda a, b, c: [a, c, b], ["a"], id="swaps"),
+        pytest.param(lambda a, b, c: [a, c], ["a"], id="leaves out"),
+        pytest.param(lambda a, b, c: [b, c], [], id="leaves out the first"),
+        pytest.param(lambda a, b, c: [a, b[:-1]], ["a"], id="cuts"),
+        pytest.param(lambda a, b, c: [a, PLAIN, b, c], ["a"], id="puts in a plain order"),
+        pytest.param(lambda a, b, c: [a, flipped(b, HEAD - 1), c], ["a"], id="changes the length"),
+        pytest.param(lambda a, b, c: [a, flipped(b, HEAD), c], ["a"], id="changes the first byte"),
+        pytest.param(lambda a, b, c: [a, flipped(b, len(b) - 1), c], ["a"], id="changes the tag"),
+        pytest.param(lambda a, b, c: [BACK.seal(b"x" * 30), a, b, c], [], id="sends back the receiver's own"),
+        pytest.param(lambda a, b, c: [b"\xff" * HEAD, a, b, c], [], id="announces four gigabytes"),
+        pytest.param(lambda a, b, c: [bytes(HEAD), a, b, c], [], id="announces nothing"),
+    ],
+)
+def test_whatever_somebody_in_between_does_nothing_is_taken_that_was_not_sent(
+    change: Callable[[bytes, bytes, bytes], list[bytes]], taken: list[str]
+) -> None:
+    assert heard_from(change(*records_of("a", "b", "c"))) == taken
+
+
+def test_no_byte_of_a_message_can_be_changed() -> None:
+    (record,) = records_of("a")
+    for at in range(len(record)):
+        assert heard_from([flipped(record, at)]) == []
+
+
+def test_somebody_in_between_reads_nothing() -> None:
+    first, second = records_of("a program to start", "a program to start")
+    assert b"program" not in first + second
+    assert first[HEAD:] != second[HEAD:], "the same order looks different each time"
+
+
+def test_the_keys_are_those_of_the_token_and_the_challenges_and_differ_by_direction() -> None:
+    found = {caller_keys(token, both) for token in ("one", "two") for both in ("a b", "a c")}
+    assert len({key for keys in found for key in keys}) == 8
+    record = Sealer(KEYS.send).seal(b"x")
+    with pytest.raises(ValueError, match="was not sealed by the peer"):
+        Opener(caller_keys("another token", "the challenges of both ends").send).open(record[:HEAD], record[HEAD:])

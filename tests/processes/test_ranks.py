@@ -97,7 +97,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     script = f"""
         import sys, time
         from megarl.processes.ranks import RanksLaunch, RanksProcess
-        from megarl.processes.connection import greet
+        from megarl.processes.greeting import greet
         from megarl.sockets import listen
         listener = listen("127.0.0.1")
         home = f"127.0.0.1:{{listener.getsockname()[1]}}"

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megarl.processes.connection import Connection, ConnectionLost, connect
+from megarl.processes.connection import Connection, ConnectionLost
+from megarl.processes.greeting import connect
 from megarl.processes.links import Relayed
 from megarl.processes.relay import Relay
+from megarl.processes.seal import caller_keys
 
 
 @pytest.fixture
@@ -18,8 +20,9 @@ def parts() -> Iterator[tuple[Relayed, Relay]]:
     """The driver's end of a relay to two ranks, and the relay."""
     ours, theirs = socket.socketpair()
     ours.settimeout(20)
-    relay = Relay(Connection(theirs), num_ranks=2)
-    driver = Relayed(Connection(ours), (4, 5))
+    keys = caller_keys("a token", "of both ends")
+    relay = Relay(Connection(theirs, keys), num_ranks=2)
+    driver = Relayed(Connection(ours, keys.of_peer()), (4, 5))
     yield driver, relay
     driver.close()
     relay.close()
