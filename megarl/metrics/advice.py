@@ -19,13 +19,13 @@ from megarl.metrics.rules import RULES, Rule
 class Advisor:
     """Applies the rules during a run, each at most once in `every` steps; keeps only the longest window of values.
 
-    `rollout`: the run's keys of that group; rules for other schedules do not apply.
+    `config`: of the run; rules for other schedules, or for a policy loss without advantages, do not apply.
     """
 
     def __init__(
-        self, rules: Sequence[Rule] = RULES, every: int = 100, *, rollout: Mapping[str, Any] | None = None
+        self, rules: Sequence[Rule] = RULES, every: int = 100, *, config: Mapping[str, Any] | None = None
     ) -> None:
-        self._rules, self._every = tuple(rule for rule in rules if rule.applies(rollout or {})), every
+        self._rules, self._every = tuple(rule for rule in rules if rule.applies(config or {})), every
         longest = max((rule.window for rule in self._rules), default=0)
         names = {name for rule in self._rules for name in rule.looks_at}
         self._history = {name: deque[tuple[int, float]](maxlen=longest) for name in names}

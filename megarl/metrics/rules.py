@@ -24,7 +24,7 @@ class Rule:
     window: int  # number of last values of each metric
     holds: Callable[..., bool]  # of one list of `window` numbers for each metric, oldest first
     advice: str
-    applies: Callable[[Mapping[str, Any]], bool] = lambda _: True  # to a run with these keys of `rollout`
+    applies: Callable[[Mapping[str, Any]], bool] = lambda _: True  # to a run with this configuration
 
     def speaks(self, history: History) -> bool:
         """Does the problem exist?  False before the window is full or if the last step lacks a metric."""
@@ -34,12 +34,19 @@ class Rule:
         return self.holds(*([value for _, value in tail] for tail in tails))
 
 
-def in_turns(rollout: Mapping[str, Any]) -> bool:
-    return rollout.get("turn_s") is not None
+def in_turns(config: Mapping[str, Any]) -> bool:
+    return config.get("rollout", {}).get("turn_s") is not None
 
 
-def drains(rollout: Mapping[str, Any]) -> bool:
+def drains(config: Mapping[str, Any]) -> bool:
+    rollout = config.get("rollout", {})
     return rollout.get("ahead", 0) > 0 and rollout.get("update") == "drain"
+
+
+def has_advantages(config: Mapping[str, Any]) -> bool:
+    """Whether the policy loss has a gradient; where only teachers teach by a loss, all its advantages are 0."""
+    teaches_by_reward = config.get("distill", {}).get("form") == "reward"
+    return config.get("algorithm", {}).get("adv_estimator") != "none" or teaches_by_reward
 
 
 SCORE = ("critic/score/mean", "critic/score/max", "critic/score/min")
@@ -88,6 +95,7 @@ RULES: tuple[Rule, ...] = (
         signals.ratio_explodes,
         "the ratio of new to old probabilities is far from 1; try actor.optim.lr 10 times smaller, or fewer optimizer "
         "steps an iteration (actor.ppo_epochs, a larger actor.ppo_mini_batch_size)",
+        applies=has_advantages,
     ),
     Rule(
         "clipped_often",
@@ -96,6 +104,7 @@ RULES: tuple[Rule, ...] = (
         signals.above(0.3),
         "over 30 % of the tokens are clipped and learn nothing; lower actor.optim.lr or actor.ppo_epochs, or widen "
         "actor.clip_ratio if the ratio is otherwise calm",
+        applies=has_advantages,
     ),
     Rule(
         "clipped_below",
@@ -104,6 +113,7 @@ RULES: tuple[Rule, ...] = (
         signals.above(0.01),
         "over 1 % of the tokens are bad ones that became likelier by actor.clip_ratio_c times; lower actor.optim.lr, "
         "and look at rollout_corr/log_prob_gap_mean",
+        applies=has_advantages,
     ),
     Rule(
         "policy_kl_spikes",
@@ -112,6 +122,7 @@ RULES: tuple[Rule, ...] = (
         signals.spikes(10, at_least=0.05),
         "the policy jumped within one iteration (actor/ppo_kl); set actor.use_kl_loss=true or raise "
         "actor.kl_loss_coef, or lower actor.optim.lr",
+        applies=has_advantages,
     ),
     Rule(
         "gradient_spikes",
@@ -300,7 +311,7 @@ RULES: tuple[Rule, ...] = (
         signals.waits_for_rollout,
         "the trainer waits for completions in over 10 % of its time (rollout/idle_share) and none is ever ready; raise "
         "rollout.ahead, or add servers (rollout.num_servers) if they are full (rollout/servers_idle_share)",
-        applies=lambda rollout: not in_turns(rollout) and not drains(rollout),
+        applies=lambda config: not in_turns(config) and not drains(config),
     ),
     Rule(
         "drain_waits",
@@ -319,7 +330,7 @@ RULES: tuple[Rule, ...] = (
         signals.above(0.5),
         "the next iteration is more than half finished when the servers' turn ends (rollout/iterations_waiting), so "
         "the trainer waits for more than it takes; lower rollout.turn_s",
-        applies=lambda rollout: in_turns(rollout) and rollout.get("order") == "finished",
+        applies=lambda config: in_turns(config) and config["rollout"].get("order") == "finished",
     ),
     Rule(
         "ahead_too_large",

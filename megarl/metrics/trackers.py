@@ -63,7 +63,7 @@ class AdviceTracker(Quiet):
 
     def __init__(self, run: Run) -> None:
         self.path, self._console = run.run_dir / "advice.jsonl", run.console
-        self._advisor = Advisor(rollout=run.config.get("rollout"))
+        self._advisor = Advisor(config=run.config)
         drop_after(self.path, run.resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -85,7 +85,7 @@ def backwards():
 
 def said(toy: Toy, rollout: dict | None = None) -> dict[str, int]:
     """Which rules spoke, and in which step first."""
-    advisor, first = Advisor(rollout=rollout), {}
+    advisor, first = Advisor(config={"rollout": rollout or {}}), {}
     for step, metrics in enumerate(run(toy), 1):
         for sentence in advisor.advise(step, metrics):
             first.setdefault(sentence.partition(":")[0], step)
@@ -95,6 +95,14 @@ def said(toy: Toy, rollout: dict | None = None) -> dict[str, int]:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_rule_speaks_on_curves_that_have_its_fault(name):
     assert name in said(FAULTS[name], SCHEDULES.get(name))
+
+
+def test_rules_of_the_ratio_do_not_speak_where_only_teachers_teach_by_a_loss():
+    metrics = {"actor/ratio_mean": 3.0, "actor/ratio_std": 5.0}
+    alone = {"algorithm": {"adv_estimator": "none"}, "distill": {"form": "loss"}}
+    for config, speaks in ((alone, False), (alone | {"distill": {"form": "reward"}}, True), ({}, True)):
+        advisor = Advisor(config=config)
+        assert any("ratio_explodes" in line for step in range(5) for line in advisor.advise(step, metrics)) == speaks
 
 
 @pytest.mark.parametrize("toy", HEALTHY, ids=["ppo", "grpo", "kl_in_reward"])
