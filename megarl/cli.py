@@ -1,7 +1,7 @@
 """The command line `megarl COMMAND [key=value ...]`: its commands, help pages and error messages.
 
-A wrong setting gives one sentence and exit code 2, never a traceback.  The module of a command is imported only when
-the command runs, so that help is fast.
+Each wrong setting gives one sentence, and all of them exit code 2, never a traceback.  The module of a command is
+imported only when the command runs, so that help is fast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from megarl import __version__
 from megarl.commands.this_machine import placed
-from megarl.config import Config, load_config, load_sweep, recipe_names, to_yaml
+from megarl.config import Config, ConfigError, load_config, load_sweep, recipe_names, to_yaml
 from megarl.config.describe import Description, description
 from megarl.convert.request import parse, print_help
 from megarl.plan.command import request as plan_request
@@ -165,7 +165,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         if debug:
             raise
-        _complain(f"error: {error}")
+        for sentence in error.sentences if isinstance(error, ConfigError) else (error,):
+            _complain(f"error: {sentence}")
         return EXIT_USAGE
 
 

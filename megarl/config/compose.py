@@ -22,15 +22,15 @@ from megarl.config import presets
 from megarl.config.keys import FREE, entry_groups, general, leaf_types, type_name
 from megarl.config.names import AUTO, COMMANDS
 from megarl.config.presets import find, is_path, read_preset
-from megarl.config.resolve import followed_by_roles, micro_batch_keys, settled, to_config
+from megarl.config.resolve import followed_by_roles, micro_batch_keys, settled, sources_of, to_config
 from megarl.config.schema import Config
-from megarl.config.settings import ConfigError, Layer, Setting, from_command_line, from_file, show
-from megarl.config.unused_keys import check_effect
+from megarl.config.settings import ConfigError, Faults, Layer, Setting, from_command_line, from_file, show
+from megarl.config.unused_keys import without_effect
 from megarl.config.validate.algorithms import advice
-from megarl.config.validate.layouts import check_layouts, failing_roles
+from megarl.config.validate.layouts import failing_roles, layout_faults
 from megarl.config.validate.rewards import advice as advice_on_rewards
 from megarl.config.validate.strategies import without_shards
-from megarl.config.validate.values import check, check_values
+from megarl.config.validate.values import contradictions, invalid_values
 
 
 def load_config(
@@ -42,13 +42,13 @@ def load_config(
     command: determines which keys are required and which would have no effect.
     choose_engine: replaces rollout.engine=auto by the engine of this machine, before the checks that depend on it;
     None: auto stays, and is checked as sglang.
-    Raises ConfigError, one sentence, for an invalid key, type, value or combination.
+    Raises ConfigError with one sentence for each invalid key, type and value; if there are none, with one for each
+    invalid layout and combination, and for each key without effect.
     """
     assert command in COMMANDS, f"command {command}: expected one of {COMMANDS}"
     typed = from_command_line(overrides)
-    layers = _layers(typed)
-    config = _laid(layers)
-    check_values(config, command)
+    layers = _readable_layers(typed)
+    config = _checked_one_by_one(layers, command)
     if choose_engine is not None and config.rollout.engine == AUTO:
         config.rollout.engine = choose_engine(config)
 
@@ -56,12 +56,52 @@ def load_config(
         """The roles whose layout would be invalid if these words were added to the command line."""
         return failing_roles(_laid([*layers, from_command_line(words)]), command)
 
-    check_layouts(config, command, failing)
+    faults = Faults(layout_faults(config, command, failing))
     said = [warning for layer in layers for warning in layer.warnings] + without_shards(config, command)
-    config = settled(config)
-    check(config, command)
-    check_effect(config, typed.settings, command)
+    if has_layouts := not faults.sentences:
+        config = settled(config)
+    faults.sentences += contradictions(config, command)
+    if has_layouts:
+        faults.sentences += without_effect(config, typed.settings, command)
+    _stop_if_any(faults, layers)
     return config, list(dict.fromkeys([*said, *advice(config), *advice_on_rewards(config)]))
+
+
+def _readable_layers(typed: Layer) -> list[Layer]:
+    """`_layers`.  Raises: ConfigError for a file that cannot be read, together with the faults of the command line."""
+    faults, layers = Faults(), []
+    with faults.collect():
+        layers = _layers(typed)
+    if faults.sentences:
+        raise ConfigError(*typed.faults, *faults.sentences)
+    return layers
+
+
+def _checked_one_by_one(layers: list[Layer], command: str) -> Config:
+    """These layers as a Config in which every value is valid on its own.
+
+    Raises: ConfigError with one sentence for each that is not.
+    """
+    faults = Faults(fault for layer in layers for fault in layer.faults)
+    is_whole = not faults.sentences
+    with faults.collect():
+        config = _laid(layers)
+        faults.sentences += invalid_values(config, command, is_whole=is_whole)
+    _stop_if_any(faults, layers)
+    return config
+
+
+def _stop_if_any(faults: Faults, layers: list[Layer]) -> None:
+    """Raises: ConfigError, without the sentences of keys that nobody set and whose source has a sentence as well."""
+    setting_of = {sentence: sentence.partition(": ")[0] for sentence in faults.sentences}  # KEY=VALUE
+    set_keys = {setting.key for layer in layers for setting in layer.settings}
+
+    def is_repeated(setting: str) -> bool:
+        key, _, value = setting.partition("=")
+        return key not in set_keys and any(f"{source}={value}" in setting_of.values() for source in sources_of(key))
+
+    faults.sentences = [sentence for sentence, setting in setting_of.items() if not is_repeated(setting)]
+    faults.stop_if_any()
 
 
 def config_dir() -> Path:

@@ -11,9 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.aliases import RENAMED_VALUES
+from megarl.config.keys import followed, general
 from megarl.config.names import DEFAULT_MOMENTUM
 from megarl.config.schema import Config, Megatron
-from megarl.config.settings import ConfigError
+from megarl.config.settings import ConfigError, show
 from megarl.layout import KEYS, Layout
 
 _PLAIN = re.compile(r"\$\{([\w.]+)\}")
@@ -47,6 +48,20 @@ def micro_batch_keys(role: str) -> MicroBatchKeys:
     return _PPO_KEYS if role in ("actor", "critic") else _REF_KEYS
 
 
+def sources_of(key: str) -> Iterator[str]:
+    """The keys whose value `key` has if it is not set, the next one first.
+
+    Example: "critic.ppo_mini_batch_size" -> "actor.ppo_mini_batch_size", "data.train_batch_size".
+    """
+    role, _, name = key.rpartition(".")
+    names = micro_batch_keys(role)
+    if name in names and role != "actor":
+        yield f"actor.{micro_batch_keys('actor')[names.index(name)]}"
+    while reference := _PLAIN.fullmatch(followed().get(general(key), "")):
+        key = reference[1]
+        yield key
+
+
 class Cut(NamedTuple):
     """The values of those three keys."""
 
@@ -70,12 +85,8 @@ def to_config(composed: DictConfig) -> Config:
     for key, names in RENAMED_VALUES.items():
         if (value := OmegaConf.select(composed, key)) in names:
             OmegaConf.update(composed, key, names[value])
-    try:
-        config = OmegaConf.to_object(composed)
-    except OmegaConfBaseException as error:
-        lines = str(error).splitlines()
-        key = next((line.split()[-1] for line in lines if "full_key" in line), "the configuration")
-        raise ConfigError(f"{key}: {lines[0]}; expected ${{another.key}} that exists and fits") from None
+    _check_references(composed)
+    config = OmegaConf.to_object(composed)
     assert isinstance(config, Config), "the schema makes it a Config"
     return config
 
@@ -95,6 +106,21 @@ def _put_in_references(composed: DictConfig) -> None:
         if len(seen) > 1 and not (isinstance(value, str) and "${" in value):
             with suppress(OmegaConfBaseException):
                 OmegaConf.update(composed, key, value)
+
+
+def _check_references(composed: DictConfig) -> None:
+    """Raises: ConfigError with one sentence for each key whose "${...}" has no value, or one that does not fit."""
+    faults = []
+    for key, value in _leaves(OmegaConf.to_container(composed, resolve=False), ""):
+        if "${" in str(value):
+            try:
+                if OmegaConf.is_config(node := OmegaConf.select(composed, key)):
+                    OmegaConf.to_container(node, resolve=True)
+            except OmegaConfBaseException as error:
+                what = str(error).splitlines()[0]
+                faults.append(f"{key}={show(value)}: {what}; expected ${{another.key}} that exists and fits")
+    if faults:
+        raise ConfigError(*faults)
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -156,15 +182,25 @@ def data_parallel_size(config: Config, role: str) -> int:
 
 def cut_of(config: Config, role: str) -> Cut:
     """The micro-batch keys of a role.  Raises: ConfigError if more than one is set or one is below 1."""
-    keys = micro_batch_keys(role)
-    cut = Cut(*(getattr(config.role(role), key) for key in keys))
-    given = [f"{role}.{key}={value}" for key, value in zip(keys, cut, strict=True) if value is not None]
+    for sentence in invalid_cuts(config, role):
+        raise ConfigError(sentence)
+    return _cut(config, role)
+
+
+def invalid_cuts(config: Config, role: str) -> Iterator[str]:
+    """One sentence if more than one of a role's micro-batch keys is set, and for each below 1."""
+    given = {
+        f"{role}.{key}={value}": value
+        for key, value in zip(micro_batch_keys(role), _cut(config, role), strict=True)
+        if value is not None
+    }
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)}: expected only one of them, the others null")
-    for text, value in zip(given, (value for value in cut if value is not None), strict=True):
-        if value < 1:
-            raise ConfigError(f"{text}: expected at least 1")
-    return cut
+        yield f"{' and '.join(given)}: expected only one of them, the others null"
+    yield from (f"{text}: expected at least 1" for text, value in given.items() if value < 1)
+
+
+def _cut(config: Config, role: str) -> Cut:
+    return Cut(*(getattr(config.role(role), key) for key in micro_batch_keys(role)))
 
 
 def _per_rank(config: Config, role: str, cut: Cut) -> Cut:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -26,10 +28,44 @@ PRESET = "model.preset"
 
 
 class ConfigError(ValueError):
-    """An invalid setting: one sentence with the key, the value and what is expected.
+    """Invalid settings: for each one sentence with the key, the value and what is expected; a line each as text.
 
     Example: "actor.clip_ratio=3.0: expected a number between 0 and 1, both excluded".
     """
+
+    def __init__(self, *sentences: str) -> None:
+        super().__init__(*sentences)
+        self.sentences = sentences
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences)
+
+
+class Faults:
+    """Collects the sentences of independent checks, so that one error tells them all."""
+
+    def __init__(self, sentences: Iterable[str] = ()) -> None:
+        self.sentences = list(sentences)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """A ConfigError raised inside is collected, and the code after the block goes on."""
+        try:
+            yield
+        except ConfigError as error:
+            self.sentences += error.sentences
+
+    def keep_first_of_each_key(self) -> None:
+        """Drops further sentences that begin with the same KEY=."""
+        first: dict[str, str] = {}
+        for sentence in self.sentences:
+            first.setdefault(sentence.partition("=")[0], sentence)
+        self.sentences = list(first.values())
+
+    def stop_if_any(self) -> None:
+        """Raises: ConfigError with every sentence, each once."""
+        if self.sentences:
+            raise ConfigError(*dict.fromkeys(self.sentences))
 
 
 @dataclass(frozen=True)
@@ -49,6 +85,7 @@ class Layer:
     settings: tuple[Setting, ...]
     words: dict[str, str]  # the layers below it: {"recipe": "quickstart"}
     warnings: tuple[str, ...]
+    faults: tuple[str, ...] = ()  # one sentence for each setting that could not be taken
 
     @property
     def recipe(self) -> str | None:
@@ -70,7 +107,11 @@ def show(value: object) -> str:
 
 def from_command_line(overrides: list[str]) -> Layer:
     """`key=value` words, in Hydra's grammar; `+key=value` and `++key=value` are the same as `key=value`."""
-    return _layer([(word, *_parse(word)) for word in overrides])
+    faults, written = Faults(), []
+    for word in overrides:
+        with faults.collect():
+            written.append((word, *_parse(word)))
+    return _layer(written, faults)
 
 
 def from_file(path: Path) -> Layer:
@@ -95,7 +136,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 def from_content(where: str, content: dict[Any, Any]) -> Layer:
     """The settings of a file or of a part of it; every message about them begins with `where`."""
-    return _layer([(f"{where}: {key}={show(value)}", str(key), value) for key, value in _flat(content, "")])
+    return _layer([(f"{where}: {key}={show(value)}", str(key), value) for key, value in _flat(content, "")], Faults())
 
 
 def parse_override(word: str) -> Override:
@@ -131,7 +172,7 @@ def _flat(content: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
     return out
 
 
-def _layer(written: list[tuple[str, str, Any]]) -> Layer:
+def _layer(written: list[tuple[str, str, Any]], faults: Faults) -> Layer:
     ranked: list[tuple[int, Setting]] = []
     warnings: list[str] = []
     words: dict[str, str] = {}
@@ -140,13 +181,15 @@ def _layer(written: list[tuple[str, str, Any]]) -> Layer:
             found = canonical(key)
             if isinstance(found, str):
                 warnings.append(found)
-            elif found.key in (*WORDS, PRESET):
-                _add_word(words, text, found.key, leaf)
-            else:
-                value, rank = _switched(key, leaf)
-                ranked.append((rank, _checked(Setting(found.key, value, text, found.place))))
+                continue
+            with faults.collect():
+                if found.key in (*WORDS, PRESET):
+                    _add_word(words, text, found.key, leaf)
+                else:
+                    value, rank = _switched(key, leaf)
+                    ranked.append((rank, _checked(Setting(found.key, value, text, found.place))))
     settings = tuple(setting for _, setting in sorted(ranked, key=lambda pair: pair[0]))  # else in the order written
-    return Layer(settings, words, tuple(warnings))
+    return Layer(settings, words, tuple(warnings), tuple(faults.sentences))
 
 
 def _switched(key: str, value: Any) -> tuple[Any, int]:

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from megarl.config.aliases import canonical
 from megarl.config.compose import load_config
 from megarl.config.schema import Config
-from megarl.config.settings import ConfigError, parse_override, show
+from megarl.config.settings import ConfigError, Faults, parse_override, show
 
 PLACE = ("trainer.default_local_dir", "trainer.experiment_name")  # derived for each run from the sweep and its values
 _LONGEST_NAME = 120  # of a folder; file systems allow 255 bytes, and files next to it have longer names
@@ -49,20 +49,30 @@ def load_sweep(overrides: list[str]) -> list[SweptRun]:
     overrides: as for load_config; a value may also be a list with commas, choice(...) or range(...).  [a,b] and 'a,b'
         are a single value.
     The runs are written to default_local_dir/EXPERIMENT_sweep, each to a folder named after its values.
-    Raises ConfigError, one sentence, before anything is started.
+    Raises ConfigError before anything is started, as load_config does; of the values of one key the first is told.
     """
     written: dict[str, list[_Choice]] = {}
+    faults = Faults()
     for word in overrides:
-        choices = _choices(word)
+        with faults.collect():
+            choices = _choices(word)
+        if faults.sentences:
+            continue
         written.pop(choices[0].key, None)  # if a key is given twice, the later word wins
         written[choices[0].key] = choices
+    faults.stop_if_any()
     swept = [key for key, choices in written.items() if choices[0].swept]
     if not swept:
         raise ConfigError("-m: expected several values of at least one key, such as actor.optim.lr=1e-4,3e-4")
     for key in PLACE:
         if key in swept:
             raise ConfigError(f"{key}: expected one value with -m, the runs' own folders are named after what is swept")
-    runs = [_run(chosen) for chosen in product(*written.values())]
+    runs: list[SweptRun] = []
+    for chosen in product(*written.values()):
+        with faults.collect():
+            runs.append(_run(chosen))
+    faults.keep_first_of_each_key()
+    faults.stop_if_any()
     _require_one_home(runs)
     _require_different(runs)
     return runs

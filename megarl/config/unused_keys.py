@@ -6,14 +6,14 @@ line is checked: a recipe may contain values for choices that are not used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from megarl.config import names
 from megarl.config.resolve import data_parallel_size, layout_of
 from megarl.config.schema import Config, Optim
-from megarl.config.settings import ConfigError, Setting
+from megarl.config.settings import Setting
 from megarl.config.validate.layouts import ROLES
 from megarl.config.validate.models import group_of, has_folder
 from megarl.config.validate.rewards import names_of
@@ -356,16 +356,16 @@ UNREAD = {
 COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")
 
 
-def check_effect(config: Config, typed: Iterable[Setting], command: str) -> None:
-    """Raise ConfigError, one sentence, for the first typed setting without an effect."""
+def without_effect(config: Config, typed: Iterable[Setting], command: str) -> Iterator[str]:
+    """One sentence for each typed setting without an effect."""
     if command in COMMANDS_THAT_RUN_NOTHING:
         return
+    rows = (*TABLE, *(row for role in config.teacher_roles for row in _teacher_rows(role)))
     for setting in typed:
         if _matches(setting.key, UNREAD.get(command, "")):
-            raise ConfigError(f"{setting.text}: has no effect, because `megarl {command}` does not read it")
-        for row in (*TABLE, *(row for role in config.teacher_roles for row in _teacher_rows(role))):
-            if _matches(setting.key, row.keys) and row.when(config):
-                raise ConfigError(f"{setting.text}: has no effect, because {row.because.format(c=config)}")
+            yield f"{setting.text}: has no effect, because `megarl {command}` does not read it"
+        elif row := next((row for row in rows if _matches(setting.key, row.keys) and row.when(config)), None):
+            yield f"{setting.text}: has no effect, because {row.because.format(c=config)}"
 
 
 def _matches(key: str, patterns: str) -> bool:

@@ -6,13 +6,13 @@ from copy import deepcopy
 
 import pytest
 import yaml
-from config_helpers import BASE, DENSE, EXPERTS, load, refusal
+from config_helpers import BASE, DENSE, EXPERTS, load, refusal, refusals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import Config, ConfigError, load_config, resolved
 from megarl.config.suggest import divisors, nearest_numbers
-from megarl.config.validate.layouts import check_layouts, failing_roles
+from megarl.config.validate.layouts import failing_roles, layout_faults
 
 ON_8 = ("trainer.n_gpus_per_node=8", "rollout.n=2")
 ACTOR = "actor.megatron"
@@ -150,7 +150,9 @@ def test_a_layout_is_named_only_if_it_suits_the_roles_that_follow() -> None:
     sentence = refusal(*ON_8, DENSE, *critic, *words("tp=8"))
     assert short(sentence).endswith("nearest: actor.megatron.tp=2, or actor.megatron.tp=1")
     own = words("tp=3", "critic")
-    assert "nearest: actor.megatron.tp=4, or " in short(refusal(*ON_8, DENSE, *critic, *words("tp=8"), *own))
+    of_actor, of_critic = refusals(*ON_8, DENSE, *critic, *words("tp=8"), *own)
+    assert "nearest: actor.megatron.tp=4, or " in short(of_actor)
+    assert short(of_critic).endswith("nearest: critic.megatron.tp=2, or critic.megatron.tp=1")
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,8 @@ def check(config: Config) -> None:
     def trial(words: list[str]) -> set[str]:
         return failing_roles(with_words(config, words), "train")
 
-    check_layouts(config, "train", trial)
+    if faults := list(layout_faults(config, "train", trial)):
+        raise ConfigError(*faults)
 
 
 @settings(max_examples=100)

@@ -43,10 +43,9 @@ def test_a_model_of_random_weights_is_for_the_benchmark_only(tmp_path: Path, com
 )
 def test_a_model_of_more_than_text_is_refused(tmp_path: Path, numbers: dict[str, object], found: str) -> None:
     there = folder(tmp_path / "m", **numbers)
-    for command in ("train", "evaluate", "sft"):
-        words = (f"model.path={there}", "data.val_files=b.jsonl", "sft.train_files=c.jsonl")
-        words = words if command != "sft" else (words[0], words[2])
-        said = refusal(*words, command=command)
+    files = {"train": (), "evaluate": ("data.val_files=b.jsonl",), "sft": ("sft.train_files=c.jsonl",)}
+    for command, words in files.items():
+        said = refusal(f"model.path={there}", *words, command=command)
         assert said.startswith(f"model.path={there}: its config.json {found}")
         assert said.endswith("; expected a model of text alone, *ForCausalLM")
 

@@ -124,8 +124,8 @@ JUDGE = "reward.fn=judge reward.judge.url=http://a/v1 reward.judge.model=m rewar
         ("reward.fn=[math,exact] reward.weights.math=nan", "reward.weights={math: nan}: expected finite numbers"),
         ("reward.by_data_source={a/b-1.5:bleu}", "reward.by_data_source.a/b-1.5=bleu: expected one of auto, choice"),
         ("reward.by_data_source={a:[]}", "expected text"),
-        ("reward.fn=judge", "reward.judge.url=null: the reward judge needs it"),
-        ("reward.fn=judge reward.judge.url=http://a/v1", "reward.judge.model=null: the reward judge needs it"),
+        (JUDGE.replace("url=http://a/v1", "url=null"), "reward.judge.url=null: the reward judge needs it"),
+        (JUDGE.replace("model=m", "model=null"), "reward.judge.model=null: the reward judge needs it"),
         (
             f"{JUDGE} reward.judge.url=localhost:80",
             "reward.judge.url=localhost:80: expected http://HOST:PORT or https://HOST",

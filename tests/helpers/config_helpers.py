@@ -51,10 +51,17 @@ def load(*overrides: str, command: str = "train") -> Config:
     return config
 
 
-def refusal(*overrides: str, command: str = "train") -> str:
-    """The one sentence with which a command line is refused."""
+def refusals(*overrides: str, command: str = "train") -> list[str]:
+    """The sentences with which a command line is refused, one for each fault."""
+    base = [word for word in BASE if command != "sft" or word.startswith("model.")]
     with pytest.raises(ConfigError) as caught:
-        load_config([*BASE, *overrides], command=command)
-    sentence = str(caught.value)
-    assert "\n" not in sentence
+        load_config([*base, *overrides], command=command)
+    sentences = str(caught.value).split("\n")
+    assert all(sentences)
+    return sentences
+
+
+def refusal(*overrides: str, command: str = "train") -> str:
+    """The one sentence with which a command line of one fault is refused."""
+    (sentence,) = refusals(*overrides, command=command)
     return sentence

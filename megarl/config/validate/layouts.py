@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megarl.config.resolve import cut_of, layout_of, micro_batch_keys
 from megarl.config.schema import Config
-from megarl.config.settings import ConfigError, show
+from megarl.config.settings import show
 from megarl.config.suggest import divisors, nearest_layouts, nearest_numbers
 from megarl.config.validate import models
 from megarl.layout import KEYS, Layout, ModelNumbers, misfits, numbers_of, rank_misfits, training_misfits
@@ -70,14 +70,28 @@ def used_roles(config: Config, command: str) -> tuple[str, ...]:
     return (*(role for role in ROLES if used[role]), *teachers)
 
 
-def check_layouts(config: Config, command: str, trial: Trial) -> None:
-    """Raise ConfigError, one sentence, for the first error in roles and ranks."""
-    for role in used_roles(config, command):
-        for sentence in (*_ranks(config, role), *models.contradictions(config, role)):
-            raise ConfigError(sentence)
+def layout_faults(config: Config, command: str, trial: Trial) -> Iterator[str]:
+    """One sentence for each error in roles and ranks.
+
+    Of a role's layout the first error is told, with the nearest layouts, which mend the others too.  That of the next
+    role is told only if none of these layouts mends it as well.
+    """
+    roles = used_roles(config, command)
+    faults = [sentence for role in roles for sentence in _ranks(config, role)]
+    for role in models.with_own_models(config, roles):
+        faults += models.contradictions(config, role)
+    if faults:
+        yield from faults
+        return
+    failing, told = failing_roles(config, command), set[str]()
     for problem in problems(config, command):
-        near = _nearest(problem.seat, trial, failing_roles(config, command))
-        raise ConfigError(f"{problem.sentence}{problem.hint}{near}")
+        if problem.seat.role in told:
+            continue
+        told.add(problem.seat.role)
+        nearest = _nearest(problem.seat, trial, failing)
+        yield f"{problem.sentence}{problem.hint}{nearest.hint}"
+        if nearest.mends_all:
+            return
 
 
 def failing_roles(config: Config, command: str) -> set[str]:
@@ -197,9 +211,14 @@ def _recomputing(seat: Seat) -> Iterator[tuple[str, str]]:
             return
 
 
-def _nearest(seat: Seat, trial: Trial, failing: set[str]) -> str:
-    """ "; nearest: a=1, or b=2 c=3", or "" if no other layout helps."""
+class Nearest(NamedTuple):
+    """What the sentence about a layout ends with: "; nearest: a=1, or b=2 c=3", or "" if no other layout helps."""
 
+    hint: str
+    mends_all: bool  # with these no role fails any more
+
+
+def _nearest(seat: Seat, trial: Trial, failing: set[str]) -> Nearest:
     def fits(layout: Layout) -> bool:
         return next(_wrong(replace(seat, layout=layout)), None) is None
 
@@ -215,7 +234,7 @@ def _nearest(seat: Seat, trial: Trial, failing: set[str]) -> str:
         if len(named) == NUM_NAMED:
             break
     near = named or for_this_role[:NUM_NAMED]
-    return f"; nearest: {', or '.join(near)}" if near else ""
+    return Nearest(f"; nearest: {', or '.join(near)}" if near else "", bool(named))
 
 
 def words_of(seat: Seat, layout: Layout) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
+from megarl.config.validate.config_json import invalid_fields, read_object
 from megarl.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
 from megarl.model_types import MISSING
 
@@ -35,19 +36,38 @@ def model_config(config: Config, role: str) -> dict[str, Any]:
     if file is None:
         return node.config
     try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{group_of(role)}.path={node.path}: its config.json cannot be read ({error})") from None
-    return found
+        return read_object(file)
+    except ConfigError as error:
+        raise ConfigError(f"{group_of(role)}.path={node.path}: {error}") from None
 
 
 def config_of_folder(path: str) -> dict[str, Any]:
     """The config.json of a folder; {} if there is none."""
     file = _file(path)
     try:
-        return json.loads(file.read_text()) if file else {}
-    except ValueError as error:
-        raise ConfigError(f"{path}: its config.json cannot be read ({error})") from None
+        return read_object(file) if file else {}
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def invalid_numbers(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
+    """One sentence for each field of these roles' models that is of another type than a layout can be checked with."""
+    for role in with_own_models(config, roles):
+        path, given = _node(config, role).path, not has_folder(config, role)
+        place = f"{group_of(role)}.config." if given else f"{group_of(role)}.path={path}: its config.json says "
+        try:
+            yield from (f"{place}{sentence}" for sentence in invalid_fields(model_config(config, role)))
+        except ConfigError as error:
+            yield str(error)
+
+
+def with_own_models(config: Config, roles: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the roles with one and the same model the first."""
+    first: dict[str, str] = {}
+    for role in roles:
+        node = _node(config, role)
+        first.setdefault(node.path if has_folder(config, role) else f"{node.path} {node.config}", role)
+    return tuple(first.values())
 
 
 def has_folder(config: Config, role: str) -> bool:
@@ -75,7 +95,7 @@ def random_weights(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
     """Refuse bench_ring.py's folders without trained weights; only its own runs, with dummy servers, may use them."""
     if "--load-format dummy" in " ".join(config.rollout.sglang.args).replace("=", " "):
         return
-    for role in roles:
+    for role in with_own_models(config, roles):
         if model_config(config, role).get(RANDOM_WEIGHTS) is True:
             said = "its weights are random, for benchmarks/bench_ring.py only"
             yield f"{group_of(role)}.path={_node(config, role).path}: {said}; expected a model"
@@ -83,7 +103,7 @@ def random_weights(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
 
 def beyond_megatron(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
     """One sentence for each model that Megatron-Core cannot compute, with what it lacks."""
-    for role in roles:
+    for role in with_own_models(config, roles):
         kind = model_config(config, role).get("model_type")
         if missing := MISSING.get(str(kind)):
             yield f"{group_of(role)}.path={_node(config, role).path}: it is of model_type {kind}, and {missing}"
@@ -91,7 +111,7 @@ def beyond_megatron(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
 
 def of_more_than_text(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
     """One sentence for each model that reads images, videos or sounds."""
-    for role in roles:
+    for role in with_own_models(config, roles):
         if sentence := more_than_text(model_config(config, role)):
             yield f"{group_of(role)}.path={_node(config, role).path}: {sentence}"
 
@@ -137,7 +157,7 @@ def _is_padding(config: Config, smaller: int, larger: int) -> bool:
 
 def _highest_id(file: Path) -> int | None:
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_bytes())
         return max([*found["model"]["vocab"].values(), *(token["id"] for token in found.get("added_tokens") or ())])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or a tokenizer without such a table
         return None
@@ -145,7 +165,7 @@ def _highest_id(file: Path) -> int | None:
 
 def lengths(config: Config, roles: tuple[str, ...], command: str) -> Iterator[str]:
     """One sentence for each model with fewer positions than the longest sequence."""
-    for role in roles:
+    for role in with_own_models(config, roles):
         known = model_numbers(config, role).max_position_embeddings
         name, longest = longest_sequence(config, command)
         if known is not None and longest > known:

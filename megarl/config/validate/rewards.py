@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 from megarl.config import names
@@ -42,10 +43,9 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         yield from _no_such(config, f"reward.by_data_source.{source}", fn)
     if len(set(reward.fn)) < len(reward.fn):
         yield f"reward.fn={show(reward.fn)}: expected each reward once; reward.weights says how much it counts"
-    for fn, name in short.items():
-        same = [other for other, its in short.items() if its == name and other != fn]
-        if same:
-            yield f"reward.fn: {fn} and {same[0]} are both called {name} in the log; expected functions of two names"
+    for (fn, name), (other, its) in combinations(short.items(), 2):
+        if its == name:
+            yield f"reward.fn: {fn} and {other} are both called {name} in the log; expected functions of two names"
     unknown = [name for name in reward.weights if name not in short.values()]
     if unknown:
         yield f"reward.weights.{unknown[0]}: expected one of the rewards {', '.join(short.values())}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from math import log2
 from urllib.parse import urlsplit
 
@@ -32,13 +33,14 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     rollout = config.rollout
     if command not in ("train", "config", "evaluate", "serve"):
         return
+    misfits: list[str] = []
     if rollout.engine == "hf":
         sizes = {TP: rollout.tensor_model_parallel_size, EP: rollout.expert_parallel_size, ADP: rollout.attention_dp}
         for key, size in sizes.items():
             if size != 1:
                 yield f"{key}={size}: expected 1, because rollout.engine=hf is one process"
     else:
-        yield from _sizes(config)
+        yield from (misfits := list(_sizes(config)))
     if rollout.router and rollout.engine == "hf":
         yield "rollout.router=true: rollout.engine=hf has no router; expected false"
     if rollout.router and config.actor.lora.rank and config.actor.lora.push == "adapter":
@@ -56,7 +58,8 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     if rollout.urls:
         yield from _urls(config)
     elif rollout.placement == "shared" and command != "evaluate":
-        yield from _shared(config)
+        if not misfits:  # else the sizes that fit are told, with as many servers as there is room for
+            yield from _shared(config)
     # With trainer.device=auto the hf engine takes GPUs only where a machine has some, which is seen at the start.
     elif config.trainer.device == "cuda" or (config.trainer.device == "auto" and rollout.engine != "hf"):
         yield from misplaced(config, trains=command != "evaluate")
@@ -124,7 +127,7 @@ def _sizes(config: Config) -> Iterator[str]:
     rollout, numbers = config.rollout, models.model_numbers(config, "actor")
     tp, ep, attention_dp = rollout.tensor_model_parallel_size, rollout.expert_parallel_size, rollout.attention_dp
     yield from _attention_groups(config)
-    for key, sentence in server_misfits(numbers, tp, ep, attention_dp):
+    for key, sentence in islice(server_misfits(numbers, tp, ep, attention_dp), 1):  # the nearest sizes mend the others
         near = ", or ".join(" ".join(words) for words in _nearest(config, numbers))
         yield f"{key}={sentence}{'; nearest: ' if near else ''}{near}"
 

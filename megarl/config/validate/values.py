@@ -14,8 +14,9 @@ from typing import Any
 
 from megarl.config import names
 from megarl.config.keys import NAME
+from megarl.config.resolve import invalid_cuts
 from megarl.config.schema import Config
-from megarl.config.settings import ConfigError, show
+from megarl.config.settings import show
 from megarl.config.suggest import divisors, nearest_numbers
 from megarl.config.validate import (
     agents,
@@ -273,35 +274,36 @@ def _of_entries(config: Config, key: str) -> Iterator[str]:
     yield from (f"{mapping}.{name}.{rest}" for name in value_of(config, mapping)) if found else (key,)
 
 
-def check_values(config: Config, command: str) -> None:
-    """Raise ConfigError, one sentence, for the first value that is invalid on its own."""
-    for key in NEEDED[command]:
+def invalid_values(config: Config, command: str, *, is_whole: bool) -> Iterator[str]:
+    """One sentence for each value that is invalid on its own.
+
+    is_whole: every setting could be taken; otherwise a key that is not set may be one of those that could not.
+    """
+    for key in NEEDED[command] if is_whole else ():
         if not value_of(config, key):
-            raise ConfigError(f"{key} is not set: `megarl {command}` needs {WANTED.get(key, 'at least one file')}")
+            yield f"{key} is not set: `megarl {command}` needs {WANTED.get(key, 'at least one file')}"
     for general, choices in CHOICES.items():
         for key in _of_entries(config, general):
             value = value_of(config, key)
             if value is not None and value not in choices:
-                raise ConfigError(f"{key}={value}: expected one of {', '.join(choices)}")
+                yield f"{key}={value}: expected one of {', '.join(choices)}"
     for key, choices in OPEN_CHOICES.items():
         value = value_of(config, key)
         if value not in choices and not config.algorithm.plugins:
             wanted = f"expected one of {', '.join(choices)}, or a name that a file in algorithm.plugins registers"
-            raise ConfigError(f"{key}={value}: {wanted}")
+            yield f"{key}={value}: {wanted}"
     for general, (test, wanted) in RANGES.items():
         for key in _of_entries(config, general):
             value = value_of(config, key)
             if value is not None and not test(value):
-                raise ConfigError(f"{key}={show(value)}: expected {wanted}")
+                yield f"{key}={show(value)}: expected {wanted}"
+    for role in ("actor", "critic", "ref", *config.teacher_roles):
+        yield from invalid_cuts(config, role)
+    yield from models.invalid_numbers(config, ("actor", *used_roles(config, command)))
 
 
-def check(config: Config, command: str) -> None:
-    """Raise ConfigError, one sentence, for the first invalid combination in a resolved `config`."""
-    for sentence in _contradictions(config, command):
-        raise ConfigError(sentence)
-
-
-def _contradictions(config: Config, command: str) -> Iterator[str]:
+def contradictions(config: Config, command: str) -> Iterator[str]:
+    """One sentence for each invalid combination in a resolved `config`, whose values are valid one by one."""
     yield from _places(config)
     if command == "node":  # machine 0 decides what it starts
         return
