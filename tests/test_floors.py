@@ -15,7 +15,7 @@ ROOT = Path(megarl.__file__).parent
 
 FLOORS = {
     0: "sample float32 ragged token_age layout model_types projections plugins declared auth sockets sandbox",
-    1: "config algo data rewards metrics processes routed_experts",
+    1: "config algo data rewards metrics processes routed_experts http_limits",
     2: "rollout mcore",
     3: "servers plan agents",
     4: "weights machines",

@@ -8,7 +8,6 @@ where a stream was asked for; what is sent is a copy of what the session has rec
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import secrets
@@ -21,6 +20,7 @@ from megarl.agents import anthropic_messages, chat_completions, responses
 from megarl.agents.refusals import Refused, check_fields, expect
 from megarl.agents.session import Policy, Session, closed
 from megarl.float32 import EXPECTED, is_finite
+from megarl.http_limits import body_of, limited_runner, parse_json
 from megarl.rollout.pool.pool import RolloutFailed
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Endpoint:
         self._app.router.add_delete(_SESSIONS + "/{name:.+}", self._close_session)
 
     async def __aenter__(self) -> Endpoint:
-        self._runner = web.AppRunner(self._app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = limited_runner(self._app)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port)
         await site.start()
@@ -111,7 +111,10 @@ class Endpoint:
         try:
             return await handler(request)
         except Refused as error:
-            return _error(request, error.status, str(error), error.code)
+            refusal = _error(request, error.status, str(error), error.code)
+            if error.status == 401:
+                refusal.force_close()  # strangers keep no connection
+            return refusal
         except web.HTTPException as error:
             return _error(request, error.status, f"{request.method} {_shown_path(request)}: {error.reason}")
         except ValueError as error:
@@ -289,12 +292,10 @@ def _digest(key: str) -> bytes:
 
 
 async def _json(request: web.Request) -> dict[str, Any]:
-    raw = await request.read() or b"{}"
+    raw = await body_of(request) or b"{}"
     try:
-        body = json.loads(raw)
-        if b"\\ud" in raw.lower():  # half a surrogate pair is no text, and no tokenizer takes it
-            json.dumps(body, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+        body = parse_json(raw)
+    except ValueError as error:
         raise Refused(400, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused(400, "the body is no JSON object")

@@ -15,6 +15,8 @@ from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import column_to_json
 from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
 
+MAX_COMPLETIONS = 4096  # of one request
+
 
 def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
     """Check the body and build the call. Raises ValueError with a sentence for anything the engine does not support."""
@@ -22,6 +24,8 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
         raise ValueError("the body of /generate is not a JSON object")
     params, n = SamplingParams.from_json(body.get("sampling_params") or {})
     prompts = _prompts(body.get("input_ids"))
+    if n * len(prompts) > MAX_COMPLETIONS:
+        raise ValueError(f"n={n} for {len(prompts)} prompts: expected at most {MAX_COMPLETIONS} completions a request")
     rids = _rids(body.get("rid"), len(prompts))
     salts = _salts(body.get("cache_salt"), len(prompts))
     start = body.get("logprob_start_len", -1)

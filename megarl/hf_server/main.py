@@ -25,6 +25,7 @@ from megarl.hf_server.generation.model import HFModel
 from megarl.hf_server.requests import logger
 from megarl.hf_server.routes import HFServer
 from megarl.hf_server.scoring import ScoreModel, ScoreServer
+from megarl.http_limits import limited_runner
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.protocol import DTYPES
 from megarl.servers.launch import TOKEN_VARIABLE
@@ -87,7 +88,7 @@ async def _serve(args: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.end)
-    runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = limited_runner(server.app)
     await runner.setup()
     await web.TCPSite(runner, args.host, args.port, backlog=4096).start()
     where = (args.model_path, args.dtype, args.device, args.host, args.port)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
+from megarl.http_limits import body_of, parse_json
 from megarl.rollout.protocol import Route
 
 logger = logging.getLogger("megarl.hf_server.main")
@@ -33,7 +33,9 @@ def guard(token: str) -> Any:
         given = request.headers.get("Authorization", "").encode()
         open_to_all = request.path == Route.HEALTH  # as in SGLang, whose router relies on it
         if token and not open_to_all and not hmac.compare_digest(given, wanted):
-            return web.json_response({"error": "Unauthorized"}, status=401)
+            refusal = web.json_response({"error": "Unauthorized"}, status=401)
+            refusal.force_close()  # strangers keep no connection
+            return refusal
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -49,11 +51,11 @@ def guard(token: str) -> Any:
 
 async def json_body(request: web.Request) -> Mapping[str, Any]:
     """The JSON object of the body; a missing body counts as an empty object."""
-    raw = await request.read()
+    raw = await body_of(request)
     if not raw:
         return {}
     try:
-        body = json.loads(raw)
+        body = parse_json(raw)
     except ValueError as error:
         raise ValueError(f"the body of {request.path} is not JSON: {error}") from error
     if not isinstance(body, dict):
