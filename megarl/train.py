@@ -32,7 +32,8 @@ from megarl.rollout.prefetch import Prefetcher
 from megarl.sample import Batch, Sample, Stat, Stats
 from megarl.trainer.algorithm import Algorithm
 from megarl.trainer.artifacts import finish, remember
-from megarl.trainer.checkpoint.checkpoint import Saver
+from megarl.trainer.checkpoint.manifest import Damaged
+from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.evaluate import Evaluation, Evaluator
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.reward_model import scored
@@ -61,6 +62,8 @@ def train(config: Config) -> dict[str, Any]:
             except (RankError, NodeLost) as error:
                 infrastructure.forgive(error)
                 run = Run(config, infrastructure, resume=run.last_save)
+            except Damaged as error:
+                run = Run(config, infrastructure, resume=run.save_before(error))
 
 
 def train_loop(run: Run, began: float) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def train_step(
         metrics = finalise(stats) | (batch_stats(batch, version=step) if batch is not None else {}) | iteration.metrics
         metrics |= reward_stats(iteration.groups)
         metrics |= {f"timing_s/push/{phase}": seconds for phase, seconds in report["timings"].items()}
-        metrics |= servers.metrics(report)
+        metrics |= servers.metrics(report) | {"checkpoint/failed": float(saver.failed)}
     num_tokens = 0 if batch is None else batch.num_tokens
     metrics |= timer.finish(num_tokens=num_tokens, num_devices=log.num_devices)
     waited = metrics["timing_s/gen"] + metrics.get("timing_s/drain", 0.0)
@@ -213,6 +216,7 @@ def measure(step: int, evaluator: Evaluator, servers: ServerManager, log: RunLog
             log.trackers.stage("evaluate", *evaluator.progress)
         found = evaluator.take()
         log.trackers.log(step, found.metrics())
+        saver.note_score(step, found.accuracy)
     log.timer.start()
     return found
 

@@ -14,7 +14,10 @@ import megarl
 ROOT = Path(megarl.__file__).parent
 
 FLOORS = {
-    0: "sample float32 ragged token_age layout model_types projections plugins declared auth sockets sandbox",
+    0: (
+        "sample float32 ragged token_age layout model_types projections plugins declared auth sockets sandbox "
+        "durable_files"
+    ),
     1: "config algo data rewards metrics processes routed_experts http_limits",
     2: "rollout mcore",
     3: "servers plan agents",

@@ -326,8 +326,13 @@ TABLE = (
     ),
     UnusedKeys("trainer.check_export", "data.val_files=[]", lambda c: not c.data.val_files),
     UnusedKeys(
-        "trainer.max_checkpoints_to_keep trainer.async_save", "trainer.save_freq=-1", lambda c: c.trainer.save_freq < 1
+        "trainer.max_checkpoints_to_keep trainer.async_save trainer.keep_every_steps trainer.keep_best",
+        "trainer.save_freq=-1",
+        lambda c: c.trainer.save_freq < 1,
     ),
+    UnusedKeys("trainer.keep_best", "data.val_files=[]: there are no scores", lambda c: not c.data.val_files),
+    UnusedKeys("trainer.keep_best", "trainer.test_freq=-1: there are no scores", lambda c: c.trainer.test_freq < 1),
+    UnusedKeys("trainer.verify_resume", "trainer.resume_mode=disable", lambda c: c.trainer.resume_mode == "disable"),
     UnusedKeys(
         "trainer.node_rank trainer.master_addr trainer.master_port",
         "trainer.nnodes=1",
@@ -344,6 +349,7 @@ UNREAD = {
         "actor.router_replay data.*_files data.*_key data.*_batch_size data.max_* data.overlong_prompts data.shuffle "
         "data.val_max_samples trainer.*_freq trainer.val_before_train trainer.resume_mode trainer.critic_warmup "
         "trainer.prepare trainer.check_export trainer.total_epochs trainer.max_checkpoints_to_keep "
+        "trainer.keep_every_steps trainer.keep_best trainer.verify_resume "
         "trainer.async_save trainer.check_only trainer.max_restarts"
     ),
     "evaluate": (

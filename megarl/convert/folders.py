@@ -19,7 +19,8 @@ from typing import Any, Literal
 import torch
 
 from megarl.config import read_yaml
-from megarl.mcore.checkpoint.checkpoint import ABOUT, adapters_in, weights_in
+from megarl.mcore.checkpoint.checkpoint import adapters_in, weights_in
+from megarl.mcore.checkpoint.files import ABOUT
 from megarl.trainer.build import model_folder
 from megarl.trainer.checkpoint.checkpoint import MANIFEST
 from megarl.weights.hf.folder import CONFIG, copy_tokenizer

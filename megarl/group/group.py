@@ -220,6 +220,11 @@ class Group:
         answers = self._call_all(method, arguments or {}, by_rank, bool(payloads), timeout_s)
         return [answers[rank] for rank, _ in sorted(self._reporters.items(), key=lambda item: item[1])]
 
+    def call_each(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """Run `method` on every rank and return the result of each, in order of ranks; raises as `call` does."""
+        answers = self._call_all(method, arguments, {})
+        return [answers[rank].result for rank in range(self.num_ranks)]
+
     def call_leader(self, method: str, arguments: dict[str, Any], *, timeout_s: float | None = None) -> Reply:
         """Run `method` on every rank and return the reply of rank 0, which communicates with the servers."""
         return self._call_all(method, arguments, {}, timeout_s=timeout_s)[0]

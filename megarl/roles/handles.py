@@ -19,6 +19,10 @@ from megarl.group import Group, RankError, Reply
 from megarl.sample import Batch, Stat, Stats, merge_stats
 
 
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; models and ranks are unharmed."""
+
+
 @dataclass(frozen=True)
 class Packing:
     """How sequences are packed into micro-batches; never changes a result.
@@ -126,8 +130,18 @@ class Role:
         self.group.call("save", {"role": self.name, "folder": str(folder), "in_background": in_background})
 
     def is_saved(self) -> bool:
-        """Whether every rank has written its part of the last save; raises a RankError if one could not."""
-        return all(reply.result["is_done"] for reply in self.group.call("is_saved", {"role": self.name}))
+        """Whether no rank writes to the last save any more; raises a SaveError if one could not write its part."""
+        found = self.group.call_each("is_saved", {"role": self.name})
+        if not all(result["is_done"] for result in found):
+            return False
+        for rank, result in enumerate(found):
+            if result["error"] is not None:
+                raise SaveError(f"rank {rank} of {self.name} could not write: {result['error']}")
+        return True
+
+    def faults(self, folder: Path) -> list[str]:
+        """A sentence for each damaged file of a checkpoint of the role; every rank reads a share of the files."""
+        return [f for each in self.group.call_each("faults", {"folder": str(folder)}) for f in each["faults"]]
 
     def restore(self, folder: Path) -> None:
         self.group.call("restore", {"role": self.name, "folder": str(folder)})

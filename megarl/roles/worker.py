@@ -21,6 +21,7 @@ from megarl.algo.finite import NonFiniteError
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
+from megarl.mcore.checkpoint.intact import faults_of_share
 from megarl.mcore.models.model import DTYPES, Model
 from megarl.mcore.setup import RankInfo, device_for, initialize, replica_group
 from megarl.mcore.training.offload import synchronized
@@ -53,7 +54,7 @@ class Worker:
 
     def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
         methods = [self.setup, self.load, self.load_heads, self.columns, self.update, self.connect, self.push]
-        methods += [self.save, self.is_saved, self.restore, self.export, self.offload, self.onload]
+        methods += [self.save, self.is_saved, self.faults, self.restore, self.export, self.offload, self.onload]
         return {method.__name__: self._freeing(method) for method in methods}
 
     def _freeing(self, method: Callable[[dict[str, Any], Tensors], Answer]) -> Callable[..., Answer]:
@@ -227,10 +228,14 @@ class Worker:
         return {}, {}
 
     def is_saved(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Whether this rank's part of the last save is written; raises the error of one that failed."""
+        """Whether this rank writes no more of the last save, and why it could not write it."""
         saving = self.roles[arguments["role"]].saving
         assert saving is not None, f"role {arguments['role']} was never saved"
-        return {"is_done": saving.is_done}, {}
+        return {"is_done": saving.is_done, "error": saving.error if saving.is_done else None}, {}
+
+    def faults(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Damaged files among this rank's share of those of a checkpoint."""
+        return {"faults": faults_of_share(Path(arguments["folder"]), dist.get_rank(), dist.get_world_size())}, {}
 
     def restore(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         with self.readable(arguments["role"], moments=True) as role:

@@ -47,8 +47,10 @@ from megarl.trainer.build import (
     start_trackers,
 )
 from megarl.trainer.checkpoint import checkpoint
-from megarl.trainer.checkpoint.checkpoint import Saver
+from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
+from megarl.trainer.checkpoint.retention import Retention
+from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors, make_rewards
 from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
@@ -131,7 +133,9 @@ class Run:
             raise ValueError(
                 f"trainer.critic_warmup={warmup}: expected fewer than the {self.num_steps} steps of the run"
             )
-        self.resumed_from = resume or checkpoint.find(config.trainer.resume_mode, self.checkpoints)
+        self.resumed_from = resume or checkpoint.find(
+            config.trainer.resume_mode, self.checkpoints, self._warn, verify=config.trainer.verify_resume
+        )
         if self.resumed_from is not None:
             check_is_known(self.resumed_from)
         self.first_step = self.resumed_from.step if self.resumed_from else 0
@@ -162,6 +166,20 @@ class Run:
     def last_save(self) -> checkpoint.Checkpoint | None:
         """The newest checkpoint that this run has finished, or from which it was restarted."""
         return (self.saver.last if self.saver else None) or self._resume
+
+    def save_before(self, error: Damaged) -> checkpoint.Checkpoint:
+        """The newest whole checkpoint before the one of which the ranks have found a file damaged.
+
+        Raises the error if trainer.resume_mode names this one, ValueError if there is no earlier one.
+        """
+        trainer, damaged = self.config.trainer, self.resumed_from
+        assert damaged is not None, "a run that resumes from nothing finds nothing damaged"
+        if damaged.folder == Path(trainer.resume_mode):
+            raise error
+        self._warn(f"{damaged.folder.name} is passed over: {error}")
+        found = checkpoint.find("auto", self.checkpoints, self._warn, verify=trainer.verify_resume, before=damaged.step)
+        assert found is not None, "find raises an error if there is none"
+        return found
 
     def __enter__(self) -> Self:
         try:
@@ -226,10 +244,10 @@ class Run:
         self.roles.actor.connect(self._push_settings(processes.urls, token))
         trainer, roles = config.trainer, self.roles.trainable
         self.saver = Saver(
-            self.checkpoints, roles, keep=trainer.max_checkpoints_to_keep, in_background=trainer.async_save
+            self.checkpoints, roles, Retention.of(config), in_background=trainer.async_save, warn=self._warn
         )
         if self.resumed_from is not None:
-            checkpoint.restore(self.resumed_from, roles)
+            checkpoint.restore(self.resumed_from, roles, verify=trainer.verify_resume)
             self.algorithm.kl.load_state_dict(self.resumed_from.state["kl"])
         self.roles.offload()
         (self.dir / "summary.json").unlink(missing_ok=True)  # only a finished run has one

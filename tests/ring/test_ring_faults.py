@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from ring_cases import PPO, lines, make_parts, settings, steps, train_in_a_process, train_kill_resume, wait_for_step
+from saved_runs import flip
 
 from megarl.cli import main
 
@@ -41,6 +42,30 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(parts: Path, tmp_path: 
     for metric in same.split():
         assert steps(tmp_path / "killed", metric) == steps(tmp_path / "whole", metric), metric
     assert len(lines(tmp_path / "killed" / "metrics.jsonl")) == len(lines(tmp_path / "whole" / "metrics.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_run_whose_newest_save_is_damaged_goes_on_from_the_one_before(
+    parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One bit of a tensor: the ranks find it, start again, and repeat the steps in between to the last bit."""
+    words = settings(parts, tmp_path, "flipped", *PPO, "trainer.save_freq=1", "trainer.async_save=false")
+    assert main(["train", *words, "trainer.total_training_steps=3"]) == 0
+    before = steps(tmp_path / "flipped", "actor/grad_norm")
+    folder = tmp_path / "flipped" / "checkpoints" / "step_00000003"
+    file = max((folder / "actor").glob("*.safetensors"))
+    flip(file, file.stat().st_size - 1, 6)
+    longer = [*words, "trainer.total_training_steps=4"]
+    capfd.readouterr()
+    assert main(["train", *longer, f"trainer.resume_mode={folder}"]) == 2
+    assert f"error: {file} is damaged: its SHA-256 is not that of what was written" in capfd.readouterr().err
+    assert main(["train", *longer]) == 0
+    said = capfd.readouterr().err
+    assert f"warning: step_00000003 is passed over: {file} is damaged" in said
+    assert "going on from step 2 (" in said
+    after = steps(tmp_path / "flipped", "actor/grad_norm")
+    assert {step: after[step] for step in before} == before
+    assert 4 in after
 
 
 def kill_a_server(driver: subprocess.Popen[bytes]) -> None:

@@ -69,8 +69,10 @@ class Noted:
     """A server manager and trackers that write down what they are told; pushes succeed."""
 
     shares_gpus = False
+    failed = 0  # of a saver
 
     def __init__(self) -> None:
+        self.scores: list[tuple[int, float]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.pushed: list[int] = []
         self.waiting: list[Any] = []
@@ -85,6 +87,9 @@ class Noted:
     def poll(self) -> None:
         """Of a saver."""
         self.waiting.append("polled")
+
+    def note_score(self, step: int, score: float) -> None:
+        self.scores.append((step, score))
 
     def metrics(self, report: dict[str, Any]) -> dict[str, float]:
         return {}
@@ -125,6 +130,7 @@ def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited
     assert measure(3, evaluator, said, log, said) is evaluator.found
     assert said.waiting == ["checked", "polled", ("evaluate", 1, 4), "checked", "polled", ("evaluate", 2, 4)]
     assert said.logged == [(3, {"val/score": 0.0, "val/unscored": 0.0, "val/lost": 0.0})]
+    assert said.scores == [(3, 0.0)], "by which the best saves are kept"
 
 
 def test_a_number_that_is_not_finite_is_told_with_its_sample() -> None:
@@ -153,7 +159,7 @@ def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
     said.release_memory = lambda: story.append("servers release")
     said.push = lambda v: story.append(("push", v)) or Noted.push(said, v)
     resident: Any = SimpleNamespace(onload=lambda: story.append("onload"), offload=lambda: story.append("offload"))
-    saver: Any = SimpleNamespace(start=lambda step: story.append(("save", step)), poll=lambda: True)
+    saver: Any = SimpleNamespace(start=lambda step: story.append(("save", step)), poll=lambda: True, failed=0)
     prefetcher: Any = Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
     algorithm: Any = SimpleNamespace(kl=None)
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)

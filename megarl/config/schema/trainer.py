@@ -24,11 +24,14 @@ class Trainer:
     async_save: bool = True  # checkpoints are copied to host memory and written while the training goes on
     test_freq: int = -1  # iterations between evaluations; -1 = none
     val_before_train: bool = True  # evaluate before the first iteration
-    resume_mode: str = "auto"  # auto (the newest checkpoint of this run) | disable | folder of a checkpoint
+    resume_mode: str = "auto"  # auto (the newest whole checkpoint of this run) | disable | folder of a checkpoint
+    verify_resume: bool = True  # before a resume the SHA-256 of all its files is compared; sizes always are
     critic_warmup: int = 0  # iterations at the start in which only the critic is trained
     seed: int = 0  # of everything random: weights, order of the data, completions
     check_export: bool = False  # at the end, also score the written hf/ with transformers' generation (small models)
     max_checkpoints_to_keep: int = 2  # number of newest checkpoints to keep; older ones are removed
+    keep_every_steps: int = -1  # checkpoints after a multiple of so many iterations are never removed; -1 = none
+    keep_best: int = 0  # number of checkpoints to keep besides, of the best validation scores
     prepare: str | None = (
         None  # module or .py file; its prepare(config) makes folders of the policy and of teachers if one is missing
     )

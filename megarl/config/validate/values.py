@@ -209,6 +209,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "trainer.test_freq": _PERIOD,
     "trainer.critic_warmup": _AT_LEAST_0,
     "trainer.max_checkpoints_to_keep": _AT_LEAST_1,
+    "trainer.keep_every_steps": _PERIOD,
+    "trainer.keep_best": _AT_LEAST_0,
     "trainer.call_timeout_s": _ABOVE_0,
     "trainer.start_timeout_s": _ABOVE_0,
     "sft.epochs": _AT_LEAST_1,

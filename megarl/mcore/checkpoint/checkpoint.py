@@ -7,27 +7,25 @@ they are, for the same number of ranks.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megarl.mcore.checkpoint.adapters import identity
-from megarl.mcore.checkpoint.files import Reader, Saving, read_json, sync, write
+from megarl.mcore.checkpoint.files import Reader, Saving, about_of, write
 from megarl.mcore.checkpoint.held import held_optimizer, held_weights
 from megarl.mcore.models.model import Model
 from megarl.mcore.training.optimizer import Optimizer
 from megarl.mcore.training.wrappers import FsdpOptimizer
-
-ABOUT = "checkpoint.json"  # {"ranks", "adapters", "step_index", "kind"}; complete with the files of all ranks
 
 
 def save(folder: Path, model: Model, optimizer: Optimizer | None, *, in_background: bool = False) -> Saving:
     """Write this rank's share; every rank of the group calls it.  `folder` must not hold a checkpoint yet.
 
     Returns when all ranks have written theirs.  `in_background`: returns when this rank's share is in host memory; then
-    the checkpoint is finished when the savings of all ranks are.
+    the checkpoint is finished when the savings of all ranks are.  A rank that cannot write says so in its Saving.
+    `checkpoint.json` is {"ranks", "adapters", "step_index", "kind"}.
     """
     about: dict[str, Any] = {"ranks": dist.get_world_size(), "adapters": identity(model), "step_index": 0}
     pieces = [*held_weights(model, own=True)]
@@ -35,11 +33,8 @@ def save(folder: Path, model: Model, optimizer: Optimizer | None, *, in_backgrou
         about |= {"step_index": optimizer.step_index, "kind": optimizer.kind}
         if optimizer.step_index:  # else there are no moments yet: e.g. of an actor while only the critic warms up
             pieces += held_optimizer(optimizer, model, own=True)
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ABOUT).write_text(json.dumps(about, indent=2))
-        sync(folder / ABOUT)
-    saving = write(folder, dist.get_rank(), pieces, in_background=in_background)
+    rank = dist.get_rank()
+    saving = write(folder, rank, pieces, in_background=in_background, about=about if rank == 0 else None)
     if not in_background:
         dist.barrier()
     return saving
@@ -51,7 +46,7 @@ def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
     Raises a ValueError if the folder holds no finished checkpoint, or one of another kind of optimizer, or of adapters
     that differ from the model's or belong to another base model.
     """
-    about = _about(folder)
+    about = about_of(folder)
     _check_adapters(folder, about["adapters"], identity(model))
     if optimizer is not None:
         optimizer.step_index = _saved_step(folder, about, optimizer.kind)
@@ -70,20 +65,14 @@ def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
 
 def adapters_in(folder: Path) -> dict[str, Any] | None:
     """The description of a checkpoint's adapters (`adapters.identity`); None: it holds a whole model."""
-    found: dict[str, Any] | None = _about(folder)["adapters"]
+    found: dict[str, Any] | None = about_of(folder)["adapters"]
     return found
 
 
 def weights_in(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each tensor of the model in a checkpoint, by Megatron's name."""
-    sizes = Reader(folder, _about(folder)["ranks"]).sizes
+    sizes = Reader(folder, about_of(folder)["ranks"]).sizes
     return {name: size for name, size in sizes.items() if not name.startswith(("optimizer.", "fsdp."))}
-
-
-def _about(folder: Path) -> dict[str, Any]:
-    if not (folder / ABOUT).exists():
-        raise ValueError(f"{folder}: there is no checkpoint here; expected a folder that a save has finished")
-    return read_json(folder / ABOUT)
 
 
 def _saved_step(folder: Path, about: dict[str, Any], kind: str) -> int:

@@ -1,15 +1,16 @@
 """The files of a sharded checkpoint: each rank writes its own, and reads of all ranks' files only what it needs.
 
-`rank_00003.0000.safetensors`, ... hold boxes of tensors.  `rank_00003.json`, written last, lists them:
-{"tensors": {name: {"shape": [...], "dtype": "float32", "boxes": [[offset, shape, file], ...]}}}.  No rank waits for
-another one, so a thread can write while the ranks train.
+`rank_00003.0000.safetensors`, ... hold boxes of tensors.  `rank_00003.json`, written last, lists files and boxes:
+{"files": {name: {"bytes": 40, "sha256": "..."}},
+ "tensors": {name: {"shape": [...], "dtype": "float32", "boxes": [[offset, shape, number of the file], ...]}}}.
+`checkpoint.json`, of rank 0, says what the whole is.  No rank waits for another one, so a thread can write while the
+ranks train.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +22,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megarl.durable_files import PRIVATE_FOLDER, Facts, seal, write_text
 from megarl.mcore.checkpoint.boxes import Box, Shape, overlap, slices
 from megarl.mcore.checkpoint.held import Piece
 
 FILE_BYTES = 2**30  # of a file, and so of the host memory that a save in the foreground takes
+ABOUT = "checkpoint.json"
+LIST = "rank_*.json"  # of a rank's files and boxes
+UNWRITTEN = (OSError, SafetensorError)  # the disk's errors: full, read-only, no permission
 
 
 class Saving:
@@ -35,27 +40,37 @@ class Saving:
 
     @property
     def is_done(self) -> bool:
-        """Raises the error of a failed save."""
-        if self._future.done():
-            self._future.result()
+        """Whether nothing more is written."""
         return self._future.done()
 
+    @property
+    def error(self) -> str | None:
+        """Why the files could not be written; None: they are.  Raises any other error.  Only when it is done."""
+        error = self._future.exception()
+        if error is None or isinstance(error, UNWRITTEN):
+            return None if error is None else str(error)
+        raise error
 
-def write(folder: Path, rank: int, pieces: Iterable[Piece], *, in_background: bool) -> Saving:
-    """Write the pieces that this rank has to write.
+
+def write(
+    folder: Path, rank: int, pieces: Iterable[Piece], *, in_background: bool, about: dict[str, Any] | None = None
+) -> Saving:
+    """Write the pieces that this rank has to write, and `about` if it is given.
 
     `in_background`: copy all of them to host memory now, and write them in a thread.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     own = (piece for piece in pieces if piece.memory.numel())
     if not in_background:
-        _write(folder, rank, map(_on_host, own))
         done: Future[None] = Future()
-        done.set_result(None)
+        try:
+            _write(folder, rank, map(_on_host, own), about)
+            done.set_result(None)
+        except UNWRITTEN as error:  # the other ranks wait for this one: the driver asks for the error
+            done.set_exception(error)
         return Saving(done)
     copies = [_on_host(piece) for piece in own]
     executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-    saving = Saving(executor.submit(_write, folder, rank, iter(copies)))
+    saving = Saving(executor.submit(_write, folder, rank, iter(copies), about))
     executor.shutdown(wait=False)
     return saving
 
@@ -66,20 +81,22 @@ def _on_host(piece: Piece) -> Piece:
     return replace(piece, memory=copy)
 
 
-def _write(folder: Path, rank: int, copies: Iterator[Piece]) -> None:
+def _write(folder: Path, rank: int, copies: Iterator[Piece], about: dict[str, Any] | None) -> None:
+    folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+    if about is not None:
+        write_text(folder / ABOUT, json.dumps(about, indent=2))
+    files: dict[str, Facts] = {}
     tensors: dict[str, Any] = {}
     for number, batch in enumerate(_batches(copies)):
-        file = folder / f"rank_{rank:05}.{number:04}.safetensors"
+        file = folder / _name(rank, number)
         save_file({_key(piece.name, piece.box): piece.memory for piece in batch}, file)
-        sync(file)
+        files[file.name] = seal(file)
         for piece in batch:
             dtype = str(piece.memory.dtype).removeprefix("torch.")
             entry = tensors.setdefault(piece.name, {"shape": piece.whole, "dtype": dtype, "boxes": []})
             entry["boxes"].append([*piece.box, number])
-    partial = folder / f".rank_{rank:05}.json.partial"
-    partial.write_text(json.dumps({"tensors": tensors}, separators=(",", ":")))
-    sync(partial)
-    partial.rename(folder / f"rank_{rank:05}.json")
+    content = {"files": files, "tensors": tensors}
+    write_text(folder / list_of(rank), json.dumps(content, separators=(",", ":")))
 
 
 def _batches(copies: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -95,10 +112,13 @@ def _batches(copies: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def sync(file: Path) -> None:
-    """Wait until a file is on the disk."""
-    with open(file, "rb") as opened:
-        os.fsync(opened.fileno())
+def list_of(rank: int) -> str:
+    """The name of a rank's list."""
+    return LIST.replace("*", f"{rank:05}")
+
+
+def _name(rank: int, number: int) -> str:
+    return f"rank_{rank:05}.{number:04}.safetensors"
 
 
 def _key(name: str, box: Box) -> str:
@@ -114,6 +134,13 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
+def about_of(folder: Path) -> dict[str, Any]:
+    """What `write` got as `about`.  Raises ValueError if the folder holds no checkpoint."""
+    if not (folder / ABOUT).exists():
+        raise ValueError(f"{folder}: there is no checkpoint here; expected a folder that a save has finished")
+    return read_json(folder / ABOUT)
+
+
 class Reader:
     """The tensors of a finished checkpoint."""
 
@@ -123,13 +150,13 @@ class Reader:
         self.sizes: dict[str, tuple[Shape, str]] = {}  # of every tensor: shape and dtype
         self._boxes: dict[str, list[tuple[Box, Path]]] = defaultdict(list)
         for rank in range(num_ranks):
-            file = folder / f"rank_{rank:05}.json"
+            file = folder / list_of(rank)
             if not file.is_file():
                 raise ValueError(f"{file}: missing; expected one for each of the {num_ranks} ranks that saved")
             for name, entry in read_json(file)["tensors"].items():
                 self.sizes[name] = tuple(entry["shape"]), entry["dtype"]
                 self._boxes[name] += [
-                    ((tuple(offset), tuple(shape)), folder / f"rank_{rank:05}.{number:04}.safetensors")
+                    ((tuple(offset), tuple(shape)), folder / _name(rank, number))
                     for offset, shape, number in entry["boxes"]
                 ]
 

@@ -1,1 +1,5 @@
-"""Checkpoints of a run: `checkpoint` saves and finds them, `resume` goes on from one."""
+"""Checkpoints of a run.
+
+`saver` writes them, `manifest` says what must be in their files, `retention` which are kept; `checkpoint` finds and
+restores them, `resume` goes on from one.
+"""

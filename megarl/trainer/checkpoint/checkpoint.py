@@ -1,27 +1,21 @@
-"""Checkpoints of a run: one folder per saved step, whose manifest is written last.
+"""Checkpoints of a run: one folder per saved step, which has its name only when all of it is on the disk.
 
-A folder without a manifest is an unfinished save, and readers ignore it.  The manifest is plain JSON; models and
-optimizers are beside it as Megatron's sharded checkpoints, which can be loaded into another parallel layout.
+A save is written as `.step_N.partial`.  Its manifest, written last, is plain JSON with size and SHA-256 of every file;
+models and optimizers are beside it as sharded checkpoints, which can be loaded into another parallel layout.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.config import Config
-from megarl.data.groups import save_groups
-from megarl.sample import Sample
+from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
 
-MANIFEST = "manifest.json"
 ROLLOUTS = "rollouts"  # folder of the finished groups that waited
-POLL_S = 0.05  # between two questions whether all files are written
+FILES_OF_RANKS = "*/rank_*.safetensors"
 
 
 class Saves(Protocol):
@@ -32,7 +26,11 @@ class Saves(Protocol):
         ...
 
     def is_saved(self) -> bool:
-        """Whether the last save is complete on every rank; raises its error."""
+        """Whether nothing of the last save is written any more; raises SaveError if it could not be written."""
+        ...
+
+    def faults(self, folder: Path) -> list[str]:
+        """A sentence for each damaged file of the ranks."""
         ...
 
     def restore(self, folder: Path) -> None: ...
@@ -47,118 +45,87 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-class Saver:
-    """Saves the checkpoints of a run, one at a time: start (models), describe (the driver's state), poll or finish."""
+def restore(checkpoint: Checkpoint, roles: Mapping[str, Saves], *, verify: bool) -> None:
+    """Load the state of every role.  `verify`: before that, the ranks read all files and compare their SHA-256.
 
-    def __init__(self, root: Path, roles: Mapping[str, Saves], *, keep: int, in_background: bool) -> None:
-        """`keep`: number of newest checkpoints that are kept.  `in_background`: ranks train on while they write."""
-        self.last: Checkpoint | None = None  # of the finished ones
-        self._root, self._roles, self._keep, self._in_background = root, roles, keep, in_background
-        self._pending: tuple[int, dict[str, Any] | None] | None = None
-
-    def start(self, step: int) -> None:
-        """Begin `root/step_N` with the models as they are after `step` iterations, when the one before is finished."""
-        self.finish()
-        folder, finished = self._folder(step), {c.folder for c in all_checkpoints(self._root)}
-        for left in {folder, *self._root.glob("step_*")} - (finished - {folder}):  # by runs that died during a save
-            _forget(left)
-        folder.mkdir(parents=True)
-        for name, role in self._roles.items():
-            role.save(folder / name, in_background=self._in_background)
-        self._pending = step, None
-
-    def describe(self, state: dict[str, Any], waiting: Mapping[int, Sequence[Sample]] | None = None) -> None:
-        """Set the driver's state of the checkpoint that was started; `waiting`: finished groups, by visit."""
-        assert self._pending is not None, "no checkpoint was started"
-        step = self._pending[0]
-        save_groups(self._folder(step) / ROLLOUTS, waiting or {})
-        self._pending = step, state
-        if not self._in_background:
-            self.finish()
-
-    def poll(self) -> bool:
-        """Finish the checkpoint if all its files are written; returns whether none is left to finish.
-
-        Raises the error of a rank that could not write.
-        """
-        if self._pending is None:
-            return True
-        step, state = self._pending
-        if state is None or not all(role.is_saved() for role in self._roles.values()):
-            return False
-        self._pending, self.last = None, self._commit(step, state)
-        return True
-
-    def finish(self) -> None:
-        """Wait until no checkpoint is left to finish."""
-        assert self._pending is None or self._pending[1] is not None, "the checkpoint has no state yet"
-        while not self.poll():
-            time.sleep(POLL_S)
-
-    def _commit(self, step: int, state: dict[str, Any]) -> Checkpoint:
-        """Write the manifest, then delete all but the newest checkpoints.
-
-        Checkpoints of later steps are deleted too: they are of a run that this one replaces, resumed from an earlier
-        step.
-        """
-        folder = self._folder(step)
-        manifest = {"step": step, "roles": sorted(self._roles), "state": state}
-        partial = folder / f".{MANIFEST}.partial"
-        partial.write_text(json.dumps(manifest, indent=2))
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        partial.rename(folder / MANIFEST)
-        kept = [c for c in all_checkpoints(self._root) if c.step <= step][-self._keep :]
-        for other in all_checkpoints(self._root):
-            if other not in kept:
-                _forget(other.folder)
-        return Checkpoint(folder, step, state)
-
-    def _folder(self, step: int) -> Path:
-        return self._root / f"step_{step:08d}"
-
-
-def restore(checkpoint: Checkpoint, roles: Mapping[str, Saves]) -> None:
-    """Load the state of every role.  Raises ValueError if the checkpoint has other roles."""
-    saved = json.loads((checkpoint.folder / MANIFEST).read_text())["roles"]
+    Raises ValueError if the checkpoint has other roles, Damaged if a file has changed.
+    """
+    saved = read_manifest(checkpoint.folder)["roles"]
     if saved != sorted(roles):
         raise ValueError(
             f"trainer.resume_mode: {checkpoint.folder} holds {', '.join(saved)}, this run trains "
             f"{', '.join(sorted(roles))}; expected the same roles, or trainer.resume_mode=disable"
         )
+    if verify:
+        for name, role in roles.items():
+            if faults := role.faults(checkpoint.folder / name):
+                raise Damaged("; ".join(faults))
     for name, role in roles.items():
         role.restore(checkpoint.folder / name)
 
 
-def find(resume_mode: str, root: Path) -> Checkpoint | None:
-    """auto: the newest checkpoint under `root`, if there is one; disable: none; otherwise the folder of a checkpoint.
+def find(
+    resume_mode: str, root: Path, warn: Callable[[str], None], *, verify: bool, before: int | None = None
+) -> Checkpoint | None:
+    """auto: the newest whole checkpoint under `root`, if there is any; disable: none; otherwise that of a folder.
 
-    Raises ValueError for a folder without a finished checkpoint.
+    All sizes are checked.  `verify`: SHA-256 too, except of the ranks' files, which `restore` has checked by the ranks.
+    `before`: auto takes only earlier steps.  `warn` is told of each damaged one that auto passes over.
+    Raises ValueError for a folder without a whole checkpoint, and if auto finds only damaged ones.
     """
     if resume_mode == "disable":
         return None
-    if resume_mode == "auto":
-        found = all_checkpoints(root)
-        return found[-1] if found else None
-    checkpoint = _read(Path(resume_mode))
-    if checkpoint is None:
+    if resume_mode != "auto":
+        return _named(resume_mode, verify=verify)
+    folders = [folder for folder in folders_under(root) if before is None or step_of(folder) < before]
+    faults: list[str] = []
+    for folder in reversed(folders):
+        if not (faults := faults_in(folder, reads=verify, skip=FILES_OF_RANKS)):
+            return _read(folder)
+        warn(f"{folder.name} is passed over: {'; '.join(faults)}")
+    if folders or before is not None:
+        what = "is whole" if before is None else f"before step {before} is whole"
         raise ValueError(
-            f"trainer.resume_mode={resume_mode}: no finished checkpoint there (no {MANIFEST}); expected auto, disable, "
-            "or the folder of a checkpoint"
+            f"trainer.resume_mode=auto: no checkpoint under {root} {what}{''.join(f' ({fault})' for fault in faults)}; "
+            "expected one, or trainer.resume_mode=disable, which begins again"
         )
-    return checkpoint
+    return None
+
+
+def _named(resume_mode: str, *, verify: bool) -> Checkpoint:
+    folder, expected = Path(resume_mode), "expected auto, disable, or the folder of a checkpoint"
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(f"trainer.resume_mode={resume_mode}: no finished checkpoint there (no {MANIFEST}); {expected}")
+    if faults := faults_in(folder, reads=verify, skip=FILES_OF_RANKS):
+        raise ValueError(f"trainer.resume_mode={resume_mode}: {'; '.join(faults)}; {expected}")
+    return _read(folder)
+
+
+def folders_under(root: Path) -> list[Path]:
+    """The folders of finished saves, damaged or not, oldest step first."""
+    return sorted((f for f in root.glob("step_*") if f.name[len("step_") :].isdecimal()), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name[len("step_") :])
 
 
 def all_checkpoints(root: Path) -> list[Checkpoint]:
-    """The finished checkpoints under `root`, oldest step first."""
-    found = [_read(folder) for folder in sorted(root.glob("step_*"))]
-    return sorted((c for c in found if c is not None), key=lambda c: c.step)
+    """The checkpoints under `root` whose manifest is whole, oldest step first."""
+    found = []
+    for folder in folders_under(root):
+        try:
+            found.append(_read(folder))
+        except Damaged:
+            continue  # `find` and `megarl checkpoint verify` name it
+    return found
 
 
 def changes(before: Config, now: Config) -> list[str]:
-    """Settings that differ, as `key old -> new`, except the run's length, its loggers and its resume mode."""
+    """Settings that differ, as `key old -> new`, except the run's length, its loggers, and what concerns its saves."""
     old, new = _flat(asdict(before)), _flat(asdict(now))
     free = {f"trainer.{key}" for key in ("total_training_steps", "total_epochs", "logger", "resume_mode", "async_save")}
+    free |= {f"trainer.{key}" for key in ("verify_resume", "keep_every_steps", "keep_best")}
     changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in free]
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in changed]
 
@@ -171,16 +138,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _forget(folder: Path) -> None:
-    """Delete a checkpoint, if it exists; the manifest first, so that an interrupted deletion leaves no valid one."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def _read(folder: Path) -> Checkpoint | None:
-    manifest = folder / MANIFEST
-    if not manifest.exists():
-        return None
-    content = json.loads(manifest.read_text())
+def _read(folder: Path) -> Checkpoint:
+    content = read_manifest(folder)
     return Checkpoint(folder, content["step"], content["state"])

@@ -16,7 +16,10 @@ def chosen_engine(config: Config, command: str) -> tuple[str, str]:
     Raises ValueError if trainer.resume_mode names no checkpoint.
     """
     trainer = config.trainer
-    if command == "train" and (saved := checkpoint.find(trainer.resume_mode, trainer.run_dir / "checkpoints")):
+    root = trainer.run_dir / "checkpoints"
+    # Which saves are passed over is said when the run resumes.
+    saved = checkpoint.find(trainer.resume_mode, root, str, verify=False) if command == "train" else None
+    if saved is not None:
         begun = saved.folder.parents[1] / "config.yaml"
         if begun.exists() and (engine := read_yaml(begun).rollout.engine) != AUTO:
             return engine, f"the run that resumes has it in {begun}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -11,7 +12,9 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import save_file
+from saved_runs import no_file_above
 
+from megarl.durable_files import facts_of
 from megarl.mcore.checkpoint import files
 from megarl.mcore.checkpoint.files import Reader, Saving, write
 from megarl.mcore.checkpoint.held import Piece
@@ -137,8 +140,17 @@ def test_a_background_save_writes_the_values_of_its_beginning(tmp_path: Path) ->
     assert torch.equal(wanted.memory, WHOLE)
 
 
-def test_the_error_of_a_background_save_is_raised(tmp_path: Path) -> None:
-    with mock.patch.object(files, "save_file", side_effect=OSError(28, "No space left on device")):
-        saving = write(tmp_path, 0, [piece((0, 0), (6, 4))], in_background=True)
-        with pytest.raises(OSError, match="No space left"):
-            wait(saving)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_the_disk_refuses_is_told_and_not_raised(tmp_path: Path, in_background: bool) -> None:
+    """The other ranks of a save go on; the driver asks each for its error."""
+    with no_file_above(50):
+        saving = write(tmp_path, 0, [piece((0, 0), (6, 4))], in_background=in_background)
+        wait(saving)
+    assert "File too large" in str(saving.error)
+
+
+def test_a_rank_lists_what_it_wrote(folder: Path) -> None:
+    listed = json.loads((folder / "rank_00001.json").read_text())["files"]
+    assert listed == {"rank_00001.0000.safetensors": facts_of(folder / "rank_00001.0000.safetensors")}
+    with open(folder / "rank_00001.0000.safetensors", "rb") as file:
+        assert listed["rank_00001.0000.safetensors"]["sha256"] == hashlib.sha256(file.read()).hexdigest()

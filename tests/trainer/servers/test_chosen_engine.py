@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from config_helpers import BASE, load
 from megarl import cli
 from megarl.config import Config, to_yaml
 from megarl.servers.sglang_environment import PYTHON_VARIABLE
+from megarl.trainer.checkpoint.manifest import write_manifest
 from megarl.trainer.servers.engine import chosen_engine
 
 
@@ -57,7 +57,7 @@ def began(config: Config) -> None:
     """A run that stopped after a save."""
     folder = config.trainer.run_dir / "checkpoints" / "step_00000002"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(json.dumps({"step": 2, "roles": [], "state": {}}))
+    write_manifest(folder, {"step": 2, "roles": [], "files": {}, "state": {}})
     (config.trainer.run_dir / "config.yaml").write_text(to_yaml(config))
 
 

@@ -1,0 +1,65 @@
+"""The manifest of a save: what it is, and size and SHA-256 of each of its files; it can check itself.
+
+The text ends with the SHA-256 of all before it, so that one changed bit anywhere is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megarl.durable_files import fault_of, write_text
+
+MANIFEST = "manifest.json"
+
+
+class Damaged(ValueError):
+    """A file of a save is missing, cut or changed; the sentence names it."""
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """`content["files"]`: the Facts of each other file in the folder, by its name relative to it."""
+    write_text(folder / MANIFEST, _text(content))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises Damaged if it is missing, or not what was written."""
+    file = folder / MANIFEST
+    try:
+        text = file.read_text(encoding="utf-8")
+        content: dict[str, Any] = json.loads(text)
+        del content["sha256"]
+        intact = _text(content) == text
+    except FileNotFoundError:
+        raise Damaged(f"{file} is missing") from None
+    except OSError as error:
+        raise Damaged(f"{file} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise Damaged(f"{file} is damaged, or of another version of megarl")
+    return content
+
+
+def faults_in(folder: Path, *, reads: bool, skip: str = "") -> list[str]:
+    """A sentence for each damaged file of a save, its manifest included.
+
+    `reads`: also compare digests, for which all of a file is read, except of files whose name has the pattern `skip`.
+    """
+    try:
+        files = read_manifest(folder)["files"]
+    except Damaged as error:
+        return [str(error)]
+    found = []
+    for name, facts in files.items():
+        fault = fault_of(folder / name, facts, reads=reads and not fnmatchcase(name, skip))
+        found += [f"{folder / name} {fault}"] if fault else []
+    return found
+
+
+def _text(content: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
+    return json.dumps({**content, "sha256": digest}, indent=1)

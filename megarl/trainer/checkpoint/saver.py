@@ -1,0 +1,178 @@
+"""Saves the checkpoints of a run: under a temporary name, on the disk before they count, the old ones deleted.
+
+A save that fails (full disk, no permission) is deleted.  The run goes on if an earlier save is there, because the disk
+may have room when the next one is due; otherwise it stops, because there would be nothing to go on from.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megarl.data.groups import save_groups
+from megarl.durable_files import PRIVATE_FILE, PRIVATE_FOLDER, sync
+from megarl.mcore.checkpoint.files import UNWRITTEN
+from megarl.mcore.checkpoint.intact import facts_under
+from megarl.roles.handles import SaveError
+from megarl.sample import Sample
+from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, Checkpoint, Saves, all_checkpoints, folders_under
+from megarl.trainer.checkpoint.manifest import write_manifest
+from megarl.trainer.checkpoint.retention import Retention, read_scores, write_scores
+
+POLL_S = 0.05  # between two questions whether all files are written
+
+
+class Saver:
+    """Saves the checkpoints of a run, one at a time: start (models), describe (the driver's state), poll or finish."""
+
+    def __init__(
+        self,
+        root: Path,
+        roles: Mapping[str, Saves],
+        retention: Retention,
+        *,
+        in_background: bool,
+        warn: Callable[[str], None],
+    ) -> None:
+        """`in_background`: ranks train on while they write.  `warn` is told of saves that fail."""
+        self.last: Checkpoint | None = None  # of the finished ones
+        self.failed = 0  # saves since the start
+        self._root, self._roles, self._retention = root, roles, retention
+        self._in_background, self._warn = in_background, warn
+        self._pending: tuple[int, dict[str, Any] | None] | None = None
+        self._writing: list[Saves] = []  # the roles of the pending one
+
+    def start(self, step: int) -> None:
+        """Begin the save of the models as they are after `step` iterations, when the one before is finished.
+
+        Raises SaveError, as all methods do, for a save that fails if there is no earlier one.
+        """
+        self.finish()
+        try:
+            for left in self._root.glob(".step_*"):  # by runs that died during a save or a deletion
+                shutil.rmtree(left)
+            folder = self._partial(step)
+            self._root.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+            folder.mkdir(PRIVATE_FOLDER)
+        except OSError as error:
+            return self._fail(step, error)
+        self._pending, self._writing = (step, None), []
+        for name, role in self._roles.items():
+            self._writing.append(role)
+            role.save(folder / name, in_background=self._in_background)
+
+    def describe(self, state: dict[str, Any], waiting: Mapping[int, Sequence[Sample]] | None = None) -> None:
+        """Set the driver's state of the save that was started, unless it has failed.
+
+        `waiting`: finished groups, by visit.
+        """
+        if self._pending is None:
+            return
+        step = self._pending[0]
+        try:
+            save_groups(self._partial(step) / ROLLOUTS, waiting or {})
+        except UNWRITTEN as error:
+            return self._fail(step, error)
+        self._pending = step, state
+        if not self._in_background:
+            self.finish()
+
+    def poll(self) -> bool:
+        """Finish the save if all its files are written; returns whether none is left to finish."""
+        if self._pending is None:
+            return True
+        step, state = self._pending
+        try:
+            if state is None or not all(role.is_saved() for role in self._roles.values()):
+                return False
+            self.last = self._commit(step, state)
+        except (SaveError, OSError, ValueError) as error:
+            self._fail(step, error)
+        self._pending = None
+        return True
+
+    def finish(self) -> None:
+        """Wait until no save is left to finish."""
+        assert self._pending is None or self._pending[1] is not None, "the checkpoint has no state yet"
+        while not self.poll():
+            time.sleep(POLL_S)
+
+    def note_score(self, step: int, score: float) -> None:
+        """Remember the validation score after `step` iterations, by which the best saves are kept."""
+        if self._retention.best == 0:
+            return
+        try:
+            saved = {checkpoint.step for checkpoint in all_checkpoints(self._root)} | {step}
+            write_scores(self._root, {s: v for s, v in {**read_scores(self._root), step: score}.items() if s in saved})
+        except (OSError, ValueError) as error:
+            self._warn(f"the score of step {step} could not be kept, so it cannot be among the best: {error}")
+
+    def _commit(self, step: int, state: dict[str, Any]) -> Checkpoint:
+        """Write the manifest, give the folder its name, then delete what is not to be kept."""
+        partial, folder = self._partial(step), self._root / f"step_{step:08d}"
+        for file in (partial / ROLLOUTS).iterdir():
+            file.chmod(PRIVATE_FILE)
+        content = {"step": step, "saved": datetime.now(UTC).isoformat(timespec="seconds")}
+        write_manifest(partial, content | {"roles": sorted(self._roles), "files": facts_under(partial), "state": state})
+        for parent in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+            sync(parent)
+        if folder.exists():  # of a run that this one has resumed from an earlier step
+            forget(folder)
+        partial.rename(folder)
+        sync(self._root)
+        self._prune(step)
+        return Checkpoint(folder, step, state)
+
+    def _prune(self, step: int) -> None:
+        """Delete what is not to be kept, damaged saves, and those of later steps.
+
+        Those are of a run that this one replaces, resumed from an earlier step.
+        """
+        try:
+            scores = read_scores(self._root)
+            whole = [c.step for c in all_checkpoints(self._root) if c.step <= step]
+            kept = {f"step_{s:08d}" for s, reasons in self._retention.reasons(whole, scores).items() if reasons}
+            for folder in folders_under(self._root):
+                if folder.name not in kept:
+                    forget(folder)
+        except (OSError, ValueError) as error:
+            self._warn(f"old checkpoints under {self._root} are left: {error}")
+
+    def _fail(self, step: int, error: Exception) -> None:
+        """Count a failed save, and delete it when no rank writes to it any more.
+
+        Raises SaveError if there is no earlier one.
+        """
+        self.failed += 1
+        self._pending = None
+        for role in self._writing:
+            while not _is_over(role):
+                time.sleep(POLL_S)
+        self._writing = []
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+        sentence = f"the save of step {step} failed and was deleted: {error}"
+        earlier = all_checkpoints(self._root)
+        if not earlier:
+            raise SaveError(f"{sentence}; there is no earlier one to go on from") from error
+        self._warn(f"{sentence}; the run goes on, and {earlier[-1].folder.name} is its newest checkpoint")
+
+    def _partial(self, step: int) -> Path:
+        return self._root / f".step_{step:08d}.partial"
+
+
+def forget(folder: Path) -> None:
+    """Delete a save; it loses its name first, so that an interrupted deletion leaves none that is not whole."""
+    doomed = folder.with_name(f".{folder.name}.deleted")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _is_over(role: Saves) -> bool:
+    try:
+        return role.is_saved()
+    except SaveError:
+        return True

@@ -1,0 +1,242 @@
+"""Saves of a run: what counts as one, what is left by one that fails or dies, and which are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved_runs import SIZE, Shard, no_file_above, save, save_steps, saver_of
+
+from megarl.durable_files import facts_of
+from megarl.mcore.checkpoint import files as files_module
+from megarl.roles.handles import SaveError
+from megarl.trainer.checkpoint.checkpoint import Checkpoint, all_checkpoints, find
+from megarl.trainer.checkpoint.manifest import MANIFEST, read_manifest
+from megarl.trainer.checkpoint.retention import SCORES, read_scores
+
+
+def steps_under(root: Path) -> list[int]:
+    return [c.step for c in all_checkpoints(root)]
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_lists_every_file_with_its_size_and_digest(tmp_path: Path, in_background: bool) -> None:
+    state = {"kl": {"value": 0.002}, "seed": 7}
+    roles: Any = {"actor": Shard(1), "critic": Shard(2)}
+    made = save(saver_of(tmp_path, roles, in_background=in_background), 12, state)
+    assert made == Checkpoint(tmp_path / "step_00000012", 12, state)
+    content = read_manifest(made.folder)
+    assert (content["step"], content["roles"], content["state"]) == (12, ["actor", "critic"], state)
+    files = [path for path in made.folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    assert content["files"] == {str(path.relative_to(made.folder)): facts_of(path) for path in files}
+    assert len(files) == 2 * 3 + 2, "of each role its description, its list and its tensors; two of the waiting groups"
+    assert names_in(tmp_path) == ["step_00000012"], "nothing temporary is left"
+
+
+def test_only_the_owner_may_read_a_save(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        save_steps(tmp_path / "checkpoints", 1)
+    finally:
+        os.umask(before)
+    modes = {(p.is_dir(), stat.S_IMODE(p.stat().st_mode)) for p in (tmp_path / "checkpoints").rglob("*")}
+    assert (False, 0o600) in modes
+    assert {mode for is_folder, mode in modes if not is_folder} == {0o600}
+    assert stat.S_IMODE((tmp_path / "checkpoints").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "checkpoints" / "step_00000001").stat().st_mode) == 0o700
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, 4, 6, keep=2)
+    assert steps_under(tmp_path) == [4, 6]
+    save_steps(tmp_path, 8, keep=1)
+    assert names_in(tmp_path) == ["step_00000008"]
+
+
+def test_milestones_and_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
+    saver = saver_of(tmp_path, keep=1, every=20, best=1)
+    for step, score in ((10, 0.9), (20, 0.1), (30, 0.9), (40, 0.2), (50, 0.3), (60, None), (70, 0.5)):
+        save(saver, step)
+        if score is not None:
+            saver.note_score(step, score)
+    assert steps_under(tmp_path) == [20, 30, 40, 60, 70], "of two equal scores the later; 50 was good for a while only"
+    assert read_scores(tmp_path) == {20: 0.1, 30: 0.9, 40: 0.2, 70: 0.5}
+
+
+def test_scores_that_cannot_be_read_delete_nothing_and_do_not_stop_a_save(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    (tmp_path / SCORES).write_text("[")
+    said: list[str] = []
+    saver = saver_of(tmp_path, keep=1, best=1, warn=said.append)
+    save(saver, 4)
+    assert steps_under(tmp_path) == [2, 4]
+    saver.note_score(4, 0.5)
+    assert [SCORES in sentence for sentence in said] == [True, True]
+
+
+def test_a_run_begun_again_further_back_replaces_what_came_after(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, 4, 6, keep=3)
+    save_steps(tmp_path, 3, keep=2)  # resumed from 2
+    assert steps_under(tmp_path) == [2, 3], "else the next resume would take the step 6 of the abandoned run"
+
+
+def test_the_same_step_is_saved_anew(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    save(saver_of(tmp_path, {"actor": Shard(5)}), 2, {"seed": 1})
+    assert [c.state for c in all_checkpoints(tmp_path)] == [{"seed": 1}]
+
+
+def test_a_background_save_is_a_checkpoint_when_all_of_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, save_file = threading.Event(), files_module.save_file
+
+    def later(*args: Any) -> None:
+        assert may_write.wait(60)
+        save_file(*args)
+
+    monkeypatch.setattr(files_module, "save_file", later)
+    saver = saver_of(tmp_path, {"actor": Shard(2)}, in_background=True)
+    assert saver.poll(), "nothing was started"
+    saver.start(2)
+    assert not saver.poll(), "its state is still to come, too"
+    saver.describe({"seed": 7})
+    assert not saver.poll()
+    assert (steps_under(tmp_path), saver.last, names_in(tmp_path)) == ([], None, [".step_00000002.partial"])
+    may_write.set()
+    saver.start(4)  # waits for the one before
+    assert saver.last == Checkpoint(tmp_path / "step_00000002", 2, {"seed": 7})
+    saver.describe({})
+    saver.finish()
+    assert steps_under(tmp_path) == [2, 4]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_without_room_is_deleted_and_the_run_goes_on(tmp_path: Path, in_background: bool) -> None:
+    save_steps(tmp_path, 2)
+    said: list[str] = []
+    saver = saver_of(tmp_path, {"actor": Shard(4)}, in_background=in_background, warn=said.append)
+    with no_file_above(4 * SIZE - 1):
+        save(saver, 4)
+    assert (names_in(tmp_path), saver.last, saver.failed) == (["step_00000002"], None, 1)
+    (sentence,) = said
+    assert sentence.startswith("the save of step 4 failed and was deleted: rank 0 could not write: ")
+    assert "File too large" in sentence
+    assert sentence.endswith("; the run goes on, and step_00000002 is its newest checkpoint")
+    save(saver, 6)  # there is room again
+    assert steps_under(tmp_path) == [2, 6]
+
+
+@pytest.mark.parametrize("limit", [0, 40])
+def test_the_first_save_of_a_run_must_succeed(tmp_path: Path, limit: int) -> None:
+    saver = saver_of(tmp_path)
+    with no_file_above(limit), pytest.raises(SaveError) as caught:
+        save(saver, 4)
+    assert str(caught.value).startswith("the save of step 4 failed and was deleted: ")
+    assert str(caught.value).endswith("; there is no earlier one to go on from")
+    assert names_in(tmp_path) == []
+
+
+def test_a_disk_that_is_full_when_the_driver_writes_fails_the_save_only(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    said: list[str] = []
+    saver = saver_of(tmp_path, {"actor": Shard(4)}, warn=said.append)
+    with no_file_above(2000):  # the ranks' files are smaller
+        save(saver, 4, {"ledger": "x" * 3000})
+    assert names_in(tmp_path) == ["step_00000002"]
+    assert said == [
+        "the save of step 4 failed and was deleted: [Errno 27] File too large; the run goes on, and step_00000002 is "
+        "its newest checkpoint"
+    ]
+
+
+def test_a_file_that_the_driver_does_not_see_fails_the_save(tmp_path: Path) -> None:
+    """As on machines whose folders are not shared."""
+    saver = saver_of(tmp_path)
+    saver.start(2)
+    (file,) = tmp_path.rglob("*.safetensors")
+    file.unlink()
+    with pytest.raises(SaveError, match=r"safetensors is missing; expected one file system that all machines"):
+        saver.describe({})
+
+
+DIES = """
+import os
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from saved_runs import Shard, saver_of
+from megarl.mcore.checkpoint import files
+from megarl.trainer.checkpoint import saver as module
+
+def wait(*_):
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+
+places = {"ranks": (files, "seal"), "manifest": (module, "write_manifest"), "name": (module, "sync")}
+for folder in sys.argv[2:]:
+    if os.fork() == 0:
+        setattr(*places[Path(folder).name], wait)
+        saver = saver_of(Path(folder), {"actor": Shard(4)})
+        saver.start(4)
+        saver.describe({})
+    os.wait()
+"""
+
+
+def test_a_run_that_is_killed_in_a_save_leaves_nothing_that_counts(tmp_path: Path) -> None:
+    """At three moments: when the ranks have written tensors, before the manifest, before the folder gets its name."""
+    roots = [tmp_path / moment for moment in ("ranks", "manifest", "name")]
+    for root in roots:
+        save_steps(root, 2)
+    words = [sys.executable, "-c", DIES, str(Path(__file__).parents[2] / "helpers"), *map(str, roots)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for _ in roots:
+            os.kill(int(process.stdout.readline()), signal.SIGKILL)
+        assert process.wait(60) == 0
+    for root in roots:
+        assert names_in(root) == [".step_00000004.partial", "step_00000002"]
+        found = find("auto", root, pytest.fail, verify=True)
+        assert found is not None
+        assert (found.step, steps_under(root)) == (2, [2])
+        save_steps(root, 6)
+        assert names_in(root) == ["step_00000002", "step_00000006"]
+
+
+def test_the_folder_gets_its_name_when_all_files_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is asked to write all files and folders of a save before the rename, and the root after it."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def note(number: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", note)
+    save_steps(tmp_path, 2)
+    partial = str(tmp_path / ".step_00000002.partial")
+    for name in [*read_manifest(tmp_path / "step_00000002")["files"], MANIFEST]:
+        file = Path(partial, name)
+        assert {str(file), str(file.with_name(f".{file.name}.partial"))} & set(synced), name
+    assert {f"{partial}/actor", f"{partial}/rollouts"} <= set(synced)
+    assert synced[-2:] == [partial, str(tmp_path)]
+
+
+def test_a_manifest_is_json_that_other_programs_read(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    assert json.loads((tmp_path / "step_00000002" / MANIFEST).read_text())["step"] == 2
