@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -89,14 +90,15 @@ class ServerClient:
 
         With attention data parallelism each group answers for all ranks; equal answers count once.
         """
-        ranks = self._accepted(Route.WEIGHTS_CHECKER, {"action": "checksum"})["ranks"]
+        reply = self._accepted(Route.WEIGHTS_CHECKER, {"action": "checksum"})
         found: list[dict[str, Any]] = []
         seen: set[str] = set()
-        for rank in ranks:
-            who = json.dumps([rank.get("parallelism_info"), rank.get("per_gpu_checksum")])
-            if rank.get("parallelism_info") is None or who not in seen:
-                found.append(dict(rank["checksums"]))
-            seen.add(who)
+        with self._reading(Route.WEIGHTS_CHECKER):
+            for rank in reply["ranks"]:
+                who = json.dumps([rank.get("parallelism_info"), rank.get("per_gpu_checksum")])
+                if rank.get("parallelism_info") is None or who not in seen:
+                    found.append(dict(rank["checksums"]))
+                seen.add(who)
         return found
 
     def prompt_log_probs(self, prompt_ids: Sequence[int], adapter: str | None = None) -> list[float]:
@@ -105,11 +107,9 @@ class ServerClient:
         body |= {} if adapter is None else {"lora_path": adapter}
         body["sampling_params"] = SamplingParams(temperature=0.0, max_new_tokens=1).to_json()
         reply = self._json(Route.GENERATE, body)
-        try:
+        with self._reading(Route.GENERATE):
             found = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]]
-        except (KeyError, TypeError) as error:
-            raise ServerError(self.url, Route.GENERATE, 200, f"the reply lacks {error}") from error
-        return [float(value) for value in found if value is not None]
+            return [float(value) for value in found if value is not None]
 
     def scores(self, token_ids: Sequence[int], start: int, top_k: int = 0) -> Scores:
         """Log-probs at temperature 1 of a sequence's tokens from `start` on, and the most likely tokens there."""
@@ -227,7 +227,8 @@ class ServerClient:
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that the server holds."""
         models = self._json(Route.MODELS, method="GET").get("data", [])
-        return [str(model["id"]) for model in models if model.get("parent") is not None]  # the others are base models
+        with self._reading(Route.MODELS):
+            return [str(model["id"]) for model in models if model.get("parent") is not None]  # the others: base models
 
     def load_adapter(
         self, name: str, config: Mapping[str, Any], payload: str, checksums: Mapping[str, str], *, tp_size: int
@@ -266,11 +267,19 @@ class ServerClient:
         reply = self._call(route, body, method=method)
         try:
             value = reply.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(self.url, route, 200, f"not JSON: {reply.text[:200]!r}") from error
         if not isinstance(value, dict):
             raise ServerError(self.url, route, 200, f"not a JSON object: {reply.text[:200]!r}")
         return value
+
+    @contextmanager
+    def _reading(self, route: Route) -> Iterator[None]:
+        """Turns the errors of a reply that holds something else than expected into a ServerError."""
+        try:
+            yield
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ServerError(self.url, route, 200, f"the reply cannot be read: {error!r}") from error
 
     def _accepted(self, route: Route, body: dict[str, Any]) -> dict[str, Any]:
         """For routes that return {"success": ..., "message": ...}."""

@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,9 @@ from megarl.sample import Completion, VersionSpan
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
 MAX_SEED = 2**31 - 1
 SAMPLING_LOG_PROBS = "output_token_sampling_logprobs"  # over the tokens that could be drawn: see EngineSupport
+FINISH_REASONS = ("stop", "length", "abort")
 _ROUNDED = 1e-3  # a server's kernels may round the probability of a sure token up
+_LOWEST = -3.4e38  # a smaller log-prob is not finite in the trainer's float32
 
 
 class Route(StrEnum):
@@ -187,16 +188,17 @@ def generate_body(
 
 
 class Reply(NamedTuple):
-    """One completion of a /generate reply, without text, and how much of its prompt was in the prefix cache."""
+    """One completion of a /generate reply, without text, and what else the server says of it."""
 
     completion: Completion
-    cached_tokens: int | None  # None: the server does not say
+    cached_tokens: int | None  # of the prompt, in the prefix cache; None: the server does not say
+    rid: str | None  # of the request that it answers
 
 
 def parse_replies(
     reply: Any, n: int, *, num_asked: int | None = None, columns: Sequence[EngineColumn] = (), num_known: int = 0
 ) -> list[Reply]:
-    """The n completions of a /generate reply.  Raises ValueError for a reply of another shape.
+    """The n completions of a /generate reply.  Raises ValueError for a reply of another shape, whatever it holds.
 
     `num_asked`: tokens of the request, which the reply's columns cover too; None: no reply has columns.  `columns`:
     those that were asked for with `num_known`; see wire_columns for ColumnsLost.
@@ -204,13 +206,25 @@ def parse_replies(
     items = reply if isinstance(reply, list) else [reply]
     if len(items) != n:
         raise ValueError(f"the reply of {Route.GENERATE} holds {len(items)} completions, expected {n}")
-    asked = num_asked, columns, num_known
-    return [Reply(_completion(item, *asked), item["meta_info"].get("cached_tokens")) for item in items]
+    try:
+        return [_reply(item, num_asked, columns, num_known) for item in items]
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"a completion of {Route.GENERATE} cannot be read: {error!r}") from error
 
 
 def parse_completions(reply: Any, n: int, *, num_asked: int | None = None) -> list[Completion]:
     """The completions alone of `parse_replies`."""
     return [parsed.completion for parsed in parse_replies(reply, n, num_asked=num_asked)]
+
+
+def _reply(item: Any, num_asked: int | None, columns: Sequence[EngineColumn], num_known: int) -> Reply:
+    completion, meta = _completion(item, num_asked, columns, num_known), item["meta_info"]
+    cached, read, rid = meta.get("cached_tokens"), meta.get("prompt_tokens"), meta.get("id")
+    if not (cached is None or _is_count(cached)):
+        raise ValueError(f"a completion has cached_tokens={cached!r}: expected a whole number")
+    if not (read is None or num_asked is None or read == num_asked):
+        raise ValueError(f"a completion is of {read!r} tokens of a prompt, and {num_asked} were asked with")
+    return Reply(completion, cached, rid if isinstance(rid, str) else None)
 
 
 def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn], num_known: int) -> Completion:
@@ -220,8 +234,12 @@ def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn
         of_all, written = [triple[0] for triple in triples], [triple[1] for triple in triples]
     except (IndexError, KeyError, TypeError) as error:
         raise ValueError(f"a completion of {Route.GENERATE} lacks {error}") from error
+    if not isinstance(token_ids, list) or set(map(type, token_ids)) - {int} or (token_ids and min(token_ids) < 0):
+        raise ValueError("the output_ids of a completion are no list of token ids")
     if written != token_ids:
         raise ValueError(f"a completion has {len(token_ids)} tokens and {len(triples)} log-probs of other tokens")
+    if finish_reason not in FINISH_REASONS:
+        raise ValueError(f"a completion ended for {finish_reason!r}: expected one of {', '.join(FINISH_REASONS)}")
     drawn = meta.get(SAMPLING_LOG_PROBS)
     log_probs = of_all if drawn is None else drawn
     if not isinstance(log_probs, list) or len(log_probs) != len(token_ids):
@@ -239,7 +257,11 @@ def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn
 
 
 def _is_log_prob(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value <= _ROUNDED
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and _LOWEST <= value <= _ROUNDED
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0  # bool is an int too
 
 
 def _versions(meta: Mapping[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
@@ -249,7 +271,8 @@ def _versions(meta: Mapping[str, Any], num_tokens: int) -> tuple[VersionSpan, ..
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": num_tokens}]
     out = tuple(VersionSpan(_version(span["version"]), span["start"], span["end"]) for span in spans)
     edges = [0, *(span.end for span in out)]
-    if [span.start for span in out] != edges[:-1] or edges[-1] != num_tokens:
+    is_whole = [span.start for span in out] == edges[:-1] and edges[-1] == num_tokens
+    if not is_whole or not all(map(_is_count, edges)) or edges != sorted(edges):
         raise ValueError(f"weight_versions {spans} do not cover the {num_tokens} tokens of a completion")
     return out
 

@@ -17,6 +17,7 @@ from megarl.agents.process import Job
 from megarl.config import Config
 from megarl.config.names import REWARDS_OF_CODE
 from megarl.config.settings import show
+from megarl.config.validate.models import config_of_folder
 from megarl.config.validate.rewards import names_of, starts_reward_server
 from megarl.data.chat import load_tokenizer
 from megarl.data.template import ChatTemplate
@@ -45,11 +46,13 @@ def make_collectors(
     *,
     reward_url: str | None = None,
     fenced: bool = False,
+    reports_unfit: bool = False,
     salted: bool = False,
     columns: Sequence[EngineColumn] = (),
 ) -> Collectors:
     """The collectors of a run, started; `fenced`: they send requests to a server only once that is trusted.
 
+    `reports_unfit`: they take servers that hang or fail out of service, and somebody starts these again.
     `reward_url`: see make_rewards.  `salted`: all servers know salts of their prefix caches, and need them because they
     keep their KV in a push.  `columns`: what is to travel with the tokens of every completion.
     """
@@ -71,6 +74,8 @@ def make_collectors(
         fenced=fenced,
         salted=salted,
         columns=columns,
+        num_ids=config_of_folder(model_folder(config.model.path)).get("vocab_size"),
+        reports_unfit=reports_unfit,
     )
 
 

@@ -259,13 +259,14 @@ class Run:
         ids = list(islice(words, longest))
         colocation, lora = self._infrastructure.colocation, self.config.actor.lora
         if colocation is None:
-            return ServerManager(processes, asked, self._pusher(ids), self._warn)
+            return ServerManager(processes, asked, self._pusher(ids), self._warn, unfit=self.collectors.take_unfit)
         return ServerManager(
             processes,
             asked,
             self._pusher(None),
             self._warn,
             colocation,
+            unfit=self.collectors.take_unfit,
             canary=lambda: Canary.from_json(self._canary(ids)),
             lends=GENERATION if lora.rank and lora.push == "adapter" else ALL,  # adapter pushes do not restore the base
         )
@@ -332,6 +333,7 @@ class Run:
             token,
             reward_url=self._infrastructure.reward_url,
             fenced=True,
+            reports_unfit=self._infrastructure.router is None,  # of a router nobody knows which server failed
             salted=salted,
             columns=engine_columns(config),
         )

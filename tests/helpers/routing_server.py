@@ -41,13 +41,14 @@ class RoutingServer:
 
     def __init__(self, num_lost: int = 0, before_reply: Callable[[int], object] = id) -> None:
         self.num_lost, self.before_reply = num_lost, before_reply
+        self.version = "0"
         self.bodies: list[dict[str, Any]] = []
 
     async def __call__(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.bodies.append(body)
         num_asked, num_new = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
-        (item,) = reply_to([7 + i for i in range(num_new)], finish="length", spans=[("0", 0, num_new)])
+        (item,) = reply_to([7 + i for i in range(num_new)], finish="length", spans=[(self.version, 0, num_new)])
         field = field_of(body["routed_experts_start_len"], num_asked + num_new - 1)
         item["meta_info"] |= {"routed_experts": field, "num_retractions": int(len(self.bodies) <= self.num_lost)}
         self.before_reply(len(self.bodies))

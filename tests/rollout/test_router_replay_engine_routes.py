@@ -167,7 +167,12 @@ def test_pushes_while_a_request_waits_to_be_computed_again_cost_no_attempt() -> 
     async def test() -> tuple[Any, int]:
         server = RoutingServer(num_lost=20)
         async with serving(server) as (urls, _), EnginePool(urls, "", timeout_s=200, columns=[ROUTES]) as pool:
-            server.before_reply = lambda number: pool.trust(urls[0], number)  # the driver has pushed meanwhile
+
+            def push(number: int) -> None:  # of the driver, meanwhile
+                pool.trust(urls[0], number)
+                server.version = str(number)
+
+            server.before_reply = push
             pool.trust(urls[0], 0)
             return await write(pool, PROMPT, SamplingParams(max_new_tokens=5)), len(server.bodies)
 

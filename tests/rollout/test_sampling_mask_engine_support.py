@@ -40,7 +40,7 @@ def item(tokens: list[int], masks: Any, log_probs: Any = None) -> dict[str, Any]
 
 
 def read(sent: dict[str, Any], num_asked: int = 3) -> Completion:
-    ((completion, _),) = parse_replies(json.loads(json.dumps(sent)), 1, num_asked=num_asked, columns=[TOLD])
+    ((completion, *_),) = parse_replies(json.loads(json.dumps(sent)), 1, num_asked=num_asked, columns=[TOLD])
     return completion
 
 
@@ -133,7 +133,7 @@ def test_it_comes_through_pieces_a_pipe_files_and_a_batch(tmp_path: Path) -> Non
 
 def test_samples_with_and_without_a_support_are_not_mixed() -> None:
     prompt = Prompt("0-1", [3], "")
-    ((plain, _),) = parse_replies(reply_item([4], [-0.5], [(0, 0, 1)], {}), 1)
+    ((plain, *_),) = parse_replies(reply_item([4], [-0.5], [(0, 0, 1)], {}), 1)
     group = [Sample.of(prompt, c, 1.0) for c in (completed([4], [[4, 5]], 1), plain)]
     with pytest.raises(ValueError, match="column sampling_support of the completions: sample 0-1#1 has no such column"):
         make_batch([group])

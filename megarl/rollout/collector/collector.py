@@ -60,6 +60,8 @@ class CollectorSettings:
     fenced: bool  # a server gets no request before a `Trust` names it
     salted: bool  # the servers know salts of their prefix caches
     columns: tuple[EngineColumn, ...]  # what is to travel with the tokens of every completion
+    num_ids: int | None  # of the model's vocabulary; None: not known
+    reports_unfit: bool  # a server that fails again and again is fenced, and the driver is told
     make_scorer: Callable[[], Scorer]
     make_writer: MakeWriter
     log_path: str
@@ -137,6 +139,8 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
         fenced=settings.fenced,
         salted=settings.salted,
         columns=settings.columns,
+        num_ids=settings.num_ids,
+        on_unfit=(lambda url, reason: outbox.put(("unfit", url, reason))) if settings.reports_unfit else None,
     )
     running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
 

@@ -56,6 +56,9 @@ class Collectors:
         fenced: a server gets no request before `trust` names it.
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
         columns: what is to travel with the tokens of every completion.
+        num_ids: of the model's vocabulary; None: not known.
+        reports_unfit: a server that hangs, or fails again and again, gets no request before the next `trust`, and
+            `take_unfit` names it.
         heartbeat_s: a collector that says nothing for so long is killed and started again.
         max_restarts: of a collector within ten minutes.
         move_after_s: the orders of a collector go to others if it has had no live server for so long.
@@ -77,6 +80,8 @@ class Collectors:
         fenced: bool = False,
         salted: bool = False,
         columns: Sequence[EngineColumn] = (),
+        num_ids: int | None = None,
+        reports_unfit: bool = False,
         heartbeat_s: float = 60.0,
         max_restarts: int = 3,
         move_after_s: float = 10.0,
@@ -91,6 +96,7 @@ class Collectors:
         self._came: list[tuple[Ticket, PackedGroup]] = []  # tickets that `wait` will fill
         self._numbers = count()
         self._error: CollectorError | None = None
+        self._unfit: dict[str, str] = {}  # url -> reason
         self._shares: list[Share] = []
         with self._news:
             for index in range(num):
@@ -104,6 +110,8 @@ class Collectors:
                     fenced=fenced,
                     salted=salted,
                     columns=tuple(columns),
+                    num_ids=num_ids,
+                    reports_unfit=reports_unfit,
                     make_scorer=make_scorer,
                     make_writer=make_writer,
                     log_path=str(_numbered(Path(log_path), index, num)),
@@ -190,6 +198,12 @@ class Collectors:
         with self._news:
             self._share_of[url].hold(Hold(url))
 
+    def take_unfit(self) -> dict[str, str]:
+        """url -> why, of the servers that were found unfit since the last call: their owner starts them again."""
+        with self._news:
+            unfit, self._unfit = self._unfit, {}
+            return unfit
+
     # ---- counters, the end
 
     @property
@@ -223,6 +237,8 @@ class Collectors:
             for kind, *content in messages:
                 if kind == "group":
                     self._finish(process, *content)
+                elif kind == "unfit":
+                    self._unfit[content[0]] = content[1]
                 elif kind == "beat":
                     share.counters = content[0] if process is share.process else share.counters
                 else:

@@ -8,6 +8,9 @@ A request has a limited number of attempts, each attempt has a time limit, and a
 a time that doubles with each failure up to a limit.  Without a limit the pool waits for servers: for a `trust` while
 none is in service, and while none can be reached.  Such a request has killed no server, and whoever owns the servers
 restarts them or gives them up; the driver does so only between two training steps.
+
+A server that hangs, writes with weights from before its last push, or fails again and again, is fenced and reported to
+`on_unfit`, if there is one: its requests are tried elsewhere, or wait until its owner has started it again.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megarl.rollout.pool.pool_server import (
     Ask,
     NoFilesLeft,
     PoolServer,
+    Refused,
     RolloutFailed,
     ServerFailed,
     TakenOut,
@@ -83,6 +87,9 @@ class EnginePool:
         fenced: servers need a `trust` first.
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
         columns: what is to travel with the tokens of every completion.
+        num_ids: of the model's vocabulary, which may be larger than the tokenizer's; None: not known.
+        on_unfit: called with the url of a server that was fenced here, and the reason; its owner fences it too, and
+            starts it again.  None: nobody does, so no server is fenced here.
     """
 
     def __init__(
@@ -98,11 +105,14 @@ class EnginePool:
         fenced: bool = False,
         salted: bool = False,
         columns: Sequence[EngineColumn] = (),
+        num_ids: int | None = None,
+        on_unfit: Callable[[str, str], None] | None = None,
     ) -> None:
         if not urls:
             raise ValueError("urls=[]: expected the url of at least one server")
         self._servers = {url.rstrip("/"): PoolServer(url.rstrip("/"), fenced=fenced) for url in urls}
-        self._sender = Sender(token, timeout_s, salted=salted, columns=columns)
+        self._sender = Sender(token, timeout_s, salted=salted, columns=columns, num_ids=num_ids)
+        self._timeout_s, self._on_unfit = timeout_s, on_unfit
         self._retries, self._rest_s, self._vocab_size = retries, rest_s, vocab_size
         self._slack = max(1, max_in_flight // (8 * len(self._servers)))  # by which a preferred server may be busier
         self.slots = Slots(max_in_flight)
@@ -171,6 +181,7 @@ class EnginePool:
         """
         reasons: list[str] = []
         failed: set[PoolServer] = set()
+        refused: list[tuple[PoolServer, Refused]] = []
         waiting = waiting or Waiting()
         num_stale = 0
         while len(reasons) <= self._retries:
@@ -186,9 +197,15 @@ class EnginePool:
                     reasons.append(f"{server.url}: {error}")
                 failed.add(server)
                 continue
+            except Refused as error:  # one other server is asked, because the fault may be the server's
+                refused.append((server, error))
+                failed.add(server)
+                if len(refused) > 1 or not any(other.in_service for other in self._servers.values() if other != server):
+                    raise RolloutFailed(f"{server.url} refused the request with {error}") from error
+                continue
             except (ServerFailed, Unreachable) as error:
                 failed.add(server)
-                server.rest(self._rest_s, error)
+                self._blame(server, error)
                 if isinstance(error, ServerFailed):
                     reasons.append(f"{server.url}: {error}")
                 continue
@@ -201,9 +218,19 @@ class EnginePool:
                     reasons.append(f"{server.url}: its prefix cache does not keep salts apart")
                     failed.add(server)
                 continue
+            for other, refusal in refused:
+                self._blame(other, refusal)
             self._counts["pieces"] += 1
             return Piece(completion, server.url)
         raise RolloutFailed(f"{len(reasons)} attempts failed: {'; '.join(reasons)}")
+
+    def _blame(self, server: PoolServer, error: Exception) -> None:
+        """A request failed on this server: let it rest, or take it out of service."""
+        reason = server.suspicion(error, self._timeout_s)
+        server.rest(self._rest_s, error)
+        if reason and self._on_unfit is not None and not server.fenced:
+            self.fence(server.url)
+            self._on_unfit(server.url, reason)
 
     async def _ask(
         self, server: PoolServer, prompt_ids: Sequence[int], params: SamplingParams, **how: Any
@@ -228,7 +255,7 @@ class EnginePool:
         except asyncio.CancelledError:
             cause = "cancelled"
             raise
-        except (RolloutFailed, Unreachable, NoFilesLeft):
+        except (Refused, Unreachable, NoFilesLeft):
             ask.num_tokens = 0  # it was refused, or not sent
             raise
         finally:

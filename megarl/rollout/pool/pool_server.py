@@ -13,6 +13,7 @@ from megarl.sample import Completion
 logger = logging.getLogger("megarl.rollout.pool.pool")
 
 _LONGEST_REST_S = 16.0
+FAULTS = 3  # failed attempts in a row, or senseless replies, after which a server is not fit for service
 
 
 class RolloutFailed(RuntimeError):
@@ -21,6 +22,18 @@ class RolloutFailed(RuntimeError):
 
 class ServerFailed(RuntimeError):
     """This attempt failed; a retry on another server, or later, may succeed."""
+
+
+class Senseless(ServerFailed):
+    """The reply is not one to this request."""
+
+
+class Untrustworthy(ServerFailed):
+    """One such failure is enough to take the server out of service: it hangs, or it has lost the weights."""
+
+
+class Refused(RuntimeError):
+    """The server does not take this request, which may be the fault of either."""
 
 
 class Unreachable(RuntimeError):
@@ -47,12 +60,16 @@ class PoolServer:
     fenced: bool = False
     held: bool = False  # gets no new requests; what runs may come back
     trusted: set[int] | None = None  # versions of the weights; None: not verified, all versions are accepted
+    latest: int | None = None  # of the last trust
     adapter: tuple[str, int] | None = None  # name and version of the adapter that requests select
     num_changes: int = 0  # of trust, fence and hold
     asks: set[Ask] = field(default_factory=set)  # running requests
     num_sessions: int = 0  # open completions that prefer this server
     failures: int = 0  # in a row
     resting_until: float = 0.0
+    num_faults: int = 0  # failed attempts in a row, of those at the same time one
+    num_senseless: int = 0  # senseless replies since the last trust
+    away_since: float | None = None  # when the first request did not reach it, if none did since
     num_tokens: int = 0  # of all replies
     wrote_s: float = 0.0  # sum of the durations of the requests that wrote them
     _busy_s: float = 0.0
@@ -78,13 +95,14 @@ class PoolServer:
         return self._busy_s + (time.monotonic() - self._busy_since if self.asks else 0.0)
 
     def trust(self, version: int, adapter: str | None) -> None:
-        self.trusted = (self.trusted or set()) | {version}
+        self.trusted, self.latest = (self.trusted or set()) | {version}, version
         self.adapter = None if adapter is None else (adapter, version)
-        self.fenced, self.held, self.failures, self.resting_until = False, False, 0, 0.0
+        self.fenced, self.held, self.resting_until, self.num_senseless = False, False, 0.0, 0
+        self.succeeded()
         self.num_changes += 1
 
     def fence(self) -> None:
-        self.fenced, self.trusted = True, set()
+        self.fenced, self.trusted, self.latest = True, set(), None
         self.num_changes += 1
         for ask in self.asks:
             ask.cut(TakenOut())
@@ -98,6 +116,28 @@ class PoolServer:
         if self.trusted is None:
             return []
         return sorted({span.version for span in completion.versions} - self.trusted)
+
+    def succeeded(self) -> None:
+        """Nothing that failed before counts any more, except senseless replies."""
+        self.failures, self.num_faults, self.away_since = 0, 0, None
+
+    def suspicion(self, error: Exception, patience_s: float) -> str:
+        """Count a failed request, before `rest`; returns why the server is not fit for service, or an empty string.
+
+        `patience_s`: for so long no request may reach it.
+        """
+        now = time.monotonic()
+        if isinstance(error, Untrustworthy):
+            return str(error)
+        if isinstance(error, Unreachable):
+            self.away_since = self.away_since or now
+            is_gone = now - self.away_since >= patience_s
+            return f"no request has reached it for {patience_s:g} s; the last: {error}" if is_gone else ""
+        self.num_faults += self.resting_until <= now
+        self.num_senseless += isinstance(error, Senseless)
+        if max(self.num_faults, self.num_senseless) < FAULTS:
+            return ""
+        return f"{FAULTS} requests {'in a row ' if self.num_faults >= FAULTS else ''}failed; the last: {error}"
 
     def rest(self, rest_s: float, why: Exception) -> None:
         """After a failure: no requests for `rest_s`, twice as long after each further failure, up to a limit."""
@@ -142,6 +182,7 @@ class Ask:
         self._server, self._task, self._cancelling = server, task, task.cancelling()
         self._error: Exception | None = None
         self._changes, self._tokens = server.num_changes, server.num_tokens
+        self.version = server.latest  # of the weights at the beginning; None: not verified
         self.max_tokens = max_tokens
         self.num_tokens: int | None = None  # of its reply
         self.begun = time.monotonic()
@@ -172,6 +213,11 @@ class Ask:
             self.timer = None
 
     @property
+    def is_hung(self) -> bool:
+        """Whether the server has written nothing, for any request, since this one began."""
+        return self._server.num_tokens == self._tokens
+
+    @property
     def is_excused(self) -> bool:
         """Whether it is no failure that this request ended without a token.
 
@@ -180,4 +226,4 @@ class Ask:
         server: a reply that overtakes the hold is not excused, and costs one of the attempts.
         """
         server = self._server
-        return server.num_changes != self._changes or (self.is_overdue and server.num_tokens > self._tokens)
+        return server.num_changes != self._changes or (self.is_overdue and not self.is_hung)

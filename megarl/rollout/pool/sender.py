@@ -20,13 +20,16 @@ from megarl.rollout.pool.pool_server import (
     Ask,
     NoFilesLeft,
     PoolServer,
-    RolloutFailed,
+    Refused,
+    Senseless,
     ServerFailed,
     TakenOut,
     Unreachable,
+    Untrustworthy,
 )
 from megarl.rollout.protocol import (
     KEEP_ALIVE_S,
+    Reply,
     Route,
     SamplingParams,
     auth_headers,
@@ -38,7 +41,9 @@ from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
 from megarl.sample import Completion, VersionSpan
 
 _CONNECT_S = 10.0
-_GRACE_S = 10.0  # a server that was told to end a request returns its tokens within this time
+GRACE_S = 10.0  # a server that was told to end a request returns its tokens within this time
+_MOST_BYTES = 1 << 30  # of a reply
+_FAULTS_OF_THE_REQUEST = (400, 413, 422)
 
 
 class TrustChanged:
@@ -61,11 +66,20 @@ class Sender:
     """Example: async with Sender(token, 120, salted=True) as sender: await sender.write(server, ask, [5, 6], params)
 
     `timeout_s`: of a request; then the server is told to return what it has written so far.  `columns`: what is to
-    travel with the tokens of every request.
+    travel with the tokens of every request.  `num_ids`: of the model's vocabulary; None: not known.
     """
 
-    def __init__(self, token: str, timeout_s: float, *, salted: bool, columns: Sequence[EngineColumn] = ()) -> None:
+    def __init__(
+        self,
+        token: str,
+        timeout_s: float,
+        *,
+        salted: bool,
+        columns: Sequence[EngineColumn] = (),
+        num_ids: int | None = None,
+    ) -> None:
         self._token, self._timeout_s, self._salted, self._columns = token, timeout_s, salted, columns
+        self._num_ids = num_ids
         self.changed = TrustChanged()
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()  # of this sender, of its requests
         self._errands: set[asyncio.Task[None]] = set()
@@ -105,7 +119,7 @@ class Sender:
 
         `alone`: with a salt that no other request has, so that it gets no KV from the cache.  `num_known`: of so many
         tokens of the prompt the caller has the columns.
-        Raises ServerFailed, Unreachable, TakenOut or ColumnsLost if another attempt may help, RolloutFailed if not.
+        Raises ServerFailed, Unreachable, TakenOut or ColumnsLost if another attempt may help, Refused if perhaps not.
         """
         adapter, version = server.adapter, server.newest if self._salted else None
         # KV of earlier weights is not used, nor that of another run, whose versions have the same numbers.
@@ -119,29 +133,41 @@ class Sender:
         ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask, rid)
         reply = await self._post(server.url, body)
         ask.stop_clock()
-        server.failures = 0
         try:
-            ((completion, cached_tokens),) = parse_replies(
-                reply, 1, num_asked=len(prompt_ids), columns=columns, num_known=num_known
-            )
+            (parsed,) = parse_replies(reply, 1, num_asked=len(prompt_ids), columns=columns, num_known=num_known)
+            self._check(parsed, rid, params)
         except ColumnsLost as error:
             ask.num_tokens = error.num_tokens
             raise
         except ValueError as error:
-            raise RolloutFailed(f"{server.url}: {error}") from error
+            raise Senseless(str(error)) from error
+        completion, cached_tokens = parsed.completion, parsed.cached_tokens
         ask.num_tokens = num_tokens = len(completion.token_ids)
         if not num_tokens:
             raise TakenOut if ask.is_excused else ServerFailed("it ended the request before the first token")
+        server.succeeded()
         server.num_tokens += num_tokens
         server.wrote_s += time.monotonic() - ask.begun
         if adapter is not None:  # the server reports the version of the base weights
             completion = replace(completion, versions=(VersionSpan(adapter[1], 0, num_tokens),))
+        if ask.version is not None and (oldest := completion.versions[0].version) < ask.version:
+            raise Untrustworthy(f"it wrote with weights version {oldest} although it was given version {ask.version}")
         if server.unverified(completion):
             await self._verify(server, completion)
         # A push of which the salt does not know ended before the first token.  Whether the KV in the cache was older is
         # not in the reply: another request of this salt may just have written it with the new weights.
         is_stale = version not in (None, completion.versions[0].version) and bool(cached_tokens)
         return completion, is_stale
+
+    def _check(self, reply: Reply, rid: str, params: SamplingParams) -> None:
+        """Raises ValueError for a completion that cannot be one of this request."""
+        tokens = reply.completion.token_ids
+        if reply.rid is not None and reply.rid != rid and reply.rid.endswith(self._name):  # a router may name it anew
+            raise ValueError(f"the reply is one to request {reply.rid}, not to {rid}")
+        if len(tokens) > params.max_new_tokens:
+            raise ValueError(f"a completion has {len(tokens)} tokens, and {params.max_new_tokens} at most were wanted")
+        if self._num_ids is not None and tokens and max(tokens) >= self._num_ids:
+            raise ValueError(f"a completion holds the token id {max(tokens)}: expected 0 .. {self._num_ids - 1}")
 
     async def _verify(self, server: PoolServer, completion: Completion) -> None:
         """Return once all its versions are trusted; a fence ends this wait."""
@@ -157,18 +183,20 @@ class Sender:
 
     async def _post(self, url: str, body: dict[str, Any]) -> Any:
         try:
-            async with self._session.post(url + Route.GENERATE, json=body) as reply:
+            async with self._session.post(url + Route.GENERATE, json=body, allow_redirects=False) as reply:
                 if reply.status != 200:
-                    message = error_message(await reply.text(), reply.reason or "")
-                    raise _refusal(url, reply.status, message, adapter=body.get("lora_path"))
-                return json.loads(await reply.read())
+                    message = error_message((await _read(reply)).decode(errors="replace"), reply.reason or "")
+                    raise _refusal(reply.status, message, adapter=body.get("lora_path"))
+                return json.loads(await _read(reply))
         except aiohttp.ClientSSLError as error:  # a wrong certificate does not heal by itself
             raise ServerFailed(f"{type(error).__name__} {error}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NoFilesLeft(_files(error)) from error
             raise Unreachable(f"{type(error).__name__} {error}") from error
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a body that is no JSON
+        except (ValueError, RecursionError) as error:  # a body that is no JSON, or whose JSON is nested too deeply
+            raise Senseless(f"{type(error).__name__} {error}") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerFailed(f"{type(error).__name__} {error}") from error
 
     def _end(self, server: PoolServer, ask: Ask, rid: str) -> None:
@@ -185,11 +213,13 @@ class Sender:
 
     def _await_end(self, server: PoolServer, ask: Ask) -> None:
         """Cut the request off if the server does not return it soon."""
-        ask.timer = asyncio.get_running_loop().call_later(min(_GRACE_S, self._timeout_s), self._cut, server, ask)
+        ask.timer = asyncio.get_running_loop().call_later(min(GRACE_S, self._timeout_s), self._cut, server, ask)
 
     def _cut(self, server: PoolServer, ask: Ask) -> None:
         if server.held:
             self._await_end(server, ask)
+        elif ask.is_hung:
+            ask.cut(Untrustworthy(f"no answer within {self._timeout_s:g} s, and no token for any other request"))
         else:
             ask.cut(ServerFailed(f"no answer within {self._timeout_s:g} s"))
 
@@ -200,17 +230,24 @@ class Sender:
                 pass
 
 
-def _refusal(url: str, status: int, message: str, *, adapter: str | None) -> RuntimeError:
-    """5xx, 408 and 429 are retried on another server; any other status would be the same on all servers.
+async def _read(reply: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for part in reply.content.iter_any():
+        body += part
+        if len(body) > _MOST_BYTES:
+            raise Senseless(f"a reply of more than {_MOST_BYTES} bytes")
+    return bytes(body)
+
+
+def _refusal(status: int, message: str, *, adapter: str | None) -> RuntimeError:
+    """The error for a status.
 
     `adapter`: that the request selects.  SGLang's own limit of a running request is a 503 too, but an attempt.
     """
     lacks_adapter = adapter is not None and adapter in message and " loaded" in message  # until the next push
     if lacks_adapter or (status == 503 and "running timeout" not in message.lower()):
         return Unreachable(f"status {status}: {message}")
-    if status >= 500 or status in (408, 429):
-        return ServerFailed(f"status {status}: {message}")
-    return RolloutFailed(f"{url} refused the request with status {status}: {message}")
+    return (Refused if status in _FAULTS_OF_THE_REQUEST else ServerFailed)(f"status {status}: {message}")
 
 
 def _files(error: OSError) -> str:

@@ -1,7 +1,8 @@
 """The servers of a run as the training loop sees them: none serves before it holds the trainer's weights, verified.
 
-The supervisor restarts a server that died.  A failed push is repeated; after two failed pushes in a row the server is
-restarted.  No such server gets requests before its next verified push.  The run stops only when no server is left.
+The supervisor restarts a server that died, and one that a collector found unfit.  A failed push is repeated; after two
+failed pushes in a row the server is restarted.  No such server gets requests before its next verified push.  The run
+stops only when no server is left.
 
 A push to servers on the trainer's GPUs (colocation) has these steps: the servers have released all their memory; the
 trainer computes the canary's log-probs; the servers resume the memory of the weights; the weights are pushed; the
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,8 +47,10 @@ class ServerManager:
         colocation: Colocation | None = None,
         canary: Callable[[], Canary] | None = None,
         lends: Sequence[str] = ALL,
+        unfit: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`colocation`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the
+        """`unfit`: url -> why, of servers that, since the last call, hang, or have answered wrongly again and again.
+        `colocation`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the
         canary.  With colocation, `canary` computes it on the trainer, and servers release the memory in `lends`."""
         self._servers, self._collector, self._push, self._warn, self._colocation = (
             servers,
@@ -56,7 +59,7 @@ class ServerManager:
             warn,
             colocation,
         )
-        self._canary, self._lends = canary, lends
+        self._canary, self._lends, self._unfit = canary, lends, unfit
         self.version: int | None = None  # of the last push
         self.holding: set[str] = set()  # servers that hold this version, verified
         self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
@@ -74,8 +77,8 @@ class ServerManager:
 
         Raises ServerDied when no server is left.
         """
-        self.version, self.holding = version, set()
         self._look(starts=self._colocation is None)
+        self.version, self.holding = version, set()
         serving = self._serving()
         for url in serving:  # the push pauses it: a new request, and the time limit of a running one, wait for the end
             self._collector.hold(url)
@@ -159,6 +162,9 @@ class ServerManager:
 
     def _look(self, *, starts: bool = True) -> None:
         """Take dead servers out of service, and restart them if `starts`.  Raises ServerDied if no server is left."""
+        for url, reason in self._unfit().items():
+            if url in self.holding:  # else it is being started again already
+                self._note(self._servers.restart(self._servers.urls.index(url), reason))
         self._note(self._servers.poll(starts=starts))
         if all(state is State.OUT for state in self._servers.states):
             raise ServerDied(f"no server is left; {self._last_reason}")

@@ -14,7 +14,7 @@ from functools import partial
 import psutil
 import pytest
 import torch
-from fake_servers import Writer, completion_of, serving_in_a_process, serving_in_a_thread
+from fake_servers import Writer, babbling, completion_of, serving_in_a_process, serving_in_a_thread
 from tiny_server import ALPHABET, EOS, VOCAB
 from transformers import Qwen3ForCausalLM
 
@@ -251,6 +251,24 @@ def test_a_held_server_waits_for_its_trust(make_collectors):
         writer.version = "4"
         filled(collectors, later)
         check([*tickets, *later], 1)
+
+
+@pytest.mark.slow
+def test_a_server_that_answers_nonsense_is_named_once_and_asked_no_more(make_collectors):
+    with serving_in_a_thread(babbling, Writer()) as (urls, _):
+        collectors, unfit = make_collectors(urls, fenced=True, reports_unfit=True), []
+        for url in urls:
+            collectors.trust(url, 0)
+        tickets = collectors.submit(prompts(12), n=2, params=PARAMS)
+        filled(collectors, tickets)
+        check(tickets, 2)
+        until(collectors, lambda: unfit.extend(collectors.take_unfit().items()) or unfit)
+        ((url, reason),) = unfit
+        assert url == urls[0] and reason.startswith("3 requests ")
+        later = collectors.submit(prompts(12, first=12), n=2, params=PARAMS)
+        filled(collectors, later)
+        check(later, 2)
+        assert collectors.take_unfit() == {}
 
 
 @pytest.mark.slow

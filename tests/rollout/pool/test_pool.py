@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import resource
+from functools import partial
 
 import pytest
 from aiohttp import web
@@ -15,7 +16,7 @@ from fake_servers import Writer, babbling, broken, completion_of, good, nothing,
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.pieces import write
 from megarl.rollout.pool.pool import WASTE, EnginePool, RolloutFailed
-from megarl.rollout.pool.pool_server import NoFilesLeft
+from megarl.rollout.pool.pool_server import FAULTS, NoFilesLeft
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import VersionSpan
 from megarl.servers.supervisor import free_ports
@@ -167,13 +168,127 @@ def test_a_silent_server_costs_at_most_attempts_times_the_limit():
     run(test)
 
 
-@pytest.mark.parametrize(("bad", "words"), [(refusing, "prompt is not wanted"), (babbling, "lacks 'meta_info'")])
-def test_a_refusal_or_a_senseless_reply_is_not_tried_again(bad, words):
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+def test_a_refused_request_is_tried_on_one_other_server(num_servers):
     async def test():
-        async with serving(bad) as (urls, seen), EnginePool(urls, "", timeout_s=60) as pool:
-            with pytest.raises(RolloutFailed, match=words):
+        async with serving(*[refusing] * num_servers) as (urls, seen), EnginePool(urls, "", timeout_s=60) as pool:
+            with pytest.raises(RolloutFailed, match="refused the request with status 400: such a prompt is not wanted"):
                 await pool.generate([3], PARAMS)
+            assert sum(len(bodies) for bodies in seen) == min(num_servers, 2)
+
+    run(test)
+
+
+def test_a_server_that_alone_refuses_requests_is_to_blame():
+    async def test():
+        unfit = []
+        options = {"timeout_s": 60, "rest_s": 0.001, "on_unfit": lambda url, reason: unfit.append((url, reason))}
+        async with serving(refusing, good) as (urls, _), EnginePool(urls, "", **options) as pool:
+            while not unfit:
+                assert (await pool.generate([3], PARAMS, prefer=urls[0])).url == urls[1]
+            assert unfit == [(urls[0], "3 requests in a row failed; the last: status 400: such a prompt is not wanted")]
+
+    run(test)
+
+
+async def forbidding(request):
+    return web.json_response({"error": {"message": "Unauthorized"}}, status=401)
+
+
+async def sending_elsewhere(request):
+    raise web.HTTPFound("/elsewhere")
+
+
+@pytest.mark.parametrize("bad", [babbling, broken, hanging_up, forbidding, sending_elsewhere])
+def test_a_server_that_fails_again_and_again_is_reported_and_asked_no_more(bad):
+    """Before its requests have no attempt left; a trust, the next verified push, lets it write again."""
+
+    async def test():
+        unfit, well = [], False
+
+        async def handler(request):
+            return await (good if well else bad)(request)
+
+        options = {"timeout_s": 60, "rest_s": 0.001, "fenced": True}
+        options["on_unfit"] = lambda url, reason: unfit.append((url, reason))
+        async with serving(handler) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            pool.trust(urls[0], 0)
+            asked = asyncio.create_task(pool.generate([3], PARAMS))
+            while not unfit:
+                await asyncio.sleep(0.01)
+            assert len(seen[0]) == FAULTS and not asked.done()
+            ((url, reason),) = unfit
+            assert url == urls[0] and re.match(r"3 requests (in a row )?failed; the last: ", reason)
+            well = True
+            pool.trust(urls[0], 0)
+            assert (await asked).completion.token_ids == [4, 1]
+
+    run(test)
+
+
+def test_senseless_replies_among_good_ones_are_counted_too():
+    """Whatever comes between them, and since the last trust only."""
+
+    async def test():
+        unfit, bad = [], False
+
+        async def moody(request):
+            return await (babbling if bad else good)(request)
+
+        options = {"timeout_s": 60, "rest_s": 0.001, "on_unfit": lambda url, reason: unfit.append(url)}
+        async with serving(moody, good) as (urls, _), EnginePool(urls, "", **options) as pool:
+            for turn in range(5):
+                for is_bad in (True, False):
+                    bad = is_bad
+                    await pool.generate([3], PARAMS, prefer=urls[0])
+                    while pool._named(urls[0]).resting_until > asyncio.get_running_loop().time():
+                        await asyncio.sleep(0.001)
+                if turn == 1:
+                    pool.trust(urls[0], 0)
+                assert len(unfit) == (turn == 4)
+
+    run(test)
+
+
+def test_a_server_that_hangs_is_reported_at_once():
+    """It does not even end a request whose time is over; its request is written elsewhere."""
+
+    async def test():
+        unfit = []
+        options = {"timeout_s": PATIENCE_S / 2, "on_unfit": lambda url, reason: unfit.append((url, reason))}
+        async with serving(silent, good) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            assert (await pool.generate([3], PARAMS, prefer=urls[0])).url == urls[1]
+            assert unfit == [(urls[0], "no answer within 1 s, and no token for any other request")]
             assert len(seen[0]) == 1
+
+    run(test)
+
+
+def test_a_server_that_lets_no_request_in_for_longer_than_the_time_limit_is_reported():
+    async def test():
+        unfit, full = [], web.Response
+        options = {"timeout_s": 0.2, "rest_s": 0.001, "on_unfit": lambda url, reason: unfit.append((url, reason))}
+
+        async def refuses(request):
+            return full(status=503, text="the queue is full")
+
+        async with serving(refuses, good) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            while not unfit:
+                assert (await pool.generate([3], PARAMS, prefer=urls[0])).url == urls[1]
+                await asyncio.sleep(0.01)
+            reason = "no request has reached it for 0.2 s; the last: status 503: the queue is full"
+            assert unfit == [(urls[0], reason)] and len(seen[0]) > 1
+
+    run(test)
+
+
+def test_nobody_fences_the_servers_of_a_pool_without_an_owner():
+    async def test():
+        options = {"timeout_s": 60, "rest_s": 0.001, "retries": 4}
+        async with serving(babbling) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            with pytest.raises(RolloutFailed, match="5 attempts failed: .*lacks 'meta_info'"):
+                await pool.generate([3], PARAMS)
+            assert len(seen[0]) == 5
 
     run(test)
 
@@ -256,11 +371,12 @@ def test_what_a_fenced_server_was_writing_is_written_by_another():
     run(test)
 
 
+async def ahead(request):
+    return web.json_response(reply_to(version="8"))
+
+
 def test_a_completion_waits_until_its_version_is_trusted_on_its_server():
     """The server goes on as soon as its push is verified, so an answer may overtake the news of that."""
-
-    async def ahead(request):
-        return web.json_response(reply_to(version="8"))
 
     async def test():
         async with serving(ahead) as (urls, _), EnginePool(urls, "", timeout_s=60, fenced=True) as pool:
@@ -293,13 +409,27 @@ def test_a_completion_of_an_unverified_version_is_never_handed_out():
 
     async def alone():
         options = {"timeout_s": PATIENCE_S, "fenced": True, "rest_s": 0.01, "retries": 1}
-        async with serving(restarted) as (urls, _), EnginePool(urls, "", **options) as pool:
+        async with serving(ahead) as (urls, _), EnginePool(urls, "", **options) as pool:
             pool.trust(urls[0], 7)
-            with pytest.raises(RolloutFailed, match=r"unverified weights \(version 0\)"):
+            with pytest.raises(RolloutFailed, match=r"unverified weights \(version 8\)"):
                 await pool.generate([3], PARAMS)
+
+    async def behind_the_runs_back():
+        """Somebody started it again: it writes as at the first push, whose version the pool trusts still."""
+        unfit = []
+        options = {"timeout_s": 60, "fenced": True, "on_unfit": lambda *what: unfit.append(what)}
+        async with serving(restarted, right) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            for version in (0, 7):
+                for url in urls:
+                    pool.trust(url, version)
+            answers = [await pool.generate([3], PARAMS, prefer=urls[0]) for _ in range(4)]
+            assert [answer.completion.token_ids for answer in answers] == [[5, 1]] * 4
+            assert unfit == [(urls[0], "it wrote with weights version 0 although it was given version 7")]
+            assert len(seen[0]) == 1
 
     run(test)
     run(alone)
+    run(behind_the_runs_back)
 
 
 def test_completions_are_asked_with_the_adapter_and_are_of_its_version():
@@ -566,8 +696,12 @@ class Caching(Writer):
     """Has every prompt in its cache, but none for a request with a salt of its own."""
 
     empty = False
+    push = None  # a function of a version: a push ends while each request comes
 
     async def write(self, body, ended):
+        if self.push is not None:
+            self.version = str(int(self.version) + 1)
+            self.push(int(self.version))
         self.cached = int(not self.empty and body["cache_salt"].count(".") == 1)
         return await super().write(body, ended)
 
@@ -588,12 +722,10 @@ def test_a_stale_prefix_is_asked_again_at_last_with_a_salt_of_its_own():
             assert (found["stale_prefixes"], found["wasted_stale"], found["pieces"]) == (1, len(LONG), 1)
             assert found["tokens"] == 2 * len(LONG)
 
-            pool.fence(urls[0])
-            for version in (8, 9):  # it claims 9, and goes on to write with 8
-                pool.trust(urls[0], version)
+            writer.push = partial(pool.trust, urls[0])
             await pool.generate([3], SEEDED)
             assert len(seen[0]) == 5 and pool.counters()["stale_prefixes"] == 3
-            assert len({body["cache_salt"] for body in seen[0]}) == 4, "twice with that of 9, then with one of its own"
+            assert len({body["cache_salt"] for body in seen[0]}) == 4, "of 8 twice, of 9, at last one of its own"
 
             writer.empty = True
             await pool.generate([3], SEEDED)
@@ -604,12 +736,15 @@ def test_a_stale_prefix_is_asked_again_at_last_with_a_salt_of_its_own():
 
 def test_a_server_that_does_not_know_salts_is_told():
     async def test():
-        writer = Writer("8")
-        writer.cached = 1
+        class Deaf(Caching):
+            async def write(self, body, ended):
+                return await super().write({**body, "cache_salt": "one.salt"}, ended)
+
+        writer = Deaf("8")
         options = {"timeout_s": 60, "fenced": True, "salted": True, "retries": 1}
         async with serving(writer) as (urls, seen), EnginePool(urls, "", **options) as pool:
-            for version in (8, 9):
-                pool.trust(urls[0], version)
+            pool.trust(urls[0], 8)
+            writer.push = partial(pool.trust, urls[0])
             with pytest.raises(RolloutFailed, match="its prefix cache does not keep salts apart"):
                 await pool.generate([3], SEEDED)
             assert len(seen[0]) == 4

@@ -187,6 +187,23 @@ def test_a_dead_server_is_out_of_service_until_it_came_back_and_was_pushed(parts
     assert said.trusted == {A: {5}, B: {4, 5}}
 
 
+def test_a_server_that_a_collector_found_unfit_is_started_again_and_pushed(parts) -> None:
+    server_manager, servers, said = parts
+    found = [{B: "it hangs"}, {B: "it hangs, says another collector"}, {"http://127.0.0.1:3": "unknown"}]
+    server_manager._unfit = lambda: found.pop(0) if found else {}
+    server_manager.push(0)
+    assert servers.restarted == [], "it holds no weights of this trainer's yet"
+    found.insert(0, {B: "it hangs"})
+    server_manager.check_servers()
+    assert servers.restarted == [B] and server_manager.counts["servers_died"] == 1
+    assert said.trusted == {A: {0}, B: set()}
+    server_manager.check_servers()
+    assert servers.restarted == [B], "once is enough"
+    servers.happens(B, State.SERVING)
+    server_manager.check_servers()
+    assert said.trusted[B] == {0}
+
+
 def test_a_push_waits_for_the_only_server_to_come_back(parts, monkeypatch: pytest.MonkeyPatch) -> None:
     server_manager, servers, said = parts
     for url in (A, B):
