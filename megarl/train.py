@@ -17,7 +17,7 @@ from rich.console import Console
 
 from megarl.algo.advantages.estimate import estimate
 from megarl.algo.correction import correct
-from megarl.algo.finite import NonFiniteError
+from megarl.algo.finite import BadNumber
 from megarl.algo.kl import AdaptiveKL, FixedKL
 from megarl.config import Config
 from megarl.data.batch import make_batch, sample_names
@@ -183,11 +183,12 @@ def learn(
 
 @contextmanager
 def samples_named(groups: Sequence[Sequence[Sample]]) -> Iterator[None]:
-    """Adds to a NonFiniteError the name of the sample in which the number was found."""
+    """Adds to a BadNumber the name of the sample in which it was found."""
     try:
         yield
-    except NonFiniteError as error:
-        raise error.named(f"sample {sample_names(groups)[error.sequence]}") from error
+    except BadNumber as found:
+        found.name_sample(sample_names(groups))
+        raise
 
 
 def push(version: int, servers: ServerManager, totals: Totals) -> dict[str, Any]:

@@ -1,42 +1,65 @@
-"""Stops the run at a number that is not finite at an unmasked place, and names the sequence."""
+"""Numbers with which a run must not train: NaN, infinity and spikes, each with the sample or the rank that has it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class NonFiniteError(FloatingPointError):
-    """A column holds NaN or infinity at a token that the policy generated.
+class BadNumber(FloatingPointError):
+    """What was found in an optimizer step that was not made, or in a batch before its first step.
 
-    `column` is its name, `sequence` the index of the sequence in the given batch or micro-batch, `token` the index in
-    that sequence, prompt included.  A caller that splits a batch adds the micro-batch's offset (`moved`); a caller that
-    has the samples adds the sample's name (`named`).
+    `role`: whose step it was; "": it was found before any.  `groups`: the batch's prompt groups of this step.
     """
 
     report = ""  # further information for a file: the tracebacks of ranks
+    role = ""
+    groups: tuple[int, ...] = ()
 
-    def __init__(self, column: str, sequence: int, token: int, value: float, sample: str | None = None) -> None:
-        place = sample or f"sequence {sequence} (counted in this batch or micro-batch)"
-        super().__init__(
-            f"{column} is {value} at token {token} of {place}, where the policy chose the token: expected a finite "
-            "number"
-        )
+    def name_sample(self, names: Sequence[str]) -> None:
+        """Say the name of the sample, if the number is one of a sample; `names`: of the batch's sequences."""
+
+
+def stop(found: BadNumber) -> None:
+    """What is done about a bad number if nobody says otherwise."""
+    raise found
+
+
+class NonFiniteError(BadNumber):
+    """A column holds NaN or infinity at a token that the policy generated, or a row of a batch at a sequence.
+
+    `column` is its name, `sequence` the index of the sequence in the given batch or micro-batch, `token` the index in
+    that sequence, prompt included; None: the number belongs to the whole sequence.  A caller that splits a batch adds
+    the micro-batch's offset (`moved`); a caller that has the samples adds the sample's name (`name_sample`).
+    """
+
+    def __init__(self, column: str, sequence: int, token: int | None, value: float) -> None:
         self.column, self.sequence, self.token, self.value = column, sequence, token, value
-        # Sent from a rank to the driver; the rank adds its replica.
-        self.details = {"column": column, "sequence": sequence, "token": token, "value": value}
+        self._place = f"sequence {sequence} (counted in this batch or micro-batch)"
+        super().__init__(column, sequence, token, value)
+
+    def __str__(self) -> str:
+        if self.token is None:
+            return f"{self.column} is {self.value} for {self._place}: expected a finite number"
+        return (
+            f"{self.column} is {self.value} at token {self.token} of {self._place}, where the policy chose the token: "
+            "expected a finite number"
+        )
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Sent from a rank to the driver, which makes the same error of it."""
+        return {"column": self.column, "sequence": self.sequence, "token": self.token, "value": self.value}
 
     def moved(self, by: int) -> NonFiniteError:
         """The same error, with the sequence index in a batch that has `by` sequences before the micro-batch."""
         return NonFiniteError(self.column, self.sequence + by, self.token, self.value)
 
-    def named(self, sample: str) -> NonFiniteError:
-        """The same error with the name of its sample instead of an index."""
-        found = NonFiniteError(self.column, self.sequence, self.token, self.value, sample)
-        found.report = self.report
-        return found
+    def name_sample(self, names: Sequence[str]) -> None:
+        self._place = f"sample {names[self.sequence]}"
 
 
 def num_non_finite(columns: Mapping[str, Tensor], mask: Tensor) -> Tensor:
@@ -56,3 +79,10 @@ def require_finite(columns: Mapping[str, Tensor], mask: Tensor, segment_ids: Ten
             sequence = int(segment_ids[place])
             token = place - int((segment_ids < sequence).sum())
             raise NonFiniteError(name, sequence, token, float(column[place]))
+
+
+def require_finite_row(name: str, row: Tensor) -> None:
+    """`row` [B] or [B, K]: numbers of whole sequences.  Raises: NonFiniteError for the first that is not finite."""
+    bad = (~row.isfinite()).nonzero()
+    if len(bad):
+        raise NonFiniteError(name, int(bad[0, 0]), None, float(row[tuple(bad[0])]))

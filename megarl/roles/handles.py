@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algo.finite import NonFiniteError
+from megarl.algo.finite import BadNumber, stop
 from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.spikes import Spikes
 from megarl.algo.step_columns import step_columns
 from megarl.data.batch import mini_batches
 from megarl.data.packing import RankPlan, plan, unpack
-from megarl.group import Group, RankError, Reply
+from megarl.group import Group, Reply
+from megarl.roles.bad_step import bad_number, of_ranks
 from megarl.sample import Batch, Stat, Stats, merge_stats
 
 
@@ -198,6 +200,8 @@ class Trainable(Role):
     """A role with an optimizer."""
 
     update_settings: Update | None = None
+    spikes: Spikes | None = None  # None: a spike is a number like any other
+    on_bad: Callable[[BadNumber], None] = stop  # called for a step that was not made; raises, or the next one comes
 
     def update(
         self, batch: Batch, *, seed: int = 0, prepare: Callable[[Batch], Batch] | None = None
@@ -206,7 +210,8 @@ class Trainable(Role):
 
         `prepare` adds columns to the batch of each optimizer step, which would be too large for all at once.
         Statistics are merged over the steps; `first_ppo_kl` is `ppo_kl` of the first step alone.  A step without a
-        trainable token is skipped and counted, and not prepared.
+        trainable token is skipped and counted, and not prepared.  A step whose numbers are bad is not made either:
+        `on_bad` is told, and it has no statistics.
         """
         how = self.update_settings
         assert how is not None, f"role {self.name} has no loss to train with"
@@ -259,12 +264,15 @@ class Trainable(Role):
             "loss": asdict(how.loss),
             "divergence": how.divergence,
             "num_tokens": batch.num_tokens,
+            "limits": self.spikes and self.spikes.limits,
         }
         columns = (*how.loss.columns, *self._given(packed, self.inputs))
-        try:
-            replies = self.group.call("update", arguments, [_payload(packed, p, columns) for p in plans])
-        except RankError as error:
-            raise _located(error, plans, packed, batch) from error
+        replies = self.group.call("update", arguments, [_payload(packed, p, columns) for p in plans])
+        if not replies[0].result["made"]:
+            self.on_bad(bad_number(self.name, self.spikes, replies, plans, packed, batch))
+            return {}
+        if self.spikes is not None:
+            self.spikes.add(replies[0].result["grad_norm"], replies[0].result["loss"])
         return merge_stats([_stats(reply) for reply in replies]) | {
             f"{self.kind}/grad_norm": Stat("mean", replies[0].result["grad_norm"]),
             f"{self.kind}/lr": Stat("mean", replies[0].result["lr"]),
@@ -319,10 +327,15 @@ class Actor(Trainable):
         """Push the weights to the servers and verify them; returns the report (weights.push.report.PushReport).
 
         `only`: push to these urls alone.  `canary`: the fields of a weights.verify.canary.Canary.  The report names
-        the servers that failed, even if all failed; only a failure of the ranks raises an error.
+        the servers that failed, even if all failed; only a failure of the ranks raises an error, and BadNumber a weight
+        that is not finite: then no server gets any.
         """
         which = {"only": None if only is None else list(only), "canary": canary}
-        return self.group.call_leader("push", {"role": self.name, "version": version, **which}).result
+        report = self.group.call_leader("push", {"role": self.name, "version": version, **which}).result
+        if "where" in report:
+            weights = f"a weight of {self.name} is not finite{of_ranks(report['where'])}"
+            raise BadNumber(f"{weights}: no server gets these weights")
+        return report
 
 
 @dataclass
@@ -348,20 +361,3 @@ def _payload(batch: Batch, part: RankPlan, columns: tuple[str, ...]) -> dict[str
 def _stats(reply: Reply) -> Stats:
     """The statistics in a reply of a rank's `update`."""
     return {name: Stat(kind, value, weight) for name, (kind, value, weight) in reply.result["stats"].items()}
-
-
-def _located(error: RankError, plans: list[RankPlan], packed: Batch, batch: Batch) -> Exception:
-    """For a NonFiniteError of a rank, the same error with its place in the driver's batch; other errors unchanged.
-
-    `packed`: the tokens of `batch` as the ranks got them, where a row may be a sample of its own.
-    """
-    if error.kind != NonFiniteError.__name__ or "replica" not in error.details:
-        return error
-    at = dict(error.details)
-    unit = plans[at.pop("replica")].indices[at.pop("sequence")]
-    place = int(packed.sample_lengths[:unit].sum()) + at.pop("token")
-    sample = int(batch.segment_ids[place])
-    token = place - int(batch.sample_lengths[:sample].sum())
-    found = NonFiniteError(sequence=int(batch.per_sequence["index"][sample]), token=token, **at)
-    found.report = error.report
-    return found

@@ -5,6 +5,7 @@ Run on each rank as `python -m megarl.roles.worker`.  It reads no configuration:
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algo.divergences import make_divergence
-from megarl.algo.finite import NonFiniteError
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.checkpoint.intact import faults_of_share
 from megarl.mcore.models.model import DTYPES, Model
 from megarl.mcore.setup import RankInfo, device_for, initialize, replica_group
+from megarl.mcore.training.gradient_check import Limits, first_bad_gradient, first_bad_weight
 from megarl.mcore.training.offload import synchronized
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, forward_only, train_step
@@ -36,6 +37,7 @@ from megarl.weights.hf.adapter import save_peft
 from megarl.weights.hf.export import save_hf
 from megarl.weights.hf.head import read_heads
 from megarl.weights.push.adapter_push import AdapterPusher
+from megarl.weights.push.agreement import gather_json
 from megarl.weights.push.gpu_handles import Gpus
 from megarl.weights.push.push import Canary, Pusher, PushError
 
@@ -164,25 +166,30 @@ class Worker:
         return {}, {name: _on_host([columns[name] for columns in found]) for name in names}
 
     def update(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
-        """One optimizer step on this replica's share of a mini-batch."""
+        """One optimizer step on this replica's share of a mini-batch, or the reason why it was not made.
+
+        "bad": the first number of the replica's sequences that is not finite; "where": by rank, a parameter whose
+        gradient is not, if the norm is not finite.
+        """
         with self.onloaded(arguments["role"], *_references(arguments), gradients=True, moments=True) as role:
             assert role.optimizer is not None, f"role {arguments['role']} was loaded without an optimizer"
-            try:
-                stats, grad_norm, lr = train_step(
-                    role.model,
-                    role.optimizer,
-                    micro_batches(*_unpack(tensors)),
-                    self._outputs(role, arguments),
-                    role.loss(arguments["loss"]),
-                    num_tokens=arguments["num_tokens"],
-                    device=self.device,
-                    reference=self._reference(arguments),
-                )
-            except NonFiniteError as error:
-                error.details["replica"] = self.rank_info.replica  # the driver knows the samples of each replica
-                raise
-        plain = {name: [stat.kind, stat.value, stat.weight] for name, stat in stats.items()}
-        return {"stats": plain, "grad_norm": grad_norm, "lr": lr}, {}
+            limits = arguments["limits"]
+            step = train_step(
+                role.model,
+                role.optimizer,
+                micro_batches(*_unpack(tensors)),
+                self._outputs(role, arguments),
+                role.loss(arguments["loss"]),
+                num_tokens=arguments["num_tokens"],
+                device=self.device,
+                reference=self._reference(arguments),
+                limits=None if limits is None else Limits(**limits),
+            )
+            # Not finite on one rank is not finite on all, so all of them are here.
+            where = [] if math.isfinite(step.grad_norm) else gather_json(first_bad_gradient(role.model))
+        plain = {name: [stat.kind, stat.value, stat.weight] for name, stat in step.stats.items()}
+        numbers = {"stats": plain, "grad_norm": step.grad_norm, "lr": step.lr, "loss": step.loss}
+        return numbers | {"made": step.made, "bad": step.bad and step.bad.details, "where": where}, {}
 
     def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
         """`divergence`: its name and beta; `top_k`: a number of tokens; `vocab_size`: of its first tokens only."""
@@ -211,11 +218,17 @@ class Worker:
         return {}, {}
 
     def push(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Push the weights, or only the adapters, to the servers and verify them; rank 0 returns the report."""
+        """Push the weights, or only the adapters, to the servers and verify them; rank 0 returns the report.
+
+        Nothing is pushed if a weight is not finite: "where" has then, by rank, a parameter.
+        """
         canary = Canary.from_json(arguments["canary"]) if arguments["canary"] else None
         try:
             with self.readable(arguments["role"]) as role:
                 assert role.pusher is not None, f"role {arguments['role']} is not connected to its servers yet"
+                where = gather_json(first_bad_weight(role.model))
+                if any(where):
+                    return {"where": where}, {}
                 report = role.pusher.push(role.model, arguments["version"], only=arguments["only"], canary=canary)
         except PushError as error:  # all servers failed, not this rank: the driver handles it
             report = error.report

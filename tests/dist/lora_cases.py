@@ -65,7 +65,7 @@ class Lora:
 
     def step(self) -> float:
         how = {"num_tokens": self.batch.num_tokens, "device": CPU}
-        return train_step(self.wrapped, self.optimizer, self.micros, self.outputs, likelihood_loss, **how)[1]
+        return train_step(self.wrapped, self.optimizer, self.micros, self.outputs, likelihood_loss, **how).grad_norm
 
     def gradients(self) -> dict[str, Tensor]:
         """PEFT's name -> whole gradient."""

@@ -272,7 +272,7 @@ def _run(models: Models, rank_info: RankInfo, case: Case, step: Batch) -> dict[s
         num_tokens=step.num_tokens,
         device=CPU,
         reference=models("reference") if "full_kl" in loss.outputs else None,
-    )
+    ).stats
     whole = models.gradients(name)
     return {
         "value": noting.value if rank_info.is_reporter else 0.0,

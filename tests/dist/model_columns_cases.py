@@ -10,7 +10,6 @@ from logprobs_plain import plain_columns
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from megarl.algo.finite import NonFiniteError
 from megarl.algo.loss import ActorLoss
 from megarl.layout import Layout
 from megarl.mcore.logprobs.logprobs import NAMES
@@ -156,11 +155,9 @@ def place_of_bad_logit(bad: float) -> tuple[str, int, int]:
     columns["response_mask"][[0, 5]] = 0.0
     wrapped, batch = wrap_for_training(model, LAYOUT), micros(**columns)
     outputs = Outputs(LAYOUT, 45, names=("log_probs", "entropy"))
-    try:
-        backward(wrapped, batch, outputs, ActorLoss("ppo"), num_tokens=17, device=CPU)
-    except NonFiniteError as error:
-        return error.column, error.sequence, error.token
-    raise AssertionError("no error")
+    found = backward(wrapped, batch, outputs, ActorLoss("ppo"), num_tokens=17, device=CPU).bad
+    assert found is not None
+    return found.column, found.sequence, found.token
 
 
 def refusal(names: tuple[str, ...], role: str, ref_vocab_size: int | None) -> str:

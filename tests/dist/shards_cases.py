@@ -66,7 +66,7 @@ class Trained:
         micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
         names = ("log_probs", "entropy") if self.role == "actor" else ("values",)
         outputs = Outputs(self.layout, self.hf["vocab_size"], names=names)
-        return train_step(self.model, self.optimizer, micros, outputs, loss, num_tokens=batch.num_tokens, device=CPU)[2]
+        return train_step(self.model, self.optimizer, micros, outputs, loss, num_tokens=batch.num_tokens, device=CPU).lr
 
     def weights(self) -> dict[str, torch.Tensor]:
         return weights(self.model, self.hf, self.role)

@@ -85,7 +85,7 @@ def student_gradients(
             outputs = Outputs(
                 layout, hf["vocab_size"], TEMPERATURE, tuple(loss.outputs), loss.distillation.function, heads
             )
-            stats = backward(model, micros, outputs, loss, num_tokens=batch.num_tokens, device=CPU)
+            stats = backward(model, micros, outputs, loss, num_tokens=batch.num_tokens, device=CPU).stats
             adapters = {} if lora is None else {n: t.clone() for n, t in adapter_tensors(chunks, hf)}
             if lora is None:
                 gradient = gradients(model, hf, "actor")

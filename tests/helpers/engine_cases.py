@@ -21,10 +21,12 @@ from megarl.mcore.models.model import build_model, read_hf_config, unwrap
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training import optimizer as optimizer_module
 from megarl.mcore.training.execution import ExecutionOptions
+from megarl.mcore.training.gradient_check import Limits
 from megarl.mcore.training.offload import OffloadBuffer, synchronized
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
-from megarl.mcore.training.step import Outputs, forward_only, train_step
+from megarl.mcore.training.step import Outputs, Step, forward_only, train_step
+from megarl.sample import Batch, MicroBatch
 from megarl.weights.hf.load import load_hf
 
 NEVER = 1e9  # a norm at which nothing is clipped: it is summed in an order that depends on buckets
@@ -77,15 +79,23 @@ class Trained:
         """A night, a look at log-probs without gradient buffers, and a step on the same batch; what came of it."""
         self.moved.append(tuple(a + b for a, b in zip(self.buffer.offload(), self.gradients.offload(), strict=True)))
         self.buffer.onload()
-        batch, loss = make_step(self.hf["vocab_size"]), LOSSES["actor"]
-        part = plan(batch.lengths.tolist(), self.where.num_replicas, max_tokens=40)[self.where.replica]
-        micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
-        outputs = Outputs(self.layout, self.hf["vocab_size"], names=("log_probs", "entropy"))
-        seen = forward_only(self.model, micros, outputs, self.device)
+        batch = make_step(self.hf["vocab_size"])
+        seen = forward_only(self.model, self.micros(batch), self.outputs, self.device)
         self.gradients.onload()
-        how = {"num_tokens": batch.num_tokens, "device": self.device}
-        _, grad_norm, _ = train_step(self.model, self.optimizer, micros, outputs, loss, **how)
-        return {"norm": grad_norm, "seen": [x["log_probs"] for x in seen]}
+        return {"norm": self.train(batch).grad_norm, "seen": [x["log_probs"] for x in seen]}
+
+    @property
+    def outputs(self) -> Outputs:
+        return Outputs(self.layout, self.hf["vocab_size"], names=("log_probs", "entropy"))
+
+    def micros(self, batch: Batch) -> list[MicroBatch]:
+        """This rank's share of a batch."""
+        part = plan(batch.lengths.tolist(), self.where.num_replicas, max_tokens=40)[self.where.replica]
+        return micro_batches(batch.select(part.indices).keep_columns(*LOSSES["actor"].columns), part.micro_sizes)
+
+    def train(self, batch: Batch, limits: Limits | None = None) -> Step:
+        how = {"num_tokens": batch.num_tokens, "device": self.device, "limits": limits}
+        return train_step(self.model, self.optimizer, self.micros(batch), self.outputs, LOSSES["actor"], **how)
 
     def weights(self) -> dict[str, torch.Tensor]:
         with synchronized(self.model):

@@ -38,7 +38,8 @@ def steps(settings: OptimSettings, gradients: list[list[float]], dtype: str, dis
         three.scale.main_grad.copy_(torch.tensor([third]))  # type: ignore[attr-defined]
         chunk.finish_grad_sync()
         found["rates"].append(optimizer.lr)
-        found["norms"].append(optimizer.step())
+        found["norms"].append(optimizer.gradient_norm())
+        optimizer.step(found["norms"][-1])
         found["weights"].append([*three.matrix.flatten().tolist(), *three.scale.tolist()])
     assert optimizer.step_index == len(gradients)
     return found

@@ -135,14 +135,15 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
         how = {"num_tokens": batch.num_tokens, "device": device, "reference": reference}
         columns = forward_only(model, micros, outputs, device, reference)
         optimizer.zero_grad()
-        stats = backward(model, micros, outputs, loss, **how)
+        stats = backward(model, micros, outputs, loss, **how).stats
         gradient = {} if case.layout.use_distributed_optimizer else gradients(model, hf, role)
         grad_norms = []
         for step in range(case.num_steps):
             if step:
                 optimizer.zero_grad()
                 backward(model, micros, outputs, loss, **how)
-            grad_norms.append(optimizer.step())
+            grad_norms.append(optimizer.gradient_norm())
+            optimizer.step(grad_norms[-1])
         after = weights(model, hf, role) if case.num_steps else {}
         return {
             "gradient": gradient if dist.get_rank() == 0 else {},

@@ -65,7 +65,8 @@ def one_step(folder: str, dtype: str = "float32", transformer_impl: str = "local
     optimizer.zero_grad()
     backward(model, micros, outputs, loss, num_tokens=batch.num_tokens, device=device)
     gradient, before = gradients(model, hf, "actor"), weights(model, hf, "actor")
-    norm = optimizer.step()
+    norm = optimizer.gradient_norm()
+    optimizer.step(norm)
     return {
         "log_probs": torch.cat([column["log_probs"] for column in columns]).double().cpu(),
         "gradient": _on_host(gradient),

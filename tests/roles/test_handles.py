@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algo.finite import NonFiniteError
+from megarl.algo.finite import BadNumber, NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.spikes import Spikes
 from megarl.data.packing import RankPlan
 from megarl.group import RankError, Reply
 from megarl.roles.handles import Actor, Critic, Packing, PushSettings, Reference, Update, _payload
@@ -53,7 +55,7 @@ def trained(kl_of_step: Sequence[float] = ()) -> Callable[..., Reply]:
         stats[f"{kind}/largest"] = ["max", float(payload["lengths"].max()) if len(payload["lengths"]) else 0.0, 1.0]
         if kls:
             stats["actor/ppo_kl"] = ["mean", weight * kls[step], weight]
-        return Reply({"stats": stats, "grad_norm": 2.0 + step, "lr": 0.5}, {})
+        return Reply({"stats": stats, "grad_norm": 2.0 + step, "lr": 0.5, "loss": -1.0, "made": True, "bad": None}, {})
 
     return answer
 
@@ -305,7 +307,12 @@ def test_a_selection_is_drawn_anew_for_each_step_and_again_for_the_same_seed() -
     assert len({*drawn[0], *drawn[2]}) == 4
 
 
-@pytest.mark.parametrize("details", [{"replica": 1, "sequence": 2, "column": "log_probs", "token": 1, "value": 7.0}])
+def not_made(norm: float = math.nan, **more: Any) -> Reply:
+    """The answer of an update whose step was not made."""
+    return Reply({"stats": {}, "grad_norm": norm, "lr": 0.5, "loss": 0.0, "made": False, "bad": None, **more}, {})
+
+
+@pytest.mark.parametrize("details", [{"sequence": 2, "column": "log_probs", "token": 1, "value": 7.0}])
 def test_a_number_that_is_not_finite_is_found_again_in_the_batch(details: dict[str, Any]) -> None:
     """The rank counts in its own share of a shuffled step, the driver in its batch."""
     where: list[list[int]] = []
@@ -313,16 +320,56 @@ def test_a_number_that_is_not_finite_is_found_again_in_the_batch(details: dict[s
     def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
         if replica == 1:
             where.extend(sequences(payload))
-            raise RankError("group ranks: rank 1 failed", "its traceback", "NonFiniteError", details)
-        return Reply({}, {})
+        return not_made(bad=details if replica == 1 else None)
 
     batch = make_batch(4)
     with pytest.raises(NonFiniteError, match="log_probs is 7.0 at token 1 of sequence") as caught:
         make_actor(NotingGroup(2, answer), prompts_per_step=4).update(batch, seed=3)
     assert batch.split(batch.tokens)[caught.value.sequence].tolist() == where[2]
-    assert caught.value.report == "its traceback"
-    assert "of sample 0-17#2, where" in str(caught.value.named("sample 0-17#2"))
-    assert caught.value.named("x").report == "its traceback"
+    assert (caught.value.role, caught.value.groups) == ("actor", (0, 1, 2, 3))
+
+
+def test_a_step_that_was_not_made_has_no_statistics_and_the_next_one_comes() -> None:
+    """Of two mini-batches the first; whoever is told may raise, or not."""
+    told: list[BadNumber] = []
+
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        if len(group.calls) == 1:
+            return not_made(math.inf, where=[None, "decoder.layers.0.weight", "decoder.layers.0.weight"])
+        return whole(method, arguments, payload, replica)
+
+    whole, group = trained(), NotingGroup(2, answer)
+    actor = make_actor(group)
+    actor.on_bad = told.append
+    stats = actor.update(make_batch(4))
+    assert len(group.calls) == 2
+    assert stats["actor/loss"].weight == pytest.approx(1.0), "of the second step alone"
+    assert stats["actor/skipped_steps"].result() == 0, "these are the steps without a trainable token"
+    (found,) = told
+    ranks = "on ranks 1, 2, first in decoder.layers.0.weight"
+    assert str(found) == f"the gradient norm of actor is inf ({ranks}): expected a finite number"
+    shown = {t // 8 for payload in group.calls[0][2] for t in payload["tokens"].tolist()}
+    assert set(found.groups) == shown and len(shown) == 2
+    with pytest.raises(BadNumber, match="^the gradient norm of actor is nan .float32 cannot hold it"):
+        make_actor(NotingGroup(1, lambda *_: not_made(where=[None]))).update(make_batch(1))
+
+
+def test_limits_follow_from_the_steps_that_were_made() -> None:
+    """Norms 2, 3, 2, 3, ... and losses of -1, which are all equal: no limit."""
+    group = NotingGroup(1, lambda *_: Reply({**not_made(2.0 + len(group.calls) % 2).result, "made": True}, {}))
+    actor = make_actor(group, prompts_per_step=1)
+    actor.spikes = Spikes(4.0)
+    for _ in range(5):
+        actor.update(make_batch(4))
+    limits = [call[1]["limits"] for call in group.calls]
+    assert limits[:16] == [{"grad_norm": None, "loss": None}] * 16
+    deviation = math.sqrt(16 * 0.25 / 15)
+    assert limits[16] == {"grad_norm": pytest.approx(2.5 + 4 * deviation), "loss": None}
+    group.answer = lambda *_: not_made(9.0)
+    told: list[BadNumber] = []
+    actor.on_bad = told.append
+    actor.update(make_batch(1))
+    assert str(told[0]).startswith("the gradient norm of actor is 9, a spike: over the last 20 steps its mean is 2.5 ")
 
 
 def test_other_errors_of_ranks_stay_what_they_are() -> None:
@@ -413,6 +460,13 @@ def test_the_settings_of_pushes_are_sent_once() -> None:
     ]
 
 
+def test_weights_that_are_not_finite_are_told_as_a_bad_number() -> None:
+    group: Any = NotingGroup(2, lambda *_: Reply({"where": [None, "decoder.final_layernorm.weight"]}, {}))
+    sentence = "^a weight of actor is not finite .on rank 1, first in decoder.final_layernorm.weight.: no server gets "
+    with pytest.raises(BadNumber, match=sentence):
+        make_actor(group).push(3)
+
+
 def test_payloads_of_a_plan_rebuild_the_batch() -> None:
     """Laid end to end in the plans' order they are the batch: nothing is lost or doubled."""
     batch, group = make_batch(4), NotingGroup(3, trained())
@@ -500,13 +554,12 @@ def test_a_number_that_is_not_finite_is_found_again_in_a_row_of_its_sample(loss:
 
     def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
         if 6 not in payload["tokens"].tolist():
-            return Reply({"stats": {}, "grad_norm": 0.0, "lr": 0.0}, {})
+            return not_made()
         sent = Batch(payload["tokens"], payload["lengths"], rows=payload["rows"])
         place = payload["tokens"].tolist().index(6)
         sequence = int(sent.segment_ids[place])
         token = place - int((sent.segment_ids < sequence).sum())
-        details = {"replica": replica, "sequence": sequence, "token": token, "column": "log_probs", "value": 7.0}
-        raise RankError("group ranks: rank 1 failed", "its traceback", "NonFiniteError", details)
+        return not_made(bad={"sequence": sequence, "token": token, "column": "log_probs", "value": 7.0})
 
     with pytest.raises(NonFiniteError, match="log_probs is 7.0 at token 3 of sequence 1 ") as caught:
         make_actor(NotingGroup(2, answer), loss=ActorLoss(loss), prompts_per_step=4).update(in_rows(), seed=3)

@@ -48,6 +48,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, list[set[str]]]:
         seen.append(onloaded(role))
 
     role.pusher = FakePusher()  # type: ignore[assignment]
+    monkeypatch.setattr(worker_module, "gather_json", lambda value: [value])  # of a world of one rank
     monkeypatch.setattr(worker_module, "save_hf", look)
     monkeypatch.setattr(worker_module.checkpoint, "save", look)
     monkeypatch.setattr(worker_module.checkpoint, "load", look)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.advantages.groups import Groups
-from megarl.algo.finite import require_finite
+from megarl.algo.finite import require_finite, require_finite_row
 from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.kl import kl_estimate
 from megarl.algo.registry import ADV_ESTIMATORS
@@ -123,7 +123,7 @@ def score_rewards(
     equal scores are then equal sums of token rewards too, which estimators compare.
     The score of a sequence without a trainable token is dropped; the statistic counts such sequences.
     """
-    _require_finite_row("score", scores)
+    require_finite_row("score", scores)
     places = last_unmasked(mask, segment_ids, len(scores))
     has_place = places >= 0
     last = places[has_place]
@@ -196,7 +196,7 @@ def _asked_for(adv_estimator: str, batch: Batch, settings: Mapping[str, Any]) ->
         elif not has_default:
             raise ValueError(f"algorithm.adv_estimator={adv_estimator} needs {name}, which this batch has not")
         if name in batch.per_sequence:
-            _require_finite_row(name, batch.per_sequence[name])
+            require_finite_row(name, batch.per_sequence[name])
     return asked
 
 
@@ -211,11 +211,3 @@ def _per_token(
                 f"algorithm.adv_estimator={adv_estimator}: {name} need one number a token, {tuple(mask.shape)}"
             )
     return advantages, returns
-
-
-def _require_finite_row(name: str, row: Tensor) -> None:
-    bad = (~row.isfinite()).nonzero()
-    if len(bad):
-        raise ValueError(
-            f"{name} of sequence {int(bad[0, 0])} is {float(row[tuple(bad[0])])}: expected a finite number"
-        )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from megarl.mcore.models.layers import check_trainable
 from megarl.mcore.models.low_rank import sum_expert_gradients
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.training.execution import ExecutionOptions
+from megarl.mcore.training.gradient_check import uncounted_included
 from megarl.mcore.training.muon import Muon, muon_matrices
 from megarl.mcore.training.wrappers import FsdpOptimizer, OneProcess, wrap_fsdp
 
@@ -72,7 +74,7 @@ def wrap_for_training(model: Model, layout: Layout, engine: ExecutionOptions = E
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=layout.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
-        check_for_nan_in_grad=True,
+        check_for_nan_in_grad=False,  # it raises on one rank while others wait; `gradient_norm` tells all of them
         average_in_collective=False,
         overlap_grad_reduce=engine.overlap_grad_reduce,
         overlap_param_gather=engine.overlap_param_gather,
@@ -245,15 +247,28 @@ class Optimizer:
         """The learning rate of the next step."""
         return learning_rate(self.settings, self.step_index)
 
-    def step(self) -> float:
-        """Clip, update, advance the schedule; returns the global gradient norm before clipping."""
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """The global norm of the gradient before clipping, the same on all ranks; a collective.
+
+        NaN or infinite if any rank's gradient is, or if float32 cannot hold the norm: then there must be no `step`.
+        """
+        needs_scaling = self.inner.prepare_grads()
+        assert not needs_scaling, "only fp16 loss scaling skips steps, and fp16 is not offered"
+        with uncounted_included(self.parts):
+            return float(self.inner.get_grad_norm())
+
+    @torch.no_grad()
+    def step(self, grad_norm: float) -> None:
+        """Clip, update, advance the schedule, after `gradient_norm`.  Without this call nothing changes."""
         for group in self.inner.param_groups:
             group["lr"] = self.lr * group["lr_mult"]
             group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]  # 0 for norms and biases
-        updated, grad_norm, _ = self.inner.step()
-        assert updated, "only fp16 loss scaling skips steps, and fp16 is not offered"
+        for part in self.parts:
+            if not part.is_stub_optimizer:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self.settings.max_grad_norm, grad_norm)
+        self.inner.step_with_ready_grads()
         self.step_index += 1
-        return float(grad_norm)
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()

@@ -8,6 +8,7 @@ their global sum: the division cancels, and the gradient is that of the loss, ho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from megarl.mcore.logprobs.divergence import TeacherStates
 from megarl.mcore.logprobs.logprobs import DIVERGENCE, OF_IDS, ReferenceStates, job_of, keep_hidden, token_columns
 from megarl.mcore.logprobs.top_k import top_k_of_chunks
 from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
+from megarl.mcore.training.gradient_check import Limits, agreed
 from megarl.mcore.training.optimizer import Optimizer, reduce_in_last
 from megarl.mcore.training.packed_rows import PackedRow, in_whole_turns, make_row
 from megarl.mcore.training.router_replay import Routing
@@ -95,6 +97,27 @@ class Outputs:
     def _teachers(self, row: PackedRow, given: Mapping[str, Tensor], device: torch.device) -> TeacherStates:
         teacher, hidden = (row.slice(given[name]) for name in (TEACHER, TEACHER_HIDDEN))
         return TeacherStates(teacher.to(device), hidden, self.heads)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What `backward` knows of this rank's micro-batches beside the gradient; on the last stage, elsewhere nothing."""
+
+    stats: Stats
+    loss: Tensor | None  # [] float64, the sum over the micro-batches
+    bad: NonFiniteError | None  # the first of their numbers that is not finite
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came of an optimizer step; `grad_norm`, `lr`, `loss` and `made` are the same on all ranks."""
+
+    stats: Stats  # of this replica
+    grad_norm: float  # before clipping
+    lr: float
+    loss: float  # of the whole step if it was compared with limits, else 0
+    made: bool
+    bad: NonFiniteError | None  # in this replica's sequences
 
 
 @torch.no_grad()
@@ -189,13 +212,13 @@ def backward(
     num_tokens: int,
     device: torch.device,
     reference: Model | None = None,
-) -> Stats:
+) -> Gradient:
     """Compute the gradient of the optimizer step's loss into Megatron's gradient buffers, reduced over all ranks.
 
     `num_tokens` is the number of tokens of the whole optimizer step, prompts included, over all data-parallel ranks.
     `reference` is the frozen model of full_kl.  Experts are those of the micro-batches' column of routing replay, if
-    they have one and the model is prepared for it.  Returns the statistics of this replica's micro-batches, on the last
-    pipeline stage.
+    they have one and the model is prepared for it.  A micro-batch whose loss raises NonFiniteError gets a gradient of
+    NaN: the rank goes on, as the others wait for it, and all ranks see it in the norm.
     """
     micros = in_whole_turns(micros, outputs.layout)
     rows = [make_row(micro, outputs.layout, device) for micro in micros]
@@ -206,20 +229,26 @@ def backward(
         chunk.train()
         chunk.zero_grad_buffer()
 
+    losses: list[Tensor] = []
+    bad: list[NonFiniteError] = []
+
     def finish(i: int, output: Tensor) -> tuple[Tensor, Tensor, Stats]:
         batch = micros[i].batch
         columns = {name: column.to(device) for name, column in batch.columns.items() if name not in MODEL_INPUTS}
+        found = outputs(model[-1], rows[i], output, batch.columns, references[i])
         try:
-            found = outputs(model[-1], rows[i], output, batch.columns, references[i])
             result = loss_fn(replace(batch, columns=columns), found)
         except NonFiniteError as error:
             before = [micro.batch.num_sequences for micro in micros[:i] if not micro.is_dummy]
-            raise error.moved(sum(before)) from error
+            bad.append(error.moved(sum(before)))
+            result = LossOutput(math.nan * torch.stack([column.sum() for column in found.values()]).sum(), {})
+        losses.append(result.loss.detach().double())
         own = torch.tensor(rows[i].num_own_tokens, dtype=torch.int, device=device)
         return result.loss * num_tokens, own, {} if micros[i].is_dummy else result.stats
 
     routing = Routing(model, micros, rows, trains=True)
-    return merge_stats(_run(model, rows, finish, routing.step, forward_only=False))
+    stats = merge_stats(_run(model, rows, finish, routing.step, forward_only=False))
+    return Gradient(stats, torch.stack(losses).sum() if losses else None, bad[0] if bad else None)
 
 
 def train_step(
@@ -232,10 +261,19 @@ def train_step(
     num_tokens: int,
     device: torch.device,
     reference: Model | None = None,
-) -> tuple[Stats, float, float]:
-    """One optimizer step: (statistics of this replica, gradient norm before clipping, learning rate)."""
+    limits: Limits | None = None,
+) -> Step:
+    """One optimizer step.  It is not made if its gradient is not finite, or if a number is above `limits`.
+
+    All ranks decide the same, before any of them changes a weight, a moment or the schedule.
+    """
     lr = optimizer.lr
     optimizer.zero_grad()
-    stats = backward(model, micros, outputs, loss_fn, num_tokens=num_tokens, device=device, reference=reference)
-    grad_norm = optimizer.step()
-    return stats, grad_norm, lr
+    found = backward(model, micros, outputs, loss_fn, num_tokens=num_tokens, device=device, reference=reference)
+    grad_norm, loss = optimizer.gradient_norm(), 0.0
+    if limits is not None:
+        grad_norm, loss = agreed(grad_norm, found.loss)
+    made = (limits or Limits()).allow(grad_norm, loss)
+    if made:
+        optimizer.step(grad_norm)
+    return Step(found.stats, grad_norm, lr, loss, made, found.bad)

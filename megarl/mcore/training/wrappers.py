@@ -30,7 +30,6 @@ def wrap_fsdp(chunk: nn.Module) -> FullyShardedDataParallel:
         overlap_grad_reduce=True,  # sharded gradients and parameters imply both overlaps
         overlap_param_gather=True,
         grad_reduce_in_fp32=True,
-        check_for_nan_in_grad=True,
         average_in_collective=False,
     )
     config: Any = chunk.config
