@@ -27,6 +27,7 @@ from megarl.config.describe import Description, description
 from megarl.convert.request import parse, print_help
 from megarl.plan.command import request as plan_request
 from megarl.plan.command.report import report
+from megarl.processes.signals import EXIT_TERMINATED, Terminated
 
 
 class Command(NamedTuple):
@@ -147,6 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
     if argv is None:  # this is the process's own command line
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends it as Ctrl-C does, in order
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a run that is not yet there, or not any more, has no use for it
     words = list(sys.argv[1:] if argv is None else argv)
     debug = _take_flag(words, "--debug")
     help_wanted = _take_flag(words, "--help", "-h")
@@ -162,6 +164,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain("interrupted")
         return EXIT_INTERRUPTED
+    except Terminated as end:
+        _complain(str(end))
+        return EXIT_TERMINATED
     except ValueError as error:
         if debug:
             raise

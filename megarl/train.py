@@ -6,11 +6,11 @@ It runs in one process, the driver.  The same code drives one CPU rank or thousa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -28,11 +28,13 @@ from megarl.metrics.report import SAMPLES, VISITS, write_samples
 from megarl.metrics.stats import batch_stats, finalise, reward_stats
 from megarl.metrics.timer import Timer
 from megarl.plugins import user_function
+from megarl.processes.signals import NO_STEP, Signals
 from megarl.rollout.prefetch import Prefetcher
 from megarl.sample import Batch, Sample, Stat, Stats
 from megarl.trainer.algorithm import Algorithm
 from megarl.trainer.artifacts import finish, remember
 from megarl.trainer.checkpoint.manifest import Damaged
+from megarl.trainer.checkpoint.save_times import SaveTimes
 from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.evaluate import Evaluation, Evaluator
 from megarl.trainer.infrastructure import Infrastructure
@@ -47,46 +49,86 @@ def train(config: Config) -> dict[str, Any]:
     """Train to the end; returns the summary, which is also written to a file.
 
     Failed ranks are restarted from the last checkpoint while the servers keep running; after trainer.max_restarts
-    restarts their error is raised.
+    restarts their error is raised.  Raises Terminated after SIGTERM.
     """
     began = time.monotonic()
     prepare(config)
-    with Infrastructure(config) as infrastructure:
+    with Signals(config.trainer.term_grace_s) as signals, Infrastructure(config) as infrastructure:
         run = Run(config, infrastructure)
         if run.resumed_from:
             began -= run.resumed_from.state["totals"]["wall_s"]
         while True:
             try:
                 with run:
-                    return train_loop(run, began)
+                    return train_loop(run, began, signals)
             except (RankError, NodeLost) as error:
+                if signals.ends:
+                    raise
                 infrastructure.forgive(error)
                 run = Run(config, infrastructure, resume=run.last_save)
             except Damaged as error:
                 run = Run(config, infrastructure, resume=run.save_before(error))
 
 
-def train_loop(run: Run, began: float) -> dict[str, Any]:
-    """All steps of a run, with an evaluation every trainer.test_freq and a checkpoint every trainer.save_freq steps."""
-    trainer, servers, evaluator = run.config.trainer, run.server_manager, run.evaluator
+def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
+    """All steps of a run, with an evaluation every trainer.test_freq steps, and a checkpoint when one is due.
+
+    An evaluation after the step from which a run resumes is made again.
+    """
+    trainer, servers = run.config.trainer, run.server_manager
     assert run.saver is not None, "the run has started"
     saver = run.saver
     totals = Totals(began, run.resumed_from.state["totals"] if run.resumed_from else {})
     log = RunLog(run.timer, run.trackers, totals, run.dir, trainer.num_ranks)
+    times = SaveTimes(trainer, signals, first_step=run.first_step, num_steps=run.num_steps)
+    signals.is_patient = True
     push(run.first_step, servers, totals)
-    if run.first_step == 0 and trainer.val_before_train:
-        remember(run.dir, measure(0, evaluator, servers, log, saver))
     log.timer.start()  # the startup does not count as part of the first step
     for step in range(run.first_step, run.num_steps):
-        saves = due(step + 1, trainer.save_freq) or (step + 1 == run.num_steps and trainer.save_freq > 0)
-        train_step(step, run.prefetcher, run.roles, run.algorithm, servers, log, saver, saves=saves, drains=run.drains)
-        if saves:
+        look_back(step, run, times, log, signals)
+        train_step(
+            step, run.prefetcher, run.roles, run.algorithm, servers, log, saver, saves=times.due, drains=run.drains
+        )
+        if times.last == step + 1:
             run.describe_save(totals.state_dict())
-        if due(step + 1, trainer.test_freq) and step + 1 < run.num_steps:
-            measure(step + 1, evaluator, servers, log, saver)
-    found = measure(run.num_steps, evaluator, servers, log, saver)
+    found = look_back(run.num_steps, run, times, log, signals)
     saver.finish()
     return finish(run, found, totals)
+
+
+def look_back(step: int, run: Run, times: SaveTimes, log: RunLog, signals: Signals) -> Evaluation:
+    """After `step` steps: evaluate if it is due, and end if SIGTERM came, which does not wait for the evaluation."""
+    found = Evaluation([])
+    if measures(step, run):
+        found = measure(step, run.evaluator, run.server_manager, log, run.saver, signals)
+    if signals.ends:
+        save_and_end(step, run, times, log, signals)
+    if step == 0 and measures(step, run):
+        remember(run.dir, found)
+    return found
+
+
+def measures(step: int, run: Run) -> bool:
+    trainer = run.config.trainer
+    if step == 0:
+        return trainer.val_before_train
+    return step == run.num_steps or due(step, trainer.test_freq)
+
+
+def save_and_end(step: int, run: Run, times: SaveTimes, log: RunLog, signals: Signals) -> NoReturn:
+    """Save the state after `step` steps, unless that was done, and end the run."""
+    if step == 0:
+        signals.end(NO_STEP)
+    assert run.saver is not None, "the run has started"
+    if times.last < step:  # the signal came after the last moment to save in the step itself
+        with trainers_turn(run.roles, run.server_manager, log.timer):
+            run.saver.start(step)
+        run.describe_save(log.totals.state_dict())
+    log.trackers.stage("saving")
+    run.saver.finish()
+    last = run.last_save
+    what = "no step is saved" if last is None else f"step {last.step} is saved"  # not this one, if its save failed
+    signals.end(f"the run ended after step {step}, and {what}; the same command goes on from there")
 
 
 def train_step(
@@ -98,12 +140,13 @@ def train_step(
     log: RunLog,
     saver: Saver,
     *,
-    saves: bool,
+    saves: Callable[[int], bool],
     drains: bool = False,
 ) -> None:
     """One iteration, from prompts to pushed weights.
 
-    `saves`: a checkpoint is started before the models leave the GPUs.  `drains`: the push waits for what is generated.
+    `saves(step + 1)`: a checkpoint is started before the models leave the GPUs.  `drains`: the push waits for what is
+    generated.
     """
     timer = log.timer
     with timer("gen"):
@@ -117,7 +160,8 @@ def train_step(
             with timer("reward"):
                 iteration = replace(iteration, groups=scored(iteration.groups, roles.reward_model))
         batch, stats = learn(step, iteration.groups, roles, algorithm, timer)
-        if saves:
+        saver.poll()  # the save before counts as soon as the ranks have a moment to say that it is written
+        if saves(step + 1):
             with timer("save_checkpoint"):
                 saver.start(step + 1)
     if drains:
@@ -205,13 +249,18 @@ def drain(prefetcher: Prefetcher, servers: ServerManager) -> None:
         prefetcher.wait()
 
 
-def measure(step: int, evaluator: Evaluator, servers: ServerManager, log: RunLog, saver: Saver) -> Evaluation:
-    """Evaluate the held-out prompts and log the score."""
+def measure(
+    step: int, evaluator: Evaluator, servers: ServerManager, log: RunLog, saver: Saver, signals: Signals
+) -> Evaluation:
+    """Evaluate the held-out prompts and log the score; an empty evaluation after SIGTERM."""
     if not evaluator.prompts:
         found = Evaluation([])
     else:
+        log.trackers.stage("evaluate")
         evaluator.submit()
         while not evaluator.ready():
+            if signals.ends:
+                return Evaluation([])
             servers.check_servers()
             saver.poll()
             log.trackers.stage("evaluate", *evaluator.progress)

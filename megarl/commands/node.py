@@ -10,6 +10,7 @@ from megarl.auth import needed_token
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
 from megarl.machines.agent import Agent
+from megarl.processes.signals import ASKS, handled
 
 
 def main(config: Config) -> int:
@@ -23,5 +24,7 @@ def main(config: Config) -> int:
     token = needed_token(os.environ, f"trainer.node_rank={trainer.node_rank}")
     address = f"{trainer.master_addr}:{trainer.master_port}"
     Console(stderr=True).print(f"node {trainer.node_rank} of {trainer.nnodes}, at the orders of {address}")
-    Agent(trainer.node_rank, address, token, source=os.environ.get(NODE_ADDRESS)).serve()
+    agent = Agent(trainer.node_rank, address, token, source=os.environ.get(NODE_ADDRESS))
+    with handled(dict.fromkeys(ASKS, agent.take_signal)):
+        agent.serve()
     return 0

@@ -325,11 +325,6 @@ TABLE = (
         lambda c: c.trainer.total_training_steps is not None,
     ),
     UnusedKeys("trainer.check_export", "data.val_files=[]", lambda c: not c.data.val_files),
-    UnusedKeys(
-        "trainer.max_checkpoints_to_keep trainer.async_save trainer.keep_every_steps trainer.keep_best",
-        "trainer.save_freq=-1",
-        lambda c: c.trainer.save_freq < 1,
-    ),
     UnusedKeys("trainer.keep_best", "data.val_files=[]: there are no scores", lambda c: not c.data.val_files),
     UnusedKeys("trainer.keep_best", "trainer.test_freq=-1: there are no scores", lambda c: c.trainer.test_freq < 1),
     UnusedKeys("trainer.verify_resume", "trainer.resume_mode=disable", lambda c: c.trainer.resume_mode == "disable"),
@@ -354,9 +349,9 @@ UNREAD = {
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "
-        "trainer.max_restarts trainer.start_timeout_s rollout.n rollout.temperature rollout.top_p rollout.top_k "
-        "rollout.ahead rollout.order rollout.update rollout.max_age rollout.turn_s rollout.push rollout.bucket_bytes "
-        "rollout.check_every"
+        "trainer.save_* trainer.term_grace_s trainer.max_restarts trainer.start_timeout_s rollout.n "
+        "rollout.temperature rollout.top_p rollout.top_k rollout.ahead rollout.order rollout.update rollout.max_age "
+        "rollout.turn_s rollout.push rollout.bucket_bytes rollout.check_every"
     ),
 }
 COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")

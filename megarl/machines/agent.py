@@ -7,6 +7,7 @@ give.  So anyone who has the run's token can run programs here with the rights o
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from megarl.processes.greeting import connect
 from megarl.processes.handle import ProcessHandle
 from megarl.processes.ranks import RanksLaunch, RanksProcess
 from megarl.processes.relay import Relay
+from megarl.processes.signals import Terminated
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import LocalServer, free_ports
 
@@ -77,10 +79,21 @@ class Agent:
         self._jobs: dict[int, ProcessHandle] = {}
         self._told: set[int] = set()  # jobs whose end was reported to the driver
         self._done = threading.Event()
+        self._signals: list[int] = []  # that the driver does not know yet
         self._orders: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "ports": self._ports, "ranks": self._ranks, "server": self._server,
             "words": self._words, "ask": self._ask, "end": self._end,
         }  # fmt: skip
+
+    def take_signal(self, number: int, _: object = None) -> None:
+        """A handler of processes.signals.ASKS: tell the driver, which saves and ends the run.  Never waits.
+
+        Raises Terminated before this agent has joined a run.
+        """
+        if self._own:
+            self._signals.append(number)
+        elif number == signal.SIGTERM:
+            raise Terminated("SIGTERM: this machine had not joined a run")
 
     def serve(self, join_s: float = JOIN_S) -> None:
         """Carry out requests until the driver sends "leave", then end all processes that were started.
@@ -176,6 +189,8 @@ class Agent:
             for turn in itertools.count():
                 if self._done.wait(_LOOK_S):
                     return
+                while self._signals:
+                    connection.send({"signal": int(self._signals.pop(0))})
                 if turn % round(HEARTBEAT_S / _LOOK_S) == 0:
                     connection.send({"beat": 1})
                 for number, job in list(self._jobs.items()):

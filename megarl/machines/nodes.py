@@ -23,6 +23,7 @@ from megarl import __version__
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost
 from megarl.processes.listener import Listener
 from megarl.processes.ranks import END_S, RanksLaunch
+from megarl.processes.signals import pass_on
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machine, MachineGone
 from megarl.sockets import listen
@@ -123,6 +124,8 @@ class _Member:
                 if "ended" in said:
                     job = self._jobs[said["ended"]]
                     job.words, job.code = said["words"], said["code"]
+                elif "signal" in said:  # a scheduler takes that machine away, or asks for a save
+                    pass_on(int(said["signal"]))
                 elif "id" in said and said["id"] in self._answers:
                     self._answers[said["id"]].put(said)
         except ConnectionLost as error:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append all rows in one write.  A number that is not finite becomes null, because JSON has no such number."""
+    """Append all rows in one write, or nothing: what a full disk cut off is taken back.
+
+    A number that is not finite becomes null, because JSON has no such number.
+    """
     text = "".join(json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    with path.open("ab", buffering=0) as file:
+        before, data = file.tell(), text.encode()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -30,18 +42,34 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def drop_after(path: Path, step: int | None) -> None:
+def drop_after(path: Path, step: int | None, also: Callable[[Mapping[str, Any]], bool] = lambda row: False) -> None:
     """Keep the lines up to `step`, which the resumed run will not write again; None keeps nothing.
 
-    Each line has a "step".  The file is replaced atomically, so that an interruption loses nothing.
+    `also`: rows that are dropped too.  Lines that a power failure or another program has damaged are dropped with a
+    warning: a run that can resume must not stop for its log.  The file is replaced atomically, so that an interruption
+    loses nothing.
     """
     if not path.exists():
         return
-    kept = [] if step is None else [row for row in read_lines(path) if row["step"] <= step]
+    kept: list[bytes] = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if step is not None else (), 1):
+        row = _row(line)
+        if row is None:
+            log.warning("%s:%d is no whole line with a step, and is left out", path, number)
+        elif row["step"] <= step and not also(row):
+            kept.append(line)
     other = path.with_name(path.name + ".part")
-    other.unlink(missing_ok=True)
-    append_lines(other, kept)
+    other.write_bytes(b"".join(kept))
     os.replace(other, path)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None if the line is damaged."""
+    try:
+        row = json.loads(line)
+    except ValueError:  # no UTF-8, or no JSON
+        return None
+    return row if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _plain(value: Any) -> Any:

@@ -49,7 +49,8 @@ class JsonlTracker(Quiet):
 
     def __init__(self, run: Run) -> None:
         self.path = run.run_dir / "metrics.jsonl"
-        drop_after(self.path, run.resume_step)
+        # The evaluation after the step of the save is made again.
+        drop_after(self.path, run.resume_step, also=lambda row: row["step"] == run.resume_step and "val/score" in row)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         append_lines(self.path, [{"step": step, "time": round(time.time(), 3), **metrics}])

@@ -86,14 +86,14 @@ def job_of(
         turn_s=rollout.turn_s,
         push="sharded" if rollout.push in ("auto", "sharded") else "gathered",  # shared falls back, GPUs being apart
         bucket_bytes=rollout.bucket_bytes or bucket_bytes_of(_WIDTHS[rollout.dtype] * whole(own.hf)),
-        async_save=config.trainer.async_save and config.trainer.save_freq > 0,
+        async_save=config.trainer.async_save and config.trainer.saves,
         time_limits=TimeLimits(
             request_s=rollout.request_timeout_s,
             piece_tokens=rollout.piece_tokens,
             start_s=rollout.start_timeout_s,
             call_s=config.trainer.call_timeout_s,
             loads_servers=not rollout.urls and not config.first_push_is_whole,
-            saves=config.trainer.save_freq > 0,
+            saves=config.trainer.saves,
         ),
     )
     read = server_args.read(rollout.sglang.args) if rollout.engine != "hf" else {"not_modelled": ()}

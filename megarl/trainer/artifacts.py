@@ -10,6 +10,7 @@ from rich.console import Console
 
 from megarl.config.validate.lora import partly_loaded_by_peft
 from megarl.config.validate.models import config_of_folder
+from megarl.durable_files import write_text
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
 from megarl.projections import chosen, projections_of
@@ -48,7 +49,7 @@ MORE = {  # files that only some runs have
 def remember(folder: Path, before: Evaluation) -> None:
     """Save the answers of the untrained model for the comparison at the end, which may run in another process."""
     content = {"accuracy": before.accuracy, "answers": before.answers()}
-    (folder / BEFORE).write_text(json.dumps(content))
+    write_text(folder / BEFORE, json.dumps(content))
 
 
 def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from megarl.config import Config, layout_of, to_yaml
 from megarl.config.placement import gpu_seats, pushes_over_nccl
 from megarl.data.ledger import Ledger
+from megarl.durable_files import write_text
 from megarl.group import Group
 from megarl.layout import Layout
 from megarl.metrics.jsonl import drop_after
@@ -115,8 +116,7 @@ class Run:
         data = config.data
         self.prompts = read_prompts(config, data.train_files, overlong=data.overlong_prompts)
         check_taught(config, self.prompts.data_sources)
-        if config.trainer.save_freq > 0:
-            self.prompts.check_saveable()
+        self.saves_waiting = self._is_saveable()
         val = read_prompts(config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
         self.val_prompts = val.all(data.val_max_samples) if val else []
         self.num_filtered = self.prompts.num_filtered + (val.num_filtered if val else 0)
@@ -142,6 +142,16 @@ class Run:
         self.generated_with = generated_with(config, greedy=self.algorithm.wants_greedy)
         self._groups: dict[tuple[Layout, int, int], Group] = {}  # layout, first rank, ranks
         self._stack = ExitStack()
+
+    def _is_saveable(self) -> bool:
+        """Whether a checkpoint can hold what waits.  Raises ValueError if it cannot, and the run saves of its own."""
+        try:
+            self.prompts.check_saveable()
+        except ValueError:
+            if self.config.trainer.saves:
+                raise
+            return False  # a save that a signal asks for leaves it out, and it is generated again
+        return True
 
     @property
     def drains(self) -> bool:
@@ -198,7 +208,7 @@ class Run:
         if self.resumed_from is not None:
             announce(self.resumed_from, config, self.num_steps)
         ledger, waiting = take_over(self.resumed_from, self.prompts.fingerprint, self.generated_with, self._warn)
-        (self.dir / "config.yaml").write_text(to_yaml(config))
+        write_text(self.dir / "config.yaml", to_yaml(config))
         resume_step = self.first_step if self.resumed_from else None
         drop_after(self.dir / SAMPLES, resume_step)
         drop_after(self.dir / VISITS, resume_step)
@@ -377,7 +387,7 @@ class Run:
         The seed is the whole random state: completions, orders and shuffles depend only on it and the step or visit,
         and ranks draw no random numbers because dropout is 0.
         """
-        algorithm, waiting = self.algorithm, self.prefetcher.waiting
+        algorithm, waiting = self.algorithm, self.prefetcher.waiting if self.saves_waiting else {}
         state: dict[str, Any] = {"ledger": self.ledger.state_dict(), "kl": algorithm.kl.state_dict()}
         state |= {"generated_with": self.generated_with, "totals": totals, "seed": algorithm.seed}
         assert self.saver is not None, "the run has not started"

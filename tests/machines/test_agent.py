@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import queue
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -20,6 +22,7 @@ from megarl.machines.agent import Agent, DriverLost
 from megarl.processes.connection import Connection
 from megarl.processes.greeting import connect
 from megarl.processes.ranks import RanksLaunch
+from megarl.processes.signals import Signals, Terminated
 from megarl.servers.launch import EngineLaunch
 
 TOKEN = "the secret of these tests"
@@ -75,6 +78,27 @@ def test_an_agent_fails_when_its_driver_failed_and_only_then() -> None:
                 raise failure
         agent.join(200)
     assert said == ["sent away", "the driver stopped: rank 3 is gone see its log", "sent away"]
+
+
+def test_signals_of_an_agent_count_as_the_drivers() -> None:
+    """A scheduler may take one machine away: the run saves, whichever it is."""
+    with pytest.raises(Terminated, match="could not finish its step: node 1 is gone"), Signals(200.0) as signals:
+        signals.is_patient = True
+        with driver() as found:
+            agent = Agent(1, f"127.0.0.1:{found.port}", TOKEN)
+            with pytest.raises(Terminated, match="had not joined a run"):
+                agent.take_signal(signal.SIGTERM)
+            thread = threading.Thread(target=agent.serve, daemon=True)
+            thread.start()
+            found.wait(limit_s=200)
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                agent.take_signal(number)
+            while not signals.ends:
+                time.sleep(0.01)
+            assert signals.take_save()
+            assert len(found.machine(1).free_ports(["127.0.0.1"])) == 1, "it goes on until the driver ends"
+        thread.join(200)
+        raise RuntimeError("node 1 is gone")
 
 
 def test_ranks_run_our_worker_and_no_other_module() -> None:

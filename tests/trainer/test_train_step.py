@@ -12,6 +12,7 @@ import torch
 from megarl.algo.finite import NonFiniteError
 from megarl.data.ledger import Ledger
 from megarl.metrics.timer import Timer
+from megarl.processes.signals import Signals
 from megarl.rollout.prefetch import RolloutBatch
 from megarl.sample import Batch, Completion, Prompt, Sample, VersionSpan
 from megarl.train import learn, measure, samples_named, shuffle_rewards, train_step
@@ -110,7 +111,7 @@ def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Pat
     algorithm: Any = SimpleNamespace(kl=None)
     nobody: Any = None
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    train_step(3, prefetcher, Roles(nobody), algorithm, said, log, said, saves=False)
+    train_step(3, prefetcher, Roles(nobody), algorithm, said, log, said, saves=lambda step: False)
     assert said.pushed == [4]
     ((step, metrics),) = said.logged
     assert step == 4
@@ -120,15 +121,23 @@ def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Pat
     assert "critic/score/mean" not in metrics
     assert (tmp_path / "samples.jsonl").read_text() == ""
     assert (tmp_path / "visits.jsonl").read_text() == '{"step": 4, "filtered": [7]}\n'
-    assert said.waiting == ["checked", "polled", ("gen", 1, 4), "checked", "polled", ("gen", 2, 4)]
+    assert said.waiting == ["checked", "polled", ("gen", 1, 4), "checked", "polled", ("gen", 2, 4), "polled"]
 
 
 def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited(tmp_path: Path) -> None:
     said: Any = Noted()
     evaluator: Any = Waited(Evaluation([]))
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    assert measure(3, evaluator, said, log, said) is evaluator.found
-    assert said.waiting == ["checked", "polled", ("evaluate", 1, 4), "checked", "polled", ("evaluate", 2, 4)]
+    assert measure(3, evaluator, said, log, said, Signals(1.0)) is evaluator.found
+    assert said.waiting == [
+        ("evaluate",),
+        "checked",
+        "polled",
+        ("evaluate", 1, 4),
+        "checked",
+        "polled",
+        ("evaluate", 2, 4),
+    ]
     assert said.logged == [(3, {"val/score": 0.0, "val/unscored": 0.0, "val/lost": 0.0})]
     assert said.scores == [(3, 0.0)], "by which the best saves are kept"
 
@@ -163,13 +172,16 @@ def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
     prefetcher: Any = Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
     algorithm: Any = SimpleNamespace(kl=None)
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    train_step(2, prefetcher, Roles(resident, residents=(resident,)), algorithm, said, log, saver, saves=True)
+    train_step(
+        2, prefetcher, Roles(resident, residents=(resident,)), algorithm, said, log, saver, saves=lambda step: True
+    )
     assert story == ["servers release", "onload", ("save", 3), "offload", ("push", 3)]
 
 
 def test_a_checkpoint_holds_the_state_of_the_driver() -> None:
     described: list[Any] = []
     run: Any = Run.__new__(Run)
+    run.saves_waiting = True
     run.generated_with = {"rollout.n": 2}
     run.algorithm = SimpleNamespace(kl=SimpleNamespace(state_dict=dict), seed=7)
     run.saver = SimpleNamespace(describe=lambda *said: described.append(said))
@@ -196,7 +208,9 @@ def test_a_push_may_wait_for_what_is_generated_as_long_as_a_server_can_go_on(tmp
     prefetcher.wait = lambda: story.append("wait")
     nobody: Any = None
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    train_step(2, prefetcher, Roles(nobody), SimpleNamespace(kl=None), said, log, said, saves=False, drains=True)  # type: ignore[arg-type]
+    train_step(
+        2, prefetcher, Roles(nobody), SimpleNamespace(kl=None), said, log, said, saves=lambda step: False, drains=True
+    )  # type: ignore[arg-type]
     assert story == ["watch", "wait"] * 2 + (["push"] if ends == "idle" else ["watch", "push"])
 
 

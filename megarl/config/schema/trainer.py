@@ -20,7 +20,11 @@ class Trainer:
     n_gpus_per_node: int = 1  # training ranks per machine; processes on a machine without a GPU
     device: str = "auto"  # auto | cpu | cuda
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # console jsonl tensorboard wandb
-    save_freq: int = -1  # iterations between checkpoints; -1 = none
+    save_freq: int = -1  # iterations between checkpoints; -1 = none, but those that a signal asks for
+    save_every_s: float | None = (
+        None  # seconds after a save in which the next one is due, beside save_freq; null = never
+    )
+    term_grace_s: float = 20.0  # after SIGTERM the running iteration may end and be saved within so many seconds
     async_save: bool = True  # checkpoints are copied to host memory and written while the training goes on
     test_freq: int = -1  # iterations between evaluations; -1 = none
     val_before_train: bool = True  # evaluate before the first iteration
@@ -44,6 +48,11 @@ class Trainer:
     def num_ranks(self) -> int:
         """Training ranks over all machines."""
         return self.nnodes * self.n_gpus_per_node
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are saved without being asked for."""
+        return self.save_freq > 0 or self.save_every_s is not None
 
     @property
     def run_dir(self) -> Path:

@@ -206,6 +206,8 @@ RANGES: dict[str, tuple[Test, str]] = {
     "trainer.master_port": (lambda v: 1 <= v <= 65535, "1 to 65535"),
     "trainer.max_restarts": _AT_LEAST_0,
     "trainer.save_freq": _PERIOD,
+    "trainer.save_every_s": _ABOVE_0,
+    "trainer.term_grace_s": _ABOVE_0,
     "trainer.test_freq": _PERIOD,
     "trainer.critic_warmup": _AT_LEAST_0,
     "trainer.max_checkpoints_to_keep": _AT_LEAST_1,

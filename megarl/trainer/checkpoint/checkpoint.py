@@ -125,6 +125,7 @@ def changes(before: Config, now: Config) -> list[str]:
     """Settings that differ, as `key old -> new`, except the run's length, its loggers, and what concerns its saves."""
     old, new = _flat(asdict(before)), _flat(asdict(now))
     free = {f"trainer.{key}" for key in ("total_training_steps", "total_epochs", "logger", "resume_mode", "async_save")}
+    free |= {f"trainer.{key}" for key in ("save_freq", "save_every_s", "term_grace_s")}
     free |= {f"trainer.{key}" for key in ("verify_resume", "keep_every_steps", "keep_best")}
     changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in free]
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in changed]

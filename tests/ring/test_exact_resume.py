@@ -1,0 +1,117 @@
+"""A run that is struck at any moment and started again gives what one gives that nothing happened to, to the last bit.
+
+Struck are a rank, a server, a collector, the driver, or all at once, as by a power failure; by SIGKILL, the driver also
+by SIGTERM.  A run goes on without a collector or a server until it has another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strikes
+from ring_cases import PPO, lines, make_parts, settings
+
+pytestmark = pytest.mark.dist
+
+EXIT = {"SIGTERM": 143, "rank": 1, "driver": -9, "all": -9}  # of the first start; 0: the run goes on
+STAGES = ("gen", "old_log_prob", "update_actor", "save_checkpoint", "update_weights", "evaluate")
+VICTIMS = ("rank", "server", "collector", "driver", "all", "SIGTERM")
+STEPS = ["trainer.total_training_steps=5"]
+KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"]
+SAVES = ["trainer.save_freq=2", "trainer.max_checkpoints_to_keep=9", "trainer.test_freq=2"]
+# What depends neither on times nor on restarts.  The server's own log-probs, in rollout_corr/, do: their last bits
+# depend on which requests it computed together.
+NUMBERS = ("actor/", "critic/", "val/", "reward/", "response_length/", "prompt_length/", "off_policy/")
+
+
+def start(words: list[str], log: Path, struck: Path) -> int:
+    """Run to the end; returns the exit code."""
+    with log.open("ab") as out:
+        command = [sys.executable, "-m", "megarl", "train", *words]
+        return subprocess.run(command, stdout=out, stderr=out, env=os.environ | {"STRIKES": str(struck)}).returncode
+
+
+def words_of(parts: Path, runs: Path, name: str) -> list[str]:
+    return settings(parts, runs, name, *PPO, *KL, *SAVES, *STEPS, f"algorithm.plugins=[{strikes.__file__}]")
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_parts(tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="module")
+def whole(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happens to."""
+    runs = tmp_path_factory.mktemp("whole")
+    (runs / "strikes.json").write_text("[]")
+    log = runs / "whole.log"
+    assert start(words_of(parts, runs, "whole"), log, runs / "strikes.json") == 0, log.read_text()
+    return runs / "whole"
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if key == "step" or key.startswith(NUMBERS)}
+        for row in lines(run / "metrics.jsonl")
+    ]
+
+
+def weights(run: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (run / "hf").glob("*.safetensors")}
+
+
+def strike_and_compare(plan: list[tuple[int, str, str]], parts: Path, whole: Path, runs: Path) -> None:
+    """`plan`: step, stage and victim of each strike, in the order in which they fall."""
+    file, run, log = runs / "strikes.json", runs / "struck", runs / "struck.log"
+    file.write_text(json.dumps([{"step": step, "stage": stage, "victim": victim} for step, stage, victim in plan]))
+    words = words_of(parts, runs, "struck")
+    for _, _, victim in plan:
+        if victim in EXIT:
+            assert start(words, log, file) == EXIT[victim], log.read_text()
+    assert start(words, log, file) == 0, log.read_text()
+    assert json.loads(file.read_text()) == [], "all strikes fell"
+    assert numbers(run) == numbers(whole)
+    assert weights(run) == weights(whole)
+    for name in ("samples.jsonl", "visits.jsonl"):
+        assert lines(run / name) == lines(whole / name), name
+
+
+@pytest.mark.slow
+def test_a_run_that_is_struck_everywhere_is_the_same_to_the_bit(parts: Path, whole: Path, tmp_path: Path) -> None:
+    """Each victim once, each stage once; the third start begins in the middle of an evaluation's step."""
+    plan = [
+        (1, "gen", "collector"),
+        (1, "update_actor", "SIGUSR1"),
+        (2, "update_weights", "server"),
+        (3, "evaluate", "driver"),
+        (3, "update_actor", "SIGTERM"),
+        (4, "save_checkpoint", "all"),
+        (5, "old_log_prob", "rank"),
+    ]
+    strike_and_compare(plan, parts, whole, tmp_path)
+    saved = [int(folder.name.removeprefix("step_")) for folder in (tmp_path / "struck" / "checkpoints").iterdir()]
+    assert sorted(saved) == [1, 2, 3, 4, 5], "by SIGUSR1 after step 1, by SIGTERM after 3"
+
+
+def products() -> Iterator[Any]:
+    for stage, victim in product(STAGES, VICTIMS):
+        step = {"save_checkpoint": 4, "evaluate": 5}.get(stage, 3)
+        yield pytest.param(step, stage, victim, id=f"{victim} in {stage}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("step", "stage", "victim"), list(products()))
+def test_a_run_that_is_struck_once_is_the_same_to_the_bit(
+    parts: Path, whole: Path, tmp_path: Path, step: int, stage: str, victim: str
+) -> None:
+    strike_and_compare([(step, stage, victim)], parts, whole, tmp_path)
