@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -21,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megarl import __version__
+from megarl.commands import checkpoint as saves
 from megarl.commands.this_machine import placed
 from megarl.config import Config, ConfigError, load_config, load_sweep, recipe_names, to_yaml
 from megarl.config.describe import Description, description
@@ -89,6 +93,7 @@ COMMANDS = {
     "convert": Command(
         "megarl.convert.convert", "main", "a model on disk, from Hugging Face's form to Megatron's or back"
     ),
+    "checkpoint": Command("megarl.commands.checkpoint", "main", "verify, list or prune the saves of a run"),
     "plan": Command("megarl.plan.command.command", "main", "memory and time of a run, predicted; better layouts"),
     "doctor": Command(
         "megarl.commands.doctor",
@@ -186,6 +191,8 @@ def _run(name: str, words: list[str]) -> int:
         raise ValueError(_no_command(name))
     if name == "convert":
         return _work_of(COMMANDS[name])(parse(words))
+    if name == "checkpoint":
+        return _work_of(COMMANDS[name])(saves.parse(words))
     if name == "plan":
         request, settings = plan_request.parse(words)
         return _work_of(COMMANDS[name])(request, _overrides(settings))
@@ -200,7 +207,7 @@ def _run(name: str, words: list[str]) -> int:
         name = "node" if config.trainer.node_rank else name
     try:
         return _work_of(COMMANDS[name])(config)
-    except (RuntimeError, FloatingPointError) as error:  # of ranks, servers, collector or push, with one sentence
+    except (RuntimeError, FloatingPointError, OSError) as error:  # of ranks, servers, collector, push or a full disk
         return _stopped(config, error)
 
 
@@ -225,11 +232,27 @@ def _run_several(name: str, words: list[str]) -> int:
 
 
 def _stopped(config: Config, error: Exception) -> int:
-    """Print one sentence, and write the traceback and the ranks' reports to logs/failure.txt of the run."""
-    report = config.trainer.run_dir / "logs" / "failure.txt"
-    report.parent.mkdir(parents=True, exist_ok=True)
-    report.write_text("".join(traceback.format_exception(error)) + getattr(error, "report", ""))
-    _complain(f"the run stopped: {error}\nall of it: {report}; the same command goes on from the last checkpoint")
+    """Print one sentence, and write the traceback and the ranks' reports to logs/failure.txt of the run.
+
+    Where that cannot be written, because the disk is full, they go to a temporary folder, or nowhere.
+    """
+    text = "".join(traceback.format_exception(error)) + getattr(error, "report", "")
+    refusals = []
+    for folder in (config.trainer.run_dir / "logs", Path(tempfile.gettempdir())):
+        report = folder / ("failure.txt" if not refusals else f"megarl_failure_{os.getpid()}.txt")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            report.write_text(text)
+        except OSError as refusal:
+            with suppress(OSError):  # half of it, if any
+                report.unlink()
+            refusals.append(f"{report} could not be written ({refusal.strerror})")
+            continue
+        where = "; ".join([*refusals, f"all of it: {report}"])
+        break
+    else:
+        where = "; ".join(refusals)
+    _complain(f"the run stopped: {error}\n{where}; the same command goes on from the last checkpoint")
     return EXIT_FAILED
 
 
@@ -278,6 +301,8 @@ def _help(words: list[str], console: Console) -> None:
         raise ValueError(_no_command(name))
     if name == "convert":
         return print_help(console)
+    if name == "checkpoint":
+        return saves.print_help(console)
     if name == "plan":
         return plan_request.print_help(console)
     if name != "config" or not keys:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
+SUMS = "SHA256SUMS"  # of an exported folder's weights, as `sha256sum --check` reads it
+THREADS = 8  # that read files together
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700  # modes: of the owner alone
 
 
@@ -69,3 +72,36 @@ def fault_of(file: Path, written: Facts, *, reads: bool) -> str | None:
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None
+
+
+def write_sums(folder: Path, pattern: str) -> None:
+    """List the SHA-256 of the files in a folder, when they are on the disk."""
+    files = sorted(folder.glob(pattern))
+    with ThreadPoolExecutor(THREADS) as threads:
+        sums = [facts["sha256"] for facts in threads.map(facts_of, files)]
+    for file in files:
+        sync(file)
+    (folder / SUMS).write_text("".join(f"{s}  {file.name}\n" for s, file in zip(sums, files, strict=True)))
+    sync(folder / SUMS)
+
+
+def faults_of_sums(folder: Path) -> list[str]:
+    """A sentence for each file of a folder that is not what its sums say; none for a folder without sums."""
+    if not (folder / SUMS).is_file():
+        return []
+    lines = (folder / SUMS).read_text(errors="replace").splitlines()
+    with ThreadPoolExecutor(THREADS) as threads:
+        return [fault for fault in threads.map(lambda line: _fault_of_sum(folder, line), lines) if fault]
+
+
+def _fault_of_sum(folder: Path, line: str) -> str | None:
+    digest, _, name = line.partition("  ")
+    file = folder / name
+    if not name or Path(name).name != name:
+        return f"{folder / SUMS} is damaged: {line!r} is no line of a digest and a name"
+    try:
+        return None if facts_of(file)["sha256"] == digest else f"{file} is damaged: its SHA-256 is not that in {SUMS}"
+    except FileNotFoundError:
+        return f"{file} is missing"
+    except OSError as error:
+        return f"{file} cannot be read ({error.strerror})"

@@ -38,6 +38,7 @@ from megarl.trainer.checkpoint.save_times import SaveTimes
 from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.evaluate import Evaluation, Evaluator
 from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.owner import owned
 from megarl.trainer.reward_model import scored
 from megarl.trainer.roles import Roles, trainers_turn
 from megarl.trainer.run import Run
@@ -53,7 +54,11 @@ def train(config: Config) -> dict[str, Any]:
     """
     began = time.monotonic()
     prepare(config)
-    with Signals(config.trainer.term_grace_s) as signals, Infrastructure(config) as infrastructure:
+    with (
+        owned(config.trainer.run_dir),
+        Signals(config.trainer.term_grace_s) as signals,
+        Infrastructure(config) as infrastructure,
+    ):
         run = Run(config, infrastructure)
         if run.resumed_from:
             began -= run.resumed_from.state["totals"]["wall_s"]

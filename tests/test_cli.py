@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from saved_runs import no_file_above
 
 from megarl import __version__, cli
 from megarl.commands import doctor
@@ -86,6 +88,32 @@ def test_a_run_that_fails_says_so_in_a_sentence_and_keeps_the_rest_in_a_file(tra
     assert "Traceback" not in said
     report = tmp_path / "runs" / "quickstart" / "logs" / "failure.txt"
     assert str(report.relative_to(tmp_path)) in said
+    assert "RuntimeError: rank 1 died" in report.read_text()
+
+
+def test_a_full_disk_is_a_sentence_though_the_report_cannot_be_written(train, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train.result = OSError(28, "No space left on device")
+    report = Path("runs/quickstart/logs/failure.txt")
+    report.parent.mkdir(parents=True)
+    with no_file_above(0):
+        assert call("train", "recipe=quickstart") == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2] == "the run stopped: [Errno 28] No space left on device"
+    elsewhere = f"{tempfile.gettempdir()}/megarl_failure_"
+    assert said[-1].startswith(f"{report} could not be written (File too large); {elsewhere}")
+    assert said[-1].endswith("(File too large); the same command goes on from the last checkpoint")
+    assert not report.exists()
+
+
+def test_what_the_runs_folder_cannot_hold_goes_to_another(train, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    train.result = RuntimeError("rank 1 died")
+    Path("runs").touch()
+    assert call("train", "recipe=quickstart") == 1
+    (report,) = tmp_path.glob("megarl_failure_*.txt")
+    assert f"could not be written (Not a directory); all of it: {report};" in capsys.readouterr().err
     assert "RuntimeError: rank 1 died" in report.read_text()
 
 

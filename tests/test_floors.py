@@ -116,6 +116,7 @@ def test_no_module_of_ours_is_imported_by_a_written_out_name():
         ("megarl", "torch numpy hydra omegaconf rich transformers megatron"),
         ("megarl.config", "torch numpy transformers megatron"),
         ("megarl.cli", "torch numpy transformers megatron aiohttp httpx"),
+        ("megarl.commands.checkpoint", "torch numpy transformers megatron"),
         ("megarl.plan.command.report", "torch numpy transformers megatron"),
         ("megarl.plan.command.command", "torch numpy transformers megatron"),
         ("megarl.algo", "megatron transformers hydra omegaconf aiohttp httpx datasets"),

@@ -19,10 +19,13 @@ from typing import Any, Literal
 import torch
 
 from megarl.config import read_yaml
+from megarl.durable_files import faults_of_sums
 from megarl.mcore.checkpoint.checkpoint import adapters_in, weights_in
 from megarl.mcore.checkpoint.files import ABOUT
+from megarl.mcore.checkpoint.intact import facts_under
 from megarl.trainer.build import model_folder
-from megarl.trainer.checkpoint.checkpoint import MANIFEST
+from megarl.trainer.checkpoint.checkpoint import FILES_OF_RANKS
+from megarl.trainer.checkpoint.manifest import MANIFEST, faults_in, read_manifest, write_manifest
 from megarl.weights.hf.folder import CONFIG, copy_tokenizer
 from megarl.weights.hf.load import open_for
 from megarl.weights.mapping.blocks import Role
@@ -57,6 +60,7 @@ def describe(path: Path, model: Path | None = None) -> ModelFolder:
     if model is not None:
         raise ValueError(f"model={model}: {path} is not a checkpoint of a run; expected no model=")
     if (path / CONFIG).is_file():
+        _refuse(faults_of_sums(path))
         return ModelFolder(path, "hf", _hf_role(path), path, _hf_dtype(path))
     if (path / MANIFEST).is_file():
         roles = [child.parent.name for child in sorted(path.glob(f"*/{ABOUT}"))]
@@ -71,12 +75,14 @@ def _of_shards(path: Path, model: Path | None) -> ModelFolder:
     if (path / MANIFEST).is_file():
         if model is not None:
             raise ValueError(f"model={model}: {path} has a {CONFIG} of its own; expected no model=")
-        manifest = json.loads((path / MANIFEST).read_text())
+        _refuse(faults_in(path, reads=True, skip=FILES_OF_RANKS))
+        manifest = read_manifest(path)
         return ModelFolder(path, "megatron", manifest["role"], path / HF_PART, _shards_dtype(path))
     if not (path.parent / MANIFEST).is_file():
         raise ValueError(
             f"{path}: an unfinished checkpoint (no {MANIFEST} in it or beside it); expected a finished one"
         )
+    _refuse(faults_in(path.parent, reads=True, skip=FILES_OF_RANKS))
     role: Role = "critic" if path.name == "critic" else "actor"
     model, base_dtype = (model, None) if model else _base_of_run(path, role)
     if not (model / CONFIG).is_file():
@@ -86,6 +92,12 @@ def _of_shards(path: Path, model: Path | None) -> ModelFolder:
     if adapters_in(path) is not None:
         return ModelFolder(path, "megatron", role, model, base_dtype or _hf_dtype(model), has_adapters=True)
     return ModelFolder(path, "megatron", role, model, _shards_dtype(path))
+
+
+def _refuse(faults: list[str]) -> None:
+    """The ranks check the files that they read."""
+    if faults:
+        raise ValueError(f"{'; '.join(faults)}; expected an unchanged folder")
 
 
 def _base_of_run(path: Path, role: Role) -> tuple[Path, str]:
@@ -154,10 +166,7 @@ def finish_megatron(folder: Path, hf_folder: Path, manifest: dict[str, Any]) -> 
     (folder / HF_PART).mkdir()
     shutil.copyfile(hf_folder / CONFIG, folder / HF_PART / CONFIG)
     copy_tokenizer(hf_folder, folder / HF_PART)
-    with open(folder / MANIFEST, "w") as file:
-        json.dump(manifest, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+    write_manifest(folder, {**manifest, "files": facts_under(folder)})
 
 
 def bytes_under(folder: Path) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
+from megarl.mcore.checkpoint.intact import faults_of_share
 from megarl.mcore.models.lora import LoraSettings, apply_lora, merge
 from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
 from megarl.mcore.setup import RankInfo, initialize, replica_group
@@ -123,6 +124,8 @@ class Worker:
 
         Adapters are loaded onto the weights of `base`, an HF folder, and merged.
         """
+        if faults := faults_of_share(Path(folder), dist.get_rank(), dist.get_world_size()):
+            raise ValueError(f"{'; '.join(faults)}; expected an unchanged folder")
         adapters = checkpoint.adapters_in(Path(folder))
         if adapters is None:
             for tensor in local_parameters(self.model).values():

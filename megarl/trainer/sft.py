@@ -24,10 +24,16 @@ from megarl.roles.handles import Actor, Packing, Update
 from megarl.sample import Batch
 from megarl.trainer.build import engine_settings, make_group, model_folder, optim_settings, start_trackers
 from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.owner import owned
 
 
 def sft(config: Config) -> dict[str, Any]:
     """Train for trainer.total_training_steps or sft.epochs, write `hf/` into the run's folder, return the summary."""
+    with owned(config.trainer.run_dir):
+        return _train(config)
+
+
+def _train(config: Config) -> dict[str, Any]:
     folder, settings = config.trainer.run_dir, config.sft
     model_path = model_folder(config.model.path)
     tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.convert.folders import bytes_under, check_target, describe, finish_megatron, hf_sizes, staged
 from megarl.data.tiny import write_tiny_model
+from megarl.trainer.checkpoint.manifest import write_manifest
 
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 16}
 
@@ -76,7 +77,7 @@ def test_a_checkpoint_whose_run_is_not_there_wants_its_model_named(tmp_path: Pat
     folder = tmp_path / "run" / "checkpoints" / "step_1" / "actor"
     folder.mkdir(parents=True)
     (folder / "checkpoint.json").touch()
-    (folder.parent / "manifest.json").write_text("{}")
+    write_manifest(folder.parent, {"files": {}})
     config = tmp_path / "run" / "config.yaml"
     assert refusal(folder) == f"{folder}: there is no {config} to say whose weights these are; expected model=FOLDER"
     assert refusal(folder, tmp_path).startswith(f"model={tmp_path}: there is no config.json; expected the Hugging Face")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -66,6 +68,23 @@ def test_a_run_whose_newest_save_is_damaged_goes_on_from_the_one_before(
     after = steps(tmp_path / "flipped", "actor/grad_norm")
     assert {step: after[step] for step in before} == before
     assert 4 in after
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_a_run_in_a_sentence(parts: Path, tmp_path: Path) -> None:
+    """The driver may write to no file from its second step on, as on a full disk."""
+    run = tmp_path / "full"
+    words = settings(parts, tmp_path, "full", *PPO, "trainer.total_training_steps=100000")
+    command = [sys.executable, "-m", "megarl", "train", *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        wait_for_step(run, 2, process)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0))
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+        assert process.wait(timeout=300) == 1
+    assert "\nthe run stopped: [Errno 27] File too large" in f"\n{said}"
+    assert f"{run}/logs/failure.txt could not be written (File too large); " in said
+    assert "Traceback" not in said
 
 
 def kill_a_server(driver: subprocess.Popen[bytes]) -> None:

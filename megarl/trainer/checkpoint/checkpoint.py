@@ -6,6 +6,7 @@ models and optimizers are beside it as sharded checkpoints, which can be loaded 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from megarl.config import Config
 from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
 
 ROLLOUTS = "rollouts"  # folder of the finished groups that waited
-FILES_OF_RANKS = "*/rank_*.safetensors"
+FILES_OF_RANKS = "*rank_*.safetensors"
 
 
 class Saves(Protocol):
@@ -119,6 +120,13 @@ def all_checkpoints(root: Path) -> list[Checkpoint]:
         except Damaged:
             continue  # `find` and `megarl checkpoint verify` name it
     return found
+
+
+def forget(folder: Path) -> None:
+    """Delete a save; it loses its name first, so that an interrupted deletion leaves none that is not whole."""
+    doomed = folder.with_name(f".{folder.name}.deleted")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def changes(before: Config, now: Config) -> list[str]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megarl.durable_files import fault_of, write_text
+from megarl.durable_files import THREADS, fault_of, write_text
 
 MANIFEST = "manifest.json"
 
@@ -53,11 +54,13 @@ def faults_in(folder: Path, *, reads: bool, skip: str = "") -> list[str]:
         files = read_manifest(folder)["files"]
     except Damaged as error:
         return [str(error)]
-    found = []
-    for name, facts in files.items():
-        fault = fault_of(folder / name, facts, reads=reads and not fnmatchcase(name, skip))
-        found += [f"{folder / name} {fault}"] if fault else []
-    return found
+
+    def look(name: str) -> str | None:
+        fault = fault_of(folder / name, files[name], reads=reads and not fnmatchcase(name, skip))
+        return fault and f"{folder / name} {fault}"
+
+    with ThreadPoolExecutor(THREADS) as threads:  # they read and digest beside each other
+        return [sentence for sentence in threads.map(look, files) if sentence]
 
 
 def _text(content: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from megarl.mcore.checkpoint.files import UNWRITTEN
 from megarl.mcore.checkpoint.intact import facts_under
 from megarl.roles.handles import SaveError
 from megarl.sample import Sample
-from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, Checkpoint, Saves, all_checkpoints, folders_under
+from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, Checkpoint, Saves, all_checkpoints, folders_under, forget
 from megarl.trainer.checkpoint.manifest import write_manifest
 from megarl.trainer.checkpoint.retention import Retention, read_scores, write_scores
 
@@ -162,13 +162,6 @@ class Saver:
 
     def _partial(self, step: int) -> Path:
         return self._root / f".step_{step:08d}.partial"
-
-
-def forget(folder: Path) -> None:
-    """Delete a save; it loses its name first, so that an interrupted deletion leaves none that is not whole."""
-    doomed = folder.with_name(f".{folder.name}.deleted")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
 
 
 def _is_over(role: Saves) -> bool:

@@ -15,6 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.durable_files import SUMS
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
@@ -119,7 +121,13 @@ def write_whole(path: Path, write: Any) -> None:
 
 def clear_weights(folder: Path) -> None:
     """Delete the model in `folder`: config first, then weights, so that an interrupted rewrite is never loaded."""
-    for path in [folder / CONFIG, folder / INDEX, *folder.glob("*.safetensors"), *folder.glob("*.partial")]:
+    for path in [
+        folder / CONFIG,
+        folder / SUMS,
+        folder / INDEX,
+        *folder.glob("*.safetensors"),
+        *folder.glob("*.partial"),
+    ]:
         path.unlink(missing_ok=True)
 
 

@@ -1,0 +1,179 @@
+"""`megarl checkpoint verify|list|prune FOLDER`: looks after the saves of a run, without torch.
+
+FOLDER is a run's folder, its `checkpoints/`, one save in it, or a folder of Hugging Face's form with SHA256SUMS.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from megarl.config import read_yaml
+from megarl.durable_files import SUMS, faults_of_sums
+from megarl.trainer.checkpoint.checkpoint import folders_under, forget, step_of
+from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
+from megarl.trainer.checkpoint.retention import Retention, read_scores
+from megarl.trainer.owner import owned
+
+SETTINGS = {"keep": "newest", "every": "every", "best": "best"}
+EXIT_DAMAGED = 2
+
+
+class Request(NamedTuple):
+    verb: str
+    folder: Path
+    keep: dict[str, int]  # fields of a Retention that are given
+    dry_run: bool = False
+
+
+def parse(words: list[str]) -> Request:
+    """Raises ValueError, one sentence, for words that are no request."""
+    flags, keep, rest = [w for w in words if w.startswith("-")], {}, []
+    if unknown := [flag for flag in flags if flag != "--dry-run"]:
+        raise ValueError(f"there is no option {unknown[0]}; expected --dry-run, --debug or --help")
+    for word in (w for w in words if w not in flags):
+        key, equals, value = word.partition("=")
+        if not equals or os.sep in key:
+            rest.append(word)
+        elif key not in SETTINGS or not value.isdecimal() or (key == "keep" and int(value) < 1):
+            raise ValueError(f"{word}: expected keep=N of at least 1, every=STEPS or best=N")
+        else:
+            keep[SETTINGS[key]] = int(value)
+    if len(rest) != 2 or rest[0] not in VERBS:
+        raise ValueError(f"megarl checkpoint {' '.join(rest)}: expected {'|'.join(VERBS)} and a folder")
+    if rest[0] != "prune" and (keep or flags):
+        raise ValueError(f"megarl checkpoint {rest[0]}: keep=, every=, best= and --dry-run belong to prune")
+    return Request(rest[0], Path(rest[1]), keep, bool(flags))
+
+
+def main(request: Request) -> int:
+    """0: done, and whole; 2: something is damaged.  Raises ValueError for a folder without saves."""
+    return VERBS[request.verb](request)
+
+
+def verify(request: Request) -> int:
+    """Read every file of all saves and compare size and SHA-256 with the manifest; name what is damaged."""
+    folder = request.folder
+    if (folder / SUMS).is_file():
+        faults = {folder: faults_of_sums(folder)}
+    else:
+        faults = {save: faults_in(save, reads=True) for save in _saves(folder)}
+    for save, found in faults.items():
+        _say(f"{save}: {'whole' if not found else f'{len(found)} damaged'}")
+        for fault in found:
+            _say(f"  {fault}", error=True)
+    return EXIT_DAMAGED if any(faults.values()) else 0
+
+
+def show(request: Request) -> int:
+    """A table of the saves.  Sizes are checked, digests are not."""
+    saves = _saves(request.folder)
+    reasons = _reasons(saves, _retention(saves[0].parent, {}))
+    table = Table(box=None, padding=(0, 2))
+    for title in ("step", "size", "saved", "roles", "files", "kept as", "score"):
+        table.add_column(title, no_wrap=True)
+    scores = read_scores(saves[0].parent)
+    for save in saves:
+        try:
+            content = read_manifest(save)
+        except Damaged:
+            table.add_row(str(step_of(save)), "", "", "", "no whole manifest", "", "")
+            continue
+        size = decimal(sum(facts["bytes"] for facts in content["files"].values()))
+        faults = faults_in(save, reads=False)
+        state = f"{len(faults)} damaged" if faults else "complete"
+        when = datetime.fromisoformat(content["saved"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        score = scores.get(content["step"])
+        table.add_row(
+            str(content["step"]), size, when, ", ".join(content["roles"]), state,
+            ", ".join(reasons.get(content["step"], [])), "" if score is None else f"{score:.4g}",
+        )  # fmt: skip
+    Console(soft_wrap=True).print(table)
+    return 0
+
+
+def prune(request: Request) -> int:
+    """Delete the saves that are not to be kept, and those whose manifest is damaged, unless all are."""
+    saves = _saves(request.folder)
+    root = saves[0].parent
+    if len(saves) == 1 and request.folder.resolve() == saves[0].resolve():
+        raise ValueError(f"megarl checkpoint prune {request.folder}: one save; expected the folder of a run")
+    with ExitStack() as stack:
+        if not request.dry_run:
+            stack.enter_context(owned(root.parent))
+        reasons = _reasons(saves, _retention(root, request.keep))
+        kept = {step for step, why in reasons.items() if why}
+        if not kept:
+            raise ValueError(f"{root}: every save is damaged, so none is deleted; see megarl checkpoint verify")
+        for save in saves:
+            why = ", ".join(reasons.get(step_of(save), []))
+            if why:
+                _say(f"{save.name}: kept ({why})")
+                continue
+            if not request.dry_run:
+                forget(save)
+            _say(f"{save.name}: {'would be deleted' if request.dry_run else 'deleted'}")
+    return 0
+
+
+VERBS = {"verify": verify, "list": show, "prune": prune}
+
+
+def _saves(folder: Path) -> list[Path]:
+    """The folder itself, or the finished saves in it or in its `checkpoints/`, oldest step first."""
+    if (folder / MANIFEST).is_file() or folder.name in {f.name for f in folders_under(folder.parent)}:
+        return [folder]
+    found = folders_under(folder) or folders_under(folder / "checkpoints")
+    if not found:
+        raise ValueError(f"{folder}: no saves of a run there, and no {SUMS}; expected the folder of a run or of a save")
+    return found
+
+
+def _retention(root: Path, given: dict[str, int]) -> Retention:
+    """What the run's config.yaml says, or the defaults without one, and what is given."""
+    settings = root.parent / "config.yaml"
+    own = Retention.of(read_yaml(settings)) if settings.is_file() else Retention(2)
+    return replace(own, **given)
+
+
+def _reasons(saves: list[Path], retention: Retention) -> dict[int, list[str]]:
+    """Of the saves whose manifest is whole."""
+    steps = []
+    for save in saves:
+        try:
+            steps.append(int(read_manifest(save)["step"]))
+        except Damaged:
+            continue
+    return retention.reasons(steps, read_scores(saves[0].parent))
+
+
+def _say(sentence: str, *, error: bool = False) -> None:
+    Console(stderr=error, soft_wrap=True).print(sentence, markup=False, highlight=False)
+
+
+def print_help(console: Console) -> None:
+    """The page of `megarl checkpoint --help`."""
+    console.print("[bold]megarl checkpoint[/] verify|list|prune FOLDER\n", highlight=False)
+    for line in HELP:
+        console.print(line, highlight=False, markup=False)
+
+
+HELP = (
+    "FOLDER is the folder of a run or of one of its saves; verify also takes an exported hf/ folder.",
+    "",
+    "verify   read every file, compare size and SHA-256 with what was written; exit 2 names what is damaged",
+    "list     step, size, time, roles, whether all files are there, and why each save is kept",
+    "prune    delete the saves that the run's settings do not keep; or keep=N, every=STEPS, best=N",
+    "         --dry-run only says which",
+    "",
+    "megarl checkpoint verify runs/quickstart",
+    "megarl checkpoint prune runs/quickstart keep=1 every=100 --dry-run",
+)

@@ -1,0 +1,80 @@
+"""A run's folder has one owner: the process that trains in it holds a lock, which the system frees when it ends.
+
+The lock is `flock` on `owner.json`, so a killed owner leaves none behind, whatever the file says.  Linux makes it a
+lock of the whole file on NFS, where it excludes runs on other machines too; there, if a machine of an owner dies, the
+server keeps its lock until the lease ends (90 s by default).  Lustre must be mounted with `-o flock`.  On a file
+system without locks the run says that nothing protects its folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.durable_files import PRIVATE_FILE
+
+OWNER = "owner.json"  # {"host", "pid", "started"} of the last owner
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Own a run's folder, which is made if it is not there.
+
+    Raises ValueError, one sentence with the owner, if another process owns it, or if it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
+    except OSError as error:
+        raise ValueError(
+            f"trainer.default_local_dir, trainer.experiment_name: {folder} cannot be written ({error.strerror}); "
+            "expected a folder of this run's own"
+        ) from error
+    try:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(_refusal(folder, number)) from None
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+            sentence = f"warning: {folder}: its file system has no locks, so nothing keeps a second run out of it"
+            Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
+        _sign(number)
+        yield
+    finally:
+        os.close(number)
+
+
+def _sign(number: int) -> None:
+    """A full disk loses only the words of a refusal, not the lock."""
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started})
+    try:
+        os.ftruncate(number, 0)
+        os.pwrite(number, text.encode(), 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+
+
+def _refusal(folder: Path, number: int) -> str:
+    try:
+        owner = json.loads(os.pread(number, 4096, 0))
+        who = f"process {owner['pid']} on {owner['host']}, which began at {owner['started']}"
+    except (ValueError, KeyError, TypeError):  # it has not signed yet
+        who = "another process"
+    return (
+        f"{folder} is used by {who}; expected one run in a folder at a time: wait for its end, or set another "
+        "trainer.experiment_name"
+    )

@@ -1,0 +1,90 @@
+"""One run in a folder at a time: the second is told who is there, and a dead owner keeps nobody out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from config_helpers import BASE
+from saved_runs import no_file_above
+
+from megarl.cli import main
+from megarl.trainer.owner import OWNER, owned
+
+OWNS = """
+import os
+import sys
+from pathlib import Path
+from megarl.trainer.owner import owned
+with owned(Path(sys.argv[1])):
+    child = os.spawnvp(os.P_NOWAIT, sys.executable, [sys.executable, "-c", "import sys; sys.stdin.read()"])
+    print("here", flush=True)
+    os.waitpid(child, 0)
+"""
+
+
+@contextmanager
+def another_owner(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that owns the folder and has a child, until the end of the context."""
+    words = [sys.executable, "-c", OWNS, str(folder)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"here\n"
+        yield process
+
+
+def test_a_second_run_in_a_folder_is_told_who_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the command, for both kinds of training; nothing in the folder changes."""
+    run = tmp_path / "run"
+    with another_owner(run) as process:
+        (run / "metrics.jsonl").write_text("of the first run")
+        started = json.loads((run / OWNER).read_text())["started"]
+        for words in (["train", *BASE], ["sft", "model.path=m", "sft.train_files=[a.jsonl]"]):
+            assert main([*words, f"trainer.default_local_dir={tmp_path}"]) == 2
+            assert capsys.readouterr().err.splitlines()[-1] == (
+                f"error: {run} is used by process {process.pid} on {socket.gethostname()}, which began at {started}; "
+                "expected one run in a folder at a time: wait for its end, or set another trainer.experiment_name"
+            )
+        assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", OWNER]
+        process.stdin.close()  # type: ignore[union-attr]
+    with owned(run):
+        assert json.loads((run / OWNER).read_text())["pid"] == os.getpid()
+
+
+def test_an_owner_that_is_killed_leaves_no_lock_though_its_child_lives(tmp_path: Path) -> None:
+    with another_owner(tmp_path) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
+        with owned(tmp_path):
+            pass
+
+
+def test_other_folders_and_later_runs_are_free(tmp_path: Path) -> None:
+    with owned(tmp_path / "a"), owned(tmp_path / "b"):
+        assert stat.S_IMODE((tmp_path / "a" / OWNER).stat().st_mode) == 0o600
+        with pytest.raises(ValueError, match=f"is used by process {os.getpid()} on "), owned(tmp_path / "a"):
+            pass
+    with owned(tmp_path / "a"):
+        pass
+
+
+def test_on_a_full_disk_the_lock_holds(tmp_path: Path) -> None:
+    refused = pytest.raises(ValueError, match="is used by another process; ")
+    with no_file_above(0), owned(tmp_path), refused, owned(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused = pytest.raises(ValueError, match="cannot be written .Not a directory.; expected a folder")
+    with refused, owned(tmp_path / "file" / "run"):
+        pass
