@@ -96,7 +96,10 @@ def show(request: Request) -> int:
             str(content["step"]), size, when, ", ".join(content["roles"]), state,
             ", ".join(reasons.get(content["step"], [])), "" if score is None else f"{score:.4g}",
         )  # fmt: skip
-    Console(soft_wrap=True).print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    console.print(table)
     return 0
 
 
