@@ -152,6 +152,7 @@ EXIT_INTERRUPTED = 130
 def main(argv: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
     if argv is None:  # this is the process's own command line
+        os.umask(0o077)  # what it and the processes that it starts write, others cannot read
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends it as Ctrl-C does, in order
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a run that is not yet there, or not any more, has no use for it
     words = list(sys.argv[1:] if argv is None else argv)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from megarl.auth import derived, given_token, needed_token, server_token, without_tokens
+from megarl.roles.handles import PushSettings
+from megarl.roles.teacher_servers import TeacherServers
+from megarl.rollout.collector.collector import CollectorSettings
 
 TOKEN = "0123456789abcdef"
 
@@ -51,3 +55,13 @@ def test_servers_have_a_key_of_their_own() -> None:
 def test_a_child_that_does_not_need_them_gets_none() -> None:
     secrets = {"MEGARL_TOKEN": "1", "MEGARL_TOKEN_FILE": "2", "MEGARL_SERVER_TOKEN": "3"}
     assert without_tokens({"PATH": "/bin", **secrets}) == {"PATH": "/bin"}
+
+
+def test_the_words_of_an_object_do_not_tell_its_key() -> None:
+    """They stand in tracebacks, and so in logs."""
+    push = PushSettings(("http://a:1",), "the-secret")
+    servers = TeacherServers(lambda: ("http://a:1",), "the-secret")
+    values = dict.fromkeys((field.name for field in fields(CollectorSettings)), "x") | {"token": "the-secret"}
+    for shown in (push, servers, CollectorSettings(**values)):  # type: ignore[arg-type]
+        assert shown.token == "the-secret"
+        assert "the-secret" not in f"{shown!r} {shown}"

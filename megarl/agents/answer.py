@@ -43,13 +43,15 @@ def hermes(text: str) -> tuple[str, list[ToolCall], int]:
                 raise TypeError("a call is a name and an object")
             arguments = json.dumps(arguments, ensure_ascii=False)
             (name + arguments).encode()  # half a surrogate pair is no text
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             malformed += 1
             return match.group(0)
         calls.append(ToolCall(name, arguments))
         return ""
 
-    rest = re.sub(r"<tool_call>(.*?)</tool_call>", take, text, flags=re.DOTALL)
+    # What follows the last end is not searched: each beginning there would be followed to the end of the text.
+    closed, end, open_end = text.rpartition("</tool_call>")
+    rest = re.sub(r"<tool_call>(.*?)</tool_call>", take, closed + end, flags=re.DOTALL) + open_end
     cut_off = max(0, rest.count("<tool_call>") - rest.count("</tool_call>"))
     return rest, calls, malformed + cut_off
 

@@ -61,7 +61,7 @@ class PushSettings:
     """Targets and options of pushes that are the same for every push."""
 
     urls: tuple[str, ...]
-    token: str
+    token: str = field(repr=False)
     dtype: str = "float32"  # of the servers' weights
     bucket_bytes: int | None = None  # of two buckets; None: from the model's size
     timeout_s: float = 120.0

@@ -25,7 +25,7 @@ class TeacherServers:
     """Columns of a batch from servers, at temperature 1, on the tokens that are learnt; each row is one request."""
 
     urls: Callable[[], Sequence[str]]  # known once the servers run
-    token: str
+    token: str = field(repr=False)
     concurrency: int = 64  # requests at a time, to all servers
     timeout_s: float = 120.0
     tries: int = 5

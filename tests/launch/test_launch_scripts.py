@@ -76,6 +76,9 @@ def test_pods_take_the_token_from_a_secret_and_no_rights() -> None:
         assert token["valueFrom"]["secretKeyRef"]["name"] == "megarl-token"
         assert spec["automountServiceAccountToken"] is False
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
 def test_the_pods_of_the_job_are_the_machines_of_its_settings() -> None:

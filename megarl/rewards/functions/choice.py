@@ -9,10 +9,12 @@ from megarl.rewards.result import ground_truth_of
 from megarl.sample import Completion, Prompt
 
 # From the most to the least explicit: the first pattern that matches is used, and its last match in the text.
+# Possessive quantifiers (*+) give nothing back: with several \s* in a row the time would grow with the fourth power of
+# the number of spaces in a text.
 _PATTERNS = (
-    re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}"),
-    re.compile(r"####\s*\(?([A-Z])\b"),
-    re.compile(r"(?i:answer|option|choice)\s*(?i:is)?\s*:?\s*\**\s*\(?([A-Z])\b"),
+    re.compile(r"\\boxed\{\s*+(?:\\text\{)?+\s*+\(?([A-Z])\)?\s*+\}"),
+    re.compile(r"####\s*+\(?([A-Z])\b"),
+    re.compile(r"(?i:answer|option|choice)\s*+(?i:is)?+\s*+:?+\s*+\**+\s*+\(?([A-Z])\b"),
     re.compile(r"(?<![A-Za-z0-9'])\(?([A-Z])\)?(?![A-Za-z0-9'])"),
 )
 

@@ -15,6 +15,7 @@ from megarl.rewards.services.service import Service
 from megarl.sample import Completion, Prompt
 
 JSON = "json:"  # in front of the name of a field
+_SEARCHED = 20_000  # characters at the end of an answer, for JSON
 
 
 class Judge:
@@ -122,12 +123,13 @@ def _last(found: Any) -> float | None:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, outermost only."""
+    """The JSON objects in the last _SEARCHED characters of a text, outermost only."""
+    text = text[-_SEARCHED:]  # each error of the decoder counts the lines before it
     decoder, at = json.JSONDecoder(), text.find("{")
     while at >= 0:
         try:
             found, end = decoder.raw_decode(text, at)
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or nested too deeply
             end = at + 1
         else:
             yield found

@@ -15,7 +15,7 @@ import resource
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -52,7 +52,7 @@ class Scorer(Protocol):
 @dataclass(frozen=True)
 class CollectorSettings:
     urls: tuple[str, ...]
-    token: str
+    token: str = field(repr=False)
     tokenizer_path: str
     timeout_s: float  # of one request
     max_in_flight: int  # completions
