@@ -2,18 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.mcore.logprobs import fused, fused_torch
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 
 ALL = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of random hidden states and a weight, and the chunks in which their logits are computed."""
+
+    num_tokens: int
+    vocab_size: int
+    padding: int  # of the vocabulary
+    temperature: float
+    chunk: tuple[int, int, int]  # of `chunks_of`
+    dtype: torch.dtype
+    seed: int
+
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+    @property
+    def close(self) -> float:
+        """Of values and gradients to those in float64."""
+        return 1e-9 if self.dtype is torch.float64 else 2e-5
+
+    def sides(self, g: torch.Generator, width: int = 5) -> tuple[Tensor, Tensor]:
+        """(hidden [T, width], weight [V + padding, width]), normal."""
+        hidden, weight = (
+            torch.randn(n, width, generator=g).to(self.dtype) for n in (self.num_tokens, self.vocab_size + self.padding)
+        )
+        return hidden, weight
+
+    def check_gradients(self, found: Sequence[Tensor], expected: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """`values`: what was differentiated; a gradient has the rounding of the log-probs of which a value is a sum."""
+        largest = max([1.0, *(value.abs().max().item() for value in values)])
+        for ours, theirs in zip(found, expected, strict=True):
+            size = max(largest, theirs.abs().max().item())
+            torch.testing.assert_close(ours, theirs, atol=self.close * size, rtol=self.close)
+
+
+def cases(smallest: int = 2, temperatures: Sequence[float] = (1.0, 0.7, 2.0)) -> st.SearchStrategy[Case]:
+    """Vocabularies of `smallest` to 40 tokens."""
+    return st.builds(
+        Case,
+        num_tokens=st.integers(1, 9),
+        vocab_size=st.integers(smallest, 40),
+        padding=st.integers(0, 9),
+        temperature=st.sampled_from(temperatures),
+        chunk=st.sampled_from([(64, 3, 40), (17, 100, 1), (2**20, 2, 2**18)]),
+        dtype=st.sampled_from([torch.float64, torch.float32]),
+        seed=st.integers(0, 999),
+    )
 
 
 @contextmanager

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from megarl.algo.divergences import Divergence
 from megarl.mcore.logprobs import token_statistics as ts
-from megarl.mcore.logprobs.fused import Chunk, Chunks, Job, all_tokens, sum_over_ranks
+from megarl.mcore.logprobs.fused import Chunk, Chunks, Job, all_tokens, gradients_of, sum_over_ranks
 from megarl.mcore.logprobs.fused_torch import blocks, scaled
-from megarl.mcore.logprobs.main_grad import WeightGradient, add_product_
 
 
 @dataclass(frozen=True)
@@ -88,30 +87,22 @@ class _Divergence(torch.autograd.Function):
         hidden, weight, teacher, states, log_z, pulls, *heads = ctx.saved_tensors
         job: Job = ctx.job
         whole, taught = all_tokens(hidden, job, weight), teacher.masked_fill(grad == 0, 0)
-        grad_hidden = torch.zeros_like(whole)
-        of_weight = (
-            WeightGradient(weight, fused_accumulation=job.fused_accumulation) if ctx.needs_input_grad[3] else None
-        )
+        gradients = gradients_of(job, whole, weight, log_z.dtype, learns_weight=ctx.needs_input_grad[3])
         for at, sides, chunks in _lots(job, whole, weight, taught, states, heads):
-            of_lot = torch.zeros_like(sides[0], dtype=log_z.dtype)
-            for chunk in chunks.of(sides, torch.full_like(at, -1), at):
-                for block in blocks(chunk.logits):
-                    log_p, log_q = _log_probs(job, chunk, block, log_z[:, at])
-                    pull = ctx.divergence(log_p, log_q)[1]
-                    of_logits = (pull - log_p.exp() * pulls[at[block], None]) * (
-                        grad[at[block], None] / job.temperature
-                    )
-                    chunk.logits[block, : chunk.num_real] = of_logits
-                chunk.logits[:, chunk.num_real :] = 0.0
-                of_chunk = chunk.logits.to(weight.dtype)
-                add_product_(of_lot, of_chunk, weight[chunk.rows])
-                if of_weight is not None:
-                    of_weight.add(chunk.rows, of_chunk, sides[0])
-                del chunk, of_chunk
-            grad_hidden[at] = of_lot.to(grad_hidden.dtype)
-        own = sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[2] else None
-        of_heads = (None,) * len(heads)
-        return None, None, own, of_weight.finish() if of_weight is not None else None, None, None, *of_heads
+            with gradients.of_lot(at, sides[0]) as add:
+                for chunk in chunks.of(sides, torch.full_like(at, -1), at):
+                    for block in blocks(chunk.logits):
+                        log_p, log_q = _log_probs(job, chunk, block, log_z[:, at])
+                        pull = ctx.divergence(log_p, log_q)[1]
+                        of_logits = (pull - log_p.exp() * pulls[at[block], None]) * (
+                            grad[at[block], None] / job.temperature
+                        )
+                        chunk.logits[block, : chunk.num_real] = of_logits
+                    chunk.logits[:, chunk.num_real :] = 0.0
+                    add(chunk.rows, chunk.logits)
+                    del chunk
+        own = sum_over_ranks(gradients.of_hidden, job) if ctx.needs_input_grad[2] else None
+        return None, None, own, gradients.of_weight(), None, None, *(None,) * len(heads)
 
 
 def _lots(

@@ -25,7 +25,7 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from megarl.mcore.logprobs import fused_torch
-from megarl.mcore.logprobs.main_grad import WeightGradient, add_product_
+from megarl.mcore.logprobs.main_grad import LogitGradients
 from megarl.mcore.logprobs.support import Support
 from megarl.mcore.logprobs.token_statistics import all_reduce_, columns_of, empty_statistics, factors_of, merged
 
@@ -115,23 +115,16 @@ class _Columns(torch.autograd.Function):
             ref_hidden = ref_weight = None
         chunks = Chunks(job, weight, ref_weight, ctx.support)
         whole, factors = all_tokens(hidden, job, weight), factors_of(found, wanted)
-        grad_hidden = torch.zeros_like(whole)
-        of_weight = (
-            WeightGradient(weight, fused_accumulation=job.fused_accumulation) if ctx.needs_input_grad[2] else None
-        )
+        gradients = gradients_of(job, whole, weight, found.dtype, learns_weight=ctx.needs_input_grad[2])
         for at, sides in chunks.lots(whole, all_tokens(ref_hidden, job, weight), _reached(wanted)):
-            of_lot = torch.zeros_like(sides[0], dtype=found.dtype)
-            for chunk in chunks.of(sides, index[at], at):
-                how = (chunk.index, factors[:, at], chunk.num_real, job.temperature)
-                chunk.kernels.gradient_(chunk.logits, chunk.ref_logits, *how)
-                grad = chunk.logits.to(weight.dtype)
-                add_product_(of_lot, grad, weight[chunk.rows])
-                if of_weight is not None:
-                    of_weight.add(chunk.rows, grad, sides[0])
-                del chunk, grad  # else the next gradient, and the next group's buffer, are made beside these
-            grad_hidden[at] = of_lot.to(grad_hidden.dtype)
-        own = sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
-        return None, own, of_weight.finish() if of_weight is not None else None, None, None, None, None
+            with gradients.of_lot(at, sides[0]) as add:
+                for chunk in chunks.of(sides, index[at], at):
+                    how = (chunk.index, factors[:, at], chunk.num_real, job.temperature)
+                    chunk.kernels.gradient_(chunk.logits, chunk.ref_logits, *how)
+                    add(chunk.rows, chunk.logits)
+                    del chunk  # else the next group's buffer is made beside this one
+        own = sum_over_ranks(gradients.of_hidden, job) if ctx.needs_input_grad[1] else None
+        return None, own, gradients.of_weight(), None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -236,3 +229,8 @@ def sum_over_ranks(grad: Tensor, job: Job) -> Tensor:
     own = grad.new_empty(len(grad) // job.group.size(), grad.size(1))
     dist.reduce_scatter_tensor(own, grad, group=job.group)
     return own
+
+
+def gradients_of(job: Job, whole: Tensor, weight: Tensor, dtype: torch.dtype, *, learns_weight: bool) -> LogitGradients:
+    """Of all tokens' hidden states and this rank's part of the vocabulary, for a backward pass."""
+    return LogitGradients(whole, weight, dtype, learns_weight=learns_weight, fused_accumulation=job.fused_accumulation)

@@ -1,7 +1,12 @@
-"""Adds a weight's gradient, computed piece by piece, directly into Megatron's gradient buffer."""
+"""Gradients of hidden states and weight from gradients of chunks of their logits.
+
+A weight's gradient is added piece by piece, directly into Megatron's gradient buffer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,3 +63,36 @@ def add_product_(target: Tensor, left: Tensor, right: Tensor) -> None:
         target.addmm_(left, right)
     else:
         target += left @ right
+
+
+class LogitGradients:
+    """The gradients of hidden [T, H] and weight [V, H] through logits = hidden @ weight.T, in lots of some tokens."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, *, learns_weight: bool, fused_accumulation: bool
+    ) -> None:
+        """`dtype`: in which the chunks of a lot are added up; `fused_accumulation`: see WeightGradient."""
+        self.of_hidden = torch.zeros_like(hidden)
+        self._weight, self._dtype = weight, dtype
+        self._of_weight = WeightGradient(weight, fused_accumulation=fused_accumulation) if learns_weight else None
+
+    @contextmanager
+    def of_lot(self, at: Tensor, hidden: Tensor) -> Iterator[Callable[[slice, Tensor], None]]:
+        """`hidden` [C, H] of the tokens `at` [C], which are in no other lot.
+
+        Yields what adds a chunk: the rows of the weight, and the gradient of the logits [C, rows].
+        """
+        of_lot = torch.zeros_like(hidden, dtype=self._dtype)
+
+        def add(rows: slice, grad_logits: Tensor) -> None:
+            rounded = grad_logits.to(self._weight.dtype)
+            add_product_(of_lot, rounded, self._weight[rows])
+            if self._of_weight is not None:
+                self._of_weight.add(rows, rounded, hidden)
+
+        yield add
+        self.of_hidden[at] = of_lot.to(self.of_hidden.dtype)
+
+    def of_weight(self) -> Tensor | None:
+        """When all lots are added: see WeightGradient.finish; None for a weight that does not learn."""
+        return None if self._of_weight is None else self._of_weight.finish()

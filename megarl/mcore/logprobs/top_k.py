@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megarl.algo.distillation import NO_LOG_PROB
 from megarl.mcore.logprobs import token_statistics as ts
-from megarl.mcore.logprobs.fused import Chunk, Chunks, Job, all_tokens, sum_over_ranks
+from megarl.mcore.logprobs.fused import Chunk, Chunks, Job, all_tokens, gradients_of, sum_over_ranks
 from megarl.mcore.logprobs.fused_torch import blocks, scaled
-from megarl.mcore.logprobs.main_grad import WeightGradient, add_product_
 
 
 @torch.no_grad()
@@ -93,29 +92,22 @@ class _OfIds(torch.autograd.Function):
         whole, chunks = all_tokens(hidden, job, weight), Chunks(job, weight, None)
         grad = torch.where(is_token, grad, 0.0) / job.temperature
         total = grad.sum(1)
-        grad_hidden = torch.zeros_like(whole)
-        of_weight = (
-            WeightGradient(weight, fused_accumulation=job.fused_accumulation) if ctx.needs_input_grad[2] else None
-        )
+        gradients = gradients_of(job, whole, weight, log_z.dtype, learns_weight=ctx.needs_input_grad[2])
         for at, sides in chunks.lots(whole, None, tokens[(grad[tokens] != 0).any(1)]):
-            of_lot = torch.zeros_like(sides[0], dtype=log_z.dtype)
-            for chunk in chunks.of(sides, torch.full_like(at, -1), at):
-                column, is_here = _columns(chunk, index[at])
-                for block in blocks(chunk.logits):
-                    p = scaled(chunk.logits[block], chunk.num_real, job.temperature)
-                    p = p.sub_(log_z[at[block], None]).exp_()
-                    of_logits = p.mul_(-total[at[block], None])
-                    of_ids = torch.where(is_here[block], grad[at[block]], 0.0)
-                    chunk.logits[block, : chunk.num_real] = of_logits.scatter_add_(1, column[block], of_ids)
-                chunk.logits[:, chunk.num_real :] = 0.0
-                of_chunk = chunk.logits.to(weight.dtype)
-                add_product_(of_lot, of_chunk, weight[chunk.rows])
-                if of_weight is not None:
-                    of_weight.add(chunk.rows, of_chunk, sides[0])
-                del chunk, of_chunk
-            grad_hidden[at] = of_lot.to(grad_hidden.dtype)
-        of_hidden = sum_over_ranks(grad_hidden, job) if ctx.needs_input_grad[1] else None
-        return None, of_hidden, of_weight.finish() if of_weight is not None else None, None
+            with gradients.of_lot(at, sides[0]) as add:
+                for chunk in chunks.of(sides, torch.full_like(at, -1), at):
+                    column, is_here = _columns(chunk, index[at])
+                    for block in blocks(chunk.logits):
+                        p = scaled(chunk.logits[block], chunk.num_real, job.temperature)
+                        p = p.sub_(log_z[at[block], None]).exp_()
+                        of_logits = p.mul_(-total[at[block], None])
+                        of_ids = torch.where(is_here[block], grad[at[block]], 0.0)
+                        chunk.logits[block, : chunk.num_real] = of_logits.scatter_add_(1, column[block], of_ids)
+                    chunk.logits[:, chunk.num_real :] = 0.0
+                    add(chunk.rows, chunk.logits)
+                    del chunk
+        of_hidden = sum_over_ranks(gradients.of_hidden, job) if ctx.needs_input_grad[1] else None
+        return None, of_hidden, gradients.of_weight(), None
 
 
 def _columns(chunk: Chunk, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from divergence_plain import plain_divergence
 from hypothesis import given
 from hypothesis import strategies as st
-from logprobs_plain import chunks_of, logits_as
+from logprobs_plain import Case, cases, chunks_of, logits_as
 from torch import Tensor
 
 from megarl.algo.divergences import make_divergence
@@ -50,49 +50,29 @@ def test_two_tokens_by_hand() -> None:
         assert found.tolist() == pytest.approx(expected, abs=1e-6), name
 
 
-@given(
-    st.integers(1, 9),
-    st.integers(2, 40),
-    st.integers(0, 9),
-    st.sampled_from([1.0, 0.7, 2.0]),
-    st.sampled_from([(64, 3, 40), (17, 100, 1), (2**20, 2, 2**18)]),
-    st.sampled_from(NAMES),
-    st.sampled_from([torch.float64, torch.float32]),
-    st.integers(0, 999),
-)
-def test_values_and_gradients_are_those_of_whole_logits(
-    num_tokens: int,
-    vocab_size: int,
-    padding: int,
-    temperature: float,
-    chunk: tuple[int, int, int],
-    name: str,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
+@given(cases(), st.sampled_from(NAMES))
+def test_values_and_gradients_are_those_of_whole_logits(case: Case, name: str) -> None:
     """Two teachers of other sizes than the policy; some tokens have none."""
-    g = torch.Generator().manual_seed(seed)
-    rows = vocab_size + padding
-    hidden, weight = (torch.randn(n, 5, generator=g).to(dtype) for n in (num_tokens, rows))
+    g = case.generator
+    hidden, weight = case.sides(g)
     sides = [(2 * hidden).requires_grad_(), weight.requires_grad_()]
-    heads = [torch.randn(rows, width, generator=g).to(dtype) for width in (3, 7)]
-    states = 2 * torch.randn(num_tokens, 7, generator=g).to(dtype)
-    teacher = torch.randint(0, 3, (num_tokens,), generator=g)
-    factors = torch.randn(num_tokens, generator=g).to(dtype)
-    expected = plain_divergence(name, BETA, *sides, teacher, states, heads, vocab_size, temperature)
-    with chunks_of(*chunk):
-        got = in_chunks(name, *sides, teacher, states, heads, vocab_size, temperature)
+    heads = [torch.randn(len(weight), width, generator=g).to(case.dtype) for width in (3, 7)]
+    states = 2 * torch.randn(case.num_tokens, 7, generator=g).to(case.dtype)
+    teacher = torch.randint(0, 3, (case.num_tokens,), generator=g)
+    factors = torch.randn(case.num_tokens, generator=g).to(case.dtype)
+    how = (*sides, teacher, states, heads, case.vocab_size, case.temperature)
+    expected = plain_divergence(name, BETA, *how)
+    with chunks_of(*case.chunk):
+        got = in_chunks(name, *how)
         found = torch.autograd.grad((got * factors).sum(), sides)
-    close = 1e-9 if dtype is torch.float64 else 2e-5
-    assert got.dtype is dtype
+    assert got.dtype is case.dtype
     assert not got[teacher == 0].any()
-    torch.testing.assert_close(got.double(), expected.detach(), atol=close, rtol=close)
+    torch.testing.assert_close(got.double(), expected.detach(), atol=case.close, rtol=case.close)
     if teacher.any():
         theirs = torch.autograd.grad((expected * factors).sum(), sides)
     else:
         theirs = tuple(torch.zeros_like(side) for side in sides)
-    for ours, other in zip(found, theirs, strict=True):
-        torch.testing.assert_close(ours, other, atol=close * max(1.0, other.abs().max().item()), rtol=close)
+    case.check_gradients(found, theirs, [expected])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,8 +11,17 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
-from logprobs_plain import ALL, chunks_of, fused_columns, gradients, logits_as, plain_columns, total
+from logprobs_plain import (
+    ALL,
+    Case,
+    cases,
+    chunks_of,
+    fused_columns,
+    gradients,
+    logits_as,
+    plain_columns,
+    total,
+)
 from readme_blocks import ROOT, blocks
 from torch import Tensor
 
@@ -45,40 +54,23 @@ def test_the_entropy_is_that_of_the_documents() -> None:
     torch.testing.assert_close(found, space["entropy_from_logits"](logits))
 
 
-@given(
-    st.integers(1, 9),
-    st.integers(2, 40),
-    st.integers(0, 9),
-    st.sampled_from([1.0, 0.7, 2.0]),
-    st.sampled_from([(64, 3, 40), (17, 100, 1), (2**20, 2, 2**18)]),
-    st.sampled_from([torch.float64, torch.float32]),
-    st.integers(0, 999),
-)
-def test_values_and_gradients_are_those_of_log_softmax(
-    num_tokens: int,
-    vocab_size: int,
-    padding: int,
-    temperature: float,
-    chunk: tuple[int, int, int],
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
-    g = torch.Generator().manual_seed(seed)
-    hidden, weight = (torch.randn(n, 5, generator=g).to(dtype) for n in (num_tokens, vocab_size + padding))
+@given(cases())
+def test_values_and_gradients_are_those_of_log_softmax(case: Case) -> None:
+    g = case.generator
+    hidden, weight = case.sides(g)
     sides = [(2 * hidden).requires_grad_(), weight.requires_grad_()]
-    reference = [3 * torch.randn(n, 4, generator=g).to(dtype) for n in (num_tokens, vocab_size + padding)]
-    labels = torch.randint(0, vocab_size, (num_tokens,), generator=g)
-    factors = torch.randn(4, num_tokens, generator=g).to(dtype)
-    expected = plain_columns(*sides, labels, vocab_size, temperature, reference)
-    with chunks_of(*chunk):
-        got = fused_columns(*sides, labels, vocab_size, temperature, reference)
+    ref_hidden, ref_weight = case.sides(g, width=4)
+    reference = [3 * ref_hidden, 3 * ref_weight]
+    labels = torch.randint(0, case.vocab_size, (case.num_tokens,), generator=g)
+    factors = torch.randn(4, case.num_tokens, generator=g).to(case.dtype)
+    expected = plain_columns(*sides, labels, case.vocab_size, case.temperature, reference)
+    with chunks_of(*case.chunk):
+        got = fused_columns(*sides, labels, case.vocab_size, case.temperature, reference)
         found = gradients(got, factors, *sides)
-    close = 1e-9 if dtype is torch.float64 else 2e-5
     for name in ALL:
-        assert got[name].dtype is dtype
-        torch.testing.assert_close(got[name].double(), expected[name], atol=close, rtol=close)
-    for ours, theirs in zip(found, gradients(expected, factors, *sides), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=close * max(1.0, theirs.abs().max().item()), rtol=close)
+        assert got[name].dtype is case.dtype
+        torch.testing.assert_close(got[name].double(), expected[name], atol=case.close, rtol=case.close)
+    case.check_gradients(found, gradients(expected, factors, *sides), [*expected.values()])
 
 
 def test_gradients_are_finite_differences() -> None:

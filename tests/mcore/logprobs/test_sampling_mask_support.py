@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
-from logprobs_plain import ALL, chunks_of, gradients, masked_columns
+from logprobs_plain import ALL, Case, cases, chunks_of, gradients, masked_columns
 from torch import Tensor
 
 from megarl.layout import Layout
@@ -46,44 +45,26 @@ def plain(
     return masked_columns(*sides, labels, excluded, temperature, reference)
 
 
-@given(
-    st.integers(1, 9),
-    st.integers(2, 40),
-    st.integers(0, 9),
-    st.sampled_from([1.0, 0.01, 2.0]),
-    st.sampled_from([(64, 3, 40), (17, 100, 1), (2**20, 2, 2**18)]),
-    st.sampled_from([torch.float64, torch.float32]),
-    st.integers(0, 999),
-)
-def test_values_and_gradients_are_those_of_a_masked_softmax(
-    num_tokens: int,
-    vocab_size: int,
-    padding: int,
-    temperature: float,
-    chunk: tuple[int, int, int],
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
-    g = torch.Generator().manual_seed(seed)
-    scale = min(1.0, temperature)  # probabilities of some tokens at low temperatures too
-    hidden, weight = (torch.randn(n, 5, generator=g).to(dtype) for n in (num_tokens, vocab_size + padding))
+@given(cases(temperatures=(1.0, 0.01, 2.0)))
+def test_values_and_gradients_are_those_of_a_masked_softmax(case: Case) -> None:
+    g = case.generator
+    scale = min(1.0, case.temperature)  # probabilities of some tokens at low temperatures too
+    hidden, weight = case.sides(g)
     sides = [(2 * scale * hidden).requires_grad_(), weight.requires_grad_()]
-    reference = [scale * torch.randn(n, 4, generator=g).to(dtype) for n in (num_tokens, vocab_size + padding)]
-    reference[1] /= scale
-    labels = torch.randint(0, vocab_size, (num_tokens,), generator=g)
-    lists = supports(labels, vocab_size, seed)
-    factors = torch.randn(4, num_tokens, generator=g).to(dtype)
-    expected = plain(sides, labels, lists, vocab_size, temperature, reference)
-    with chunks_of(*chunk):
-        job = Job(ALL, vocab_size, temperature)
+    ref_hidden, ref_weight = case.sides(g, width=4)
+    reference = [scale * ref_hidden, ref_weight]
+    labels = torch.randint(0, case.vocab_size, (case.num_tokens,), generator=g)
+    lists = supports(labels, case.vocab_size, case.seed)
+    factors = torch.randn(4, case.num_tokens, generator=g).to(case.dtype)
+    expected = plain(sides, labels, lists, case.vocab_size, case.temperature, reference)
+    with chunks_of(*case.chunk):
+        job = Job(ALL, case.vocab_size, case.temperature)
         got = columns_of_chunks(job, *sides, labels, *reference, support=as_support(lists))
         found = gradients(got, factors, *sides)
-    close = 1e-9 if dtype is torch.float64 else 2e-5
     for name in ALL:
         assert bool(got[name].isfinite().all())
-        torch.testing.assert_close(got[name].double(), expected[name], atol=close, rtol=close)
-    for ours, theirs in zip(found, gradients(expected, factors, *sides), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=close * max(1.0, theirs.abs().max().item()), rtol=close)
+        torch.testing.assert_close(got[name].double(), expected[name], atol=case.close, rtol=case.close)
+    case.check_gradients(found, gradients(expected, factors, *sides), [*expected.values()])
 
 
 def test_a_token_without_a_support_is_as_if_none_had_one() -> None:
