@@ -10,16 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from shared_buckets import flat_bytes, in_shared_memory
 
 from megarl.rollout.client import ServerError
 from megarl.rollout.protocol import DTYPE_NAMES
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.sockets import listen
-from megarl.weights.push.buckets import Bucket
-from megarl.weights.push.shared import payload, shared_buffer
 
 numbers = itertools.count()
 
@@ -67,10 +65,6 @@ def weight_group(engine, num_ranks, background):
     leave_weight_group(group)
 
 
-def flat_bytes(tensors):
-    return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()])
-
-
 def broadcast_to(engine, name, group, tensors, background, **options):
     """One update over the group."""
     dtypes = [DTYPE_NAMES[tensor.dtype] for tensor in tensors.values()]
@@ -79,16 +73,6 @@ def broadcast_to(engine, name, group, tensors, background, **options):
     for tensor in [flat_bytes(tensors)] if options.get("flattened") else tensors.values():
         dist.broadcast(tensor.contiguous(), src=0, group=group)
     reply.result(60)
-
-
-def in_shared_memory(tensors, num_ranks):
-    """The text for each tensor-parallel rank; the memory lives as long as the bucket that comes with them."""
-    flat = flat_bytes(tensors)
-    data = shared_buffer(flat.numel())
-    data.copy_(flat)
-    (dtype,) = {tensor.dtype for tensor in tensors.values()}
-    bucket = Bucket(list(tensors), [tuple(tensor.shape) for tensor in tensors.values()], dtype, data, is_last=True)
-    return [payload(bucket) for _ in range(num_ranks)], bucket
 
 
 @pytest.mark.parametrize("flattened", [False, True])

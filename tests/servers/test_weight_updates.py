@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from shared_buckets import flat_bytes, in_shared_memory
 
 from megarl.rollout.client import ServerError
 from megarl.rollout.protocol import DTYPE_NAMES, Route, tensor_digest
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.sockets import listen
-from megarl.weights.push.buckets import Bucket
-from megarl.weights.push.shared import payload, shared_buffer
 
 numbers = itertools.count()
 
@@ -49,8 +48,7 @@ def link(server):
                 server.engine.update_from_distributed, names, dtypes, shapes, group_name=name, **options
             )
             if options.get("flattened"):
-                parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
-                dist.broadcast(torch.cat(parts), src=0, group=group)
+                dist.broadcast(flat_bytes(tensors), src=0, group=group)
             else:
                 for tensor in tensors.values():
                     dist.broadcast(tensor.contiguous(), src=0, group=group)
@@ -110,20 +108,11 @@ def test_a_wrong_update_is_refused_before_any_broadcast_and_changes_nothing(serv
     assert server.engine.model_info()["weight_version"] == "0"
 
 
-def shared_payload(tensors):
-    """What the sender of a bucket in shared memory posts, and the memory, to be kept until it was read."""
-    flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()])
-    buffer = shared_buffer(flat.numel())
-    buffer.copy_(flat)
-    names, shapes = list(tensors), [tuple(tensor.shape) for tensor in tensors.values()]
-    return payload(Bucket(names, shapes, torch.float32, buffer, True)), buffer
-
-
 def test_a_bucket_in_shared_memory_is_loaded_like_one_that_was_sent(server):
     tensors = read_weights(server.other_path)
-    text, _buffer = shared_payload(tensors)
+    texts, _bucket = in_shared_memory(tensors)
     server.engine.begin_update()
-    server.engine.update_from_tensor([text], version=4)
+    server.engine.update_from_tensor(texts, version=4)
     server.engine.end_update()
     assert server.engine.checksums() == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     assert server.engine.model_info()["weight_version"] == "4"
@@ -143,7 +132,7 @@ def test_a_bucket_in_shared_memory_is_loaded_like_one_that_was_sent(server):
 )
 def test_a_wrong_update_from_tensors_is_refused_and_changes_nothing(server, change, words):
     before = server.engine.checksums()
-    text, _buffer = shared_payload(change.get("tensors", {"model.norm.weight": torch.zeros(32)}))
+    (text,), _bucket = in_shared_memory(change.get("tensors", {"model.norm.weight": torch.zeros(32)}))
     texts = [change.get("text", text)] * change.get("count", 1)
     if change.get("session", True):
         server.engine.begin_update()
