@@ -117,6 +117,10 @@ class Served:
         """Tokens in the KV caches of SGLang's servers."""
         return sum(load["num_used_tokens"] for load in self._loads())
 
+    def num_waiting(self) -> int:
+        """Requests that SGLang's servers have not begun, or have retracted."""
+        return sum(load["num_waiting_reqs"] for load in self._loads())
+
     def _loads(self) -> list[dict[str, Any]]:
         headers = auth_headers(self.token)
         loads = [self.http.get(f"{url}/v1/loads", headers=headers).json()["loads"] for url in self.urls]
