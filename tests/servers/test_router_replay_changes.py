@@ -162,7 +162,7 @@ def written(
         async with EnginePool([url], TOKEN, **how) as pool:
             pool.trust(url, running.version[0])
             tasks = [write(pool, prompt, params_of(num_tokens)) for prompt in prompts]
-            *found, _ = await asyncio.gather(*tasks, push(pool))
+            found, _ = await asyncio.gather(asyncio.gather(*tasks), push(pool))
             return found, pool.counters()
 
     return asyncio.run(all_of_them())
