@@ -205,7 +205,7 @@ def test_experts_of_a_retracted_request_are_of_another_pass_and_are_not_used(run
         version = running.push("retract")
         reply = asked.result(LIMIT_S).json()
     assert reply["meta_info"].pop("num_retractions") == 1
-    ((unnoticed, _),) = parse_replies(reply, 1, num_asked=len(prompt), columns=[running.routes])
+    unnoticed = parse_replies(reply, 1, num_asked=len(prompt), columns=[running.routes])[0].completion
     before, after = unnoticed.versions
     assert (before.version, after.version) == (version - 1, version)
     tokens = [*prompt, *unnoticed.token_ids][:-1]
