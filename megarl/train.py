@@ -34,7 +34,7 @@ from megarl.sample import Batch, Sample, Stat, Stats
 from megarl.trainer.algorithm import Algorithm
 from megarl.trainer.artifacts import finish, remember
 from megarl.trainer.checkpoint.manifest import Damaged
-from megarl.trainer.checkpoint.save_times import SaveTimes
+from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.evaluate import Evaluation, Evaluator
 from megarl.trainer.infrastructure import Infrastructure
@@ -103,6 +103,7 @@ def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
 
 def look_back(step: int, run: Run, times: SaveTimes, log: RunLog, signals: Signals) -> Evaluation:
     """After `step` steps: evaluate if it is due, and end if SIGTERM came, which does not wait for the evaluation."""
+    assert run.saver is not None, "the run has started"
     found = Evaluation([])
     if measures(step, run):
         found = measure(step, run.evaluator, run.server_manager, log, run.saver, signals)
@@ -122,18 +123,16 @@ def measures(step: int, run: Run) -> bool:
 
 def save_and_end(step: int, run: Run, times: SaveTimes, log: RunLog, signals: Signals) -> NoReturn:
     """Save the state after `step` steps, unless that was done, and end the run."""
+    assert run.saver is not None, "the run has started"
     if step == 0:
         signals.end(NO_STEP)
-    assert run.saver is not None, "the run has started"
     if times.last < step:  # the signal came after the last moment to save in the step itself
         with trainers_turn(run.roles, run.server_manager, log.timer):
             run.saver.start(step)
         run.describe_save(log.totals.state_dict())
     log.trackers.stage("saving")
     run.saver.finish()
-    last = run.last_save
-    what = "no step is saved" if last is None else f"step {last.step} is saved"  # not this one, if its save failed
-    signals.end(f"the run ended after step {step}, and {what}; the same command goes on from there")
+    signals.end(saved(step, run.saver.last or run.resumed_from))
 
 
 def train_step(

@@ -342,10 +342,8 @@ UNREAD = {
         "algorithm.* critic.* ref.* teachers.* distill.* rollout.* reward.* agent.* actor.ppo_mini_batch_size "
         "actor.ppo_epochs actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* "
         "actor.router_replay data.*_files data.*_key data.*_batch_size data.max_* data.overlong_prompts data.shuffle "
-        "data.val_max_samples trainer.*_freq trainer.val_before_train trainer.resume_mode trainer.critic_warmup "
-        "trainer.prepare trainer.check_export trainer.total_epochs trainer.max_checkpoints_to_keep "
-        "trainer.keep_every_steps trainer.keep_best trainer.verify_resume "
-        "trainer.async_save trainer.check_only trainer.max_restarts"
+        "data.val_max_samples trainer.test_freq trainer.val_before_train trainer.keep_best trainer.critic_warmup "
+        "trainer.prepare trainer.check_export trainer.total_epochs trainer.check_only trainer.max_restarts"
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "

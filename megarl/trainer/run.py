@@ -182,14 +182,8 @@ class Run:
 
         Raises the error if trainer.resume_mode names this one, ValueError if there is no earlier one.
         """
-        trainer, damaged = self.config.trainer, self.resumed_from
-        assert damaged is not None, "a run that resumes from nothing finds nothing damaged"
-        if damaged.folder == Path(trainer.resume_mode):
-            raise error
-        self._warn(f"{damaged.folder.name} is passed over: {error}")
-        found = checkpoint.find("auto", self.checkpoints, self._warn, verify=trainer.verify_resume, before=damaged.step)
-        assert found is not None, "find raises an error if there is none"
-        return found
+        assert self.resumed_from is not None, "a run that resumes from nothing finds nothing damaged"
+        return checkpoint.save_before(self.resumed_from, error, self.config.trainer, self._warn)
 
     def __enter__(self) -> Self:
         try:

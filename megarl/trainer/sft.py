@@ -16,74 +16,164 @@ from megarl.algo.loss import ActorLoss
 from megarl.config import Config, to_yaml
 from megarl.data.chat import load_tokenizer
 from megarl.data.sft import SftExamples
+from megarl.durable_files import write_text
+from megarl.group import Group
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
 from megarl.metrics.timer import Timer
+from megarl.metrics.trackers import Trackers
+from megarl.processes.signals import Signals
 from megarl.roles.handles import Actor, Packing, Update
 from megarl.sample import Batch
 from megarl.trainer.build import engine_settings, make_group, model_folder, optim_settings, start_trackers
+from megarl.trainer.checkpoint.checkpoint import Checkpoint, find, restore, save_before
+from megarl.trainer.checkpoint.manifest import Damaged
+from megarl.trainer.checkpoint.resume import announce
+from megarl.trainer.checkpoint.retention import Retention
+from megarl.trainer.checkpoint.save_times import SaveTimes, saved
+from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.owner import owned
 
 
 def sft(config: Config) -> dict[str, Any]:
-    """Train for trainer.total_training_steps or sft.epochs, write `hf/` into the run's folder, return the summary."""
-    with owned(config.trainer.run_dir):
-        return _train(config)
+    """Train for trainer.total_training_steps or sft.epochs, write `hf/` into the run's folder, return the summary.
 
-
-def _train(config: Config) -> dict[str, Any]:
-    folder, settings = config.trainer.run_dir, config.sft
-    model_path = model_folder(config.model.path)
-    tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
-    examples = SftExamples(
-        settings.train_files,
-        tokenizer,
-        prompt_key=settings.prompt_key,
-        response_key=settings.response_key,
-        max_length=settings.max_length,
-        seed=config.data.seed,
-        system_prompt=config.data.system_prompt,
-        template=config.data.apply_chat_template_kwargs,
-    )
-    num_steps = config.trainer.total_training_steps or settings.epochs * len(examples) // settings.batch_size
+    Resumes as `megarl train` does.  Raises Terminated after SIGTERM.
+    """
+    trainer, examples = config.trainer, _examples(config)
+    num_steps = trainer.total_training_steps or config.sft.epochs * len(examples) // config.sft.batch_size
     if num_steps < 1:
         raise ValueError(
-            f"sft.batch_size={settings.batch_size}: there are {len(examples)} examples in {settings.epochs} epochs; "
-            "use a smaller batch or more epochs"
+            f"sft.batch_size={config.sft.batch_size}: there are {len(examples)} examples in {config.sft.epochs} "
+            "epochs; use a smaller batch or more epochs"
         )
+    with (
+        owned(trainer.run_dir),
+        Signals(trainer.term_grace_s) as signals,
+        Infrastructure(config, serves=False) as infrastructure,
+    ):
+        resumed = find(trainer.resume_mode, trainer.run_dir / "checkpoints", _warn, verify=trainer.verify_resume)
+        while True:
+            try:
+                summary = _train(config, examples, num_steps, resumed, signals, infrastructure)
+                break
+            except Damaged as error:
+                assert resumed is not None, "a run that resumes from nothing finds nothing damaged"
+                resumed = save_before(resumed, error, trainer, _warn)
+    metrics = trainer.run_dir / "metrics.jsonl"
+    if metrics.exists():
+        learning_curve(metrics, trainer.run_dir / "learning_curve.png", title=trainer.experiment_name)
+    write_summary(trainer.run_dir / "summary.json", summary)
+    return summary
+
+
+def _train(
+    config: Config,
+    examples: SftExamples,
+    num_steps: int,
+    resumed: Checkpoint | None,
+    signals: Signals,
+    infrastructure: Infrastructure,
+) -> dict[str, Any]:
+    """From the start, or from `resumed`, to the exported model; returns the summary."""
+    folder, first_step = config.trainer.run_dir, 0
+    state: dict[str, Any] = {"loss": None, "wall_s": 0.0}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(config))
-    trackers, began = start_trackers(config, num_steps, None), time.monotonic()
+    if resumed is not None:
+        first_step, state = resumed.step, _state_of(resumed)
+        announce(resumed, config, num_steps)
+        examples.load_state_dict(state["examples"])
+    write_text(folder / "config.yaml", to_yaml(config))
+    (folder / "summary.json").unlink(missing_ok=True)  # only a finished run has one
+    trackers = start_trackers(config, num_steps, first_step if resumed else None)
+    began = time.monotonic() - state["wall_s"]
     try:
         trackers.stage("starting ranks")
-        with (
-            Infrastructure(config, serves=False) as infrastructure,
-            make_group(config, config.actor, "ranks_0", nodes=infrastructure.nodes) as group,
-        ):
-            packing = Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu)
-            actor = Actor("actor", group, packing, update_settings=_update(config))
-            group.start()
-            optim, engine = optim_settings(config.actor, num_steps), engine_settings(config.actor)
-            actor.load(model_path, dtype=config.model.dtype, optim=optim, engine=engine)
-            timer, metrics = Timer(on_stage=trackers.stage), {}
-            for step in range(num_steps):
-                with timer("update"):
-                    batch = supervised(examples.take(settings.batch_size))
-                    stats = finalise(actor.update(batch, seed=step))
-                metrics = {"sft/loss": stats["actor/pg_loss"], "sft/grad_norm": stats["actor/grad_norm"]}
-                metrics |= {"sft/lr": stats["actor/lr"]} | timer.finish(num_tokens=batch.num_tokens)
-                trackers.log(step + 1, metrics)
+        with make_group(config, config.actor, "ranks_0", nodes=infrastructure.nodes) as group:
+            actor = _actor(config, group, num_steps, resumed)
+            saver = Saver(
+                folder / "checkpoints",
+                {"actor": actor},
+                Retention.of(config),
+                in_background=config.trainer.async_save,
+                warn=_warn,
+            )
+            times = SaveTimes(config.trainer, signals, first_step=first_step, num_steps=num_steps)
+            timer, signals.is_patient = Timer(on_stage=trackers.stage), True
+            for step in range(first_step, num_steps):
+                state["loss"] = _step(step, actor, examples, config.sft.batch_size, timer, trackers)
+                ends = signals.ends  # one that comes later waits for the next step
+                if times.due(step + 1):
+                    with timer("save_checkpoint"):
+                        saver.start(step + 1)
+                    saver.describe(state | {"examples": examples.state_dict(), "wall_s": time.monotonic() - began})
+                saver.poll()
+                if ends:
+                    saver.finish()
+                    signals.end(saved(step + 1, saver.last or resumed))
+            saver.finish()
             trackers.stage("writing the model")
             actor.export(folder / "hf")
     finally:
         trackers.close()
-    summary = {"steps": num_steps, "loss": metrics["sft/loss"], "wall_s": round(time.monotonic() - began, 1)}
-    if (folder / "metrics.jsonl").exists():
-        learning_curve(folder / "metrics.jsonl", folder / "learning_curve.png", title=config.trainer.experiment_name)
-    write_summary(folder / "summary.json", summary)
-    return summary
+    return {"steps": num_steps, "loss": state["loss"], "wall_s": round(time.monotonic() - began, 1)}
+
+
+def _step(step: int, actor: Actor, examples: SftExamples, batch_size: int, timer: Timer, trackers: Trackers) -> float:
+    """One optimizer step, logged; returns its loss."""
+    with timer("update"):
+        batch = supervised(examples.take(batch_size))
+        stats = finalise(actor.update(batch, seed=step))
+    metrics = {"sft/loss": stats["actor/pg_loss"], "sft/grad_norm": stats["actor/grad_norm"]}
+    metrics |= {"sft/lr": stats["actor/lr"]} | timer.finish(num_tokens=batch.num_tokens)
+    trackers.log(step + 1, metrics)
+    return metrics["sft/loss"]
+
+
+def _examples(config: Config) -> SftExamples:
+    return SftExamples(
+        config.sft.train_files,
+        load_tokenizer(model_folder(config.model.tokenizer_path)),
+        prompt_key=config.sft.prompt_key,
+        response_key=config.sft.response_key,
+        max_length=config.sft.max_length,
+        seed=config.data.seed,
+        system_prompt=config.data.system_prompt,
+        template=config.data.apply_chat_template_kwargs,
+    )
+
+
+def _actor(config: Config, group: Group, num_steps: int, resumed: Checkpoint | None) -> Actor:
+    """The model on its ranks, which are started, with the weights and the optimizer of `resumed`."""
+    packing = Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu)
+    actor = Actor("actor", group, packing, update_settings=_update(config))
+    group.start()
+    actor.load(
+        model_folder(config.model.path),
+        dtype=config.model.dtype,
+        optim=optim_settings(config.actor, num_steps),
+        engine=engine_settings(config.actor),
+        reads_weights=resumed is None,
+    )
+    if resumed is not None:
+        restore(resumed, {"actor": actor}, verify=config.trainer.verify_resume)
+    return actor
+
+
+def _state_of(resumed: Checkpoint) -> dict[str, Any]:
+    """Raises ValueError for a checkpoint of `megarl train`."""
+    if "examples" not in resumed.state:
+        raise ValueError(
+            f"trainer.resume_mode: {resumed.folder} is not of `megarl sft`; expected one that is, another "
+            "trainer.experiment_name, or trainer.resume_mode=disable"
+        )
+    return resumed.state
+
+
+def _warn(sentence: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"warning: {sentence}", markup=False, highlight=False)
 
 
 def supervised(batch: Batch) -> Batch:

@@ -1,21 +1,28 @@
-"""A plug-in of a run that ends one of its processes, or signals it, in a stage that was named before.
+"""Runs in which a process is ended, or signalled, in a stage of a step that was named before.
 
-    STRIKES=strikes.json megarl train algorithm.plugins=[strikes.py] ...
+    python strikes.py STRIKES.json train key=value ...
 
-The file has the strikes to come: [{"step": 2, "stage": "update_actor", "victim": "rank"}, ...].  A strike is taken out
-of it before it falls, so a run that is started again is not struck by it again.
+is `megarl train key=value ...` with the strikes to come in the file: [[2, "update_actor", "rank"], ...].  A strike is
+taken out of it before it falls, so a run that is started again is not struck by it again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
+from megarl.cli import main
 from megarl.metrics.status import StatusTracker
+
+Strike = tuple[int, str, str]  # step, stage, victim
 
 VICTIMS = {  # a word of its command line
     "rank": "megarl.roles.worker",
@@ -25,7 +32,21 @@ VICTIMS = {  # a word of its command line
 SIGNALS = {"driver": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1}  # to the driver
 
 
-def strike(victim: str) -> None:
+def start(command: str, words: list[str], plan: Sequence[Strike] | None, file: Path, log: Path) -> int:
+    """Run a command to its end, struck by `plan`, or by what is left of the last one; returns its exit code."""
+    if plan is not None:
+        file.write_text(json.dumps(plan))
+    with log.open("ab") as out:
+        run = [sys.executable, __file__, str(file), command, *words]
+        return subprocess.run(run, stdout=out, stderr=out, check=False).returncode
+
+
+def weights(run: Path) -> dict[str, str]:
+    """SHA-256 of the files of the exported model."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (run / "hf").glob("*.safetensors")}
+
+
+def _strike(victim: str) -> None:
     if victim in SIGNALS:
         os.kill(os.getpid(), SIGNALS[victim])
         return
@@ -38,25 +59,24 @@ def strike(victim: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def due(step: int, stage: str) -> str | None:
-    """The victim of the strike of this stage, which is taken out of the file."""
-    file = Path(os.environ["STRIKES"])
-    strikes = json.loads(file.read_text())
-    for at, found in enumerate(strikes):
-        if (found["step"], found["stage"]) == (step, stage):
+def _strike_in_stages(file: Path) -> None:
+    told = StatusTracker.stage
+
+    def stage(self: StatusTracker, name: str, done: int = 0, total: int = 0) -> None:
+        told(self, name, done, total)
+        plan = json.loads(file.read_text())
+        due = next((strike for strike in plan if strike[:2] == [self._step + 1, name]), None)
+        if due is not None:
+            plan.remove(due)
             other = file.with_suffix(".part")
-            other.write_text(json.dumps(strikes[:at] + strikes[at + 1 :]))
+            other.write_text(json.dumps(plan))
             other.replace(file)
-            return str(found["victim"])
-    return None
+            _strike(due[2])
+
+    StatusTracker.stage = stage  # type: ignore[method-assign]
 
 
-def struck(self: StatusTracker, name: str, done: int = 0, total: int = 0) -> None:
-    told(self, name, done, total)
-    if (victim := due(self._step + 1, name)) is not None:
-        strike(victim)
-
-
-told = StatusTracker.stage
-if "STRIKES" in os.environ:
-    StatusTracker.stage = struck  # type: ignore[method-assign]
+if __name__ == "__main__":
+    _, strikes_to_come, *sys.argv[1:] = sys.argv
+    _strike_in_stages(Path(strikes_to_come))
+    sys.exit(main())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.config import Config
+from megarl.config.schema import Trainer
 from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
 
 ROLLOUTS = "rollouts"  # folder of the finished groups that waited
@@ -91,6 +92,19 @@ def find(
             "expected one, or trainer.resume_mode=disable, which begins again"
         )
     return None
+
+
+def save_before(damaged: Checkpoint, error: Damaged, settings: Trainer, warn: Callable[[str], None]) -> Checkpoint:
+    """The newest whole checkpoint before the one of which the ranks have found a file damaged.
+
+    Raises the error if trainer.resume_mode names this one, ValueError if there is no earlier one.
+    """
+    if damaged.folder == Path(settings.resume_mode):
+        raise error
+    warn(f"{damaged.folder.name} is passed over: {error}")
+    found = find("auto", damaged.folder.parent, warn, verify=settings.verify_resume, before=damaged.step)
+    assert found is not None, "find raises an error if there is none"
+    return found
 
 
 def _named(resume_mode: str, *, verify: bool) -> Checkpoint:

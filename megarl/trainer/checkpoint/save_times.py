@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from megarl.config.schema import Trainer
 from megarl.processes.signals import Signals
+from megarl.trainer.checkpoint.checkpoint import Checkpoint
 
 
 class SaveTimes:
@@ -40,3 +41,10 @@ class SaveTimes:
             return False
         self.last, self._since = step, self._clock()
         return True
+
+
+def saved(step: int, last: Checkpoint | None) -> str:
+    """What a run that ends after `step` says; `last`: its newest save, which is older if the last one has failed."""
+    if last is None:
+        return f"step {step} is finished, and nothing is saved"
+    return f"step {step} is finished, step {last.step} is saved; the same command goes on from there"

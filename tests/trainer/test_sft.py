@@ -1,0 +1,54 @@
+"""`megarl sft`: a stage that is struck and started again gives the same weights to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ring_cases import lines, make_parts, steps
+from strikes import start, weights
+
+pytestmark = pytest.mark.dist
+
+
+def words_of(parts: Path, runs: Path, name: str) -> list[str]:
+    return [
+        f"sft.train_files=[{parts}/examples.jsonl]",
+        *("sft.batch_size=8", "sft.max_length=24", "trainer.total_training_steps=5"),  # the epoch has three
+        f"model.path={parts}/model",
+        "actor.megatron.tensor_model_parallel_size=2",
+        *("actor.optim.lr=1e-3", "actor.optim.lr_warmup_steps=2", "actor.optim.lr_decay_style=cosine"),
+        *("trainer.device=cpu", "trainer.n_gpus_per_node=2"),
+        *(f"trainer.default_local_dir={runs}", f"trainer.experiment_name={name}"),
+        *("trainer.save_freq=2", "trainer.max_checkpoints_to_keep=9"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_parts(tmp_path_factory.mktemp("parts"))
+    rows = [{"prompt": f"{a}+{a + 1}=", "response": str(2 * a + 1)} for a in range(10, 34)]
+    (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_struck_is_the_same_to_the_bit(parts: Path, tmp_path: Path) -> None:
+    log, file = tmp_path / "sft.log", tmp_path / "strikes.json"
+    assert start("sft", words_of(parts, tmp_path, "whole"), [], file, log) == 0, log.read_text()
+    # What is saved after step 4 is saved in the stages of step 5.
+    plan = [(1, "update", "SIGUSR1"), (3, "update", "SIGTERM"), (5, "save_checkpoint", "all"), (5, "update", "rank")]
+    words = words_of(parts, tmp_path, "struck")
+    codes = [start("sft", words, plan, file, log)]
+    while codes[-1] != 0 and len(codes) < 5:
+        codes.append(start("sft", words, None, file, log))
+    assert codes == [143, -9, 1, 0], log.read_text()
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    for metric in ("sft/loss", "sft/grad_norm", "sft/lr"):
+        assert steps(struck, metric) == steps(whole, metric)
+    assert len(lines(struck / "metrics.jsonl")) == 5
+    assert weights(struck) == weights(whole)
+    saved = sorted(folder.name for folder in (struck / "checkpoints").glob("step_*"))
+    assert saved == [f"step_{step:08d}" for step in (1, 2, 3, 4, 5)], "by SIGUSR1 after step 1, by SIGTERM after 3"
+    assert json.loads((struck / "summary.json").read_text())["loss"] == steps(struck, "sft/loss")[5]
