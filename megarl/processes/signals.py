@@ -49,14 +49,12 @@ class Signals:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        ours = {signal.SIGUSR1: self._on_save, signal.SIGTERM: self._on_end, signal.SIGALRM: self._on_late}
-        self._stack.enter_context(handled(ours))
+        self._stack.enter_context(handled({signal.SIGUSR1: self._on_save, signal.SIGTERM: self._on_end}))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
         self._stack.close()
         if self.ends and isinstance(error, Exception):
             raise Terminated(f"SIGTERM: the run could not finish its step: {error}") from error
@@ -68,7 +66,8 @@ class Signals:
 
     def end(self, why: str) -> NoReturn:
         """End the run as SIGTERM wants it; `why`: what became of it."""
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        if self.is_patient:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
         raise Terminated(f"SIGTERM: {why}")
 
     def _on_save(self, number: int, _: object) -> None:
@@ -80,6 +79,8 @@ class Signals:
         self.ends = True
         if not self.is_patient:
             self.end(NO_STEP)
+        self._stack.enter_context(handled({signal.SIGALRM: self._on_late}))
+        self._stack.callback(signal.setitimer, signal.ITIMER_REAL, 0.0)
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
 
     def _on_late(self, number: int, _: object) -> None:

@@ -1,7 +1,7 @@
 """A run that is struck at any moment and started again gives what one gives that nothing happened to, to the last bit.
 
 Struck are a rank, a server, a collector, the driver, or all at once, as by a power failure; by SIGKILL, the driver also
-by SIGTERM.  A run goes on without a collector or a server until it has another one.
+by SIGTERM.  A run goes on without a collector or a server until it has another one, and starts its ranks again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from strikes import Strike, start, weights
 
 pytestmark = pytest.mark.dist
 
-EXIT = {"SIGTERM": 143, "rank": 1, "driver": -9, "all": -9}  # of the first start; 0: the run goes on
+EXIT = {"SIGTERM": 143, "driver": -9, "all": -9}  # the others do not end the run
 STAGES = ("gen", "old_log_prob", "update_actor", "save_checkpoint", "update_weights", "evaluate")
 VICTIMS = ("rank", "server", "collector", "driver", "all", "SIGTERM")
-STEPS = ["trainer.total_training_steps=5"]
+STEPS = ["trainer.total_training_steps=5", "trainer.max_restarts=3"]
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"]
 SAVES = ["trainer.save_freq=2", "trainer.max_checkpoints_to_keep=9", "trainer.test_freq=2"]
 # What depends neither on times nor on restarts.  The server's own log-probs, in rollout_corr/, do: their last bits
@@ -54,16 +54,21 @@ def numbers(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def strike_and_compare(plan: list[Strike], parts: Path, whole: Path, runs: Path) -> None:
-    """`plan`: the strikes in the order in which they fall."""
-    file, run, log = runs / "strikes.json", runs / "struck", runs / "struck.log"
-    words = words_of(parts, runs, "struck")
+def strike_and_go_on(plan: list[Strike], parts: Path, runs: Path, *more: str) -> Path:
+    """Start a run as often as `plan` ends it, the strikes in the order in which they fall; returns its folder."""
+    file, log = runs / "strikes.json", runs / "struck.log"
+    words = [*words_of(parts, runs, "struck"), *more]
     ends = [EXIT[victim] for _, _, victim in plan if victim in EXIT]
     codes = [start("train", words, plan, file, log)]
     while codes[-1] != 0 and len(codes) <= len(ends):
         codes.append(start("train", words, None, file, log))
     assert codes == [*ends, 0], log.read_text()
     assert json.loads(file.read_text()) == [], "all strikes fell"
+    return runs / "struck"
+
+
+def strike_and_compare(plan: list[Strike], parts: Path, whole: Path, runs: Path) -> None:
+    run = strike_and_go_on(plan, parts, runs)
     assert numbers(run) == numbers(whole)
     assert weights(run) == weights(whole)
     for name in ("samples.jsonl", "visits.jsonl"):
@@ -85,6 +90,17 @@ def test_a_run_that_is_struck_everywhere_is_the_same_to_the_bit(parts: Path, who
     strike_and_compare(plan, parts, whole, tmp_path)
     saved = [int(folder.name.removeprefix("step_")) for folder in (tmp_path / "struck" / "checkpoints").glob("step_*")]
     assert sorted(saved) == [1, 2, 3, 4, 5], "by SIGUSR1 after step 1, by SIGTERM after 3"
+
+
+@pytest.mark.slow
+def test_with_a_lead_no_visit_is_lost_or_trained_twice(parts: Path, tmp_path: Path) -> None:
+    """The prefetcher is ahead by two iterations, so groups run, wait and are trained when a strike falls."""
+    plan = [(2, "gen", "SIGTERM"), (3, "update_weights", "server"), (4, "update_actor", "all")]
+    run = strike_and_go_on(plan, parts, tmp_path, "rollout.ahead=2")
+    rows = lines(run / "visits.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert sorted(visit for row in rows for visit in row["trained"]) == list(range(5 * 4))
+    assert not any(row["lost"] or row["filtered"] for row in rows)
 
 
 def products() -> Iterator[Any]:
