@@ -86,9 +86,12 @@ COMMANDS = {
     "serve": Command(
         "megarl.commands.serve",
         "main",
-        "the servers of rollout.urls that belong on this machine",
+        "the servers of rollout.urls that belong on this machine, or servers that join a run (rollout.join)",
         ("model", "rollout"),
-        (("megarl serve model.path=path/to/hf_folder rollout.urls=[http://127.0.0.1:30000]", "servers alone"),),
+        (
+            ("megarl serve model.path=path/to/hf_folder rollout.urls=[http://127.0.0.1:30000]", "servers alone"),
+            ("megarl serve recipe=NAME rollout.join=10.0.0.1:29400", "servers for a run that goes on"),
+        ),
     ),
     "convert": Command(
         "megarl.convert.convert", "main", "a model on disk, from Hugging Face's form to Megatron's or back"

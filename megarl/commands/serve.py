@@ -1,6 +1,8 @@
-"""`megarl serve`: starts, health-checks and restarts the servers of rollout.urls whose host is this machine.
+"""`megarl serve`: starts, health-checks and restarts servers on this machine.
 
-It takes the same settings as the run, so that trainers and servers can be started with the same arguments.
+They are those of rollout.urls whose host is this machine; or, with rollout.join, rollout.num_servers servers that join
+the run whose driver listens there.  It takes the same settings as the run, so that trainers and servers can be started
+with the same arguments.
 """
 
 from __future__ import annotations
@@ -8,7 +10,10 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 from rich.console import Console
@@ -16,6 +21,8 @@ from rich.console import Console
 from megarl.auth import SERVER_VARIABLE, needed_token, server_token
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
+from megarl.machines.joining import Membership
+from megarl.machines.nodes import JOIN_S
 from megarl.servers.external import place
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import ServerDied
@@ -26,19 +33,59 @@ _LOOK_S = 1.0
 
 
 def main(config: Config) -> int:
-    """Serves until it is interrupted; raises ServerDied if no server is left."""
-    console, launches = Console(soft_wrap=True), launches_here(config)
+    """Serves until it is interrupted, or the run that it has joined ends; raises ServerDied if no server is left."""
+    if config.rollout.join:
+        return _serve_a_run(config, config.rollout.join)
+    launches = launches_here(config)
     key = os.environ.get(SERVER_VARIABLE) or server_token({}, needed_token(os.environ, "megarl serve"))
     logs = config.trainer.run_dir / "logs" / f"servers_{socket.gethostname()}"
-    patience = supervision(config)
-    with Servers(launches, key, logs, patience) as servers:
-        servers.start(lambda ready, total: console.print(f"{ready} of {total} servers", highlight=False))
-        console.print(f"serving at {' '.join(servers.urls)}; logs: {logs}", highlight=False)
-        while not all(state is State.OUT for state in servers.states):
-            for event in servers.poll():
-                console.print(f"{event.url} is {event.state}: {event.reason}", markup=False, highlight=False)
-            time.sleep(_LOOK_S)
-    raise ServerDied(f"no server is left; see {logs}")
+    with _started(config, launches, key, logs) as servers:
+        _watch(servers, lambda: False)
+    return 0
+
+
+def _serve_a_run(config: Config, address: str) -> int:
+    """Servers that join a run; an interrupt lets the run take back what they are writing, a second one does not."""
+    token = needed_token(os.environ, f"rollout.join={address}")
+    membership = Membership(address, token, limit_s=JOIN_S, source=os.environ.get(NODE_ADDRESS))
+    with closing(membership):
+        launches = launches_to_join(config, membership.own_address)
+        logs = config.trainer.run_dir / "logs" / f"servers_{socket.gethostname()}_{os.getpid()}"
+        with _started(config, launches, server_token(os.environ, token), logs) as servers:
+            membership.name(servers.urls)
+            try:
+                _watch(servers, lambda: membership.has_ended)
+                _say("the run is over")
+            except KeyboardInterrupt:
+                _say(f"leaving the run at {address}; a second interrupt does not wait for it")
+                if not membership.leave(config.trainer.call_timeout_s):
+                    _say("the run did not answer")
+    return 0
+
+
+@contextmanager
+def _started(config: Config, launches: Sequence[EngineLaunch], key: str, logs: Path) -> Iterator[Servers]:
+    with Servers(launches, key, logs, supervision(config)) as servers:
+        servers.start(lambda ready, total: _say(f"{ready} of {total} servers"))
+        _say(f"serving at {' '.join(servers.urls)}; logs: {logs}")
+        yield servers
+
+
+def _watch(servers: Servers, is_over: Callable[[], bool]) -> None:
+    """Restart servers that die, until it is over.  Raises ServerDied if no server is left."""
+    while not is_over():
+        for event in servers.poll():
+            _say(f"{event.url} is {event.state}: {event.reason}")
+            if all(state is State.OUT for state in servers.states):
+                raise ServerDied(f"no server is left; {event.reason}")
+        time.sleep(_LOOK_S)
+
+
+def launches_to_join(config: Config, host: str) -> list[EngineLaunch]:
+    """rollout.num_servers servers at this address of this machine, on its GPUs from rollout.first_gpu (0) on."""
+    rollout, launch = config.rollout, replace(server_launch(config), host=host)
+    first, size = rollout.first_gpu or 0, rollout.tensor_model_parallel_size
+    return [replace(launch, first_gpu=first + index * size) for index in range(rollout.num_servers)]
 
 
 def launches_here(config: Config) -> list[EngineLaunch]:
@@ -72,3 +119,7 @@ def own_address_of(host: str) -> str | None:
         return os.environ[NODE_ADDRESS] if os.environ[NODE_ADDRESS] in addresses else None
     own = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
     return min(addresses & own, default=None)
+
+
+def _say(sentence: str) -> None:
+    Console(soft_wrap=True).print(sentence, markup=False, highlight=False)

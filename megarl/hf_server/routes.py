@@ -91,6 +91,7 @@ class HFServer:
 
     async def server_info(self, request: web.Request) -> web.Response:
         state = {"num_running_reqs": self.engine.num_running, "num_waiting_reqs": self.engine.num_waiting}
+        state["num_decoded_tokens"] = self.engine.num_decoded
         info = {
             "version": "megarl-hf",
             "model_path": self._model.folder,

@@ -36,6 +36,7 @@ __all__ = ["ServerDied", "ServerEvent", "Servers", "State", "Supervision", "free
 
 _PORT_TRIES = 3
 _LONGEST_REST_S = 60.0
+_MOST_JOINED = 1024  # servers that are asked at the same time, besides those of the start
 
 
 class State(StrEnum):
@@ -112,6 +113,7 @@ class Servers:
                 for index, launch in enumerate(launches)
             ],
             supervision or Supervision(),
+            token,
         )
 
     @classmethod
@@ -119,14 +121,15 @@ class Servers:
         """Servers that another program starts and ends; they run already, or will run soon."""
         servers = cls.__new__(cls)
         processes = [RunningServer(url, token, index) for index, url in enumerate(urls)]
-        servers._watch(processes, supervision or Supervision())
+        servers._watch(processes, supervision or Supervision(), token)
         return servers
 
-    def _watch(self, processes: Sequence[ServerProcess], patience: Supervision) -> None:
-        self._patience = patience
+    def _watch(self, processes: Sequence[ServerProcess], patience: Supervision, token: str) -> None:
+        self._patience, self._token = patience, token
+        self.joined: set[str] = set()  # urls of those that came with `add`
         self._servers = [_Watched(process) for process in processes]
         self._companions: list[Callable[[], None]] = []
-        self._askers = ThreadPoolExecutor(max(1, len(processes)), thread_name_prefix="ask")
+        self._askers = ThreadPoolExecutor(len(processes) + _MOST_JOINED, thread_name_prefix="ask")
 
     def __enter__(self) -> Servers:
         return self
@@ -164,6 +167,23 @@ class Servers:
         except BaseException:
             self.stop()
             raise
+
+    def add(self, url: str) -> None:
+        """Watch a server of another program too: when it answers, `poll` says that it serves."""
+        index = 1 + max((server.process.launch.index for server in self._servers), default=-1)
+        server = _Watched(RunningServer(url, self._token, index))
+        server.process.spawn()
+        self._servers.append(server)
+        self.joined.add(server.process.launch.url)
+        self._enter(server, State.STARTING)
+        self._ask(server, server.process.wait_until_serving, self._patience.start_timeout_s)
+
+    def remove(self, url: str) -> None:
+        """Watch a server that came with `add` no more."""
+        server = next(server for server in self._servers if server.process.launch.url == url)
+        server.process.end(grace_s=0)
+        self._servers.remove(server)
+        self.joined.discard(url)
 
     def watch_too(self, check: Callable[[], None]) -> None:
         """Let `poll` call `check` too: it raises ServerDied if, for example, the router in front of them has ended."""

@@ -76,6 +76,7 @@ def make_collectors(
         columns=columns,
         num_ids=config_of_folder(model_folder(config.model.path)).get("vocab_size"),
         reports_unfit=reports_unfit,
+        joined_slots=0 if rollout.max_in_flight else rollout.max_running_requests,
     )
 
 

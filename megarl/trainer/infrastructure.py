@@ -15,6 +15,7 @@ from rich.console import Console
 from megarl.auth import given_token, needed_token, server_token
 from megarl.config import Config
 from megarl.machines import NodeLost, Nodes
+from megarl.machines.joining import Door
 from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
@@ -29,6 +30,7 @@ class Infrastructure:
 
     nodes: Nodes | None = None  # None: the run uses this machine only
     router: Router | None = None  # with rollout.router: generation requests go to it
+    door: Door | None = None  # with rollout.join: servers join and leave the run there
     reward_url: str | None = None  # of the reward model's server, if the run starts one
     _servers: Servers | None = None
 
@@ -42,7 +44,10 @@ class Infrastructure:
             check_gpus(config, trains=trains)
         nnodes = config.trainer.nnodes
         why = f"trainer.nnodes={nnodes}: the machines of a run must know each other"
-        given = needed_token(os.environ, why) if nnodes > 1 else given_token(os.environ)
+        if trains and config.rollout.join:
+            why = f"rollout.join={config.rollout.join}: servers that join must know the run"
+        is_alone = nnodes == 1 and not (trains and config.rollout.join)
+        given = given_token(os.environ) if is_alone else needed_token(os.environ, why)
         self._token = given or secrets.token_hex(16)
         self.server_token = server_token(os.environ, self._token)
         # For servers that share the trainer's GPUs; None: servers have their own GPUs.
@@ -58,6 +63,11 @@ class Infrastructure:
             with ExitStack() as stack:
                 stack.enter_context(self.nodes)
                 self._wait_for_nodes()
+                self._stack = stack.pop_all()
+        if self._trains and self.config.rollout.join:
+            with ExitStack() as stack:
+                stack.push(self._stack)
+                self.door = stack.enter_context(Door(self.config.rollout.join, self._token))
                 self._stack = stack.pop_all()
         return self
 

@@ -31,7 +31,7 @@ from megarl.rewards.scorer import Rewards
 from megarl.roles.handles import PushSettings
 from megarl.rollout.collector.collector_client import Collectors
 from megarl.rollout.prefetch import Prefetcher
-from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.protocol import Abilities, SamplingParams
 from megarl.rollout.trust import Trusts
 from megarl.sample import Batch, Sample
 from megarl.servers import supervisor
@@ -65,6 +65,7 @@ from megarl.trainer.servers.abilities import (
     check_tells_support,
 )
 from megarl.trainer.servers.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
+from megarl.trainer.servers.membership import Memberships
 from megarl.trainer.servers.server_manager import Push, ServerManager
 from megarl.trainer.teachers import check_taught, check_teachers, make_teachers
 from megarl.weights.verify.canary import Canary
@@ -222,19 +223,14 @@ class Run:
         if teachers is not None:
             keys, longest = config.longest
             teachers.require_room(longest, keys)
-        abilities = abilities_of(processes.urls, token)
-        check_abilities(abilities, config, drains=self.drains)
-        check_draws_as_asked(processes.urls, token)
-        if self.replays_rollout:
-            check_reports_routes(processes.urls, token)
-        if config.narrows_sampling:
-            check_tells_support(processes.urls, token, config)
+        abilities = self._checked(processes.urls)
         router = site.router
         salted = self.keeps_kv and all(ability.cache_salt for ability in abilities)
         self._start_collectors([router.url] if router else processes.urls, token, salted=salted)
         self.ledger, self.prefetcher = ledger, self._make_prefetcher(ledger, waiting)
         asked = Routed(router, self.collectors) if router else self.collectors
-        self.server_manager = self._make_server_manager(processes, asked)
+        members = self._make_memberships(processes, salted=salted)
+        self.server_manager = self._make_server_manager(processes, asked, members)
         for group in self._groups.values():
             group.start()
         self.server_manager.release_memory()
@@ -245,7 +241,8 @@ class Run:
                 "Transformer-Engine is not installed: Megatron's local layers are slower and take more memory than "
                 "`megarl plan` says; install it, or set transformer_impl=local"
             )
-        self.roles.actor.connect(self._push_settings(processes.urls, token))
+        own = [url for url in processes.urls if url not in processes.joined]
+        self.roles.actor.connect(self._push_settings(own, token))
         trainer, roles = config.trainer, self.roles.trainable
         self.saver = Saver(
             self.checkpoints, roles, Retention.of(config), in_background=trainer.async_save, warn=self._warn
@@ -256,14 +253,38 @@ class Run:
         self.roles.offload()
         (self.dir / "summary.json").unlink(missing_ok=True)  # only a finished run has one
 
-    def _make_server_manager(self, processes: supervisor.Servers, asked: Trusts) -> ServerManager:
+    def _checked(self, urls: Sequence[str]) -> list[Abilities]:
+        """What the servers can do; raises ValueError if one of them does not fit the run."""
+        config, token = self.config, self._infrastructure.server_token
+        abilities = abilities_of(urls, token)
+        check_abilities(abilities, config, drains=self.drains)
+        check_draws_as_asked(urls, token)
+        if self.replays_rollout:
+            check_reports_routes(urls, token)
+        if config.narrows_sampling:
+            check_tells_support(urls, token, config)
+        return abilities
+
+    def _make_memberships(self, processes: supervisor.Servers, *, salted: bool) -> Memberships | None:
+        def check(url: str) -> None:
+            (ability,) = self._checked([url])
+            if salted and not ability.cache_salt:
+                raise ValueError(f"{url} knows no salts of its prefix cache, unlike the run's servers")
+
+        door = self._infrastructure.door
+        return door and Memberships(door, processes, self.collectors, check)
+
+    def _make_server_manager(
+        self, processes: supervisor.Servers, asked: Trusts, members: Memberships | None
+    ) -> ServerManager:
         """Servers on shared GPUs get the canary when they have resumed their KV cache, all others with the push."""
         longest = min(CANARY_TOKENS, self.config.data.max_prompt_length + self.config.data.max_response_length)
         words = (token for prompt in self.prompts.all(CANARY_TOKENS) for token in prompt.token_ids)
         ids = list(islice(words, longest))
         colocation, lora = self._infrastructure.colocation, self.config.actor.lora
         if colocation is None:
-            return ServerManager(processes, asked, self._pusher(ids), self._warn, unfit=self.collectors.take_unfit)
+            how: dict[str, Any] = {"unfit": self.collectors.take_unfit, "members": members}
+            return ServerManager(processes, asked, self._pusher(ids), self._warn, **how)
         return ServerManager(
             processes,
             asked,
@@ -305,7 +326,8 @@ class Run:
 
         Digests of quantized weights are not computed here, so such servers have to read the folder on any machine.
         """
-        is_apart = self.config.trainer.nnodes > 1 or bool(self.config.rollout.urls)
+        rollout = self.config.rollout
+        is_apart = self.config.trainer.nnodes > 1 or bool(rollout.urls or rollout.join)
         return str(self.dir / "push_check") if self.config.rollout.quantization != "none" and is_apart else None
 
     def _canary(self, ids: list[int]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Rollout:
     )
     num_servers: int = 1  # servers, each with a whole copy of the model
     urls: list[str] = field(default_factory=list)  # of servers that already run (launch/servers.sh); empty = start them
+    join: str | None = None  # HOST:PORT where the driver listens for servers that join and leave while the run goes on
     placement: str = "separate"  # separate (own GPUs) | shared (colocation: the trainer's GPUs, in turns)
     first_gpu: int | None = None  # first GPU of the servers; null = the first after the trainer's; shared, evaluate: 0
     memory_fraction: float | None = None  # share of a GPU for weights and KV cache; null = the engine's default

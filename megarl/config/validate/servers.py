@@ -55,6 +55,8 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     if rollout.turn_s is not None and rollout.placement != "shared":
         turns = "servers and trainer take turns only with rollout.placement=shared"
         yield f"rollout.turn_s={rollout.turn_s}: {turns}; expected null, and rollout.ahead for more at a time"
+    if rollout.join is not None:
+        yield from _join(config)
     if rollout.urls:
         yield from _urls(config)
     elif rollout.placement == "shared" and command != "evaluate":
@@ -219,6 +221,19 @@ def _room(config: Config, tp: int) -> int:
     if not _fills(tp, each):
         return 0
     return max(0, (each - first) // tp * nodes if tp <= each else (nodes * each - first) // tp)
+
+
+def _join(config: Config) -> Iterator[str]:
+    join, given = str(config.rollout.join), f"rollout.join={config.rollout.join}"
+    host, _, port = join.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        yield f"{given}: expected HOST:PORT, an address of the machine that runs `megarl train`"
+    if config.rollout.router:
+        yield f"{given}: a router knows only the servers of the start; expected rollout.router=false, or null"
+    if config.rollout.placement == "shared":
+        yield f"{given}: rollout.placement=shared puts all servers on the trainer's GPUs; expected separate, or null"
+    if config.actor.lora.rank and config.actor.lora.push == "adapter":
+        yield f"{given}: adapters are pushed to the servers of the start only; expected actor.lora.push=merged, or null"
 
 
 def _urls(config: Config) -> Iterator[str]:

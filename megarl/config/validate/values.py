@@ -255,6 +255,7 @@ RANGES |= {
     )
 }
 
+SERVED = "rollout.urls"  # of `megarl serve`, which starts these, or such as join a run
 NEEDED: dict[str, tuple[str, ...]] = {
     "train": ("model.path", "data.train_files"),
     "sft": ("model.path", "sft.train_files"),
@@ -262,9 +263,10 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "doctor": (),
     "config": (),
     "node": (),
-    "serve": ("model.path", "rollout.urls"),
+    "serve": ("model.path", SERVED),
 }
-WANTED = {"model.path": "a Hugging Face folder or hub name", "rollout.urls": "at least one http://host:port"}
+WANTED = {"model.path": "a Hugging Face folder or hub name"}
+WANTED[SERVED] = "at least one http://host:port, or rollout.join with HOST:PORT of a run"
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -284,7 +286,7 @@ def invalid_values(config: Config, command: str, *, is_whole: bool) -> Iterator[
     is_whole: every setting could be taken; otherwise a key that is not set may be one of those that could not.
     """
     for key in NEEDED[command] if is_whole else ():
-        if not value_of(config, key):
+        if not value_of(config, key) and not (key == SERVED and config.rollout.join):
             yield f"{key} is not set: `megarl {command}` needs {WANTED.get(key, 'at least one file')}"
     for general, choices in CHOICES.items():
         for key in _of_entries(config, general):

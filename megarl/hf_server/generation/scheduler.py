@@ -51,6 +51,7 @@ class HFEngine:
     ) -> None:
         self.model, self.max_running, self.weight_version = model, max_running, weight_version
         self.paused = False
+        self.num_decoded = 0  # tokens of steps of running requests, in total
         self.decode_sleep_s = 0.0  # of each step: benchmarks on few cores stand for servers that are apart
         self._released: set[str] = set()  # what is released; nothing is admitted until all of it is resumed
         self.max_total_tokens = max_total_tokens or model.most_tokens(memory_fraction)
@@ -299,6 +300,7 @@ class HFEngine:
     def _step(self) -> None:
         """One token for every running request."""
         time.sleep(self.decode_sleep_s)
+        self.num_decoded += self._running.count
         positions = self._running.column("length") - 1
         length = self._used_positions() + 1
         logits = self.model.decode(

@@ -24,7 +24,20 @@ from transformers import AutoTokenizer
 
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.collect import MakeWriter, Scored
-from megarl.rollout.collector.messages import Cancel, Close, Fence, Hold, Message, Order, Outbox, Trust, pack, sentence
+from megarl.rollout.collector.messages import (
+    Cancel,
+    Close,
+    Fence,
+    Hold,
+    Join,
+    Leave,
+    Message,
+    Order,
+    Outbox,
+    Trust,
+    pack,
+    sentence,
+)
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.wire_columns import EngineColumn
 from megarl.sample import Completion, LostRollout, Prompt
@@ -152,6 +165,10 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
             logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
         outbox.put(("group", order.number, pack(group)))
 
+    async def let_go(url: str, num_slots: int) -> None:
+        await pool.leave(url, num_slots)
+        outbox.put(("left", url))
+
     async def beat() -> None:
         while True:
             outbox.put(("beat", pool.counters() | writer.counters()))
@@ -190,6 +207,10 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
                                 pool.fence(url)
                             case Hold(url):
                                 pool.hold(url)
+                            case Join(url, num_slots):
+                                pool.join(url, num_slots)
+                            case Leave(url, num_slots):
+                                tasks.create_task(let_go(url, num_slots))
                             case Close():
                                 raise _Closed
         except BaseExceptionGroup as group:

@@ -57,6 +57,7 @@ class Collectors:
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
         columns: what is to travel with the tokens of every completion.
         num_ids: of the model's vocabulary; None: not known.
+        joined_slots: completions at a time that each server brings which joins later.
         reports_unfit: a server that hangs, or fails again and again, gets no request before the next `trust`, and
             `take_unfit` names it.
         heartbeat_s: a collector that says nothing for so long is killed and started again.
@@ -81,6 +82,7 @@ class Collectors:
         salted: bool = False,
         columns: Sequence[EngineColumn] = (),
         num_ids: int | None = None,
+        joined_slots: int = 0,
         reports_unfit: bool = False,
         heartbeat_s: float = 60.0,
         max_restarts: int = 3,
@@ -88,7 +90,7 @@ class Collectors:
     ) -> None:
         num = min(len(urls), num_collectors)
         self._heartbeat_s, self._move_after_s = heartbeat_s, move_after_s
-        self._room = 2 * max_in_flight  # completions of a collector: half of them wait there, so that no slot waits
+        self._joined_slots = joined_slots
         self._news = threading.Condition()  # its lock guards all that follows
         self._open: dict[int, OpenOrder] = {}  # by number
         # A heap of (not urgent, number) of the orders that no collector has; cancelled ones stay in it.
@@ -198,6 +200,23 @@ class Collectors:
         with self._news:
             self._share_of[url].hold(Hold(url))
 
+    def join(self, url: str) -> None:
+        """One more server; it gets no requests before `trust`."""
+        with self._news:
+            share = min(self._shares, key=lambda share: len(share.urls))
+            share.join(url, self._joined_slots)
+            self._share_of[url] = share
+
+    def leave(self, url: str) -> None:
+        """Send a server no more requests; what runs there comes back and goes on elsewhere: see `has_left`."""
+        with self._news:
+            self._share_of.pop(url).leave(url, self._joined_slots)
+
+    def has_left(self, url: str) -> bool:
+        """Whether nothing of this server is awaited any more."""
+        with self._news:
+            return url not in self._share_of and not any(url in share.leaving for share in self._shares)
+
     def take_unfit(self) -> dict[str, str]:
         """url -> why, of the servers that were found unfit since the last call: their owner starts them again."""
         with self._news:
@@ -237,6 +256,8 @@ class Collectors:
             for kind, *content in messages:
                 if kind == "group":
                     self._finish(process, *content)
+                elif kind == "left":
+                    share.leaving.discard(content[0])
                 elif kind == "unfit":
                     self._unfit[content[0]] = content[1]
                 elif kind == "beat":
@@ -267,7 +288,7 @@ class Collectors:
         """
         while self._waiting:
             can_wait, number = self._waiting[0]
-            free = [share for share in self._shares if share.live and not (can_wait and share.load >= self._room)]
+            free = [share for share in self._shares if share.live and not (can_wait and share.load >= share.room)]
             if not free:
                 return
             heapq.heappop(self._waiting)

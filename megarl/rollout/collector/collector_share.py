@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.rollout.collector.collector import CollectorSettings
 from megarl.rollout.collector.collector_process import CollectorProcess
-from megarl.rollout.collector.messages import Cancel, Fence, Hold, Message, Order, Trust
+from megarl.rollout.collector.messages import Cancel, Fence, Hold, Join, Leave, Message, Order, Trust
 from megarl.sample import LostRollout, Prompt, Sample
 
 GAUGES = ("in_flight",)  # of a collector's counters; the others are totals
@@ -64,6 +64,7 @@ class Share:
         self.live = set() if settings.fenced else set(settings.urls)  # servers that generate
         self.dead_since = time.monotonic()  # when the last live one was fenced
         self._words: dict[str, list[Message]] = {url: [] for url in settings.urls}  # what a new collector has to know
+        self.leaving: set[str] = set()  # servers of which the collector may still have requests
         self.orders: dict[int, OpenOrder] = {}  # by number
         self.load = 0  # their completions
         self.process = CollectorProcess(settings, on_messages)
@@ -100,6 +101,31 @@ class Share:
     def hold(self, word: Hold) -> None:
         self._words[word.url].append(word)
         self.process.put(word)
+
+    def join(self, url: str, num_slots: int) -> None:
+        """One more server, which is not live yet."""
+        self._change((*self.urls, url), num_slots)
+        self._words[url] = []
+        self.process.put(Join(url, num_slots))
+
+    def leave(self, url: str, num_slots: int) -> None:
+        """The collector reports when it has nothing of this server any more."""
+        self._change(tuple(other for other in self.urls if other != url), -num_slots)
+        del self._words[url]
+        if self.live == {url}:
+            self.dead_since = time.monotonic()
+        self.live.discard(url)
+        self.leaving.add(url)
+        self.process.put(Leave(url, num_slots))
+
+    def _change(self, urls: tuple[str, ...], num_slots: int) -> None:
+        most = self._settings.max_in_flight + num_slots
+        self._settings = replace(self._settings, urls=urls, max_in_flight=most)
+
+    @property
+    def room(self) -> int:
+        """Completions that the collector may have: half of them wait there, so that no slot waits."""
+        return 2 * self._settings.max_in_flight
 
     # ---- orders
 
@@ -143,6 +169,7 @@ class Share:
         self.counters = {}
         self.process = CollectorProcess(self._settings, self._on_messages)
         self.has_ended = False
+        self.leaving.clear()  # the new one knows nothing of them
         for words in self._words.values():
             for word in words:
                 self.process.put(word)

@@ -1,8 +1,8 @@
 """What the driver and a collector say to each other over a pipe, in lists of messages.
 
-Driver to collector: `Order`, `Cancel`, `Trust`, `Fence`, `Hold`, `Close`.
-Collector to driver: ("group", number, packed group), ("beat", counters), ("unfit", url, reason), and at most once
-("error", sentence).
+Driver to collector: `Order`, `Cancel`, `Trust`, `Fence`, `Hold`, `Join`, `Leave`, `Close`.
+Collector to driver: ("group", number, packed group), ("beat", counters), ("unfit", url, reason), ("left", url), and at
+most once ("error", sentence).
 A group is sent as plain tuples and without its prompt, which the driver still has, to make pickling cheap: rows that
 begin with the prompt's tokens are sent without them.
 """
@@ -74,11 +74,27 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class Join:
+    """One more server, which may run so many completions more; it gets no requests before a `Trust`."""
+
+    url: str
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The server is to get no more requests: what runs comes back, and then the collector says "left"."""
+
+    url: str
+    num_slots: int
+
+
+@dataclass(frozen=True)
 class Close:
     """The collector is to end."""
 
 
-Message = Order | Cancel | Trust | Fence | Hold | Close
+Message = Order | Cancel | Trust | Fence | Hold | Join | Leave | Close
 
 
 class Outbox:

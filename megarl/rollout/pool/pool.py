@@ -48,6 +48,9 @@ __all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed", "Waiting"]
 WASTE = ("fenced", "failed", "stale", "retracted", "cancelled", "lost", "unscored")
 
 
+_LEAVE_LOOK_S = 0.05
+
+
 class Piece(NamedTuple):
     """What one request wrote: at least one token, all of them with trusted weights."""
 
@@ -108,16 +111,18 @@ class EnginePool:
         num_ids: int | None = None,
         on_unfit: Callable[[str, str], None] | None = None,
     ) -> None:
-        if not urls:
+        if not urls and not fenced:
             raise ValueError("urls=[]: expected the url of at least one server")
         self._servers = {url.rstrip("/"): PoolServer(url.rstrip("/"), fenced=fenced) for url in urls}
         self._sender = Sender(token, timeout_s, salted=salted, columns=columns, num_ids=num_ids)
         self._timeout_s, self._on_unfit = timeout_s, on_unfit
         self._retries, self._rest_s, self._vocab_size = retries, rest_s, vocab_size
-        self._slack = max(1, max_in_flight // (8 * len(self._servers)))  # by which a preferred server may be busier
+        # By so many requests a preferred server may be busier than others.
+        self._slack = max(1, max_in_flight // (8 * max(1, len(self._servers))))
         self.slots = Slots(max_in_flight)
         self._counts: Counter[str] = Counter()
-        self._since = time.monotonic()
+        self._fenced = fenced
+        self._gone: dict[str, float] = {"busy_s": 0.0, "servers_s": 0.0}  # of servers that have left
 
     async def __aenter__(self) -> EnginePool:
         await self._sender.__aenter__()
@@ -146,14 +151,38 @@ class EnginePool:
         """Send this server no new requests until the next `trust`; running ones may come back, also as aborted."""
         self._named(url).hold()
 
+    def join(self, url: str, num_slots: int) -> None:
+        """One more server; with it so many more completions run at a time."""
+        self._servers[url.rstrip("/")] = PoolServer(url.rstrip("/"), fenced=self._fenced)
+        self.slots.grow(num_slots)
+
+    async def leave(self, url: str, num_slots: int) -> None:
+        """Send this server no new requests, get back what it has written, and forget it."""
+        server = self._named(url)
+        server.hold()
+        for ask in list(server.asks):
+            self._sender.bring_back(server, ask)
+        while server.asks:
+            await asyncio.sleep(_LEAVE_LOOK_S)
+        del self._servers[server.url]
+        self.slots.shrink(num_slots)
+        self._gone["busy_s"] += server.busy_s
+        self._gone["servers_s"] += time.monotonic() - server.since
+
     def _named(self, url: str) -> PoolServer:
         return self._servers[url.rstrip("/")]
 
     # ---- requests
 
     @contextlib.contextmanager
-    def session(self, num_completions: int) -> Iterator[str]:
-        """The url of a server for requests that share prefixes, and so its prefix cache: pass it as `prefer`."""
+    def session(self, num_completions: int) -> Iterator[str | None]:
+        """The url of a server for requests that share prefixes, and so its prefix cache: pass it as `prefer`.
+
+        None: there is no server now.
+        """
+        if not self._servers:
+            yield None
+            return
         servers = [server for server in self._servers.values() if server.in_service] or list(self._servers.values())
         home = min(servers, key=lambda server: server.num_sessions)
         home.num_sessions += num_completions
@@ -229,7 +258,8 @@ class EnginePool:
         reason = server.suspicion(error, self._timeout_s)
         server.rest(self._rest_s, error)
         if reason and self._on_unfit is not None and not server.fenced:
-            self.fence(server.url)
+            server.fence()
+            self._sender.changed.tell()
             self._on_unfit(server.url, reason)
 
     async def _ask(
@@ -273,7 +303,7 @@ class EnginePool:
             if awake:
                 awake = [server for server in awake if server not in failed] or awake
                 least = min(awake, key=lambda server: server.load)
-                home = least if prefer is None else self._named(prefer)
+                home = self._servers.get((prefer or "").rstrip("/"), least)  # it may have left
                 return home if home in awake and home.load <= least.load + self._slack else least
             rest_s = min(server.resting_until for server in servers) - now if servers else None
             with contextlib.suppress(TimeoutError):
@@ -306,8 +336,8 @@ class EnginePool:
         servers = self._servers.values()
         return {
             "in_flight": float(sum(server.load for server in servers)),
-            "busy_s": sum(server.busy_s for server in servers),
-            "servers_s": (time.monotonic() - self._since) * len(servers),
+            "busy_s": self._gone["busy_s"] + sum(server.busy_s for server in servers),
+            "servers_s": self._gone["servers_s"] + sum(time.monotonic() - server.since for server in servers),
             **{name: float(self._counts[name]) for name in ("tokens", "pieces", "stale_prefixes")},
             **{f"wasted_{cause}": float(self._counts[f"wasted_{cause}"]) for cause in WASTE},
         }

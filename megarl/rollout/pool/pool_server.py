@@ -72,6 +72,7 @@ class PoolServer:
     away_since: float | None = None  # when the first request did not reach it, if none did since
     num_tokens: int = 0  # of all replies
     wrote_s: float = 0.0  # sum of the durations of the requests that wrote them
+    since: float = field(default_factory=time.monotonic)
     _busy_s: float = 0.0
     _busy_since: float = 0.0
 
@@ -186,6 +187,7 @@ class Ask:
         self.max_tokens = max_tokens
         self.num_tokens: int | None = None  # of its reply
         self.begun = time.monotonic()
+        self.rid = ""  # of the request; empty: not sent yet
         self.timer: asyncio.TimerHandle | None = None
         self.is_overdue = False
 

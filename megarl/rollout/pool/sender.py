@@ -10,7 +10,7 @@ import json
 import resource
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,12 +125,13 @@ class Sender:
         # KV of earlier weights is not used, nor that of another run, whose versions have the same numbers.
         salt = None if version is None else f"{self._name}.{version}"
         rid = f"{next(self._numbers)}-{self._name}"  # no rid is the beginning of another: SGLang aborts by beginnings
+        ask.rid = rid
         salt = f"{salt}.{rid}" if salt and alone else salt
         columns = [column for column in self._columns if column.is_of(params.temperature, params.top_p, params.top_k)]
         body = generate_body(prompt_ids, 1, params, rid, salt, columns=columns, num_known=num_known)
         if adapter is not None:
             body["lora_path"] = adapter[0]
-        ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask, rid)
+        ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask)
         reply = await self._post(server.url, body)
         ask.stop_clock()
         try:
@@ -199,17 +200,26 @@ class Sender:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerFailed(f"{type(error).__name__} {error}") from error
 
-    def _end(self, server: PoolServer, ask: Ask, rid: str) -> None:
+    def bring_back(self, server: PoolServer, ask: Ask) -> None:
+        """Its server leaves: it is to return what it has written, and is tried elsewhere if it does not do so soon."""
+        ask.stop_clock()
+        if ask.rid:
+            self._run(self._abort(server.url, ask.rid))
+        ask.timer = asyncio.get_running_loop().call_later(min(GRACE_S, self._timeout_s), ask.cut, TakenOut())
+
+    def _end(self, server: PoolServer, ask: Ask) -> None:
         """The time of a request is over: the server is to return what it has written."""
-        loop = asyncio.get_running_loop()
         if server.held:  # it may be paused, and returns nothing before it goes on
-            ask.timer = loop.call_later(self._timeout_s, self._end, server, ask, rid)
+            ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask)
             return
         ask.is_overdue = True
-        errand = loop.create_task(self._abort(server.url, rid))
+        self._run(self._abort(server.url, ask.rid))
+        self._await_end(server, ask)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        errand = asyncio.get_running_loop().create_task(work)
         self._errands.add(errand)
         errand.add_done_callback(self._errands.discard)
-        self._await_end(server, ask)
 
     def _await_end(self, server: PoolServer, ask: Ask) -> None:
         """Cut the request off if the server does not return it soon."""

@@ -19,13 +19,14 @@ class Slots:
     """
 
     def __init__(self, num: int) -> None:
-        self._free = num  # 0 while somebody waits: a slot is handed from one to the next
+        # 0 while somebody waits: a slot is handed from one to the next.  Below 0: so many are not handed on.
+        self._free = num
         self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []  # a heap; cancelled waiters stay in it
         self._numbers = count()
 
     async def take(self, *, urgent: bool = False) -> None:
         """Returns when a slot is this caller's; urgent callers come first, and otherwise who came first."""
-        if self._free:
+        if self._free > 0:
             self._free -= 1
             return
         turn = asyncio.get_running_loop().create_future()
@@ -39,8 +40,20 @@ class Slots:
 
     def give_back(self) -> None:
         """To the next one that waits."""
+        if self._free < 0:
+            self._free += 1
+            return None
         while self._waiting:
             *_, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 return turn.set_result(None)
         self._free += 1
+
+    def grow(self, num: int) -> None:
+        """So many slots more."""
+        for _ in range(num):
+            self.give_back()
+
+    def shrink(self, num: int) -> None:
+        """So many slots fewer, as soon as they are given back."""
+        self._free -= num

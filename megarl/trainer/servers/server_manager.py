@@ -22,6 +22,7 @@ from megarl.rollout.client import ServerError
 from megarl.rollout.trust import Trusts
 from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
 from megarl.trainer.servers.colocation import ALL, GENERATION, WEIGHTS, Colocation
+from megarl.trainer.servers.membership import Memberships
 from megarl.weights.verify.canary import Canary
 
 Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weights.push.report.PushReport as a dict
@@ -48,8 +49,10 @@ class ServerManager:
         canary: Callable[[], Canary] | None = None,
         lends: Sequence[str] = ALL,
         unfit: Callable[[], Mapping[str, str]] = dict,
+        members: Memberships | None = None,
     ) -> None:
         """`unfit`: url -> why, of servers that, since the last call, hang, or have answered wrongly again and again.
+        `members`: lets servers join and leave.
         `colocation`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the
         canary.  With colocation, `canary` computes it on the trainer, and servers release the memory in `lends`."""
         self._servers, self._collector, self._push, self._warn, self._colocation = (
@@ -59,7 +62,7 @@ class ServerManager:
             warn,
             colocation,
         )
-        self._canary, self._lends, self._unfit = canary, lends, unfit
+        self._canary, self._lends, self._unfit, self._members = canary, lends, unfit, members
         self.version: int | None = None  # of the last push
         self.holding: set[str] = set()  # servers that hold this version, verified
         self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
@@ -140,6 +143,7 @@ class ServerManager:
         """Metrics of a step whose push returned this report; counts are totals since the start."""
         out = {f"push/{name}": float(count) for name, count in self.counts.items()}
         out["push/servers"] = float(len(self.holding))
+        out |= self._members.metrics() if self._members else {}
         out["push/compared"] = float(len(report["compared"]))
         return out | {"push/tensors_verified": float(report["num_verified"])}
 
@@ -162,6 +166,8 @@ class ServerManager:
 
     def _look(self, *, starts: bool = True) -> None:
         """Take dead servers out of service, and restart them if `starts`.  Raises ServerDied if no server is left."""
+        if self._members is not None:
+            self.holding -= set(self._members.tend(self.holding))
         for url, reason in self._unfit().items():
             if url in self.holding:  # else it is being started again already
                 self._note(self._servers.restart(self._servers.urls.index(url), reason))
