@@ -97,14 +97,17 @@ def make_group(
 def ranks_address(config: Config) -> str:
     """Where the ranks of a single-machine run listen: on loopback, unless servers elsewhere join groups with them.
 
+    Servers that join the run later (rollout.join) reach them where they reach the driver.
+
     Raises ValueError for a server whose host name cannot be resolved.
     """
     rollout = config.rollout
     urls = rollout.urls or [EngineLaunch("", "", host=rollout.host, port=80).url]
     try:
-        found = [own_address(url) for url in urls]
+        found = [own_address(url) for url in (*urls, *([f"http://{rollout.join}"] if rollout.join else []))]
     except OSError as error:
         key = f"rollout.urls={rollout.urls}" if rollout.urls else f"rollout.host={rollout.host}"
+        key += f" rollout.join={rollout.join}" if rollout.join else ""
         raise ValueError(f"{key}: {error.strerror}; expected addresses that this machine can reach") from error
     return next((address for address in found if not ipaddress.ip_address(address).is_loopback), "127.0.0.1")
 

@@ -283,7 +283,33 @@ def test_servers_that_are_started_apart_take_the_words_of_the_run() -> None:
     assert (
         load(*SGLANG, urls, f"{TP}=2", "rollout.first_gpu=4", "rollout.memory_fraction=0.7", command="serve") == config
     )
-    assert refusal(command="serve") == "rollout.urls is not set: `megarl serve` needs at least one http://host:port"
+    wanted = "at least one http://host:port, or rollout.join with HOST:PORT of a run"
+    assert refusal(command="serve") == f"rollout.urls is not set: `megarl serve` needs {wanted}"
+    assert load("rollout.join=127.0.0.1:29400", command="serve").rollout.join == "127.0.0.1:29400"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("rollout.join=29400", "expected HOST:PORT, an address of the machine that runs `megarl train`"),
+        ("rollout.join=a:b", "expected HOST:PORT, an address of the machine that runs `megarl train`"),
+        ("rollout.join=a:0", "expected HOST:PORT, an address of the machine that runs `megarl train`"),
+        (
+            "rollout.join=a:1 rollout.router=true rollout.engine=sglang",
+            "a router knows only the servers of the start; expected rollout.router=false, or null",
+        ),
+        (
+            "rollout.join=a:1 rollout.placement=shared",
+            "rollout.placement=shared puts all servers on the trainer's GPUs; expected separate, or null",
+        ),
+        (
+            "rollout.join=a:1 actor.lora.rank=8 actor.lora.push=adapter rollout.engine=sglang",
+            "adapters are pushed to the servers of the start only; expected actor.lora.push=merged, or null",
+        ),
+    ],
+)
+def test_servers_join_where_they_can_be_told_of_and_pushed_to(words: str, said: str) -> None:
+    assert refusal(*words.split()) == f"{words.split()[0]}: {said}"
 
 
 OSS = f"{DENSE[:-1]},model_type:gpt_oss,num_local_experts:8}}"

@@ -841,3 +841,64 @@ def test_clients_do_not_use_a_connection_that_was_idle_for_long(monkeypatch, res
 
     assert asyncio.run(with_a_pool()) == connections
     assert asyncio.run(with_a_client()) == connections
+
+
+def test_a_server_that_leaves_returns_what_it_has_written_and_is_forgotten():
+    """The completion goes on at another server from there; nothing is written twice."""
+
+    async def test():
+        leaving, staying = Writer(stops_after=3), Writer(stops_after=0)
+        async with serving(leaving, staying) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
+            asked = asyncio.create_task(write(pool, [3], SEEDED, prefer=urls[0]))
+            while not leaving.ended:
+                await asyncio.sleep(0.005)
+            left = asyncio.create_task(pool.leave(urls[0], 0))
+            staying.go.set()
+            await left
+            assert (await asked).token_ids == LONG
+            assert [len(bodies) for bodies in seen] == [1, 1]
+            assert seen[1][0]["input_ids"] == [3, *LONG[:3]]
+            found = pool.counters()
+            assert found["tokens"] == len(LONG) and not any(found[f"wasted_{cause}"] for cause in WASTE)
+            assert 0 < found["busy_s"] <= found["servers_s"]
+            assert (await pool.generate([3], SEEDED, prefer=urls[0])).url == urls[1], "its name may be known still"
+
+    run(test)
+
+
+def test_a_server_that_leaves_and_returns_nothing_is_waited_for_no_longer_than_a_cut_request(monkeypatch):
+    monkeypatch.setattr("megarl.rollout.pool.sender.GRACE_S", 0.1)
+
+    async def test():
+        async with serving(silent, good) as (urls, seen), EnginePool(urls, "", timeout_s=200, retries=0) as pool:
+            asked = asyncio.create_task(pool.generate([3], PARAMS, prefer=urls[0]))
+            while not seen[0]:
+                await asyncio.sleep(0.005)
+            await pool.leave(urls[0], 0)
+            assert (await asked).url == urls[1], "it has not failed, and costs no attempt"
+
+    run(test)
+
+
+def test_a_server_that_joins_writes_when_it_is_trusted_and_brings_its_slots():
+    async def test():
+        here, there = Writer(stops_after=0), Writer(stops_after=0)
+        options = {"timeout_s": 200, "fenced": True, "max_in_flight": 1}
+        async with serving(here, there) as (urls, seen), EnginePool([], "", **options) as pool:
+            pool.join(urls[0], 0)
+            pool.trust(urls[0], 0)
+            asked = [asyncio.create_task(write(pool, [3], SEEDED)) for _ in range(3)]
+            while not here.ended:
+                await asyncio.sleep(0.005)
+            pool.join(urls[1], 2)
+            await asyncio.sleep(0.05)
+            assert [len(bodies) for bodies in seen] == [3, 0]
+            pool.trust(urls[1], 0)
+            asked.append(asyncio.create_task(write(pool, [3], SEEDED)))
+            await pool.leave(urls[0], 0)
+            while len(there.ended) != 3:
+                await asyncio.sleep(0.005)
+            there.go.set()
+            assert [(await task).token_ids for task in asked] == [LONG] * 4
+
+    run(test)

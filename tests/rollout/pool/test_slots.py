@@ -73,3 +73,23 @@ def test_a_slot_that_comes_with_a_cancellation_goes_to_the_next() -> None:
         assert first.cancelled()
 
     asyncio.run(test())
+
+
+def test_slots_grow_at_once_and_shrink_as_they_come_back():
+    async def test():
+        slots = Slots(1)
+        await slots.take()
+        waiting = [asyncio.create_task(slots.take()) for _ in range(3)]
+        await asyncio.sleep(0)
+        slots.grow(2)
+        await asyncio.sleep(0)
+        assert [task.done() for task in waiting] == [True, True, False]
+        slots.shrink(2)
+        for _ in range(2):
+            slots.give_back()
+            await asyncio.sleep(0)
+            assert not waiting[2].done(), "two of three are not handed on"
+        slots.give_back()
+        await waiting[2]
+
+    asyncio.run(test())
