@@ -272,7 +272,7 @@ class Run:
                 raise ValueError(f"{url} knows no salts of its prefix cache, unlike the run's servers")
 
         door = self._infrastructure.door
-        return door and Memberships(door, processes, self.collectors, check)
+        return Memberships(door, processes, self.collectors, check) if door else None
 
     def _make_server_manager(
         self, processes: supervisor.Servers, asked: Trusts, members: Memberships | None
