@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import signal
+import ssl
 
 import torch
 from aiohttp import web
@@ -47,6 +48,8 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--model-path", required=True, help="a Hugging Face model folder with safetensors")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--ssl-certfile", help="serve https with this certificate (PEM)")
+    parser.add_argument("--ssl-keyfile", help="its private key (PEM)")
     parser.add_argument("--is-embedding", action="store_true", help="a reward model: /classify instead of /generate")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--max-running-requests", type=int, default=512, help="completions decoded at once")
@@ -63,7 +66,17 @@ def _parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not _is_loopback(args.host) and not os.environ.get(TOKEN_VARIABLE):
         parser.error(f"--host {args.host} can be reached from other machines: expected a token in {TOKEN_VARIABLE}")
+    if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
+        parser.error("--ssl-certfile and --ssl-keyfile: expected both or neither")
     return args
+
+
+def _tls(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    if certificate is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    return context
 
 
 def _device(text: str) -> torch.device:
@@ -90,9 +103,10 @@ async def _serve(args: argparse.Namespace) -> int:
         loop.add_signal_handler(number, server.end)
     runner = limited_runner(server.app)
     await runner.setup()
-    await web.TCPSite(runner, args.host, args.port, backlog=4096).start()
-    where = (args.model_path, args.dtype, args.device, args.host, args.port)
-    logger.info("serving %s (%s, %s) on http://%s:%d", *where)
+    tls = _tls(args.ssl_certfile, args.ssl_keyfile)
+    await web.TCPSite(runner, args.host, args.port, backlog=4096, ssl_context=tls).start()
+    where = (args.model_path, args.dtype, args.device, "http" if tls is None else "https", args.host, args.port)
+    logger.info("serving %s (%s, %s) on %s://%s:%d", *where)
     error = await server.ended
     if error is not None:
         logger.error("the engine failed, so this server ends", exc_info=error)

@@ -6,14 +6,13 @@ Both use only `protocol`, so they work with SGLang and the HF server.
 from __future__ import annotations
 
 import json
-import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import httpx
 
+from megarl.rollout.certificates import certificates
 from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import (
     FLATTENED,
@@ -51,7 +50,7 @@ class ServerClient:
             headers=auth_headers(token),
             timeout=timeout_s,
             trust_env=False,
-            verify=_certificates(),
+            verify=certificates(),
             limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
         )
         self._abilities: Abilities | None = None
@@ -287,9 +286,3 @@ class ServerClient:
         if value.get("success") is not True:
             raise ServerError(self.url, route, 200, str(value.get("message", value)))
         return value
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """The CA certificates for https.  Cached: reading them takes longer than most calls, and many clients are made."""
-    return httpx.create_ssl_context(trust_env=False)

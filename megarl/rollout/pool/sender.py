@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from megarl.rollout.certificates import certificates
 from megarl.rollout.pool.pool_server import (
     Ask,
     NoFilesLeft,
@@ -89,7 +90,7 @@ class Sender:
         self._http = aiohttp.ClientSession(
             headers=auth_headers(self._token),
             # The pool's slots limit the connections; a limit here would let the order to end a request wait.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=certificates()),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, self._timeout_s)),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
