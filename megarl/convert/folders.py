@@ -23,6 +23,7 @@ from megarl.durable_files import faults_of_sums
 from megarl.mcore.checkpoint.checkpoint import adapters_in, weights_in
 from megarl.mcore.checkpoint.files import ABOUT
 from megarl.mcore.checkpoint.intact import facts_under
+from megarl.mcore.checkpoint.torch_dist import METADATA, sizes_in
 from megarl.trainer.build import model_folder
 from megarl.trainer.checkpoint.checkpoint import FILES_OF_RANKS
 from megarl.trainer.checkpoint.manifest import MANIFEST, faults_in, read_manifest, write_manifest
@@ -31,8 +32,9 @@ from megarl.weights.hf.load import open_for
 from megarl.weights.mapping.blocks import Role
 from megarl.weights.mapping.names import num_bytes
 
-Format = Literal["hf", "megatron"]
+Format = Literal["hf", "megatron", "torch_dist"]
 HF_PART = "hf"
+DIST_CKPT, HUGGINGFACE = "dist_ckpt", "huggingface"  # in a role's folder of verl's global_step_N
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,37 @@ def describe(path: Path, model: Path | None = None) -> ModelFolder:
     """
     if (path / ABOUT).is_file():
         return _of_shards(path, model)
+    for shards in (path, path / DIST_CKPT):
+        if (shards / METADATA).is_file():
+            return _of_torch_dist(path, shards, model)
     if model is not None:
         raise ValueError(f"model={model}: {path} is not a checkpoint of a run; expected no model=")
     if (path / CONFIG).is_file():
         _refuse(faults_of_sums(path))
         return ModelFolder(path, "hf", _hf_role(path), path, _hf_dtype(path))
+    if roles := sorted(child.parent.name for child in path.glob(f"*/{HUGGINGFACE}")):
+        raise ValueError(f"{path}: verl's checkpoint with {', '.join(roles)}; expected {path / roles[0]}")
     if (path / MANIFEST).is_file():
         roles = [child.parent.name for child in sorted(path.glob(f"*/{ABOUT}"))]
         raise ValueError(f"{path}: a checkpoint with {', '.join(roles)}; expected {path / (roles or ['actor'])[0]}")
     raise ValueError(
         f"{path}: neither a Hugging Face folder (no {CONFIG}) nor a finished Megatron checkpoint (no {ABOUT})"
     )
+
+
+def _of_torch_dist(path: Path, shards: Path, model: Path | None) -> ModelFolder:
+    """A folder of Megatron's `dist_checkpointing`, or a role's folder of verl's, with the model's config beside it.
+
+    With a bridge verl writes the weights into that folder, and only the optimizer into the other one.
+    """
+    hf = model or path / HUGGINGFACE
+    if not (hf / CONFIG).is_file():
+        raise ValueError(f"{shards}: Megatron's checkpoint says no architecture; expected model=FOLDER with {CONFIG}")
+    sizes = sizes_in(shards)
+    if not sizes:
+        return ModelFolder(hf, "hf", _hf_role(hf), hf, _hf_dtype(hf))
+    role: Role = "critic" if path.name == "critic" else _hf_role(hf)
+    return ModelFolder(shards, "torch_dist", role, hf, _most([(d, num_bytes(shape, d)) for shape, d in sizes]))
 
 
 def _of_shards(path: Path, model: Path | None) -> ModelFolder:

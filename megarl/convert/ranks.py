@@ -45,6 +45,8 @@ class Ranks:
     def load(self, folder: ModelFolder, title: str) -> None:
         if folder.format == "hf":
             self.carry_out("read_hf", title, folder=str(folder.path))
+        elif folder.format == "torch_dist":
+            self.carry_out("read_torch_dist", title, folder=str(folder.path))
         else:
             self.carry_out("read_megatron", title, folder=str(folder.path), base=str(folder.hf_folder))
 

@@ -16,14 +16,15 @@ DEVICES = ("cpu", "cuda")
 AXES = ("tp", "pp", "vpp", "first_stage_layers", "last_stage_layers", "ep", "etp")
 
 KEYS = {
-    "from": "a Hugging Face folder, a folder that convert made, or RUN/checkpoints/step_N/actor (or critic)",
+    "from": "a Hugging Face folder, a folder that convert made, RUN/checkpoints/step_N/actor (or critic), "
+    "global_step_N/actor of verl, or a folder of Megatron's dist_checkpointing (with model=)",
     "to": "a new folder",
     "format": "hf | megatron: what to write; unset = the other one than `from` has",
     "tp pp ep etp": "ranks of the layout: tensor, pipeline, experts, tensor in an expert; unset = 1, etp as tp",
     "vpp": "interleaved stages of each pipeline rank; unset = 1",
     "first_stage_layers last_stage_layers": "layers of the first and the last pipeline rank; unset = as the others",
     "dtype": "float32 | bfloat16 of the tensors; unset = as they are",
-    "model": "the Hugging Face folder that a run began with, where its config.yaml no longer says it",
+    "model": "the Hugging Face folder of a checkpoint's model, where its run's config.yaml does not say it",
     "device": "cpu | cuda, where ranks hold their shards; unset = cpu",
 }
 FLAGS = {

@@ -17,7 +17,9 @@ from torch import Tensor
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
+from megarl.mcore.checkpoint.held import held_weights
 from megarl.mcore.checkpoint.intact import faults_of_share
+from megarl.mcore.checkpoint.torch_dist import TorchDistReader
 from megarl.mcore.models.lora import LoraSettings, apply_lora, merge
 from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
 from megarl.mcore.setup import RankInfo, initialize, replica_group
@@ -55,6 +57,7 @@ class Worker:
                 self.read_hf,
                 self.write_hf,
                 self.read_megatron,
+                self.read_torch_dist,
                 self.write_megatron,
                 self.digest,
                 self.digest_hf,
@@ -136,6 +139,13 @@ class Worker:
         checkpoint.load(Path(folder), self.model, None)
         if adapters is not None:
             merge(self.model)
+        yield self._total_bytes, {}
+
+    def read_torch_dist(self, folder: str) -> Job:
+        """Read the weights of a folder of Megatron's own format in one step."""
+        for tensor in local_parameters(self.model).values():
+            tensor.zero_()
+        TorchDistReader(Path(folder)).fill(held_weights(self.model, own=False))
         yield self._total_bytes, {}
 
     def write_megatron(self, folder: str) -> Job:

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 from shards_cases import Trained
 from spawn import Ranks
 from torch import Tensor
@@ -16,7 +18,7 @@ from megarl.group import RankError, Reply
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
-from megarl.mcore.models.model import build_model, read_hf_config
+from megarl.mcore.models.model import build_model, read_hf_config, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.weights.hf.export import hf_tensors
 from megarl.weights.hf.load import load_hf
@@ -98,3 +100,19 @@ def save_adapters(hf_folder: str, folder: str, layout: Layout) -> dict[str, Tens
     merged = {name: tensor.clone() for name, tensor in hf_tensors(model, hf)}
     destroy_groups()
     return merged if dist.get_rank() == 0 else {}
+
+
+def save_torch_dist(hf_folder: str, folder: str, layout: Layout, with_weights: bool) -> None:
+    """As Megatron and verl save a model: weights, optimizer state by another name, and plain objects."""
+    make_groups(layout)
+    hf = read_hf_config(hf_folder)
+    model = build_model(hf, layout)
+    load_hf(model, hf_folder, hf)
+    state = {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model) if with_weights}
+    moment = ShardedTensor.from_rank_offsets(
+        "optimizer.state.exp_avg.x", torch.ones(4), (0, dist.get_rank(), dist.get_world_size())
+    )
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save({**state, "optimizer": {"x": moment}, "iteration": 7, "args": layout}, folder)
+    destroy_groups()

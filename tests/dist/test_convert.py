@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from convert_cases import PoolGroup, save_adapters, save_checkpoint
+from convert_cases import PoolGroup, save_adapters, save_checkpoint, save_torch_dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from spawn import Ranks
@@ -174,6 +174,56 @@ def test_from_layout_to_layout_the_shards_are_cut_anew(megatron: Path, model: Pa
     assert num_shards(tmp_path / "pp", name) == 1
     convert(tmp_path / "pp", tmp_path / "hf", "--verify")
     assert_same(weights(tmp_path / "hf"), weights(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "saved", "read"),
+    [
+        ("qwen3", Layout(tp=2), "pp=2"),
+        ("qwen3_moe", Layout(tp=2, ep=2, etp=1), "tp=2"),
+        ("qwen3", Layout(pp=2), "tp=2"),
+    ],
+)
+def test_weights_come_from_megatrons_own_checkpoints_and_verls(
+    pool: PoolGroup, two_ranks: Ranks, tmp_path: Path, family: str, saved: Layout, read: str
+) -> None:
+    """Written by megatron.core.dist_checkpointing, in verl's folders global_step_N/actor/{dist_ckpt,huggingface}."""
+    source = write_model(tmp_path / "model", family, tied=False)
+    actor = tmp_path / "global_step_7" / "actor"
+    two_ranks.run(save_torch_dist, str(source), str(actor / "dist_ckpt"), saved, True, timeout_s=180)
+    (actor / "huggingface").mkdir()
+    for name in ("config.json", "chat_template.jinja"):
+        shutil.copy(source / name, actor / "huggingface")
+    convert(actor, tmp_path / "hf", *read.split(), "--verify")
+    assert_same(weights(tmp_path / "hf"), weights(source))
+    convert(actor / "dist_ckpt", tmp_path / "shards", f"model={source}", "format=megatron", "tp=2")
+    convert(tmp_path / "shards", tmp_path / "hf2")
+    assert_same(weights(tmp_path / "hf2"), weights(source))
+
+
+def test_such_a_checkpoint_without_weights_or_whole_files(
+    pool: PoolGroup, two_ranks: Ranks, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a bridge verl writes the weights as a Hugging Face folder, and dist_ckpt has only the optimizer."""
+    step = tmp_path / "global_step_7"
+    actor = step / "actor"
+    two_ranks.run(save_torch_dist, str(model), str(actor / "dist_ckpt"), Layout(tp=2), False, timeout_s=180)
+    shutil.copytree(model, actor / "huggingface")
+    convert(actor, tmp_path / "hf", "format=hf")
+    assert_same(weights(tmp_path / "hf"), weights(model))
+    shutil.rmtree(actor / "dist_ckpt")
+    two_ranks.run(save_torch_dist, str(model), str(actor / "dist_ckpt"), Layout(tp=2), True, timeout_s=180)
+    capsys.readouterr()
+    for folder, words in (
+        (step, f"error: {step}: verl's checkpoint with actor; expected {actor}\n"),
+        (actor / "dist_ckpt", "Megatron's checkpoint says no architecture; expected model=FOLDER with config.json\n"),
+    ):
+        assert cli.main(["convert", f"from={folder}", f"to={tmp_path}/new"]) == 2
+        assert capsys.readouterr().err.endswith(words)
+    for file in (actor / "dist_ckpt").glob("*.distcp"):
+        file.write_bytes(b"")
+    assert cli.main(["convert", f"from={actor}", f"to={tmp_path}/new"]) == 2
+    assert re.match(rf"error: {actor}/dist_ckpt/\S+\.distcp: it cannot be read \(", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
