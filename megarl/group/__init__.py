@@ -1,9 +1,11 @@
 """A group of ranks and the driver's handle on it.
 
-`group.py` is the driver's side, `follow.py` the rank's side; `processes/` has their connections, and `machines/` starts
-ranks on other machines.  The package handles processes, calls and failures, but no models: `roles/` defines the calls.
+`group.py` is the driver's side, `follow.py` the rank's side, `failures.py` has the errors about ranks; `processes/` has
+their connections, and `machines/` starts ranks on other machines.  The package handles processes, calls and failures,
+but no models: `roles/` defines the calls.
 """
 
-from megarl.group.group import Group, RankError, Reply
+from megarl.group.failures import RankError
+from megarl.group.group import Group, Reply
 
 __all__ = ["Group", "RankError", "Reply"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -16,7 +19,8 @@ import torch.distributed as dist
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors
 from megarl.processes.greeting import connect
 from megarl.processes.lifetime import die_with_parent
-from megarl.processes.ranks import ADDRESS, PARENT, TOKEN
+from megarl.processes.ranks import ADDRESS, FLIGHT_RECORDS, PARENT, TOKEN
+from megarl.processes.stacks import write_on_request
 
 Answer = tuple[dict[str, Any], Tensors]
 Handler = Callable[..., Answer]
@@ -29,8 +33,12 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
     replica's tensors; both are called only after the setup call.
     """
     die_with_parent(int(os.environ[PARENT]))
-    rank = int(os.environ["RANK"])
-    connection = connect(os.environ[ADDRESS], os.environ[TOKEN], {"rank": rank}, timeout_s=60.0)
+    write_on_request(record_collectives)
+    # Slurm and others send these to every process of a run that is to save or to end: only the driver heeds them.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    me = {"rank": int(os.environ["RANK"]), "host": socket.gethostname(), "pid": os.getpid()}
+    connection = connect(os.environ[ADDRESS], os.environ[TOKEN], me, timeout_s=60.0)
     busy = threading.Event()
     threading.Thread(target=_beat, args=(connection, busy), daemon=True).start()
     while True:
@@ -83,3 +91,15 @@ def share_payload(tensors: Tensors, group: Any, is_first: bool) -> Tensors:
     data = torch.frombuffer(body, dtype=torch.uint8) if is_first else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, src=source, group=group)
     return tensors if is_first else safetensors.torch.load(data.numpy().tobytes())
+
+
+def record_collectives() -> None:
+    """Write the last collectives of this rank, finished or not, as torch's flight recorder has them: a pickle.
+
+    It is for `python -m torch.distributed.flight_recorder.fr_trace FOLDER`; nothing here reads it.  Without stacks, for
+    which torch would first import its compiler.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    dump = c10d._dump_nccl_trace if dist.is_nccl_available() else c10d._dump_fr_trace
+    Path(os.environ[FLIGHT_RECORDS] + os.environ["RANK"]).write_bytes(dump(includeStackTraces=False))

@@ -4,7 +4,7 @@ The driver is an ordinary program; `Group` sends its calls to the ranks that it 
 every rank.  Tensors are sent once to the first rank of each data-parallel replica, which broadcasts them inside the
 replica; results come only from each replica's reporter (its last pipeline stage).  Every rank ends every call with a
 status, so an exception reaches the driver with its rank.  A dead rank is detected at once, a silent one after
-SILENCE_S.
+`silence_s`, one that goes on for too long after the limit of its call; `close` leaves none of them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.group.failures import Places, RankError
+from megarl.group.limits import CallLimits
 from megarl.layout import Layout
-from megarl.machines.nodes import Nodes
+from megarl.machines.nodes import SILENCE_S, Nodes
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors
 from megarl.processes.handle import ProcessHandle
 from megarl.processes.links import Direct, Link, RankMessage, Relayed
@@ -29,21 +31,8 @@ from megarl.processes.listener import Listener
 from megarl.processes.ranks import END_S, RanksLaunch, RanksProcess, Share, shares
 from megarl.sockets import listen
 
-SILENCE_S = 60.0  # a rank without a heartbeat for this long counts as lost
 GRACE_S = 1.0  # after the first error, wait this long for other errors: the root cause is often not the first
 _LOOK_S = 0.1
-
-
-class RankError(RuntimeError):
-    """An exception on a rank, or the death of a rank.
-
-    `report` holds the remote traceback, `kind` the name of the remote exception's class, and `details` the exception's
-    attribute `details`, plain values, if it has one.
-    """
-
-    def __init__(self, message: str, report: str = "", kind: str = "", details: dict[str, Any] | None = None) -> None:
-        super().__init__(message)
-        self.report, self.kind, self.details = report, kind, details or {}
 
 
 @dataclass(frozen=True)
@@ -77,20 +66,27 @@ class Group:
         device: str = "auto",
         seed: int = 0,
         call_timeout_s: float = 600.0,
+        call_factor: float | None = None,
+        call_floor_s: float = 0.0,
+        silence_s: float = SILENCE_S,
         start_timeout_s: float = 180.0,
         environment: Mapping[str, str] | None = None,
         worker: str = "megarl.roles.worker",
         setup: Mapping[str, Any] | None = None,
     ) -> None:
-        """`environment`: variables of the ranks, where the user has not set them.  `setup`: further arguments of the
-        workers' method of that name."""
+        """`call_*`: the limit of a call, see `CallLimits`.  `environment`: variables of the ranks, where the user has
+        not
+        set them.  `setup`: further arguments of the workers' method of that name."""
         self.name, self.num_ranks, self.call_timeout_s = name, num_ranks, call_timeout_s
+        self._limits = CallLimits(call_timeout_s, call_factor, call_floor_s)
+        self._silence_s = silence_s
         self._setup = {"layout": asdict(layout), "device": device, "seed": seed, "timeout_s": call_timeout_s}
         self._setup |= setup or {}
         self._start_timeout_s, self._worker, self._log_dir = start_timeout_s, worker, log_dir.absolute()
         self._nodes, self._address, self._device = nodes, address, device
         self._environment = tuple((environment or {}).items())
         self._shares = shares(first_rank, num_ranks, nodes.ranks_per_node if nodes else first_rank + num_ranks)
+        self._places = Places(name, self._shares, self._log_dir)
         self._token = secrets.token_hex(16)
         self._links: list[Link] = []
         self._processes: list[ProcessHandle] = []  # one per share
@@ -122,7 +118,7 @@ class Group:
         if len(self._shares) > 1 and self._nodes is not None:
             meeting = {"master_address": self._nodes.address(self._shares[0].node)}
         for share in self._shares:
-            logs = self._log_dir / f"node_{share.node}" if len(self._shares) > 1 else self._log_dir
+            logs = self._places.logs_of(share)
             address = self._nodes.address(share.node) if self._nodes is not None else self._address
             launch = RanksLaunch(
                 self._worker, self._device, str(logs), share.num_ranks, share.first_gpu, share.first_rank,
@@ -142,7 +138,7 @@ class Group:
             return ranks_here.port
         process, connection = self._nodes.start_ranks(share.node, launch)
         self._processes.append(process)
-        connection.sock.settimeout(SILENCE_S)
+        connection.sock.settimeout(self._silence_s)
         ranks = range(share.first_rank, share.first_rank + share.num_ranks)
         self._links.append(Relayed(connection, tuple(ranks)))
         return process.port
@@ -184,24 +180,28 @@ class Group:
         with suppress(queue.Empty):
             while True:
                 connection, hello = self._arrivals.get_nowait()
-                connection.sock.settimeout(SILENCE_S)  # a machine that fails during a message closes no connection
+                connection.sock.settimeout(
+                    self._silence_s
+                )  # a process that stops during a message closes no connection
                 self._links.append(Direct(connection, int(hello["rank"])))
+                self._places.note(int(hello["rank"]), hello)
                 ranks.add(int(hello["rank"]))
         return ranks
 
     def _arrived(self, message: RankMessage) -> set[int]:
         """The rank of another machine that connected to its relay."""
         if message.header is None:
-            raise RankError(
-                f"group {self.name}: rank {message.rank} ended before it could be used; see {self._log_dir}"
-            )
+            raise self._places.died(message.rank, "its start", message.lost)
+        self._places.note(message.rank, message.header)
         return {message.rank}
 
     def _check_processes(self) -> None:
         for share, process in zip(self._shares, self._processes, strict=True):
             if (code := process.exit_code()) is not None:
-                where = f" on node {share.node}" if len(self._shares) > 1 else ""
-                raise RankError(f"group {self.name}: its ranks{where} ended with status {code}; see {self._log_dir}")
+                where = f" on {self._nodes.name(share.node)}" if self._nodes is not None else ""
+                raise RankError(
+                    f"group {self.name}: its ranks{where} ended with status {code}; see {self._places.logs_of(share)}"
+                )
 
     def call(
         self,
@@ -243,8 +243,13 @@ class Group:
             try:
                 link.send(header, payloads)
             except ConnectionLost as error:
-                raise self._died(link.ranks[0], method) from error
-        return self._collect(method, timeout_s or self.call_timeout_s)
+                lost = str(error) if isinstance(link, Relayed) else ""
+                raise self._places.died(link.ranks[0], method, lost) from error
+        kind, num_bytes = f"{method} {arguments.get('role', '')}", _num_bytes(payloads)
+        begun = time.monotonic()
+        answers = self._collect(method, timeout_s or self._limits.of(kind, num_bytes))
+        self._limits.took(kind, num_bytes, time.monotonic() - begun)
+        return answers
 
     def _collect(self, method: str, timeout_s: float) -> dict[int, Reply]:
         answers: dict[int, Reply] = {}
@@ -268,15 +273,13 @@ class Group:
                 if now < next_look:  # checking all ranks at every message would be quadratic in their number
                     continue
                 next_look = now + HEARTBEAT_S
-                if silent := [r for r, t in last_sign.items() if now - t > SILENCE_S and r not in answers]:
-                    raise RankError(
-                        f"group {self.name}: rank {silent[0]} gave no sign for {SILENCE_S:.0f} s in {method}"
-                    )
+                if silent := [r for r, t in last_sign.items() if now - t > self._silence_s and r not in answers]:
+                    raise self._places.hangs(silent, f"gave no sign for {self._silence_s:.0f} s in {method}")
         if errors:
-            raise _as_error(self.name, method, errors)
+            raise self._places.failed(method, errors)
         if len(answers) < self.num_ranks:
             late = sorted(set(range(self.num_ranks)) - set(answers))
-            raise RankError(f"group {self.name}: {method} took over {timeout_s:.0f} s on ranks {late}")
+            raise self._places.hangs(late, f"did not end {method} within {timeout_s:.0f} s")
         return answers
 
     def _take(
@@ -287,7 +290,7 @@ class Group:
             if errors:  # other ranks already reported the reason
                 errors.setdefault(rank, {"type": "RankError", "message": "ended", "traceback": ""})
                 return
-            raise self._died(rank, method)
+            raise self._places.died(rank, method, message.lost)
         if "beat" in header or header["id"] < self._call_id:  # or a late answer to a call that failed on another rank
             return
         assert header["id"] == self._call_id, f"rank {rank} answered call {header['id']}, not {self._call_id}"
@@ -296,11 +299,8 @@ class Group:
         else:
             errors[rank] = header
 
-    def _died(self, rank: int, method: str) -> RankError:
-        return RankError(f"group {self.name}: rank {rank} died in {method}; see {self._log_dir}")
-
     def close(self) -> None:
-        """End the ranks: send "close", then terminate, then kill them."""
+        """End the ranks: send "close"; those that have not ended within END_S write their stacks, and are killed."""
         for link in self._links:
             try:
                 link.send({"method": "close"}, {})
@@ -317,13 +317,5 @@ class Group:
         self._processes.clear()
 
 
-def _as_error(name: str, method: str, errors: dict[int, dict[str, Any]]) -> Exception:
-    """The most informative error: if possible not a RuntimeError, which may only follow another rank's failure."""
-    rank, first = min(errors.items(), key=lambda item: (item[1]["type"] in ("RuntimeError", "RankError"), item[0]))
-    report = "\n".join(f"rank {r}:\n{e['traceback']}" for r, e in sorted(errors.items()))
-    if first["type"] == "ValueError":
-        mistake = ValueError(first["message"])
-        mistake.__cause__ = RankError(report)  # for the traceback
-        return mistake
-    what = f"group {name}: rank {rank} failed in {method}: {first['type']}: {first['message']}"
-    return RankError(what, report, first["type"], first.get("details"))
+def _num_bytes(payloads: Mapping[int, Tensors]) -> int:
+    return sum(tensor.nbytes for tensors in payloads.values() for tensor in tensors.values())

@@ -10,11 +10,15 @@ from megarl.processes.connection import Connection, ConnectionLost, Tensors, fro
 
 
 class RankMessage(NamedTuple):
-    """A message of a rank; `header` is None if the rank has ended."""
+    """A message of a rank; `header` is None if the rank has ended.
+
+    `lost`: its machine cannot be reached any more, for this reason; then all its ranks count as ended.
+    """
 
     rank: int
     header: dict[str, Any] | None
     tensors: Tensors
+    lost: str = ""
 
 
 class Direct:
@@ -58,8 +62,8 @@ class Relayed:
     def receive(self) -> RankMessage:
         try:
             header, body = self._connection.receive_bytes()
-        except ConnectionLost:  # the machine is lost with all its ranks
-            return RankMessage(self.ranks[0], None, {})
+        except ConnectionLost as error:
+            return RankMessage(self.ranks[0], None, {}, lost=str(error))
         rank = int(header.pop("rank"))
         return RankMessage(rank, None if header.get("gone") else header, from_bytes(body))
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.auth import without_tokens
+from megarl.processes import stacks
 from megarl.processes.lifetime import last_lines
 from megarl.sockets import host_store, interface_variables
 
 ADDRESS, TOKEN, PARENT = "MEGARL_GROUP_ADDRESS", "MEGARL_GROUP_TOKEN", "MEGARL_PARENT_PID"
 FIRST_GPU = "MEGARL_FIRST_GPU"
-END_S = 10.0  # wait after the "close" message, and again after SIGTERM
+# Where torch's flight recorder writes the last collectives; torch appends the number of the rank.
+FLIGHT_RECORDS = "TORCH_FR_DUMP_TEMP_FILE"
+END_S = 10.0  # wait after the "close" message, and again after SIGKILL
 _LOOK_S = 0.05
 
 
@@ -110,13 +113,10 @@ class RanksProcess:
         return last_lines(self.log)
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM to running ranks.  A Group first sends "close" over their connections."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+        """Nothing to do here: ranks are asked over their connections, and heed no SIGTERM."""
 
     def end(self, grace_s: float) -> None:
-        """Wait for the ranks to end after "close", unless one failed; then terminate, then kill them.
+        """Wait for the ranks to end after "close", unless one failed; then take the stacks of the others and kill them.
 
         Child processes of a rank end with it. A second call does nothing: the process ids may belong to others by then.
         """
@@ -125,8 +125,7 @@ class RanksProcess:
         self._ended = True
         if self._processes and not self.exit_code():
             self._wait(grace_s)
-        self.ask_to_end()
-        self._wait(END_S)
+        stacks.take(self._processes, self._logs[: len(self._processes)])
         for process in self._processes:
             with suppress(ProcessLookupError, PermissionError):  # its session has the writers that Megatron forks
                 os.killpg(process.pid, signal.SIGKILL)
@@ -164,7 +163,12 @@ def _environment(launch: RanksLaunch) -> dict[str, str]:
         env["CUDA_VISIBLE_DEVICES"] = ""  # Megatron uses CUDA if torch sees it
     if launch.device != "cuda":
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.num_ranks)))
-    return dict(launch.environment) | env
+    recorder = {
+        FLIGHT_RECORDS: f"{launch.log_dir}/flight_record_rank_",
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # also where torch itself finds a collective that has timed out
+    }
+    return recorder | dict(launch.environment) | env
 
 
 def _world(launch: RanksLaunch, local: int, port: int) -> dict[str, str]:

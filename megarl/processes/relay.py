@@ -48,7 +48,7 @@ class Relay:
         if self._closed.is_set():
             connection.close()  # the relay was closed in the meantime
         with suppress(ConnectionLost):  # the driver is gone: `_carry_down` handles it
-            self._up.send({"rank": rank, "here": True})
+            self._up.send({**hello, "here": True})
             try:
                 while True:
                     header, body = connection.receive_bytes()

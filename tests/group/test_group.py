@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
+import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -57,7 +62,7 @@ def test_the_leader_is_rank_0(four: Group) -> None:
 
 def test_an_exception_on_one_rank_reaches_the_driver_with_its_rank(four: Group) -> None:
     with pytest.raises(
-        RankError, match=r"group four: rank 2 failed in fail: RuntimeError: the shelf is empty"
+        RankError, match=r"group four: rank 2 \(machine 0, .*\) failed in fail: RuntimeError: the shelf is empty"
     ) as caught:
         four.call("fail", {"rank": 2, "kind": "runtime"})
     assert "in fail" in caught.value.report, "the remote traceback comes along"
@@ -83,12 +88,12 @@ def test_a_mistake_of_the_user_found_on_a_rank_is_a_value_error(four: Group) -> 
 
 def test_even_what_is_no_exception_reaches_the_driver(four: Group) -> None:
     """torch's CheckpointException is none."""
-    with pytest.raises(RankError, match=r"rank 1 failed in fail: Stop: the shelf is empty"):
+    with pytest.raises(RankError, match=r"rank 1 \(.*\) failed in fail: Stop: the shelf is empty"):
         four.call("fail", {"rank": 1, "kind": "no exception"})
 
 
 def test_an_answer_that_comes_after_its_call_has_failed_is_not_taken_for_another(four: Group) -> None:
-    with pytest.raises(RankError, match=r"rank 0 failed in fail"):
+    with pytest.raises(RankError, match=r"rank 0 \(.*\) failed in fail"):
         four.call("fail", {"rank": 0, "kind": "runtime", "others_sleep_s": 2.0})
     assert [r.result["rank"] for r in four.call("double")] == [1, 3]
 
@@ -101,20 +106,55 @@ def test_two_groups_work_at_once(four: Group, tmp_path: Path) -> None:
         assert two.call("double", {}, [{"x": torch.ones(1)}, {"x": torch.zeros(1)}])[1].tensors["x"].item() == 0
 
 
-def test_a_call_has_a_limit_and_names_the_late_ranks(tmp_path: Path) -> None:
-    with make(tmp_path, "late", 2, 1) as group:
+HERE = f"machine 0, host {re.escape(socket.gethostname())}, pid [0-9]+"
+
+
+def test_hung_ranks_of_every_kind_are_named_show_their_stacks_and_are_killed(tmp_path: Path) -> None:
+    """One is stopped, one holds the interpreter's lock, one loops in Python; the fourth waits in a collective."""
+    how = {"stopped": 0, "holds": 1, "loops": 2}
+    with make(tmp_path, "hung", 4, 1, silence_s=8.0) as group:
         group.start()
-        began = time.monotonic()
-        with pytest.raises(RankError, match=r"hang took over 5 s on ranks \[1\]"):
-            group.call("hang", {"rank": 1}, timeout_s=5.0)
-        assert time.monotonic() - began < HANG_S / 2
+        pids = [reply.result["pid"] for reply in group.call("pid")]
+        first = rf"rank 0 \(machine 0, host .*, pid {pids[0]}\), rank 1 \({HERE}\)"
+        with pytest.raises(
+            RankError, match=rf"group hung: {first} gave no sign for 8 s in meet; their stacks are then"
+        ):
+            group.call("meet", how)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    stopped, holds, loops, waits = ((tmp_path / f"hung/rank_{rank}.log").read_text() for rank in range(4))
+    assert f"pid {pids[0]} is killed. It has no whole stacks to show: it is stopped" in stopped
+    assert re.search(r'File ".*echo_worker.py", line \d+ in hold', holds)
+    assert "none of its threads could run Python code" in holds
+    assert re.search(r'File ".*echo_worker.py", line \d+ in loop', loops)
+    assert re.search(r'File ".*distributed_c10d.py", line \d+ in barrier', waits)
+    assert "in _beat" in waits, "of all threads"
+    record = pickle.loads((tmp_path / "hung/flight_record_rank_3").read_bytes())
+    assert "barrier" in record["entries"][-1]["profiling_name"]
+    assert record["entries"][-1]["state"] != "completed"
+
+
+def test_a_later_call_has_a_limit_of_its_own_kind_and_size(tmp_path: Path) -> None:
+    with make(tmp_path, "limits", 1, 1, call_timeout_s=1e6, call_factor=3.0, call_floor_s=4.0) as group:
+        group.start()
+        group.call("double", {}, [{"x": torch.zeros(8)}])
+        group.call("hang", {"rank": -1})
+        with pytest.raises(RankError, match=rf"rank 0 \({HERE}\) did not end hang within 4 s; its stack is then in"):
+            group.call("hang", {"rank": 0})
+    assert re.search(r'File ".*echo_worker.py", line \d+ in hang', (tmp_path / "limits/rank_0.log").read_text())
+
+
+def test_ranks_do_not_heed_signals_that_are_meant_for_the_driver(four: Group) -> None:
+    for pid in [reply.result["pid"] for reply in four.call("pid")]:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+    assert [reply.result["rank"] for reply in four.call("double")] == [1, 3]
 
 
 def test_a_killed_rank_is_noticed_while_the_others_work(tmp_path: Path) -> None:
     with make(tmp_path, "killed", 2, 1) as group:
         group.start()
         began = time.monotonic()
-        with pytest.raises(RankError, match=r"group killed: rank 1 died in kill; see "):
+        with pytest.raises(RankError, match=rf"group killed: rank 1 \({HERE}\) died in kill; see .*rank_1.log"):
             group.call("kill", {"rank": 1})
         assert time.monotonic() - began < HANG_S / 2
 

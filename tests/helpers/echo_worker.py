@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -33,6 +34,10 @@ def double(arguments: dict[str, Any], tensors: Tensors) -> Answer:
     return {"rank": RANK, "said": arguments.get("say")}, {name: 2 * t for name, t in tensors.items()}
 
 
+def pid(arguments: dict[str, Any], _: Tensors) -> Answer:
+    return {"pid": os.getpid()}, {}
+
+
 def where(arguments: dict[str, Any], _: Tensors) -> Answer:
     return {"rank": RANK, "first_gpu": int(os.environ[FIRST_GPU]), "local_rank": int(os.environ["LOCAL_RANK"])}, {}
 
@@ -50,6 +55,29 @@ def hang(arguments: dict[str, Any], _: Tensors) -> Answer:
     return {}, {}
 
 
+def meet(arguments: dict[str, Any], _: Tensors) -> Answer:
+    """A collective; `arguments`: what the ranks do that never join it."""
+    for how, rank in arguments.items():
+        if rank == RANK:
+            {"stopped": stop, "holds": hold, "loops": loop}[how]()
+    dist.barrier()
+    return {}, {}
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold() -> None:
+    """PyDLL keeps the interpreter's lock, so that no thread runs Python code."""
+    ctypes.PyDLL(None).sleep(600)
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
 def kill(arguments: dict[str, Any], _: Tensors) -> Answer:
     if arguments["rank"] == RANK:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -61,7 +89,7 @@ group: Any = None
 
 if __name__ == "__main__":
     follow(
-        {f.__name__: f for f in (setup, double, where, fail, hang, kill)},
+        {f.__name__: f for f in (setup, double, pid, where, fail, hang, meet, kill)},
         lambda: group,
         lambda: dist.get_rank(group) == 0,
     )

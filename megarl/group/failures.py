@@ -1,0 +1,89 @@
+"""Failures of ranks as sentences: which rank, on which machine, host and process, and where its log is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.processes.ranks import Share
+
+_NAMED = 4  # ranks that an error names
+
+
+class RankError(RuntimeError):
+    """An exception on a rank, or the death of a rank.
+
+    `report` holds the remote traceback, `kind` the name of the remote exception's class, and `details` the exception's
+    attribute `details`, plain values, if it has one.
+    """
+
+    def __init__(self, message: str, report: str = "", kind: str = "", details: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.report, self.kind, self.details = report, kind, details or {}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs."""
+
+    machine: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"machine {self.machine}, host {self.host}, pid {self.pid}"
+
+
+class Places:
+    """Where the ranks of a group run and write their logs, and the errors about them."""
+
+    def __init__(self, name: str, shares: Sequence[Share], log_dir: Path) -> None:
+        self._group, self._shares, self._log_dir = f"group {name}", shares, log_dir
+        self._places: dict[int, Place] = {}  # of the ranks that have connected
+
+    def note(self, rank: int, hello: dict[str, Any]) -> None:
+        """`hello`: what the rank said of itself when it connected."""
+        self._places[rank] = Place(self._share_of(rank).node, str(hello["host"]), int(hello["pid"]))
+
+    def logs_of(self, share: Share) -> Path:
+        return self._log_dir / f"node_{share.node}" if len(self._shares) > 1 else self._log_dir
+
+    def _share_of(self, rank: int) -> Share:
+        return next(s for s in self._shares if s.first_rank <= rank < s.first_rank + s.num_ranks)
+
+    def _log_of(self, rank: int) -> Path:
+        return self.logs_of(self._share_of(rank)) / f"rank_{rank}.log"
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """Example: "rank 5 (machine 1, host gpu-07, pid 123)"."""
+        named = [f"rank {rank} ({self._places[rank]})" if rank in self._places else f"rank {rank}" for rank in ranks]
+        more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+        return ", ".join(named[:_NAMED]) + more
+
+    def died(self, rank: int, method: str, lost: str = "") -> RankError:
+        """`lost`: the reason, if not only the rank but its machine is gone."""
+        if not lost:
+            return RankError(f"{self._group}: {self._named([rank])} died in {method}; see {self._log_of(rank)}")
+        share, place = self._share_of(rank), self._places.get(rank)
+        host = f" (host {place.host})" if place is not None else ""
+        ranks = f"ranks {share.first_rank} to {share.first_rank + share.num_ranks - 1}"
+        return RankError(f"{self._group}: machine {share.node}{host} is lost in {method} with {ranks}: {lost}")
+
+    def hangs(self, ranks: Sequence[int], how: str) -> RankError:
+        """The error for ranks that still run; they are killed when the group is closed, and show what they did."""
+        stacks = f"{'its stack is' if len(ranks) == 1 else 'their stacks are'} then in {self._log_of(ranks[0])}"
+        others = " and beside it" if len(ranks) > 1 else ""
+        return RankError(f"{self._group}: {self._named(ranks)} {how}; {stacks}{others}")
+
+    def failed(self, method: str, errors: dict[int, dict[str, Any]]) -> Exception:
+        """The most informative error: if possible not a RuntimeError, which may only follow another rank's failure."""
+        rank, first = min(errors.items(), key=lambda item: (item[1]["type"] in ("RuntimeError", "RankError"), item[0]))
+        report = "\n".join(f"{self._named([r])}:\n{e['traceback']}" for r, e in sorted(errors.items()))
+        if first["type"] == "ValueError":
+            mistake = ValueError(first["message"])
+            mistake.__cause__ = RankError(report)  # for the traceback
+            return mistake
+        what = f"{self._group}: {self._named([rank])} failed in {method}: {first['type']}: {first['message']}"
+        return RankError(what, report, first["type"], first.get("details"))
