@@ -50,7 +50,7 @@ def train(config: Config) -> dict[str, Any]:
     """Train to the end; returns the summary, which is also written to a file.
 
     Failed ranks are restarted from the last checkpoint while the servers keep running; after trainer.max_restarts
-    restarts their error is raised.  Raises Terminated after SIGTERM.
+    restarts without a new step their error is raised.  Raises Terminated after SIGTERM.
     """
     began = time.monotonic()
     prepare(config)
@@ -69,7 +69,7 @@ def train(config: Config) -> dict[str, Any]:
             except (RankError, NodeLost) as error:
                 if signals.ends:
                     raise
-                infrastructure.forgive(error)
+                infrastructure.forgive(error, run.finished_steps)
                 run = Run(config, infrastructure, resume=run.last_save)
             except Damaged as error:
                 run = Run(config, infrastructure, resume=run.save_before(error))
@@ -94,6 +94,7 @@ def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
         train_step(
             step, run.prefetcher, run.roles, run.algorithm, servers, log, saver, saves=times.due, drains=run.drains
         )
+        run.finished_steps = step + 1
         if times.last == step + 1:
             run.describe_save(totals.state_dict())
     found = look_back(run.num_steps, run, times, log, signals)

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from rich.console import Console
 
 from megarl.auth import needed_token
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
+from megarl.config.schema import Trainer
 from megarl.machines.agent import Agent
+from megarl.machines.meeting import announced
 from megarl.processes.signals import ASKS, handled
 
 
 def main(config: Config) -> int:
     """Returns when the run has ended without an error; raises RuntimeError (DriverLost) otherwise."""
     trainer = config.trainer
-    if not 0 < trainer.node_rank < trainer.nnodes:
+    if not 0 < trainer.node_rank < trainer.num_machines:
         raise ValueError(
-            f"trainer.node_rank={trainer.node_rank}: expected 1 to {trainer.nnodes - 1}, the machine 0 runs `megarl "
-            "train`"
+            f"trainer.node_rank={trainer.node_rank}: expected 1 to {trainer.num_machines - 1}, the machine 0 runs "
+            "`megarl train`"
         )
     token = needed_token(os.environ, f"trainer.node_rank={trainer.node_rank}")
-    address = f"{trainer.master_addr}:{trainer.master_port}"
-    Console(stderr=True).print(f"node {trainer.node_rank} of {trainer.nnodes}, at the orders of {address}")
-    agent = Agent(trainer.node_rank, address, token, source=os.environ.get(NODE_ADDRESS))
+    role = "a spare machine" if trainer.node_rank >= trainer.nnodes else f"machine {trainer.node_rank}"
+    Console(stderr=True).print(f"{role} of {trainer.nnodes}, at the orders of {trainer.master_addr}")
+    source = os.environ.get(NODE_ADDRESS)
+    agent = Agent(trainer.node_rank, driver_of(trainer), token, source=source, silence_s=trainer.silence_s)
     with handled(dict.fromkeys(ASKS, agent.take_signal)):
         agent.serve()
     return 0
+
+
+def driver_of(trainer: Trainer) -> str | Callable[[], str]:
+    """The driver's address, or how to find it, where no port is named."""
+    if trainer.master_port is not None:
+        return f"{trainer.master_addr}:{trainer.master_port}"
+    return lambda: f"{trainer.master_addr}:{announced(trainer.run_dir)}"

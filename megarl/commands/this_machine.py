@@ -27,22 +27,27 @@ def placed(config: Config, environment: Mapping[str, str]) -> Config:
     _refuse_torchrun(environment)
     if trainer.nnodes == 1:
         return config
-    _check(trainer.nnodes, environment)
+    _check(trainer, environment)
     node = next((int(environment[name]) for name in _RANKS if environment.get(name, "").isdigit()), trainer.node_rank)
     node = trainer.node_rank if trainer.node_rank != unset.node_rank else node
     address = trainer.master_addr if trainer.master_addr != unset.master_addr else _first_machine(environment)
-    if node >= trainer.nnodes:
-        raise ValueError(f"trainer.nnodes={trainer.nnodes}: this is machine {node}, counted from 0; expected more")
+    if node >= trainer.num_machines:
+        raise ValueError(
+            f"trainer.nnodes={trainer.nnodes} trainer.spare_nodes={trainer.spare_nodes}: this is machine {node}, "
+            "counted from 0; expected more"
+        )
     found = replace(trainer, node_rank=node, master_addr=address or trainer.master_addr)
     return replace(config, trainer=found)
 
 
-def _check(nnodes: int, environment: Mapping[str, str]) -> None:
-    """Raises ValueError unless Slurm runs one process on each of `nnodes` machines."""
+def _check(trainer: Trainer, environment: Mapping[str, str]) -> None:
+    """Raises ValueError unless Slurm runs one process on each machine of the run."""
     given = environment.get("SLURM_STEP_NUM_NODES", "")
-    if given.isdigit() and int(given) != nnodes:
+    if given.isdigit() and int(given) != trainer.num_machines:
+        spare = f" trainer.spare_nodes={trainer.spare_nodes}" if trainer.spare_nodes else ""
         raise ValueError(
-            f"trainer.nnodes={nnodes}: this srun has {given} (SLURM_STEP_NUM_NODES); expected the same number"
+            f"trainer.nnodes={trainer.nnodes}{spare}: this srun has {given} (SLURM_STEP_NUM_NODES); expected the same "
+            "number"
         )
     given = environment.get("SLURM_NTASKS_PER_NODE", "")
     if given.isdigit() and int(given) != 1:

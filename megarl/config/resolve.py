@@ -18,6 +18,7 @@ from megarl.config.settings import ConfigError, show
 from megarl.layout import KEYS, Layout
 
 _PLAIN = re.compile(r"\$\{([\w.]+)\}")
+RESTARTS = 3  # of failed ranks, without a new step in between, where there are checkpoints
 DEFAULT_MAX_TOKENS = 16384  # per micro-batch and rank, if no key sets the micro-batch size
 
 
@@ -147,6 +148,8 @@ def followed_by_roles(config: Config) -> Config:
             node.num_ranks = max(1, config.trainer.num_ranks - node.first_rank)
     if config.agent.max_tokens is None:
         config.agent.max_tokens = config.data.max_prompt_length + config.data.max_response_length
+    if config.trainer.max_restarts is None:
+        config.trainer.max_restarts = RESTARTS if config.trainer.saves else 0
     for optim in (actor.optim, config.critic.optim):
         if optim.momentum is None:
             optim.momentum = DEFAULT_MOMENTUM.get(optim.name, 0.0)

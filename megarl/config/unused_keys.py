@@ -329,7 +329,7 @@ TABLE = (
     UnusedKeys("trainer.keep_best", "trainer.test_freq=-1: there are no scores", lambda c: c.trainer.test_freq < 1),
     UnusedKeys("trainer.verify_resume", "trainer.resume_mode=disable", lambda c: c.trainer.resume_mode == "disable"),
     UnusedKeys(
-        "trainer.node_rank trainer.master_addr trainer.master_port",
+        "trainer.node_rank trainer.master_addr trainer.master_port trainer.spare_nodes",
         "trainer.nnodes=1",
         lambda c: c.trainer.nnodes == 1,
     ),
@@ -347,9 +347,10 @@ UNREAD = {
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "
-        "trainer.save_* trainer.term_grace_s trainer.max_restarts trainer.start_timeout_s rollout.n "
-        "rollout.temperature rollout.top_p rollout.top_k rollout.ahead rollout.order rollout.update rollout.max_age "
-        "rollout.turn_s rollout.push rollout.bucket_bytes rollout.check_every"
+        "trainer.save_* trainer.term_grace_s trainer.max_restarts trainer.start_timeout_s trainer.call_factor "
+        "trainer.call_floor_s trainer.silence_s trainer.spare_nodes rollout.n rollout.temperature rollout.top_p "
+        "rollout.top_k rollout.ahead rollout.order rollout.update rollout.max_age rollout.turn_s rollout.push "
+        "rollout.bucket_bytes rollout.check_every"
     ),
 }
 COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")

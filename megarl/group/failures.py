@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.processes.ranks import Share
 
+GONE = "Gone"
 _NAMED = 4  # ranks that an error names
 
 
@@ -78,12 +79,20 @@ class Places:
         return RankError(f"{self._group}: {self._named(ranks)} {how}; {stacks}{others}")
 
     def failed(self, method: str, errors: dict[int, dict[str, Any]]) -> Exception:
-        """The most informative error: if possible not a RuntimeError, which may only follow another rank's failure."""
-        rank, first = min(errors.items(), key=lambda item: (item[1]["type"] in ("RuntimeError", "RankError"), item[0]))
+        """The most informative error: if possible not a RuntimeError, which may only follow another rank's failure.
+
+        `errors`: rank -> what it reported; of type GONE if it has ended without a report.
+        """
+        last = (GONE, "RuntimeError")  # in this order
+        rank, first = min(errors.items(), key=lambda item: (item[1]["type"] in last, item[1]["type"], item[0]))
         report = "\n".join(f"{self._named([r])}:\n{e['traceback']}" for r, e in sorted(errors.items()))
         if first["type"] == "ValueError":
             mistake = ValueError(first["message"])
             mistake.__cause__ = RankError(report)  # for the traceback
             return mistake
+        if first["type"] == GONE:
+            gone = self.died(rank, method, first["lost"])
+            gone.report = report
+            return gone
         what = f"{self._group}: {self._named([rank])} failed in {method}: {first['type']}: {first['message']}"
         return RankError(what, report, first["type"], first.get("details"))

@@ -101,5 +101,5 @@ def record_collectives() -> None:
     """
     from torch._C import _distributed_c10d as c10d
 
-    dump = c10d._dump_nccl_trace if dist.is_nccl_available() else c10d._dump_fr_trace
+    dump = getattr(c10d, "_dump_nccl_trace" if dist.is_nccl_available() else "_dump_fr_trace")
     Path(os.environ[FLIGHT_RECORDS] + os.environ["RANK"]).write_bytes(dump(includeStackTraces=False))

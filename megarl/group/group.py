@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.group.failures import Places, RankError
+from megarl.group.failures import GONE, Places, RankError
 from megarl.group.limits import CallLimits
 from megarl.layout import Layout
 from megarl.machines.nodes import SILENCE_S, Nodes
@@ -288,7 +288,7 @@ class Group:
         rank, header = message.rank, message.header
         if header is None:
             if errors:  # other ranks already reported the reason
-                errors.setdefault(rank, {"type": "RankError", "message": "ended", "traceback": ""})
+                errors.setdefault(rank, {"type": GONE, "message": "", "traceback": "", "lost": message.lost})
                 return
             raise self._places.died(rank, method, message.lost)
         if "beat" in header or header["id"] < self._call_id:  # or a late answer to a call that failed on another rank

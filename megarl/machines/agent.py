@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -67,14 +68,24 @@ class Agent:
     """Example: Agent(1, "10.0.0.1:29500", token).serve()"""
 
     def __init__(
-        self, node: int, address: str, token: str, *, source: str | None = None, workers: Sequence[str] = WORKERS
+        self,
+        node: int,
+        address: str | Callable[[], str],
+        token: str,
+        *,
+        source: str | None = None,
+        silence_s: float = SILENCE_S,
+        workers: Sequence[str] = WORKERS,
     ) -> None:
-        """`source`: this node's own address, if it differs from the one that routes to the driver.
+        """`address`: of the driver; a function finds it anew for each try, and raises OSError while it is not known.
 
-        `workers`: modules that ranks may run.
+        `source`: this node's own address, if it differs from the one that routes to the driver.  `silence_s`: a driver
+        without a heartbeat for this long counts as lost.  `workers`: modules that ranks may run.
         """
-        self._node, self._address, self._token, self._source = node, address, token, source
-        self._workers = workers
+        self._find = address if callable(address) else None
+        self._address = "" if callable(address) else address
+        self._node, self._token, self._source = node, token, source
+        self._silence_s, self._workers = silence_s, workers
         self._own = ""  # the address of this node, known after it has connected to the driver
         self._jobs: dict[int, ProcessHandle] = {}
         self._told: set[int] = set()  # jobs whose end was reported to the driver
@@ -104,7 +115,7 @@ class Agent:
         allow_all_files()
         connection = self._join(join_s)
         self._own = str(connection.sock.getsockname()[0])
-        connection.sock.settimeout(SILENCE_S)
+        connection.sock.settimeout(self._silence_s)
         threading.Thread(target=self._watch, args=(connection,), daemon=True, name="watch").start()
         try:
             while (order := connection.receive()[0]).get("do") != "leave":
@@ -123,12 +134,15 @@ class Agent:
         deadline = time.monotonic() + limit_s
         while True:
             try:
-                return self._connect({"version": __version__})
-            except WireRefused as error:
-                raise DriverLost(str(error)) from error
-            except OSError as error:  # the driver may not have started yet
+                if self._find is not None:
+                    self._address = self._find()
+                return self._connect({"version": __version__, "host": socket.gethostname()})
+            except OSError as error:  # the driver may not have started yet; what was found may be another run's address
+                if isinstance(error, WireRefused) and self._find is None:
+                    raise DriverLost(str(error)) from error
                 if time.monotonic() > deadline:
-                    raise DriverLost(f"nobody listens at {self._address}: {error}") from error
+                    where = f"nobody listens at {self._address}" if self._address else "no driver has said its port"
+                    raise DriverLost(f"{where}: {error}") from error
                 time.sleep(1.0)
 
     def _connect(self, hello: dict[str, Any]) -> Connection:

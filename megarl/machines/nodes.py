@@ -6,6 +6,7 @@ they relay.  When an agent is lost, its processes end too; after a restart it ca
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import itertools
 import queue
@@ -20,118 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
+from megarl.machines.member import Member, NodeLost, RemoteJob
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost
 from megarl.processes.listener import Listener
 from megarl.processes.ranks import END_S, RanksLaunch
-from megarl.processes.signals import pass_on
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machine, MachineGone
 from megarl.sockets import listen
 
-SILENCE_S = 60.0  # a node without a heartbeat for this long counts as lost
+SILENCE_S = 60.0  # a rank or a machine without a heartbeat for this long counts as lost
+USUAL_PORT = 29500  # of the driver
 JOIN_S = 1800.0  # a node may get its machine later than node 0
-_ORDER_S = 60.0
-_LONGEST_WHY = 2000  # characters of the reason that is sent to the agents
 _FILES, _FILES_PER_NODE = 512, 8  # open files of the driver: an agent, a relay for each group, clients of servers
 _FILES_PER_RANK = 4  # open files of the process that hosts a group's store: connections of two groups
 _RELAY_S = 60.0  # time limit between the start of ranks on a node and the connection of their relay
-
-
-class NodeLost(RuntimeError):
-    """A node did not join, was lost, or could not carry out a request; one sentence."""
-
-
-@dataclass
-class RemoteJob:
-    """A process on another node: a processes.handle.ProcessHandle."""
-
-    member: _Member
-    number: int
-    pid: int = 0
-    port: int = 0  # of the store that it hosts; 0 = none
-    code: int | None = None
-    words: str = ""
-
-    def exit_code(self) -> int | None:
-        """None while it runs; -1 if unknown because its node is lost."""
-        return -1 if self.code is None and self.member.lost else self.code
-
-    def log_tail(self) -> str:
-        if self.code is None and not self.member.lost:
-            with suppress(NodeLost):
-                return str(self.member.order("words", job=self.number)["words"])
-        return self.words or (f"\n    {self.member.lost}" if self.member.lost else "")
-
-    def ask_to_end(self) -> None:
-        with suppress(NodeLost):
-            self.member.order("ask", job=self.number)
-
-    def end(self, grace_s: float) -> None:
-        with suppress(NodeLost):  # it ended with its node
-            self.member.order("end", job=self.number, grace_s=grace_s)
-
-
-class _Member:
-    """The connection to one agent."""
-
-    def __init__(self, node: int, connection: Connection, address: str) -> None:
-        self.node, self.address = node, address
-        self.lost = ""  # the reason, after the node was lost
-        self._connection = connection
-        self._numbers = itertools.count()
-        self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
-        self._jobs: dict[int, RemoteJob] = {}
-        connection.sock.settimeout(SILENCE_S)
-        threading.Thread(target=self._listen, daemon=True, name=f"node {node}").start()
-
-    def order(self, what: str, *, limit_s: float = _ORDER_S, **arguments: Any) -> dict[str, Any]:
-        """Send a request to the agent and return its answer.  Raises: NodeLost."""
-        number = next(self._numbers)
-        answer = self._answers[number] = queue.SimpleQueue()
-        try:
-            if self.lost:
-                raise NodeLost(self.lost)
-            self._connection.send({"id": number, "do": what, **arguments})
-            found = answer.get(timeout=limit_s)
-        except (ConnectionLost, queue.Empty) as error:
-            raise NodeLost(self.lost or f"node {self.node} did not answer within {limit_s:.0f} s") from error
-        finally:
-            del self._answers[number]
-        if "error" in found:
-            raise NodeLost(f"node {self.node}: {found['error']}")
-        return found
-
-    def start(self, what: str, number: int, **arguments: Any) -> RemoteJob:
-        job = self._jobs[number] = RemoteJob(self, number)
-        told = self.order(what, job=number, **arguments)
-        job.pid, job.port = told["pid"], told.get("port", 0)
-        return job
-
-    def beat(self) -> None:
-        with suppress(ConnectionLost):
-            self._connection.send({"beat": 1})
-
-    def leave(self, why: str | None = None) -> None:
-        with suppress(ConnectionLost):
-            self._connection.send({"do": "leave"} if why is None else {"do": "leave", "why": why[:_LONGEST_WHY]})
-        self.lost = self.lost or f"node {self.node} was sent away"
-        self._connection.close()
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                said, _ = self._connection.receive()
-                if "ended" in said:
-                    job = self._jobs[said["ended"]]
-                    job.words, job.code = said["words"], said["code"]
-                elif "signal" in said:  # a scheduler takes that machine away, or asks for a save
-                    pass_on(int(said["signal"]))
-                elif "id" in said and said["id"] in self._answers:
-                    self._answers[said["id"]].put(said)
-        except ConnectionLost as error:
-            self.lost = self.lost or f"node {self.node} ({self.address}) is lost: {error}"
-            for answer in list(self._answers.values()):
-                answer.put({"error": "it is lost"})
 
 
 def allow_files(num_nodes: int, ranks_per_node: int) -> None:
@@ -156,6 +59,18 @@ def allow_all_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def listen_at(host: str, port: int | None) -> socket.socket:
+    """Listen at this port; None: at USUAL_PORT, or at a free one if another run has it.  Raises OSError."""
+    if port is not None:
+        return listen(host, port)
+    try:
+        return listen(host, USUAL_PORT)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return listen(host)
+
+
 def address_of(host: str) -> str:
     """The first address of a name.  Raises OSError for one that is not known."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -164,10 +79,23 @@ def address_of(host: str) -> str:
 class Nodes:
     """Example: with Nodes(2, 8, "10.0.0.1", 29500, token) as nodes: nodes.wait(); Group(..., nodes=nodes)"""
 
-    def __init__(self, num_nodes: int, ranks_per_node: int, host: str, port: int, token: str) -> None:
+    def __init__(
+        self,
+        num_nodes: int,
+        ranks_per_node: int,
+        host: str,
+        port: int | None,
+        token: str,
+        *,
+        spares: int = 0,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """`port` None: USUAL_PORT if it is free, else another.  `spares`: machines that may wait for a place."""
         self.num_nodes, self.ranks_per_node = num_nodes, ranks_per_node
-        self._host, self._port, self._token = host, port, token
-        self._members: dict[int, _Member] = {}
+        self._host, self._wanted_port, self._token = host, port, token
+        self._num_spares, self._silence_s = spares, silence_s
+        self._members: dict[int, Member] = {}  # by their places, those that are lost too
+        self._spares: list[Member] = []
         self._relays: dict[int, queue.SimpleQueue[Connection]] = {}
         self._jobs = itertools.count()
         self._closed = threading.Event()
@@ -175,7 +103,7 @@ class Nodes:
         self._listener: Listener
 
     def __enter__(self) -> Nodes:
-        allow_files(self.num_nodes, self.ranks_per_node)
+        allow_files(self.num_nodes + self._num_spares, self.ranks_per_node)
         try:
             name, self._host = self._host, address_of(self._host)
             if name not in (self._host, "localhost") and ipaddress.ip_address(self._host).is_loopback:
@@ -183,13 +111,14 @@ class Nodes:
                     f"trainer.master_addr={name}: on this machine the name means {self._host}, which no other machine "
                     "reaches; expected node 0's address in their network"
                 )
-            listener = listen(self._host, self._port)
+            listener = listen_at(self._host, self._wanted_port)
         except OSError as error:
+            port = "" if self._wanted_port is None else f" trainer.master_port={self._wanted_port}"
             raise ValueError(
-                f"trainer.master_addr={self._host} trainer.master_port={self._port}: {error.strerror}; expected an "
-                "address of this machine, node 0, under which the others reach it, and a free port"
+                f"trainer.master_addr={self._host}{port}: {error.strerror}; expected an address of this machine, node "
+                "0, under which the others reach it, and a free port (trainer.master_port=null takes one)"
             ) from error
-        self._port = int(listener.getsockname()[1])
+        self.port = int(listener.getsockname()[1])
         self._listener = Listener(listener, self._token, self._let_in, name="nodes")
         threading.Thread(target=self._beat, daemon=True, name="nodes beat").start()
         return self
@@ -200,31 +129,52 @@ class Nodes:
         self._listener.close()
         failed = kind is not None and issubclass(kind, Exception)
         why = f"the driver stopped: {' '.join(str(error).split())}" if failed else None
-        for member in self._members.values():
+        for member in (*self._members.values(), *self._spares):
             member.leave(why)
 
-    @property
-    def port(self) -> int:
-        return self._port
+    def wait(
+        self,
+        limit_s: float = JOIN_S,
+        on_wait: Callable[[list[int]], None] | None = None,
+        on_replaced: Callable[[str], None] | None = None,
+    ) -> None:
+        """Wait until every machine has joined, or a spare one has taken the place of a lost one.
 
-    def wait(self, limit_s: float = JOIN_S, on_wait: Callable[[list[int]], None] | None = None) -> None:
-        """Wait until every node has joined; `on_wait` gets the missing nodes whenever they change.
-
+        `on_wait` gets the missing machines whenever they change, `on_replaced` a sentence about each replacement.
         Raises: NodeLost after the limit.
         """
         deadline = time.monotonic() + limit_s
         told: list[int] = []
-        while missing := [k for k in range(1, self.num_nodes) if k not in self._members or self._members[k].lost]:
+        while missing := self._missing(on_replaced):
             if time.monotonic() > deadline:
-                raise NodeLost(f"nodes {missing} of {self.num_nodes} did not come within {limit_s:.0f} s")
+                raise NodeLost(f"machines {missing} of {self.num_nodes} did not come within {limit_s:.0f} s")
             if on_wait is not None and missing != told:
                 on_wait(missing)
             told = missing
             time.sleep(0.1)
 
+    def _missing(self, on_replaced: Callable[[str], None] | None) -> list[int]:
+        """The places without a machine, after spare machines took those of lost ones."""
+        with self._lock:
+            self._spares = [spare for spare in self._spares if not spare.lost]
+            for place, lost in list(self._members.items()):
+                if lost.lost and self._spares:
+                    spare = self._members[place] = self._spares.pop(0)
+                    spare.node = place
+                    if on_replaced is not None:
+                        on_replaced(f"{spare.name} takes the place of host {lost.host}, which is lost")
+            return [k for k in range(1, self.num_nodes) if k not in self._members or self._members[k].lost]
+
     def address(self, node: int) -> str:
         """The address at which other nodes reach this node."""
         return self._host if node == 0 else self._member(node).address
+
+    def name(self, node: int) -> str:
+        """Example: "machine 1 (host gpu-07)"; also of a machine that is lost."""
+        if node == 0:
+            return f"machine 0 (host {socket.gethostname()})"
+        member = self._members.get(node)
+        return member.name if member is not None else f"machine {node}"
 
     def start_ranks(self, node: int, launch: RanksLaunch) -> tuple[RemoteJob, Connection]:
         """Start ranks of a group on a node; returns the job and the connection to its relay."""
@@ -238,7 +188,7 @@ class Nodes:
                 job.end(END_S)
                 raise
         except queue.Empty as error:
-            raise NodeLost(f"node {node} opened no connection for its ranks") from error
+            raise NodeLost(f"{self.name(node)} opened no connection for its ranks") from error
         finally:
             del self._relays[number]
 
@@ -252,10 +202,10 @@ class Nodes:
     def order(self, node: int, what: str, **arguments: Any) -> dict[str, Any]:
         return self._member(node).order(what, **arguments)
 
-    def _member(self, node: int) -> _Member:
+    def _member(self, node: int) -> Member:
         member = self._members.get(node)
         if member is None or member.lost:
-            raise NodeLost(member.lost if member else f"node {node} has not come")
+            raise NodeLost(member.lost if member else f"machine {node} has not come")
         return member
 
     def _let_in(self, connection: Connection, hello: dict[str, Any]) -> None:
@@ -266,27 +216,32 @@ class Nodes:
                 connection.close()  # start_ranks has given up waiting
             return
         with self._lock:
-            self._let_member_in(int(hello["node"]), connection, str(hello.get("version", "")))
+            self._let_member_in(hello, connection)
 
-    def _let_member_in(self, node: int, connection: Connection, version: str) -> None:
-        known = self._members.get(node)
-        reason = ""
-        if not 0 < node < self.num_nodes:
-            reason = f"trainer.node_rank={node}: this run has nodes 0 to {self.num_nodes - 1}"
-        elif known is not None and not known.lost:
-            reason = f"trainer.node_rank={node}: that node is here already"
+    def _let_member_in(self, hello: dict[str, Any], connection: Connection) -> None:
+        """Give an agent its place.  One whose place is another's, or who has none, waits as a spare machine."""
+        node, version, reason = int(hello["node"]), str(hello.get("version", "")), ""
+        here = [member.number for member in (*self._members.values(), *self._spares) if not member.lost]
+        if not 0 < node < self.num_nodes + self._num_spares:
+            reason = f"trainer.node_rank={node}: this run has machines 0 to {self.num_nodes + self._num_spares - 1}"
+        elif node in here:
+            reason = f"trainer.node_rank={node}: that machine is here already"
         elif version != __version__:
-            reason = f"node {node} has megarl {version}, node 0 has {__version__}; expected the same"
+            reason = f"machine {node} has megarl {version}, machine 0 has {__version__}; expected the same"
         if reason:
             with suppress(ConnectionLost):
                 connection.send({"do": "leave", "why": reason})
             connection.close()
+            return
+        member, known = Member(hello, connection, self._silence_s), self._members.get(node)
+        if node < self.num_nodes and (known is None or known.lost):
+            self._members[node] = member
         else:
-            self._members[node] = _Member(node, connection, str(connection.sock.getpeername()[0]))
+            self._spares.append(member)
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
-            for member in list(self._members.values()):
+            for member in (*self._members.values(), *self._spares):
                 member.beat()
 
 
@@ -296,6 +251,13 @@ class RemoteMachine:
 
     nodes: Nodes = field(repr=False)
     node: int
+
+    @property
+    def address(self) -> str:
+        try:
+            return self.nodes.address(self.node)
+        except NodeLost as error:
+            raise MachineGone(str(error)) from error
 
     def free_ports(self, hosts: Sequence[str]) -> list[int]:
         try:

@@ -42,7 +42,12 @@ class MachineGone(OSError):
 
 
 class Machine(Protocol):
-    """A machine on which servers are started.  Both methods raise OSError if that is not possible now."""
+    """A machine on which servers are started.  All raise OSError if that is not possible now."""
+
+    @property
+    def address(self) -> str | None:
+        """At which its servers listen now; None: at the host of their launch."""
+        ...
 
     def free_ports(self, hosts: Sequence[str]) -> list[int]: ...
 
@@ -106,6 +111,7 @@ class LocalServer:
 @dataclass(frozen=True)
 class ThisMachine:
     make_command: MakeCommand | None = None  # None: that of the launch's engine
+    address: None = None
 
     def free_ports(self, hosts: Sequence[str]) -> list[int]:
         return free_ports(hosts)
@@ -121,7 +127,11 @@ HERE = ThisMachine()
 class Machines:
     """Several machines for one server; HTTP is served by the first, whose address is the launch's host."""
 
-    parts: tuple[tuple[Machine, str], ...]  # each with its address
+    parts: tuple[tuple[Machine, str], ...]  # each with its address at first
+
+    @property
+    def address(self) -> str | None:
+        return self.parts[0][0].address
 
     def free_ports(self, hosts: Sequence[str]) -> list[int]:
         return self.parts[0][0].free_ports(hosts)
@@ -136,7 +146,8 @@ class Machines:
                     "meeting_host": launch.host,
                 }
                 own_log = log.with_stem(f"{log.stem}_{number}") if number else log
-                started.append(machine.start(replace(launch, host=address, **where), token, own_log))
+                placed = replace(launch, host=machine.address or address, **where)
+                started.append(machine.start(placed, token, own_log))
         except BaseException:
             _Together(started).end(0)
             raise
@@ -201,6 +212,12 @@ class ServerProcess:
 
     def _start(self) -> ProcessHandle:
         return self.machine.start(self.launch, self._token, self.log)
+
+    def move(self) -> None:
+        """Take over the address that its machine has now, if it is another one; then its ports are to be chosen."""
+        address = self.machine.address
+        if address not in (None, self.launch.host):
+            self.launch = replace(self.launch, host=address, port=None, group_port=None)
 
     def wait_until_serving(self, limit_s: float) -> None:
         """Return when the server's health check succeeds. Raises ServerDied if it ends, or after the limit."""

@@ -185,6 +185,24 @@ class Servers:
         self._servers.remove(server)
         self.joined.discard(url)
 
+    def revive(self) -> None:
+        """Start servers that have ended again, each on the machine that now has its place; returns when they serve.
+
+        For a run whose ranks start again: others may have been lost with their machine.  Those that joined may be gone
+        for good.  Raises ServerDied, OSError.
+        """
+        stay = [server for server in self._servers if server.process.launch.url not in self.joined]
+        ended = [server for server in stay if server.state is not State.OUT and not server.process.alive]
+        for server in ended:
+            server.answer = None
+            server.process.move()
+        _choose_ports([server.process for server in ended])
+        for server in ended:
+            server.process.spawn()
+        for server in ended:
+            _wait_or_move(server.process, self._patience.start_timeout_s)
+            self._enter(server, State.SERVING)
+
     def watch_too(self, check: Callable[[], None]) -> None:
         """Let `poll` call `check` too: it raises ServerDied if, for example, the router in front of them has ended."""
         self._companions.append(check)

@@ -66,7 +66,15 @@ def engine_settings(role: Any) -> dict[str, Any]:
 def make_nodes(config: Config, token: str) -> Nodes:
     """The nodes of a run; the other nodes connect to this one at trainer.master_addr."""
     trainer = config.trainer
-    return Nodes(trainer.nnodes, trainer.n_gpus_per_node, trainer.master_addr, trainer.master_port, token)
+    return Nodes(
+        trainer.nnodes,
+        trainer.n_gpus_per_node,
+        trainer.master_addr,
+        trainer.master_port,
+        token,
+        spares=trainer.spare_nodes,
+        silence_s=trainer.silence_s,
+    )
 
 
 def make_group(
@@ -88,6 +96,9 @@ def make_group(
         device=trainer.device,
         seed=trainer.seed,
         call_timeout_s=trainer.call_timeout_s,
+        call_factor=trainer.call_factor,
+        call_floor_s=trainer.call_floor_s,
+        silence_s=trainer.silence_s,
         start_timeout_s=trainer.start_timeout_s,
         environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_order else None,
         setup={"has_neighbours": serves_beside_actor(config)},

@@ -16,6 +16,7 @@ from megarl.auth import given_token, needed_token, server_token
 from megarl.config import Config
 from megarl.machines import NodeLost, Nodes
 from megarl.machines.joining import Door
+from megarl.machines.meeting import announce, forget
 from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
@@ -54,7 +55,8 @@ class Infrastructure:
         shared, timeout_s = config.rollout.placement == "shared", config.rollout.request_timeout_s
         self.colocation = Colocation(self.server_token, timeout_s=timeout_s) if shared else None
         self.teacher_servers: dict[str, Servers] = {}  # that the run starts for teachers, by their names
-        self._restarts = 0
+        self._restarts = 0  # in all
+        self._in_vain, self._furthest = 0, 0  # restarts since the run last came further than ever; its last step then
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -62,6 +64,9 @@ class Infrastructure:
             self.nodes = make_nodes(self.config, self._token)
             with ExitStack() as stack:
                 stack.enter_context(self.nodes)
+                if self.config.trainer.master_port is None:
+                    announce(self.config.trainer.run_dir, self.nodes.port)
+                    stack.callback(forget, self.config.trainer.run_dir)
                 self._wait_for_nodes()
                 self._stack = stack.pop_all()
         if self._trains and self.config.rollout.join:
@@ -78,14 +83,22 @@ class Infrastructure:
 
     def _wait_for_nodes(self) -> None:
         if (nodes := self.nodes) is not None:
-            nodes.wait(on_wait=lambda missing: _say(f"waiting for nodes {missing} of {nodes.num_nodes}"))
+            nodes.wait(
+                on_wait=lambda missing: _say(f"waiting for machines {missing} of {nodes.num_nodes}"),
+                on_replaced=lambda sentence: _say(f"warning: {sentence}"),
+            )
 
     def serve(self) -> Servers:
         """The servers, started on the first call, with their router, which begins without any server.
 
-        With them the server of a reward model, and those of teachers, if the run needs them.
-        Raises NodeLost if a machine is lost meanwhile.
+        With them the server of a reward model, and those of teachers, if the run needs them.  A later call starts
+        servers again that have ended, for example with their machine.  Raises NodeLost if a machine is lost meanwhile.
         """
+        if self._servers is not None:
+            try:
+                self._servers.revive()
+            except MachineGone as error:
+                raise NodeLost(f"servers could not be started again: {error}") from error
         if self._servers is None:
             with ExitStack() as stack:
                 try:
@@ -116,18 +129,24 @@ class Infrastructure:
         log, rollout = self.config.trainer.run_dir / "logs" / "router.log", self.config.rollout
         return Router(self.server_token, log, request_timeout_s=rollout.request_timeout_s, python=rollout.sglang.python)
 
-    def forgive(self, error: Exception) -> None:
-        """Count a failure of the ranks; raises it again after trainer.max_restarts restarts.
+    def forgive(self, error: Exception, step: int) -> None:
+        """Count a failure of the ranks; raises it again after trainer.max_restarts restarts that made no progress.
 
-        Returns when all nodes are connected, so that the ranks can be restarted.
+        `step`: finished iterations.  A run has made progress if it finished one that no start before had finished.
+        Returns when all machines are connected, so that the ranks can be restarted.
         """
         allowed = self.config.trainer.max_restarts
-        if self._restarts == allowed:
+        if step > self._furthest:
+            self._furthest, self._in_vain = step, 0
+        if self._in_vain == allowed:
             raise error
-        self._restarts += 1
+        self._restarts, self._in_vain = self._restarts + 1, self._in_vain + 1
         report = self.config.trainer.run_dir / "logs" / f"restart_{self._restarts}.txt"
         report.write_text("".join(traceback.format_exception(error)) + getattr(error, "report", ""))
-        _say(f"warning: {error}\nthe ranks are started again ({self._restarts} of {allowed}), all of it: {report}")
+        _say(
+            f"warning: {error}\nthe ranks are started again ({self._in_vain} of {allowed} without a new step), all of "
+            f"it: {report}"
+        )
         self._wait_for_nodes()
 
 

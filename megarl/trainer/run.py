@@ -139,7 +139,7 @@ class Run:
         )
         if self.resumed_from is not None:
             check_is_known(self.resumed_from)
-        self.first_step = self.resumed_from.step if self.resumed_from else 0
+        self.first_step = self.finished_steps = self.resumed_from.step if self.resumed_from else 0
         self.generated_with = generated_with(config, greedy=self.algorithm.wants_greedy)
         self._groups: dict[tuple[Layout, int, int], Group] = {}  # layout, first rank, ranks
         self._stack = ExitStack()

@@ -69,8 +69,10 @@ def stop() -> None:
 
 
 def hold() -> None:
-    """PyDLL keeps the interpreter's lock, so that no thread runs Python code."""
-    ctypes.PyDLL(None).sleep(600)
+    """Wait with the interpreter's lock in hand, as PyDLL does, so that no thread runs Python code, signal or not."""
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
+    lock(mutex)
+    lock(mutex)
 
 
 def loop() -> None:

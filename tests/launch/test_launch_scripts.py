@@ -13,6 +13,7 @@ import yaml
 
 from megarl.commands.this_machine import placed
 from megarl.config import load_config
+from megarl.trainer.build import server_places
 from megarl.trainer.run import Run
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -20,8 +21,9 @@ SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), *LAUNCH.rglob("*.sbatch")])
 MANIFESTS = sorted((LAUNCH / "k8s").glob("*.yaml"))
 
 
-def documents(file: Path) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(file.read_text()))
+def documents(file: Path, run: str = "mine") -> list[dict[str, Any]]:
+    """As `envsubst` makes them."""
+    return list(yaml.safe_load_all(file.read_text().replace("${RUN}", run)))
 
 
 def pods(kind: str) -> list[dict[str, Any]]:
@@ -67,6 +69,43 @@ def test_a_manifest_is_what_kubernetes_takes(manifest: Path) -> None:
         kubernetes_validate.validate(document, "1.31", strict=True)
 
 
+def test_two_runs_in_one_namespace_have_no_name_in_common_and_do_not_hear_each_other() -> None:
+    names = [
+        {(one["kind"], one["metadata"]["name"]) for file in MANIFESTS for one in documents(file, run)}
+        for run in ("mine", "yours")
+    ]
+    assert len(names[0]) == len(names[1]) == 5
+    assert not names[0] & names[1]
+    (policy,) = pods("NetworkPolicy")
+    assert policy["spec"]["podSelector"]["matchLabels"] == {"run": "mine"}
+    for service in pods("Service"):
+        assert "mine" in str(service["spec"]["selector"])
+    for workload in (*pods("Job"), *pods("StatefulSet")):
+        assert workload["spec"]["template"]["metadata"]["labels"]["run"] == "mine"
+
+
+def test_pods_ask_for_what_they_need() -> None:
+    for workload in (*pods("Job"), *pods("StatefulSet")):
+        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+
+
+def test_a_server_may_load_for_as_long_as_the_settings_say_before_its_pod_counts_as_hung() -> None:
+    (servers,) = pods("StatefulSet")
+    config, _ = load_config(words_of(servers), command="serve")
+    (container,) = servers["spec"]["template"]["spec"]["containers"]
+    for probe in ("startupProbe", "livenessProbe"):
+        seconds = container[probe]["periodSeconds"] * container[probe]["failureThreshold"]
+        assert seconds > config.rollout.start_timeout_s, probe
+
+
+def test_pods_of_the_trainer_may_hold_servers_that_are_larger_than_a_pod() -> None:
+    config, _ = load_config(["recipe=grpo_deepseek_v3_671b_64x8h200"], command="train")
+    assert not config.rollout.urls
+    assert {len(machines) for machines, _ in server_places(config)} == {4}
+
+
 def test_pods_take_the_token_from_a_secret_and_no_rights() -> None:
     for workload in (*pods("Job"), *pods("StatefulSet")):
         spec = workload["spec"]["template"]["spec"]
@@ -84,9 +123,11 @@ def test_pods_take_the_token_from_a_secret_and_no_rights() -> None:
 def test_the_pods_of_the_job_are_the_machines_of_its_settings() -> None:
     (job,) = pods("Job")
     config, _ = load_config(words_of(job), command="train")
-    assert job["spec"]["completions"] == job["spec"]["parallelism"] == config.trainer.nnodes
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == config.trainer.num_machines
     assert placed(config, {"JOB_COMPLETION_INDEX": "1"}).trainer.node_rank == 1
-    assert config.trainer.master_addr == "megarl-0.megarl", "NAME-INDEX.SUBDOMAIN, a name of the headless service"
+    assert config.trainer.master_addr == "megarl-mine-0.megarl-mine", (
+        "NAME-INDEX.SUBDOMAIN, a name of the headless service"
+    )
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == config.trainer.n_gpus_per_node
 
@@ -141,12 +182,13 @@ def test_slurm_starts_the_image_with_the_folders_that_were_named(tmp_path: Path)
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEGARL_TOKEN")}
     env |= {"PATH": f"{tmp_path}:{env['PATH']}", "MEGARL_ROOT": str(LAUNCH.parent), "SLURM_SUBMIT_DIR": str(tmp_path)}
     env |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[0-1]", "SERVER_NODES": "1"}
-    env |= {"CONTAINER_IMAGE": "/shared/megarl.sqsh", "CONTAINER_MOUNTS": "/models:/models"}
+    env |= {"CONTAINER_IMAGE": "/shared/megarl.sqsh", "CONTAINER_MOUNTS": "/models:/models", "SLURM_CPUS_ON_NODE": "96"}
     command = ["bash", LAUNCH / "slurm.sbatch", "recipe=quickstart"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     server, trainer = sorted((tmp_path / "said").read_text().splitlines(), key=lambda line: "megarl train" in line)
-    inside = f"--container-image=/shared/megarl.sqsh --container-workdir={tmp_path} "
+    inside = f"--cpus-per-task=96 --cpu-bind=none --container-image=/shared/megarl.sqsh --container-workdir={tmp_path} "
     inside += f"--container-mounts={tmp_path}:{tmp_path},/models:/models"
-    assert f"{inside} python -m megarl train recipe=quickstart trainer.nnodes=1" in trainer
+    assert f"--kill-on-bad-exit=1 {inside} bash -c " in trainer
+    assert " python -m megarl train recipe=quickstart trainer.nnodes=1" in trainer
     assert f"{inside} bash /opt/megarl/launch/servers.sh recipe=quickstart" in server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import signal
 import socket
 import threading
@@ -26,6 +27,7 @@ from megarl.processes.signals import Signals, Terminated
 from megarl.servers.launch import EngineLaunch
 
 TOKEN = "the secret of these tests"
+HOST = re.escape(socket.gethostname())
 RANKS = RanksLaunch("megarl.roles.worker", "cpu", "/nowhere", 1)
 
 
@@ -46,12 +48,13 @@ def test_an_order_that_nobody_knows_is_answered_and_others_are_still_taken() -> 
     with driver() as found:
         agent = agent_of(found)
         with pytest.raises(
-            NodeLost, match=r"^node 1: ValueError dance is no order; expected one of ports, ranks, server"
+            NodeLost,
+            match=rf"^machine 1 \(host {HOST}\): ValueError dance is no order; expected one of ports, ranks, server",
         ):
             found.order(1, "dance")
-        with pytest.raises(NodeLost, match=r"^node 1: KeyError 7$"):
+        with pytest.raises(NodeLost, match=rf"^machine 1 \(host {HOST}\): KeyError 7$"):
             found.order(1, "words", job=7)
-        with pytest.raises(NodeLost, match=r"^node 1: TypeError"):
+        with pytest.raises(NodeLost, match=rf"^machine 1 \(host {HOST}\): TypeError"):
             found.order(1, "ranks", job=8, launch={"colour": "red"})
         assert len(found.machine(1).free_ports([found.address(1)] * 2)) == 2
     agent.join(20)
@@ -120,12 +123,12 @@ def test_ranks_whose_relay_does_not_call_are_ended(monkeypatch: pytest.MonkeyPat
                 connection.send({"id": order["id"], "pid": 17})
 
     with driver() as found:
-        hello = {"node": 1, "version": __version__}
+        hello = {"node": 1, "version": __version__, "host": "half"}
         connection = connect(f"127.0.0.1:{found.port}", TOKEN, hello, timeout_s=10)
         thread = threading.Thread(target=half, args=(connection,))
         thread.start()
         found.wait(limit_s=20)
-        with pytest.raises(NodeLost, match="node 1 opened no connection for its ranks"):
+        with pytest.raises(NodeLost, match=r"machine 1 \(host half\) opened no connection for its ranks"):
             found.start_ranks(1, RANKS)
     thread.join(20)
     connection.close()

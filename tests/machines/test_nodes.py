@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 
 from megarl.group import Group, RankError
 from megarl.layout import Layout
-from megarl.machines import NodeLost, Nodes
+from megarl.machines import NodeLost, Nodes, meeting
 from megarl.machines import nodes as nodes_module
 from megarl.machines.agent import Agent, DriverLost
 from megarl.machines.nodes import allow_files
@@ -25,6 +27,7 @@ from megarl.servers.server_process import MachineGone
 pytestmark = pytest.mark.dist
 WORKERS = Path(__file__).parents[1] / "helpers"  # echo_worker
 TOKEN = "the secret of these tests"
+HOST = re.escape(socket.gethostname())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,10 +43,12 @@ def own_environment() -> Iterator[None]:
 class AgentThread(threading.Thread):
     """An agent, and what became of it."""
 
-    def __init__(self, node: int, port: int, token: str = TOKEN) -> None:
+    def __init__(self, node: int, port: int | Callable[[], str], token: str = TOKEN) -> None:
+        """`port`: of the driver, or how the agent finds its address."""
         super().__init__(daemon=True)
         workers = ("echo_worker", "no_such_worker")
-        self.agent = Agent(node, f"127.0.0.1:{port}", token, source=f"127.0.0.{node + 1}", workers=workers)
+        address = port if callable(port) else f"127.0.0.1:{port}"
+        self.agent = Agent(node, address, token, source=f"127.0.0.{node + 1}", workers=workers)
         self.error: BaseException | None = None
         self.start()
 
@@ -93,7 +98,9 @@ def test_tensors_go_to_ranks_of_both_machines_and_come_back(four: Group) -> None
 
 
 def test_an_exception_on_the_other_machine_has_its_rank(four: Group) -> None:
-    with pytest.raises(RankError, match=r"group four: rank 3 failed in fail: RuntimeError: the shelf is empty"):
+    with pytest.raises(
+        RankError, match=rf"group four: rank 3 \(machine 1, host {HOST}, pid [0-9]+\) failed in fail: Ru"
+    ):
         four.call("fail", {"rank": 3, "kind": "runtime"})
     with pytest.raises(ValueError, match=r"^the shelf is empty$"):
         four.call("fail", {"rank": 2, "kind": "value"})
@@ -117,14 +124,19 @@ def test_a_rank_that_is_killed_over_there_is_noticed(two: Nodes, tmp_path: Path)
         "far", 2, Layout(), log_dir=tmp_path, nodes=two, first_rank=2, device="cpu", worker="echo_worker"
     ) as group:
         group.start()
-        with pytest.raises(RankError, match=r"group far: rank 1 died in kill; see "):
+        with pytest.raises(
+            RankError, match=rf"group far: rank 1 \(machine 1, host {HOST}, pid .*\) died in kill; see "
+        ):
             group.call("kill", {"rank": 1})
 
 
 @pytest.mark.slow
 def test_ranks_that_cannot_start_over_there_are_named(two: Nodes, tmp_path: Path) -> None:
     group = Group("none", 4, Layout(), log_dir=tmp_path, nodes=two, device="cpu", worker="no_such_worker")
-    with group, pytest.raises(RankError, match=r"group none: its ranks on node [01] ended with status 1; see "):
+    with (
+        group,
+        pytest.raises(RankError, match=rf"none: its ranks on machine [01] \(host {HOST}\) ended with status 1; see "),
+    ):
         group.start()
 
 
@@ -136,12 +148,14 @@ def test_a_machine_that_is_lost_takes_its_processes_with_it_and_may_come_back(tm
             group.start()
             pids = [psutil.Process(pid) for pid in [process.pid for process in group._processes]]
             nodes._members[1]._connection.close()  # as when the cable is pulled
-            with pytest.raises(RankError, match="rank 1 died in double"):
+            with pytest.raises(
+                RankError, match=rf"group two: machine 1 \(host {HOST}\) is lost in double with ranks 1 to 1: "
+            ):
                 for _ in range(100):
                     group.call("double")
         assert "is lost" in str(agent.end())
         assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in pids)
-        with pytest.raises(NodeLost, match="node 1 .* is lost"):
+        with pytest.raises(NodeLost, match=rf"machine 1 \(host {HOST}\) at 127.0.0.2 is lost"):
             nodes.address(1)
         with pytest.raises(MachineGone):
             nodes.machine(1).free_ports(["127.0.0.2"])
@@ -149,6 +163,80 @@ def test_a_machine_that_is_lost_takes_its_processes_with_it_and_may_come_back(tm
         nodes.wait(limit_s=20)
         assert nodes.address(1) == "127.0.0.2"
     assert again.end() is None
+
+
+@pytest.mark.slow
+def test_a_hung_rank_over_there_shows_its_stack_and_is_killed(two: Nodes, tmp_path: Path) -> None:
+    """One is stopped, the other waits for it in a collective."""
+    group = Group("hung", 2, Layout(), log_dir=tmp_path, nodes=two, first_rank=2, device="cpu", worker="echo_worker")
+    with group:
+        group.start()
+        pids = [reply.result["pid"] for reply in group.call("pid")]
+        with pytest.raises(
+            RankError, match=rf"rank 0 \(machine 1, host {HOST}, pid {pids[0]}\), rank 1 .* did not end"
+        ):
+            group.call("meet", {"stopped": 0}, timeout_s=2.0)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert (
+        f"pid {pids[0]} is killed. It has no whole stacks to show: it is stopped"
+        in (tmp_path / "rank_0.log").read_text()
+    )
+    assert "in barrier" in (tmp_path / "rank_1.log").read_text()
+
+
+def test_a_spare_machine_takes_the_place_of_a_lost_one_which_may_come_back_as_a_spare() -> None:
+    told: list[str] = []
+    with Nodes(2, 1, "127.0.0.1", 0, TOKEN, spares=1) as nodes:
+        agents = [AgentThread(node, nodes.port) for node in (2, 1)]
+        nodes.wait(limit_s=20, on_replaced=told.append)
+        assert nodes.address(1) == "127.0.0.2", "a spare machine takes no place that is nobody's yet"
+        while not nodes._spares:
+            time.sleep(0.01)
+        nodes._members[1]._connection.close()
+        assert "is lost" in str(agents[1].end())
+        nodes.wait(limit_s=20, on_replaced=told.append)
+        assert nodes.address(1) == "127.0.0.3"
+        assert re.fullmatch(rf"machine 1 \(host {HOST}\) takes the place of host {HOST}, which is lost", told[0])
+        assert nodes.machine(1).free_ports(["127.0.0.3"])
+        assert "trainer.node_rank=2: that machine is here already" in str(AgentThread(2, nodes.port).end())
+        agents.append(AgentThread(1, nodes.port))
+        while not nodes._spares:
+            time.sleep(0.01)
+        assert nodes.address(1) == "127.0.0.3"
+    assert [agents[0].end(), agents[2].end()] == [None, None]
+    assert len(told) == 1
+
+
+def test_runs_that_name_no_port_get_different_ones_and_agents_find_theirs(tmp_path: Path) -> None:
+    """The second run finds the usual port taken, and its agent at first the port of a run that has ended."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    with (
+        Nodes(2, 1, "127.0.0.1", None, "another run's token") as first,
+        Nodes(2, 1, "127.0.0.1", None, TOKEN) as second,
+    ):
+        assert first.port != second.port
+        meeting.announce(one, first.port)
+        meeting.announce(two, first.port)
+        agent = AgentThread(1, lambda: f"127.0.0.1:{meeting.announced(two)}")
+        time.sleep(0.5)  # most likely it has tried by then
+        meeting.announce(two, second.port)
+        second.wait(limit_s=20)
+        assert second.address(1) == "127.0.0.2"
+    assert agent.end() is None
+    meeting.forget(two)
+    meeting.forget(two)
+    with pytest.raises(OSError):
+        meeting.announced(two)
+
+
+def test_a_port_that_was_named_and_is_taken_is_refused() -> None:
+    with (
+        Nodes(2, 1, "127.0.0.1", None, TOKEN) as nodes,
+        pytest.raises(
+            ValueError, match=rf"trainer.master_port={nodes.port}: Address already in use.*; expected .* a free"
+        ),
+    ):
+        Nodes(2, 1, "127.0.0.1", nodes.port, TOKEN).__enter__()
 
 
 def test_a_server_of_another_machine_is_started_watched_and_ended_there(two: Nodes, tmp_path: Path) -> None:
@@ -170,15 +258,15 @@ def test_a_server_of_another_machine_is_started_watched_and_ended_there(two: Nod
 
 def test_an_agent_is_refused_with_a_reason(two: Nodes) -> None:
     assert "has another token" in str(AgentThread(1, two.port, token="not the secret of these").end())
-    assert "trainer.node_rank=1: that node is here already" in str(AgentThread(1, two.port).end())
-    assert "this run has nodes 0 to 1" in str(AgentThread(2, two.port).end())
+    assert "trainer.node_rank=1: that machine is here already" in str(AgentThread(1, two.port).end())
+    assert "this run has machines 0 to 1" in str(AgentThread(2, two.port).end())
 
 
 def test_a_node_that_does_not_come_is_named() -> None:
     told: list[list[int]] = []
     with (
         Nodes(3, 1, "127.0.0.1", 0, TOKEN) as nodes,
-        pytest.raises(NodeLost, match=r"nodes \[1, 2\] of 3 did not come"),
+        pytest.raises(NodeLost, match=r"machines \[1, 2\] of 3 did not come"),
     ):
         nodes.wait(limit_s=0.3, on_wait=told.append)
     assert told == [[1, 2]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,15 +16,24 @@ import pytest
 from ring_cases import PPO, lines, make_parts, settings, steps, wait_for_step
 
 from megarl.cli import main
-from megarl.servers.server_process import free_ports
 
 pytestmark = pytest.mark.dist
+COMMON = [*PPO, "rollout.num_servers=2", "trainer.total_training_steps=4", "trainer.save_freq=2"]
+METRICS = ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm")
 TOKEN = {"MEGARL_TOKEN": "the secret of these tests"}
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_parts(tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="module")
+def whole(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on one machine."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(["train", *settings(parts, folder, "whole", *COMMON)]) == 0
+    return folder
 
 
 def start(words: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
@@ -40,15 +50,16 @@ def descendants(process: subprocess.Popen[bytes], module: str) -> list[psutil.Pr
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_rank_of_the_other_machine_dies_and_the_run_goes_on_while_servers_stay(parts: Path, tmp_path: Path) -> None:
+def test_a_rank_of_the_other_machine_dies_and_the_run_goes_on_while_servers_stay(
+    parts: Path, whole: Path, tmp_path: Path
+) -> None:
     """Tensor parallelism and two servers over two machines: every step is that of a run on one, to the last bit."""
     common = [*PPO, "rollout.num_servers=2", "trainer.total_training_steps=4", "trainer.save_freq=2"]
     whole = settings(parts, tmp_path, "whole", *common)
     assert main(["train", *whole]) == 0
 
-    (port,) = free_ports(["127.0.0.1"])
-    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"trainer.master_port={port}", "trainer.max_restarts=1"]
-    words = settings(parts, tmp_path, "two", *common, *more)
+    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
+    words = settings(parts, tmp_path, "two", *COMMON, *more)
     driver = start(words, tmp_path / "driver.log")
     # its number comes from where Kubernetes would tell it
     other = start(words, tmp_path / "other.log", JOB_COMPLETION_INDEX="1", MEGARL_NODE_ADDR="127.0.0.2")
@@ -66,14 +77,14 @@ def test_a_rank_of_the_other_machine_dies_and_the_run_goes_on_while_servers_stay
     said = (tmp_path / "driver.log").read_text()
     assert driver.returncode == 0, said
     assert other.wait(timeout=60) == 0, (tmp_path / "other.log").read_text()
-    assert "the ranks are started again (1 of 1)" in said
+    assert "the ranks are started again (1 of 3 without a new step)" in said
     assert (tmp_path / "two/logs/restart_1.txt").stat().st_size > 0
     summary = json.loads((tmp_path / "two/summary.json").read_text())
     assert summary["servers_died"] == 0
     assert summary["pushes"] == summary["pushes_verified"]
-    for metric in ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm"):
-        assert steps(tmp_path / "two", metric) == steps(tmp_path / "whole", metric), metric
-    assert len(lines(tmp_path / "two/samples.jsonl")) == len(lines(tmp_path / "whole/samples.jsonl"))
+    for metric in METRICS:
+        assert steps(tmp_path / "two", metric) == steps(whole / "whole", metric), metric
+    assert len(lines(tmp_path / "two/samples.jsonl")) == len(lines(whole / "whole/samples.jsonl"))
 
 
 def finished(run: Path) -> bool:
@@ -82,8 +93,7 @@ def finished(run: Path) -> bool:
 
 @pytest.mark.slow
 def test_a_machine_that_goes_ends_the_run_and_all_that_it_started(parts: Path, tmp_path: Path) -> None:
-    (port,) = free_ports(["127.0.0.1"])
-    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"trainer.master_port={port}"]
+    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
     words = settings(parts, tmp_path, "lost", *PPO, "trainer.total_training_steps=200", *more)
     driver = start(words, tmp_path / "driver.log")
     other = start([*words, "trainer.node_rank=1"], tmp_path / "other.log", MEGARL_NODE_ADDR="127.0.0.2")
@@ -92,7 +102,41 @@ def test_a_machine_that_goes_ends_the_run_and_all_that_it_started(parts: Path, t
     other.kill()
     assert driver.wait(timeout=120) == 1
     said = (tmp_path / "driver.log").read_text()
-    assert "the run stopped: group ranks_0: rank 1 died in" in said
+    assert re.search(
+        r"the run stopped: group ranks_0: (machine 1 \(host .*\) is lost in|rank 1 \(machine 1, .*\) died in)", said
+    )
     assert "Traceback" not in said
     gone, alive = psutil.wait_procs(started, timeout=30)
     assert not alive, f"left behind: {alive}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_spare_machine_takes_the_place_of_one_that_is_killed_with_its_rank_and_its_server(
+    parts: Path, whole: Path, tmp_path: Path
+) -> None:
+    """No port is named: the other machines find the driver by the run's folder.  All steps are those of one machine."""
+    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.spare_nodes=1"]
+    words = settings(parts, tmp_path, "spare", *COMMON, *more)
+    driver = start(words, tmp_path / "driver.log")
+    others = [
+        start([*words, f"trainer.node_rank={k}"], tmp_path / f"{k}.log", MEGARL_NODE_ADDR=f"127.0.0.{k + 1}")
+        for k in (1, 2)
+    ]
+    wait_for_step(tmp_path / "spare", 3, driver)
+    (rank,), (server,) = (descendants(others[0], f"megarl.{module}") for module in ("roles.worker", "hf_server.main"))
+    others[0].kill()
+    said = ended(driver, tmp_path / "driver.log")
+    assert others[1].wait(timeout=60) == 0, (tmp_path / "2.log").read_text()
+    gone, alive = psutil.wait_procs([rank, server], timeout=30)
+    assert not alive, f"left behind: {alive}"
+    assert re.search(r"warning: machine 1 \(host .*\) takes the place of host .*, which is lost", said)
+    assert not (tmp_path / "spare/driver_port").exists()
+    for metric in METRICS:
+        assert steps(tmp_path / "spare", metric) == steps(whole / "whole", metric), metric
+
+
+def ended(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The log of a process that has ended well."""
+    assert process.wait(timeout=600) == 0, log.read_text()
+    return log.read_text()

@@ -117,6 +117,8 @@ class FakeHandle:
 
 
 class FakeMachine:
+    address = None
+
     def __init__(self, broken: bool = False) -> None:
         self.started: list[FakeHandle] = []
         self.broken = broken

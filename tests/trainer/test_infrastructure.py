@@ -28,26 +28,32 @@ def config_of(tmp_path: Path, **trainer: object) -> Config:
     return config
 
 
-def test_so_many_failures_are_forgiven_and_the_next_one_is_raised(
+def test_so_many_failures_without_a_new_step_are_forgiven_and_the_next_one_is_raised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Steps that were made before, and again after a restart, are no progress."""
     infrastructure, error = (
         Infrastructure(config_of(tmp_path, max_restarts=2)),
         RankError("rank 3 died", report="what rank 3 said"),
     )
-    infrastructure.forgive(error)
-    infrastructure.forgive(error)
+    for step in (7, 7, 8, 5):
+        infrastructure.forgive(error, step)
     with pytest.raises(RankError, match="rank 3 died"):
-        infrastructure.forgive(error)
+        infrastructure.forgive(error, 8)
     said = capsys.readouterr().err
     assert "warning: rank 3 died" in said
-    assert "started again (2 of 2)" in said
-    assert "what rank 3 said" in (tmp_path / "run/logs/restart_1.txt").read_text()
+    counts = ["1 of 2", "2 of 2", "1 of 2", "2 of 2"]
+    assert [line.partition("(")[2][:6] for line in said.splitlines() if "started again" in line] == counts
+    for number in (1, 2, 3, 4):
+        assert "what rank 3 said" in (tmp_path / f"run/logs/restart_{number}.txt").read_text()
 
 
-def test_nothing_is_forgiven_unless_one_asks_for_it(tmp_path: Path) -> None:
+def test_failures_are_forgiven_by_default_where_there_are_checkpoints(tmp_path: Path) -> None:
+    config = resolved(config_of(tmp_path))
     with pytest.raises(RankError):
-        Infrastructure(config_of(tmp_path)).forgive(RankError("rank 3 died"))
+        Infrastructure(config).forgive(RankError("rank 3 died"), 9)
+    config.trainer.save_freq, config.trainer.max_restarts = 5, None
+    Infrastructure(resolved(config)).forgive(RankError("rank 3 died"), 9)
 
 
 def test_several_machines_want_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,10 @@ class Trainer:
     nnodes: int = 1  # machines of the run
     node_rank: int = 0  # number of this machine
     master_addr: str = "127.0.0.1"  # address of machine 0, for the rendezvous of the other machines
-    master_port: int = 29500  # port of the driver on machine 0
+    master_port: int | None = (
+        None  # port of the driver on machine 0; null = 29500, or a free one, which the run's folder tells the others
+    )
+    spare_nodes: int = 0  # machines that wait, numbered from nnodes on, until one of the others is lost
     n_gpus_per_node: int = 1  # training ranks per machine; processes on a machine without a GPU
     device: str = "auto"  # auto | cpu | cuda
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # console jsonl tensorboard wandb
@@ -39,10 +42,20 @@ class Trainer:
     prepare: str | None = (
         None  # module or .py file; its prepare(config) makes folders of the policy and of teachers if one is missing
     )
-    max_restarts: int = 0  # how often failed ranks are restarted from the last checkpoint
+    max_restarts: int | None = (
+        None  # how often failed ranks are restarted without a new step in between; null = 3 with checkpoints, else 0
+    )
     check_only: bool = False  # print the layout of all roles and exit
     start_timeout_s: float = 600.0  # the run stops if ranks take longer to import and to meet
-    call_timeout_s: float = 600.0  # a call to the ranks that takes longer stops the run; a server may be silent as long
+    call_timeout_s: float = 600.0  # a call to the ranks may take so long at most; a server may be silent as long
+    call_factor: float = 5.0  # a call may take so many times as long as the longest of its kind in this run so far
+    call_floor_s: float = 120.0  # but every call may take this long, or call_timeout_s if that is less
+    silence_s: float = 60.0  # a rank or machine that gives no sign for this long counts as hung; signs come every 2 s
+
+    @property
+    def num_machines(self) -> int:
+        """Machines of the run, with the spare ones."""
+        return self.nnodes + self.spare_nodes
 
     @property
     def num_ranks(self) -> int:

@@ -214,6 +214,10 @@ RANGES: dict[str, tuple[Test, str]] = {
     "trainer.keep_every_steps": _PERIOD,
     "trainer.keep_best": _AT_LEAST_0,
     "trainer.call_timeout_s": _ABOVE_0,
+    "trainer.call_factor": _AT_LEAST_1,
+    "trainer.call_floor_s": _ABOVE_0,
+    "trainer.silence_s": (lambda v: v >= 10, "at least 10"),
+    "trainer.spare_nodes": _AT_LEAST_0,
     "trainer.start_timeout_s": _ABOVE_0,
     "sft.epochs": _AT_LEAST_1,
     "sft.batch_size": _AT_LEAST_1,
@@ -367,8 +371,9 @@ def _schedules(config: Config) -> Iterator[str]:
 
 def _places(config: Config) -> Iterator[str]:
     trainer = config.trainer
-    if trainer.node_rank >= trainer.nnodes:
-        yield f"trainer.node_rank={trainer.node_rank}: expected less than trainer.nnodes={trainer.nnodes}"
+    if trainer.node_rank >= trainer.num_machines:
+        more = f" + trainer.spare_nodes={trainer.spare_nodes}" if trainer.spare_nodes else ""
+        yield f"trainer.node_rank={trainer.node_rank}: expected less than trainer.nnodes={trainer.nnodes}{more}"
     if trainer.nnodes > 1 and not trainer.master_addr:
         yield "trainer.master_addr=: expected the address of machine 0, where the others find the run"
 
