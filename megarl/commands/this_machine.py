@@ -32,10 +32,7 @@ def placed(config: Config, environment: Mapping[str, str]) -> Config:
     node = trainer.node_rank if trainer.node_rank != unset.node_rank else node
     address = trainer.master_addr if trainer.master_addr != unset.master_addr else _first_machine(environment)
     if node >= trainer.num_machines:
-        raise ValueError(
-            f"trainer.nnodes={trainer.nnodes} trainer.spare_nodes={trainer.spare_nodes}: this is machine {node}, "
-            "counted from 0; expected more"
-        )
+        raise ValueError(f"{_given(trainer)}: this is machine {node}, counted from 0; expected more")
     found = replace(trainer, node_rank=node, master_addr=address or trainer.master_addr)
     return replace(config, trainer=found)
 
@@ -44,14 +41,15 @@ def _check(trainer: Trainer, environment: Mapping[str, str]) -> None:
     """Raises ValueError unless Slurm runs one process on each machine of the run."""
     given = environment.get("SLURM_STEP_NUM_NODES", "")
     if given.isdigit() and int(given) != trainer.num_machines:
-        spare = f" trainer.spare_nodes={trainer.spare_nodes}" if trainer.spare_nodes else ""
-        raise ValueError(
-            f"trainer.nnodes={trainer.nnodes}{spare}: this srun has {given} (SLURM_STEP_NUM_NODES); expected the same "
-            "number"
-        )
+        raise ValueError(f"{_given(trainer)}: this srun has {given} (SLURM_STEP_NUM_NODES); expected the same number")
     given = environment.get("SLURM_NTASKS_PER_NODE", "")
     if given.isdigit() and int(given) != 1:
         raise ValueError(f"srun --ntasks-per-node={given}: expected 1, megarl starts the ranks of a machine itself")
+
+
+def _given(trainer: Trainer) -> str:
+    spare = f" trainer.spare_nodes={trainer.spare_nodes}" if trainer.spare_nodes else ""
+    return f"trainer.nnodes={trainer.nnodes}{spare}"
 
 
 def _refuse_torchrun(environment: Mapping[str, str]) -> None:

@@ -68,17 +68,17 @@ class Group:
         call_timeout_s: float = 600.0,
         call_factor: float | None = None,
         call_floor_s: float = 0.0,
+        outside: tuple[str, ...] = (),
         silence_s: float = SILENCE_S,
         start_timeout_s: float = 180.0,
         environment: Mapping[str, str] | None = None,
         worker: str = "megarl.roles.worker",
         setup: Mapping[str, Any] | None = None,
     ) -> None:
-        """`call_*`: the limit of a call, see `CallLimits`.  `environment`: variables of the ranks, where the user has
-        not
-        set them.  `setup`: further arguments of the workers' method of that name."""
+        """`call_*`, `outside`: the limit of a call, see `CallLimits`.  `environment`: variables of the ranks, where the
+        user has not set them.  `setup`: further arguments of the workers' method of that name."""
         self.name, self.num_ranks, self.call_timeout_s = name, num_ranks, call_timeout_s
-        self._limits = CallLimits(call_timeout_s, call_factor, call_floor_s)
+        self._limits = CallLimits(call_timeout_s, call_factor, call_floor_s, outside)
         self._silence_s = silence_s
         self._setup = {"layout": asdict(layout), "device": device, "seed": seed, "timeout_s": call_timeout_s}
         self._setup |= setup or {}

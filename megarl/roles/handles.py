@@ -129,8 +129,7 @@ class Role:
 
     def save(self, folder: Path, *, in_background: bool = False) -> None:
         """Write a checkpoint of the role; `in_background`: return when it is in the ranks' host memory."""
-        arguments = {"role": self.name, "folder": str(folder), "in_background": in_background}
-        self.group.call("save", arguments, timeout_s=self.group.call_timeout_s)  # a shared disk may be slow once
+        self.group.call("save", {"role": self.name, "folder": str(folder), "in_background": in_background})
 
     def is_saved(self) -> bool:
         """Whether no rank writes to the last save any more; raises a SaveError if one could not write its part."""
@@ -332,9 +331,7 @@ class Actor(Trainable):
         that is not finite: then no server gets any.
         """
         which = {"only": None if only is None else list(only), "canary": canary}
-        arguments = {"role": self.name, "version": version, **which}
-        # It waits for servers, so that earlier pushes say little of how long it may take.
-        report = self.group.call_leader("push", arguments, timeout_s=self.group.call_timeout_s).result
+        report = self.group.call_leader("push", {"role": self.name, "version": version, **which}).result
         if "where" in report:
             weights = f"a weight of {self.name} is not finite{of_ranks(report['where'])}"
             raise BadNumber(f"{weights}: no server gets these weights")

@@ -30,6 +30,12 @@ def test_a_call_with_far_more_data_counts_as_a_first_one() -> None:
     assert limits.of("columns actor", 201) == 600
 
 
+def test_a_method_that_waits_for_others_always_may_take_the_longest() -> None:
+    limits = CallLimits(600.0, factor=5.0, floor_s=30.0, outside=("push",))
+    limits.took("push actor", 0, 1.0)
+    assert limits.of("push actor", 0) == 600
+
+
 def test_without_a_factor_all_calls_may_take_the_longest() -> None:
     limits = CallLimits(600.0)
     limits.took("digest", 0, 1.0)

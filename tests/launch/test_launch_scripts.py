@@ -84,6 +84,12 @@ def test_two_runs_in_one_namespace_have_no_name_in_common_and_do_not_hear_each_o
         assert workload["spec"]["template"]["metadata"]["labels"]["run"] == "mine"
 
 
+def test_a_pod_has_the_time_to_save_that_its_settings_give_it() -> None:
+    (job,) = pods("Job")
+    config, _ = load_config(words_of(job), command="train")
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= config.trainer.term_grace_s + 30
+
+
 def test_pods_ask_for_what_they_need() -> None:
     for workload in (*pods("Job"), *pods("StatefulSet")):
         (container,) = workload["spec"]["template"]["spec"]["containers"]

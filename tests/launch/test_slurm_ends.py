@@ -72,4 +72,6 @@ def test_spare_machines_are_of_the_trainers_step_which_may_lose_one(tmp_path: Pa
         job.communicate(timeout=120)
     said = (tmp_path / "said_to_srun").read_text()
     assert said.startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --relative=0 --label --kill-on-bad-exit=0 ")
-    assert said.endswith("megarl train recipe=quickstart trainer.nnodes=1 trainer.spare_nodes=1\n")
+    assert said.endswith(
+        "megarl train recipe=quickstart trainer.nnodes=1 trainer.term_grace_s=540 trainer.spare_nodes=1\n"
+    )

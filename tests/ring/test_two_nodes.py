@@ -54,10 +54,6 @@ def test_a_rank_of_the_other_machine_dies_and_the_run_goes_on_while_servers_stay
     parts: Path, whole: Path, tmp_path: Path
 ) -> None:
     """Tensor parallelism and two servers over two machines: every step is that of a run on one, to the last bit."""
-    common = [*PPO, "rollout.num_servers=2", "trainer.total_training_steps=4", "trainer.save_freq=2"]
-    whole = settings(parts, tmp_path, "whole", *common)
-    assert main(["train", *whole]) == 0
-
     more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
     words = settings(parts, tmp_path, "two", *COMMON, *more)
     driver = start(words, tmp_path / "driver.log")
