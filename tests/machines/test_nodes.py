@@ -192,8 +192,11 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one_which_may_come_back_as_a_
         assert nodes.address(1) == "127.0.0.2", "a spare machine takes no place that is nobody's yet"
         while not nodes._spares:
             time.sleep(0.01)
-        nodes._members[1]._connection.close()
+        first = nodes._members[1]
+        first._connection.close()
         assert "is lost" in str(agents[1].end())
+        while not first.lost:
+            time.sleep(0.01)
         nodes.wait(limit_s=20, on_replaced=told.append)
         assert nodes.address(1) == "127.0.0.3"
         assert re.fullmatch(rf"machine 1 \(host {HOST}\) takes the place of host {HOST}, which is lost", told[0])
