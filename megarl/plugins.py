@@ -8,7 +8,10 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
+from os.path import expanduser, isfile
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -24,29 +27,46 @@ def load_plugins(specs: Sequence[str]) -> None:
 
     A file is loaded only once.  In a file, `from verl.trainer.ppo.core_algos import register_policy_loss` means
     `from megarl.algo import register_policy_loss`, whether verl is installed or not.
-    Raises: ValueError for a file or module that does not exist, or whose imports fail; any other exception of the
-        plug-in itself.
+    Raises: ValueError of one sentence for a file or module that does not exist, or that raises an exception.
     """
     for spec in specs:
+        load = _loader(spec)
         try:
-            _load(spec)
+            load()
         except ImportError as error:
-            raise ValueError(f"algorithm.plugins has {spec!r}, whose imports fail: {error}") from error
+            raise ValueError(f"algorithm.plugins has {spec!r}, whose imports fail: {_line(error)}") from error
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"algorithm.plugins has {spec!r}, which fails: {describe(error)}") from error
 
 
-def _load(spec: str) -> None:
+def describe(error: BaseException) -> str:
+    """An error as a part of a sentence.  Example: "KeyError: 'gone' (mine.py:12)", where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {_line(error)}{place}"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _loader(spec: str) -> Callable[[], object]:
+    """What loads it.  Raises ValueError for a file or module that does not exist."""
     if spec.endswith(".py"):
-        _load_file(spec)
-    elif importlib.util.find_spec(spec.partition(".")[0]) is None:
+        path = Path(expanduser(spec))
+        if not isfile(path):
+            raise ValueError(f"algorithm.plugins has {spec!r}: no such file")
+        return partial(_load_file, path.resolve())
+    try:
+        is_there = importlib.util.find_spec(spec.partition(".")[0]) is not None
+    except ValueError:  # no name of a module
+        is_there = False
+    if not is_there:
         raise ValueError(f"algorithm.plugins has {spec!r}: no such module; expected a module or a path ending in .py")
-    else:
-        importlib.import_module(spec)
+    return partial(importlib.import_module, spec)
 
 
-def _load_file(spec: str) -> None:
-    path = Path(spec).expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"algorithm.plugins has {spec!r}: no such file")
+def _load_file(path: Path) -> None:
     name = f"megarl_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return
@@ -97,13 +117,13 @@ def absolute(address: str) -> str:
 
 
 def _module(setting: str, place: str) -> ModuleType:
-    path = Path(place).expanduser()
-    if place.endswith(".py") and not path.is_file():
-        raise ValueError(f"{setting}: there is no file {path.resolve()}")
+    path = Path(expanduser(place))
+    if place.endswith(".py") and not isfile(path):
+        raise ValueError(f"{setting}: there is no file {path.absolute()}")
     try:
         return _module_from_file(path) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{setting}: importing {place} failed with {type(error).__name__}: {error}") from error
+        raise ValueError(f"{setting}: importing {place} failed with {type(error).__name__}: {_line(error)}") from error
 
 
 def _module_from_file(path: Path) -> ModuleType:

@@ -18,6 +18,7 @@ os.environ.setdefault("MEGARL_VERIFIERS_PYTHON", str(ROOT / ".venv-verifiers" / 
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from bad_input import summary  # noqa: E402
 from config_helpers import tables_kept  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for at, item in enumerate(items) if at not in drawn])
         items[:] = [item for at, item in enumerate(items) if at in drawn]
     items.sort(key=lambda item: item.get_closest_marker("dist") is None)
+
+
+# Here and not beside the tests of bad input: with several workers this process loads no other conftest.
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if line := summary(report for reports in terminalreporter.stats.values() for report in reports):
+        terminalreporter.write_line(line)
 
 
 # A relative path means the same to a test wherever pytest was started and whatever runs left there.  A folder stays

@@ -23,8 +23,9 @@ from megarl.agents.process import EpisodeFailed, Job, Processes
 from megarl.agents.session import Policy, Session
 from megarl.data.chat import as_messages
 from megarl.data.template import ChatTemplate
+from megarl.plugins import describe
 from megarl.rewards.load import CONVERSATION
-from megarl.rewards.result import RewardResult, describe, to_result
+from megarl.rewards.result import RewardResult, to_result
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import NoSample, Score, grouped
 from megarl.rollout.pool.pool import EnginePool

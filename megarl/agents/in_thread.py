@@ -9,8 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from megarl.plugins import is_async
-from megarl.rewards.result import describe
+from megarl.plugins import describe, is_async
 
 
 async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ import itertools
 import json
 from typing import Any
 
-from megarl.rewards.result import describe
+from megarl.plugins import describe
 
 _LINE_BYTES = 1 << 26
 _Waiting = dict[int, asyncio.Future[dict[str, Any]]]  # by the number of the request

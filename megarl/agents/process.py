@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megarl.agents.load import load_episode
-from megarl.rewards.result import RewardResult, describe, to_result
+from megarl.plugins import describe
+from megarl.rewards.result import RewardResult, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.rollout.pool.slots import Slots
 from megarl.sample import Prompt

@@ -145,12 +145,12 @@ def from_yaml(text: str) -> Config:
     OmegaConf.set_struct(merged, False)  # mappings accept new names; the schema still refuses unknown keys
     try:
         merged.merge_with(OmegaConf.create(text))
-    except (OmegaConfBaseException, YAMLError) as error:
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"this is no configuration of a run: {_fault(error, text)}") from None
     return to_config(merged)
 
 
-def _fault(error: OmegaConfBaseException | YAMLError, text: str) -> str:
+def _fault(error: Exception, text: str) -> str:
     """What is wrong with a text that `to_yaml` did not write, with the key and its value where they are known."""
     key = getattr(error, "full_key", None)
     if key in leaf_types():
@@ -168,7 +168,7 @@ def read_yaml(file: Path) -> Config:
     """
     try:
         return from_yaml(file.read_text())
-    except ConfigError as error:
+    except (ConfigError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{file}: {error}; another version of megarl may have written it: correct it by docs/configuration.md, "
             "or begin a new run (trainer.resume_mode=disable, or another trainer.experiment_name)"

@@ -118,7 +118,7 @@ def fits(value: object, wanted: Any) -> bool:
     if wanted is str:
         return isinstance(value, str | int | float)
     if wanted in (int, float):
-        return isinstance(value, int | wanted) or (isinstance(value, str) and _parses(value, wanted))
+        return isinstance(value, int | wanted | str) and _parses(value, wanted)
     return isinstance(value, wanted)
 
 
@@ -149,12 +149,13 @@ def nearest(key: str, candidates: list[str] | None = None) -> str | None:
     return guesses[0] if guesses else None
 
 
-def _parses(text: str, number: type) -> bool:
+def _parses(value: float | str, number: type) -> bool:
+    """Is it this kind of number, an integer of at most 64 bits?"""
     try:
-        number(text)
-    except ValueError:
+        parsed = number(value)
+    except (ValueError, OverflowError):
         return False
-    return True
+    return number is float or -(2**63) <= parsed < 2**63
 
 
 def _walk(cls: Any, prefix: str) -> list[tuple[str, Any]]:

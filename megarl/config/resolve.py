@@ -86,8 +86,11 @@ def to_config(composed: DictConfig) -> Config:
     for key, names in RENAMED_VALUES.items():
         if (value := OmegaConf.select(composed, key)) in names:
             OmegaConf.update(composed, key, names[value])
-    _check_references(composed)
-    config = OmegaConf.to_object(composed)
+    try:
+        config = OmegaConf.to_object(composed)
+    except (OmegaConfBaseException, AssertionError) as error:  # the second: a list where a group of keys belongs
+        otherwise = f"expected the groups of keys of the schema ({' '.join(str(error).split()) or 'another shape'})"
+        raise ConfigError(*(_wrong_references(composed) or [otherwise])) from None
     assert isinstance(config, Config), "the schema makes it a Config"
     return config
 
@@ -109,8 +112,8 @@ def _put_in_references(composed: DictConfig) -> None:
                 OmegaConf.update(composed, key, value)
 
 
-def _check_references(composed: DictConfig) -> None:
-    """Raises: ConfigError with one sentence for each key whose "${...}" has no value, or one that does not fit."""
+def _wrong_references(composed: DictConfig) -> list[str]:
+    """One sentence for each key whose "${...}" has no value, or one that does not fit."""
     faults = []
     for key, value in _leaves(OmegaConf.to_container(composed, resolve=False), ""):
         if "${" in str(value):
@@ -120,8 +123,7 @@ def _check_references(composed: DictConfig) -> None:
             except OmegaConfBaseException as error:
                 what = str(error).splitlines()[0]
                 faults.append(f"{key}={show(value)}: {what}; expected ${{another.key}} that exists and fits")
-    if faults:
-        raise ConfigError(*faults)
+    return faults
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -25,6 +25,7 @@ WORDS = {
     "layout": "the name of one of the layouts of the model's preset",
 }
 PRESET = "model.preset"
+LONGEST = 3000  # characters of a sentence; it may quote a value of any length
 
 
 class ConfigError(ValueError):
@@ -34,11 +35,18 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, *sentences: str) -> None:
-        super().__init__(*sentences)
-        self.sentences = sentences
+        self.sentences = tuple(_printable(sentence) for sentence in sentences)
+        super().__init__(*self.sentences)
 
     def __str__(self) -> str:
         return "\n".join(self.sentences)
+
+
+def _printable(text: str) -> str:
+    """A long text without its middle, and control characters, which could write anything on a terminal, as \\x1b."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} [...] {text[-LONGEST // 2 :]}"
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 class Faults:
@@ -123,7 +131,8 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     """The groups of keys in a file."""
     try:
         loaded = OmegaConf.load(path)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
+    # ValueError: no UTF-8, or no name of a file; RecursionError: nested thousands of times, or in itself
+    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())})") from None
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected groups of keys such as `actor:` at the top of the file, not a list")

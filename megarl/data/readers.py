@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, NamedTuple
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Record(NamedTuple):
@@ -25,16 +30,27 @@ def read_jsonl(path: Path) -> Iterator[Record]:
             where = f"{path}:{number}"
             try:
                 fields = json.loads(line)
-            except ValueError as error:  # bad JSON or bad UTF-8
+            except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8, or nested thousands of times
                 raise ValueError(f"{where}: not JSON ({error}); expected one JSON object a line") from None
             if not isinstance(fields, dict):
                 raise ValueError(f"{where}: a JSON {type(fields).__name__}; expected one JSON object a line")
+            if _SURROGATE.search(line):
+                _check_is_unicode(where, fields)
             yield Record(where, fields)
+
+
+def _check_is_unicode(where: str, fields: dict[str, Any]) -> None:
+    r"""Raises ValueError for half of a surrogate pair, which JSON can write (\\ud800) and no tokenizer takes."""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ValueError(f"{where}: it holds {half} alone, half of a character; expected Unicode text") from None
 
 
 def read_parquet(path: Path) -> Iterator[Record]:
     """The rows of a parquet file, read in batches."""
-    from pyarrow import ArrowInvalid, parquet  # slow import, only needed for such files
+    from pyarrow import ArrowException, parquet  # slow import, only needed for such files
 
     number = 0
     try:
@@ -42,8 +58,8 @@ def read_parquet(path: Path) -> Iterator[Record]:
             for fields in batch.to_pylist():
                 number += 1
                 yield Record(f"{path}:{number}", fields)
-    except ArrowInvalid as error:
-        raise ValueError(f"{path}: not a parquet file ({error})") from None
+    except (ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a parquet file, or a damaged one ({_line(error)})") from None
 
 
 def read_dataset_folder(path: Path) -> Iterator[Record]:
@@ -55,8 +71,11 @@ def read_dataset_folder(path: Path) -> Iterator[Record]:
         raise ValueError(f"{path}: not a folder of `datasets.save_to_disk` (it has no dataset_info.json)")
     from datasets import load_from_disk  # slow import, only needed for such folders
 
-    for number, fields in enumerate(load_from_disk(str(path)), start=1):
-        yield Record(f"{path}:{number}", dict(fields))
+    try:
+        for number, fields in enumerate(load_from_disk(str(path)), start=1):
+            yield Record(f"{path}:{number}", dict(fields))
+    except Exception as error:  # a damaged folder: `datasets` raises whatever its contents lead to
+        raise ValueError(f"{path}: `datasets` cannot load this folder ({_line(error)})") from error
 
 
 def read_rows(files: str | Sequence[str], kinds: Mapping[str, Any]) -> list[Record]:
@@ -66,12 +85,8 @@ def read_rows(files: str | Sequence[str], kinds: Mapping[str, Any]) -> list[Reco
     """
     rows: list[Record] = []
     for path in paths_of(files):
-        if not path.exists():
-            raise ValueError(
-                f"{path}: no such file or folder; expected a .jsonl or .parquet file, or a `datasets` folder"
-            )
-        suffix = "" if path.is_dir() else path.suffix.lower()
-        if suffix not in kinds or (suffix == "" and path.is_file()):
+        suffix = path.suffix.lower() if _is_file(path) else ""
+        if suffix not in kinds or (suffix == "" and not path.is_dir()):
             raise ValueError(f"{path}: unknown kind of file; expected .jsonl, .json (JSON lines), .parquet or a folder")
         before = len(rows)
         rows.extend(kinds[suffix](path))
@@ -80,9 +95,26 @@ def read_rows(files: str | Sequence[str], kinds: Mapping[str, Any]) -> list[Reco
     return rows
 
 
+def _is_file(path: Path) -> bool:
+    """Raises ValueError for what is neither a file nor a folder: nothing at all, a pipe, a device."""
+    try:
+        mode = path.stat().st_mode
+        is_there = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+    except (OSError, ValueError):  # not there, or no name of a file
+        is_there = False
+    if not is_there:
+        raise ValueError(f"{path}: no such file or folder; expected a .jsonl or .parquet file, or a `datasets` folder")
+    return stat.S_ISREG(mode)
+
+
+def _line(error: Exception) -> str:
+    """The error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def paths_of(files: str | Sequence[str]) -> list[Path]:
     """One name or several, as paths."""
-    return [Path(name).expanduser() for name in ([files] if isinstance(files, str) else files)]
+    return [Path(expanduser(name)) for name in ([files] if isinstance(files, str) else files)]
 
 
 def content_digest(files: str | Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,13 +49,6 @@ def joined(results: Mapping[str, RewardResult], weights: Mapping[str, float]) ->
     return RewardResult(sum(weights.get(name, 1.0) * result.reward for name, result in results.items()), extra)
 
 
-def describe(error: BaseException) -> str:
-    """An error as a part of a sentence.  Example: "KeyError: 'gone' (mine.py:12)", where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
 def ground_truth_of(prompt: Prompt) -> str:
     """The expected answer.  Raises ValueError if the row has none."""
     if prompt.ground_truth is None:
@@ -78,5 +71,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a torch tensor of several elements
         return None

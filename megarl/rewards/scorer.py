@@ -10,10 +10,10 @@ from typing import Any
 
 from megarl import sandbox
 from megarl.float32 import EXPECTED, is_finite
-from megarl.plugins import is_async, load_plugins
+from megarl.plugins import describe, is_async, load_plugins
 from megarl.rewards import RewardFn, load_reward, name_of
 from megarl.rewards.pool import RewardError, RewardPool
-from megarl.rewards.result import Outcome, RewardResult, describe, joined, to_result
+from megarl.rewards.result import Outcome, RewardResult, joined, to_result
 from megarl.rewards.services.limit import Limit, ServiceError
 from megarl.rewards.surroundings import Surroundings
 from megarl.sample import REWARD_ERROR, Completion, Prompt

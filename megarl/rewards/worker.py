@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from megarl.plugins import load_plugins
+from megarl.plugins import describe, load_plugins
 from megarl.rewards import RewardFn, load_reward
-from megarl.rewards.result import Outcome, describe, to_result
+from megarl.rewards.result import Outcome, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.sample import Completion, Prompt
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from os.path import expanduser, isfile
 
 from megarl.config import names
 from megarl.config.schema import Config
@@ -40,5 +40,5 @@ def _no_such(fn: str) -> Iterator[str]:
     if not colon or not prefix or not address:
         known = "".join(f", {name}:..." for name in names.AGENT_ADAPTERS)
         yield f"agent.fn={fn}: expected path/to/file.py:function, package.module:function{known}"
-    elif place.endswith(".py") and not Path(place).expanduser().is_file():
+    elif place.endswith(".py") and not isfile(expanduser(place)):
         yield f"agent.fn={fn}: expected a file that exists, as path/to/file.py:function"

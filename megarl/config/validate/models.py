@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -186,4 +187,4 @@ def _node(config: Config, role: str) -> Any:
 
 def _file(path: str) -> Path | None:
     file = Path(path) / "config.json"
-    return file if path and file.is_file() else None
+    return file if path and isfile(file) else None  # False too for what can be no path

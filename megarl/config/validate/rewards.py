@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import combinations
-from pathlib import Path
+from os.path import expanduser, isfile
 
 from megarl.config import names
 from megarl.config.schema import Config
@@ -112,5 +112,5 @@ def _no_such(config: Config, key: str, fn: str) -> Iterator[str]:
     if not colon and fn not in known and not config.algorithm.plugins:
         wanted = f"expected one of {', '.join(known)}, path/to/file.py:function, or a name that a file in "
         yield f"{key}={fn}: {wanted}algorithm.plugins registers"
-    if place.endswith(".py") and not Path(place).expanduser().is_file():
+    if place.endswith(".py") and not isfile(expanduser(place)):
         yield f"{key}={fn}: expected a file that exists, as path/to/file.py:function"

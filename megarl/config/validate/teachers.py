@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from os.path import expanduser, isfile
 
 from megarl.config import names
 from megarl.config.schema import Config
@@ -87,7 +87,7 @@ def _routes(config: Config) -> Iterator[str]:
         place, colon, _ = route.rpartition(":")
         if not colon:
             yield f"distill.route={route}: expected path/to/file.py:function, or package.module:function"
-        elif place.endswith(".py") and not Path(place).expanduser().is_file():
+        elif place.endswith(".py") and not isfile(expanduser(place)):
             yield f"distill.route={route}: expected a file that exists, as path/to/file.py:function"
     for name, teacher in config.teachers.items():
         key = f"teachers.{name}.data_sources={show(teacher.data_sources)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import reduce
 from math import isfinite
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ _UNIT: tuple[Test, str] = (lambda v: 0 <= v <= 1, "a number from 0 to 1")
 _INSIDE_UNIT: tuple[Test, str] = (lambda v: 0 < v < 1, "a number between 0 and 1, both excluded")
 _PERIOD: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "-1 (never) or at least 1")
 _SHARE: tuple[Test, str] = (lambda v: 0 < v <= 1, "a number above 0 and at most 1")
+_SEED: tuple[Test, str] = (lambda v: 0 <= v < 2**31, "an integer from 0 to 2147483647")
 _FINITE: tuple[Test, str] = (isfinite, "a finite number")
 _FINITE_EACH: tuple[Test, str] = (lambda v: all(isfinite(x) for x in v.values()), "finite numbers")
 
@@ -107,6 +109,9 @@ OPEN_CHOICES: dict[str, tuple[str, ...]] = {
 # null is always accepted: for these keys it has its own meaning.
 RANGES: dict[str, tuple[Test, str]] = {
     "data.train_batch_size": _AT_LEAST_1,
+    "data.seed": _SEED,
+    "rollout.seed": _SEED,
+    "trainer.seed": _SEED,
     "data.max_prompt_length": _AT_LEAST_1,
     "data.max_response_length": _AT_LEAST_1,
     "data.val_max_samples": _AT_LEAST_1,
@@ -385,5 +390,5 @@ def _names(config: Config) -> Iterator[str]:
         yield f"trainer.logger={show(trainer.logger)}: {unknown[0]} is none of {', '.join(names.LOGGERS)}"
     if trainer.experiment_name in ("", ".", "..") or Path(trainer.experiment_name).name != trainer.experiment_name:
         yield f"trainer.experiment_name={trainer.experiment_name}: expected the plain name of a folder"
-    if trainer.resume_mode not in names.RESUME_MODES and not Path(trainer.resume_mode).is_dir():
+    if trainer.resume_mode not in names.RESUME_MODES and not isdir(trainer.resume_mode):
         yield f"trainer.resume_mode={trainer.resume_mode}: expected auto, disable or the folder of a checkpoint"

@@ -1,0 +1,159 @@
+"""Any key with any value, one or several: a configuration, or a sentence for each fault."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+import pytest
+import yaml
+from bad_input import Cases, read_refusal
+from config_helpers import BASE, KEYS
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megarl.config import ConfigError, from_yaml, load_config, read_yaml, to_yaml
+from megarl.config.keys import entry_types, type_of
+from megarl.config.settings import from_content
+
+KIND = "configuration"
+ALL_KEYS = [*KEYS, *(key.replace("NAME", "t") for key in entry_types())]
+COMMANDS = ("train", "sft", "evaluate", "serve", "config", "node", "doctor")
+# Without shrinking, which takes minutes here: an example is short anyway.
+PROFILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], phases=(Phase.explicit, Phase.generate))
+
+NUMBERS = st.sampled_from([0, -1, 1, 2, 3, 7, 2**31, 2**63, -(2**63) - 1, 10**400]) | st.sampled_from(
+    [0.0, -0.5, 0.5, 1.0, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")]
+)
+WORDS = st.sampled_from(
+    [
+        *("", " ", "a", "null", "off", "true", "1e999", "0x10", "1_000", "a.b", "/", "..", "~", "http://a:b", "a:b"),
+        *("${trainer.seed}", "${nope}", "${trainer}", "${", "${oc.env:NOPE}", "???", "{", "[", "\n", "\t", "é", ":"),
+        *("x" * 300, "{c.x}", "%s", "../../etc/passwd", "auto", "megatron", "fsdp", "grpo", "sglang", "judge", "model"),
+    ]
+)  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | WORDS | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS | st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def tried(cases: Cases, words: list[str], command: str = "train") -> None:
+    """The configuration of these words is complete, or refused with a sentence for each fault."""
+    cases.add()
+    try:
+        config, warnings = load_config(words, command=command)
+    except ConfigError as error:
+        read_refusal(error)
+        return
+    assert all(warning.isprintable() for warning in warnings)
+    assert from_yaml(to_yaml(config)) == config or "nan" in to_yaml(config)
+
+
+def nested(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """{"a.b": 1} as {"a": {"b": 1}}."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        *groups, name = key.split(".")
+        at = content
+        for group in groups:
+            at = at.setdefault(group, {})
+            if not isinstance(at, dict):
+                break
+        else:
+            at[name] = value
+    return content
+
+
+@settings(PROFILE, max_examples=400)
+@given(pairs=st.lists(st.tuples(st.sampled_from(ALL_KEYS), VALUES), min_size=1, max_size=4))
+def test_bad_input_any_values_of_any_keys_in_a_file(cases: Cases, tmp_path: Path, pairs: list[tuple[str, Any]]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(nested(pairs), allow_unicode=True))
+    tried(cases, [*BASE, f"recipe={file}"])
+
+
+@settings(PROFILE, max_examples=200)
+@given(
+    words=st.lists(
+        st.builds(lambda key, value: f"{key}={value}", st.sampled_from(ALL_KEYS), NUMBERS | WORDS)
+        | st.text(max_size=12)
+        | st.builds(lambda key, tail: f"{key}{tail}", st.sampled_from(ALL_KEYS), st.text(max_size=6)),
+        min_size=1,
+        max_size=4,
+    ),
+    command=st.sampled_from(COMMANDS),
+)
+def test_bad_input_any_words_on_the_command_line(cases: Cases, words: list[str], command: str) -> None:
+    tried(cases, [*BASE, *words], command)
+
+
+def test_bad_input_every_key_refuses_values_of_another_type(cases: Cases) -> None:
+    """A list where a number belongs, text where a switch belongs, a group where a value belongs, ..."""
+    wrong: dict[Any, tuple[Any, ...]] = {
+        bool: (7, 0.5, "maybe", [], [True], {"a": 1}),
+        int: (0.5, "two", True, [], [1], 10**30, {"a": 1}),
+        float: ("two", True, [], [0.5], 10**400, {"a": 1}),
+        str: (True, [], ["a"], {"a": 1}),
+        list: (True, 7.5, [[]], [{"a": 1}], [None], {"a": 1}),
+        dict: (True, 7, "text", []),
+    }
+    for key in ALL_KEYS:
+        kinds = [get_origin(kind) or kind for kind in get_args(type_of(key)) or (type_of(key),)]
+        kinds = [get_origin(type_of(key))] if get_origin(type_of(key)) in (list, dict) else kinds
+        for value in set_of_all(wrong[kind] for kind in kinds if kind is not NoneType):
+            cases.add()
+            layer = from_content("run.yaml", nested([(key, value)]))
+            assert layer.faults, f"{key}={value!r} was taken as {layer.settings}"
+            read_refusal(ConfigError(*layer.faults), f"run.yaml: {key}")
+
+
+def set_of_all(groups: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """What is wrong for each of several types."""
+    first, *others = groups
+    return [value for value in first if all(any(value is x or value == x for x in other) for other in others)]
+
+
+PATHS = [
+    *(
+        "data.train_files",
+        "data.val_files",
+        "model.path",
+        "model.tokenizer_path",
+        "critic.model.path",
+        "ref.model.path",
+    ),
+    *("reward.fn", "agent.fn", "distill.route", "trainer.resume_mode", "trainer.default_local_dir", "recipe", "model"),
+    *("algorithm.plugins", "rollout.urls", "reward.judge.url", "reward.model.path", "teachers.t.model.path", "layout"),
+    *("trainer.experiment_name", "trainer.master_addr", "rollout.host", "reward.sandbox", "agent.command"),
+]
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_bad_input_names_that_are_no_paths(cases: Cases, tmp_path: Path, key: str) -> None:
+    (tmp_path / "pipe.yaml").mkdir()
+    (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
+    names = ("x" * 300, "a/" * 3000, "~nobody_here/a", f"{tmp_path}/pipe.yaml", f"{tmp_path}/loop.py:f", "http://[")
+    names += ("", "\x1b[2J.py:f")
+    also = {"reward.model.path": ["reward.fn=model"], "distill.route": ["teachers.t.model.path=m"]}
+    for name in names:
+        quoted = name.replace("\\", "\\\\").replace("'", "\\'")
+        tried(cases, [*BASE, *also.get(key, []), f"{key}='{quoted}'"])
+
+
+def test_bad_input_files_that_are_no_configurations(cases: Cases, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    for content in (b"", b"\xff\xfe", b"- a", b"a", b"{", b"a: [", b"a: b: c", b"&a [*a]", b"&a {b: *a}", b"? [a]\n: b",
+                    b"!!python/object:os.system {}", b"a: !!binary x", b"1: 2", b"null: 1", b"recipe: run.yaml",
+                    b"recipe: [a]", b"defaults: [a]", b"actor: 1", b"actor: [1]", b"actor: {optim: 3}", b"model: {}",
+                    b"teachers: {t: 1}", b"teachers: [t]", b"teachers: {'': {coef: 1}}", b"teachers: {a.b: {coef: 1}}",
+                    b"a: " + b"[" * 5000, b"a: 2001-01-01", b"rollout: {n: 2001-01-01}", b"\t", b"actor: {a: 1, a: 2}",
+                    b"model: {config: {'': 1}}", b"reward: {weights: {a.b.c: x}}"):  # fmt: skip
+        file.write_bytes(content)
+        tried(cases, [*BASE, f"recipe={file}"])
+        cases.add()
+        try:
+            read_yaml(file)
+        except ConfigError as error:
+            read_refusal(error, str(file))

@@ -1,0 +1,52 @@
+"""How a refusal of bad input must read, and the count of the cases that tests tried."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError
+
+PROPERTY = "bad_input"
+LONGEST = 4000  # characters of a sentence: it may quote a value or a path
+
+
+def read_refusal(error: ValueError, *named: str) -> list[str]:
+    """The sentences of an error: a line each, without traceback; one of them has one of the names."""
+    sentences = list(error.sentences) if isinstance(error, ConfigError) else [str(error)]
+    assert sentences
+    for sentence in sentences:
+        assert sentence.strip()
+        assert len(sentence) < LONGEST, sentence[:LONGEST]
+        assert "\n" not in sentence, sentence
+        assert sentence.isprintable() or not isinstance(error, ConfigError), repr(sentence)
+        assert "Traceback" not in sentence
+    assert not named or any(name in sentence for sentence in sentences for name in named), (sentences, named)
+    return sentences
+
+
+class Cases:
+    """Counts the cases of one test.  Example: cases.add(), once for each input that was tried."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.number = kind, 0
+
+    def add(self) -> None:
+        self.number += 1
+
+
+def summary(reports: Iterable[Any]) -> str:
+    """The line with all cases of a session: those of each kind, in the order of the tests; "" if there were none."""
+    counts: Counter[str] = Counter()
+    for report in reports:
+        for name, value in report.user_properties if isinstance(report, pytest.TestReport) else ():
+            if name == PROPERTY and report.when == "teardown":
+                kind, number = value
+                counts[kind] += number
+    if not counts:
+        return ""
+    kinds = ", ".join(f"{kind} {number:,}" for kind, number in sorted(counts.items()))
+    return f"bad_input: {counts.total():,} cases: {kinds}"
