@@ -1,4 +1,4 @@
-"""Whole small runs that servers join and leave, or of which a server stops to write while its health check answers."""
+"""A whole small run that a server joins and leaves."""
 
 from __future__ import annotations
 

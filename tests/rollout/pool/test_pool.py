@@ -264,6 +264,24 @@ def test_a_server_that_hangs_is_reported_at_once():
     run(test)
 
 
+def test_a_real_server_that_writes_nothing_while_its_health_check_answers_is_reported(server):
+    """This one still ends a request when its time is over."""
+
+    async def test():
+        unfit = []
+        options = {"timeout_s": 0.5, "retries": 2, "rest_s": 0.01}
+        options["on_unfit"] = lambda url, reason: unfit.append((url, reason))
+        async with EnginePool([server.url], server.token, **options) as pool:
+            with pytest.raises(RolloutFailed, match="3 attempts failed: .*before the first token"):
+                await pool.generate([3], PARAMS)
+        reason = "3 requests in a row failed; the last: it ended the request before the first token"
+        assert unfit == [(server.url, reason)]
+
+    server.engine.pause("in_place")
+    run(test)
+    server.engine.health()
+
+
 def test_a_server_that_lets_no_request_in_for_longer_than_the_time_limit_is_reported():
     async def test():
         unfit, full = [], web.Response
