@@ -13,10 +13,16 @@ Text = str | list[dict[str, str]]
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder (or hub name).  Raises ValueError of one sentence if there is none."""
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # transformers and tokenizers raise whatever the files lead to
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"model.tokenizer_path={path}: no tokenizer can be loaded from there ({reason[0]})") from error
+    # Without files of a tokenizer transformers makes an empty one of the class that config.json suggests.
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        raise ValueError(
+            f"model.tokenizer_path={path}: its tokenizer has no tokens; expected its files, such as tokenizer.json"
+        )
+    return tokenizer
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: Text) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -51,17 +51,29 @@ class HFFolder:
 
 @contextmanager
 def open_hf(folder: str | Path) -> Iterator[HFFolder]:
-    """Map the weight files of `folder`; ValueError if there are none or one is missing."""
+    """Map the weight files of `folder`; ValueError if there are none, or one is missing or damaged."""
     folder = Path(folder)
     with ExitStack() as stack:
-        paths = _weight_files(folder)
-        yield HFFolder(folder, [stack.enter_context(safe_open(p, framework="pt", device="cpu")) for p in paths])
+        yield HFFolder(folder, [stack.enter_context(_opened(path)) for path in _weight_files(folder)])
+
+
+def _opened(path: Path) -> Any:
+    """A file of tensors.  Raises ValueError for one that is cut or changed."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: it cannot be read ({error}); expected a whole safetensors file") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
-        paths = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            paths = [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f'{index}: it cannot be read ({error!r}); expected {{"weight_map": {{TENSOR: FILE}}}}'
+            ) from None
         if absent := [p.name for p in paths if not p.is_file()]:
             raise ValueError(f"{index} lists files that are not there: {', '.join(absent)}")
         return paths

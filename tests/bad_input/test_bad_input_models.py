@@ -1,0 +1,139 @@
+"""Folders of models that are no models: one sentence with the folder, and what it lacks."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_input import Cases, read_refusal
+from config_helpers import BASE
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from megarl.config import ConfigError, load_config
+from megarl.data.chat import load_tokenizer
+from megarl.data.tiny import write_tiny_model
+from megarl.weights.hf.load import check_names, open_for
+from megarl.weights.mapping.families import ignorable, table_for
+
+KIND = "models"
+PROFILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], phases=(Phase.explicit, Phase.generate))
+NUMBERS = st.sampled_from([None, True, 0, -1, 1, 2, 3, 10**30, 0.5, float("nan"), "4", "", [], [1], {}, {"factor": 2}])
+FIELDS = (
+    *("model_type", "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "vocab_size", "max_position_embeddings", "rope_scaling", "rope_parameters"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step"),
+    *("q_lora_rank", "kv_lora_rank", "n_shared_experts", "first_k_dense_replace", "quantization_config"),
+    *("tie_word_embeddings", "vision_config", "layer_types"),
+)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "good", **sizes)
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "model"))
+
+
+@settings(PROFILE, max_examples=120)
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), NUMBERS, min_size=1, max_size=2))
+def test_bad_input_any_field_of_config_json(cases: Cases, good: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    cases.add()
+    model = json.loads((good / "config.json").read_text()) | fields
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    try:
+        load_config([*BASE[:1], f"model.path={tmp_path}"])
+    except ConfigError as error:
+        read_refusal(error)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b"\xff", b"[" * 99_999, b'{"a": 1} x', b"NaN"])
+def test_bad_input_a_config_json_that_is_none(cases: Cases, folder: Path, content: bytes) -> None:
+    cases.add()
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config([*BASE[:1], f"model.path={folder}"])
+    read_refusal(caught.value, f"model.path={folder}: its config.json")
+
+
+def read_weights(folder: Path) -> None:
+    """All that a rank checks and reads of a folder, without a model of Megatron."""
+    hf = json.loads((folder / "config.json").read_text())
+    table = table_for(hf)
+    with open_for(folder, hf) as held:
+        check_names(held, table, ignorable(hf, "actor"))
+        for name, shape in held.shapes.items():
+            held.read(name, 0, 0, shape[0])
+
+
+def test_bad_input_weights_that_were_cut_or_changed(cases: Cases, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    read_weights(folder)
+    header = int.from_bytes(whole[:8], "little") + 8
+    for end in (*range(0, header, header // 60), header, header + 1, len(whole) // 2, len(whole) - 1):
+        cases.add()
+        file.write_bytes(whole[:end])
+        with pytest.raises(ValueError) as caught:
+            read_weights(folder)
+        read_refusal(caught.value, str(folder))
+    for at in range(0, header, header // 60):
+        cases.add()
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        try:
+            read_weights(folder)
+        except ValueError as error:
+            read_refusal(error, str(folder))
+
+
+def test_bad_input_tensors_that_are_not_the_models(cases: Cases, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        for changed in ({}, {name: tensor[:-1].clone()}, {name: tensor.reshape(-1)[:1].clone()},
+                        {name: tensor.unsqueeze(0)}, {f"{name}.x": tensor}, {name: torch.zeros(())}):  # fmt: skip
+            cases.add()
+            others = {other: value for other, value in tensors.items() if other != name}
+            save_file(others | changed, file)
+            with pytest.raises(ValueError, match="do not fit its config.json") as caught:
+                read_weights(folder)
+            read_refusal(caught.value, str(folder))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}',
+                                     b'{"weight_map": {"a": "absent.safetensors"}}', b"\xff", b"[" * 99_999,
+                                     b'{"weight_map": {"a": "../model.safetensors"}}'])  # fmt: skip
+def test_bad_input_an_index_that_is_none(cases: Cases, folder: Path, content: bytes) -> None:
+    cases.add()
+    (folder / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        read_weights(folder)
+    read_refusal(caught.value, str(folder))
+
+
+def test_bad_input_tokenizers_that_are_none(cases: Cases, folder: Path) -> None:
+    files = [file for file in sorted(folder.iterdir()) if file.name.startswith("tokenizer")]
+    for file in files:
+        whole = file.read_bytes()
+        for content in (b"", b"{", b"[]", b"{}", b"3", b"\xff\xfe", whole[: len(whole) // 2], b"null"):
+            cases.add()
+            file.write_bytes(content)
+            try:
+                load_tokenizer(str(folder))
+            except ValueError as error:
+                read_refusal(error, f"model.tokenizer_path={folder}")
+        file.write_bytes(whole)
+    for file in files:
+        file.unlink()
+    for path in (str(folder), f"{folder}/absent", str(folder / "config.json"), "/dev/null"):
+        cases.add()
+        with pytest.raises(ValueError) as caught:
+            load_tokenizer(path)
+        read_refusal(caught.value, f"model.tokenizer_path={path}")
