@@ -6,8 +6,7 @@ It runs in one process, the driver.  The same code drives one CPU rank or thousa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from megarl.algo.finite import BadNumber
 from megarl.algo.kl import AdaptiveKL, FixedKL
 from megarl.config import Config
 from megarl.data.batch import make_batch, sample_names
+from megarl.data.ledger import TRAINED
 from megarl.group import RankError
 from megarl.machines import NodeLost
 from megarl.metrics.jsonl import append_lines
@@ -33,6 +33,7 @@ from megarl.rollout.prefetch import Prefetcher
 from megarl.sample import Batch, Sample, Stat, Stats
 from megarl.trainer.algorithm import Algorithm
 from megarl.trainer.artifacts import finish, remember
+from megarl.trainer.bad_numbers import BadNumbers, forget_rollbacks
 from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
@@ -50,7 +51,8 @@ def train(config: Config) -> dict[str, Any]:
     """Train to the end; returns the summary, which is also written to a file.
 
     Failed ranks are restarted from the last checkpoint while the servers keep running; after trainer.max_restarts
-    restarts without a new step their error is raised.  Raises Terminated after SIGTERM.
+    restarts without a new step their error is raised.  A bad number can make them go back, too.  Raises Terminated
+    after SIGTERM.
     """
     began = time.monotonic()
     prepare(config)
@@ -62,6 +64,8 @@ def train(config: Config) -> dict[str, Any]:
         run = Run(config, infrastructure)
         if run.resumed_from:
             began -= run.resumed_from.state["totals"]["wall_s"]
+        else:
+            forget_rollbacks(run.dir)
         while True:
             try:
                 with run:
@@ -73,6 +77,12 @@ def train(config: Config) -> dict[str, Any]:
                 run = Run(config, infrastructure, resume=run.last_save)
             except Damaged as error:
                 run = Run(config, infrastructure, resume=run.save_before(error))
+            except BadNumber as found:
+                if signals.ends:
+                    raise
+                save = run.last_save or run.resumed_from
+                run.bad_numbers.roll_back(found, save)
+                run = Run(config, infrastructure, resume=save)
 
 
 def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
@@ -91,9 +101,8 @@ def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
     log.timer.start()  # the startup does not count as part of the first step
     for step in range(run.first_step, run.num_steps):
         look_back(step, run, times, log, signals)
-        train_step(
-            step, run.prefetcher, run.roles, run.algorithm, servers, log, saver, saves=times.due, drains=run.drains
-        )
+        how: dict[str, Any] = {"bad_numbers": run.bad_numbers, "saves": times.due, "drains": run.drains}
+        train_step(step, run.prefetcher, run.roles, run.algorithm, servers, log, saver, **how)
         run.finished_steps = step + 1
         if times.last == step + 1:
             run.describe_save(totals.state_dict())
@@ -145,6 +154,7 @@ def train_step(
     log: RunLog,
     saver: Saver,
     *,
+    bad_numbers: BadNumbers,
     saves: Callable[[int], bool],
     drains: bool = False,
 ) -> None:
@@ -160,11 +170,15 @@ def train_step(
             saver.poll()
             log.trackers.stage("gen", *prefetcher.progress)
         iteration = prefetcher.take()
-    with samples_named(iteration.groups), trainers_turn(roles, servers, timer):
-        if roles.reward_model and iteration.groups:
-            with timer("reward"):
-                iteration = replace(iteration, groups=scored(iteration.groups, roles.reward_model))
-        batch, stats = learn(step, iteration.groups, roles, algorithm, timer)
+    bad_numbers.begin(step + 1, sample_names(iteration.groups), iteration.visits.get(TRAINED, []))
+    with trainers_turn(roles, servers, timer):
+        batch: Batch | None = None
+        stats: Stats = {}
+        with bad_numbers.judged():
+            if roles.reward_model and iteration.groups:
+                with timer("reward"):
+                    iteration = replace(iteration, groups=scored(iteration.groups, roles.reward_model))
+            batch, stats = learn(step, iteration.groups, roles, algorithm, timer)
         saver.poll()  # the save before counts as soon as the ranks have a moment to say that it is written
         if saves(step + 1):
             with timer("save_checkpoint"):
@@ -176,10 +190,12 @@ def train_step(
         report = push(step + 1, servers, log.totals)
     with timer("log"):
         steer_kl(algorithm.kl, stats)
+        if bad_numbers.skipped:
+            prefetcher.skip(iteration, bad_numbers.skipped)
         write_samples(log.folder / SAMPLES, step + 1, iteration.groups)
         append_lines(log.folder / VISITS, [{"step": step + 1, **iteration.visits}])
         metrics = finalise(stats) | (batch_stats(batch, version=step) if batch is not None else {}) | iteration.metrics
-        metrics |= reward_stats(iteration.groups)
+        metrics |= reward_stats(iteration.groups) | bad_numbers.metrics
         metrics |= {f"timing_s/push/{phase}": seconds for phase, seconds in report["timings"].items()}
         metrics |= servers.metrics(report) | {"checkpoint/failed": float(saver.failed)}
     num_tokens = 0 if batch is None else batch.num_tokens
@@ -228,16 +244,6 @@ def learn(
             prepare = roles.teachers.read_step if roles.teachers else None
             stats |= roles.actor.update(batch, seed=seed, prepare=prepare)
     return batch, stats
-
-
-@contextmanager
-def samples_named(groups: Sequence[Sequence[Sample]]) -> Iterator[None]:
-    """Adds to a BadNumber the name of the sample in which it was found."""
-    try:
-        yield
-    except BadNumber as found:
-        found.name_sample(sample_names(groups))
-        raise
 
 
 def push(version: int, servers: ServerManager, totals: Totals) -> dict[str, Any]:

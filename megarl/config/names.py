@@ -92,5 +92,7 @@ OVERLONG_PROMPTS = ("error", "filter", *constant("data/prompts.py", "CUTS"))
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
+STOP, SKIP, ROLLBACK = "stop", "skip", "rollback"
+ON_NONFINITE = (STOP, SKIP, ROLLBACK)
 RESUME_MODES = ("auto", "disable")  # or the folder of a checkpoint
 COMMANDS = ("train", "sft", "evaluate", "doctor", "config", "node", "serve")

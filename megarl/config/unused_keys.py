@@ -347,6 +347,7 @@ UNREAD = {
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "
+        "trainer.on_nonfinite trainer.spike_sigma "
         "trainer.save_* trainer.term_grace_s trainer.max_restarts trainer.start_timeout_s trainer.call_factor "
         "trainer.call_floor_s trainer.silence_s trainer.spare_nodes rollout.n rollout.temperature rollout.top_p "
         "rollout.top_k rollout.ahead rollout.order rollout.update rollout.max_age rollout.turn_s rollout.push "

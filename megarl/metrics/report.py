@@ -19,7 +19,7 @@ from megarl.metrics.jsonl import append_lines
 from megarl.sample import Prompt, Sample
 
 SAMPLES = "samples.jsonl"
-VISITS = "visits.jsonl"  # {"step", "trained": [visits of prompts], "filtered": [...], "lost": [...]}
+VISITS = "visits.jsonl"  # {"step", "trained": [visits of prompts], "filtered": [...], "lost": [...], "skipped": [...]}
 
 
 @dataclass(frozen=True)

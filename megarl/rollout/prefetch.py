@@ -8,21 +8,21 @@ on-policy.  A group is never dropped for its age: what is too old is decided tok
 `order=prompts` takes the visits strictly in order, so an iteration waits for its slowest answer.
 
 Dynamic sampling (`Filter`) drops groups whose rewards are all equal.  With refill, other visits take their places until
-the iteration is full.  The ledger settles every visit once: trained, filtered or lost.
+the iteration is full.  The ledger settles every visit once: trained, filtered, lost or skipped.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from megarl.algo.reward_shaping import is_informative
-from megarl.data.ledger import FILTERED, LOST, OUTCOMES, TRAINED, Ledger
+from megarl.data.ledger import FILTERED, LOST, OUTCOMES, SKIPPED, TRAINED, Ledger
 from megarl.rollout.collector.collector_client import Ticket
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.usage import Usage
@@ -80,7 +80,7 @@ class RolloutBatch:
 
     groups: list[Group]
     lost: list[LostRollout]
-    visits: dict[str, list[int]] = field(default_factory=dict)  # what became of which: trained, filtered, lost
+    visits: dict[str, list[int]] = field(default_factory=dict)  # what became of which: trained, filtered, lost, skipped
     metrics: dict[str, float] = field(default_factory=dict)  # rollout/*, and reward/unscored
 
 
@@ -182,6 +182,12 @@ class Prefetcher:
         self._step, self._waits_since, self._seen = self._step + 1, None, _Seen()
         return RolloutBatch(groups, lost, outcomes, metrics)
 
+    def skip(self, batch: RolloutBatch, visits: Collection[int]) -> None:
+        """These visits of an iteration, which count as trained, were skipped."""
+        self._ledger.take_back(visits)
+        batch.visits[TRAINED] = [visit for visit in batch.visits[TRAINED] if visit not in visits]
+        batch.visits[SKIPPED] += visits
+
     @property
     def progress(self) -> tuple[int, int]:
         """(groups of the next iteration that are there, all of them)."""
@@ -225,6 +231,7 @@ class Prefetcher:
         again = self._ledger.num_again if self._order == PROMPTS else 0
         bound = max((self._ahead + 1) * self._num_prompts, self._num_outstanding + again)
         visits = self._ledger.issue(max(again, most - self._num_outstanding))
+        self._seen.settled[SKIPPED] += self._ledger.passed()
         if not visits:
             return
         asked = self._writers.submit(

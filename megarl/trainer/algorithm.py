@@ -6,9 +6,11 @@ losses tell which data they need; settings that contradict these needs are refus
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -248,3 +250,14 @@ def _update(role: Any, loss: ActorLoss | CriticLoss) -> Update:
         agg_mode=role.loss_agg_mode,
         loss_scale_factor=role.loss_scale_factor,
     )
+
+
+def check_vocabularies(policy: str, reference: str, config: Config) -> None:
+    """Raises ValueError if the models of two folders have different vocabulary sizes, so that no full KL exists."""
+    ours, theirs = (json.loads((Path(f) / "config.json").read_text())["vocab_size"] for f in (policy, reference))
+    if ours != theirs:
+        compared = f"a full KL compares them token for token with the {ours} of model.path={config.model.path}"
+        raise ValueError(
+            f"ref.model.path={config.ref.model.path}: its vocabulary has {theirs} tokens, and {compared}; "
+            "expected a model with the same vocabulary"
+        )

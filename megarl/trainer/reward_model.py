@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 
+from megarl.algo.finite import BadNumber
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
+from megarl.float32 import is_finite
 from megarl.roles.reward_model import RewardModel
 from megarl.sample import Sample
 from megarl.trainer.algorithm import Algorithm
@@ -54,7 +55,7 @@ def scored(groups: Sequence[Sequence[Sample]], model: RewardModel) -> list[list[
 
     It reads the last row of a sample: the prompt and all that the policy wrote, or its view of the end of an episode.
     Samples without its stand-in stay as they are: of data sources with another reward, and episodes with their own.
-    Raises ValueError, naming the sample, for a score that is not finite.
+    Raises BadNumber, naming the sample, for a score that is not finite.
     """
     samples = [sample for group in groups for sample in group if NAME in sample.reward_extra]
     scores = iter(model.scores([sample.rows[-1].token_ids for sample in samples]) if samples else ())
@@ -65,7 +66,7 @@ def scored(groups: Sequence[Sequence[Sample]], model: RewardModel) -> list[list[
 
 
 def _with(sample: Sample, score: float, weight: float) -> Sample:
-    if not isfinite(score):
-        raise ValueError(f"the reward model's score of the sample {sample.prompt.uid} is {score}; expected a number")
+    if not is_finite(score):
+        raise BadNumber(f"the reward model's score of the sample {sample.prompt.uid} is {score}; expected a number")
     extra = {**sample.reward_extra, NAME: score}
     return replace(sample, reward=sample.reward + weight * score, reward_extra=extra)

@@ -6,7 +6,6 @@ ranks share a Group; a role with another layout gets its own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
@@ -38,7 +37,8 @@ from megarl.servers import supervisor
 from megarl.servers.nccl import check_one_nccl
 from megarl.servers.router import Routed
 from megarl.servers.sglang_environment import sglang_python
-from megarl.trainer.algorithm import make_algorithm
+from megarl.trainer.algorithm import check_vocabularies, make_algorithm
+from megarl.trainer.bad_numbers import ROLLBACKS, BadNumbers, left_out, spikes_of, watch
 from megarl.trainer.build import (
     engine_columns,
     make_group,
@@ -91,6 +91,7 @@ class Run:
     evaluator: Evaluator
     timer: Timer
     trackers: Trackers
+    bad_numbers: BadNumbers
     saver: Saver | None = None  # set when there are roles to save
 
     def __init__(
@@ -202,7 +203,10 @@ class Run:
         self.dir.mkdir(parents=True, exist_ok=True)
         if self.resumed_from is not None:
             announce(self.resumed_from, config, self.num_steps)
-        ledger, waiting = take_over(self.resumed_from, self.prompts.fingerprint, self.generated_with, self._warn)
+        drop_after(self.dir / ROLLBACKS, self.first_step)
+        data, gone = self.prompts.fingerprint, left_out(self.dir)
+        ledger, waiting = take_over(self.resumed_from, data, self.generated_with, self._warn, gone)
+        self.bad_numbers = BadNumbers(config.trainer.on_nonfinite, self.dir, epochs=config.actor.ppo_epochs)
         write_text(self.dir / "config.yaml", to_yaml(config))
         resume_step = self.first_step if self.resumed_from else None
         drop_after(self.dir / SAMPLES, resume_step)
@@ -250,6 +254,7 @@ class Run:
         if self.resumed_from is not None:
             checkpoint.restore(self.resumed_from, roles, verify=trainer.verify_resume)
             self.algorithm.kl.load_state_dict(self.resumed_from.state["kl"])
+        watch(self.roles.trainable, self.bad_numbers, trainer.spike_sigma, self.resumed_from)
         self.roles.offload()
         (self.dir / "summary.json").unlink(missing_ok=True)  # only a finished run has one
 
@@ -405,17 +410,7 @@ class Run:
         """
         algorithm, waiting = self.algorithm, self.prefetcher.waiting if self.saves_waiting else {}
         state: dict[str, Any] = {"ledger": self.ledger.state_dict(), "kl": algorithm.kl.state_dict()}
+        state["spikes"] = spikes_of(self.roles.trainable)
         state |= {"generated_with": self.generated_with, "totals": totals, "seed": algorithm.seed}
         assert self.saver is not None, "the run has not started"
         self.saver.describe(state, waiting)
-
-
-def check_vocabularies(policy: str, reference: str, config: Config) -> None:
-    """Raises ValueError if the models of two folders have different vocabulary sizes, so that no full KL exists."""
-    ours, theirs = (json.loads((Path(f) / "config.json").read_text())["vocab_size"] for f in (policy, reference))
-    if ours != theirs:
-        compared = f"a full KL compares them token for token with the {ours} of model.path={config.model.path}"
-        raise ValueError(
-            f"ref.model.path={config.ref.model.path}: its vocabulary has {theirs} tokens, and {compared}; "
-            "expected a model with the same vocabulary"
-        )

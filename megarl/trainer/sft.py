@@ -22,10 +22,10 @@ from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
 from megarl.metrics.timer import Timer
-from megarl.metrics.trackers import Trackers
 from megarl.processes.signals import Signals
 from megarl.roles.handles import Actor, Packing, Update
 from megarl.sample import Batch
+from megarl.trainer.bad_numbers import BadNumbers, spikes_of, watch
 from megarl.trainer.build import engine_settings, make_group, model_folder, optim_settings, start_trackers
 from megarl.trainer.checkpoint.checkpoint import Checkpoint, find, restore, save_before
 from megarl.trainer.checkpoint.manifest import Damaged
@@ -35,6 +35,8 @@ from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.owner import owned
+
+METRICS = {"sft/loss": "actor/pg_loss", "sft/grad_norm": "actor/grad_norm", "sft/lr": "actor/lr"}
 
 
 def sft(config: Config) -> dict[str, Any]:
@@ -101,9 +103,15 @@ def _train(
                 warn=_warn,
             )
             times = SaveTimes(config.trainer, signals, first_step=first_step, num_steps=num_steps)
+            bad_numbers = BadNumbers(config.trainer.on_nonfinite, folder)
+            watch({"actor": actor}, bad_numbers, config.trainer.spike_sigma, resumed)
             timer, signals.is_patient = Timer(on_stage=trackers.stage), True
             for step in range(first_step, num_steps):
-                state["loss"] = _step(step, actor, examples, config.sft.batch_size, timer, trackers)
+                bad_numbers.begin(step + 1)
+                metrics = _step(step, actor, examples, config.sft.batch_size, timer)
+                trackers.log(step + 1, metrics | bad_numbers.metrics)
+                state["loss"] = metrics.get("sft/loss", state["loss"])
+                state["spikes"] = spikes_of({"actor": actor})
                 ends = signals.ends  # one that comes later waits for the next step
                 if times.due(step + 1):
                     with timer("save_checkpoint"):
@@ -121,15 +129,13 @@ def _train(
     return {"steps": num_steps, "loss": state["loss"], "wall_s": round(time.monotonic() - began, 1)}
 
 
-def _step(step: int, actor: Actor, examples: SftExamples, batch_size: int, timer: Timer, trackers: Trackers) -> float:
-    """One optimizer step, logged; returns its loss."""
+def _step(step: int, actor: Actor, examples: SftExamples, batch_size: int, timer: Timer) -> dict[str, float]:
+    """One optimizer step; returns its metrics, without those of the loss if it was skipped."""
     with timer("update"):
         batch = supervised(examples.take(batch_size))
         stats = finalise(actor.update(batch, seed=step))
-    metrics = {"sft/loss": stats["actor/pg_loss"], "sft/grad_norm": stats["actor/grad_norm"]}
-    metrics |= {"sft/lr": stats["actor/lr"]} | timer.finish(num_tokens=batch.num_tokens)
-    trackers.log(step + 1, metrics)
-    return metrics["sft/loss"]
+    metrics = {ours: stats[name] for ours, name in METRICS.items() if name in stats}
+    return metrics | timer.finish(num_tokens=batch.num_tokens)
 
 
 def _examples(config: Config) -> SftExamples:

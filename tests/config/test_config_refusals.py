@@ -95,6 +95,12 @@ JUDGE = "reward.fn=judge reward.judge.url=http://a/v1 reward.judge.model=m rewar
             "actor.optim.lr_decay_style=linear actor.optim.lr_decay_steps=5 actor.optim.lr_warmup_steps=5",
             "actor.optim.lr_decay_steps=5: expected more than actor.optim.lr_warmup_steps=5",
         ),
+        ("trainer.on_nonfinite=ignore", "trainer.on_nonfinite=ignore: expected one of stop, skip, rollback"),
+        ("trainer.spike_sigma=0", "trainer.spike_sigma=0.0: expected a number above 0"),
+        (
+            "trainer.on_nonfinite=rollback",
+            "trainer.on_nonfinite=rollback: the run saves nothing to go back to; expected",
+        ),
         ("trainer.total_training_steps=5 trainer.critic_warmup=5", "trainer.critic_warmup=5: expected fewer than"),
         ("trainer.nnodes=2 trainer.node_rank=2", "trainer.node_rank=2: expected less than trainer.nnodes=2"),
         ("trainer.nnodes=2 trainer.master_addr=''", "trainer.master_addr=: expected the address of machine 0"),
@@ -261,6 +267,11 @@ def test_what_a_command_cannot_do_without():
         ("train", ["data.train_files=a"], "model.path is not set: `megarl train` needs a Hugging Face folder or hub"),
         ("sft", ["model.path=m"], "sft.train_files is not set"),
         ("evaluate", ["model.path=m"], "data.val_files is not set"),
+        (
+            "sft",
+            ["model.path=m", "sft.train_files=[a]", "trainer.on_nonfinite=rollback"],
+            "trainer.on_nonfinite=rollback: megarl sft does not go back to a checkpoint; expected stop or skip",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             load_config(words, command=command)

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from megarl.data.ledger import FILTERED, LOST, OUTCOMES, TRAINED, Ledger
+from megarl.data.ledger import FILTERED, LOST, OUTCOMES, SKIPPED, TRAINED, Ledger
 
 
 def test_visits_are_handed_out_in_order_and_settled_in_any() -> None:
@@ -18,7 +18,7 @@ def test_visits_are_handed_out_in_order_and_settled_in_any() -> None:
     ledger.settle(2, FILTERED)
     assert ledger.open == [0] and ledger.num_settled == 2
     assert ledger.issue(2) == [3, 4]
-    assert ledger.counts == {TRAINED: 1, FILTERED: 1, LOST: 0}
+    assert ledger.counts == {TRAINED: 1, FILTERED: 1, LOST: 0, SKIPPED: 0}
 
 
 @pytest.mark.parametrize("number", [1, 9])
@@ -55,6 +55,36 @@ def test_a_saved_group_of_a_settled_visit_is_a_defect() -> None:
     before.settle(0, TRAINED)
     with pytest.raises(AssertionError, match="settled already"):
         Ledger("data").load_state_dict(before.state_dict(), finished=[0])
+
+
+def test_what_a_rollback_left_out_is_passed_over_when_it_is_its_turn() -> None:
+    """Visit 1 was open at the save, 3 is settled, and 6 and 7 had not come yet; over one more resume."""
+    before = Ledger("data")
+    before.issue(4)
+    before.settle(3, TRAINED)
+    resumed = Ledger("data")
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    resumed.leave_out([1, 3, 6, 7])
+    assert resumed.issue(4) == [0, 2, 4, 5]
+    assert resumed.passed() == [1]
+    assert resumed.passed() == []
+    again = Ledger("data")
+    again.load_state_dict(json.loads(json.dumps(resumed.state_dict())), finished=[0, 2, 4, 5])
+    again.leave_out([1, 3, 6, 7])
+    assert again.issue(2) == [8, 9]
+    assert again.passed() == [6, 7]
+    assert again.counts == {TRAINED: 1, FILTERED: 0, LOST: 0, SKIPPED: 3}
+    assert again.open == [0, 2, 4, 5, 8, 9]
+
+
+def test_visits_that_were_not_trained_after_all_are_taken_back() -> None:
+    ledger = Ledger("data")
+    for visit in ledger.issue(3):
+        ledger.settle(visit, TRAINED)
+    ledger.take_back([0, 2])
+    assert (ledger.counts[TRAINED], ledger.counts[SKIPPED], ledger.num_settled) == (1, 2, 3)
+    with pytest.raises(AssertionError, match="more visits are taken back than were trained"):
+        ledger.take_back([0, 1])
 
 
 def test_a_thousand_random_lives_settle_every_visit_once() -> None:

@@ -90,7 +90,7 @@ def test_without_a_filter_every_group_counts() -> None:
     assert [asked for asked, _ in written.asked] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert first.metrics["rollout/lost"] == first.metrics["rollout/stale_prefix"] == 0.0
     assert "rollout/dropped_share" not in first.metrics
-    assert ledger.counts == {"trained": 8, "filtered": 0, "lost": 0}
+    assert ledger.counts == {"trained": 8, "filtered": 0, "lost": 0, "skipped": 0}
     assert [(how["n"], how["greedy"]) for _, how in written.asked] == [(2, False)] * 2
 
 
@@ -152,8 +152,8 @@ def test_groups_that_are_all_alike_are_dropped_and_others_take_their_place() -> 
     assert numbers(found.groups) == [1, 3, 5, 7]
     assert [asked for asked, _ in written.asked] == [[0, 1, 2, 3], [4, 5], [6], [7]], "one for each that was dropped"
     assert found.metrics["rollout/dropped_share"] == 0.5 and found.metrics["rollout/gen_batches"] == 2
-    assert found.visits == {"trained": [1, 3, 5, 7], "filtered": [0, 2, 4, 6], "lost": []}
-    assert ledger.counts == {"trained": 4, "filtered": 4, "lost": 0}
+    assert found.visits == {"trained": [1, 3, 5, 7], "filtered": [0, 2, 4, 6], "lost": [], "skipped": []}
+    assert ledger.counts == {"trained": 4, "filtered": 4, "lost": 0, "skipped": 0}
     assert numbers(following(asking).groups) == [9, 11, 13, 15]
 
 
@@ -175,7 +175,7 @@ def test_a_surplus_group_waits_for_the_next_iteration() -> None:
     assert list(asking.waiting) == [4, 5, 6, 7]
     assert numbers(following(asking).groups) == [4, 5, 6, 7]
     assert [asked for asked, _ in written.asked] == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]
-    assert ledger.counts == {"trained": 8, "filtered": 0, "lost": 0}
+    assert ledger.counts == {"trained": 8, "filtered": 0, "lost": 0, "skipped": 0}
 
 
 def test_ahead_of_the_training_a_dropped_group_is_replaced_where_the_iteration_needs_it_or_with_the_next() -> None:
@@ -193,7 +193,7 @@ def test_without_a_refill_the_rest_is_the_iteration_even_if_nothing_is_left() ->
     assert empty.groups == []
     assert empty.metrics["rollout/dropped_share"] == 1.0
     assert len(written.asked) == 2
-    assert ledger.counts == {"trained": 1, "filtered": 7, "lost": 0}
+    assert ledger.counts == {"trained": 1, "filtered": 7, "lost": 0, "skipped": 0}
 
 
 def test_a_bound_on_generation_batches_ends_in_one_clear_sentence() -> None:
@@ -234,7 +234,7 @@ def test_a_lost_group_is_missing_in_its_iteration_and_with_refill_it_is_replaced
     asking, _, ledger = prefetcher(loses_1)
     found = following(asking)
     assert numbers(found.groups) == [0, 2, 3] and [lost.reason for lost in found.lost] == ["no server"]
-    assert ledger.counts == {"trained": 3, "filtered": 0, "lost": 1}
+    assert ledger.counts == {"trained": 3, "filtered": 0, "lost": 1, "skipped": 0}
     asking, _, _ = prefetcher(loses_1, keep=Filter())
     found = following(asking)
     assert numbers(found.groups) == [0, 2, 3, 4]
@@ -252,7 +252,7 @@ def test_with_refill_an_iteration_that_only_loses_ends_though_one_group_was_ther
     asking, _, ledger = prefetcher(lambda number: [0.0, 1.0] if number == 0 else None, keep=Filter(max_batches=3))
     with pytest.raises(RuntimeError, match="1 of 1 groups had .* 12 more were lost, the first: no server$"):
         following(asking)
-    assert ledger.counts == {"trained": 0, "filtered": 0, "lost": 12}
+    assert ledger.counts == {"trained": 0, "filtered": 0, "lost": 12, "skipped": 0}
 
 
 def test_a_resumed_run_uses_what_waited_and_begins_the_rest_again() -> None:
@@ -269,6 +269,30 @@ def test_a_resumed_run_uses_what_waited_and_begins_the_rest_again() -> None:
     assert [asked for asked, _ in written.asked] == [[4, 5, 7, 8, 10, 11, 12, 13, 14, 15]]
     assert [numbers(batch.groups) for batch in found] == [[4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert ledger.counts["trained"] == 16
+
+
+def test_what_a_rollback_left_out_is_settled_in_the_iteration_that_would_have_begun_it() -> None:
+    """Saved after the first iteration with 4 to 7 open; the rollback leaves out 5 and 6, and 8 to 11."""
+    asking, _, ledger = prefetcher(odd_differ, ahead=1)
+    following(asking)
+    state = ledger.state_dict()
+    ledger = Ledger("data")
+    ledger.load_state_dict(state)
+    ledger.leave_out([5, 6, 8, 9, 10, 11])
+    again, written, _ = prefetcher(odd_differ, first_step=1, num_steps=3, ledger=ledger)
+    found = [following(again) for _ in range(2)]
+    assert [asked for asked, _ in written.asked] == [[4, 7, 12, 13], [14, 15, 16, 17]]
+    assert found[0].visits == {"trained": [4, 7, 12, 13], "filtered": [], "lost": [], "skipped": [5, 6, 8, 9, 10, 11]}
+    assert found[1].visits["skipped"] == []
+    assert ledger.counts == {"trained": 12, "filtered": 0, "lost": 0, "skipped": 6}
+
+
+def test_visits_of_a_step_that_was_skipped_do_not_count_as_trained() -> None:
+    asking, _, ledger = prefetcher(odd_differ)
+    found = following(asking)
+    asking.skip(found, [1, 3])
+    assert found.visits == {"trained": [0, 2], "filtered": [], "lost": [], "skipped": [1, 3]}
+    assert ledger.counts == {"trained": 2, "filtered": 0, "lost": 0, "skipped": 2}
 
 
 def test_a_run_that_resumes_with_a_smaller_lead_first_uses_what_is_there() -> None:
@@ -388,6 +412,6 @@ def test_what_could_not_be_scored_is_counted_once_and_its_visits_are_settled() -
     )  # fmt: skip
     found, after = following(asking), following(asking)
     assert [len(group) for group in found.groups] == [4, 3, 4]
-    assert found.visits == {"trained": [0, 1, 3], "filtered": [], "lost": [2]}
+    assert found.visits == {"trained": [0, 1, 3], "filtered": [], "lost": [2], "skipped": []}
     assert (found.metrics["reward/unscored"], after.metrics["reward/unscored"]) == (4.0, 0.0)
-    assert ledger.counts == {"trained": 7, "filtered": 0, "lost": 1} and ledger.open == []
+    assert ledger.counts == {"trained": 7, "filtered": 0, "lost": 1, "skipped": 0} and ledger.open == []

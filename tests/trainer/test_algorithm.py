@@ -15,8 +15,7 @@ from megarl.config import config_dir, load_config
 from megarl.plugins import load_plugins
 from megarl.rollout.prefetch import Filter
 from megarl.sample import Batch
-from megarl.trainer.algorithm import Algorithm, make_algorithm
-from megarl.trainer.run import check_vocabularies
+from megarl.trainer.algorithm import Algorithm, check_vocabularies, make_algorithm
 
 KL_LOSS = "actor.use_kl_loss=true actor.kl_loss_type="
 KL_REWARD = "algorithm.use_kl_in_reward=true algorithm.kl_penalty="

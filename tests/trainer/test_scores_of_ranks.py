@@ -14,6 +14,7 @@ from config_helpers import load
 from safetensors.torch import load_file, save_file
 from tiny_server import make_model, make_reward_model
 
+from megarl.algo.finite import BadNumber
 from megarl.sample import Completion, Prompt, Sample, VersionSpan
 from megarl.trainer.collectors import make_rewards
 from megarl.trainer.reward_model import check_reward_model, scored
@@ -53,7 +54,7 @@ def test_scores_count_with_their_weight_where_the_stand_in_was() -> None:
 
 def test_a_score_that_is_no_number_names_its_sample() -> None:
     model: Any = Scorer(math.nan)
-    with pytest.raises(ValueError, match="the reward model's score of the sample 0-0 is nan; expected a number"):
+    with pytest.raises(BadNumber, match="the reward model's score of the sample 0-0 is nan; expected a number"):
         scored([[sample("a", 0.0, model=0.0)]], model)
 
 

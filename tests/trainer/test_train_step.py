@@ -1,4 +1,4 @@
-"""Small parts of a step: the control experiment, an empty iteration, the name of a sample in an error."""
+"""Small parts of a step: the control experiment, an empty iteration, the order of saves and pushes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from megarl.data.ledger import Ledger
 from megarl.metrics.timer import Timer
 from megarl.processes.signals import Signals
 from megarl.rollout.prefetch import RolloutBatch
-from megarl.sample import Batch, Completion, Prompt, Sample, VersionSpan
-from megarl.train import learn, measure, samples_named, shuffle_rewards, train_step
+from megarl.sample import Batch
+from megarl.train import learn, measure, shuffle_rewards, train_step
 from megarl.trainer.artifacts import finish
+from megarl.trainer.bad_numbers import BadNumbers
 from megarl.trainer.evaluate import Evaluation
 from megarl.trainer.roles import Roles
 from megarl.trainer.run import Run
@@ -111,7 +112,8 @@ def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Pat
     algorithm: Any = SimpleNamespace(kl=None)
     nobody: Any = None
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    train_step(3, prefetcher, Roles(nobody), algorithm, said, log, said, saves=lambda step: False)
+    how: Any = {"bad_numbers": BadNumbers("stop", tmp_path), "saves": lambda step: False}
+    train_step(3, prefetcher, Roles(nobody), algorithm, said, log, said, **how)
     assert said.pushed == [4]
     ((step, metrics),) = said.logged
     assert step == 4
@@ -142,18 +144,6 @@ def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited
     assert said.scores == [(3, 0.0)], "by which the best saves are kept"
 
 
-def test_a_number_that_is_not_finite_is_told_with_its_sample() -> None:
-    completion = Completion([7], [-0.5], "stop", (VersionSpan(0, 0, 1),))
-    groups = [[Sample.of(Prompt(f"0-{row}", [5], ""), completion, 1.0)] * 2 for row in (4, 9)]
-    with (
-        pytest.raises(NonFiniteError, match=r"^old_log_probs is nan at token 1 of sample 0-9#1, where the policy"),
-        samples_named(groups),
-    ):
-        raise NonFiniteError("old_log_probs", 3, 1, float("nan"))
-    with pytest.raises(RuntimeError, match="other"), samples_named(groups):
-        raise RuntimeError("other")
-
-
 def test_a_place_is_counted_on_from_the_sequences_before() -> None:
     found = NonFiniteError("log_probs", 2, 7, float("inf")).moved(10)
     assert (found.sequence, found.token, found.column) == (12, 7, "log_probs")
@@ -172,9 +162,9 @@ def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
     prefetcher: Any = Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
     algorithm: Any = SimpleNamespace(kl=None)
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    train_step(
-        2, prefetcher, Roles(resident, residents=(resident,)), algorithm, said, log, saver, saves=lambda step: True
-    )
+    roles = Roles(resident, residents=(resident,))
+    how: Any = {"bad_numbers": BadNumbers("stop", tmp_path), "saves": lambda step: True}
+    train_step(2, prefetcher, roles, algorithm, said, log, saver, **how)
     assert story == ["servers release", "onload", ("save", 3), "offload", ("push", 3)]
 
 
@@ -184,12 +174,15 @@ def test_a_checkpoint_holds_the_state_of_the_driver() -> None:
     run.saves_waiting = True
     run.generated_with = {"rollout.n": 2}
     run.algorithm = SimpleNamespace(kl=SimpleNamespace(state_dict=dict), seed=7)
+    watched = SimpleNamespace(spikes=SimpleNamespace(state_dict=lambda: {"loss": [0.5]}))
+    run.roles = SimpleNamespace(trainable={"actor": watched, "critic": SimpleNamespace(spikes=None)})
     run.saver = SimpleNamespace(describe=lambda *said: described.append(said))
     run.prefetcher, run.ledger = SimpleNamespace(waiting={3: []}), Ledger("data")
     run.describe_save({"pushes": 2})
     state = {
         "ledger": Ledger("data").state_dict(),
         "kl": {},
+        "spikes": {"actor": {"loss": [0.5]}},
         "generated_with": {"rollout.n": 2},
         "totals": {"pushes": 2},
         "seed": 7,
@@ -208,9 +201,9 @@ def test_a_push_may_wait_for_what_is_generated_as_long_as_a_server_can_go_on(tmp
     prefetcher.wait = lambda: story.append("wait")
     nobody: Any = None
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    train_step(
-        2, prefetcher, Roles(nobody), SimpleNamespace(kl=None), said, log, said, saves=lambda step: False, drains=True
-    )  # type: ignore[arg-type]
+    how: Any = {"bad_numbers": BadNumbers("stop", tmp_path), "saves": lambda step: False, "drains": True}
+    algorithm: Any = SimpleNamespace(kl=None)
+    train_step(2, prefetcher, Roles(nobody), algorithm, said, log, said, **how)
     assert story == ["watch", "wait"] * 2 + (["push"] if ends == "idle" else ["watch", "push"])
 
 

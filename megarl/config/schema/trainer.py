@@ -33,6 +33,10 @@ class Trainer:
     val_before_train: bool = True  # evaluate before the first iteration
     resume_mode: str = "auto"  # auto (the newest whole checkpoint of this run) | disable | folder of a checkpoint
     verify_resume: bool = True  # before a resume the SHA-256 of all its files is compared; sizes always are
+    on_nonfinite: str = "stop"  # what NaN or a spike does: stop | skip (the step) | rollback (to the last checkpoint)
+    spike_sigma: float | None = (
+        None  # deviations of gradient norm or loss above its running mean that are a spike; null = there are none
+    )
     critic_warmup: int = 0  # iterations at the start in which only the critic is trained
     seed: int = 0  # of everything random: weights, order of the data, completions
     check_export: bool = False  # at the end, also score the written hf/ with transformers' generation (small models)

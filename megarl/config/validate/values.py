@@ -77,6 +77,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor.lora.push": names.LORA_PUSHES,
     "actor.router_replay": names.ROUTER_REPLAYS,
     "trainer.device": names.DEVICES,
+    "trainer.on_nonfinite": names.ON_NONFINITE,
 } | {
     f"{role}.{key}": choices
     for role in _LEARNERS
@@ -214,6 +215,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "trainer.save_every_s": _ABOVE_0,
     "trainer.term_grace_s": _ABOVE_0,
     "trainer.test_freq": _PERIOD,
+    "trainer.spike_sigma": _ABOVE_0,
     "trainer.critic_warmup": _AT_LEAST_0,
     "trainer.max_checkpoints_to_keep": _AT_LEAST_1,
     "trainer.keep_every_steps": _PERIOD,
@@ -342,6 +344,7 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         yield from agents.contradictions(config)
     yield from servers.contradictions(config, command)
     yield from lora.contradictions(config)
+    yield from _bad_numbers(config, command)
     yield from _names(config)
 
 
@@ -381,6 +384,16 @@ def _places(config: Config) -> Iterator[str]:
         yield f"trainer.node_rank={trainer.node_rank}: expected less than trainer.nnodes={trainer.nnodes}{more}"
     if trainer.nnodes > 1 and not trainer.master_addr:
         yield "trainer.master_addr=: expected the address of machine 0, where the others find the run"
+
+
+def _bad_numbers(config: Config, command: str) -> Iterator[str]:
+    trainer, key = config.trainer, "trainer.on_nonfinite=rollback"
+    if trainer.on_nonfinite != names.ROLLBACK or command not in ("train", "config", "sft"):
+        return
+    if command == "sft":
+        yield f"{key}: megarl sft does not go back to a checkpoint; expected stop or skip"
+    elif not trainer.saves:
+        yield f"{key}: the run saves nothing to go back to; expected trainer.save_freq=STEPS, or stop or skip"
 
 
 def _names(config: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ A finished group is used only if this run would generate it with the same settin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -93,16 +93,21 @@ def announce(checkpoint: Checkpoint, config: Config, num_steps: int) -> None:
 
 
 def take_over(
-    checkpoint: Checkpoint | None, fingerprint: str, settings: Mapping[str, Any], warn: Callable[[str], None]
+    checkpoint: Checkpoint | None,
+    fingerprint: str,
+    settings: Mapping[str, Any],
+    warn: Callable[[str], None],
+    left_out: Collection[int] = (),
 ) -> tuple[Ledger, dict[int, list[Sample]]]:
     """The ledger, and by visit the finished groups of the checkpoint; None: a new ledger.
 
     `fingerprint`: of the data.  `settings`: `generated_with` of this run.  If the checkpoint has others, its groups are
-    dropped and the ledger issues their visits again.
+    dropped and the ledger issues their visits again.  `left_out`: visits that rollbacks have left out.
     Raises ValueError for other data, and for damaged files.
     """
     ledger = Ledger(fingerprint)
     if checkpoint is None:
+        ledger.leave_out(left_out)
         return ledger, {}
     waiting, before = load_groups(checkpoint.folder / ROLLOUTS), checkpoint.state["generated_with"]
     changed = [key for key in {**settings, **before} if settings.get(key) != before.get(key)]
@@ -110,7 +115,9 @@ def take_over(
         what = f"the finished groups in {checkpoint.folder} ({len(waiting)}) are dropped and generated again"
         warn(f"{what}, because these settings have changed: {', '.join(changed)}")
         waiting = {}
+    waiting = {visit: group for visit, group in waiting.items() if visit not in left_out}
     ledger.load_state_dict(checkpoint.state["ledger"], finished=waiting)
+    ledger.leave_out(left_out)
     return ledger, waiting
 
 
