@@ -241,7 +241,7 @@ def _stopped(config: Config, error: Exception) -> int:
     Where that cannot be written, because the disk is full, they go to a temporary folder, or nowhere.
     """
     text = "".join(traceback.format_exception(error)) + getattr(error, "report", "")
-    refusals = []
+    refusals: list[str] = []
     for folder in (config.trainer.run_dir / "logs", Path(tempfile.gettempdir())):
         report = folder / ("failure.txt" if not refusals else f"megarl_failure_{os.getpid()}.txt")
         try:

@@ -18,7 +18,7 @@ def chosen_engine(config: Config, command: str) -> tuple[str, str]:
     trainer = config.trainer
     root = trainer.run_dir / "checkpoints"
     # Which saves are passed over is said when the run resumes.
-    saved = checkpoint.find(trainer.resume_mode, root, str, verify=False) if command == "train" else None
+    saved = checkpoint.find(trainer.resume_mode, root, lambda _: None, verify=False) if command == "train" else None
     if saved is not None:
         begun = saved.folder.parents[1] / "config.yaml"
         if begun.exists() and (engine := read_yaml(begun).rollout.engine) != AUTO:
