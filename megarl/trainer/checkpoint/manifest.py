@@ -38,7 +38,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{file} is missing") from None
     except OSError as error:
         raise Damaged(f"{file} cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise Damaged(f"{file} is damaged, or of another version of megarl")
