@@ -398,7 +398,7 @@ def test_every_row_of_the_table_of_inert_keys_names_keys_that_exist():
 
 def test_the_commands_refuse_what_they_do_not_read():
     sft = ("sft.train_files=a", "model.path=m")
-    for typed in ("algorithm.lam=0.9", "data.train_files=a.jsonl", "rollout.n=2", "trainer.save_freq=5"):
+    for typed in ("algorithm.lam=0.9", "data.train_files=a.jsonl", "rollout.n=2", "trainer.test_freq=5"):
         with pytest.raises(ConfigError, match=f"{typed}.*: has no effect, because `megarl sft` does not read it"):
             load_config([*sft, typed], command="sft")
     asks = ["model.path=m", "data.val_files=a", "reward.fn=mine"]
