@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ from megarl.cli import main
 pytestmark = pytest.mark.dist
 COMMON = [*PPO, "rollout.num_servers=2", "trainer.total_training_steps=4", "trainer.save_freq=2"]
 METRICS = ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm")
+STARTED: list[subprocess.Popen[bytes]] = []
 TOKEN = {"MEGARL_TOKEN": "the secret of these tests"}
 
 
@@ -36,10 +37,22 @@ def whole(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Also after a test that fails: an agent would wait half an hour for a driver."""
+    yield
+    for process in STARTED:
+        process.kill()
+        process.wait()
+    STARTED.clear()
+
+
 def start(words: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "megarl", "train", *words]
     with log.open("wb") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **TOKEN, **environment})
+        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **TOKEN, **environment})
+    STARTED.append(process)
+    return process
 
 
 def descendants(process: subprocess.Popen[bytes], module: str) -> list[psutil.Process]:
