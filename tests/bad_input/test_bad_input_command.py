@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bad_input import Cases
@@ -16,7 +17,7 @@ ROW = json.dumps({"prompt": "1+1=", "ground_truth": "2"})
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     """A command line that is one, over the folder of an earlier run."""
-    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+    sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
     model = write_tiny_model(tmp_path / "model", **sizes)
     (tmp_path / "rows.jsonl").write_text(f"{ROW}\n")
     (tmp_path / "runs" / "earlier").mkdir(parents=True)

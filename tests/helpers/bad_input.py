@@ -44,6 +44,7 @@ def summary(reports: Iterable[Any]) -> str:
     for report in reports:
         for name, value in report.user_properties if isinstance(report, pytest.TestReport) else ():
             if name == PROPERTY and report.when == "teardown":
+                assert isinstance(value, tuple | list), "the fixture `cases` records a kind and a number"
                 kind, number = value
                 counts[kind] += number
     if not counts:
