@@ -35,9 +35,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("steady", deadline=None, derandomize=True, print_blob=False)
 settings.load_profile("steady")
 
+LONGEST_OF_A_SAMPLE_S = 1800.0  # a test with a longer limit is not drawn
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", metavar="COUNT:SEED", help="run so many of the chosen tests, drawn by the seed")
+
+
+def _limit_s(item: pytest.Item) -> float:
+    """The time limit of a test of its own; 0: it has that of all."""
+    marker = item.get_closest_marker("timeout")
+    return 0.0 if marker is None else float(marker.args[0])
 
 
 @pytest.hookimpl(trylast=True)  # of those that -m has left
@@ -45,7 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Files that start ranks and servers take longest: first, so that no worker ends with one while others idle."""
     if (sample := config.getoption("--sample")) is not None:
         count, _, seed = sample.partition(":")
-        drawn = set(random.Random(seed).sample(range(len(items)), min(int(count), len(items))))
+        short = [at for at, item in enumerate(items) if _limit_s(item) <= LONGEST_OF_A_SAMPLE_S]
+        drawn = set(random.Random(seed).sample(short, min(int(count), len(short))))
         config.hook.pytest_deselected(items=[item for at, item in enumerate(items) if at not in drawn])
         items[:] = [item for at, item in enumerate(items) if at in drawn]
     items.sort(key=lambda item: item.get_closest_marker("dist") is None)

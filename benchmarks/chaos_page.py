@@ -1,0 +1,77 @@
+"""Runs the tests under chaos and makes the page of it: what struck, how soon it was noticed, and what was lost.
+
+python benchmarks/chaos_page.py                # the sample of CI
+python benchmarks/chaos_page.py -m long        # every fault three times, over long runs of PPO and of agents
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import xml.etree.ElementTree as xml
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from page import Result, arguments, run
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "runs" / "tests.xml"
+
+
+def work(options: argparse.Namespace) -> Result:
+    """Raises ValueError where a test failed: then there is an account of the faults before it only."""
+    words = ["tests/chaos", "-n", "0", "-m", options.marker]
+    code = subprocess.run(["bash", str(ROOT / "launch" / "test.sh"), *words]).returncode
+    if code:
+        raise ValueError(f"launch/test.sh {' '.join(words)}: exit code {code}, expected 0")
+    return result(REPORT, options.marker)
+
+
+def result(report: Path, marker: str) -> Result:
+    """What the report of a run, in the form of JUnit, says of the faults."""
+    found = Result("chaos", "cpu", {"command": f"launch/test.sh tests/chaos -m {marker}"}, title="Runs under chaos")
+    totals = {"faults": 0, "survived": 0, "samples lost": 0, "visits trained twice": 0, "visits missing": 0}
+    for case in next(xml.parse(report).getroot().iter("testsuite")).iter("testcase"):
+        properties = {one.get("name"): json.loads(one.get("value", "")) for one in case.iter("property")}
+        if "chaos" not in properties:
+            continue
+        strikes, visits = properties["chaos"]["strikes"], properties["chaos"]["visits"]
+        found.rows += [_row(str(case.get("name")), strikes, name) for name in sorted({one["fault"] for one in strikes})]
+        totals["faults"] += len(strikes)
+        totals["survived"] += len(strikes)
+        totals["samples lost"] += visits["outcomes"]["lost"]
+        totals["visits trained twice"] += len(visits["twice"])
+        totals["visits missing"] += len(visits["missing"])
+        found.notes.append(f"{case.get('name')}: visits {json.dumps(visits['outcomes'])}")
+        if "accuracy" in properties:
+            found.notes.append(f"{case.get('name')}: accuracy {json.dumps(properties['accuracy'])}")
+    found.notes.append("noticed: until the run said something about it; recovered: until a step that began after it")
+    found.ratios = {name: float(count) for name, count in totals.items()}
+    return found
+
+
+def _row(test: str, strikes: list[dict[str, Any]], fault: str) -> dict[str, Any]:
+    of_it = [one for one in strikes if one["fault"] == fault]
+    noticed = [one["noticed_s"] for one in of_it if one["noticed_s"] is not None]
+    recovered = [one["recovered_s"] for one in of_it]
+    return {
+        "test": test.removeprefix("test_"),
+        "fault": fault,
+        "struck": len(of_it),
+        "in": ", ".join(sorted({one["stage"] for one in of_it})),
+        "noticed, median s": round(median(noticed), 1) if noticed else None,
+        "recovered, median s": round(median(recovered), 1),
+        "recovered, max s": round(max(recovered), 1),
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    found = arguments(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter))
+    found.add_argument("-m", "--marker", default="slow", metavar="MARKER", help="slow or long; by default slow")
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(work, parser()))

@@ -1,0 +1,140 @@
+"""A run that a test disturbs: its processes, what it is doing, and starting it again when it was ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ring_cases import lines
+
+from megarl.metrics.status import read_status
+
+PARTS = Path(__file__).parent / "parts"
+LOOK_S = 0.002
+LIMIT_S = 600.0
+
+
+def copy_parts(folder: Path) -> Path:
+    """The plug-in, server, reward and agent of runs under chaos, with a folder for the orders of one run."""
+    parts = folder / "parts_of_chaos"
+    shutil.copytree(PARTS, parts, ignore=shutil.ignore_patterns("__pycache__"))
+    (parts / "orders").mkdir()
+    return parts
+
+
+class ChaosRun:
+    """Example: with ChaosRun(["recipe=quickstart"], Path("runs/quickstart"), parts, num_servers=2) as run: ...
+
+    `start` starts the same command again after the driver has ended, as a user or Slurm would.
+    """
+
+    def __init__(self, words: Sequence[str], folder: Path, parts: Path, *, num_servers: int) -> None:
+        """`folder`: of the run; `parts`: see `copy_parts`."""
+        self.folder, self.num_servers = folder, num_servers
+        self.orders, self.log = parts / "orders", parts / "run.log"
+        self.command = [sys.executable, "-m", "megarl", "train", *words]
+        path = os.pathsep.join([str(parts), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        self.environment = {**os.environ, "PYTHONPATH": path}
+        self.start()
+
+    def __enter__(self) -> ChaosRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.driver.poll() is None:
+            self.kill_all()
+
+    def start(self) -> None:
+        """Start the driver."""
+        with self.log.open("ab") as out:
+            self.driver = subprocess.Popen(self.command, stdout=out, stderr=out, env=self.environment)
+
+    # ---- what it is doing
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained and logged."""
+        file = self.folder / "metrics.jsonl"
+        trained = [row["step"] for row in lines(file) if "timing_s/step" in row] if file.exists() else []
+        return trained[-1] if trained else 0
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The metrics of the last step."""
+        rows = [row for row in lines(self.folder / "metrics.jsonl") if "timing_s/step" in row]
+        return rows[-1] if rows else {}
+
+    @property
+    def stage(self) -> str:
+        """The stage that the living driver is in; empty before its first."""
+        status = read_status(self.folder)
+        return status["stage"] if status is not None and status["pid"] == self.driver.pid else ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.driver.poll() is not None
+
+    def wait(self, what: str, is_there: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+        """Wait for something; a driver that ends meanwhile, or a wait without end, fails the test with the log."""
+        deadline = time.monotonic() + limit_s
+        while not is_there():
+            assert not self.is_over, f"the run ended with {self.driver.returncode} before {what}:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"{what} did not come in {limit_s:.0f} s:\n{self.tail()}"
+            time.sleep(LOOK_S)
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
+
+    # ---- faults that its parts commit themselves, see parts/chaos_claims.py
+
+    def order(self, part: str, kind: str, count: int = 1) -> None:
+        """Leave `count` orders for a part: run.order("reply", "nan", 3)."""
+        for number in range(count):
+            (self.orders / f"{part}.{kind}.{number}").touch()
+
+    def ordered(self, part: str) -> int:
+        """How many orders for this part nobody has taken yet."""
+        return len(list(self.orders.glob(f"{part}.*")))
+
+    # ---- its processes
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Living descendants of the driver whose command line has one of these words; none given: all."""
+        found = []
+        for process in psutil.Process(self.driver.pid).children(recursive=True):
+            try:
+                line = " ".join(process.cmdline())
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            if line and (not words or any(word in line for word in words)):
+                found.append(process)
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        return self.processes("megarl.roles.worker")
+
+    def servers(self) -> list[psutil.Process]:
+        return self.processes("chaos_server.py", "megarl.hf_server.main")
+
+    def collectors(self) -> list[psutil.Process]:
+        """The collector itself is a direct child of the driver; its rewards' processes are not."""
+        own = psutil.Process(self.driver.pid).children()
+        return [process for process in self.processes("multiprocessing import spawn") if process in own]
+
+    def kill_all(self) -> None:
+        """What a power loss does."""
+        processes = [*self.processes(), psutil.Process(self.driver.pid)]
+        for process in processes:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.driver.wait()
+        psutil.wait_procs(processes, timeout=60)

@@ -1,0 +1,27 @@
+"""The episode of examples/guessing_game.py, which fails when it is ordered to."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from chaos_claims import take
+
+_spec = importlib.util.spec_from_file_location("guessing_game", Path("examples/guessing_game.py"))
+assert _spec is not None and _spec.loader is not None, "the run's folder has the examples"
+_game = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_game)
+
+
+async def episode(chat: Any, prompt: Any) -> Any:
+    kind = take("episode")
+    if kind == "raise":
+        raise KeyError("no such move")
+    if kind == "exit":
+        os._exit(3)
+    if kind == "hang":
+        await asyncio.Event().wait()
+    return await _game.episode(chat, prompt)

@@ -1,0 +1,22 @@
+"""Faults that a part of a run commits by itself: a test leaves orders in a folder, and whoever takes one obeys it once.
+
+The parts are programs of their own; the folder is beside this file.  Nothing heavy is imported here, because rewards
+and servers load it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ORDERS = Path(__file__).parent / "orders"
+
+
+def take(part: str) -> str | None:
+    """The kind of an order for this part, which is gone then; None: there is none.  Two takers never get the same."""
+    for order in sorted(ORDERS.glob(f"{part}.*")):
+        try:
+            order.unlink()
+        except FileNotFoundError:  # another process was faster
+            continue
+        return order.name.split(".")[1]
+    return None

@@ -1,0 +1,36 @@
+"""A plug-in for runs under chaos: servers that spoil replies when they are ordered to, and a loss that is NaN."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from chaos_claims import take
+from torch import Tensor
+
+from megarl.algo import register_policy_loss
+from megarl.algo.losses.clipped import ppo
+from megarl.servers.engines import ENGINES
+from megarl.servers.launch import EngineLaunch, ServerCommand, hf_command
+
+
+def command(launch: EngineLaunch, folder: Path) -> ServerCommand:
+    """In the place of `hf_command`: the same server, started by chaos_server.py."""
+    usual = hf_command(launch, folder)
+    assert usual.argv[1:3] == ["-m", "megarl.hf_server.main"]
+    program = str(Path(__file__).with_name("chaos_server.py"))
+    return ServerCommand([sys.executable, program, *usual.argv[3:]], usual.environment, usual.stop_signal)
+
+
+ENGINES["hf"] = command
+
+
+@register_policy_loss("fragile_ppo")
+def fragile_ppo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, segment_ids: Tensor, **clips: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO; of the rank that takes an order, the loss of one micro-batch is NaN or huge."""
+    loss, info = ppo(log_probs, old_log_probs, advantages, mask, segment_ids, **clips)
+    factor = {None: 1.0, "nan": float("nan"), "huge": 1e30}[take("loss")]
+    return loss * factor, info

@@ -1,0 +1,87 @@
+"""The HF server, but it spoils the replies of /generate for which it takes an order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from chaos_claims import take
+
+from megarl.hf_server import main
+from megarl.hf_server.routes import HFServer
+
+SLOW_S = 3.0
+_generate = HFServer.generate
+_hangs = False
+
+
+def of_each(change: Callable[[dict[str, Any]], None]) -> Callable[[web.Response], web.Response]:
+    """A reply with every completion in it changed."""
+
+    def changed(reply: web.Response) -> web.Response:
+        found = json.loads(reply.text or "")
+        for one in found if isinstance(found, list) else [found]:
+            change(one)
+        return web.Response(text=json.dumps(found), content_type="application/json")
+
+    return changed
+
+
+def log_probs_to(value: float | None) -> Callable[[dict[str, Any]], None]:
+    def change(one: dict[str, Any]) -> None:
+        entries = one["meta_info"]["output_token_logprobs"]
+        one["meta_info"]["output_token_logprobs"] = [[value, *entry[1:]] for entry in entries]
+
+    return change
+
+
+def token_to(value: int) -> Callable[[dict[str, Any]], None]:
+    def change(one: dict[str, Any]) -> None:
+        one["output_ids"] = [value for _ in one["output_ids"]]
+        entries = one["meta_info"]["output_token_logprobs"]
+        one["meta_info"]["output_token_logprobs"] = [[entry[0], value, *entry[2:]] for entry in entries]
+
+    return change
+
+
+def shorten(one: dict[str, Any]) -> None:
+    one["meta_info"]["output_token_logprobs"].pop()
+
+
+SPOILED: dict[str, Callable[[web.Response], web.Response]] = {
+    "nan": of_each(log_probs_to(float("nan"))),
+    "null": of_each(log_probs_to(None)),
+    "short": of_each(shorten),
+    "negative": of_each(token_to(-1)),
+    "beyond": of_each(token_to(10**12)),
+    "text": lambda reply: web.Response(text="<html>gateway</html>", content_type="text/html"),
+    "cut": lambda reply: web.Response(text=(reply.text or "")[:20], content_type="application/json"),
+    "error": lambda reply: web.Response(status=500, text="internal error"),
+}
+
+
+async def generate(self: HFServer, request: web.Request) -> web.Response:
+    global _hangs
+    kind = take("reply")
+    _hangs = _hangs or kind == "hang"
+    if _hangs:  # for ever, while /health answers
+        await asyncio.Event().wait()
+    if kind == "restart":  # with the weights of its folder, and under the same process id
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    if kind == "slow":
+        await asyncio.sleep(SLOW_S)
+    if kind == "reset":
+        assert request.transport is not None, "the client is there"
+        request.transport.abort()
+    reply = await _generate(self, request)
+    return SPOILED[kind](reply) if kind in SPOILED else reply
+
+
+if __name__ == "__main__":
+    HFServer.generate = generate  # type: ignore[method-assign]
+    main.main()
