@@ -18,7 +18,7 @@ FLOORS = {
         "sample float32 ragged token_age layout model_types projections plugins declared auth sockets sandbox "
         "durable_files"
     ),
-    1: "config algo data rewards metrics processes routed_experts http_limits",
+    1: "config algo data rewards metrics processes routed_experts rank_files http_limits",
     2: "rollout mcore",
     3: "servers plan agents",
     4: "weights machines",
@@ -122,6 +122,7 @@ def test_no_module_of_ours_is_imported_by_a_written_out_name():
         ("megarl.algo", "megatron transformers hydra omegaconf aiohttp httpx datasets"),
         ("megarl.rewards", "megatron transformers hydra omegaconf aiohttp sympy"),
         ("megarl.rollout.client", "megatron transformers hydra omegaconf"),
+        ("megarl.train", "megatron"),
         # These two run in SGLang's environment.
         ("megarl.weights.push.receiver", "megatron transformers hydra omegaconf aiohttp httpx"),
         ("megarl.servers.sglang_server", "megatron transformers hydra omegaconf aiohttp httpx"),

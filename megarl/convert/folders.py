@@ -21,9 +21,8 @@ import torch
 from megarl.config import read_yaml
 from megarl.durable_files import faults_of_sums
 from megarl.mcore.checkpoint.checkpoint import adapters_in, weights_in
-from megarl.mcore.checkpoint.files import ABOUT
-from megarl.mcore.checkpoint.intact import facts_under
 from megarl.mcore.checkpoint.torch_dist import METADATA, sizes_in
+from megarl.rank_files import ABOUT, facts_under
 from megarl.trainer.build import model_folder
 from megarl.trainer.checkpoint.checkpoint import FILES_OF_RANKS
 from megarl.trainer.checkpoint.manifest import MANIFEST, faults_in, read_manifest, write_manifest

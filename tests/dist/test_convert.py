@@ -23,7 +23,7 @@ from megarl.convert import convert as convert_module
 from megarl.convert.ranks import Ranks as ConvertRanks
 from megarl.durable_files import SUMS
 from megarl.layout import Layout
-from megarl.mcore.checkpoint.intact import facts_under
+from megarl.rank_files import facts_under
 from megarl.trainer.checkpoint.manifest import read_manifest, write_manifest
 
 pytestmark = pytest.mark.dist

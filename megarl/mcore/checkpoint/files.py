@@ -25,11 +25,9 @@ from safetensors.torch import save_file
 from megarl.durable_files import PRIVATE_FOLDER, Facts, seal, write_text
 from megarl.mcore.checkpoint.boxes import Box, Shape, overlap, slices
 from megarl.mcore.checkpoint.held import Piece
+from megarl.rank_files import ABOUT, UNWRITTEN, list_of, read_json
 
 FILE_BYTES = 2**30  # of a file, and so of the host memory that a save in the foreground takes
-ABOUT = "checkpoint.json"
-LIST = "rank_*.json"  # of a rank's files and boxes
-UNWRITTEN = (OSError, SafetensorError)  # the disk's errors: full, read-only, no permission
 
 
 class Saving:
@@ -112,26 +110,12 @@ def _batches(copies: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def list_of(rank: int) -> str:
-    """The name of a rank's list."""
-    return LIST.replace("*", f"{rank:05}")
-
-
 def _name(rank: int, number: int) -> str:
     return f"rank_{rank:05}.{number:04}.safetensors"
 
 
 def _key(name: str, box: Box) -> str:
     return f"{name}@{','.join(map(str, box[0]))}"
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Raises ValueError, one sentence, if it is not the JSON that was written."""
-    try:
-        found: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: it cannot be read ({error}); expected an unchanged folder") from error
-    return found
 
 
 def about_of(folder: Path) -> dict[str, Any]:

@@ -9,23 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.durable_files import Facts, facts_of, fault_of
-from megarl.mcore.checkpoint.files import LIST, about_of, list_of, read_json
-
-
-def facts_under(folder: Path) -> dict[str, Facts]:
-    """Of every file under a folder, by its name relative to it; only what no rank has listed is read.
-
-    Raises ValueError for a file that is listed and not there, or has another size.
-    """
-    listed: dict[Path, Facts] = {}
-    for file in sorted(folder.rglob(LIST)):
-        listed |= {file.parent / name: facts for name, facts in read_json(file)["files"].items()}
-    for file, facts in listed.items():
-        if fault := fault_of(file, facts, reads=False):
-            raise ValueError(f"{file} {fault}; expected one file system that all machines of the run share")
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): listed.get(file) or facts_of(file) for file in files}
+from megarl.durable_files import Facts, fault_of
+from megarl.mcore.checkpoint.files import about_of
+from megarl.rank_files import list_of, read_json
 
 
 def faults_of_share(folder: Path, rank: int, num_ranks: int) -> list[str]:

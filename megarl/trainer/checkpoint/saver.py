@@ -15,8 +15,7 @@ from typing import Any
 
 from megarl.data.groups import save_groups
 from megarl.durable_files import PRIVATE_FILE, PRIVATE_FOLDER, sync
-from megarl.mcore.checkpoint.files import UNWRITTEN
-from megarl.mcore.checkpoint.intact import facts_under
+from megarl.rank_files import UNWRITTEN, facts_under
 from megarl.roles.handles import SaveError
 from megarl.sample import Sample
 from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, Checkpoint, Saves, all_checkpoints, folders_under, forget

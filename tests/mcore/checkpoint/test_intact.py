@@ -8,11 +8,13 @@ import pytest
 import torch
 from saved_runs import flip
 
+from megarl import rank_files
 from megarl.durable_files import facts_of
 from megarl.mcore.checkpoint import intact
 from megarl.mcore.checkpoint.files import write
 from megarl.mcore.checkpoint.held import Piece
-from megarl.mcore.checkpoint.intact import facts_under, faults_of_share
+from megarl.mcore.checkpoint.intact import faults_of_share
+from megarl.rank_files import facts_under
 
 NUM_RANKS = 3
 
@@ -45,7 +47,7 @@ def test_a_flipped_bit_is_found_by_one_of_them(folder: Path) -> None:
 
 def test_the_files_of_ranks_are_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(intact, "facts_of", lambda file: read.append(file.name) or facts_of(file))
+    monkeypatch.setattr(rank_files, "facts_of", lambda file: read.append(file.name) or facts_of(file))
     found = facts_under(folder)
     assert found == {file.name: facts_of(file) for file in folder.iterdir()}
     assert sorted(read) == ["checkpoint.json", *(f"rank_0000{rank}.json" for rank in range(NUM_RANKS))]

@@ -1,0 +1,47 @@
+"""The files of a sharded checkpoint as the driver sees them: which each rank has listed, and what they must still be.
+
+Megatron is not imported here, because the driver starts without it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from megarl.durable_files import Facts, facts_of, fault_of
+
+ABOUT = "checkpoint.json"
+LIST = "rank_*.json"  # of a rank's files and boxes
+UNWRITTEN = (OSError, SafetensorError)  # the disk's errors: full, read-only, no permission
+
+
+def list_of(rank: int) -> str:
+    """The name of a rank's list."""
+    return LIST.replace("*", f"{rank:05}")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Raises ValueError, one sentence, if it is not the JSON that was written."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: it cannot be read ({error}); expected an unchanged folder") from error
+    return found
+
+
+def facts_under(folder: Path) -> dict[str, Facts]:
+    """Of every file under a folder, by its name relative to it; only what no rank has listed is read.
+
+    Raises ValueError for a file that is listed and not there, or has another size.
+    """
+    listed: dict[Path, Facts] = {}
+    for file in sorted(folder.rglob(LIST)):
+        listed |= {file.parent / name: facts for name, facts in read_json(file)["files"].items()}
+    for file, facts in listed.items():
+        if fault := fault_of(file, facts, reads=False):
+            raise ValueError(f"{file} {fault}; expected one file system that all machines of the run share")
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): listed.get(file) or facts_of(file) for file in files}

@@ -1,0 +1,112 @@
+"""Runs that are struck by every class of fault, at every stage of a step, and end as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos_faults import EPISODES, FILES, NUMBERS, PROCESSES, REPLIES, REWARDS, Fault
+from chaos_run import LIMIT_S, ChaosRun, copy_parts
+from chaos_script import Strike, account, schedule, strike, told
+from ring_cases import PPO, make_parts, settings
+
+pytestmark = pytest.mark.dist
+Note = Callable[[str, object], None]
+
+ALL = [*PROCESSES, *REPLIES, *REWARDS, *NUMBERS, *FILES]
+SAMPLE = {
+    *("rank killed", "collector stopped", "server killed", "driver terminated"),
+    *("reply: nan", "reward: exit", "second run in the folder", "save damaged"),
+}
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ACCURACY = 0.04  # two standard errors of the score on 256 held-out prompts at 0.9
+
+
+def survives(parts: Path) -> list[str]:
+    """Settings of a run that has to survive everything, with servers that can spoil their replies."""
+    return [
+        f"algorithm.plugins=[{parts}/chaos_plugin.py]",
+        "trainer.save_freq=1",
+        "trainer.max_restarts=3",
+        "trainer.call_timeout_s=20",
+        "reward.on_error=zero",
+        "rollout.max_restarts=1000",
+        "rollout.request_timeout_s=10",
+        "rollout.num_servers=2",
+    ]
+
+
+def under_chaos(run: ChaosRun, script: list[tuple[Fault, str]], seed: int, note: Note, *, ends: bool) -> None:
+    """Strike as the script says; then let the run come to its end, or end it.  Prints and notes the account."""
+    rng, strikes = random.Random(seed), list[Strike]()
+    for fault, stage in script:
+        strikes.append(strike(run, fault, stage, rng))
+    if not ends:
+        run.driver.terminate()
+    code = run.driver.wait(20 * LIMIT_S)
+    found = account(run.folder)
+    print(f"\n{told(strikes, found)}")
+    note("chaos", json.dumps({"strikes": [asdict(one) for one in strikes], "visits": asdict(found)}))
+    assert code == (0 if ends else 128 + signal.SIGTERM), run.tail()
+    assert not found.twice and not found.missing and not found.outcomes["lost"], found
+
+
+@pytest.mark.slow
+def test_eight_faults_of_every_kind_lose_no_sample(tmp_path: Path, record_property: Note) -> None:
+    """On a model that learns nothing; whoever has to wait for both servers needs as many steps as that takes."""
+    parts = copy_parts(tmp_path)
+    script = schedule([fault for fault in ALL if fault.name in SAMPLE], 1, seed=0)
+    assert len(script) == len(SAMPLE) == 8
+    more = [*PPO, *survives(parts), "algorithm.policy_loss_fn=fragile_ppo", f"reward.fn={parts}/chaos_reward.py:digits"]
+    more += ["trainer.total_training_steps=100000", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+    words = settings(make_parts(tmp_path), tmp_path, "chaos", *more)
+    with ChaosRun(words, tmp_path / "chaos", parts, num_servers=2) as run:
+        under_chaos(run, script, 0, record_property, ends=False)
+
+
+def accuracy(folder: Path) -> float:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return float(found["accuracy_after"])
+
+
+def compare(tmp_path: Path, note: Note, faults: list[Fault], words: list[str], of_chaos: list[str]) -> None:
+    """Every fault three times over a run of these words; the same words undisturbed give the accuracy to reach."""
+    calm = [*words, "trainer.experiment_name=calm"]
+    subprocess.run([sys.executable, "-m", "megarl", "train", *calm], check=True)
+    parts = copy_parts(tmp_path)
+    struck = [*words, *survives(parts), *(word.format(parts=parts) for word in of_chaos)]
+    struck += ["trainer.experiment_name=struck"]
+    with ChaosRun(struck, Path("runs/struck"), parts, num_servers=2) as run:
+        under_chaos(run, schedule(faults, 3, seed=1), 1, note, ends=True)
+    after = {name: accuracy(Path("runs") / name) for name in ("calm", "struck")}
+    note("accuracy", json.dumps(after))
+    assert after["struck"] > after["calm"] - ACCURACY, after
+
+
+@pytest.mark.long
+@pytest.mark.timeout(4 * 3600)
+def test_a_long_run_of_ppo_learns_under_every_fault_what_it_learns_without(
+    tmp_path: Path, record_property: Note
+) -> None:
+    words = ["recipe=quickstart", "trainer.total_training_steps=500", "trainer.test_freq=100"]
+    of_chaos = ["algorithm.policy_loss_fn=fragile_ppo", "reward.fn={parts}/chaos_reward.py:exact"]
+    compare(tmp_path, record_property, ALL, words, of_chaos)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(4 * 3600)
+def test_a_long_run_of_agents_learns_under_every_fault_what_it_learns_without(
+    tmp_path: Path, record_property: Note
+) -> None:
+    Path("examples").symlink_to(EXAMPLES)
+    words = ["--config", "examples/guessing_game.yaml", "trainer.total_training_steps=300", "trainer.test_freq=50"]
+    of_chaos = ["agent.fn={parts}/chaos_agent.py:episode", "agent.timeout_s=10", "agent.on_error=zero"]
+    compare(tmp_path, record_property, [*PROCESSES, *REPLIES, *EPISODES, *FILES], words, of_chaos)
