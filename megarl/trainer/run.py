@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from rich.console import Console
 
 from megarl.config import Config, layout_of, to_yaml
-from megarl.config.placement import gpu_seats, pushes_over_nccl
+from megarl.config.placement import pushes_over_nccl
 from megarl.data.ledger import Ledger
 from megarl.durable_files import write_text
 from megarl.group import Group
@@ -27,12 +25,11 @@ from megarl.metrics.timer import Timer
 from megarl.metrics.trackers import Trackers
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Rewards
-from megarl.roles.handles import PushSettings
 from megarl.rollout.collector.collector_client import Collectors
 from megarl.rollout.prefetch import Prefetcher
 from megarl.rollout.protocol import Abilities, SamplingParams
 from megarl.rollout.trust import Trusts
-from megarl.sample import Batch, Sample
+from megarl.sample import Sample
 from megarl.servers import supervisor
 from megarl.servers.nccl import check_one_nccl
 from megarl.servers.router import Routed
@@ -66,15 +63,10 @@ from megarl.trainer.servers.abilities import (
 )
 from megarl.trainer.servers.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
 from megarl.trainer.servers.membership import Memberships
+from megarl.trainer.servers.pushes import canary, canary_tokens, keeps_kv, push_settings
 from megarl.trainer.servers.server_manager import Push, ServerManager
 from megarl.trainer.teachers import check_taught, check_teachers, make_teachers
 from megarl.weights.verify.canary import Canary
-
-# Maximum difference of a server's log-probs of the canary: its kernels and its order of summation are different.
-# Tensors in the wrong place, which the canary has to detect, cause differences of 1 and more.
-# fp8, which has 3 bits of mantissa, gets half of that.
-CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "fp8": 0.5}
-CANARY_TOKENS = 64
 
 
 class Run:
@@ -161,16 +153,6 @@ class Run:
         return self.config.rollout.ahead > 0 and self.config.rollout.update == "drain"
 
     @property
-    def keeps_kv(self) -> bool:
-        """Whether servers keep their KV in a push; in any other push they flush their prefix caches."""
-        return self.config.rollout.ahead > 0 and self.config.rollout.update == "in_place"
-
-    @property
-    def replays_rollout(self) -> bool:
-        """Whether the trainer takes the experts of tokens from the servers."""
-        return self.config.actor.router_replay == "rollout"
-
-    @property
     def checkpoints(self) -> Path:
         return self.dir / "checkpoints"
 
@@ -229,7 +211,7 @@ class Run:
             teachers.require_room(longest, keys)
         abilities = self._checked(processes.urls)
         router = site.router
-        salted = self.keeps_kv and all(ability.cache_salt for ability in abilities)
+        salted = keeps_kv(config) and all(ability.cache_salt for ability in abilities)
         self._start_collectors([router.url] if router else processes.urls, token, salted=salted)
         self.ledger, self.prefetcher = ledger, self._make_prefetcher(ledger, waiting)
         asked = Routed(router, self.collectors) if router else self.collectors
@@ -246,7 +228,7 @@ class Run:
                 "`megarl plan` says; install it, or set transformer_impl=local"
             )
         own = [url for url in processes.urls if url not in processes.joined]
-        self.roles.actor.connect(self._push_settings(own, token))
+        self.roles.actor.connect(push_settings(config, own, token))
         trainer, roles = config.trainer, self.roles.trainable
         self.saver = Saver(
             self.checkpoints, roles, Retention.of(config), in_background=trainer.async_save, warn=self._warn
@@ -264,7 +246,7 @@ class Run:
         abilities = abilities_of(urls, token)
         check_abilities(abilities, config, drains=self.drains)
         check_draws_as_asked(urls, token)
-        if self.replays_rollout:
+        if config.actor.router_replay == "rollout":
             check_reports_routes(urls, token)
         if config.narrows_sampling:
             check_tells_support(urls, token, config)
@@ -283,9 +265,7 @@ class Run:
         self, processes: supervisor.Servers, asked: Trusts, members: Memberships | None
     ) -> ServerManager:
         """Servers on shared GPUs get the canary when they have resumed their KV cache, all others with the push."""
-        longest = min(CANARY_TOKENS, self.config.data.max_prompt_length + self.config.data.max_response_length)
-        words = (token for prompt in self.prompts.all(CANARY_TOKENS) for token in prompt.token_ids)
-        ids = list(islice(words, longest))
+        ids = canary_tokens(self.config, self.prompts)
         colocation, lora = self._infrastructure.colocation, self.config.actor.lora
         if colocation is None:
             how: dict[str, Any] = {"unfit": self.collectors.take_unfit, "members": members}
@@ -297,51 +277,14 @@ class Run:
             self._warn,
             colocation,
             unfit=self.collectors.take_unfit,
-            canary=lambda: Canary.from_json(self._canary(ids)),
+            canary=lambda: Canary.from_json(canary(self.config, self.roles.actor, ids)),
             lends=GENERATION if lora.rank and lora.push == "adapter" else ALL,  # adapter pushes do not restore the base
         )
 
     def _pusher(self, ids: list[int] | None) -> Push:
         """The function that pushes the actor's weights to some servers; `ids`: the canary's tokens, None: no canary."""
-        canary = lambda: None if ids is None else self._canary(ids)  # noqa: E731
-        return lambda only, version: self.roles.actor.push(version, only=only, canary=canary())
-
-    def _push_settings(self, urls: Sequence[str], token: str) -> PushSettings:
-        """How the ranks reach the servers; only adapters are pushed if actor.lora.push=adapter."""
-        rollout = self.config.rollout
-        return PushSettings(
-            urls=tuple(urls),
-            token=token,
-            dtype=rollout.dtype,
-            bucket_bytes=rollout.bucket_bytes,
-            # A push waits for a server several times, and must end before the call of the ranks times out.
-            timeout_s=min(rollout.request_timeout_s, self.config.trainer.call_timeout_s / 6),
-            # A retracted request would come back with the experts of the pass that computed its KV again; an aborted
-            # one keeps those of its tokens, and another request goes on from there.
-            pause_mode="in_place" if self.keeps_kv else "abort" if self.replays_rollout else "retract",
-            adapters_kept=self.config.adapters_kept,
-            transport=rollout.push,
-            check_every=rollout.check_every,
-            export_folder=self._export_folder(),
-            gpus=gpu_seats(self.config, urls),
-        )
-
-    def _export_folder(self) -> str | None:
-        """Where servers read what a push must leave in them; None: in a temporary folder, if they are on this machine.
-
-        Digests of quantized weights are not computed here, so such servers have to read the folder on any machine.
-        """
-        rollout = self.config.rollout
-        is_apart = self.config.trainer.nnodes > 1 or bool(rollout.urls or rollout.join)
-        return str(self.dir / "push_check") if self.config.rollout.quantization != "none" and is_apart else None
-
-    def _canary(self, ids: list[int]) -> dict[str, Any]:
-        """A prompt and its log-probs under the actor, which every server has to reproduce after a push."""
-        batch = Batch(torch.tensor(ids), torch.tensor([len(ids)]), {})
-        log_probs = self.roles.actor.log_probs(batch, temperature=1.0, inputs=())[1:].tolist()
-        rollout = self.config.rollout
-        precision = rollout.dtype if rollout.quantization == "none" else rollout.quantization
-        return {"prompt_ids": ids, "log_probs": log_probs, "tolerance": CANARY_TOLERANCE[precision]}
+        how = lambda: None if ids is None else canary(self.config, self.roles.actor, ids)  # noqa: E731
+        return lambda only, version: self.roles.actor.push(version, only=only, canary=how())
 
     def _warn(self, sentence: str) -> None:
         Console(stderr=True, soft_wrap=True).print(f"warning: {sentence}", markup=False, highlight=False)
