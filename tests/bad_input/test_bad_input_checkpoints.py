@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bad_input import Cases, read_refusal
@@ -10,6 +11,7 @@ from saved_runs import save_steps
 from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
 
 KIND = "checkpoints"
+OTHERS: tuple[Any, ...] = (None, 3, "a", [], {}, {"a": 1})
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def test_bad_input_a_manifest_that_is_none(cases: Cases, folder: Path) -> None:
     changed += [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(0, len(whole), 40)]
     changed += [b"[" * 99_999, b"\xff", b"null", b"3", b"[]", b'"a"', b"{}", b'{"sha256": 3}', whole + b" "]
     for key in content:
-        changed += [json.dumps(content | {key: value}).encode() for value in (None, 3, "a", [], {}, {"a": 1})]
+        changed += [json.dumps(content | {key: value}).encode() for value in OTHERS]
     for text in changed:
         cases.add()
         file.write_bytes(text)

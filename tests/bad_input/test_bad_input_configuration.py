@@ -134,7 +134,14 @@ PATHS = [
 def test_bad_input_names_that_are_no_paths(cases: Cases, tmp_path: Path, key: str) -> None:
     (tmp_path / "pipe.yaml").mkdir()
     (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
-    names = ("x" * 300, "a/" * 3000, "~nobody_here/a", f"{tmp_path}/pipe.yaml", f"{tmp_path}/loop.py:f", "http://[")
+    names: tuple[str, ...] = (
+        "x" * 300,
+        "a/" * 3000,
+        "~nobody_here/a",
+        f"{tmp_path}/pipe.yaml",
+        f"{tmp_path}/loop.py:f",
+        "http://[",
+    )
     names += ("", "\x1b[2J.py:f")
     also = {"reward.model.path": ["reward.fn=model"], "distill.route": ["teachers.t.model.path=m"]}
     for name in names:

@@ -43,7 +43,7 @@ def test_bad_input_any_value_of_a_reward(cases: Cases, value: Any) -> None:
     assert all(type(number) is float for number in result.extra.values())
 
 
-FILES = {
+FILES: dict[str, str | bytes] = {
     "syntax": "def f(:\n",
     "import": "import no_such_package\ndef f(prompt, completion): return 1\n",
     "raises": "raise RuntimeError('no')\n",
