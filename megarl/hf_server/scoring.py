@@ -14,12 +14,14 @@ from transformers.utils import logging as transformers_logging
 
 from megarl.hf_server.requests import application, json_body
 from megarl.rollout.protocol import Route
+from megarl.weights.hf.folder import check_finite
 
 
 class ScoreModel:
     """Example: ScoreModel("/models/reward", torch.float32).scores([[5, 6, 7]]) -> [[0.25]].
 
-    Raises ValueError for a folder whose weights lack the score head: transformers would draw a random one.
+    Raises ValueError for a folder whose weights lack the score head: transformers would draw a random one; and for
+    weights that are NaN or infinite.
     """
 
     def __init__(self, folder: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -31,6 +33,8 @@ class ScoreModel:
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{folder}: found no weight {missing[0]}, expected a model for sequence classification")
         self._model = model.eval().requires_grad_(False).to(self.device)
+        for name, weight in self._model.named_parameters():
+            check_finite(weight, name, folder)
         self.vocab_size: int = model.config.vocab_size
         self.context_length: int = model.config.max_position_embeddings
 

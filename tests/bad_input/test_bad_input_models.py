@@ -107,6 +107,21 @@ def test_bad_input_tensors_that_are_not_the_models(cases: Cases, folder: Path) -
             read_refusal(caught.value, str(folder))
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_bad_input_weights_that_are_not_finite(cases: Cases, folder: Path, number: float) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        cases.add()
+        changed = tensor.clone()
+        changed.view(-1)[-1] = number
+        save_file(tensors | {name: changed}, file)
+        with pytest.raises(ValueError) as caught:
+            read_weights(folder)
+        read_refusal(caught.value)
+        assert str(caught.value) == f"{file}: the tensor {name} holds {number}; expected finite numbers"
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}',
                                      b'{"weight_map": {"a": "absent.safetensors"}}', b"\xff", b"[" * 99_999,
                                      b'{"weight_map": {"a": "../model.safetensors"}}'])  # fmt: skip

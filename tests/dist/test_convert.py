@@ -421,6 +421,19 @@ def test_weights_that_do_not_fit_are_listed(
     )
 
 
+@pytest.mark.parametrize("row", [0, -1])  # of the first rank, of the last
+def test_a_weight_that_is_not_finite_is_named_by_the_rank_that_has_it(
+    pool: PoolGroup, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: int
+) -> None:
+    other, name = shutil.copytree(model, tmp_path / "other"), "model.layers.0.self_attn.q_proj.weight"
+    tensors = weights(other)
+    tensors[name][row, 0] = torch.inf
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    assert cli.main(["convert", f"from={other}", f"to={tmp_path}/new", "tp=2"]) == 2
+    file = other / "model.safetensors"
+    assert capsys.readouterr().err == f"error: {file}: the tensor {name} holds inf; expected finite numbers\n"
+
+
 @pytest.mark.slow
 def test_with_processes_of_its_own(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "megatron", "tp=2", "--verify")

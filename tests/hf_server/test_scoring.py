@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_server import CONTEXT, EOS, VOCAB, make_model, make_reward_model
 from transformers import Qwen3ForSequenceClassification
 
@@ -38,6 +40,15 @@ def test_a_folder_without_a_score_head_is_refused(tmp_path: Path) -> None:
     policy = make_model(tmp_path, seed=0)
     with pytest.raises(ValueError, match=r"found no weight score.weight, expected a model for sequence"):
         ScoreModel(policy, torch.float32)
+
+
+def test_a_weight_that_is_not_finite_is_refused(folder: str, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["score.weight"][0, 1] = torch.nan
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"other: the tensor score.weight holds nan; expected finite numbers$"):
+        ScoreModel(str(other), torch.float32)
 
 
 @pytest.mark.parametrize("ids", [None, [], "ab", [1.5], [True], [-1], [VOCAB], [5] * (CONTEXT + 1), [[5]]])

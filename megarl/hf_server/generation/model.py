@@ -25,6 +25,7 @@ from megarl.hf_server.generation.kv_cache import Decode, KVSlots, Prefill
 from megarl.hf_server.names import hub_tensors
 from megarl.rollout.protocol import DTYPE_NAMES
 from megarl.routed_experts import RoutedExperts
+from megarl.weights.hf.folder import check_finite
 from megarl.weights.mapping.families import ignorable
 from megarl.weights.verify.digests import Kind, digest
 
@@ -177,6 +178,7 @@ class HFModel:
                 for name in (n for n in opened.keys() if n in self.weights or n not in left_out):  # noqa: SIM118
                     dtype = self.weights[name].dtype if name in self.weights else self.dtype
                     tensors[name] = opened.get_tensor(name).to(dtype)
+                    check_finite(tensors[name], name, file)
         missing = sorted(set(self.weights) - set(tensors))
         if missing:
             raise ValueError(f"nothing was loaded, because {folder} lacks {', '.join(missing)}")
@@ -194,10 +196,10 @@ class HFModel:
     def _named_weights(self, files: Sequence[Path]) -> dict[str, Tensor]:
         """The weights by their names in the folder: of tied weights only the stored name."""
         held = hub_tensors(self._model, self.config.model_type)
-        stored: set[str] = set()
+        stored: dict[str, Path] = {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
-                stored |= set(opened.keys())
+                stored |= dict.fromkeys(opened.keys(), file)
         weights = {name: tensor for name, tensor in held.items() if name in stored}
         covered = {tensor.data_ptr() for tensor in weights.values()}
         nameless = sorted(name for name, tensor in held.items() if tensor.data_ptr() not in covered)
@@ -206,6 +208,8 @@ class HFModel:
                 f"{self.folder}: the hf engine finds no tensor named {nameless[0]}, expected a folder that holds "
                 "every parameter of the model under the hub's names"
             )
+        for name, tensor in weights.items():
+            check_finite(tensor, name, stored[name])
         return weights
 
     def _widen_router_biases(self, files: Sequence[Path]) -> None:

@@ -175,8 +175,9 @@ def load_peft(model: Model, hf_config: HFConfig, folder: str | Path) -> None:
     if (own.rank, own.alpha, set(own.targets)) != (theirs.rank, theirs.alpha, set(theirs.targets)):
         raise ValueError(f"{folder}: this adapter has {theirs}, the model has {own}; expected the same")
     table = adapter_table(hf_config, own)
-    with safe_open(Path(folder) / WEIGHTS, framework="pt", device="cpu") as file:
-        stored = HFFolder(Path(folder), [file])
+    path = Path(folder) / WEIGHTS
+    with safe_open(path, framework="pt", device="cpu") as file:
+        stored = HFFolder(Path(folder), {path: file})
         check_names(stored, table, set())
         fill(adapter_parameters(model), table, stored, ModelParallel.current().coordinate)
 

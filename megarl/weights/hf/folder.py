@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,25 @@ CONFIG = "config.json"
 class HFFolder:
     """Shapes of all tensors, and slices of any of them; data is read only on request."""
 
-    def __init__(self, folder: Path, files: list[Any]):
-        self.folder = folder
-        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no plain dict)
-        self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
+    def __init__(self, folder: Path, files: Mapping[Path, Any]):
+        """`files`: the opened files of tensors."""
+        self.folder, self._files = folder, files
+        self._path_of = {name: path for path, file in files.items() for name in file.keys()}  # noqa: SIM118
+        self.shapes = {name: tuple(files[path].get_slice(name).get_shape()) for name, path in self._path_of.items()}
 
     def read(self, name: str, dim: int, start: int, length: int) -> Tensor:
-        """Rows (dim 0) or columns (dim 1) [start, start + length) of a tensor, in the type of the file."""
-        stored = self._file_of[name].get_slice(name)
-        return stored[start : start + length] if dim == 0 else stored[:, start : start + length]
+        """Rows (dim 0) or columns (dim 1) [start, start + length) of a tensor, in the type of the file.
+
+        Raises ValueError if one of its numbers is NaN or infinite.
+        """
+        stored = self._files[self._path_of[name]].get_slice(name)
+        rows = slice(start, start + length)
+        return self.checked(name, stored[rows] if dim == 0 else stored[:, rows])
+
+    def checked(self, name: str, tensor: Tensor) -> Tensor:
+        """`tensor`, which was read from the tensor of this name.  Raises as `read` does."""
+        check_finite(tensor, name, self._path_of[name])
+        return tensor
 
     @property
     def hub_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -49,12 +60,22 @@ class HFFolder:
         return self.read(name, 0, 0, self.shapes[name][0])
 
 
+def check_finite(tensor: Tensor, name: str, place: object) -> None:
+    """Raises ValueError if a weight is NaN or infinite; `place`: the file that holds the tensor, or its folder."""
+    if not tensor.is_floating_point() or tensor.itemsize == 1 or not tensor.numel():  # bytes are parts of numbers
+        return
+    # aminmax passes NaN on, reads once and allocates nothing; isfinite takes many times longer
+    for number in map(float, torch.aminmax(tensor)):
+        if not math.isfinite(number):
+            raise ValueError(f"{place}: the tensor {name} holds {number}; expected finite numbers")
+
+
 @contextmanager
 def open_hf(folder: str | Path) -> Iterator[HFFolder]:
     """Map the weight files of `folder`; ValueError if there are none, or one is missing or damaged."""
     folder = Path(folder)
     with ExitStack() as stack:
-        yield HFFolder(folder, [stack.enter_context(_opened(path)) for path in _weight_files(folder)])
+        yield HFFolder(folder, {path: stack.enter_context(_opened(path)) for path in _weight_files(folder)})
 
 
 def _opened(path: Path) -> Any:

@@ -52,8 +52,10 @@ class Unstacked(HFFolder):
     def _expert(self, stack: Stack, number: int) -> Tensor:
         """[columns, rows of all parts], or [rows] of a bias."""
         if self._last is None or self._last[:2] != (stack.hf_name, number):
-            own = [self._held.read(name, 0, number, 1)[0] for name in self._stored[stack.hf_name]]
-            self._last = stack.hf_name, number, own[0] if len(own) == 1 else dequantized(*own).T
+            names = self._stored[stack.hf_name]
+            own = [self._held.read(name, 0, number, 1)[0] for name in names]
+            expert = own[0] if len(own) == 1 else self._held.checked(names[0], dequantized(*own)).T
+            self._last = stack.hf_name, number, expert
         return self._last[2]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import read_config, write_model, write_packed
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -71,6 +72,17 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(packed: Path) -> None:
             assert torch.equal(folder.read_hub(name), theirs[name])
         gate = folder.read(f"{EXPERTS}.5.gate_proj.weight", 0, 0, 32)
         assert torch.equal(gate, theirs[f"{EXPERTS}.gate_up_proj"][5].T[::2])
+
+
+def test_an_exponent_of_mxfp4_that_means_no_number_is_named(packed: Path, tmp_path: Path) -> None:
+    name, other = f"{EXPERTS}.down_proj", shutil.copytree(packed, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors[f"{name}_scales"][5, 0, 0] = 255
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with open_for(other, read_config(other)) as folder:
+        folder.read(f"{EXPERTS}.4.down_proj.weight", 0, 0, 32)
+        with pytest.raises(ValueError, match=rf"{other}/model.safetensors: the tensor {name}_blocks holds (nan|-?inf)"):
+            folder.read(f"{EXPERTS}.5.down_proj.weight", 0, 0, 32)
 
 
 def test_a_stack_of_another_shape_is_named(plain: Path) -> None:
