@@ -46,6 +46,7 @@ setup(
         "math-verify>=0.8",
         "hydra-core>=1.3,<1.4",
         "omegaconf>=2.3,<2.4",
+        "pyyaml>=6.0,!=6.0.4",  # 6.0.4 lets the last of several merged mappings win, where YAML says the first
         "rich>=13.0",
         "matplotlib>=3.8",
         "aiohttp>=3.9",
