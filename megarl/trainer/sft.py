@@ -29,7 +29,7 @@ from megarl.trainer.bad_numbers import BadNumbers, spikes_of, watch
 from megarl.trainer.build import engine_settings, make_group, model_folder, optim_settings, start_trackers
 from megarl.trainer.checkpoint.checkpoint import Checkpoint, find, restore, save_before
 from megarl.trainer.checkpoint.manifest import Damaged
-from megarl.trainer.checkpoint.resume import announce
+from megarl.trainer.checkpoint.resume import announce, require_state
 from megarl.trainer.checkpoint.retention import Retention
 from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
@@ -169,12 +169,13 @@ def _actor(config: Config, group: Group, num_steps: int, resumed: Checkpoint | N
 
 
 def _state_of(resumed: Checkpoint) -> dict[str, Any]:
-    """Raises ValueError for a checkpoint of `megarl train`."""
+    """Raises ValueError for a checkpoint of `megarl train`, and for one of an earlier version of megarl."""
     if "examples" not in resumed.state:
         raise ValueError(
             f"trainer.resume_mode: {resumed.folder} is not of `megarl sft`; expected one that is, another "
             "trainer.experiment_name, or trainer.resume_mode=disable"
         )
+    require_state(resumed, resumed.state, ("loss", "wall_s", "spikes"))
     return resumed.state
 
 

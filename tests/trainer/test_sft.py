@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ring_cases import lines, make_parts, steps
+from saved_runs import save, saver_of
 from strikes import start, weights
+
+from megarl.cli import main
 
 pytestmark = pytest.mark.dist
 
@@ -52,3 +56,21 @@ def test_a_stage_that_is_struck_is_the_same_to_the_bit(parts: Path, tmp_path: Pa
     saved = sorted(folder.name for folder in (struck / "checkpoints").glob("step_*"))
     assert saved == [f"step_{step:08d}" for step in (1, 2, 3, 4, 5)], "by SIGUSR1 after step 1, by SIGTERM after 3"
     assert json.loads((struck / "summary.json").read_text())["loss"] == steps(struck, "sft/loss")[5]
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({"ledger": {}, "kl": {}}, "is not of `megarl sft`; expected one that is"),
+        ({"examples": {}, "loss": 1.0, "wall_s": 2.0}, "was saved by an older megarl (its state has no spikes)"),
+    ],
+)
+def test_a_checkpoint_that_it_cannot_go_on_from_is_one_sentence(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], state: dict[str, Any], named: str
+) -> None:
+    folder = tmp_path / "other" / "checkpoints"
+    save(saver_of(folder), 3, state)
+    assert main(["sft", *words_of(parts, tmp_path, "other")]) == 2
+    faults = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(faults) == 1
+    assert faults[0].startswith(f"error: trainer.resume_mode: {folder}/step_00000003 {named}")

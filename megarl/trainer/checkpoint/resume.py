@@ -6,7 +6,7 @@ A finished group is used only if this run would generate it with the same settin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -122,12 +122,22 @@ def take_over(
 
 
 def check_is_known(checkpoint: Checkpoint) -> None:
-    """Raises ValueError for a checkpoint of a version of megarl that had no ledger of the visits."""
-    missing = [name for name in ("ledger", "generated_with") if name not in checkpoint.state]
-    if missing:
+    """Raises ValueError for a checkpoint of `megarl sft`, and for one of an earlier version of megarl."""
+    if "examples" in checkpoint.state:
+        raise ValueError(
+            f"trainer.resume_mode: {checkpoint.folder} is a checkpoint of `megarl sft`; expected one of `megarl "
+            "train`, another trainer.experiment_name, or trainer.resume_mode=disable"
+        )
+    require_state(checkpoint, checkpoint.state, ("ledger", "kl", "spikes", "generated_with", "totals"))
+    require_state(checkpoint, checkpoint.state["ledger"], Ledger("").state_dict(), "ledger.")
+
+
+def require_state(checkpoint: Checkpoint, state: Mapping[str, Any], names: Iterable[str], of: str = "") -> None:
+    """Raises ValueError if a part of a checkpoint's state lacks some of these names; `of`: the part's name, a dot."""
+    if missing := [of + name for name in names if name not in state]:
         raise ValueError(
             f"trainer.resume_mode: {checkpoint.folder} was saved by an older megarl (its state has no "
-            f"{' and no '.join(missing)}); expected a checkpoint of this version, or trainer.resume_mode=disable"
+            f"{', '.join(missing)}); expected a checkpoint of this version, or trainer.resume_mode=disable"
         )
 
 

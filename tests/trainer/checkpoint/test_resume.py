@@ -122,13 +122,37 @@ def test_a_reward_function_of_a_plug_in_has_a_file_too(tmp_path: Path) -> None:
     assert generated_with(load("reward.fn=gsm8k"), greedy=False)["the file of reward.fn"] == {}
 
 
-def test_a_checkpoint_from_before_the_ledger_is_one_sentence(tmp_path: Path) -> None:
+STATE = {"ledger": Ledger("3-ab").state_dict(), "kl": {}, "spikes": {}, "generated_with": {}, "totals": {}}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "named"),
+    [
+        (("ledger", "spikes"), "ledger, spikes"),
+        (("ledger.skipped", "ledger.left_out"), "ledger.skipped, ledger.left_out"),
+        *((name, name) for name in (*STATE, *(f"ledger.{name}" for name in STATE["ledger"]))),
+    ],
+)
+def test_a_checkpoint_of_an_earlier_version_is_one_sentence(
+    tmp_path: Path, lacks: str | tuple[str, ...], named: str
+) -> None:
+    lacks = (lacks,) if isinstance(lacks, str) else lacks
+    ledger = {name: value for name, value in STATE["ledger"].items() if f"ledger.{name}" not in lacks}
+    state = {name: value for name, value in (STATE | {"ledger": ledger}).items() if name not in lacks}
     with pytest.raises(ValueError) as error:
-        check_is_known(Checkpoint(tmp_path, 3, {"prompts": {"epoch": 0, "row": 12}}))
+        check_is_known(Checkpoint(tmp_path, 3, state))
     assert str(error.value) == (
-        f"trainer.resume_mode: {tmp_path} was saved by an older megarl (its state has no ledger and no "
-        "generated_with); expected a checkpoint of this version, or trainer.resume_mode=disable"
+        f"trainer.resume_mode: {tmp_path} was saved by an older megarl (its state has no {named}); expected a "
+        "checkpoint of this version, or trainer.resume_mode=disable"
     )
+    check_is_known(Checkpoint(tmp_path, 3, STATE))
+
+
+def test_a_checkpoint_of_sft_is_called_so(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path} is a checkpoint of `megarl sft`; expected one of `megarl train`"
+    ):
+        check_is_known(Checkpoint(tmp_path, 3, {"examples": {}, "loss": 1.0, "wall_s": 2.0}))
 
 
 def test_settings_that_another_version_wrote_are_one_sentence(tmp_path: Path) -> None:
