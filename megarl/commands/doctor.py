@@ -36,6 +36,7 @@ TESTED = {
     "hydra-core": "1.3.8",
     "omegaconf": "2.3.1",
     "psutil": "7.2.2",
+    "pyyaml": "6.0.3",
     "einops": "0.8.2",
     "numpy": "2.4.6",
     "jinja2": "3.1.6",
