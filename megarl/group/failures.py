@@ -14,15 +14,11 @@ _NAMED = 4  # ranks that an error names
 
 
 class RankError(RuntimeError):
-    """An exception on a rank, or the death of a rank.
+    """An exception on a rank, or the death of a rank; `report` holds the remote traceback."""
 
-    `report` holds the remote traceback, `kind` the name of the remote exception's class, and `details` the exception's
-    attribute `details`, plain values, if it has one.
-    """
-
-    def __init__(self, message: str, report: str = "", kind: str = "", details: dict[str, Any] | None = None) -> None:
+    def __init__(self, message: str, report: str = "") -> None:
         super().__init__(message)
-        self.report, self.kind, self.details = report, kind, details or {}
+        self.report = report
 
 
 @dataclass(frozen=True)
@@ -95,4 +91,4 @@ class Places:
             gone.report = report
             return gone
         what = f"{self._group}: {self._named([rank])} failed in {method}: {first['type']}: {first['message']}"
-        return RankError(what, report, first["type"], first.get("details"))
+        return RankError(what, report)

@@ -58,14 +58,8 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
         except (
             BaseException
         ) as error:  # the driver handles every error; torch's CheckpointException is not an Exception
-            report: dict[str, Any] = {
-                "type": type(error).__name__,
-                "message": str(error),
-                "traceback": traceback.format_exc(),
-            }
-            details = getattr(error, "details", None)
-            report["details"] = details if isinstance(details, dict) else {}
-            connection.send({"id": header["id"], "ok": False, **report})
+            what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+            connection.send({"id": header["id"], "ok": False, **what})
 
 
 def _beat(connection: Connection, busy: threading.Event) -> None:

@@ -69,17 +69,6 @@ def test_an_exception_on_one_rank_reaches_the_driver_with_its_rank(four: Group) 
     assert four.call_leader("double", {}).result["rank"] == 0, "ranks that answered go on"
 
 
-def test_an_exception_brings_its_kind_and_its_plain_details(four: Group) -> None:
-    with pytest.raises(RankError, match="EmptyShelf: the shelf is empty") as caught:
-        four.call("fail", {"rank": 1, "kind": "detailed"})
-    assert caught.value.kind == "EmptyShelf"
-    assert caught.value.details["shelf"] == 3
-    assert caught.value.details["height"] != caught.value.details["height"], "NaN travels too"
-    with pytest.raises(RankError) as caught:
-        four.call("fail", {"rank": 1, "kind": "runtime"})
-    assert (caught.value.kind, caught.value.details) == ("RuntimeError", {})
-
-
 def test_a_mistake_of_the_user_found_on_a_rank_is_a_value_error(four: Group) -> None:
     with pytest.raises(ValueError, match=r"^the shelf is empty$") as caught:
         four.call("fail", {"rank": 3, "kind": "value"})

@@ -15,7 +15,6 @@ from megarl.processes.connection import Tensors
 from megarl.processes.ranks import FIRST_GPU
 
 KINDS = {"value": ValueError, "runtime": RuntimeError, "no exception": type("Stop", (BaseException,), {})}
-KINDS["detailed"] = type("EmptyShelf", (RuntimeError,), {"details": {"shelf": 3, "height": float("nan")}})
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
