@@ -35,7 +35,13 @@ def test_a_bare_off_in_a_file_is_no_truth_value(tmp_path) -> None:
     ("option", "why"),
     [
         ("--enable-hierarchical-cache", "KV that comes back from host memory has lost its experts"),
+        ("--enable-hicache", "KV that comes back from host memory has lost its experts"),
+        ("--enable-lmcache", "KV that comes back from elsewhere has lost its experts"),
         ("--speculative-algorithm=EAGLE", "the experts of drafted tokens are not kept"),
+        (
+            "--enable-two-batch-overlap",
+            "the experts of one half of a batch are written over those of the other half",
+        ),
     ],
 )
 def test_servers_that_lose_the_experts_of_tokens_are_refused(option: str, why: str) -> None:

@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from megarl.config.schema import Config
 from megarl.config.validate import models
 
-# Options of SGLang with which the experts that it keeps for a token need not be those that wrote it.
+# Options of SGLang with which the experts that it keeps for a token need not be those that wrote it.  It keeps them
+# beside the KV of a token, and notes them in one buffer for the batch that is computed (srt/state_capturer/base.py).
+_FROM_ELSEWHERE = "KV that comes back from elsewhere has lost its experts"
 WITHOUT_ROUTES = {
     "--enable-hierarchical-cache": "KV that comes back from host memory has lost its experts",
+    "--enable-hicache": "KV that comes back from host memory has lost its experts",  # the same option
+    "--enable-lmcache": _FROM_ELSEWHERE,
+    "--enable-flexkv": _FROM_ELSEWHERE,
     "--speculative-algorithm": "the experts of drafted tokens are not kept",
+    "--enable-two-batch-overlap": "the experts of one half of a batch are written over those of the other half",
+    "--enable-pdmux": "prompts and new tokens are computed at the same time, and their experts written over each other",
 }
 
 

@@ -125,6 +125,8 @@ def test_a_server_that_adds_to_how_tokens_are_drawn_is_found_at_the_start() -> N
             "--enable-hierarchical-cache: KV that comes back from host memory",
         ),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm: the experts of drafted tokens are not kept;"),
+        ({"enable_lmcache": True}, "--enable-lmcache: KV that comes back from elsewhere has lost its experts;"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: the experts of one half of a batch are"),
     ],
 )
 def test_a_server_that_loses_experts_is_found_at_the_start(info: dict[str, Any], words: str) -> None:
