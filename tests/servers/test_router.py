@@ -68,6 +68,21 @@ def test_both_servers_work_and_a_removed_one_does_not(router, servers):
 
 
 @sglang
+def test_fields_of_replays_and_of_the_prefix_cache_come_through_the_router(router):
+    """The server refuses a value that is none of a field's, so it has got the field."""
+    body = generate_body([5, 6], 1, PARAMS, "r")
+
+    def answer(**more):
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        return httpx.post(router.url + Route.GENERATE, json=body | more, headers=headers, trust_env=False, timeout=60)
+
+    assert len(answer(return_sampling_mask=True).json()["meta_info"]["output_token_sampling_mask"]) == 4
+    assert "expected a server started with --enable-return-routed-experts" in answer(return_routed_experts=True).text
+    assert "routed_experts_start_len=99" in answer(routed_experts_start_len=99).text
+    assert "cache_salt=3" in answer(cache_salt=3).text
+
+
+@sglang
 def test_without_servers_a_request_fails_and_later_succeeds(router, servers):
     for url in servers.urls:
         router.remove(url)
