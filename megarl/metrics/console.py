@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megarl.metrics.run import Run
@@ -30,6 +31,11 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("tok/s", "perf/throughput", ".0f"),
 )
 STEPS_OF_ETA = 20  # the ETA uses the mean time of this many last steps
+
+
+def warn(sentence: str) -> None:
+    """Print a warning that belongs to no step."""
+    Console(stderr=True, soft_wrap=True).print(f"warning: {sentence}", markup=False, highlight=False)
 
 
 class ConsoleTracker:

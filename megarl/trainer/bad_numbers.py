@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-
 from megarl.algo.finite import BadNumber
 from megarl.algo.spikes import Spike, Spikes
 from megarl.config.names import ROLLBACK, SKIP
+from megarl.metrics.console import warn
 from megarl.metrics.jsonl import append_lines, read_lines
 from megarl.roles.handles import Trainable
 
@@ -34,10 +33,6 @@ class Save(Protocol):
     def state(self) -> dict[str, Any]: ...
 
 
-def _warn(sentence: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"warning: {sentence}", markup=False, highlight=False)
-
-
 class BadNumbers:
     """Example:
 
@@ -47,9 +42,7 @@ class BadNumbers:
     bad_numbers.skipped == [47]; bad_numbers.metrics["trainer/skipped_steps"] == 1.0
     """
 
-    def __init__(
-        self, on_nonfinite: str, folder: Path, *, epochs: int = 1, warn: Callable[[str], None] = _warn
-    ) -> None:
+    def __init__(self, on_nonfinite: str, folder: Path, *, epochs: int = 1, warn: Callable[[str], None] = warn) -> None:
         """`on_nonfinite`: that of the configuration.  `folder`: of the run.  `epochs`: of the actor over a batch."""
         self._on_nonfinite, self._epochs, self._warn = on_nonfinite, epochs, warn
         self._file = folder / ROLLBACKS

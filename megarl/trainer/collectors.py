@@ -21,6 +21,7 @@ from megarl.config.validate.models import config_of_folder
 from megarl.config.validate.rewards import names_of, starts_reward_server
 from megarl.data.chat import load_tokenizer
 from megarl.data.template import ChatTemplate
+from megarl.metrics.console import warn
 from megarl.rewards import REWARDS, SERVICES, load_reward
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.services.judge import Judge
@@ -77,6 +78,7 @@ def make_collectors(
         num_ids=config_of_folder(model_folder(config.model.path)).get("vocab_size"),
         reports_unfit=reports_unfit,
         joined_slots=0 if rollout.max_in_flight else rollout.max_running_requests,
+        on_restart=warn,
     )
 
 

@@ -11,14 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from rich.console import Console
-
 from megarl.config import Config, layout_of, to_yaml
 from megarl.config.placement import pushes_over_nccl
 from megarl.data.ledger import Ledger
 from megarl.durable_files import write_text
 from megarl.group import Group
 from megarl.layout import Layout
+from megarl.metrics.console import warn
 from megarl.metrics.jsonl import drop_after
 from megarl.metrics.report import SAMPLES, VISITS
 from megarl.metrics.timer import Timer
@@ -101,7 +100,7 @@ class Run:
         load_plugins(config.algorithm.plugins)
         check_rewards(config)
         if reason := check_agents(config):
-            self._warn(reason)
+            warn(reason)
         self.algorithm = make_algorithm(config)
         if self.algorithm.reference or self.algorithm.actor.reference:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)
@@ -128,7 +127,7 @@ class Run:
                 f"trainer.critic_warmup={warmup}: expected fewer than the {self.num_steps} steps of the run"
             )
         self.resumed_from = resume or checkpoint.find(
-            config.trainer.resume_mode, self.checkpoints, self._warn, verify=config.trainer.verify_resume
+            config.trainer.resume_mode, self.checkpoints, warn, verify=config.trainer.verify_resume
         )
         if self.resumed_from is not None:
             check_is_known(self.resumed_from)
@@ -167,7 +166,7 @@ class Run:
         Raises the error if trainer.resume_mode names this one, ValueError if there is no earlier one.
         """
         assert self.resumed_from is not None, "a run that resumes from nothing finds nothing damaged"
-        return checkpoint.save_before(self.resumed_from, error, self.config.trainer, self._warn)
+        return checkpoint.save_before(self.resumed_from, error, self.config.trainer, warn)
 
     def __enter__(self) -> Self:
         try:
@@ -187,7 +186,7 @@ class Run:
             announce(self.resumed_from, config, self.num_steps)
         drop_after(self.dir / ROLLBACKS, self.first_step)
         data, gone = self.prompts.fingerprint, left_out(self.dir)
-        ledger, waiting = take_over(self.resumed_from, data, self.generated_with, self._warn, gone)
+        ledger, waiting = take_over(self.resumed_from, data, self.generated_with, warn, gone)
         self.bad_numbers = BadNumbers(config.trainer.on_nonfinite, self.dir, epochs=config.actor.ppo_epochs)
         write_text(self.dir / "config.yaml", to_yaml(config))
         resume_step = self.first_step if self.resumed_from else None
@@ -223,16 +222,14 @@ class Run:
         resumes = self.resumed_from is not None
         load_roles(self.roles, config, self.num_steps, self.algorithm.critic_warmup, resumes=resumes)
         if self.roles.actor.lacks_transformer_engine:
-            self._warn(
+            warn(
                 "Transformer-Engine is not installed: Megatron's local layers are slower and take more memory than "
                 "`megarl plan` says; install it, or set transformer_impl=local"
             )
         own = [url for url in processes.urls if url not in processes.joined]
         self.roles.actor.connect(push_settings(config, own, token))
         trainer, roles = config.trainer, self.roles.trainable
-        self.saver = Saver(
-            self.checkpoints, roles, Retention.of(config), in_background=trainer.async_save, warn=self._warn
-        )
+        self.saver = Saver(self.checkpoints, roles, Retention.of(config), in_background=trainer.async_save, warn=warn)
         if self.resumed_from is not None:
             checkpoint.restore(self.resumed_from, roles, verify=trainer.verify_resume)
             self.algorithm.kl.load_state_dict(self.resumed_from.state["kl"])
@@ -269,12 +266,12 @@ class Run:
         colocation, lora = self._infrastructure.colocation, self.config.actor.lora
         if colocation is None:
             how: dict[str, Any] = {"unfit": self.collectors.take_unfit, "members": members}
-            return ServerManager(processes, asked, self._pusher(ids), self._warn, **how)
+            return ServerManager(processes, asked, self._pusher(ids), warn, **how)
         return ServerManager(
             processes,
             asked,
             self._pusher(None),
-            self._warn,
+            warn,
             colocation,
             unfit=self.collectors.take_unfit,
             canary=lambda: Canary.from_json(canary(self.config, self.roles.actor, ids)),
@@ -285,9 +282,6 @@ class Run:
         """The function that pushes the actor's weights to some servers; `ids`: the canary's tokens, None: no canary."""
         how = lambda: None if ids is None else canary(self.config, self.roles.actor, ids)  # noqa: E731
         return lambda only, version: self.roles.actor.push(version, only=only, canary=how())
-
-    def _warn(self, sentence: str) -> None:
-        Console(stderr=True, soft_wrap=True).print(f"warning: {sentence}", markup=False, highlight=False)
 
     def _group_of(self, role: Any) -> Group:
         """The Group of a role's configuration, shared by all roles of the same layout on the same ranks."""

@@ -18,6 +18,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.sft import SftExamples
 from megarl.durable_files import write_text
 from megarl.group import Group
+from megarl.metrics.console import warn
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
@@ -56,14 +57,14 @@ def sft(config: Config) -> dict[str, Any]:
         Signals(trainer.term_grace_s) as signals,
         Infrastructure(config, serves=False) as infrastructure,
     ):
-        resumed = find(trainer.resume_mode, trainer.run_dir / "checkpoints", _warn, verify=trainer.verify_resume)
+        resumed = find(trainer.resume_mode, trainer.run_dir / "checkpoints", warn, verify=trainer.verify_resume)
         while True:
             try:
                 summary = _train(config, examples, num_steps, resumed, signals, infrastructure)
                 break
             except Damaged as error:
                 assert resumed is not None, "a run that resumes from nothing finds nothing damaged"
-                resumed = save_before(resumed, error, trainer, _warn)
+                resumed = save_before(resumed, error, trainer, warn)
     metrics = trainer.run_dir / "metrics.jsonl"
     if metrics.exists():
         learning_curve(metrics, trainer.run_dir / "learning_curve.png", title=trainer.experiment_name)
@@ -100,7 +101,7 @@ def _train(
                 {"actor": actor},
                 Retention.of(config),
                 in_background=config.trainer.async_save,
-                warn=_warn,
+                warn=warn,
             )
             times = SaveTimes(config.trainer, signals, first_step=first_step, num_steps=num_steps)
             bad_numbers = BadNumbers(config.trainer.on_nonfinite, folder)
@@ -177,10 +178,6 @@ def _state_of(resumed: Checkpoint) -> dict[str, Any]:
         )
     require_state(resumed, resumed.state, ("loss", "wall_s", "spikes"))
     return resumed.state
-
-
-def _warn(sentence: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"warning: {sentence}", markup=False, highlight=False)
 
 
 def supervised(batch: Batch) -> Batch:

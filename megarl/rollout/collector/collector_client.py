@@ -62,6 +62,7 @@ class Collectors:
             `take_unfit` names it.
         heartbeat_s: a collector that says nothing for so long is killed and started again.
         max_restarts: of a collector within ten minutes.
+        on_restart: gets a sentence about each restart.
         move_after_s: the orders of a collector go to others if it has had no live server for so long.
     """
 
@@ -86,6 +87,7 @@ class Collectors:
         reports_unfit: bool = False,
         heartbeat_s: float = 60.0,
         max_restarts: int = 3,
+        on_restart: Callable[[str], None] = lambda sentence: None,
         move_after_s: float = 10.0,
     ) -> None:
         num = min(len(urls), num_collectors)
@@ -119,7 +121,7 @@ class Collectors:
                     log_path=str(_numbered(Path(log_path), index, num)),
                     parent_pid=os.getpid(),
                 )
-                self._shares.append(Share(settings, partial(self._hear, index), max_restarts))
+                self._shares.append(Share(settings, partial(self._hear, index), max_restarts, on_restart))
         self._share_of = {url: share for share in self._shares for url in share.urls}
         atexit.register(self.close)
 

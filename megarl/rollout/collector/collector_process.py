@@ -58,6 +58,9 @@ class CollectorProcess:
             stdin=subprocess.DEVNULL,
             env=allowed_variables(),  # what else it needs, such as the servers' token, is in its settings
             pass_fds=[theirs.fileno()],
+            # Ctrl-C, and a signal that a shell sends to the driver's group, reach only the driver: it may have to end
+            # a step and save, and ends the collector then.
+            start_new_session=True,
         )
         theirs.close()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: `_read_all` finds out

@@ -59,8 +59,10 @@ class Share:
         settings: CollectorSettings,
         on_messages: Callable[[CollectorProcess, list[tuple[Any, ...]]], None],
         max_restarts: int,
+        on_restart: Callable[[str], None],
     ) -> None:
-        self._settings, self._on_messages, self._max_restarts = settings, on_messages, max_restarts
+        self._settings, self._on_messages = settings, on_messages
+        self._max_restarts, self._on_restart = max_restarts, on_restart
         self.live = set() if settings.fenced else set(settings.urls)  # servers that generate
         self.dead_since = time.monotonic()  # when the last live one was fenced
         self._words: dict[str, list[Message]] = {url: [] for url in settings.urls}  # what a new collector has to know
@@ -162,6 +164,8 @@ class Share:
             raise CollectorError(f"after {len(self._restarted)} restarts within ten minutes, {reason}")
         self._restarted.append(now)
         self._start_again()
+        taken = f"another one (pid {self.process.pid}) has its {len(self.orders)} open orders"
+        self._on_restart(f"{reason.splitlines()[0]}; {taken}")
 
     def _start_again(self) -> None:
         self.num_restarts += 1

@@ -1,0 +1,41 @@
+"""A driver with one collector, whose reward has a process: for tests of signals to all processes of the driver's group.
+
+    python collector_driver.py URL MODEL LOG
+
+gets a group for each line that it reads, and then prints the collector's pid and the restarts.  It heeds SIGTERM by
+printing it, as a run would finish its step.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from functools import partial
+
+from megarl.rewards.scorer import Rewards
+from megarl.rollout.collector.collector_client import Collectors
+from megarl.rollout.protocol import SamplingParams
+from megarl.sample import Prompt
+
+if __name__ == "__main__":
+    url, model, log = sys.argv[1:]
+    signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", flush=True))
+    collectors = Collectors(
+        urls=[url],
+        token="",
+        tokenizer_path=model,
+        make_scorer=partial(Rewards, ["exact"]),
+        timeout_s=200,
+        log_path=log,
+        on_restart=lambda sentence: print(sentence, file=sys.stderr),
+    )
+    try:
+        for line in sys.stdin:
+            prompt = Prompt(line.strip(), [5, 6, 7], "x", "1")
+            (ticket,) = collectors.submit([prompt], n=1, params=SamplingParams(max_new_tokens=4))
+            while ticket.group is None:
+                collectors.wait(0.05)
+            print(json.dumps([*collectors.pids, collectors.counters["restarts"]]), flush=True)
+    finally:
+        collectors.close()
