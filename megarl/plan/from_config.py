@@ -69,6 +69,7 @@ def job_of(
         reference=role_of(config, "ref") if config.uses_reference else None,
         teachers=tuple(role_of(config, name) for name in config.teachers_on_ranks),
         reads_heads=bool(config.divergence_of_vocabulary),
+        teacher_top_k=(config.distill.top_k or 0) if config.teachers and config.distill.form == "loss" else 0,
         shared=rollout.placement == "shared",
         server_gpus=rollout.tensor_model_parallel_size,
         num_servers=len(rollout.urls) or rollout.num_servers,

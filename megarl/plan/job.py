@@ -96,6 +96,7 @@ class Job:
     reference: Role | None = None
     teachers: tuple[Role, ...] = ()  # assumed to teach equal shares of the samples
     reads_heads: bool = False  # the actor computes the teachers' logits of the whole vocabulary
+    teacher_top_k: int = 0  # likeliest tokens that teachers tell of each token; 0: none
 
     # servers
     shared: bool = True  # colocation on the trainer's GPUs; else on separate GPUs

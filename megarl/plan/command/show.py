@@ -28,11 +28,11 @@ COLUMNS = {
     "chunk": ("log_prob_chunk",),
     "cache": ("kv_cache",),
     "push": ("server_weights", "push_bucket"),
-    "others": ("others", "save_copies", "routes", "server_routes", "support", "teacher_heads"),
+    "others": ("others", "save_copies", "routes", "server_routes", "support", "taught", "teacher_heads"),
     "spare": ("reserve",),
     "GB": ("total",),
 }
-HOST = "host: host memory of a machine, for what roles offload and (others) checkpoints and replays"
+HOST = "host: host memory of a machine, for what roles offload and (others) checkpoints, replays and teachers"
 LOCAL = "local: GB with local layers, where Transformer-Engine is not installed"
 WIDTH = 74
 AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")

@@ -1,4 +1,4 @@
-"""Host memory of a machine: what roles offload to it, copies of checkpoints that are being written, replays.
+"""Host memory of a machine: what roles offload to it, copies of checkpoints that are being written, replays, teachers.
 
 Not counted: Python's processes, servers (but for routing replay), rewards, and the file system's cache.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megarl.layout import Layout
 from megarl.plan.job import Job, Role
-from megarl.plan.memory import routes, support
+from megarl.plan.memory import routes, support, taught
 from megarl.plan.memory.adapters import of_adapters
 from megarl.plan.memory.count import whole
 from megarl.plan.memory.gpu_budget import GpuBudget, fullest, summed
@@ -34,7 +34,7 @@ def saved_bytes(role: Role) -> int:
 
 def _of_machine(job: Job, role: Role) -> GpuBudget:
     """Of the first machine of the role."""
-    weights = optimizer = copies = 0
+    weights = optimizer = copies = of_teachers = 0
     first = role.first_rank // job.gpus_per_node * job.gpus_per_node
     for other in job.roles:
         end = min(first + job.gpus_per_node, other.first_rank + other.num_ranks)
@@ -44,6 +44,8 @@ def _of_machine(job: Job, role: Role) -> GpuBudget:
         optimizer += ranks * memory.optimizer * (other.optimizer_offload or job.shared)
         if other.optimizer and job.async_save:
             copies += saved_bytes(other) * ranks // other.num_ranks
+        if other.name == "actor":
+            of_teachers += ranks * taught.rank_bytes(job)
     return summed(
         weights=weights,
         optimizer=optimizer,
@@ -51,4 +53,5 @@ def _of_machine(job: Job, role: Role) -> GpuBudget:
         routes=routes.driver_bytes(job) if first == 0 else 0,  # the driver is on the first machine
         server_routes=routes.machine_bytes(job) if job.shared else 0,
         support=support.driver_bytes(job) if first == 0 else 0,
+        taught=of_teachers + (taught.driver_bytes(job) if first == 0 else 0),
     )
