@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from megarl.processes.ranks import Share
 
 GONE = "Gone"
+# Exceptions of torch.distributed: as a rule they follow the failure of another rank.  Those of gloo have no class.
+_FOLLOWING = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _NAMED = 4  # ranks that an error names
 
 
@@ -19,6 +21,11 @@ class RankError(RuntimeError):
     def __init__(self, message: str, report: str = "") -> None:
         super().__init__(message)
         self.report = report
+
+
+def may_follow(errors: Iterable[dict[str, Any]]) -> bool:
+    """Whether all of these reports of ranks may be consequences of what happened to another rank."""
+    return all(error["type"] in _FOLLOWING for error in errors)
 
 
 @dataclass(frozen=True)
@@ -68,20 +75,27 @@ class Places:
         ranks = f"ranks {share.first_rank} to {share.first_rank + share.num_ranks - 1}"
         return RankError(f"{self._group}: machine {share.node}{host} is lost in {method} with {ranks}: {lost}")
 
-    def hangs(self, ranks: Sequence[int], how: str) -> RankError:
-        """The error for ranks that still run; they are killed when the group is closed, and show what they did."""
+    def hangs(self, ranks: Sequence[int], how: str, errors: Mapping[int, dict[str, Any]] | None = None) -> RankError:
+        """The error for ranks that still run; they are killed when the group is closed, and show what they did.
+
+        `errors`: what other ranks reported.
+        """
         stacks = f"{'its stack is' if len(ranks) == 1 else 'their stacks are'} then in {self._log_of(ranks[0])}"
         others = " and beside it" if len(ranks) > 1 else ""
-        return RankError(f"{self._group}: {self._named(ranks)} {how}; {stacks}{others}")
+        return RankError(f"{self._group}: {self._named(ranks)} {how}; {stacks}{others}", self.report(errors or {}))
 
-    def failed(self, method: str, errors: dict[int, dict[str, Any]]) -> Exception:
-        """The most informative error: if possible not a RuntimeError, which may only follow another rank's failure.
+    def report(self, errors: Mapping[int, dict[str, Any]]) -> str:
+        """The tracebacks of ranks."""
+        return "\n".join(f"{self._named([r])}:\n{e['traceback']}" for r, e in sorted(errors.items()))
+
+    def failed(self, method: str, errors: Mapping[int, dict[str, Any]]) -> Exception:
+        """The most informative error: an exception that follows from no other, else the end of a rank, else any.
 
         `errors`: rank -> what it reported; of type GONE if it has ended without a report.
         """
-        last = (GONE, "RuntimeError")  # in this order
-        rank, first = min(errors.items(), key=lambda item: (item[1]["type"] in last, item[1]["type"], item[0]))
-        report = "\n".join(f"{self._named([r])}:\n{e['traceback']}" for r, e in sorted(errors.items()))
+        worth = {GONE: 1} | dict.fromkeys(_FOLLOWING, 2)
+        rank, first = min(errors.items(), key=lambda item: (worth.get(item[1]["type"], 0), item[1]["type"], item[0]))
+        report = self.report(errors)
         if first["type"] == "ValueError":
             mistake = ValueError(first["message"])
             mistake.__cause__ = RankError(report)  # for the traceback

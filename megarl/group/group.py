@@ -13,6 +13,7 @@ import queue
 import secrets
 import selectors
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.group.failures import GONE, Places, RankError
+from megarl.group.failures import GONE, Places, RankError, may_follow
 from megarl.group.limits import CallLimits
 from megarl.layout import Layout
 from megarl.machines.nodes import SILENCE_S, Nodes
@@ -32,6 +33,7 @@ from megarl.processes.ranks import END_S, RanksLaunch, RanksProcess, Share, shar
 from megarl.sockets import listen
 
 GRACE_S = 1.0  # after the first error, wait this long for other errors: the root cause is often not the first
+_SIGNS = 2  # of life, after which a rank is not the cause of an error before them: the first may be an earlier one
 _LOOK_S = 0.1
 
 
@@ -256,6 +258,7 @@ class Group:
         errors: dict[int, dict[str, Any]] = {}
         begun = time.monotonic()
         last_sign = dict.fromkeys(range(self.num_ranks), begun)
+        signs: Counter[int] = Counter()  # since the first error
         deadline, next_look = begun + timeout_s, begun
         with selectors.DefaultSelector() as ready:
             for link in self._links:
@@ -264,23 +267,36 @@ class Group:
                 for key, _ in ready.select(timeout=0.5):
                     message = key.data.receive()
                     last_sign[message.rank] = time.monotonic()
+                    signs[message.rank] += bool(errors)
                     self._take(message, answers, errors, method)
                 now = time.monotonic()
-                if errors:
+                if errors and not self._may_be_explained(answers, errors, signs):
                     deadline = min(deadline, now + GRACE_S)
                 if now > deadline:
                     break
                 if now < next_look:  # checking all ranks at every message would be quadratic in their number
                     continue
                 next_look = now + HEARTBEAT_S
-                if silent := [r for r, t in last_sign.items() if now - t > self._silence_s and r not in answers]:
-                    raise self._places.hangs(silent, f"gave no sign for {self._silence_s:.0f} s in {method}")
+                unheard = [r for r, t in last_sign.items() if now - t > self._silence_s]
+                if silent := [r for r in unheard if r not in answers and r not in errors]:
+                    raise self._places.hangs(silent, f"gave no sign for {self._silence_s:.0f} s in {method}", errors)
         if errors:
             raise self._places.failed(method, errors)
         if len(answers) < self.num_ranks:
             late = sorted(set(range(self.num_ranks)) - set(answers))
             raise self._places.hangs(late, f"did not end {method} within {timeout_s:.0f} s")
         return answers
+
+    def _may_be_explained(
+        self, answers: Mapping[int, Reply], errors: Mapping[int, dict[str, Any]], signs: Counter[int]
+    ) -> bool:
+        """Whether all errors may follow from the end of a rank, and one that has not answered may have ended.
+
+        When a machine is lost, its peers' collectives can fail seconds before the driver's own connection to it does.
+        Each rank that works sends a sign every HEARTBEAT_S; one that sends none is found silent.
+        """
+        others = (rank for rank in range(self.num_ranks) if rank not in answers and rank not in errors)
+        return may_follow(errors.values()) and any(signs[rank] < _SIGNS for rank in others)
 
     def _take(
         self, message: RankMessage, answers: dict[int, Reply], errors: dict[int, dict[str, Any]], method: str

@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from megarl.group import Group, RankError
+from megarl.group.group import GRACE_S
 from megarl.layout import Layout
 
 pytestmark = pytest.mark.dist
@@ -83,7 +85,7 @@ def test_even_what_is_no_exception_reaches_the_driver(four: Group) -> None:
 
 def test_an_answer_that_comes_after_its_call_has_failed_is_not_taken_for_another(four: Group) -> None:
     with pytest.raises(RankError, match=r"rank 0 \(.*\) failed in fail"):
-        four.call("fail", {"rank": 0, "kind": "runtime", "others_sleep_s": 2.0})
+        four.call("fail", {"rank": 0, "kind": "runtime", "others_sleep_s": 8.0})
     assert [r.result["rank"] for r in four.call("double")] == [1, 3]
 
 
@@ -146,6 +148,28 @@ def test_a_killed_rank_is_noticed_while_the_others_work(tmp_path: Path) -> None:
         with pytest.raises(RankError, match=rf"group killed: rank 1 \({HERE}\) died in kill; see .*rank_1.log"):
             group.call("kill", {"rank": 1})
         assert time.monotonic() - began < HANG_S / 2
+
+
+def test_an_end_that_is_noticed_after_the_error_that_follows_from_it_is_the_reason(tmp_path: Path) -> None:
+    """As when a machine is lost: rank 1 gives no more signs, rank 0's collective fails, then a connection ends."""
+    with make(tmp_path, "late", 3, 1) as group:
+        group.start()
+        victim = group.call("pid")[1].result["pid"]
+
+        def end() -> None:
+            while psutil.Process(victim).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.05)
+            time.sleep(3 * GRACE_S)  # rank 0 has failed long ago, and rank 2 waits in its collective
+            os.kill(victim, signal.SIGKILL)
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        with pytest.raises(
+            RankError, match=rf"group late: rank 1 \(machine 0, .*pid {victim}\) died in meet"
+        ) as caught:
+            group.call("meet", {"stopped": 1, "fails": 0})
+        thread.join()
+    assert "RuntimeError: Connection reset by peer" in caught.value.report, "what followed from it comes along"
 
 
 def test_ranks_that_cannot_start_are_reported_with_their_log(tmp_path: Path) -> None:

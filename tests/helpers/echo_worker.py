@@ -58,7 +58,7 @@ def meet(arguments: dict[str, Any], _: Tensors) -> Answer:
     """A collective; `arguments`: what the ranks do that never join it."""
     for how, rank in arguments.items():
         if rank == RANK:
-            {"stopped": stop, "holds": hold, "loops": loop}[how]()
+            {"stopped": stop, "holds": hold, "loops": loop, "fails": fall}[how]()
     dist.barrier()
     return {}, {}
 
@@ -72,6 +72,10 @@ def hold() -> None:
     mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
     lock(mutex)
     lock(mutex)
+
+
+def fall() -> None:
+    raise RuntimeError("Connection reset by peer")
 
 
 def loop() -> None:
