@@ -51,6 +51,27 @@ def test_servers_that_lose_the_experts_of_tokens_are_refused(option: str, why: s
     load("actor.router_replay=old", *words)
 
 
+def test_what_computes_experts_has_to_report_them() -> None:
+    """For gpt-oss SGLang itself takes what does not."""
+    words = ("model=gpt_oss_mini", "trainer.device=cuda", "rollout.engine=sglang", "actor.router_replay=rollout")
+    args = "rollout.sglang.args=['--moe-runner-backend={}']"
+    assert refusal(*words) == (
+        "actor.router_replay=rollout: SGLang takes --moe-runner-backend=triton_kernel for gpt_oss, and it does not "
+        "report which experts it chooses; expected actor.router_replay=off or old, rollout.engine=hf, or in "
+        "rollout.sglang.args another one, as --moe-runner-backend=triton"
+    )
+    load(*words, args.format("triton"))
+    load(*words, "rollout.urls=[http://a:1]")  # it is asked at the start
+    load(*words[:-1], "actor.router_replay=old")
+    load(*words[:2], "rollout.engine=hf", words[-1])
+    sparse = ("model=qwen3_moe_mini", *words[1:])
+    load(*sparse)
+    assert refusal(*sparse, args.format("triton_kernel")) == (
+        "rollout.sglang.args=--moe-runner-backend=triton_kernel: it does not report which experts it chooses; expected "
+        "another one, or actor.router_replay=off or old"
+    )
+
+
 def test_supervised_training_does_not_read_it() -> None:
     with pytest.raises(ConfigError, match="has no effect, because `megarl sft` does not read it"):
         load_config(["model.path=m", "sft.train_files=z", "actor.router_replay=old"], command="sft")

@@ -8,7 +8,7 @@ from contextlib import closing
 
 from megarl.config import Config, model_config
 from megarl.config.validate.lora import adapts_experts, adapts_latents
-from megarl.config.validate.router_replay import WITHOUT_ROUTES
+from megarl.config.validate.router_replay import RUNNER, SILENT, WHY_SILENT, WITHOUT_ROUTES
 from megarl.config.validate.sampling import PREFERRED, WHY_NOT_PREFERRED, largest_top_k
 from megarl.projections import chosen, projections_of
 from megarl.rollout.client import ServerClient
@@ -96,6 +96,11 @@ def check_reports_routes(urls: Sequence[str], token: str) -> None:
             raise ValueError(
                 f"actor.router_replay=rollout: {url} does not report the experts of tokens; expected a server that "
                 "was started with --enable-return-routed-experts"
+            )
+        if info.get("moe_runner_backend") == SILENT:
+            raise ValueError(
+                f"actor.router_replay=rollout: {url} computes experts with {RUNNER}={SILENT}, and {WHY_SILENT}; "
+                "expected another one"
             )
         for option, why in WITHOUT_ROUTES.items():
             if info.get(option.removeprefix("--").replace("-", "_")):

@@ -82,6 +82,22 @@ def test_a_server_that_does_not_note_experts_is_found_at_the_start() -> None:
         )
 
 
+def test_a_server_whose_experts_are_not_reported_is_found_at_the_start() -> None:
+    """It says what it took, also where it chose that itself."""
+    reports = {"enable_return_routed_experts": True, "moe_runner_backend": "auto"}
+    with serving_in_a_thread(Reporting(reports), Reporting(reports | {"moe_runner_backend": "triton_kernel"})) as (
+        urls,
+        _,
+    ):
+        check_reports_routes(urls[:1], "")
+        with pytest.raises(ValueError) as error:
+            check_reports_routes(urls, "")
+        assert str(error.value) == (
+            f"actor.router_replay=rollout: {urls[1]} computes experts with --moe-runner-backend=triton_kernel, and it "
+            "does not report which experts it chooses; expected another one"
+        )
+
+
 def test_servers_that_do_not_tell_from_which_tokens_they_drew_are_found_at_the_start() -> None:
     """SGLang says of how many tokens it tells at most, and older versions nothing; our own has no limit."""
     key, narrow = "sampling_mask_max_tokens", load("rollout.engine=hf", "rollout.top_p=0.9", "rollout.top_k=20")
