@@ -64,7 +64,7 @@ class Machines:
         self._agents: list[Connection] = []
         self._relays = 0
         for node in range(1, num + 1):
-            connection = self._call({"node": node, "version": __version__})
+            connection = self._call({"node": node, "host": "hollow", "version": __version__})
             self._agents.append(connection)
             self._ready.register(connection.sock, selectors.EVENT_READ, (connection, node, True))
 
@@ -114,7 +114,7 @@ class Machines:
             relay = self._call({"relay": order["job"]})
             self._ready.register(relay.sock, selectors.EVENT_READ, (relay, node, False))
             for rank in self._ranks(node):
-                relay.send({"rank": rank, "here": True})
+                relay.send({"rank": rank, "here": True, "host": "hollow", "pid": 0})
         connection.send(answer)
 
     def _ranks(self, node: int) -> range:

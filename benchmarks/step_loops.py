@@ -92,10 +92,9 @@ class Ours:
         batch = work.batch.keep_columns(*self.loss.columns)
         micros = micro_batches(batch, work.micro_sizes)
         num_tokens = work.batch.num_tokens
-        _, grad_norm, _ = train_step(
+        return train_step(
             self.model, self.optimizer, micros, outputs, self.loss, num_tokens=num_tokens, device=work.device
-        )
-        return grad_norm
+        ).grad_norm
 
 
 class Bare:

@@ -28,32 +28,59 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Own a run's folder, which is made if it is not there.
+    """Own a run's folder, which is made if it is not there, and removed if nothing else was put into it.
 
     Raises ValueError, one sentence with the owner, if another process owns it, or if it cannot be written.
     """
+    number = _locked(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        number = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
-    except OSError as error:
-        raise ValueError(
-            f"trainer.default_local_dir, trainer.experiment_name: {folder} cannot be written ({error.strerror}); "
-            "expected a folder of this run's own"
-        ) from error
-    try:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(_refusal(folder, number)) from None
-        except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:
-                raise
-            sentence = f"warning: {folder}: its file system has no locks, so nothing keeps a second run out of it"
-            Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
         _sign(number)
         yield
     finally:
+        if [path.name for path in folder.iterdir()] == [OWNER]:  # a run that was refused has written nothing
+            (folder / OWNER).unlink()
+            folder.rmdir()
         os.close(number)
+
+
+def _locked(folder: Path) -> int:
+    """The file of the owner, opened and locked."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            number = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
+        except OSError as error:
+            raise ValueError(
+                f"trainer.default_local_dir, trainer.experiment_name: {folder} cannot be written ({error.strerror}); "
+                "expected a folder of this run's own"
+            ) from error
+        try:
+            _lock(number, folder)
+            if _is_there(folder / OWNER, number):  # else its owner has removed it since it was opened
+                return number
+        except BaseException:
+            os.close(number)
+            raise
+        os.close(number)
+
+
+def _lock(number: int, folder: Path) -> None:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(_refusal(folder, number)) from None
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        sentence = f"warning: {folder}: its file system has no locks, so nothing keeps a second run out of it"
+        Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
+
+
+def _is_there(file: Path, number: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(number))
+    except FileNotFoundError:
+        return False
 
 
 def _sign(number: int) -> None:

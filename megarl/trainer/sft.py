@@ -45,31 +45,36 @@ def sft(config: Config) -> dict[str, Any]:
 
     Resumes as `megarl train` does.  Raises Terminated after SIGTERM.
     """
-    trainer, examples = config.trainer, _examples(config)
-    num_steps = trainer.total_training_steps or config.sft.epochs * len(examples) // config.sft.batch_size
-    if num_steps < 1:
-        raise ValueError(
-            f"sft.batch_size={config.sft.batch_size}: there are {len(examples)} examples in {config.sft.epochs} "
-            "epochs; use a smaller batch or more epochs"
-        )
-    with (
-        owned(trainer.run_dir),
-        Signals(trainer.term_grace_s) as signals,
-        Infrastructure(config, serves=False) as infrastructure,
-    ):
-        resumed = find(trainer.resume_mode, trainer.run_dir / "checkpoints", warn, verify=trainer.verify_resume)
-        while True:
-            try:
-                summary = _train(config, examples, num_steps, resumed, signals, infrastructure)
-                break
-            except Damaged as error:
-                assert resumed is not None, "a run that resumes from nothing finds nothing damaged"
-                resumed = save_before(resumed, error, trainer, warn)
+    trainer = config.trainer
+    with owned(trainer.run_dir), Signals(trainer.term_grace_s) as signals:
+        examples = _examples(config)
+        num_steps = trainer.total_training_steps or config.sft.epochs * len(examples) // config.sft.batch_size
+        if num_steps < 1:
+            raise ValueError(
+                f"sft.batch_size={config.sft.batch_size}: there are {len(examples)} examples in {config.sft.epochs} "
+                "epochs; use a smaller batch or more epochs"
+            )
+        with Infrastructure(config, serves=False) as infrastructure:
+            summary = _trained(config, examples, num_steps, signals, infrastructure)
     metrics = trainer.run_dir / "metrics.jsonl"
     if metrics.exists():
         learning_curve(metrics, trainer.run_dir / "learning_curve.png", title=trainer.experiment_name)
     write_summary(trainer.run_dir / "summary.json", summary)
     return summary
+
+
+def _trained(
+    config: Config, examples: SftExamples, num_steps: int, signals: Signals, infrastructure: Infrastructure
+) -> dict[str, Any]:
+    """The summary of the training, which begins at the newest save that is whole."""
+    trainer = config.trainer
+    resumed = find(trainer.resume_mode, trainer.run_dir / "checkpoints", warn, verify=trainer.verify_resume)
+    while True:
+        try:
+            return _train(config, examples, num_steps, resumed, signals, infrastructure)
+        except Damaged as error:
+            assert resumed is not None, "a run that resumes from nothing finds nothing damaged"
+            resumed = save_before(resumed, error, trainer, warn)
 
 
 def _train(

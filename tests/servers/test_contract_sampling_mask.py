@@ -32,7 +32,7 @@ def completions(server, columns):
         body = generate_body(PROMPT, 1, SamplingParams(**NARROW, sampling_seed=seed), uuid.uuid4().hex, columns=columns)
         reply = server.ask(Route.GENERATE, body)
         assert reply.status_code == 200, reply.text
-        ((completion, _),) = parse_replies(reply.json(), 1, num_asked=len(PROMPT), columns=columns)
+        ((completion, *_),) = parse_replies(reply.json(), 1, num_asked=len(PROMPT), columns=columns)
         found.append(completion)
     return found
 

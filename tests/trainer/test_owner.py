@@ -26,9 +26,8 @@ import sys
 from pathlib import Path
 from megarl.trainer.owner import owned
 with owned(Path(sys.argv[1])):
-    child = os.spawnvp(os.P_NOWAIT, sys.executable, [sys.executable, "-c", "import sys; sys.stdin.read()"])
-    print("here", flush=True)
-    os.waitpid(child, 0)
+    child = "import sys; print('here', flush=True); sys.stdin.read()"
+    os.waitpid(os.spawnvp(os.P_NOWAIT, sys.executable, [sys.executable, "-c", child]), 0)
 """
 
 
@@ -75,6 +74,15 @@ def test_other_folders_and_later_runs_are_free(tmp_path: Path) -> None:
             pass
     with owned(tmp_path / "a"):
         pass
+
+
+def test_an_owner_that_put_nothing_into_a_folder_removes_it(tmp_path: Path) -> None:
+    with owned(tmp_path / "refused"):
+        pass
+    assert not (tmp_path / "refused").exists()
+    with owned(tmp_path / "run"):
+        (tmp_path / "run" / "config.yaml").touch()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.yaml", OWNER]
 
 
 def test_on_a_full_disk_the_lock_holds(tmp_path: Path) -> None:
