@@ -23,7 +23,7 @@ import torch._inductor  # noqa: F401
 
 GIB = 1024**3
 H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * GIB, multi_processor_count=132)
-KERNELS = {"sgl_kernel", "flashinfer", "deep_gemm"}
+KERNELS = {"sgl_kernel", "flashinfer", "deep_gemm", "triton_kernels"}  # the last comes with the first
 
 
 class Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):

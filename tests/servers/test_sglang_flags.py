@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tiny_server import CURRENT, ROOT, sglang_of
-from transformers import DeepseekV3Config, Qwen2Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, GptOssConfig, Qwen2Config, Qwen3MoeConfig
 
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.sglang import sglang_command
@@ -21,6 +21,7 @@ CONFIGS = {
     "dense": (Qwen2Config(num_hidden_layers=2), "Qwen2ForCausalLM"),
     "moe": (Qwen3MoeConfig(num_hidden_layers=2), "Qwen3MoeForCausalLM"),
     "mla": (DeepseekV3Config(num_hidden_layers=2), "DeepseekV3ForCausalLM"),
+    "gpt-oss": (GptOssConfig(num_hidden_layers=2), "GptOssForCausalLM"),
 }
 
 # What holds in every case, unless the case says otherwise.
@@ -123,7 +124,20 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], dict[str, Any]]] = {
         [],
         {"tp_size": 8, "ep_size": 8, "attn_dp_size": 8, "enable_dp_lm_head": True, "decode_graphs": ("full", 512)},
     ),
-    "the experts of tokens": ("moe", {"returns_routes": True}, [], {"enable_return_routed_experts": True}),
+    "the experts of tokens": (
+        "moe",
+        {"returns_routes": True},
+        [],
+        {"enable_return_routed_experts": True, "moe_runner_backend": "auto"},
+    ),
+    # Where triton_kernels is; it reports no experts (config/validate/router_replay.py).
+    "what computes the experts of gpt-oss": ("gpt-oss", {}, [], {"moe_runner_backend": "triton_kernel"}),
+    "what else may compute them": (
+        "gpt-oss",
+        {"returns_routes": True},
+        ["--moe-runner-backend=triton"],
+        {"enable_return_routed_experts": True, "moe_runner_backend": "triton"},
+    ),
     "fp8": ("moe", {"quantization": "fp8"}, [], {"quantization": "fp8", "load_format": "flash_rl"}),
     "random weights": ("dense", {"reads_weights": False}, [], {"load_format": "dummy"}),
     "random weights in fp8": (
