@@ -29,7 +29,7 @@ VICTIMS = {  # a word of its command line
     "server": "megarl.hf_server.main",
     "collector": "from multiprocessing import spawn",
 }
-SIGNALS = {"driver": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1}  # to the driver
+SIGNALS = {"driver": signal.SIGKILL, "SIGUSR1": signal.SIGUSR1}  # to the driver
 
 
 def start(command: str, words: list[str], plan: Sequence[Strike] | None, file: Path, log: Path) -> int:
@@ -38,7 +38,7 @@ def start(command: str, words: list[str], plan: Sequence[Strike] | None, file: P
         file.write_text(json.dumps(plan))
     with log.open("ab") as out:
         run = [sys.executable, __file__, str(file), command, *words]
-        return subprocess.run(run, stdout=out, stderr=out, check=False).returncode
+        return subprocess.run(run, stdout=out, stderr=out, check=False, start_new_session=True).returncode
 
 
 def weights(run: Path) -> dict[str, str]:
@@ -47,6 +47,9 @@ def weights(run: Path) -> dict[str, str]:
 
 
 def _strike(victim: str) -> None:
+    if victim == "SIGTERM":  # shells and schedulers send it to all processes of the driver's group
+        os.killpg(os.getpgrp(), signal.SIGTERM)
+        return
     if victim in SIGNALS:
         os.kill(os.getpid(), SIGNALS[victim])
         return

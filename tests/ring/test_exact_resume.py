@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ring_cases import PPO, lines, make_parts, settings
+from ring_cases import PPO, lines, make_parts, settings, steps
 from strikes import Strike, start, weights
 
 pytestmark = pytest.mark.dist
@@ -101,6 +101,7 @@ def test_with_a_lead_no_visit_is_lost_or_trained_twice(parts: Path, tmp_path: Pa
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert sorted(visit for row in rows for visit in row["trained"]) == list(range(5 * 4))
     assert not any(row["lost"] or row["filtered"] for row in rows)
+    assert set(steps(run, "rollout/collector_restarts").values()) == {0}, "SIGTERM passes them by"
 
 
 def products() -> Iterator[Any]:
