@@ -18,6 +18,7 @@ import page
 
 from megarl.config import load_config
 from megarl.metrics.plots import read_series
+from megarl.trainer.build import optimizer_steps
 from megarl.trainer.recipes.quickstart_distill import score
 
 NEAR = 0.02  # in accuracy, below the teacher
@@ -37,6 +38,16 @@ def first_near(scores: tuple[Sequence[int], Sequence[float]], teacher: float) ->
     return next((step for step, value in zip(*scores, strict=True) if value >= teacher - NEAR), None)
 
 
+def near_for_good(scores: tuple[Sequence[int], Sequence[float]], teacher: float) -> int | None:
+    """The first iteration from which on every accuracy is near the teacher's; None: the last one is not."""
+    found = None
+    for step, value in reversed([*zip(*scores, strict=True)]):
+        if value < teacher - NEAR:
+            break
+        found = step
+    return found
+
+
 def result(runs: Path, teacher: float) -> page.Result:
     """What the runs below `runs` left."""
     rows: list[dict[str, Any]] = []
@@ -44,11 +55,13 @@ def result(runs: Path, teacher: float) -> page.Result:
     for name in RUNS:
         config, _ = load_config(words(name)[1:])
         scores = read_series(runs / f"bench_{RUNS[name]}" / "metrics.jsonl")["val/score"]
-        first = first_near(scores, teacher)
+        first, from_then = first_near(scores, teacher), near_for_good(scores, teacher)
         row: dict[str, Any] = {"learns by": name}
         row |= {"completions in an iteration": config.data.train_batch_size * config.rollout.n}
+        row |= {"optimizer steps in one": optimizer_steps(config, config.actor, 1)}
         row |= {"iterations": scores[0][-1], "accuracy before": scores[1][0], "after": scores[1][-1]}
         row |= {"best": max(scores[1]), "first iteration near the teacher": "none" if first is None else first}
+        row |= {"for good": "none" if from_then is None else from_then}
         rows.append(row)
         if first is not None:
             ratios[f"iterations_{name.lower()}"] = first
