@@ -104,6 +104,17 @@ def _is_none_of(config: Config, estimators: tuple[str, ...]) -> bool:
     return config.algorithm.adv_estimator in set(names.ADV_ESTIMATORS) - set(estimators)
 
 
+def _has_no_advantages(config: Config) -> bool:
+    """Every advantage is 0: teachers teach by the loss alone."""
+    return config.algorithm.adv_estimator == names.NO_ADVANTAGES and config.distill.form == "loss"
+
+
+def _has_no_policy_loss(config: Config) -> bool:
+    """Losses that clip are products with the advantage."""
+    clips = set(names.POLICY_LOSSES) - set(names.LOSSES_WITHOUT_CLIP)
+    return _has_no_advantages(config) and config.algorithm.policy_loss_fn in clips
+
+
 _LOSS = "algorithm.policy_loss_fn={c.algorithm.policy_loss_fn}"
 _ESTIMATOR = "algorithm.adv_estimator={c.algorithm.adv_estimator}"
 _CORRECTION = "algorithm.rollout_correction"
@@ -155,6 +166,13 @@ TABLE = (
         "distill.decay_steps",
         "distill.decay_style=constant never decays",
         lambda c: c.distill.decay_style == "constant",
+    ),
+    UnusedKeys("algorithm.advantage_clip", f"{_ESTIMATOR}: every advantage is 0", _has_no_advantages),
+    UnusedKeys(
+        f"actor.clip_ratio actor.clip_ratio_* {_CORRECTION}.level {_CORRECTION}.truncate {_CORRECTION}.mask_* "
+        f"{_CORRECTION}.normalize {_CORRECTION}.bypass",
+        f"{_ESTIMATOR}: every advantage is 0, and so is the policy loss",
+        _has_no_policy_loss,
     ),
     UnusedKeys(
         "actor.kl_loss_coef actor.kl_loss_type actor.kl_importance",

@@ -179,6 +179,9 @@ def test_a_server_needs_one_position_more_than_the_longest_row(tmp_path: Path) -
         (f"{MATH} distill.decay_steps=3", "distill.decay_style=constant never decays"),
         (f"{MATH} teachers.math.megatron.optimizer_offload=true", "a teacher is not trained"),
         (f"{MATH} {ALONE} algorithm.gamma=0.5", "scores whole completions"),
+        (f"{MATH} {ALONE} algorithm.advantage_clip=2", "algorithm.adv_estimator=none: every advantage is 0"),
+        (f"{MATH} {ALONE} actor.clip_ratio_high=0.3", "every advantage is 0, and so is the policy loss"),
+        (f"{MATH} {ALONE} algorithm.rollout_correction.level=token", "every advantage is 0, and so is the policy loss"),
         (f"{MATH} teachers.math.server.num_gpus=2", "teachers.math.engine=megatron asks no server"),
         (
             f"{MATH} teachers.math.engine=server distill.top_k=8 teachers.math.first_rank=0",
@@ -197,6 +200,14 @@ def test_a_server_needs_one_position_more_than_the_longest_row(tmp_path: Path) -
 )
 def test_what_has_no_effect_is_refused(words: str, told: str) -> None:
     assert told in refusal(*words.split())
+
+
+def test_what_has_an_effect_on_teachers_alone_is_read() -> None:
+    """Their log-probs are advantages, DRO pulls to the old policy, and a rejected token teaches nothing."""
+    words = ("algorithm.advantage_clip=2", "actor.clip_ratio=0.3", "algorithm.rollout_correction.level=token")
+    load(MATH, ALONE, "distill.form=reward", *words)
+    load(MATH, ALONE, "algorithm.policy_loss_fn=dro", "algorithm.policy_loss_args={beta:0.1}", words[2])
+    load(MATH, ALONE, "algorithm.rollout_correction.reject_by=k3", "algorithm.rollout_correction.reject_high=0.1")
 
 
 def test_other_commands_do_not_read_teachers() -> None:
