@@ -169,6 +169,18 @@ def test_a_server_needs_one_position_more_than_the_longest_row(tmp_path: Path) -
     load(*served, "data.max_response_length=1023")
 
 
+def test_a_server_of_a_teacher_has_as_many_gpus_as_its_model_divides_over(tmp_path: Path) -> None:
+    """SGLang would say so after it has loaded the model."""
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_key_value_heads": 4}')
+    served = (f"teachers.math.model.path={tmp_path}", "teachers.math.engine=server", "distill.form=reward")
+    words = (*served, "rollout.engine=sglang", "teachers.math.server.num_gpus=3")
+    assert refusal(*words) == (
+        "teachers.math.server.num_gpus=3 does not divide the model's num_attention_heads=8; expected another number of "
+        "GPUs"
+    )
+    load(*words[:-1], "teachers.math.server.num_gpus=4")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from os.path import expanduser, isfile
 
 from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import show
 from megarl.config.validate.models import config_of_folder, group_of, model_numbers
+from megarl.config.validate.servers import server_misfits
 from megarl.layout import numbers_of
 
 
@@ -71,7 +73,11 @@ def _server(config: Config, name: str) -> Iterator[str]:
             yield f"{key}.server.urls={show(teacher.server.urls)}: expected http://HOST:PORT or https://HOST"
     if not teacher.server.urls and config.rollout.engine == "hf" and teacher.server.num_gpus > 1:
         yield f"{key}.server.num_gpus={teacher.server.num_gpus}: rollout.engine=hf serves on one; expected 1"
-    known = numbers_of(config_of_folder(teacher.model.path)).max_position_embeddings
+    numbers = numbers_of(config_of_folder(teacher.model.path))
+    if not teacher.server.urls and config.rollout.engine != "hf":
+        for _, sentence in islice(server_misfits(numbers, teacher.server.num_gpus, 1), 1):
+            yield f"{key}.server.num_gpus={sentence}; expected another number of GPUs"
+    known = numbers.max_position_embeddings
     keys, longest = config.longest
     if known is not None and longest + 1 > known:  # a request of rollout.scores asks for a token more
         yield (
