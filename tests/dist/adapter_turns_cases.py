@@ -46,7 +46,7 @@ class Rank:
         return self.worker.load({**arguments, "base": base}, {})[0]
 
     def update(self, name: str, step: int) -> dict[str, Any]:
-        arguments = {"role": name, "temperature": 1.0, "loss": asdict(LOSS), "reference": None}
+        arguments = {"role": name, "temperature": 1.0, "loss": asdict(LOSS), "reference": None, "limits": None}
         payload, num_tokens = self._payload(step + 100 * (name != "first"))
         arguments |= {"num_tokens": num_tokens, "names": list(LOSS.outputs)}
         return self.worker.update(arguments, payload)[0]
