@@ -92,7 +92,7 @@ def test_a_run_that_is_struck_everywhere_is_the_same_to_the_bit(parts: Path, who
     assert sorted(saved) == [1, 2, 3, 4, 5], "by SIGUSR1 after step 1, by SIGTERM after 3"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_a_lead_no_visit_is_lost_or_trained_twice(parts: Path, tmp_path: Path) -> None:
     """The prefetcher is ahead by two iterations, so groups run, wait and are trained when a strike falls."""
     plan = [(2, "gen", "SIGTERM"), (3, "update_weights", "server"), (4, "update_actor", "all")]

@@ -151,7 +151,7 @@ def test_a_run_goes_back_to_its_save_and_leaves_the_batch_out(
         assert third == steps(tmp_path / "clean", metric)[3], "what was between the save and the bad step is the same"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_supervised_training_looks_too(
     parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], policy: str
