@@ -17,6 +17,7 @@ import re
 import secrets
 import signal
 import ssl
+import sys
 
 import torch
 from aiohttp import web
@@ -29,7 +30,7 @@ from megarl.hf_server.scoring import ScoreModel, ScoreServer
 from megarl.http_limits import limited_runner
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.protocol import DTYPES
-from megarl.servers.launch import TOKEN_VARIABLE
+from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE
 
 
 def main() -> None:
@@ -97,7 +98,12 @@ def _is_loopback(host: str) -> bool:
 async def _serve(args: argparse.Namespace) -> int:
     """Serve until a signal comes or the engine fails; returns the exit code."""
     devices.use(args.device)
-    server = _score_server(args) if args.is_embedding else _rollout_server(args)
+    try:
+        server = _score_server(args) if args.is_embedding else _rollout_server(args)
+    except ValueError as refusal:
+        logger.error("this server cannot start", exc_info=refusal)
+        print(f"{REFUSAL}{' '.join(str(refusal).split())}", file=sys.stderr, flush=True)
+        return REFUSED
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.end)

@@ -16,6 +16,8 @@ from megarl.sockets import interface_variables
 
 RETURNS_ROUTES = "--enable-return-routed-experts"  # of both engines
 TOKEN_VARIABLE = SERVER_VARIABLE  # passes the servers' key: every user can read a command line
+REFUSED = 2  # exit code of a server that serves no such model, or not so; the last line of its log is the reason
+REFUSAL = "error: "  # begins that line
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megarl.processes.handle import ProcessHandle
 from megarl.processes.lifetime import last_lines
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.engines import ENGINES
-from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch, MakeCommand
+from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE, EngineLaunch, MakeCommand
 
 PORT_TAKEN = "already in use"  # "address ..." of the system, "port is ..." of SGLang
 _QUIET_PORTS = range(20_000, 32_000)  # ephemeral ports are 32768 and above on Linux, 49152 and above elsewhere
@@ -247,6 +247,14 @@ class ServerProcess:
             code = None if self._handle is None else self._handle.exit_code()
             how = "was never started" if code is None else f"(pid {self.pid}) ended with exit code {code}"
         return ServerDied(f"{self.name} {how}; its log: {self.log}{self.log_tail()}")
+
+    @property
+    def refusal(self) -> str:
+        """Why its process refused to serve this model, or with these options; "" if it did not."""
+        if self._handle is None or self._handle.exit_code() != REFUSED:
+            return ""
+        last = self.log_tail().rpartition("\n")[2].strip()
+        return last.removeprefix(REFUSAL) if last.startswith(REFUSAL) else ""
 
     def log_tail(self) -> str:
         """The last lines in the log of the current process."""

@@ -152,7 +152,8 @@ class Servers:
     def start(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Start all, and return when all serve; calls `on_progress(ready, total)` after each.
 
-        Raises ServerDied if one ends or does not serve within the limit; then all are stopped.
+        Raises ValueError if one refuses its model or its options, ServerDied if one ends otherwise or does not serve
+        within the limit; then all are stopped.
         """
         processes = [server.process for server in self._servers]
         try:
@@ -160,7 +161,12 @@ class Servers:
             for process in processes:
                 process.spawn()
             for ready, server in enumerate(self._servers, start=1):
-                _wait_or_move(server.process, self._patience.start_timeout_s)
+                try:
+                    _wait_or_move(server.process, self._patience.start_timeout_s)
+                except ServerDied as error:
+                    if reason := server.process.refusal:
+                        raise ValueError(reason) from error
+                    raise
                 self._enter(server, State.SERVING)
                 if on_progress is not None:
                     on_progress(ready, len(processes))

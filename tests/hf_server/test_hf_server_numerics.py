@@ -156,6 +156,19 @@ def test_a_model_with_a_sliding_window_is_refused(tmp_path):
         HFModel(str(tmp_path), torch.float32)
 
 
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+def test_weights_that_are_not_finite_are_refused_at_the_start_and_from_another_folder(tied_path, tmp_path, number):
+    folder, name = shutil.copytree(tied_path, tmp_path / "bad"), "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][-1, -1] = number
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    sentence = rf"^{folder}/model.safetensors: the tensor {name} holds {number}; expected finite numbers$"
+    with pytest.raises(ValueError, match=sentence):
+        HFModel(str(folder), torch.float32)
+    with pytest.raises(ValueError, match=sentence):
+        HFModel(tied_path, torch.float32).read_folder(str(folder))
+
+
 def test_a_folder_without_safetensors_is_refused(tmp_path):
     with pytest.raises((ValueError, OSError), match=str(tmp_path)):
         HFModel(str(tmp_path), torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from ring_cases import PPO, lines, make_parts, settings, steps, train_in_a_process, train_kill_resume, wait_for_step
+from safetensors.torch import load_file, save_file
 from saved_runs import flip
 
 from megarl.cli import main
@@ -165,3 +168,16 @@ def test_a_reward_that_always_raises_is_0_or_stops_the_run(
     said = capfd.readouterr().err
     assert "all 4 prompts of an iteration were lost; the first: 4 of 4 completions could not be scored" in said
     assert "no such unit" in said
+
+
+@pytest.mark.slow
+def test_a_model_with_weights_that_are_not_finite_is_one_sentence_before_the_first_step(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, name = shutil.copytree(parts / "model", tmp_path / "model"), "model.layers.0.mlp.down_proj.weight"
+    tensors = load_file(model / "model.safetensors")
+    tensors[name][-1, -1] = torch.nan
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert main(["train", *settings(parts, tmp_path, "nan", *PPO, f"model.path={model}")]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("rollout.engine=auto")]
+    assert said == [f"error: {model}/model.safetensors: the tensor {name} holds nan; expected finite numbers"]

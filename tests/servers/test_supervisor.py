@@ -128,6 +128,16 @@ def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path, monkeypatch)
     assert servers.pids[0] is not None and not alive(servers.pids[0])
 
 
+def test_a_server_that_refuses_its_model_is_a_mistake_of_the_user(tmp_path, monkeypatch):
+    program = "import sys; print('Traceback:\\nerror: /m holds nothing', file=sys.stderr); sys.exit({code})"
+    monkeypatch.setitem(ENGINES, "hf", python_command(program.format(code=2)))
+    with pytest.raises(ValueError, match=r"^/m holds nothing$"):
+        Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path / "refused").start()
+    monkeypatch.setitem(ENGINES, "hf", python_command(program.format(code=1)))
+    with pytest.raises(ServerDied, match="exit code 1"):
+        Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path / "failed").start()
+
+
 def test_a_server_that_never_serves_is_given_up_and_ended(tmp_path, monkeypatch):
     monkeypatch.setitem(ENGINES, "hf", python_command("import time; time.sleep(600)"))
     servers = Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(start_timeout_s=0.5))
