@@ -71,4 +71,4 @@ def test_the_same_words_on_two_machines(parts: Path, tmp_path: Path) -> None:
         for run in runs:
             run.kill()
     check(tmp_path / "two")
-    assert "node 1 of 2, at the orders of 127.0.0.1" in said[1].read_text()
+    assert "machine 1 of 2, at the orders of 127.0.0.1" in said[1].read_text()
