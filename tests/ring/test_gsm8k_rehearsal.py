@@ -100,4 +100,6 @@ def test_actor_critic_and_reference_take_part_in_every_step(run: Path) -> None:
 def test_the_run_leaves_behind_what_the_book_says(run: Path) -> None:
     named = first_cells(BOOK["outputs.md"].split("\n\n")[2])  # the table below title and first sentence
     assert len(named) >= 10
-    assert {name for name in named if not (run / name).exists()} <= {"advice.jsonl"}, "a run that went well left none"
+    missing = {name for name in named if not (run / name).exists()}
+    of_others = {"rollbacks.jsonl", "flight_record_rank_0", "driver_port"}  # of bad numbers, hung ranks, other machines
+    assert missing <= {"advice.jsonl", *of_others}, "a run that went well on one machine has none of these"
