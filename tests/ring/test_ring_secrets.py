@@ -23,6 +23,7 @@ def test_others_read_no_file_of_a_run_and_no_file_holds_a_key(tmp_path: Path, mo
     for name, value in GIVEN.items():
         monkeypatch.setenv(name, value)
     more = ["trainer.save_freq=1", "trainer.total_training_steps=1000", "trainer.logger=[console,jsonl,tensorboard]"]
+    more += ["trainer.max_restarts=0"]
     run = tmp_path / "runs/secret"
     (run.parent).mkdir(mode=0o755)
     log = tmp_path / "screen.log"
