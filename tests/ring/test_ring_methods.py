@@ -247,4 +247,4 @@ def test_a_number_that_is_not_finite_stops_the_run_with_the_name_of_its_sample(
     said = capfd.readouterr().err
     assert "the run stopped: token loss of broken is nan at token 6 of sample 0-" in said, "the first after the prompt"
     report = (tmp_path / "broken" / "logs" / "failure.txt").read_text()
-    assert "in finish" in report, "the traceback of the rank"
+    assert "Traceback" in report and "token loss of broken is nan at token 6 of sample 0-" in report
