@@ -374,7 +374,7 @@ def test_limits_follow_from_the_steps_that_were_made() -> None:
 
 def test_other_errors_of_ranks_stay_what_they_are() -> None:
     def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
-        raise RankError("out of memory", kind="OutOfMemoryError")
+        raise RankError("out of memory")
 
     with pytest.raises(RankError, match="^out of memory$"):
         make_actor(NotingGroup(2, answer)).update(make_batch(4))
