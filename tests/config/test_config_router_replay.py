@@ -40,7 +40,7 @@ def test_a_bare_off_in_a_file_is_no_truth_value(tmp_path) -> None:
         ("--radix-cache-backend=own", "KV that comes back from elsewhere has lost its experts"),
         (
             "--enable-prefill-cp",
-            "each GPU notes the experts of its part of a prompt, and they are taken for those of all of it",
+            "each GPU notes experts of its part of a prompt, and they are taken for those of all of it",
         ),
         ("--speculative-algorithm=EAGLE", "the experts of drafted tokens are not kept"),
         (

@@ -17,7 +17,7 @@ WITHOUT_ROUTES = {
     "--enable-lmcache": _FROM_ELSEWHERE,
     "--enable-flexkv": _FROM_ELSEWHERE,
     "--radix-cache-backend": _FROM_ELSEWHERE,
-    "--enable-prefill-cp": "each GPU notes the experts of its part of a prompt, and they are taken for those of all of it",
+    "--enable-prefill-cp": "each GPU notes experts of its part of a prompt, and they are taken for those of all of it",
     "--speculative-algorithm": "the experts of drafted tokens are not kept",
     "--enable-two-batch-overlap": "the experts of one half of a batch are written over those of the other half",
     "--enable-pdmux": "prompts and new tokens are computed at the same time, and their experts written over each other",

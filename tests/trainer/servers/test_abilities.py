@@ -146,7 +146,7 @@ def test_a_server_that_adds_to_how_tokens_are_drawn_is_found_at_the_start() -> N
             {"radix_cache_backend": "own"},
             "--radix-cache-backend: KV that comes back from elsewhere has lost its experts;",
         ),
-        ({"enable_prefill_cp": True}, "--enable-prefill-cp: each GPU notes the experts of its part of a prompt, and"),
+        ({"enable_prefill_cp": True}, "--enable-prefill-cp: each GPU notes experts of its part of a prompt, and"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: the experts of one half of a batch are"),
     ],
 )
