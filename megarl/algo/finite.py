@@ -59,6 +59,7 @@ class NonFiniteError(BadNumber):
         return NonFiniteError(self.column, self.sequence + by, self.token, self.value)
 
     def name_sample(self, names: Sequence[str]) -> None:
+        """Say the sample's name in place of the sequence's index."""
         self._place = f"sample {names[self.sequence]}"
 
 

@@ -50,12 +50,14 @@ class Series:
 
     @property
     def limit(self) -> float:
+        """What the next value may be at most; infinity: there is no limit yet."""
         if len(self.values) < WARMUP or min(self.values) == max(self.values):
             return math.inf
         mean, deviation = self.moments
         return mean + self.sigma * max(deviation, LEAST * max(abs(mean), self.scale))
 
     def add(self, value: float) -> None:
+        """Remember a value; a spike counts as the limit that it passed."""
         self.values.append(min(value, self.limit))
 
     def explained(self, what: str, value: float) -> str:
@@ -96,8 +98,10 @@ class Spikes:
         return Spike("; ".join(above))
 
     def state_dict(self) -> dict[str, Any]:
+        """The remembered values of each number, oldest first, for a checkpoint."""
         return {name: list(one.values) for name, one in self._series.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the values that `state_dict` returned."""
         for name, one in self._series.items():
             one.values = deque(state[name], maxlen=WINDOW)

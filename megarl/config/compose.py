@@ -27,10 +27,11 @@ from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, Faults, Layer, Setting, from_command_line, from_file, show
 from megarl.config.unused_keys import without_effect
 from megarl.config.validate.algorithms import advice
+from megarl.config.validate.combinations import contradictions
 from megarl.config.validate.layouts import failing_roles, layout_faults
 from megarl.config.validate.rewards import advice as advice_on_rewards
 from megarl.config.validate.strategies import without_shards
-from megarl.config.validate.values import contradictions, invalid_values
+from megarl.config.validate.values import invalid_values
 
 
 def load_config(

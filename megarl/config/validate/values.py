@@ -1,7 +1,6 @@
-"""Checks values and combinations before any process starts.
+"""Checks each value alone: what is needed, which choices and which range a key has.
 
-Roles and ranks are in layouts.py, servers in servers.py, losses in algorithms.py.  Checks that need the data run where
-the data is read.
+Combinations of values are in combinations.py, roles and ranks in layouts.py.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import reduce
 from math import isfinite
-from os.path import isdir
-from pathlib import Path
 from typing import Any
 
 from megarl.config import names
@@ -18,27 +15,12 @@ from megarl.config.keys import NAME
 from megarl.config.resolve import invalid_cuts
 from megarl.config.schema import Config
 from megarl.config.settings import show
-from megarl.config.suggest import divisors, nearest_numbers
-from megarl.config.validate import (
-    agents,
-    algorithms,
-    data,
-    lora,
-    models,
-    rewards,
-    router_replay,
-    sampling,
-    servers,
-    strategies,
-    teachers,
-)
-from megarl.config.validate.layouts import ROLES, used_roles
+from megarl.config.validate import models
+from megarl.config.validate.layouts import LEARNERS, ROLES, used_roles
 from megarl.projections import ALL
 from megarl.sandbox import layers
 
 Test = Callable[[Any], bool]
-
-_LEARNERS = ("actor", "critic")
 
 _AT_LEAST_0: tuple[Test, str] = (lambda v: v >= 0, "a number of at least 0")
 _AT_LEAST_1: tuple[Test, str] = (lambda v: v >= 1, "at least 1")
@@ -80,7 +62,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.on_nonfinite": names.ON_NONFINITE,
 } | {
     f"{role}.{key}": choices
-    for role in _LEARNERS
+    for role in LEARNERS
     for key, choices in (
         ("loss_agg_mode", names.AGG_MODES),
         ("optim.name", names.OPTIMIZERS),
@@ -232,7 +214,7 @@ RANGES: dict[str, tuple[Test, str]] = {
 }
 RANGES |= {
     f"{role}.{key}": rule
-    for role in _LEARNERS
+    for role in LEARNERS
     for key, rule in (
         ("ppo_mini_batch_size", _AT_LEAST_1),
         ("ppo_epochs", _AT_LEAST_1),
@@ -317,91 +299,3 @@ def invalid_values(config: Config, command: str, *, is_whole: bool) -> Iterator[
     for role in ("actor", "critic", "ref", *config.teacher_roles):
         yield from invalid_cuts(config, role)
     yield from models.invalid_numbers(config, ("actor", *used_roles(config, command)))
-
-
-def contradictions(config: Config, command: str) -> Iterator[str]:
-    """One sentence for each invalid combination in a resolved `config`, whose values are valid one by one."""
-    yield from _places(config)
-    if command == "node":  # machine 0 decides what it starts
-        return
-    roles = used_roles(config, command)
-    yield from strategies.contradictions(config, command)
-    yield from data.contradictions(config)
-    yield from models.random_weights(config, roles or ("actor",))
-    yield from models.beyond_megatron(config, roles)
-    yield from models.of_more_than_text(config, roles or ("actor",))
-    yield from models.vocabularies(config, roles)
-    yield from models.lengths(config, ("actor",) if command == "evaluate" else roles, command)
-    yield from _batches(config, command)
-    yield from _schedules(config)
-    if command in ("train", "config"):
-        yield from algorithms.contradictions(config)
-        yield from teachers.contradictions(config)
-        yield from router_replay.contradictions(config)
-        yield from sampling.contradictions(config)
-    if command in ("train", "evaluate", "config"):
-        yield from rewards.contradictions(config, command)
-        yield from agents.contradictions(config)
-    yield from servers.contradictions(config, command)
-    yield from lora.contradictions(config)
-    yield from _bad_numbers(config, command)
-    yield from _names(config)
-
-
-def _batches(config: Config, command: str) -> Iterator[str]:
-    prompts = config.data.train_batch_size
-    for role in _LEARNERS if config.uses_critic else ("actor",):
-        mini = value_of(config, f"{role}.ppo_mini_batch_size")
-        if prompts % mini:
-            near = " or ".join(str(size) for size in nearest_numbers(mini, divisors(prompts)))
-            yield f"{role}.ppo_mini_batch_size={mini}: expected a divisor of data.train_batch_size={prompts}, as {near}"
-    name, longest = models.longest_sequence(config, command)
-    of_teachers = (f"{role}.log_prob_max_token_len_per_gpu" for role in config.teacher_roles)
-    for key in ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu",
-                "ref.log_prob_max_token_len_per_gpu", *of_teachers, "rollout.max_total_tokens"):  # fmt: skip
-        limit = value_of(config, key)
-        if limit is not None and limit < longest:
-            yield f"{key}={limit}: expected room for one sequence, at least {name} = {longest}"
-
-
-def _schedules(config: Config) -> Iterator[str]:
-    for role in _LEARNERS if config.uses_critic else ("actor",):
-        optim = value_of(config, f"{role}.optim")
-        if optim.min_lr > optim.lr:
-            yield f"{role}.optim.min_lr={optim.min_lr}: expected at most {role}.optim.lr={optim.lr}"
-        if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
-            warmup = f"{role}.optim.lr_warmup_steps={optim.lr_warmup_steps}"
-            yield f"{role}.optim.lr_decay_steps={optim.lr_decay_steps}: expected more than {warmup}"
-    steps, alone = config.trainer.total_training_steps, config.trainer.critic_warmup
-    if config.uses_critic and steps is not None and alone >= steps:
-        yield f"trainer.critic_warmup={alone}: expected fewer than trainer.total_training_steps={steps}"
-
-
-def _places(config: Config) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.node_rank >= trainer.num_machines:
-        more = f" + trainer.spare_nodes={trainer.spare_nodes}" if trainer.spare_nodes else ""
-        yield f"trainer.node_rank={trainer.node_rank}: expected less than trainer.nnodes={trainer.nnodes}{more}"
-    if trainer.nnodes > 1 and not trainer.master_addr:
-        yield "trainer.master_addr=: expected the address of machine 0, where the others find the run"
-
-
-def _bad_numbers(config: Config, command: str) -> Iterator[str]:
-    trainer, key = config.trainer, "trainer.on_nonfinite=rollback"
-    if trainer.on_nonfinite != names.ROLLBACK or command not in ("train", "config", "sft"):
-        return
-    if command == "sft":
-        yield f"{key}: megarl sft does not go back to a checkpoint; expected stop or skip"
-    elif not trainer.saves:
-        yield f"{key}: the run saves nothing to go back to; expected trainer.save_freq=STEPS, or stop or skip"
-
-
-def _names(config: Config) -> Iterator[str]:
-    trainer = config.trainer
-    unknown = [name for name in trainer.logger if name not in names.LOGGERS]
-    if unknown:
-        yield f"trainer.logger={show(trainer.logger)}: {unknown[0]} is none of {', '.join(names.LOGGERS)}"
-    if trainer.experiment_name in ("", ".", "..") or Path(trainer.experiment_name).name != trainer.experiment_name:
-        yield f"trainer.experiment_name={trainer.experiment_name}: expected the plain name of a folder"
-    if trainer.resume_mode not in names.RESUME_MODES and not isdir(trainer.resume_mode):
-        yield f"trainer.resume_mode={trainer.resume_mode}: expected auto, disable or the folder of a checkpoint"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
-from chaos_claims import take
+from chaos_claims import obey
 
 _spec = importlib.util.spec_from_file_location("guessing_game", Path("examples/guessing_game.py"))
 assert _spec is not None and _spec.loader is not None, "the run's folder has the examples"
@@ -17,11 +16,6 @@ _spec.loader.exec_module(_game)
 
 
 async def episode(chat: Any, prompt: Any) -> Any:
-    kind = take("episode")
-    if kind == "raise":
-        raise KeyError("no such move")
-    if kind == "exit":
-        os._exit(3)
-    if kind == "hang":
+    if obey("episode"):
         await asyncio.Event().wait()
     return await _game.episode(chat, prompt)

@@ -6,6 +6,7 @@ and servers load it.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 ORDERS = Path(__file__).parent / "orders"
@@ -20,3 +21,13 @@ def take(part: str) -> str | None:
             continue
         return order.name.split(".")[1]
     return None
+
+
+def obey(part: str) -> bool:
+    """Take an order and raise an error, or end the process; True: the part has to hang, in its own way."""
+    kind = take(part)
+    if kind == "raise":
+        raise KeyError(f"no such {part}")
+    if kind == "exit":
+        os._exit(3)
+    return kind == "hang"

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
-from chaos_claims import take
+from chaos_claims import obey
 
 
 def fails_if_ordered() -> None:
-    kind = take("reward")
-    if kind == "raise":
-        raise KeyError("no such unit")
-    if kind == "exit":
-        os._exit(3)
-    while kind == "hang":
-        time.sleep(60)
+    if obey("reward"):
+        time.sleep(3600)
 
 
 def exact(prompt: Any, completion: Any) -> float:

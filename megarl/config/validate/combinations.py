@@ -1,0 +1,119 @@
+"""Checks which values go together, once each is valid alone and before any process starts.
+
+What needs one subject is in its own file: servers in servers.py, losses in algorithms.py, and so on.  Checks that need
+the data run where the data is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os.path import isdir
+from pathlib import Path
+
+from megarl.config import names
+from megarl.config.schema import Config
+from megarl.config.settings import show
+from megarl.config.suggest import divisors, nearest_numbers
+from megarl.config.validate import (
+    agents,
+    algorithms,
+    data,
+    lora,
+    models,
+    rewards,
+    router_replay,
+    sampling,
+    servers,
+    strategies,
+    teachers,
+)
+from megarl.config.validate.layouts import LEARNERS, used_roles
+from megarl.config.validate.values import value_of
+
+
+def contradictions(config: Config, command: str) -> Iterator[str]:
+    """One sentence for each invalid combination in a resolved `config`, whose values are valid one by one."""
+    yield from _places(config)
+    if command == "node":  # machine 0 decides what it starts
+        return
+    roles = used_roles(config, command)
+    yield from strategies.contradictions(config, command)
+    yield from data.contradictions(config)
+    yield from models.random_weights(config, roles or ("actor",))
+    yield from models.beyond_megatron(config, roles)
+    yield from models.of_more_than_text(config, roles or ("actor",))
+    yield from models.vocabularies(config, roles)
+    yield from models.lengths(config, ("actor",) if command == "evaluate" else roles, command)
+    yield from _batches(config, command)
+    yield from _schedules(config)
+    if command in ("train", "config"):
+        yield from algorithms.contradictions(config)
+        yield from teachers.contradictions(config)
+        yield from router_replay.contradictions(config)
+        yield from sampling.contradictions(config)
+    if command in ("train", "evaluate", "config"):
+        yield from rewards.contradictions(config, command)
+        yield from agents.contradictions(config)
+    yield from servers.contradictions(config, command)
+    yield from lora.contradictions(config)
+    yield from _bad_numbers(config, command)
+    yield from _names(config)
+
+
+def _batches(config: Config, command: str) -> Iterator[str]:
+    prompts = config.data.train_batch_size
+    for role in LEARNERS if config.uses_critic else ("actor",):
+        mini = value_of(config, f"{role}.ppo_mini_batch_size")
+        if prompts % mini:
+            near = " or ".join(str(size) for size in nearest_numbers(mini, divisors(prompts)))
+            yield f"{role}.ppo_mini_batch_size={mini}: expected a divisor of data.train_batch_size={prompts}, as {near}"
+    name, longest = models.longest_sequence(config, command)
+    of_teachers = (f"{role}.log_prob_max_token_len_per_gpu" for role in config.teacher_roles)
+    for key in ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu",
+                "ref.log_prob_max_token_len_per_gpu", *of_teachers, "rollout.max_total_tokens"):  # fmt: skip
+        limit = value_of(config, key)
+        if limit is not None and limit < longest:
+            yield f"{key}={limit}: expected room for one sequence, at least {name} = {longest}"
+
+
+def _schedules(config: Config) -> Iterator[str]:
+    for role in LEARNERS if config.uses_critic else ("actor",):
+        optim = value_of(config, f"{role}.optim")
+        if optim.min_lr > optim.lr:
+            yield f"{role}.optim.min_lr={optim.min_lr}: expected at most {role}.optim.lr={optim.lr}"
+        if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
+            warmup = f"{role}.optim.lr_warmup_steps={optim.lr_warmup_steps}"
+            yield f"{role}.optim.lr_decay_steps={optim.lr_decay_steps}: expected more than {warmup}"
+    steps, alone = config.trainer.total_training_steps, config.trainer.critic_warmup
+    if config.uses_critic and steps is not None and alone >= steps:
+        yield f"trainer.critic_warmup={alone}: expected fewer than trainer.total_training_steps={steps}"
+
+
+def _places(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.node_rank >= trainer.num_machines:
+        more = f" + trainer.spare_nodes={trainer.spare_nodes}" if trainer.spare_nodes else ""
+        yield f"trainer.node_rank={trainer.node_rank}: expected less than trainer.nnodes={trainer.nnodes}{more}"
+    if trainer.nnodes > 1 and not trainer.master_addr:
+        yield "trainer.master_addr=: expected the address of machine 0, where the others find the run"
+
+
+def _bad_numbers(config: Config, command: str) -> Iterator[str]:
+    trainer, key = config.trainer, "trainer.on_nonfinite=rollback"
+    if trainer.on_nonfinite != names.ROLLBACK or command not in ("train", "config", "sft"):
+        return
+    if command == "sft":
+        yield f"{key}: megarl sft does not go back to a checkpoint; expected stop or skip"
+    elif not trainer.saves:
+        yield f"{key}: the run saves nothing to go back to; expected trainer.save_freq=STEPS, or stop or skip"
+
+
+def _names(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    unknown = [name for name in trainer.logger if name not in names.LOGGERS]
+    if unknown:
+        yield f"trainer.logger={show(trainer.logger)}: {unknown[0]} is none of {', '.join(names.LOGGERS)}"
+    if trainer.experiment_name in ("", ".", "..") or Path(trainer.experiment_name).name != trainer.experiment_name:
+        yield f"trainer.experiment_name={trainer.experiment_name}: expected the plain name of a folder"
+    if trainer.resume_mode not in names.RESUME_MODES and not isdir(trainer.resume_mode):
+        yield f"trainer.resume_mode={trainer.resume_mode}: expected auto, disable or the folder of a checkpoint"
