@@ -182,6 +182,11 @@ def main(argv: list[str] | None = None) -> int:
         for sentence in error.sentences if isinstance(error, ConfigError) else (error,):
             _complain(f"error: {sentence}")
         return EXIT_USAGE
+    except OSError as error:  # a full disk, no permission
+        if debug:
+            raise
+        _complain(f"error: {error}")
+        return EXIT_FAILED
 
 
 def print_config(config: Config) -> int:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megarl.config import read_yaml
 from megarl.durable_files import SUMS, faults_of_sums
-from megarl.trainer.checkpoint.checkpoint import folders_under, forget, step_of
+from megarl.trainer.checkpoint.checkpoint import folders_under, forget, forget_left, step_of
 from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
 from megarl.trainer.checkpoint.retention import Retention, read_scores
 from megarl.trainer.owner import owned
@@ -76,11 +76,13 @@ def verify(request: Request) -> int:
 def show(request: Request) -> int:
     """A table of the saves.  Sizes are checked, digests are not."""
     saves = _saves(request.folder)
-    reasons = _reasons(saves, _retention(saves[0].parent, {}))
+    faults = {save: faults_in(save, reads=False) for save in saves}
+    scores = read_scores(saves[0].parent)
+    whole = [int(read_manifest(save)["step"]) for save in saves if not faults[save]]
+    reasons = _retention(saves[0].parent, {}).reasons(whole, scores)
     table = Table(box=None, padding=(0, 2))
     for title in ("step", "size", "saved", "roles", "files", "kept as", "score"):
         table.add_column(title, no_wrap=True)
-    scores = read_scores(saves[0].parent)
     for save in saves:
         try:
             content = read_manifest(save)
@@ -88,8 +90,7 @@ def show(request: Request) -> int:
             table.add_row(str(step_of(save)), "", "", "", "no whole manifest", "", "")
             continue
         size = decimal(sum(facts["bytes"] for facts in content["files"].values()))
-        faults = faults_in(save, reads=False)
-        state = f"{len(faults)} damaged" if faults else "complete"
+        state = f"{len(faults[save])} damaged" if faults[save] else "complete"
         when = datetime.fromisoformat(content["saved"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         score = scores.get(content["step"])
         table.add_row(
@@ -104,7 +105,7 @@ def show(request: Request) -> int:
 
 
 def prune(request: Request) -> int:
-    """Delete the saves that are not to be kept, and those whose manifest is damaged, unless all are."""
+    """Delete the saves that are not to be kept, and damaged ones, unless all are; every file that stays is read."""
     saves = _saves(request.folder)
     root = saves[0].parent
     if len(saves) == 1 and request.folder.resolve() == saves[0].resolve():
@@ -112,18 +113,19 @@ def prune(request: Request) -> int:
     with ExitStack() as stack:
         if not request.dry_run:
             stack.enter_context(owned(root.parent))
-        reasons = _reasons(saves, _retention(root, request.keep))
-        kept = {step for step, why in reasons.items() if why}
+            forget_left(root, _warn)
+        saves = folders_under(root)
+        kept, damaged = _sorted_out(saves, _retention(root, request.keep))
         if not kept:
             raise ValueError(f"{root}: every save is damaged, so none is deleted; see megarl checkpoint verify")
         for save in saves:
-            why = ", ".join(reasons.get(step_of(save), []))
-            if why:
-                _say(f"{save.name}: kept ({why})")
+            if save in kept:
+                _say(f"{save.name}: kept ({', '.join(kept[save])})")
                 continue
             if not request.dry_run:
-                forget(save)
-            _say(f"{save.name}: {'would be deleted' if request.dry_run else 'deleted'}")
+                forget(save, _warn)
+            because = f", because {damaged[save]}" if save in damaged else ""
+            _say(f"{save.name}: {'would be deleted' if request.dry_run else 'deleted'}{because}")
     return 0
 
 
@@ -147,15 +149,22 @@ def _retention(root: Path, given: dict[str, int]) -> Retention:
     return replace(own, **given)
 
 
-def _reasons(saves: list[Path], retention: Retention) -> dict[int, list[str]]:
-    """Of the saves whose manifest is whole."""
-    steps = []
-    for save in saves:
-        try:
-            steps.append(int(read_manifest(save)["step"]))
-        except Damaged:
-            continue
-    return retention.reasons(steps, read_scores(saves[0].parent))
+def _sorted_out(saves: list[Path], retention: Retention) -> tuple[dict[Path, list[str]], dict[Path, str]]:
+    """Why saves are kept, and a fault of each that is damaged.  A save is kept only after all of it has been read."""
+    scores = read_scores(saves[0].parent)
+    damaged = {save: faults[0] for save in saves if (faults := faults_in(save, reads=False))}
+    read: set[Path] = set()
+    while True:
+        steps = {step_of(save): save for save in saves if save not in damaged}
+        kept = {steps[step]: why for step, why in retention.reasons(steps, scores).items() if why}
+        if kept.keys() <= read:
+            return kept, damaged
+        damaged |= {save: faults[0] for save in kept.keys() - read if (faults := faults_in(save, reads=True))}
+        read |= kept.keys()
+
+
+def _warn(sentence: str) -> None:
+    _say(f"warning: {sentence}", error=True)
 
 
 def _say(sentence: str, *, error: bool = False) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -90,8 +92,8 @@ def test_the_list_says_what_each_save_is(run: Path, capsys: pytest.CaptureFixtur
     assert cells[0] == ["step", "size", "saved", "roles", "files", "kept as", "score"]
     assert [(row[0], *row[3:]) for row in cells[1:]] == [
         ("2", "actor, critic", "complete", "0.5"),
-        ("4", "actor, critic", "complete", "milestone", "0.25"),
-        ("6", "actor, critic", "1 damaged", "newest", "0.1667"),
+        ("4", "actor, critic", "complete", "newest, milestone", "0.25"),
+        ("6", "actor, critic", "1 damaged", "0.1667"),
     ]
 
 
@@ -147,6 +149,56 @@ def test_what_is_no_request_is_one_sentence(
 ) -> None:
     assert main(["checkpoint", *words]) == 2
     assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+@pytest.mark.parametrize("fault", ["a cut file", "a flipped bit"])
+def test_a_damaged_save_counts_for_nothing_when_saves_are_pruned(
+    run: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    file = run / "checkpoints" / "step_00000006" / "actor" / "rank_00000.0000.safetensors"
+    if fault == "a cut file":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        flip(file, 40)
+    for words, done in ((["--dry-run"], "would be deleted"), ([], "deleted")):
+        assert main(["checkpoint", "prune", str(run), "keep=1", *words]) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[:2] == [f"step_00000002: {done}", "step_00000004: kept (newest)"]
+        assert said[2].startswith(f"step_00000006: {done}, because {file} ")
+    assert names(run) == ["step_00000004"]
+    assert main(["checkpoint", "verify", str(run)]) == 0
+
+
+def test_a_save_that_is_a_link_is_pruned_and_what_it_names_stays(run: Path) -> None:
+    link = run / "checkpoints" / "step_00000002"
+    link.rename(run.parent / "archive")
+    link.symlink_to(run.parent / "archive")
+    assert main(["checkpoint", "prune", str(run), "keep=1", "best=0"]) == 0
+    assert [path.name for path in (run / "checkpoints").glob("*step_*")] == ["step_00000006"]
+    assert main(["checkpoint", "verify", str(run.parent / "archive")]) == 0
+
+
+def test_pruning_ends_what_an_interrupted_deletion_has_left(run: Path) -> None:
+    for name in (".step_00000002.deleted", ".step_00000009.partial"):
+        (run / "checkpoints" / name / "actor").mkdir(parents=True)
+    assert main(["checkpoint", "prune", str(run), "keep=1", "best=0", "--dry-run"]) == 0
+    assert len(list((run / "checkpoints").glob(".step_*"))) == 2
+    assert main(["checkpoint", "prune", str(run), "keep=1", "best=0"]) == 0
+    assert [path.name for path in (run / "checkpoints").glob("*step_*")] == ["step_00000006"]
+
+
+def test_what_the_system_refuses_is_one_sentence(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a folder of another user does, or a file system that is read-only; tests may run as root."""
+
+    def refused(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "rename", refused)
+    assert main(["checkpoint", "prune", str(run), "keep=1", "best=0"]) == 1
+    assert capsys.readouterr().err == f"error: [Errno 13] Permission denied: '{run}/checkpoints/step_00000002'\n"
+    assert len(names(run)) == 3
 
 
 def test_one_save_is_not_pruned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

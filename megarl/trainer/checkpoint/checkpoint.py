@@ -136,11 +136,32 @@ def all_checkpoints(root: Path) -> list[Checkpoint]:
     return found
 
 
-def forget(folder: Path) -> None:
-    """Delete a save; it loses its name first, so that an interrupted deletion leaves none that is not whole."""
+def forget(folder: Path, warn: Callable[[str], None]) -> None:
+    """Delete a save; it loses its name first, so that an interrupted deletion leaves none that is not whole.
+
+    Raises OSError if it keeps its name.  `warn` is told of what cannot be deleted without a name.
+    """
     doomed = folder.with_name(f".{folder.name}.deleted")
+    delete(doomed, warn)  # what an interrupted deletion has left
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    delete(doomed, warn)
+
+
+def forget_left(root: Path, warn: Callable[[str], None]) -> None:
+    """Delete what runs that died during a save or a deletion have left.  `warn` is told of what cannot be."""
+    for left in root.glob(".step_*"):
+        delete(left, warn)
+
+
+def delete(path: Path, warn: Callable[[str], None]) -> None:
+    """Delete a folder with all that is in it, or of a symbolic link the link; `warn` is told if that cannot be."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        warn(f"{path} cannot be deleted, and takes room: {error}")
 
 
 def changes(before: Config, now: Config) -> list[str]:

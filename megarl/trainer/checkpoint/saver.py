@@ -6,7 +6,7 @@ may have room when the next one is due; otherwise it stops, because there would 
 
 from __future__ import annotations
 
-import shutil
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,7 +18,16 @@ from megarl.durable_files import PRIVATE_FILE, PRIVATE_FOLDER, sync
 from megarl.rank_files import UNWRITTEN, facts_under
 from megarl.roles.handles import SaveError
 from megarl.sample import Sample
-from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, Checkpoint, Saves, all_checkpoints, folders_under, forget
+from megarl.trainer.checkpoint.checkpoint import (
+    ROLLOUTS,
+    Checkpoint,
+    Saves,
+    all_checkpoints,
+    delete,
+    folders_under,
+    forget,
+    forget_left,
+)
 from megarl.trainer.checkpoint.manifest import write_manifest
 from megarl.trainer.checkpoint.retention import Retention, read_scores, write_scores
 
@@ -52,8 +61,7 @@ class Saver:
         """
         self.finish()
         try:
-            for left in self._root.glob(".step_*"):  # by runs that died during a save or a deletion
-                shutil.rmtree(left)
+            forget_left(self._root, self._warn)
             folder = self._partial(step)
             self._root.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
             folder.mkdir(PRIVATE_FOLDER)
@@ -119,8 +127,8 @@ class Saver:
         write_manifest(partial, content | {"roles": sorted(self._roles), "files": facts_under(partial), "state": state})
         for parent in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
             sync(parent)
-        if folder.exists():  # of a run that this one has resumed from an earlier step
-            forget(folder)
+        if os.path.lexists(folder):  # of a run that this one has resumed from an earlier step
+            forget(folder, self._warn)
         partial.rename(folder)
         sync(self._root)
         self._prune(step)
@@ -137,7 +145,7 @@ class Saver:
             kept = {f"step_{s:08d}" for s, reasons in self._retention.reasons(whole, scores).items() if reasons}
             for folder in folders_under(self._root):
                 if folder.name not in kept:
-                    forget(folder)
+                    forget(folder, self._warn)
         except (OSError, ValueError) as error:
             self._warn(f"old checkpoints under {self._root} are left: {error}")
 
@@ -152,7 +160,7 @@ class Saver:
             while not _is_over(role):
                 time.sleep(POLL_S)
         self._writing = []
-        shutil.rmtree(self._partial(step), ignore_errors=True)
+        delete(self._partial(step), self._warn)
         sentence = f"the save of step {step} failed and was deleted: {error}"
         earlier = all_checkpoints(self._root)
         if not earlier:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,7 +21,7 @@ from megarl.durable_files import facts_of
 from megarl.mcore.checkpoint import files as files_module
 from megarl.roles.handles import SaveError
 from megarl.trainer.checkpoint.checkpoint import Checkpoint, all_checkpoints, find
-from megarl.trainer.checkpoint.manifest import MANIFEST, read_manifest
+from megarl.trainer.checkpoint.manifest import MANIFEST, faults_in, read_manifest
 from megarl.trainer.checkpoint.retention import SCORES, read_scores
 
 
@@ -90,6 +92,40 @@ def test_a_run_begun_again_further_back_replaces_what_came_after(tmp_path: Path)
     save_steps(tmp_path, 2, 4, 6, keep=3)
     save_steps(tmp_path, 3, keep=2)  # resumed from 2
     assert steps_under(tmp_path) == [2, 3], "else the next resume would take the step 6 of the abandoned run"
+
+
+def test_a_save_that_is_a_link_loses_its_name_only(tmp_path: Path) -> None:
+    """As one that its user has moved to another disk; a link that leads nowhere, too."""
+    root, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    save_steps(root, 1, 2)
+    for step in (1, 2):
+        (root / f"step_{step:08d}").rename(archive if step == 1 else tmp_path / "lost")
+    (root / "step_00000001").symlink_to(archive)
+    (root / "step_00000002").symlink_to(tmp_path / "nowhere")
+    save_steps(root, 2, 3, 4, keep=2)
+    assert names_in(root) == ["step_00000003", "step_00000004"]
+    assert faults_in(archive, reads=True) == []
+
+
+def test_what_cannot_be_deleted_does_not_fail_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As files that a machine still has open on NFS; what an interrupted deletion left does not stop the next one."""
+    save_steps(tmp_path, 2)
+    busy = tmp_path / ".step_00000002.deleted"
+    (busy / "actor").mkdir(parents=True)
+    said: list[str] = []
+    saver = saver_of(tmp_path, keep=1, warn=said.append)
+
+    def refused(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refused)
+        save(saver, 4)
+    assert (steps_under(tmp_path), saver.failed) == ([2, 4], 0)
+    assert [f"[Errno 39] Directory not empty: '{busy}'" in sentence for sentence in said] == [True, True, False]
+    assert said[2].startswith(f"old checkpoints under {tmp_path} are left: [Errno 39]")
+    save(saver, 6)
+    assert names_in(tmp_path) == ["step_00000006"]
 
 
 def test_the_same_step_is_saved_anew(tmp_path: Path) -> None:
