@@ -29,6 +29,7 @@ setup(
     package_data={
         "megarl.configs": ["*.yaml", "*/*.yaml"],
         "megarl.algo": ["README.md"],
+        "megarl.report": ["page.*"],
         "megarl.servers": ["sglang_cpu/*.py"],  # modules of SGLang's environment, not of ours
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
@@ -49,6 +50,7 @@ setup(
         "pyyaml>=6.0,!=6.0.4",  # 6.0.4 lets the last of several merged mappings win, where YAML says the first
         "rich>=13.0",
         "matplotlib>=3.8",
+        "plotly>=6.0",  # its plotly.js draws the page of a run
         "aiohttp>=3.9",
         "cryptography>=42",
         "httpx>=0.27,<1",

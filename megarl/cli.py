@@ -32,6 +32,7 @@ from megarl.convert.request import parse, print_help
 from megarl.plan.command import request as plan_request
 from megarl.plan.command.report import report
 from megarl.processes.signals import EXIT_TERMINATED, Terminated
+from megarl.report import request as report_request
 
 
 class Command(NamedTuple):
@@ -97,6 +98,7 @@ COMMANDS = {
         "megarl.convert.convert", "main", "a model on disk, from Hugging Face's form to Megatron's or back"
     ),
     "checkpoint": Command("megarl.commands.checkpoint", "main", "verify, list or prune the saves of a run"),
+    "report": Command("megarl.report.command", "main", "a page of a run's folder: curves, times, answers, settings"),
     "plan": Command("megarl.plan.command.command", "main", "memory and time of a run, predicted; better layouts"),
     "doctor": Command(
         "megarl.commands.doctor",
@@ -202,6 +204,8 @@ def _run(name: str, words: list[str]) -> int:
         return _work_of(COMMANDS[name])(parse(words))
     if name == "checkpoint":
         return _work_of(COMMANDS[name])(saves.parse(words))
+    if name == "report":
+        return _work_of(COMMANDS[name])(report_request.parse(words))
     if name == "plan":
         request, settings = plan_request.parse(words)
         return _work_of(COMMANDS[name])(request, _overrides(settings))
@@ -312,6 +316,8 @@ def _help(words: list[str], console: Console) -> None:
         return print_help(console)
     if name == "checkpoint":
         return saves.print_help(console)
+    if name == "report":
+        return report_request.print_help(console)
     if name == "plan":
         return plan_request.print_help(console)
     if name != "config" or not keys:

@@ -29,6 +29,7 @@ from megarl.metrics.stats import batch_stats, finalise, reward_stats
 from megarl.metrics.timer import Timer
 from megarl.plugins import user_function
 from megarl.processes.signals import NO_STEP, Signals
+from megarl.report.page import reported
 from megarl.rollout.prefetch import Prefetcher
 from megarl.sample import Batch, Sample, Stat, Stats
 from megarl.trainer.algorithm import Algorithm
@@ -57,6 +58,7 @@ def train(config: Config) -> dict[str, Any]:
     began = time.monotonic()
     prepare(config)
     with (
+        reported(config.trainer.run_dir),
         owned(config.trainer.run_dir),
         Signals(config.trainer.term_grace_s) as signals,
         Infrastructure(config) as infrastructure,

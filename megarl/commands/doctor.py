@@ -47,6 +47,7 @@ TESTED = {
     "httpx": "0.28.1",
     "pebble": "5.2.3",
     "matplotlib": "3.11.2",
+    "plotly": "7.1.0",
     "rich": "15.0.0",
 }
 PYTHONS = ((3, 11), (3, 12))

@@ -26,6 +26,7 @@ PAGE = """# {name}
 | file | what it is |
 | --- | --- |
 | `summary.json` | the result in numbers |
+| `report.html` | the run as a page for a browser: curves, times, answers, settings |
 | `learning_curve.png` | the run as a picture |
 | `answers.md` | held-out prompts with the answers before and after |
 | `hf/` | the trained model, a folder that `transformers` and servers load |

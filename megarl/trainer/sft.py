@@ -24,6 +24,7 @@ from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
 from megarl.metrics.timer import Timer
 from megarl.processes.signals import Signals
+from megarl.report.page import reported
 from megarl.roles.handles import Actor, Packing, Update
 from megarl.sample import Batch
 from megarl.trainer.bad_numbers import BadNumbers, spikes_of, watch
@@ -45,6 +46,11 @@ def sft(config: Config) -> dict[str, Any]:
 
     Resumes as `megarl train` does.  Raises Terminated after SIGTERM.
     """
+    with reported(config.trainer.run_dir):
+        return _sft(config)
+
+
+def _sft(config: Config) -> dict[str, Any]:
     trainer = config.trainer
     with owned(trainer.run_dir), Signals(trainer.term_grace_s) as signals:
         examples = _examples(config)

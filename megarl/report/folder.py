@@ -1,0 +1,76 @@
+"""Reads the folder of a run: what is there, finished or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megarl.config.settings import read_yaml
+from megarl.metrics.jsonl import read_lines
+from megarl.metrics.plots import Series, read_series
+from megarl.metrics.report import SAMPLES
+from megarl.metrics.status import read_status
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Example: RunFolder(Path("runs/quickstart")).series["critic/score/mean"]; files that are not there are empty."""
+
+    path: Path
+
+    def require_metrics(self) -> None:
+        """Raises ValueError, one sentence, for a folder without metrics."""
+        if not (self.path / METRICS).is_file():
+            raise ValueError(f"{self.path}: no {METRICS} there; expected the folder of a run, such as runs/quickstart")
+
+    @cached_property
+    def series(self) -> Series:
+        return read_series(self.path / METRICS)
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the first line of the metrics to the last."""
+        times = [row["time"] for row in read_lines(self.path / METRICS) if "time" in row]
+        return times[-1] - times[0] if times else 0.0
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The settings as the file has them, also of another version of megarl; {} without config.yaml."""
+        file = self.path / "config.yaml"
+        return read_yaml(file) if file.is_file() else {}
+
+    @property
+    def name(self) -> str:
+        return self.config.get("trainer", {}).get("experiment_name") or self.path.resolve().name
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """{} unless the run has finished."""
+        return self._json("summary.json")
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return read_status(self.path) or {}
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        return self._lines(SAMPLES)
+
+    def advice(self) -> list[dict[str, Any]]:
+        return list(self._lines("advice.jsonl"))
+
+    def rollbacks(self) -> list[dict[str, Any]]:
+        return list(self._lines("rollbacks.jsonl"))
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        file = self.path / name
+        return read_lines(file) if file.is_file() else iter(())
+
+    def _json(self, name: str) -> dict[str, Any]:
+        file = self.path / name
+        return json.loads(file.read_text()) if file.is_file() else {}

@@ -1,0 +1,51 @@
+"""The answers of a page: some steps of samples.jsonl, in a bounded number of characters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+MAX_STEPS = 24  # of a page, the first and the last among them
+MAX_PER_STEP = 16
+MAX_TEXT = 4000  # characters of a prompt or an answer; the middle is left out
+MAX_CHARS = 700_000  # of all samples of a page
+SHOWN = ("uid", "ground_truth", "reward", "reward_extra", "finish_reason", "versions", "num_tokens", "num_turns")
+
+
+def samples_of(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """[{"step", "samples": [...]}], steps that are spread evenly over the run."""
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        kept = by_step.setdefault(row["step"], [])
+        if len(kept) < MAX_PER_STEP:
+            kept.append(row)
+    num_steps = MAX_STEPS
+    while True:
+        steps = spread(sorted(by_step), num_steps)
+        page = [{"step": step, "samples": [_sample(row) for row in by_step[step]]} for step in steps]
+        if num_steps == 1 or len(json.dumps(page)) <= MAX_CHARS:
+            return page
+        num_steps = num_steps * 2 // 3
+
+
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """`count` of these at equal distances, the first and the last among them; all if there are no more."""
+    if len(items) <= count:
+        return list(items)
+    if count == 1:
+        return [items[-1]]
+    return [items[round(at * (len(items) - 1) / (count - 1))] for at in range(count)]
+
+
+def cut(text: str) -> str:
+    """A text of at most MAX_TEXT characters, and what was left out of its middle."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n[... {len(text) - MAX_TEXT} characters ...]\n{text[-half:]}"
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {"prompt": cut(row["prompt"]), "completion": cut(row["completion"])}
+    return texts | {name: row.get(name) for name in SHOWN}

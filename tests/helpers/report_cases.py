@@ -1,0 +1,65 @@
+"""Folders of runs as `megarl report` reads them, with text that would like to be HTML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config, resolved, to_yaml
+from megarl.metrics.jsonl import append_lines
+
+HOSTILE = "</script><script>window.struck = 1</script><img src=x onerror='window.struck = 2'>"
+
+
+def run_folder(folder: Path, *, steps: int = 40, name: str = "try", lr: float = 1e-6) -> Path:
+    """A run of so many steps with every file that a page shows, but the summary."""
+    folder.mkdir(parents=True)
+    config = Config()
+    config.trainer.experiment_name, config.actor.optim.lr, config.model.path = name, lr, HOSTILE
+    (folder / "config.yaml").write_text(to_yaml(resolved(config)))
+    append_lines(folder / "metrics.jsonl", [_metrics(step, steps) for step in range(1, steps + 1)])
+    samples = [sample(step, at) for step in range(1, steps + 1) for at in range(4)]
+    append_lines(folder / "samples.jsonl", samples)
+    append_lines(folder / "advice.jsonl", [{"step": 7, "advice": f"entropy: {HOSTILE}"}])
+    row = {"step": 4, "bad_step": 6, "what": "the loss is NaN", "skipped": [1]}
+    append_lines(folder / "rollbacks.jsonl", [row])
+    return folder
+
+
+def sample(step: int, at: int, **other: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "uid": f"{step}-{at // 2}",
+        "prompt": "12+34=",
+        "completion": f"46 {HOSTILE}",
+        "ground_truth": "46",
+        "reward": float(at % 2),
+        "reward_extra": {"len": 3.0},
+        "finish_reason": "stop",
+        "versions": [[step - 1, 0, 3]],
+        "num_tokens": 3,
+        "num_turns": 1,
+        "num_rows": 1,
+        "turn_rewards": [],
+    } | other
+
+
+def _metrics(step: int, steps: int) -> dict[str, float]:
+    """The second of six stages is the longest; a reward has a name that no page may read as HTML."""
+    return {
+        "step": step,
+        "time": 1000.0 + 2 * step,
+        "critic/score/mean": step / steps,
+        "actor/pg_loss": 0.5 - step / (2 * steps),
+        "actor/entropy": float("nan") if step == 3 else 1 / step,
+        "response_length/mean": 3.0,
+        "rollout_corr/log_prob_gap_max": 1e-6 * step,
+        "reward/<b onmouseover=1>": 1.0,
+        "val/score": 0.0,
+        "timing_s/gen": 0.5,
+        "timing_s/update_actor": 1.0,
+        "timing_s/push/send": 0.1,
+        "timing_s/step": 2.0,
+        "perf/unaccounted": 0.25,
+        "perf/throughput": 100.0,
+    }

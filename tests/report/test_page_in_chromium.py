@@ -1,0 +1,76 @@
+"""The page in a browser: it draws everything, logs no error, asks for nothing, fits a phone, and runs no run's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import Chromium
+from report_cases import HOSTILE, run_folder
+
+from megarl.report.page import write_report
+
+pytestmark = pytest.mark.browser
+DRAW_ALL = "for (const [element, entry] of drawn) if (!entry.done) draw(element)"
+PLOTS = "document.querySelectorAll('.js-plotly-plot').length"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    run, other = run_folder(folder / "run"), run_folder(folder / "other", steps=20, name="other", lr=1e-5)
+    return write_report(run, other)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_draws_all_without_an_error_a_request_or_a_horizontal_scroll(
+    browser: Chromium, page: Path, width: int, dark: bool
+) -> None:
+    browser.open(page, width=width, dark=dark)
+    browser.value("for (const group of document.querySelectorAll('details')) group.open = true")
+    browser.wait_for("document.querySelectorAll('.plot').length === drawn.size && drawn.size >= 9")
+    browser.value(DRAW_ALL)
+    browser.wait_for(f"{PLOTS} === drawn.size")
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    assert browser.complaints() == []
+    assert browser.requests() == [page.as_uri()]
+    paper = browser.value("getComputedStyle(document.body).backgroundColor")
+    assert paper == ("rgb(14, 17, 22)" if dark else "rgb(246, 247, 249)")
+
+
+def test_what_a_model_wrote_is_shown_and_never_run(browser: Chromium, page: Path) -> None:
+    browser.open(page, width=1280)
+    browser.value(DRAW_ALL)
+    texts = browser.value("[...document.querySelectorAll('.answer .text')].map((one) => one.textContent)")
+    assert f"46 {HOSTILE}" in texts
+    assert browser.value("window.struck === undefined && document.querySelectorAll('main img').length === 0")
+    # What the policy of the page forbids, whoever would try it.
+    browser.value("document.head.append(Object.assign(document.createElement('script'), {textContent: 'struck = 3'}))")
+    assert browser.value("window.struck === undefined")
+    assert browser.value("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
+
+
+def test_controls_change_what_is_shown(browser: Chromium, page: Path) -> None:
+    browser.open(page, width=1280)
+    set_to = "const e = document.querySelector('{}'); e.value = '{}'; e.dispatchEvent(new Event('{}'))"
+    assert browser.value("document.querySelector('#samples b').textContent") == "step 40"
+    browser.value("{" + set_to.format("#samples input", "0", "input") + "}")
+    assert browser.value("document.querySelector('#samples b').textContent") == "step 1"
+    keys = "[...document.querySelectorAll('#settings td.key')].map((cell) => cell.firstChild.textContent)"
+    assert browser.value(keys) == ["actor.optim.lr"]  # what differs from the other run
+    browser.value("{" + set_to.format("#settings select", "all", "change") + "}")
+    assert len(browser.value(keys)) > 100
+    browser.value("{" + set_to.format("#curves select", "0", "change") + "}")
+    browser.value(DRAW_ALL)
+    score = "[...document.querySelectorAll('.plot')].find((p) => p.data?.some((t) => t.name.includes('critic/score')))"
+    assert browser.value(f"{score}.data.length") == 2  # the curve and that of the other run
+    browser.value("{" + set_to.format("#curves select", "9", "change") + "}")
+    assert browser.value(f"{score}.data.length") == 3  # the other has 20 points, too few to be smoothed
