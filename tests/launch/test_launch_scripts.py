@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from megarl.cli import EXIT_USAGE
 from megarl.commands.this_machine import placed
 from megarl.config import load_config
+from megarl.processes.signals import EXIT_TERMINATED
 from megarl.trainer.build import server_places
 from megarl.trainer.run import Run
 
@@ -26,8 +29,16 @@ def documents(file: Path, run: str = "mine") -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(file.read_text().replace("${RUN}", run)))
 
 
-def pods(kind: str) -> list[dict[str, Any]]:
-    return [one for file in MANIFESTS for one in documents(file) if one["kind"] == kind]
+def pods(kind: str, run: str = "mine") -> list[dict[str, Any]]:
+    return [one for file in MANIFESTS for one in documents(file, run) if one["kind"] == kind]
+
+
+def secret(run: str) -> dict[str, Any]:
+    """As launch/k8s/secret.sh makes it."""
+    command = ["bash", LAUNCH / "k8s/secret.sh"]
+    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RUN": run}, check=True)
+    made: dict[str, Any] = yaml.safe_load(found.stdout)
+    return made
 
 
 def words_of(workload: dict[str, Any]) -> list[str]:
@@ -62,11 +73,23 @@ def test_several_machines_without_a_token_are_told_how_to_make_one() -> None:
     assert "umask 077; openssl rand -hex 32" in found.stderr
 
 
+@pytest.mark.parametrize("run", ["mine", "2026", "on"])
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda file: file.name)
-def test_a_manifest_is_what_kubernetes_takes(manifest: Path) -> None:
-    assert documents(manifest), "a manifest describes something"
-    for document in documents(manifest):
+def test_a_manifest_is_what_kubernetes_takes(manifest: Path, run: str) -> None:
+    """Also where a run's name, without quotes, would be a number or a boolean."""
+    assert documents(manifest, run), "a manifest describes something"
+    for document in documents(manifest, run):
         kubernetes_validate.validate(document, "1.31", strict=True)
+        assert document["metadata"]["labels"]["run"] == run, "by which all of a run is deleted"
+
+
+@pytest.mark.parametrize("run", ["mine", "2026", "on", "true", "1e3"])
+def test_a_run_has_its_name_as_it_is_written(run: str) -> None:
+    (job,) = pods("Job", run)
+    config, _ = load_config(words_of(job), command="train")
+    assert config.trainer.experiment_name == run
+    kubernetes_validate.validate(made := secret(run), "1.31", strict=True)
+    assert made["metadata"] == {"name": f"megarl-{run}", "labels": {"run": run}}
 
 
 def test_two_runs_in_one_namespace_have_no_name_in_common_and_do_not_hear_each_other() -> None:
@@ -88,6 +111,16 @@ def test_a_pod_has_the_time_to_save_that_its_settings_give_it() -> None:
     (job,) = pods("Job")
     config, _ = load_config(words_of(job), command="train")
     assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= config.trainer.term_grace_s + 30
+
+
+def test_a_run_that_was_drained_begins_again_and_one_with_a_mistake_does_not() -> None:
+    (job,) = pods("Job")
+    drained, ended, mistake = job["spec"]["podFailurePolicy"]["rules"]
+    assert (drained["action"], drained["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert (ended["action"], ended["onExitCodes"]["values"]) == ("Ignore", [EXIT_TERMINATED])
+    assert (mistake["action"], mistake["onExitCodes"]["values"]) == ("FailJob", [EXIT_USAGE])
+    assert job["spec"]["podReplacementPolicy"] == "Failed", "the one before owns the run's folder until it has ended"
+    assert job["spec"]["successPolicy"]["rules"] == [{"succeededIndexes": "0"}], "the driver's"
 
 
 def test_pods_ask_for_what_they_need() -> None:
@@ -112,18 +145,37 @@ def test_pods_of_the_trainer_may_hold_servers_that_are_larger_than_a_pod() -> No
     assert {len(machines) for machines, _ in server_places(config)} == {4}
 
 
-def test_pods_take_the_token_from_a_secret_and_no_rights() -> None:
-    for workload in (*pods("Job"), *pods("StatefulSet")):
+def test_pods_take_their_keys_from_the_secret_of_their_run_and_no_rights() -> None:
+    """Servers get their own key: nobody starts processes on the trainer's machines with it."""
+    (job,), (servers,) = pods("Job"), pods("StatefulSet")
+    keys = {"MEGARL_TOKEN": "token", "MEGARL_SERVER_TOKEN": "server-token"}
+    assert secret("mine")["stringData"].keys() == set(keys.values())
+    for workload, wanted in ((job, [*keys]), (servers, ["MEGARL_SERVER_TOKEN"])):
         spec = workload["spec"]["template"]["spec"]
         (container,) = spec["containers"]
-        (token,) = [entry for entry in container["env"] if entry["name"] == "MEGARL_TOKEN"]
-        assert "value" not in token
-        assert token["valueFrom"]["secretKeyRef"]["name"] == "megarl-token"
+        tokens = {entry["name"]: entry for entry in container["env"] if "TOKEN" in entry["name"]}
+        assert [*tokens] == wanted
+        for name, entry in tokens.items():
+            of_run = {"secretKeyRef": {"name": "megarl-mine", "key": keys[name]}}
+            assert entry == {"name": name, "valueFrom": of_run}
         assert spec["automountServiceAccountToken"] is False
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
-        assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+def test_the_secret_of_a_run_is_new_each_time_and_is_on_no_command_line() -> None:
+    one, two = (secret("mine")["stringData"] for _ in range(2))
+    values = {*one.values(), *two.values()}
+    assert len(values) == 4
+    assert all(re.fullmatch("[0-9a-f]{64}", value) for value in values), "256 bits each, and text"
+    for file in (LAUNCH / "k8s").iterdir():
+        assert "--from-literal" not in file.read_text(), "others on the machine read words of commands"
+    without = {name: value for name, value in os.environ.items() if name != "RUN"}
+    found = subprocess.run(["bash", LAUNCH / "k8s/secret.sh"], env=without, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "RUN=mine bash launch/k8s/secret.sh" in found.stderr
 
 
 def test_the_pods_of_the_job_are_the_machines_of_its_settings() -> None:
@@ -198,3 +250,4 @@ def test_slurm_starts_the_image_with_the_folders_that_were_named(tmp_path: Path)
     assert f"--kill-on-bad-exit=1 {inside} bash -c " in trainer
     assert " python -m megarl train recipe=quickstart trainer.nnodes=1" in trainer
     assert f"{inside} bash /opt/megarl/launch/servers.sh recipe=quickstart" in server
+    assert " --no-kill --wait=0 --kill-on-bad-exit=0 " in server, "one of them that is lost does not end the others"

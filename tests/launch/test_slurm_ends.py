@@ -25,7 +25,7 @@ while true; do sleep 0.05; done
 """
 
 
-def submit(folder: Path, **environment: str) -> subprocess.Popen[str]:
+def submit(folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
     commands = folder / "bin"
     commands.mkdir()
     for name, text in {"srun": SRUN, "python": PYTHON, "scontrol": ""}.items():
@@ -35,7 +35,7 @@ def submit(folder: Path, **environment: str) -> subprocess.Popen[str]:
     env |= {"PATH": f"{commands}:{env['PATH']}", "MEGARL_ROOT": str(LAUNCH.parent), "SLURM_SUBMIT_DIR": str(folder)}
     env |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[0-1]"}
     env |= {"SLURM_CPUS_ON_NODE": "96", "CONTAINER_IMAGE": "/shared/megarl.sqsh"}  # so that python is our stand-in
-    command = ["bash", str(LAUNCH / "slurm.sbatch"), "recipe=quickstart"]
+    command = ["bash", str(LAUNCH / "slurm.sbatch"), "recipe=quickstart", *words]
     return subprocess.Popen(command, cwd=folder, env=env | environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -67,11 +67,21 @@ def test_a_job_ends_as_its_driver_does_and_is_not_requeued(tmp_path: Path, statu
     assert not (tmp_path / "said_to_scontrol").exists()
 
 
+def test_a_job_that_would_begin_anew_each_time_it_is_requeued_is_refused(tmp_path: Path) -> None:
+    with submit(tmp_path, "trainer.resume_mode=disable", ENDS="0") as job:
+        _, said = job.communicate(timeout=120)
+    assert job.returncode == 2
+    assert "trainer.resume_mode=disable: a job that is requeued would begin anew" in said
+    assert not (tmp_path / "said_to_srun").exists()
+
+
 def test_spare_machines_are_of_the_trainers_step_which_may_lose_one(tmp_path: Path) -> None:
     with submit(tmp_path, ENDS="0", SPARE_NODES="1") as job:
         job.communicate(timeout=120)
     said = (tmp_path / "said_to_srun").read_text()
-    assert said.startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --relative=0 --label --kill-on-bad-exit=0 ")
+    assert said.startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --relative=0 --label ")
+    # sbatch --no-kill keeps the job: a step that spans its machines is ended with one of them unless it says so too.
+    assert " --label --no-kill --wait=0 --kill-on-bad-exit=0 " in said
     assert said.endswith(
         "megarl train recipe=quickstart trainer.nnodes=1 trainer.term_grace_s=540 trainer.spare_nodes=1\n"
     )
