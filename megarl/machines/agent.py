@@ -7,6 +7,7 @@ give.  So anyone who has the run's token can run programs here with the rights o
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import socket
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
-from megarl.auth import derived
+from megarl.auth import server_token
 from megarl.machines.nodes import JOIN_S, SILENCE_S, allow_all_files
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, WireRefused
 from megarl.processes.greeting import connect
@@ -109,7 +110,7 @@ class Agent:
     def serve(self, join_s: float = JOIN_S) -> None:
         """Carry out requests until the driver sends "leave", then end all processes that were started.
 
-        Raises: DriverLost if the driver is lost or sends a reason.
+        Raises: DriverLost if the driver is lost or has failed, Terminated if SIGTERM has ended the run.
         Call it from a thread that lives as long as the process: see processes.lifetime.
         """
         allow_all_files()
@@ -122,7 +123,7 @@ class Agent:
                 if "beat" not in order:
                     self._take(order, connection)
             if "why" in order:
-                raise DriverLost(str(order["why"]))
+                raise (Terminated if order.get("terminated") else DriverLost)(str(order["why"]))
         except ConnectionLost as error:
             raise DriverLost(f"the driver at {self._address} is lost: {error}") from error
         finally:
@@ -183,7 +184,7 @@ class Agent:
 
     def _server(self, order: dict[str, Any]) -> dict[str, Any]:
         launch = EngineLaunch(**order["launch"])
-        job = self._jobs[order["job"]] = LocalServer(launch, derived(self._token, "servers"), Path(order["log"]))
+        job = self._jobs[order["job"]] = LocalServer(launch, server_token(os.environ, self._token), Path(order["log"]))
         return {"pid": job.pid}
 
     def _words(self, order: dict[str, Any]) -> dict[str, Any]:

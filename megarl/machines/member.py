@@ -97,9 +97,11 @@ class Member:
         with suppress(ConnectionLost):
             self._connection.send({"beat": 1})
 
-    def leave(self, why: str | None = None) -> None:
+    def leave(self, why: str | None = None, *, terminated: bool = False) -> None:
+        """Send the agent away.  `why`: the run is not finished; `terminated`: SIGTERM has ended it."""
+        reason = {} if why is None else {"why": why[:_LONGEST_WHY], "terminated": terminated}
         with suppress(ConnectionLost):
-            self._connection.send({"do": "leave"} if why is None else {"do": "leave", "why": why[:_LONGEST_WHY]})
+            self._connection.send({"do": "leave", **reason})
         self.lost = self.lost or f"{self.name} was sent away"
         self._connection.close()
 

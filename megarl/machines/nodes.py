@@ -25,6 +25,7 @@ from megarl.machines.member import Member, NodeLost, RemoteJob
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost
 from megarl.processes.listener import Listener
 from megarl.processes.ranks import END_S, RanksLaunch
+from megarl.processes.signals import Terminated
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machine, MachineGone
 from megarl.sockets import listen
@@ -34,6 +35,8 @@ USUAL_PORT = 29500  # of the driver
 JOIN_S = 1800.0  # a node may get its machine later than node 0
 _FILES, _FILES_PER_NODE = 512, 8  # open files of the driver: an agent, a relay for each group, clients of servers
 _FILES_PER_RANK = 4  # open files of the process that hosts a group's store: connections of two groups
+_NAME_S = 60.0  # until node 0 must know its own name
+_ASK_S = 1.0  # between two questions for it
 _RELAY_S = 60.0  # time limit between the start of ranks on a node and the connection of their relay
 
 
@@ -71,9 +74,19 @@ def listen_at(host: str, port: int | None) -> socket.socket:
         return listen(host)
 
 
-def address_of(host: str) -> str:
-    """The first address of a name.  Raises OSError for one that is not known."""
-    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+def address_of(host: str, limit_s: float = 0.0) -> str:
+    """The first address of a name.  Raises OSError for one that is not known, also after `limit_s`.
+
+    In Kubernetes a pod may start some seconds before the others, and it itself, can look up its name.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        except socket.gaierror:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_ASK_S)
 
 
 class Nodes:
@@ -105,7 +118,7 @@ class Nodes:
     def __enter__(self) -> Nodes:
         allow_files(self.num_nodes + self._num_spares, self.ranks_per_node)
         try:
-            name, self._host = self._host, address_of(self._host)
+            name, self._host = self._host, address_of(self._host, _NAME_S)
             if name not in (self._host, "localhost") and ipaddress.ip_address(self._host).is_loopback:
                 raise ValueError(
                     f"trainer.master_addr={name}: on this machine the name means {self._host}, which no other machine "
@@ -124,13 +137,16 @@ class Nodes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """Send "leave" to the agents; after a failure with its reason, so that their commands fail too."""
+        """Send "leave" to the agents.  After a failure or SIGTERM with the reason: their commands end as this one does.
+
+        So what started them all, for example Kubernetes, starts them all again.
+        """
         self._closed.set()
         self._listener.close()
-        failed = kind is not None and issubclass(kind, Exception)
+        failed = isinstance(error, Exception | Terminated)
         why = f"the driver stopped: {' '.join(str(error).split())}" if failed else None
         for member in (*self._members.values(), *self._spares):
-            member.leave(why)
+            member.leave(why, terminated=isinstance(error, Terminated))
 
     def wait(
         self,

@@ -61,26 +61,32 @@ def test_an_order_that_nobody_knows_is_answered_and_others_are_still_taken() -> 
     assert not agent.is_alive()
 
 
-def test_an_agent_fails_when_its_driver_failed_and_only_then() -> None:
-    """So that what starts both again after a failure starts both again."""
+def test_an_agent_ends_as_its_driver_does() -> None:
+    """So that what starts both again after a failure, or after SIGTERM to one of them, starts both again."""
     said: list[str] = []
 
     def serve(port: int) -> None:
         try:
             Agent(1, f"127.0.0.1:{port}", TOKEN).serve()
             said.append("sent away")
-        except DriverLost as error:
-            said.append(str(error))
+        except (DriverLost, Terminated) as error:
+            said.append(f"{type(error).__name__}: {error}")
 
-    for failure in (None, RuntimeError("rank 3 is gone\nsee its log"), KeyboardInterrupt()):
-        with suppress(RuntimeError, KeyboardInterrupt), driver() as found:
+    failures = (RuntimeError("rank 3 is gone\nsee its log"), Terminated("SIGTERM: step 3 is saved"))
+    for failure in (None, *failures, KeyboardInterrupt()):
+        with suppress(RuntimeError, Terminated, KeyboardInterrupt), driver() as found:
             agent = threading.Thread(target=serve, args=(found.port,))
             agent.start()
             found.wait(limit_s=200)
             if failure is not None:
                 raise failure
         agent.join(200)
-    assert said == ["sent away", "the driver stopped: rank 3 is gone see its log", "sent away"]
+    assert said == [
+        "sent away",
+        "DriverLost: the driver stopped: rank 3 is gone see its log",
+        "Terminated: the driver stopped: SIGTERM: step 3 is saved",
+        "sent away",
+    ]
 
 
 def test_signals_of_an_agent_count_as_the_drivers() -> None:

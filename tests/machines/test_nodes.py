@@ -10,18 +10,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from megarl.auth import SERVER_VARIABLE
 from megarl.group import Group, RankError
 from megarl.layout import Layout
 from megarl.machines import NodeLost, Nodes, meeting
 from megarl.machines import nodes as nodes_module
 from megarl.machines.agent import Agent, DriverLost
-from megarl.machines.nodes import allow_files
-from megarl.servers.launch import EngineLaunch
+from megarl.machines.nodes import address_of, allow_files
+from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch
 from megarl.servers.server_process import MachineGone
 
 pytestmark = pytest.mark.dist
@@ -242,13 +244,17 @@ def test_a_port_that_was_named_and_is_taken_is_refused() -> None:
         Nodes(2, 1, "127.0.0.1", nodes.port, TOKEN).__enter__()
 
 
-def test_a_server_of_another_machine_is_started_watched_and_ended_there(two: Nodes, tmp_path: Path) -> None:
+def test_a_server_of_another_machine_is_started_watched_and_ended_there(
+    two: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the servers' own key, where they have one, as the driver's clients do."""
+    monkeypatch.setenv(SERVER_VARIABLE, "the key of the servers")
     machine = two.machine(1)
     (port,) = machine.free_ports(["127.0.0.2"])
     launch = EngineLaunch("hf", "/no/such/model", host="127.0.0.2", port=port)
     log = tmp_path / "server.log"
     server = machine.start(launch, "not used there", log)
-    assert psutil.pid_exists(server.pid)
+    assert psutil.Process(server.pid).environ()[TOKEN_VARIABLE] == "the key of the servers"
     deadline = time.monotonic() + 60
     while server.exit_code() is None:
         assert time.monotonic() < deadline
@@ -296,9 +302,30 @@ def test_the_driver_listens_at_one_address_of_its_own_only() -> None:
         assert nodes._listener._listener.getsockname()[0] == "127.0.0.1"
 
 
+def test_a_name_that_is_not_known_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a pod in its first seconds."""
+    asked: list[str] = []
+    real = socket.getaddrinfo
+
+    def late(host: str, *more: Any, **options: Any) -> Any:
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real("127.0.0.1" if host == "megarl-mine-0.megarl-mine" else host, *more, **options)
+
+    monkeypatch.setattr(nodes_module, "_ASK_S", 0.01)
+    monkeypatch.setattr("socket.getaddrinfo", late)
+    assert address_of("megarl-mine-0.megarl-mine", limit_s=60.0) == "127.0.0.1"
+    assert len(asked) == 3
+    asked.clear()
+    monkeypatch.setattr(nodes_module, "_NAME_S", 0.0)
+    with pytest.raises(ValueError, match=r"trainer.master_addr=nowhere: Name or service not known; expected an addr"):
+        Nodes(2, 1, "nowhere", None, TOKEN).__enter__()
+
+
 def test_a_name_that_means_loopback_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of Debian's kind map the own name to 127.0.1.1: the others would wait for a machine that hears nobody."""
-    monkeypatch.setattr(nodes_module, "address_of", lambda name: "127.0.1.1")
+    monkeypatch.setattr(nodes_module, "address_of", lambda name, limit_s: "127.0.1.1")
     with pytest.raises(
         ValueError, match=r"trainer.master_addr=node-0: on this machine the name means 127.0.1.1, which"
     ):
