@@ -9,14 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -31,6 +27,7 @@ from megarl.config.describe import Description, description
 from megarl.convert.request import parse, print_help
 from megarl.plan.command import request as plan_request
 from megarl.plan.command.report import report
+from megarl.processes.failure_report import write_report
 from megarl.processes.signals import EXIT_TERMINATED, Terminated
 from megarl.report import request as report_request
 
@@ -245,26 +242,8 @@ def _run_several(name: str, words: list[str]) -> int:
 
 
 def _stopped(config: Config, error: Exception) -> int:
-    """Print one sentence, and write the traceback and the ranks' reports to logs/failure.txt of the run.
-
-    Where that cannot be written, because the disk is full, they go to a temporary folder, or nowhere.
-    """
-    text = "".join(traceback.format_exception(error)) + getattr(error, "report", "")
-    refusals: list[str] = []
-    for folder in (config.trainer.run_dir / "logs", Path(tempfile.gettempdir())):
-        report = folder / ("failure.txt" if not refusals else f"megarl_failure_{os.getpid()}.txt")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            report.write_text(text)
-        except OSError as refusal:
-            with suppress(OSError):  # half of it, if any
-                report.unlink()
-            refusals.append(f"{report} could not be written ({refusal.strerror})")
-            continue
-        where = "; ".join([*refusals, f"all of it: {report}"])
-        break
-    else:
-        where = "; ".join(refusals)
+    """Print one sentence, and write the traceback and the ranks' reports to logs/failure.txt of the run."""
+    where = write_report(error, config.trainer.run_dir / "logs" / "failure.txt")
     _complain(f"the run stopped: {error}\n{where}; the same command goes on from the last checkpoint")
     return EXIT_FAILED
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypedDict
 
 SUMS = "SHA256SUMS"  # of an exported folder's weights, as `sha256sum --check` reads it
+WEIGHTS = "*.safetensors"  # of an exported folder
 THREADS = 8  # that read files together
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700  # modes: of the owner alone
 
@@ -30,9 +31,14 @@ def sync(path: Path) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
+    """As `write_bytes`, in UTF-8."""
+    write_bytes(file, text.encode())
+
+
+def write_bytes(file: Path, content: bytes) -> None:
     """Write a private file under a temporary name, wait until it is on the disk, and rename it."""
     partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_bytes(content)
     partial.chmod(PRIVATE_FILE)
     sync(partial)
     partial.rename(file)
@@ -86,12 +92,20 @@ def write_sums(folder: Path, pattern: str) -> None:
 
 
 def faults_of_sums(folder: Path) -> list[str]:
-    """A sentence for each file of a folder that is not what its sums say; none for a folder without sums."""
+    """A sentence for each file of a folder that is not what its sums say; none for a folder without sums.
+
+    A file of weights without a line is a fault too: a power failure can have cut the sums.
+    """
     if not (folder / SUMS).is_file():
         return []
     lines = (folder / SUMS).read_text(errors="replace").splitlines()
+    if not lines:
+        return [f"{folder / SUMS} is damaged: it lists no file"]
     with ThreadPoolExecutor(THREADS) as threads:
-        return [fault for fault in threads.map(lambda line: _fault_of_sum(folder, line), lines) if fault]
+        faults = [fault for fault in threads.map(lambda line: _fault_of_sum(folder, line), lines) if fault]
+    listed = {line.partition("  ")[2] for line in lines}
+    unlisted = sorted(file for file in folder.glob(WEIGHTS) if file.name not in listed)
+    return faults + [f"{file} has no line in {SUMS}, which is cut or not its own" for file in unlisted]
 
 
 def _fault_of_sum(folder: Path, line: str) -> str | None:

@@ -14,34 +14,37 @@ from safetensors import SafetensorError
 from megarl.durable_files import Facts, facts_of, fault_of
 
 ABOUT = "checkpoint.json"
-LIST = "rank_*.json"  # of a rank's files and boxes
+SHARED = "one file system that all machines of the run share"
 UNWRITTEN = (OSError, SafetensorError)  # the disk's errors: full, read-only, no permission
 
 
 def list_of(rank: int) -> str:
-    """The name of a rank's list."""
-    return LIST.replace("*", f"{rank:05}")
+    """The name of a rank's list of its files and boxes."""
+    return f"rank_{rank:05}.json"
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, expected: str = "an unchanged folder") -> dict[str, Any]:
     """Raises ValueError, one sentence, if it is not the JSON that was written."""
     try:
         found: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: it cannot be read ({error}); expected an unchanged folder") from error
+        raise ValueError(f"{file}: it cannot be read ({error}); expected {expected}") from error
     return found
 
 
-def facts_under(folder: Path) -> dict[str, Facts]:
+def facts_under(folder: Path, *parts: str) -> dict[str, Facts]:
     """Of every file under a folder, by its name relative to it; only what no rank has listed is read.
 
-    Raises ValueError for a file that is listed and not there, or has another size.
+    `parts`: the folders in it into which ranks have written; "": the folder itself.
+    Raises ValueError if a list of a rank is not there, or a file that is listed, or if that has another size.
     """
     listed: dict[Path, Facts] = {}
-    for file in sorted(folder.rglob(LIST)):
-        listed |= {file.parent / name: facts for name, facts in read_json(file)["files"].items()}
+    for part in (folder / name for name in parts):
+        lists = [part / list_of(rank) for rank in range(read_json(part / ABOUT, SHARED)["ranks"])]
+        for file in lists:
+            listed |= {part / name: facts for name, facts in read_json(file, SHARED)["files"].items()}
     for file, facts in listed.items():
         if fault := fault_of(file, facts, reads=False):
-            raise ValueError(f"{file} {fault}; expected one file system that all machines of the run share")
+            raise ValueError(f"{file} {fault}; expected {SHARED}")
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {str(file.relative_to(folder)): listed.get(file) or facts_of(file) for file in files}

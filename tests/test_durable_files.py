@@ -53,3 +53,20 @@ def test_sums_are_those_of_the_usual_tool(tmp_path: Path) -> None:
     assert faults_of_sums(tmp_path) == []
     (tmp_path / "a.bin").unlink()
     assert faults_of_sums(tmp_path) == [f"{tmp_path}/a.bin is missing"]
+
+
+def test_sums_that_are_cut_are_a_fault(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").write_bytes(name.encode())
+    write_sums(tmp_path, "*.safetensors")
+    whole = (tmp_path / SUMS).read_text()
+    assert len(whole) == 2 * (64 + 2 + len("a.safetensors") + 1)
+    for length in range(len(whole) - 1):  # only its last newline says nothing
+        (tmp_path / SUMS).write_text(whole[:length])
+        assert faults_of_sums(tmp_path), whole[:length]
+    (tmp_path / SUMS).write_text(whole.splitlines(keepends=True)[0])
+    assert faults_of_sums(tmp_path) == [f"{tmp_path}/b.safetensors has no line in {SUMS}, which is cut or not its own"]
+    (tmp_path / SUMS).write_text("")
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    assert faults_of_sums(tmp_path) == [f"{tmp_path}/{SUMS} is damaged: it lists no file"]

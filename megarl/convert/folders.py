@@ -187,7 +187,7 @@ def finish_megatron(folder: Path, hf_folder: Path, manifest: dict[str, Any]) -> 
     (folder / HF_PART).mkdir()
     shutil.copyfile(hf_folder / CONFIG, folder / HF_PART / CONFIG)
     copy_tokenizer(hf_folder, folder / HF_PART)
-    write_manifest(folder, {**manifest, "files": facts_under(folder)})
+    write_manifest(folder, {**manifest, "files": facts_under(folder, "")})
 
 
 def bytes_under(folder: Path) -> int:

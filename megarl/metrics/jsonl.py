@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from megarl.durable_files import write_bytes
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ def drop_after(path: Path, step: int | None, also: Callable[[Mapping[str, Any]],
     """Keep the lines up to `step`, which the resumed run will not write again; None keeps nothing.
 
     `also`: rows that are dropped too.  Lines that a power failure or another program has damaged are dropped with a
-    warning: a run that can resume must not stop for its log.  The file is replaced atomically, so that an interruption
-    loses nothing.
+    warning: a run that can resume must not stop for its log.  The file is replaced atomically, when the
+    new one is on the disk, so that an interruption loses nothing.
     """
     if not path.exists():
         return
@@ -58,9 +59,7 @@ def drop_after(path: Path, step: int | None, also: Callable[[Mapping[str, Any]],
             log.warning("%s:%d is no whole line with a step, and is left out", path, number)
         elif row["step"] <= step and not also(row):
             kept.append(line)
-    other = path.with_name(path.name + ".part")
-    other.write_bytes(b"".join(kept))
-    os.replace(other, path)
+    write_bytes(path, b"".join(kept))
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

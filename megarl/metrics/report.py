@@ -6,7 +6,6 @@ The learning curve is in plots.py.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from megarl.durable_files import write_text
 from megarl.metrics.jsonl import append_lines
 from megarl.sample import Prompt, Sample
 
@@ -36,10 +36,7 @@ class Answer:
 
 def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:
     """Write an indented JSON object atomically."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(dict(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_text(Path(path), json.dumps(dict(summary), indent=2, ensure_ascii=False) + "\n")
 
 
 def write_samples(path: Path | str, step: int, groups: Sequence[Sequence[Sample]], *, num_groups: int = 4) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import traceback
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -17,6 +16,7 @@ from megarl.config import Config
 from megarl.machines import NodeLost, Nodes
 from megarl.machines.joining import Door
 from megarl.machines.meeting import announce, forget
+from megarl.processes.failure_report import write_report
 from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
@@ -141,12 +141,9 @@ class Infrastructure:
         if self._in_vain == allowed:
             raise error
         self._restarts, self._in_vain = self._restarts + 1, self._in_vain + 1
-        report = self.config.trainer.run_dir / "logs" / f"restart_{self._restarts}.txt"
-        report.write_text("".join(traceback.format_exception(error)) + getattr(error, "report", ""))
-        _say(
-            f"warning: {error}\nthe ranks are started again ({self._in_vain} of {allowed} without a new step), all of "
-            f"it: {report}"
-        )
+        where = write_report(error, self.config.trainer.run_dir / "logs" / f"restart_{self._restarts}.txt")
+        count = f"{self._in_vain} of {allowed} without a new step"
+        _say(f"warning: {error}\nthe ranks are started again ({count}); {where}")
         self._wait_for_nodes()
 
 

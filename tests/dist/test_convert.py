@@ -233,7 +233,7 @@ def test_a_runs_checkpoint_becomes_the_model_it_trained(
     step = tmp_path / "run" / "checkpoints" / "step_00000001"
     step.mkdir(parents=True)
     trained = two_ranks.run(save_checkpoint, str(model), str(step / role), Layout(tp=2), role, timeout_s=180)[0]
-    write_manifest(step, {"files": facts_under(step)})
+    write_manifest(step, {"files": facts_under(step, role)})
     config = Config()
     config.model.path = config.critic.model.path = str(model)
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
@@ -254,7 +254,7 @@ def test_adapters_become_a_whole_model(
     actor = tmp_path / "run" / "checkpoints" / "step_00000001" / "actor"
     actor.parent.mkdir(parents=True)
     merged = two_ranks.run(save_adapters, str(model), str(actor), Layout(tp=2), timeout_s=180)[0]
-    write_manifest(actor.parent, {"files": facts_under(actor.parent)})
+    write_manifest(actor.parent, {"files": facts_under(actor.parent, "actor")})
     convert(actor, tmp_path / "hf", f"model={model}", "tp=2", "--verify")
     assert f"from {actor} (megatron, actor, float32, adapters)\n" in capsys.readouterr().out
     assert_same(weights(tmp_path / "hf"), merged)

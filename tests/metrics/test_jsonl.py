@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import resource
 import signal
 
@@ -67,6 +68,22 @@ def test_rows_of_the_last_kept_step_may_be_dropped_too(tmp_path):
     append_lines(path, [{"step": 1, "val/score": 0.1}, {"step": 2}, {"step": 2, "val/score": 0.2}])
     drop_after(path, 2, also=lambda row: row["step"] == 2 and "val/score" in row)
     assert list(read_lines(path)) == [{"step": 1, "val/score": 0.1}, {"step": 2}]
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_the_one_before(tmp_path, monkeypatch):
+    path, synced = tmp_path / "m.jsonl", []
+    append_lines(path, [{"step": 1}, {"step": 2}])
+    fsync = os.fsync
+
+    def note(number):
+        synced.append((os.readlink(f"/proc/self/fd/{number}"), path.read_bytes().count(b"\n")))
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", note)
+    drop_after(path, 1)
+    assert [lines for _, lines in synced] == [2, 1], "the new file, then its name"
+    assert synced[0][0].startswith(f"{tmp_path}/.m.jsonl")
+    assert synced[1][0] == str(tmp_path)
 
 
 def test_dropping_from_a_file_that_is_not_there_makes_none(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -46,6 +47,21 @@ def test_so_many_failures_without_a_new_step_are_forgiven_and_the_next_one_is_ra
     assert [line.partition("(")[2][:6] for line in said.splitlines() if "started again" in line] == counts
     for number in (1, 2, 3, 4):
         assert "what rank 3 said" in (tmp_path / f"run/logs/restart_{number}.txt").read_text()
+
+
+def test_a_report_that_cannot_be_written_does_not_stop_a_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    infrastructure = Infrastructure(config_of(tmp_path, max_restarts=1))
+    logs = tmp_path / "run" / "logs"
+    logs.rmdir()
+    logs.touch()
+    infrastructure.forgive(RankError("rank 3 died", report="what rank 3 said"), 7)
+    (report,) = tmp_path.glob("megarl_restart_1_*.txt")
+    assert report.read_text().endswith("what rank 3 said")
+    assert f"{logs}/restart_1.txt could not be written (File exists); all of it: {report}" in capsys.readouterr().err
 
 
 def test_failures_are_forgiven_by_default_where_there_are_checkpoints(tmp_path: Path) -> None:

@@ -46,7 +46,10 @@ class Saver:
         in_background: bool,
         warn: Callable[[str], None],
     ) -> None:
-        """`in_background`: ranks train on while they write.  `warn` is told of saves that fail."""
+        """`root`: in the run's folder, whose logs (`*.jsonl`) are on the disk before a save counts.
+
+        `in_background`: ranks train on while they write.  `warn` is told of saves that fail.
+        """
         self.last: Checkpoint | None = None  # of the finished ones
         self.failed = 0  # saves since the start
         self._root, self._roles, self._retention = root, roles, retention
@@ -123,8 +126,11 @@ class Saver:
         partial, folder = self._partial(step), self._root / f"step_{step:08d}"
         for file in (partial / ROLLOUTS).iterdir():
             file.chmod(PRIVATE_FILE)
-        content = {"step": step, "saved": datetime.now(UTC).isoformat(timespec="seconds")}
-        write_manifest(partial, content | {"roles": sorted(self._roles), "files": facts_under(partial), "state": state})
+        roles = sorted(self._roles)
+        content = {"step": step, "saved": datetime.now(UTC).isoformat(timespec="seconds"), "roles": roles}
+        for log in (*self._root.parent.glob("*.jsonl"), self._root.parent):
+            sync(log)
+        write_manifest(partial, content | {"files": facts_under(partial, *roles), "state": state})
         for parent in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
             sync(parent)
         if os.path.lexists(folder):  # of a run that this one has resumed from an earlier step

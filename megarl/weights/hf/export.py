@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.durable_files import write_sums
+from megarl.durable_files import WEIGHTS, write_sums
 from megarl.layout import RANDOM_WEIGHTS
 from megarl.mcore.models.model import Model
 from megarl.weights.hf.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
@@ -102,7 +102,7 @@ def start_folder(folder: Path, sizes: Sizes, shard_bytes: int = SHARD_BYTES) -> 
 def finish_folder(folder: Path, source_folder: Path, role: Role, dtype: torch.dtype) -> None:
     """Add digests and the tokenizer's files to the weights, then config.json, which marks the folder as complete."""
     config = _config_to_write(source_folder, role, dtype)
-    write_sums(folder, "*.safetensors")
+    write_sums(folder, WEIGHTS)
     copy_tokenizer(source_folder, folder)
     write_whole(folder / CONFIG, lambda p: p.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n"))
 

@@ -48,7 +48,7 @@ def test_a_flipped_bit_is_found_by_one_of_them(folder: Path) -> None:
 def test_the_files_of_ranks_are_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     monkeypatch.setattr(rank_files, "facts_of", lambda file: read.append(file.name) or facts_of(file))
-    found = facts_under(folder)
+    found = facts_under(folder, "")
     assert found == {file.name: facts_of(file) for file in folder.iterdir()}
     assert sorted(read) == ["checkpoint.json", *(f"rank_0000{rank}.json" for rank in range(NUM_RANKS))]
 
@@ -56,4 +56,4 @@ def test_the_files_of_ranks_are_not_read_again(folder: Path, monkeypatch: pytest
 def test_what_a_rank_wrote_and_is_not_there_is_named(folder: Path) -> None:
     (folder / "rank_00002.0000.safetensors").unlink()
     with pytest.raises(ValueError, match=r"rank_00002.0000.safetensors is missing; expected one file system"):
-        facts_under(folder)
+        facts_under(folder, "")

@@ -252,6 +252,21 @@ def test_a_run_that_is_killed_in_a_save_leaves_nothing_that_counts(tmp_path: Pat
         assert names_in(root) == ["step_00000002", "step_00000006"]
 
 
+@pytest.mark.parametrize("name", ["rank_00001.json", "checkpoint.json"])
+def test_a_list_that_the_driver_does_not_see_fails_the_save(tmp_path: Path, name: str) -> None:
+    """As of a rank whose machine does not share the folder: nothing else says that its files should be there."""
+    role = Shard(1)
+    saver = saver_of(tmp_path, {"actor": role})
+    saver.start(2)
+    (folder,) = tmp_path.glob(".step_*/actor")
+    if name == "checkpoint.json":
+        (folder / name).unlink()
+    else:
+        (folder / "checkpoint.json").write_text('{"ranks": 2}')
+    with pytest.raises(SaveError, match=rf"{name}: it cannot be read .*; expected one file system that all machines"):
+        saver.describe({})
+
+
 def test_the_folder_gets_its_name_when_all_files_are_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,13 +279,19 @@ def test_the_folder_gets_its_name_when_all_files_are_on_the_disk(
         fsync(number)
 
     monkeypatch.setattr(os, "fsync", note)
-    save_steps(tmp_path, 2)
-    partial = str(tmp_path / ".step_00000002.partial")
-    for name in [*read_manifest(tmp_path / "step_00000002")["files"], MANIFEST]:
+    root = tmp_path / "checkpoints"
+    logs = [tmp_path / name for name in ("metrics.jsonl", "visits.jsonl")]
+    for log in logs:
+        log.write_text('{"step": 2}\n')
+    save_steps(root, 2)
+    partial = str(root / ".step_00000002.partial")
+    for name in [*read_manifest(root / "step_00000002")["files"], MANIFEST]:
         file = Path(partial, name)
         assert {str(file), str(file.with_name(f".{file.name}.partial"))} & set(synced), name
     assert {f"{partial}/actor", f"{partial}/rollouts"} <= set(synced)
-    assert synced[-2:] == [partial, str(tmp_path)]
+    assert synced[-2:] == [partial, str(root)]
+    manifest = synced.index(f"{partial}/.{MANIFEST}.partial")
+    assert {*map(str, logs), str(tmp_path)} <= set(synced[:manifest]), "logs are never behind a save that counts"
 
 
 def test_a_manifest_is_json_that_other_programs_read(tmp_path: Path) -> None:

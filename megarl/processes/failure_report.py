@@ -1,0 +1,30 @@
+"""The report of a failure: the traceback, and what the ranks said, in a file of the run's logs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_report(error: Exception, file: Path) -> str:
+    """Write the traceback and the ranks' reports to `file`; returns where they are, in words.
+
+    Where that cannot be written, because the disk is full, they go to a temporary folder, or nowhere.
+    """
+    text = "".join(traceback.format_exception(error)) + getattr(error, "report", "")
+    elsewhere = Path(tempfile.gettempdir()) / f"megarl_{file.stem}_{os.getpid()}{file.suffix}"
+    refusals: list[str] = []
+    for report in (file, elsewhere):
+        try:
+            report.parent.mkdir(parents=True, exist_ok=True)
+            report.write_text(text)
+        except OSError as refusal:
+            with suppress(OSError):  # half of it, if any
+                report.unlink()
+            refusals.append(f"{report} could not be written ({refusal.strerror})")
+        else:
+            return "; ".join([*refusals, f"all of it: {report}"])
+    return "; ".join(refusals)
