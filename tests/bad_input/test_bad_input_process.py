@@ -91,3 +91,46 @@ def test_bad_input_of_each_kind_ends_the_process_with_a_sentence(
         assert any(said in line for line in faults), done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert content(folder / "runs") == before
+
+
+ACTS = """
+import os, time
+
+def f(prompt, completion):
+    print("loud " * 1000)
+    if os.fork() == 0:
+        time.sleep(3600)
+        os._exit(0)
+    if prompt.ground_truth == "exception": raise KeyError("gone")
+    if prompt.ground_truth == "hang": time.sleep(3600)
+    if prompt.ground_truth == "memory": return len(bytearray(1 << 40))
+    if prompt.ground_truth == "nan": return float("nan")
+    return 1.0
+"""
+SAID = {"exception": "KeyError", "hang": "no answer within 2 s", "memory": "MemoryError", "nan": "returned nan"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_error", ["unscored", "stop"])
+def test_bad_input_rewards_that_fail_leave_their_groups_or_stop_the_run(
+    cases: Cases, folder: Path, on_error: str
+) -> None:
+    """Each prints and forks too.  A run that had begun ends with 1, not 2: nobody knew before."""
+    acts = [*SAID, "good"] if on_error == "unscored" else ["good", "exception"]
+    (folder / "acts.py").write_text(ACTS)
+    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "1+1=", "ground_truth": "{act}"}}\n' for act in acts))
+    before = content(folder / "runs")
+    words = [f"data.val_files=[{folder}/rows.jsonl]", "data.max_prompt_length=16", "data.max_response_length=4"]
+    words += [f"reward.fn={folder}/acts.py:f", f"reward.on_error={on_error}", "reward.timeout_s=2"]
+    done = started(folder, "evaluate", *words)
+    cases.number += len(acts)
+    logs = "".join(file.read_text(errors="replace") for file in (folder / "runs").rglob("*.log"))
+    if on_error == "unscored":
+        assert done.returncode == 0, done.stderr
+        assert "val/score 1.0000" in done.stdout and "val/unscored 4.0000" in done.stdout, done.stdout
+        assert all(said in logs + done.stderr for said in SAID.values()), logs + done.stderr
+    else:
+        assert done.returncode == 1, done.stderr
+        assert "the run stopped: " in done.stderr and "KeyError" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert content(folder / "runs").items() >= before.items()
