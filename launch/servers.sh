@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The rollout servers that belong on this machine: those of rollout.urls whose host it is.  The words are the run's own:
 #
-#   words='recipe=NAME rollout.urls=[http://gpu7:30000,http://gpu7:30001,http://gpu8:30000]'
+#   words='recipe=NAME rollout.urls=[https://gpu7:30000,https://gpu7:30001,https://gpu8:30000]'
 #   bash launch/servers.sh $words        # on gpu7 and on gpu8
 #   bash launch/local.sh $words          # the trainer; it starts no servers of its own
 #

@@ -19,6 +19,20 @@ def listen(address: str, port: int = 0) -> socket.socket:
     return socket.create_server((address, port), family=family)
 
 
+def address_in(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that `host` is written as; None if it is a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it; a name but localhost counts as that of a network's address."""
+    address = address_in(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
 def host_store(address: str, port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
     """The store for the rendezvous of a group's ranks, hosted by this process at exactly this address.
 

@@ -18,7 +18,7 @@ FLOORS = {
         "sample float32 ragged token_age layout model_types projections plugins declared auth sockets sandbox "
         "durable_files"
     ),
-    1: "config algo data rewards metrics processes routed_experts rank_files http_limits",
+    1: "config algo data rewards metrics processes routed_experts rank_files http_limits tls",
     2: "rollout mcore report",
     3: "servers plan agents",
     4: "weights machines",

@@ -100,11 +100,12 @@ def launches_here(config: Config) -> list[EngineLaunch]:
         if (address := own_address_of(where["host"])) is not None:
             gpu = (rollout.first_gpu or 0) + len(found) * rollout.tensor_model_parallel_size
             seed = rollout.seed + number - len(found)  # the supervisor adds the number on this machine
-            found.append(replace(launch, host=address, port=where["port"], first_gpu=gpu, random_seed=seed))
+            own = {"host": address, "port": where["port"], "tls": where["tls"], "name": where["host"]}
+            found.append(replace(launch, **own, first_gpu=gpu, random_seed=seed))
     if not found:
         raise ValueError(
             f"rollout.urls={list(rollout.urls)}: no host of these is this machine ({socket.gethostname()}); "
-            "expected http://HOST:PORT of the servers to start here"
+            "expected http://HOST:PORT or https://HOST:PORT of the servers to start here"
         )
     return found
 

@@ -77,6 +77,7 @@ AUTO = "auto"
 QUANTIZATIONS = ("none", "fp8")
 PUSHES = ("auto", "gathered", "shared", "sharded")
 ORDERS = ("finished", "prompts")
+TLS = ("auto", "always", "never")
 UPDATES = ("in_place", "retract", "drain")
 LORA_PUSHES = ("merged", "adapter")
 LORA_TARGETS = TARGETS

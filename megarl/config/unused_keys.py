@@ -251,7 +251,7 @@ TABLE = (
         "rollout.sglang.*", "rollout.engine={c.rollout.engine} is not sglang", lambda c: c.rollout.engine == "hf"
     ),
     UnusedKeys(
-        "rollout.num_servers rollout.host",
+        "rollout.num_servers rollout.host rollout.tls",
         "rollout.urls names servers that run already",
         lambda c: bool(c.rollout.urls),
     ),
@@ -259,6 +259,11 @@ TABLE = (
         "rollout.host",
         "with trainer.nnodes={c.trainer.nnodes} servers listen at the addresses of their machines",
         lambda c: c.trainer.nnodes > 1,
+    ),
+    UnusedKeys(
+        "rollout.tls",
+        "servers at rollout.host={c.rollout.host} use http unless it is always, because no other machine reaches them",
+        lambda c: c.rollout.tls != "always" and not c.serves_other_machines,
     ),
     UnusedKeys("rollout.update", "rollout.ahead=0, so nothing runs during a push", lambda c: c.rollout.ahead == 0),
     UnusedKeys(

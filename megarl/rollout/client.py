@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 
-from megarl.rollout.certificates import certificates
 from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import (
     FLATTENED,
@@ -24,6 +23,7 @@ from megarl.rollout.protocol import (
     error_message,
 )
 from megarl.rollout.scores import Scores, parse_scores, score_body
+from megarl.tls import trusted
 
 __all__ = ["ServerClient", "ServerError", "EnginePool", "RolloutFailed"]
 
@@ -50,7 +50,7 @@ class ServerClient:
             headers=auth_headers(token),
             timeout=timeout_s,
             trust_env=False,
-            verify=certificates(),
+            verify=trusted(url, token),
             limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
         )
         self._abilities: Abilities | None = None

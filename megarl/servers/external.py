@@ -58,12 +58,13 @@ class RunningServer(ServerProcess):
 
 
 def place(url: str) -> dict[str, Any]:
-    """http://10.0.0.3:30000 -> its host and port, as fields of EngineLaunch.  Raises ValueError for another form."""
+    """http://10.0.0.3:30000 -> host, port and tls, as fields of EngineLaunch.  Raises ValueError for another form."""
     parts = urlsplit(url)
     try:
         port = parts.port
     except ValueError:
         port = None
-    if parts.scheme != "http" or not parts.hostname or port is None or parts.path.strip("/") or parts.query:
-        raise ValueError(f"rollout.urls: {url} is none; expected http://HOST:PORT")
-    return {"host": parts.hostname, "port": port, "group_port": port}
+    tls = {"http": "never", "https": "always"}.get(parts.scheme)
+    if tls is None or not parts.hostname or port is None or parts.path.strip("/") or parts.query:
+        raise ValueError(f"rollout.urls: {url} is none; expected http://HOST:PORT or https://HOST:PORT")
+    return {"host": parts.hostname, "port": port, "group_port": port, "tls": tls}

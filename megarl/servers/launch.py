@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megarl.auth import SERVER_VARIABLE, without_tokens
-from megarl.sockets import interface_variables
+from megarl.sockets import interface_variables, is_loopback
 
 RETURNS_ROUTES = "--enable-return-routed-experts"  # of both engines
 TOKEN_VARIABLE = SERVER_VARIABLE  # passes the servers' key: every user can read a command line
@@ -41,6 +41,8 @@ class EngineLaunch:
     first_gpu: int | None = None  # None: each server takes the next tensor_parallel_size GPUs
     memory_fraction: float | None = None  # of a GPU's memory, for weights and KV cache; None: the engine's default
     returns_routes: bool = False  # it can report the experts of tokens
+    tls: str = "never"  # always | never: it serves https or http; auto: https unless only this machine reaches its host
+    name: str | None = None  # its host in its clients' urls, if they use another one than `host`
     # The rest is for sglang only.
     reads_weights: bool = True  # from model_path; False: random ones until the first push
     longest_pause_s: float = 600.0  # for which the trainer may pause it, or keep it busy with one order
@@ -72,10 +74,14 @@ class EngineLaunch:
         return self.index * self.tensor_parallel_size if self.first_gpu is None else self.first_gpu
 
     @property
+    def has_tls(self) -> bool:
+        return self.tls == "always" or (self.tls == "auto" and not is_loopback(self.host))
+
+    @property
     def url(self) -> str:
         assert self.port is not None, "a launch has a url only once its port is chosen"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'https' if self.has_tls else 'http'}://{host}:{self.port}"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from megarl.rollout.trust import Trusts
 from megarl.servers.launch import EngineLaunch, ServerCommand, flags
 from megarl.servers.server_process import ServerProcess, ThisMachine, free_ports
 from megarl.servers.sglang_environment import foreign_environment, sglang_python
+from megarl.tls import authority_certificate
 
 _POLL_S = 0.05
 _START_S = 60.0
@@ -65,7 +66,11 @@ class Router:
         args: tuple[str, ...] = (),
     ) -> None:
         """`request_timeout_s`: that of its client; the router waits longer for the servers, so the client decides."""
-        args = ("--request-timeout-secs", str(math.ceil(request_timeout_s) + _LONGER_S), *args)
+        authority = log.with_suffix(".pem")  # it trusts servers with https by this certificate
+        authority.parent.mkdir(parents=True, exist_ok=True)
+        authority.write_bytes(authority_certificate(token))
+        own = {"--request-timeout-secs": math.ceil(request_timeout_s) + _LONGER_S, "--ca-cert-paths": authority}
+        args = (*flags(own), *args)
         port, metrics_port = free_ports([host] * 2)
         launch = EngineLaunch("smg", "", host=host, port=port, group_port=metrics_port, python=python, args=args)
         self._token = token

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,8 @@ from megarl.processes.handle import ProcessHandle
 from megarl.processes.lifetime import last_lines
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.engines import ENGINES
-from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE, EngineLaunch, MakeCommand
+from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE, EngineLaunch, MakeCommand, flags
+from megarl.tls import server_certificate
 
 PORT_TAKEN = "already in use"  # "address ..." of the system, "port is ..." of SGLang
 _QUIET_PORTS = range(20_000, 32_000)  # ephemeral ports are 32768 and above on Linux, 49152 and above elsewhere
@@ -66,15 +67,16 @@ class LocalServer:
         command = (make_command or ENGINES[launch.engine])(launch, Path(self._folder))
         self._stop_signal = command.stop_signal
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as out:
+        with log.open("ab") as out, _certified(launch, token) as (options, files):
             self._log_start = out.tell()  # bytes in the log before this process
             self._process = subprocess.Popen(
-                command.argv,
+                [*command.argv, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
                 env={**command.environment, TOKEN_VARIABLE: token},
                 start_new_session=True,
+                pass_fds=files,
             )
 
     @property
@@ -106,6 +108,21 @@ class LocalServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _certified(launch: EngineLaunch, token: str) -> Iterator[tuple[list[str], list[int]]]:
+    """The options of a server with https, and the open file that they name; none for a server with http.
+
+    The file has the server's certificate and its private key.  It is in memory, so that no disk ever has the key.
+    """
+    if not launch.has_tls:
+        yield [], []
+        return
+    with os.fdopen(os.memfd_create("certificate"), "wb", buffering=0) as file:
+        file.write(server_certificate(token, list(dict.fromkeys([launch.host, launch.name or launch.host]))))
+        path = f"/proc/self/fd/{file.fileno()}"
+        yield flags({"--ssl-certfile": path, "--ssl-keyfile": path}), [file.fileno()]
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,7 @@ def server_launch(config: Config) -> EngineLaunch:
         rollout.engine,
         folder,
         host=rollout.host,
+        tls=rollout.tls,
         dtype=rollout.dtype,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         expert_parallel_size=rollout.expert_parallel_size,

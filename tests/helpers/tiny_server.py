@@ -27,11 +27,13 @@ from megarl.servers.launch import EngineLaunch
 from megarl.servers.router import Router
 from megarl.servers.sglang_environment import PYTHON_VARIABLE
 from megarl.servers.supervisor import Servers
+from megarl.tls import trusted
 
 VOCAB = 32
 CONTEXT = 4096
 EOS = 1
 TOKEN = "a token of the tests"
+TRUSTED = trusted("https://127.0.0.1", TOKEN)
 ALPHABET = "0123456789+-*=?abcdefghijklmno"
 
 
@@ -50,16 +52,18 @@ class Variant:
     servers: int = 1
     tensor_parallel_size: int = 1
     router: bool = False
+    tls: str = "never"
 
 
 # The old version has one rank here: a second one changes only where weights lie, and test_push_sglang.py pushes those.
+# Both versions serve https, also behind the router; servers of two ranks, and those of other tests, serve http.
 VARIANTS = {
     "hf": Variant(),
-    "sglang": Variant("sglang"),
-    "sglang_old": Variant("sglang", OLD),
+    "sglang": Variant("sglang", tls="always"),
+    "sglang_old": Variant("sglang", OLD, tls="always"),
     "sglang_tp2": Variant("sglang", tensor_parallel_size=2),
-    "sglang_replicas": Variant("sglang", servers=2),
-    "sglang_smg": Variant("sglang", servers=2, router=True),
+    "sglang_replicas": Variant("sglang", servers=2, tls="always"),
+    "sglang_smg": Variant("sglang", servers=2, router=True, tls="always"),
 }
 MARKS = dict.fromkeys(VARIANTS, [pytest.mark.sglang]) | {"hf": []}
 MARKS["sglang_replicas"] = [pytest.mark.sglang, pytest.mark.long]  # the same two servers as behind the router
@@ -93,7 +97,7 @@ class Served:
     other_path: str
     engine: EveryEngine
     variant: Variant = field(default_factory=Variant)
-    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=240, trust_env=False))
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=240, trust_env=False, verify=TRUSTED))
     turns: Iterator[str] = field(default=iter(()))
     check: Callable[[], None] = lambda: None  # raises where a server has died
     checksums: dict[str, str] = field(default_factory=dict)  # of the first weights
@@ -189,6 +193,7 @@ def running(variant: Variant, model_path: str, log_dir: Path) -> Iterator[Server
         max_running_requests=64,
         max_total_tokens=64 * 1024,
         random_seed=7,
+        tls=variant.tls,
         tensor_parallel_size=variant.tensor_parallel_size,
         python=sglang_of(variant.version) if variant.engine == "sglang" else None,
         device=DEVICE,

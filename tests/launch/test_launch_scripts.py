@@ -223,7 +223,7 @@ def test_trainer_and_servers_agree_on_where_servers_are() -> None:
     served, _ = load_config(words_of(servers), command="serve")
     assert trainer.rollout.urls == served.rollout.urls
     name, service = servers["metadata"]["name"], servers["spec"]["serviceName"]
-    wanted = {f"http://{name}-{index}.{service}:30000" for index in range(servers["spec"]["replicas"])}
+    wanted = {f"https://{name}-{index}.{service}:30000" for index in range(servers["spec"]["replicas"])}
     assert set(served.rollout.urls) == wanted
 
 

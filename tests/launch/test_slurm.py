@@ -68,7 +68,7 @@ def test_trainer_and_servers_on_nodes_of_their_own(tmp_path: Path) -> None:
     )
     found = submit(tmp_path, 3, words, 250, SERVER_NODES="1", SERVER_PORT=str(server))
     assert found.returncode == 0, found.stdout + found.stderr
-    assert f"serving at http://127.0.0.3:{server}" in found.stdout
+    assert f"serving at https://127.0.0.3:{server}" in found.stdout
     summary = json.loads((tmp_path / "runs/apart/summary.json").read_text())
     assert summary["pushes"] == summary["pushes_verified"] == 4
     assert not list(tmp_path.glob(".megarl_token*"))

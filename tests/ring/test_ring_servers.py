@@ -74,10 +74,15 @@ def test_a_server_joins_a_run_writes_samples_for_it_and_leaves_without_a_loss(pa
     reward = tmp_path / "gates.py"
     reward.write_text(GATES.format(run=str(run), gates=str(tmp_path), visits=VISITS))
     (port,) = free_ports(["127.0.0.1"])
-    more = [f"reward.fn={reward}:gated", f"rollout.join=127.0.0.1:{port}", "trainer.total_training_steps=6"]
+    more = [
+        f"reward.fn={reward}:gated",
+        f"rollout.join=127.0.0.1:{port}",
+        "rollout.tls=always",
+        "trainer.total_training_steps=6",
+    ]
     words = settings(parts, tmp_path, "joined", *GRPO, *more)
     driver, guest = start("train", words, log), start("serve", words, guest_log)
-    served = r"(http://127\.0\.0\.1:\d+) has its first verified weights and serves the run"
+    served = r"(https://127\.0\.0\.1:\d+) has its first verified weights and serves the run"
     wait_until(lambda: re.search(served, log.read_text()), log, driver, guest)
     found = re.search(served, log.read_text())
     assert found is not None

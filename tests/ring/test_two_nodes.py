@@ -66,8 +66,11 @@ def descendants(process: subprocess.Popen[bytes], module: str) -> list[psutil.Pr
 def test_a_rank_of_the_other_machine_dies_and_the_run_goes_on_while_servers_stay(
     parts: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """Tensor parallelism and two servers over two machines: every step is that of a run on one, to the last bit."""
-    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
+    """Tensor parallelism and two servers over two machines: every step is that of a run on one, to the last bit.
+
+    The servers speak https, as they do by themselves at addresses other than loopback.
+    """
+    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "rollout.tls=always"]
     words = settings(parts, tmp_path, "two", *COMMON, *more)
     driver = start(words, tmp_path / "driver.log")
     # its number comes from where Kubernetes would tell it
@@ -91,6 +94,8 @@ def test_a_rank_of_the_other_machine_dies_and_the_run_goes_on_while_servers_stay
     summary = json.loads((tmp_path / "two/summary.json").read_text())
     assert summary["servers_died"] == 0
     assert summary["pushes"] == summary["pushes_verified"]
+    for number, host in enumerate(("127.0.0.1", "127.0.0.2")):
+        assert f"https://{host}:" in (tmp_path / f"two/logs/server_{number}.log").read_text()
     for metric in METRICS:
         assert steps(tmp_path / "two", metric) == steps(whole / "whole", metric), metric
     assert len(lines(tmp_path / "two/samples.jsonl")) == len(lines(whole / "whole/samples.jsonl"))

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 from safetensors import safe_open
 from spawn import DEVICE
-from tiny_server import PARAMS
+from tiny_server import PARAMS, TRUSTED
 
 from megarl.rollout.client import ServerError
 from megarl.rollout.protocol import (
@@ -196,7 +196,8 @@ def test_a_client_that_hangs_up_ends_its_request(server, background):
     async def hang_up():
         body, headers = generate_body(PROMPT, 1, LONG, "abandoned"), auth_headers(server.token)
         async with aiohttp.ClientSession() as session:
-            asked = asyncio.create_task(session.post(next(server.turns) + Route.GENERATE, json=body, headers=headers))
+            url = next(server.turns) + Route.GENERATE
+            asked = asyncio.create_task(session.post(url, json=body, headers=headers, ssl=TRUSTED))
             await asyncio.to_thread(wait_until_running, server, 2)
             asked.cancel()
 

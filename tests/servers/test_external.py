@@ -89,14 +89,17 @@ def test_one_of_no_use_is_tried_again_but_not_ended(foreign: Foreign) -> None:
         assert states_until(servers, State.SERVING) == [State.SERVING]
 
 
-@pytest.mark.parametrize("url", ["gpu7:30000", "http://gpu7", "https://gpu7:1", "http://gpu7:1/v1", "http://gpu7:x"])
+@pytest.mark.parametrize("url", ["gpu7:30000", "http://gpu7", "ftp://gpu7:1", "http://gpu7:1/v1", "http://gpu7:x"])
 def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"rollout.urls: .* is none; expected http://HOST:PORT"):
         place(url)
 
 
 def test_a_url_is_a_place() -> None:
-    assert place("http://[fd00::1]:30000/") == {"host": "fd00::1", "port": 30000, "group_port": 30000}
+    found = {"host": "fd00::1", "port": 30000, "group_port": 30000}
+    assert place("http://[fd00::1]:30000/") == {**found, "tls": "never"}
+    assert place("https://[fd00::1]:30000") == {**found, "tls": "always"}
+    assert EngineLaunch("running", "", **place("https://[fd00::1]:30000")).url == "https://[fd00::1]:30000"
 
 
 class FakeHandle:

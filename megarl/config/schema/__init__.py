@@ -20,6 +20,7 @@ from megarl.config.schema.roles import Actor, Critic, Model, Ref
 from megarl.config.schema.rollout import Rollout
 from megarl.config.schema.teachers import Distill, Teacher
 from megarl.config.schema.trainer import Trainer
+from megarl.sockets import is_loopback
 
 __all__ = ["Algorithm", "Config", "Megatron", "Optim"]
 
@@ -102,6 +103,11 @@ class Config:
         """Adapters that a server keeps: those of running completions, and the new one; 0: it gets merged weights."""
         lora = self.actor.lora
         return self.rollout.ahead + 2 if lora.rank > 0 and lora.push == "adapter" else 0
+
+    @property
+    def serves_other_machines(self) -> bool:
+        """May its servers listen at an address that other machines reach?"""
+        return self.trainer.nnodes > 1 or self.rollout.join is not None or not is_loopback(self.rollout.host)
 
     @property
     def first_push_is_whole(self) -> bool:

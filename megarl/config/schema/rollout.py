@@ -54,6 +54,7 @@ class Rollout:
     quantization: str = "none"  # none | fp8: sglang quantizes its linear layers when it loads the pushed weights
     request_timeout_s: float = 120.0  # a request that takes longer is ended, and the next one continues its tokens
     host: str = "127.0.0.1"  # address on which servers listen
+    tls: str = "auto"  # https of servers that a run starts: always | never | auto (not at loopback)
     seed: int = II("trainer.seed")  # of the sampling
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     bucket_bytes: int | None = None  # of weights on their way; null = from the model's size: 64 MiB to 2 GiB

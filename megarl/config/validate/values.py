@@ -55,6 +55,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.push": names.PUSHES,
     "rollout.order": names.ORDERS,
     "rollout.update": names.UPDATES,
+    "rollout.tls": names.TLS,
     "rollout.quantization": names.QUANTIZATIONS,
     "actor.lora.push": names.LORA_PUSHES,
     "actor.router_replay": names.ROUTER_REPLAYS,

@@ -11,12 +11,12 @@ import resource
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
 import aiohttp
 
-from megarl.rollout.certificates import certificates
 from megarl.rollout.pool.pool_server import (
     Ask,
     NoFilesLeft,
@@ -40,6 +40,7 @@ from megarl.rollout.protocol import (
 )
 from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
 from megarl.sample import Completion, VersionSpan
+from megarl.tls import trusted
 
 _CONNECT_S = 10.0
 GRACE_S = 10.0  # a server that was told to end a request returns its tokens within this time
@@ -90,7 +91,7 @@ class Sender:
         self._http = aiohttp.ClientSession(
             headers=auth_headers(self._token),
             # The pool's slots limit the connections; a limit here would let the order to end a request wait.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=certificates()),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, self._timeout_s)),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -183,9 +184,12 @@ class Sender:
                     continue
                 raise ServerFailed(f"it wrote with unverified weights (version {unverified[0]})") from None
 
+    def _send(self, url: str, route: Route, body: object) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.post(url + route, json=body, allow_redirects=False, ssl=trusted(url, self._token))
+
     async def _post(self, url: str, body: dict[str, Any]) -> Any:
         try:
-            async with self._session.post(url + Route.GENERATE, json=body, allow_redirects=False) as reply:
+            async with self._send(url, Route.GENERATE, body) as reply:
                 if reply.status != 200:
                     message = error_message((await _read(reply)).decode(errors="replace"), reply.reason or "")
                     raise _refusal(reply.status, message, adapter=body.get("lora_path"))
@@ -237,7 +241,7 @@ class Sender:
     async def _abort(self, url: str, rid: str) -> None:
         # The request is cut off if this does not help.
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self._session.post(url + Route.ABORT, json={"rid": rid, "abort_all": False}):
+            async with self._send(url, Route.ABORT, {"rid": rid, "abort_all": False}):
                 pass
 
 

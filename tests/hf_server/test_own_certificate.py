@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 
-from megarl.rollout.certificates import certificates
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import SamplingParams
@@ -75,16 +74,12 @@ def test_clients_trust_the_certificate_that_they_were_given_and_no_other(
     served: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, certificate = served
-    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    try:
-        certificates.cache_clear()
-        with pytest.raises(ServerError, match="CERTIFICATE_VERIFY_FAILED"):
-            ServerClient(url, KEY).model_info()
-        with pytest.raises(RolloutFailed):
-            answer(url)
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        certificates.cache_clear()
-        assert ServerClient(url, KEY).model_info()["is_generation"] is True
-        assert answer(url) == 6
-    finally:
-        certificates.cache_clear()
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ServerError, match="CERTIFICATE_VERIFY_FAILED"):
+        ServerClient(url, KEY).model_info()
+    with pytest.raises(RolloutFailed):
+        answer(url)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    assert ServerClient(url, KEY).model_info()["is_generation"] is True
+    assert answer(url) == 6
