@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from shards_cases import Trained
 from spawn import Ranks
 from torch import Tensor
@@ -115,4 +116,7 @@ def save_torch_dist(hf_folder: str, folder: str, layout: Layout, with_weights: b
     Path(folder).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     dist_checkpointing.save({**state, "optimizer": {"x": moment}, "iteration": 7, "args": layout}, folder)
+    if queue := filesystem_async._results_queue:  # of a process that would outlive this one
+        queue._manager.shutdown()
+        filesystem_async._results_queue = None
     destroy_groups()
