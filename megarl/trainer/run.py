@@ -229,7 +229,9 @@ class Run:
         own = [url for url in processes.urls if url not in processes.joined]
         self.roles.actor.connect(push_settings(config, own, token))
         trainer, roles = config.trainer, self.roles.trainable
-        self.saver = Saver(self.checkpoints, roles, Retention.of(config), in_background=trainer.async_save, warn=warn)
+        origin = self.resumed_from.origin if self.resumed_from else None
+        keys: dict[str, Any] = {"in_background": trainer.async_save, "warn": warn, "origin": origin}
+        self.saver = Saver(self.checkpoints, roles, Retention.of(config), **keys)
         if self.resumed_from is not None:
             checkpoint.restore(self.resumed_from, roles, verify=trainer.verify_resume)
             self.algorithm.kl.load_state_dict(self.resumed_from.state["kl"])

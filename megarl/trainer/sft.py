@@ -113,6 +113,7 @@ def _train(
                 Retention.of(config),
                 in_background=config.trainer.async_save,
                 warn=warn,
+                origin=resumed.origin if resumed else None,
             )
             times = SaveTimes(config.trainer, signals, first_step=first_step, num_steps=num_steps)
             bad_numbers = BadNumbers(config.trainer.on_nonfinite, folder)

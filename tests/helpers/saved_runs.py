@@ -54,16 +54,17 @@ def saver_of(
     keep: int = 9,
     in_background: bool = False,
     warn: Callable[[str], None] | None = None,
-    **more: int,
+    origin: str | None = None,
+    **more: Any,
 ) -> Saver:
     def unexpected(sentence: str) -> None:
         raise AssertionError(sentence)
 
-    retention = Retention(keep, **more)
-    return Saver(root, roles or {"actor": Shard()}, retention, in_background=in_background, warn=warn or unexpected)
+    how: dict[str, Any] = {"in_background": in_background, "warn": warn or unexpected, "origin": origin}
+    return Saver(root, roles or {"actor": Shard()}, Retention(keep, **more), **how)
 
 
-def save_steps(root: Path, *steps: int, keep: int = 9, **more: int) -> None:
+def save_steps(root: Path, *steps: int, keep: int = 9, **more: Any) -> None:
     """The role's numbers are the step."""
     for step in steps:
         save(saver_of(root, {"actor": Shard(step)}, keep=keep, **more), step)

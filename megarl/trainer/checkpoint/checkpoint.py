@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.config import Config
 from megarl.config.schema import Trainer
+from megarl.durable_files import facts_of
 from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
 
 ROLLOUTS = "rollouts"  # folder of the finished groups that waited
+EXPECTED = "expected auto, disable, or the folder of a checkpoint"
 FILES_OF_RANKS = "*rank_*.safetensors"
 
 
@@ -45,6 +47,7 @@ class Checkpoint:
     folder: Path
     step: int  # finished iterations
     state: dict[str, Any]
+    origin: str | None = None  # SHA-256 of the manifest at which trainer.resume_mode let its training begin, if any
 
 
 def restore(checkpoint: Checkpoint, roles: Mapping[str, Saves], *, verify: bool) -> None:
@@ -71,20 +74,27 @@ def find(
 ) -> Checkpoint | None:
     """auto: the newest whole checkpoint under `root`, if there is any; disable: none; otherwise that of a folder.
 
+    If there are newer ones under `root` that come from that folder's, the newest of these: who is told the same again,
+    as by Slurm or Kubernetes, goes on.  `warn` is told.
     All sizes are checked.  `verify`: SHA-256 too, except of the ranks' files, which `restore` has checked by the ranks.
-    `before`: auto takes only earlier steps.  `warn` is told of each damaged one that auto passes over.
+    `before`: only earlier steps under `root` are taken.  `warn` is told of each damaged one that is passed over.
     Raises ValueError for a folder without a whole checkpoint, and if auto finds only damaged ones.
     """
     if resume_mode == "disable":
         return None
-    if resume_mode != "auto":
-        return _named(resume_mode, verify=verify)
     folders = [folder for folder in folders_under(root) if before is None or step_of(folder) < before]
-    faults: list[str] = []
-    for folder in reversed(folders):
-        if not (faults := faults_in(folder, reads=verify, skip=FILES_OF_RANKS)):
-            return _read(folder)
-        warn(f"{folder.name} is passed over: {'; '.join(faults)}")
+    if resume_mode != "auto":
+        origin = _origin_at(resume_mode)
+        own = {checkpoint.folder for checkpoint in all_checkpoints(root) if checkpoint.origin == origin}
+        later, _ = _newest_whole([folder for folder in folders if folder in own], warn, verify=verify)
+        if later is not None:
+            how = f"it goes on from {later.folder.name}; for another run from there set another trainer.experiment_name"
+            warn(f"trainer.resume_mode={resume_mode}: this run has gone on from there to {later.folder.name}, so {how}")
+            return later
+        return replace(_named(resume_mode, verify=verify), origin=origin)
+    found, faults = _newest_whole(folders, warn, verify=verify)
+    if found is not None:
+        return found
     if folders or before is not None:
         what = "is whole" if before is None else f"before step {before} is whole"
         raise ValueError(
@@ -92,6 +102,18 @@ def find(
             "expected one, or trainer.resume_mode=disable, which begins again"
         )
     return None
+
+
+def _newest_whole(
+    folders: list[Path], warn: Callable[[str], None], *, verify: bool
+) -> tuple[Checkpoint | None, list[str]]:
+    """The last of these folders without a fault, and the faults of the one looked at last."""
+    faults: list[str] = []
+    for folder in reversed(folders):
+        if not (faults := faults_in(folder, reads=verify, skip=FILES_OF_RANKS)):
+            return _read(folder), []
+        warn(f"{folder.name} is passed over: {'; '.join(faults)}")
+    return None, faults
 
 
 def save_before(damaged: Checkpoint, error: Damaged, settings: Trainer, warn: Callable[[str], None]) -> Checkpoint:
@@ -102,17 +124,23 @@ def save_before(damaged: Checkpoint, error: Damaged, settings: Trainer, warn: Ca
     if damaged.folder == Path(settings.resume_mode):
         raise error
     warn(f"{damaged.folder.name} is passed over: {error}")
-    found = find("auto", damaged.folder.parent, warn, verify=settings.verify_resume, before=damaged.step)
+    mode = "auto" if settings.resume_mode == "disable" else settings.resume_mode  # which begins anew only once
+    found = find(mode, damaged.folder.parent, warn, verify=settings.verify_resume, before=damaged.step)
     assert found is not None, "find raises an error if there is none"
     return found
 
 
+def _origin_at(resume_mode: str) -> str:
+    """The origin of what is trained from the save in this folder."""
+    if not (file := Path(resume_mode) / MANIFEST).is_file():
+        raise ValueError(f"trainer.resume_mode={resume_mode}: no finished checkpoint there (no {MANIFEST}); {EXPECTED}")
+    return facts_of(file)["sha256"]
+
+
 def _named(resume_mode: str, *, verify: bool) -> Checkpoint:
-    folder, expected = Path(resume_mode), "expected auto, disable, or the folder of a checkpoint"
-    if not (folder / MANIFEST).is_file():
-        raise ValueError(f"trainer.resume_mode={resume_mode}: no finished checkpoint there (no {MANIFEST}); {expected}")
+    folder = Path(resume_mode)
     if faults := faults_in(folder, reads=verify, skip=FILES_OF_RANKS):
-        raise ValueError(f"trainer.resume_mode={resume_mode}: {'; '.join(faults)}; {expected}")
+        raise ValueError(f"trainer.resume_mode={resume_mode}: {'; '.join(faults)}; {EXPECTED}")
     return _read(folder)
 
 
@@ -184,4 +212,4 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _read(folder: Path) -> Checkpoint:
     content = read_manifest(folder)
-    return Checkpoint(folder, content["step"], content["state"])
+    return Checkpoint(folder, content["step"], content["state"], content.get("origin"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,23 +18,27 @@ class Retention:
     newest: int  # as many of the last steps
     every: int = -1  # each multiple of so many steps is a milestone; -1: none
     best: int = 0  # as many of the highest scores; of two equal ones the later
+    first: int | None = None  # the step of the save that trainer.resume_mode names, while the command may come again
 
     @classmethod
     def of(cls, config: Config) -> Retention:
-        trainer = config.trainer
-        return cls(trainer.max_checkpoints_to_keep, trainer.keep_every_steps, trainer.keep_best)
+        trainer, named = config.trainer, Path(config.trainer.resume_mode)
+        own = named.name.startswith("step_") and named.parent.resolve() == (trainer.run_dir / "checkpoints").resolve()
+        first = int(named.name.removeprefix("step_")) if own else None
+        return cls(trainer.max_checkpoints_to_keep, trainer.keep_every_steps, trainer.keep_best, first)
 
     def reasons(self, steps: Collection[int], scores: Mapping[int, float]) -> dict[int, list[str]]:
-        """step -> why it is kept: newest, milestone, best; none: it may be deleted.
+        """step -> why it is kept: newest, milestone, best, first; none: it may be deleted.
 
         Example: Retention(1, every=20, best=1).reasons([10, 20, 30], {10: 0.9, 20: 0.8})
         -> {10: ["best"], 20: ["milestone"], 30: ["newest"]}
         """
         scored = sorted((step for step in steps if step in scores), key=lambda step: (scores[step], step))
-        chosen = {
+        chosen: dict[str, Sequence[int | None]] = {
             "newest": sorted(steps)[-self.newest :],
             "milestone": [step for step in steps if self.every > 0 and step % self.every == 0],
             "best": scored[-self.best :] if self.best else [],
+            "first": [self.first],
         }
         return {step: [reason for reason, kept in chosen.items() if step in kept] for step in sorted(steps)}
 

@@ -45,15 +45,17 @@ class Saver:
         *,
         in_background: bool,
         warn: Callable[[str], None],
+        origin: str | None = None,
     ) -> None:
         """`root`: in the run's folder, whose logs (`*.jsonl`) are on the disk before a save counts.
 
         `in_background`: ranks train on while they write.  `warn` is told of saves that fail.
+        `origin`: that of the saves.
         """
         self.last: Checkpoint | None = None  # of the finished ones
         self.failed = 0  # saves since the start
         self._root, self._roles, self._retention = root, roles, retention
-        self._in_background, self._warn = in_background, warn
+        self._in_background, self._warn, self._origin = in_background, warn, origin
         self._pending: tuple[int, dict[str, Any] | None] | None = None
         self._writing: list[Saves] = []  # the roles of the pending one
 
@@ -128,6 +130,7 @@ class Saver:
             file.chmod(PRIVATE_FILE)
         roles = sorted(self._roles)
         content = {"step": step, "saved": datetime.now(UTC).isoformat(timespec="seconds"), "roles": roles}
+        content |= {"origin": self._origin}
         for log in (*self._root.parent.glob("*.jsonl"), self._root.parent):
             sync(log)
         write_manifest(partial, content | {"files": facts_under(partial, *roles), "state": state})
@@ -138,7 +141,7 @@ class Saver:
         partial.rename(folder)
         sync(self._root)
         self._prune(step)
-        return Checkpoint(folder, step, state)
+        return Checkpoint(folder, step, state, self._origin)
 
     def _prune(self, step: int) -> None:
         """Delete what is not to be kept, damaged saves, and those of later steps.

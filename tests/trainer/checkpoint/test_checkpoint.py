@@ -61,6 +61,40 @@ def test_resume_modes(root: Path) -> None:
     assert resumed(root, before=4) == (2.0, [])
 
 
+def test_a_run_that_is_told_again_to_begin_at_a_save_goes_on_from_what_it_has_trained_since(
+    root: Path, tmp_path: Path
+) -> None:
+    """As Slurm and Kubernetes tell it, which start the same command again; from a save of its own or of another run."""
+    mode = str(root / "step_00000002")
+    first = find(mode, root, pytest.fail, verify=True)
+    assert first is not None
+    for own in (root, tmp_path / "another" / "checkpoints"):
+        save_steps(own, 3, 5, keep=1, origin=first.origin, first=2 if own == root else None)
+        value, (sentence,) = resumed(own, mode)
+        assert value == 5.0
+        assert sentence.startswith(
+            f"trainer.resume_mode={mode}: this run has gone on from there to step_00000005, so it"
+        )
+        again = find(mode, own, str, verify=True)
+        assert again is not None
+        assert again.origin == first.origin, "and so it does the next time"
+        save(saver_of(own, {"actor": Shard(7)}, origin=again.origin), 7)
+        assert resumed(own, mode)[0] == 7.0
+        damage(own / "step_00000007" / MANIFEST, "cut")
+        assert resumed(own, mode)[0] == 5.0
+        assert resumed(own, mode, before=5)[0] == 2.0
+    assert (root / "step_00000002").exists(), "the command names it as long as the run goes on"
+
+
+def test_saves_that_do_not_come_from_the_one_that_is_asked_for_are_not_taken(root: Path) -> None:
+    mode = str(root / "step_00000002")
+    save_steps(root, 6)
+    other = find(str(root / "step_00000004"), root, pytest.fail, verify=True)
+    assert other is not None
+    save_steps(root, 7, origin=other.origin)
+    assert resumed(root, mode) == (2.0, [])
+
+
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     save_steps(tmp_path, 7, 100_000_000)
     assert [c.step for c in all_checkpoints(tmp_path)] == [7, 100_000_000]

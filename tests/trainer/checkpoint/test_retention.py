@@ -17,6 +17,7 @@ STEPS = (10, 20, 30, 40)
     ("retention", "kept"),
     [
         (Retention(1), {40: ["newest"]}),
+        (Retention(1, first=20), {20: ["first"], 40: ["newest"]}),
         (Retention(9), {step: ["newest"] for step in STEPS}),
         (Retention(1, every=20), {20: ["milestone"], 40: ["newest", "milestone"]}),
         (Retention(1, best=2), {10: ["best"], 30: ["best"], 40: ["newest"]}),
@@ -48,4 +49,8 @@ def test_keys_without_an_effect_are_refused() -> None:
             load(*words)
         assert because in str(caught.value)
     kept = load(saves, "trainer.keep_best=1", "data.val_files=[v.jsonl]", "trainer.test_freq=2")
+    assert Retention.of(kept) == Retention(2, -1, 1)
+    kept.trainer.resume_mode = str(kept.trainer.run_dir / "checkpoints" / "step_00000020")
+    assert Retention.of(kept) == Retention(2, -1, 1, first=20)
+    kept.trainer.resume_mode = "another/checkpoints/step_00000020"
     assert Retention.of(kept) == Retention(2, -1, 1)
