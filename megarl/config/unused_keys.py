@@ -366,11 +366,12 @@ UNREAD = {
         "actor.ppo_epochs actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* "
         "actor.router_replay data.*_files data.*_key data.*_batch_size data.max_* data.overlong_prompts data.shuffle "
         "data.val_max_samples trainer.test_freq trainer.val_before_train trainer.keep_best trainer.critic_warmup "
-        "trainer.prepare trainer.check_export trainer.total_epochs trainer.check_only trainer.max_restarts"
+        "trainer.prepare trainer.check_export trainer.total_epochs trainer.check_only trainer.max_restarts "
+        "trainer.token_samples"
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "
-        "trainer.on_nonfinite trainer.spike_sigma "
+        "trainer.on_nonfinite trainer.spike_sigma trainer.token_samples "
         "trainer.save_* trainer.term_grace_s trainer.max_restarts trainer.start_timeout_s trainer.call_factor "
         "trainer.call_floor_s trainer.silence_s trainer.spare_nodes rollout.n rollout.temperature rollout.top_p "
         "rollout.top_k rollout.ahead rollout.order rollout.update rollout.max_age rollout.turn_s rollout.push "

@@ -346,6 +346,82 @@ function answer(sample) {
     make("div", { className: "text" }, sample.completion || "(empty)"));
 }
 
+/* ---------------------------------------------------------------- token by token */
+
+const ratio = (token) => Math.exp(token.log_prob - token.rollout_log_prob);
+const tint = (name, strength) => `color-mix(in srgb, var(${name}) ${Math.round(65 * Math.min(Math.max(strength, 0), 1))}%, transparent)`;
+
+/** What a token may be coloured by: its name, what the colours mean, and the colour of a token. */
+const MEASURES = {
+  advantage: ["advantage", "blue: above 0, orange: below 0; full colour from 2",
+    (token) => tint(token.advantage > 0 ? "--cold" : "--hot", Math.abs(token.advantage) / 2)],
+  probability: ["log-prob", "the more orange, the less likely; full colour from -5",
+    (token) => tint("--hot", -token.log_prob / 5)],
+  ratio: ["ratio", "of the trainer's probability to the server's; blue: above 1, orange: below 1; full colour from a factor of 2",
+    (token) => tint(ratio(token) > 1 ? "--cold" : "--hot", Math.abs(Math.log2(ratio(token))))],
+  version: ["weight version", "a colour for each version of the weights", (token) =>
+    `color-mix(in srgb, ${colour(token.version)} 32%, transparent)`],
+};
+
+function tokens() {
+  if (!data.tokens.length) return;
+  const box = section("tokens", "Token by token");
+  const list = make("div");
+  const named = make("b");
+  const meaning = make("p", { className: "soft small" });
+  let measure = "advantage";
+  let at = data.tokens.length - 1;
+  const paint = () => {
+    meaning.textContent = MEASURES[measure][1];
+    for (const span of list.querySelectorAll(".token")) span.style.backgroundColor = MEASURES[measure][2](span.token);
+  };
+  const show = () => {
+    named.textContent = `step ${data.tokens[at].step}`;
+    list.replaceChildren(...data.tokens[at].samples.map(tokenCard));
+    paint();
+  };
+  const slider = make("input", { type: "range", min: 0, max: data.tokens.length - 1, value: at });
+  slider.setAttribute("aria-label", "step");
+  slider.addEventListener("input", () => { at = Number(slider.value); show(); });
+  const options = Object.entries(MEASURES).map(([key, [name]]) => [key, name]);
+  box.append(make("div", { className: "bar" }, make("label", {}, slider, named),
+    choice("Colour", options, measure, (value) => { measure = value; paint(); })), meaning, list);
+  scheme.addEventListener("change", paint);
+  show();
+}
+
+function tokenCard({ uid, reward, rows }) {
+  const detail = make("output", { className: "detail" }, phone ? "Touch a token." : "Point at a token.");
+  const tell = ({ target: { token } }) => {
+    if (!token) return;
+    const parts = [["log-prob", token.log_prob], ["of the server", token.rollout_log_prob], ["ratio", ratio(token)],
+      ["advantage", token.advantage], ["weights", token.version]];
+    detail.replaceChildren(make("code", {}, JSON.stringify(token.text)),
+      ...parts.map(([name, value]) => make("span", {}, `${name} `, make("b", {}, short(value)))));
+  };
+  const texts = rows.map((parts) => make("div", { className: "text tokens" }, ...parts.flatMap(spans)));
+  const card = make("article", { className: "card sample" }, make("div", { className: "meta" },
+    make("span", { className: `reward ${reward > 0 ? "good" : "bad"}` }, `reward ${short(reward)}`),
+    make("span", {}, "prompt ", make("b", {}, uid)), rows.length > 1 ? make("span", {}, `${rows.length} rows`) : null),
+  ...texts, detail);
+  card.addEventListener("pointerover", tell);
+  card.addEventListener("click", tell);
+  return card;
+}
+
+/** The elements of a part of a row: context as it is, what the policy wrote token by token. */
+function spans(part) {
+  if (!("pieces" in part)) return [make("span", { className: "context" }, part.text)];
+  return part.pieces.map((text, at) => {
+    const span = make("span", { className: "token" }, text.replaceAll("\n", "↵\n"));
+    span.token = {
+      text, version: part.version, log_prob: part.log_probs[at],
+      rollout_log_prob: part.rollout_log_probs[at], advantage: part.advantages[at],
+    };
+    return span;
+  });
+}
+
 /* ---------------------------------------------------------------- settings */
 
 function settings() {
@@ -399,6 +475,7 @@ async function start() {
   curves();
   times();
   samples();
+  tokens();
   settings();
   paintLegends();
   scheme.addEventListener("change", () => { paintLegends(); redraw(); });

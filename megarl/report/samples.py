@@ -1,21 +1,31 @@
-"""The answers of a page: some steps of samples.jsonl, in a bounded number of characters."""
+"""The answers of a page: some steps of samples.jsonl and tokens.jsonl, in a bounded number of characters."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 MAX_STEPS = 24  # of a page, the first and the last among them
 MAX_PER_STEP = 16
 MAX_TEXT = 4000  # characters of a prompt or an answer; the middle is left out
-MAX_CHARS = 700_000  # of all samples of a page
+MAX_CHARS = 700_000  # of all samples of a page, and again of those token by token
 SHOWN = ("uid", "ground_truth", "reward", "reward_extra", "finish_reason", "versions", "num_tokens", "num_turns")
+Row = Mapping[str, Any]
 
 
-def samples_of(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """[{"step", "samples": [...]}], steps that are spread evenly over the run."""
-    by_step: dict[int, list[Mapping[str, Any]]] = {}
+def samples_of(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Lines of samples.jsonl -> [{"step", "samples": [...]}], steps that are spread evenly over the run."""
+    return _steps_of(rows, _sample)
+
+
+def tokens_of(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The same for lines of tokens.jsonl."""
+    return _steps_of(rows, _tokens)
+
+
+def _steps_of(rows: Iterable[Row], shown: Callable[[Row], dict[str, Any]]) -> list[dict[str, Any]]:
+    by_step: dict[int, list[Row]] = {}
     for row in rows:
         kept = by_step.setdefault(row["step"], [])
         if len(kept) < MAX_PER_STEP:
@@ -23,7 +33,7 @@ def samples_of(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     num_steps = MAX_STEPS
     while True:
         steps = spread(sorted(by_step), num_steps)
-        page = [{"step": step, "samples": [_sample(row) for row in by_step[step]]} for step in steps]
+        page = [{"step": step, "samples": [shown(row) for row in by_step[step]]} for step in steps]
         if num_steps == 1 or len(json.dumps(page)) <= MAX_CHARS:
             return page
         num_steps = num_steps * 2 // 3
@@ -46,6 +56,10 @@ def cut(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - MAX_TEXT} characters ...]\n{text[-half:]}"
 
 
-def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+def _sample(row: Row) -> dict[str, Any]:
     texts = {"prompt": cut(row["prompt"]), "completion": cut(row["completion"])}
     return texts | {name: row.get(name) for name in SHOWN}
+
+
+def _tokens(row: Row) -> dict[str, Any]:
+    return {name: row[name] for name in ("uid", "reward", "rows")}

@@ -20,6 +20,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
 from megarl.group import Group
 from megarl.machines import Nodes
+from megarl.metrics.tokens import TokenLog
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.projections import chosen, projections_of
 from megarl.rollout.engine_routes import EngineRoutes
@@ -130,6 +131,17 @@ def start_trackers(config: Config, num_steps: int, resume_step: int | None) -> T
         trainer.logger, trainer.run_dir, trainer.project_name, trainer.experiment_name, asdict(config), num_steps,
         resume_step=resume_step,
     )  # fmt: skip
+
+
+def make_token_log(config: Config) -> TokenLog | None:
+    """None with trainer.token_samples=0."""
+    num_samples = config.trainer.token_samples
+    if not num_samples:
+        return None
+    tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
+    return TokenLog(
+        config.trainer.run_dir, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)), num_samples
+    )
 
 
 def optimizer_steps(config: Config, role: Any, num_iterations: int) -> int:

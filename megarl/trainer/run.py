@@ -21,6 +21,7 @@ from megarl.metrics.console import warn
 from megarl.metrics.jsonl import drop_after
 from megarl.metrics.report import SAMPLES, VISITS
 from megarl.metrics.timer import Timer
+from megarl.metrics.tokens import TOKENS, TokenLog
 from megarl.metrics.trackers import Trackers
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Rewards
@@ -38,6 +39,7 @@ from megarl.trainer.bad_numbers import ROLLBACKS, BadNumbers, left_out, spikes_o
 from megarl.trainer.build import (
     engine_columns,
     make_group,
+    make_token_log,
     model_folder,
     ranks_address,
     read_prompts,
@@ -81,6 +83,7 @@ class Run:
     prefetcher: Prefetcher
     evaluator: Evaluator
     timer: Timer
+    token_log: TokenLog | None
     trackers: Trackers
     bad_numbers: BadNumbers
     saver: Saver | None = None  # set when there are roles to save
@@ -192,6 +195,8 @@ class Run:
         resume_step = self.first_step if self.resumed_from else None
         drop_after(self.dir / SAMPLES, resume_step)
         drop_after(self.dir / VISITS, resume_step)
+        drop_after(self.dir / TOKENS, resume_step)
+        self.token_log = make_token_log(config)
         self.trackers = start_trackers(config, self.num_steps, resume_step)
         self._stack.callback(self.trackers.close)
         self.timer = Timer(on_stage=self.trackers.stage)

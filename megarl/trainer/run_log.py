@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.metrics.timer import Timer
+from megarl.metrics.tokens import TokenLog
 from megarl.metrics.trackers import Trackers
 
 
@@ -20,6 +21,7 @@ class RunLog:
     totals: Totals
     folder: Path  # of the run: samples.jsonl, some completions of every step; visits.jsonl, what became of each visit
     num_devices: int  # for throughput per device
+    tokens: TokenLog | None = None  # tokens.jsonl: some of these completions token by token
 
 
 class Totals:

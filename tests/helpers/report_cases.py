@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def run_folder(folder: Path, *, steps: int = 40, name: str = "try", lr: float = 
     samples = [sample(step, at) for step in range(1, steps + 1) for at in range(4)]
     append_lines(folder / "samples.jsonl", samples)
     append_lines(folder / "advice.jsonl", [{"step": 7, "advice": f"entropy: {HOSTILE}"}])
+    append_lines(folder / "tokens.jsonl", [_tokens(step) for step in range(1, steps + 1)])
     row = {"step": 4, "bad_step": 6, "what": "the loss is NaN", "skipped": [1]}
     append_lines(folder / "rollbacks.jsonl", [row])
     return folder
@@ -42,6 +44,15 @@ def sample(step: int, at: int, **other: Any) -> dict[str, Any]:
         "num_rows": 1,
         "turn_rewards": [],
     } | other
+
+
+def _tokens(step: int) -> dict[str, Any]:
+    """A question, two tokens of the policy, what a tool said, one more token of newer weights."""
+    first = {"version": step - 1, "pieces": ["46", HOSTILE], "rollout_log_probs": [-1.0, -0.5]}
+    first |= {"log_probs": [-1.0, -0.5 + math.log(2)], "advantages": [0.5, -2.0]}
+    second = {"version": step, "pieces": ["."], "rollout_log_probs": [-0.1], "log_probs": [-0.1], "advantages": [1.0]}
+    parts = [{"text": "12+34="}, first, {"text": f"tool: {HOSTILE}"}, second]
+    return {"step": step, "uid": "0-1", "reward": 1.0, "rows": [parts]}
 
 
 def _metrics(step: int, steps: int) -> dict[str, float]:

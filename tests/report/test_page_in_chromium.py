@@ -58,6 +58,23 @@ def test_what_a_model_wrote_is_shown_and_never_run(browser: Chromium, page: Path
     assert browser.value("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
 
 
+def test_a_token_has_a_colour_for_each_measure_and_tells_its_numbers(browser: Chromium, page: Path) -> None:
+    browser.open(page, width=400)
+    token = "document.querySelectorAll('#tokens .token')[1]"
+    colours = set()
+    for measure in ("advantage", "probability", "ratio", "version"):
+        change = f"const e = document.querySelector('#tokens select'); e.value = '{measure}'"
+        browser.value("{" + change + "; e.dispatchEvent(new Event('change'))}")
+        colours.add(browser.value(f"getComputedStyle({token}).backgroundColor"))
+    assert len(colours) == 4
+    assert browser.value(f"{token}.textContent") == HOSTILE
+    browser.value(f"{token}.click()")
+    told = browser.value("document.querySelector('#tokens .detail').innerText")
+    assert "ratio 2" in " ".join(told.split()) and "advantage -2" in " ".join(told.split())
+    contexts = browser.value("[...document.querySelectorAll('#tokens .context')].map((one) => one.textContent)")
+    assert contexts == ["12+34=", f"tool: {HOSTILE}"]
+
+
 def test_controls_change_what_is_shown(browser: Chromium, page: Path) -> None:
     browser.open(page, width=1280)
     set_to = "const e = document.querySelector('{}'); e.value = '{}'; e.dispatchEvent(new Event('{}'))"

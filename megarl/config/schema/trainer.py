@@ -23,6 +23,7 @@ class Trainer:
     n_gpus_per_node: int = 1  # training ranks per machine; processes on a machine without a GPU
     device: str = "auto"  # auto | cpu | cuda
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # console jsonl tensorboard wandb
+    token_samples: int = 2  # samples of each iteration that tokens.jsonl keeps token by token; 0 = none
     save_freq: int = -1  # iterations between checkpoints; -1 = none, but those that a signal asks for
     save_every_s: float | None = (
         None  # seconds after a save in which the next one is due, beside save_freq; null = never

@@ -194,6 +194,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "trainer.n_gpus_per_node": _AT_LEAST_1,
     "trainer.master_port": (lambda v: 1 <= v <= 65535, "1 to 65535"),
     "trainer.max_restarts": _AT_LEAST_0,
+    "trainer.token_samples": _AT_LEAST_0,
     "trainer.save_freq": _PERIOD,
     "trainer.save_every_s": _ABOVE_0,
     "trainer.term_grace_s": _ABOVE_0,
