@@ -235,8 +235,8 @@ class Run:
         self.roles.actor.connect(push_settings(config, own, token))
         trainer, roles = config.trainer, self.roles.trainable
         origin = self.resumed_from.origin if self.resumed_from else None
-        keys: dict[str, Any] = {"in_background": trainer.async_save, "warn": warn, "origin": origin}
-        self.saver = Saver(self.checkpoints, roles, Retention.of(config), **keys)
+        how: dict[str, Any] = {"in_background": trainer.async_save, "warn": warn, "origin": origin}
+        self.saver = Saver(self.checkpoints, roles, Retention.of(config), **how)
         if self.resumed_from is not None:
             checkpoint.restore(self.resumed_from, roles, verify=trainer.verify_resume)
             self.algorithm.kl.load_state_dict(self.resumed_from.state["kl"])

@@ -23,8 +23,8 @@ class Retention:
     @classmethod
     def of(cls, config: Config) -> Retention:
         trainer, named = config.trainer, Path(config.trainer.resume_mode)
-        own = named.name.startswith("step_") and named.parent.resolve() == (trainer.run_dir / "checkpoints").resolve()
-        first = int(named.name.removeprefix("step_")) if own else None
+        step, own = named.name.removeprefix("step_"), (trainer.run_dir / "checkpoints").resolve()
+        first = int(step) if step.isdecimal() and named.parent.resolve() == own else None
         return cls(trainer.max_checkpoints_to_keep, trainer.keep_every_steps, trainer.keep_best, first)
 
     def reasons(self, steps: Collection[int], scores: Mapping[int, float]) -> dict[int, list[str]]:
