@@ -19,7 +19,8 @@ from megarl.agents.refusals import OverLimit, Refused
 from megarl.data.template import ChatTemplate
 from megarl.rollout.collect import for_completion
 from megarl.rollout.pieces import write
-from megarl.rollout.pool.pool import EnginePool, RolloutFailed, Waiting
+from megarl.rollout.pool.meter import Waiting
+from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.pool.pool_server import NoFilesLeft
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion

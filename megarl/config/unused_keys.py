@@ -265,6 +265,18 @@ TABLE = (
         "servers at rollout.host={c.rollout.host} use http unless it is always, because no other machine reaches them",
         lambda c: c.rollout.tls != "always" and not c.serves_other_machines,
     ),
+    UnusedKeys(
+        "rollout.slow_factor",
+        "rollout.router=true: of a router nobody knows which server was slow",
+        lambda c: c.rollout.router,
+    ),
+    UnusedKeys(
+        "rollout.slow_factor",
+        "a server is compared with those of the same collector (rollout.num_collectors), and there are none",
+        lambda c: (
+            not c.rollout.join and (len(c.rollout.urls) or c.rollout.num_servers) <= (c.rollout.num_collectors or 1)
+        ),
+    ),
     UnusedKeys("rollout.update", "rollout.ahead=0, so nothing runs during a push", lambda c: c.rollout.ahead == 0),
     UnusedKeys(
         "rollout.max_age rollout.order",
@@ -375,7 +387,7 @@ UNREAD = {
         "trainer.save_* trainer.term_grace_s trainer.max_restarts trainer.start_timeout_s trainer.call_factor "
         "trainer.call_floor_s trainer.silence_s trainer.spare_nodes rollout.n rollout.temperature rollout.top_p "
         "rollout.top_k rollout.ahead rollout.order rollout.update rollout.max_age rollout.turn_s rollout.push "
-        "rollout.bucket_bytes rollout.check_every"
+        "rollout.bucket_bytes rollout.check_every rollout.slow_factor"
     ),
 }
 COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")

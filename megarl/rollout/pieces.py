@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.rollout.pool.pool import EnginePool, RolloutFailed, Waiting
+from megarl.rollout.pool.meter import Waiting
+from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, VersionSpan
 

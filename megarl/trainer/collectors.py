@@ -53,7 +53,7 @@ def make_collectors(
 ) -> Collectors:
     """The collectors of a run, started; `fenced`: they send requests to a server only once that is trusted.
 
-    `reports_unfit`: they take servers that hang or fail out of service, and somebody starts these again.
+    `reports_unfit`: they take servers that hang, fail or are slow out of service, and somebody starts these again.
     `reward_url`: see make_rewards.  `salted`: all servers know salts of their prefix caches, and need them because they
     keep their KV in a push.  `columns`: what is to travel with the tokens of every completion.
     """
@@ -77,6 +77,7 @@ def make_collectors(
         columns=columns,
         num_ids=config_of_folder(model_folder(config.model.path)).get("vocab_size"),
         reports_unfit=reports_unfit,
+        slow_factor=rollout.slow_factor,
         joined_slots=0 if rollout.max_in_flight else rollout.max_running_requests,
         on_restart=warn,
     )

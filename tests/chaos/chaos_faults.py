@@ -60,6 +60,13 @@ def _driver_terminated(run: ChaosRun, rng: random.Random) -> None:
     run.start()
 
 
+def _server_slowed(run: ChaosRun, rng: random.Random) -> None:
+    """From now on a server takes seconds longer for each reply; the run has to find it."""
+    before = run.last.get("rollout/slow_servers", 0.0)
+    run.order("reply", "throttle")
+    run.wait("the end of a slow server", lambda: run.last.get("rollout/slow_servers", 0.0) > before)
+
+
 def _save_damaged(run: ChaosRun, rng: random.Random) -> None:
     """One bit of the newest save is flipped while nobody runs."""
     run.kill_all()
@@ -105,6 +112,7 @@ REPLIES = [
         for kind in ("nan", "null", "short", "negative", "beyond", "text", "cut", "error", "reset", "slow")
     ),
     Fault("server hangs while healthy", "reply", _order("reply", "hang"), order="reply"),
+    Fault("server slow", "reply", _server_slowed, order="reply"),
     Fault("server with old weights", "reply", _order("reply", "restart"), order="reply"),
 ]
 REWARDS = [

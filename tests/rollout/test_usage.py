@@ -8,13 +8,14 @@ from megarl.rollout.usage import Usage
 def test_totals_become_shares_of_the_step() -> None:
     usage = Usage({})
     first = {"tokens": 100.0, "wasted_fenced": 10.0, "wasted_failed": 0.0, "busy_s": 6.0, "servers_s": 8.0}
-    first |= {"stale_prefixes": 1.0, "restarts": 1.0}
+    first |= {"stale_prefixes": 1.0, "restarts": 1.0, "slow_servers": 2.0}
     assert usage.of_step(first) == {
         "tokens_wasted_share": 0.1,
         "tokens_wasted_share/fenced": 0.1,
         "servers_idle_share": 0.25,
         "stale_prefix": 1.0,
         "collector_restarts": 1.0,
+        "slow_servers": 2.0,
     }
     second = first | {"tokens": 300.0, "wasted_failed": 50.0, "busy_s": 10.0, "servers_s": 12.0}
     found = usage.of_step(second)
@@ -23,7 +24,8 @@ def test_totals_become_shares_of_the_step() -> None:
 
 
 def test_without_any_token_and_time_nothing_is_a_share() -> None:
-    assert Usage({}).of_step({}) == {"tokens_wasted_share": 0.0, "stale_prefix": 0.0, "collector_restarts": 0.0}
+    zeros = dict.fromkeys(("tokens_wasted_share", "stale_prefix", "collector_restarts", "slow_servers"), 0.0)
+    assert Usage({}).of_step({}) == zeros
 
 
 def test_an_estimate_of_wasted_tokens_is_never_more_than_all() -> None:

@@ -53,6 +53,9 @@ class Rollout:
     dtype: str = II("model.dtype")  # of the server's weights
     quantization: str = "none"  # none | fp8: sglang quantizes its linear layers when it loads the pushed weights
     request_timeout_s: float = 120.0  # a request that takes longer is ended, and the next one continues its tokens
+    slow_factor: float | None = (
+        5.0  # a server is started again if its replies take so many times as long as others' do; null = never
+    )
     host: str = "127.0.0.1"  # address on which servers listen
     tls: str = "auto"  # https of servers that a run starts: always | never | auto (not at loopback)
     seed: int = II("trainer.seed")  # of the sampling

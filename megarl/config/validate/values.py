@@ -124,6 +124,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.max_in_flight": _AT_LEAST_1,
     "rollout.max_running_requests": _AT_LEAST_1,
     "rollout.request_timeout_s": _ABOVE_0,
+    "rollout.slow_factor": _AT_LEAST_1,
     "rollout.start_timeout_s": _ABOVE_0,
     "rollout.val_kwargs.temperature": _AT_LEAST_0,
     "rollout.val_kwargs.top_p": _SHARE,

@@ -75,6 +75,7 @@ class CollectorSettings:
     columns: tuple[EngineColumn, ...]  # what is to travel with the tokens of every completion
     num_ids: int | None  # of the model's vocabulary; None: not known
     reports_unfit: bool  # a server that fails again and again is fenced, and the driver is told
+    slow_factor: float | None  # so is one whose replies take so many times as long as others'
     make_scorer: Callable[[], Scorer]
     make_writer: MakeWriter
     log_path: str
@@ -154,6 +155,7 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
         columns=settings.columns,
         num_ids=settings.num_ids,
         on_unfit=(lambda url, reason: outbox.put(("unfit", url, reason))) if settings.reports_unfit else None,
+        slow_factor=settings.slow_factor,
     )
     running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
 

@@ -60,6 +60,7 @@ class Collectors:
         joined_slots: completions at a time that each server brings which joins later.
         reports_unfit: a server that hangs, or fails again and again, gets no request before the next `trust`, and
             `take_unfit` names it.
+        slow_factor: so does one whose replies take so many times as long as those of others; None: none does.
         heartbeat_s: a collector that says nothing for so long is killed and started again.
         max_restarts: of a collector within ten minutes.
         on_restart: gets a sentence about each restart.
@@ -85,6 +86,7 @@ class Collectors:
         num_ids: int | None = None,
         joined_slots: int = 0,
         reports_unfit: bool = False,
+        slow_factor: float | None = None,
         heartbeat_s: float = 60.0,
         max_restarts: int = 3,
         on_restart: Callable[[str], None] = lambda sentence: None,
@@ -116,6 +118,7 @@ class Collectors:
                     columns=tuple(columns),
                     num_ids=num_ids,
                     reports_unfit=reports_unfit,
+                    slow_factor=slow_factor,
                     make_scorer=make_scorer,
                     make_writer=make_writer,
                     log_path=str(_numbered(Path(log_path), index, num)),

@@ -9,8 +9,9 @@ a time that doubles with each failure up to a limit.  Without a limit the pool w
 none is in service, and while none can be reached.  Such a request has killed no server, and whoever owns the servers
 restarts them or gives them up; the driver does so only between two training steps.
 
-A server that hangs, writes with weights from before its last push, or fails again and again, is fenced and reported to
-`on_unfit`, if there is one: its requests are tried elsewhere, or wait until its owner has started it again.
+A server that hangs, writes with weights from before its last push, fails again and again, or is slow (see `pace`), is
+fenced and reported to `on_unfit`, if there is one: its requests are tried elsewhere, or wait until its owner has
+started it again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from megarl.rollout.pool.meter import Waiting
+from megarl.rollout.pool.pace import Pace
 from megarl.rollout.pool.pool_server import (
     Ask,
     NoFilesLeft,
@@ -38,7 +41,7 @@ from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
 from megarl.sample import Completion
 
-__all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed", "Waiting"]
+__all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed"]
 
 # Why tokens were wasted.  fenced: their server was taken out of service.  failed: their request failed, or nobody
 # verified their weights.  stale: their prefix had KV of other weights.  retracted: their server computed their KV again
@@ -49,6 +52,7 @@ WASTE = ("fenced", "failed", "stale", "retracted", "cancelled", "lost", "unscore
 
 
 _LEAVE_LOOK_S = 0.05
+_PACE_LOOK_S = 1.0
 
 
 class Piece(NamedTuple):
@@ -56,28 +60,6 @@ class Piece(NamedTuple):
 
     completion: Completion  # without text; finish_reason "abort": ended by the server, or by the time limit
     url: str  # of the server that wrote it
-
-
-class Waiting:
-    """Measures how long requests wait for a slot or a server: `with waiting: await ...`, also several at a time."""
-
-    def __init__(self) -> None:
-        self._num, self._before, self._since = 0, 0.0, 0.0
-
-    @property
-    def seconds(self) -> float:
-        """With at least one that waits."""
-        return self._before + (time.monotonic() - self._since if self._num else 0.0)
-
-    def __enter__(self) -> None:
-        if not self._num:
-            self._since = time.monotonic()
-        self._num += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._num -= 1
-        if not self._num:
-            self._before += time.monotonic() - self._since
 
 
 class EnginePool:
@@ -93,6 +75,7 @@ class EnginePool:
         num_ids: of the model's vocabulary, which may be larger than the tokenizer's; None: not known.
         on_unfit: called with the url of a server that was fenced here, and the reason; its owner fences it too, and
             starts it again.  None: nobody does, so no server is fenced here.
+        slow_factor: replies that take so many times as long as those of other servers are slow; None: no reply is.
     """
 
     def __init__(
@@ -110,12 +93,15 @@ class EnginePool:
         columns: Sequence[EngineColumn] = (),
         num_ids: int | None = None,
         on_unfit: Callable[[str, str], None] | None = None,
+        slow_factor: float | None = None,
     ) -> None:
         if not urls and not fenced:
             raise ValueError("urls=[]: expected the url of at least one server")
         self._servers = {url.rstrip("/"): PoolServer(url.rstrip("/"), fenced=fenced) for url in urls}
         self._sender = Sender(token, timeout_s, salted=salted, columns=columns, num_ids=num_ids)
         self._timeout_s, self._on_unfit = timeout_s, on_unfit
+        self._slow_factor = None if on_unfit is None else slow_factor
+        self._watcher: asyncio.Task[None] | None = None
         self._retries, self._rest_s, self._vocab_size = retries, rest_s, vocab_size
         # By so many requests a preferred server may be busier than others.
         self._slack = max(1, max_in_flight // (8 * max(1, len(self._servers))))
@@ -126,9 +112,15 @@ class EnginePool:
 
     async def __aenter__(self) -> EnginePool:
         await self._sender.__aenter__()
+        if self._slow_factor is not None:
+            self._watcher = asyncio.create_task(self._watch(self._slow_factor))
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watcher
         await self._sender.__aexit__()
 
     # ---- which servers may be asked
@@ -166,7 +158,7 @@ class EnginePool:
             await asyncio.sleep(_LEAVE_LOOK_S)
         del self._servers[server.url]
         self.slots.shrink(num_slots)
-        self._gone["busy_s"] += server.busy_s
+        self._gone["busy_s"] += server.busy.read()
         self._gone["servers_s"] += time.monotonic() - server.since
 
     def _named(self, url: str) -> PoolServer:
@@ -257,7 +249,12 @@ class EnginePool:
         """A request failed on this server: let it rest, or take it out of service."""
         reason = server.suspicion(error, self._timeout_s)
         server.rest(self._rest_s, error)
-        if reason and self._on_unfit is not None and not server.fenced:
+        if reason:
+            self._take_out(server, reason)
+
+    def _take_out(self, server: PoolServer, reason: str) -> None:
+        """Fence a server and report it, if it has an owner who is told."""
+        if self._on_unfit is not None and not server.fenced:
             server.fence()
             self._sender.changed.tell()
             self._on_unfit(server.url, reason)
@@ -266,11 +263,13 @@ class EnginePool:
         self, server: PoolServer, prompt_ids: Sequence[int], params: SamplingParams, **how: Any
     ) -> tuple[Completion, bool]:
         """As Sender.write; counts the tokens."""
-        ask = Ask(server, params.max_new_tokens)
+        ask = Ask(server, len(prompt_ids), params.max_new_tokens)
         cause = ""
         try:
             with ask:
-                return await self._sender.write(server, ask, prompt_ids, params, **how)
+                written = await self._sender.write(server, ask, prompt_ids, params, **how)
+            self._judge(server, ask)
+            return written
         except TakenOut:
             cause = "fenced"
             raise
@@ -319,6 +318,30 @@ class EnginePool:
         if self._vocab_size is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
             raise RolloutFailed(f"the prompt holds token ids outside 0 .. {self._vocab_size - 1}")
 
+    # ---- servers that are slow
+
+    def _judge(self, server: PoolServer, ask: Ask) -> None:
+        """A server has answered: take it out of service if it is slow."""
+        assert ask.done is not None, "it has a reply"
+        factor = self._slow_factor if server.in_service else None
+        if reason := server.pace.add(ask.done, self._paces(server), factor):
+            self._counts["slow_servers"] += 1
+            self._take_out(server, reason)
+
+    async def _watch(self, factor: float) -> None:
+        """Let slow servers return what they have written before the time limit, so that they are known sooner."""
+        while True:
+            await asyncio.sleep(_PACE_LOOK_S)
+            for server in self._servers.values():
+                asks = [ask for ask in server.asks if ask.rid and not ask.is_overdue] if server.in_service else []
+                oldest = min(asks, key=lambda ask: ask.begun, default=None)
+                if oldest and server.pace.is_late(oldest.so_far(oldest.max_tokens), self._paces(server), factor):
+                    self._sender.hurry(server, oldest)
+
+    def _paces(self, server: PoolServer) -> list[Pace]:
+        """Those of the others."""
+        return [other.pace for other in self._servers.values() if other is not server and not other.fenced]
+
     # ---- counters
 
     def waste(self, cause: str, num_tokens: int) -> None:
@@ -330,14 +353,15 @@ class EnginePool:
         """`in_flight`: requests that are running now; the others are totals since the start.
 
         tokens, pieces: written by servers.  wasted_*: tokens of these that are in no finished group, by cause; those of
-        a request without a reply are estimated.  stale_prefixes: replies with KV of other weights.
+        a request without a reply are estimated.  stale_prefixes: replies with KV of other weights.  slow_servers: that
+        were taken out of service because they were slow.
         busy_s: sum over the servers of the time with a running request; servers_s: of all the time.
         """
         servers = self._servers.values()
         return {
             "in_flight": float(sum(server.load for server in servers)),
-            "busy_s": self._gone["busy_s"] + sum(server.busy_s for server in servers),
+            "busy_s": self._gone["busy_s"] + sum(server.busy.read() for server in servers),
             "servers_s": self._gone["servers_s"] + sum(time.monotonic() - server.since for server in servers),
-            **{name: float(self._counts[name]) for name in ("tokens", "pieces", "stale_prefixes")},
+            **{name: float(self._counts[name]) for name in ("tokens", "pieces", "stale_prefixes", "slow_servers")},
             **{f"wasted_{cause}": float(self._counts[f"wasted_{cause}"]) for cause in WASTE},
         }

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from megarl.rollout.pool.meter import Meter
+from megarl.rollout.pool.pace import Done, Pace
 from megarl.sample import Completion
 
 logger = logging.getLogger("megarl.rollout.pool.pool")
@@ -73,8 +75,10 @@ class PoolServer:
     num_tokens: int = 0  # of all replies
     wrote_s: float = 0.0  # sum of the durations of the requests that wrote them
     since: float = field(default_factory=time.monotonic)
-    _busy_s: float = 0.0
-    _busy_since: float = 0.0
+    pace: Pace = field(default_factory=Pace)  # since the last fence
+    busy: Meter = field(default_factory=Meter)  # time with at least one running request
+    loads: Meter = field(default_factory=Meter)  # running requests, times seconds
+    pauses: Meter = field(default_factory=Meter)  # time in which it was held
 
     @property
     def load(self) -> int:
@@ -90,26 +94,23 @@ class PoolServer:
         """The newest trusted version."""
         return max(self.trusted) if self.trusted else None
 
-    @property
-    def busy_s(self) -> float:
-        """Time with at least one running request."""
-        return self._busy_s + (time.monotonic() - self._busy_since if self.asks else 0.0)
-
     def trust(self, version: int, adapter: str | None) -> None:
         self.trusted, self.latest = (self.trusted or set()) | {version}, version
         self.adapter = None if adapter is None else (adapter, version)
         self.fenced, self.held, self.resting_until, self.num_senseless = False, False, 0.0, 0
+        self.pauses.set(False)
         self.succeeded()
         self.num_changes += 1
 
     def fence(self) -> None:
-        self.fenced, self.trusted, self.latest = True, set(), None
+        self.fenced, self.trusted, self.latest, self.pace = True, set(), None, Pace()
         self.num_changes += 1
         for ask in self.asks:
             ask.cut(TakenOut())
 
     def hold(self) -> None:
         self.held = True
+        self.pauses.set(True)
         self.num_changes += 1
 
     def unverified(self, completion: Completion) -> list[int]:
@@ -151,14 +152,16 @@ class PoolServer:
         self.failures += 1
 
     def begin(self, ask: Ask) -> None:
-        if not self.asks:
-            self._busy_since = time.monotonic()
         self.asks.add(ask)
+        self._count()
 
     def end(self, ask: Ask) -> None:
         self.asks.discard(ask)
-        if not self.asks:
-            self._busy_s += time.monotonic() - self._busy_since
+        self._count()
+
+    def _count(self) -> None:
+        self.loads.set(self.load)
+        self.busy.set(bool(self.asks))
 
     def written_by(self, ask: Ask) -> int:
         """Tokens of a request that has ended; without a reply about as many as others wrote in this time."""
@@ -173,19 +176,21 @@ class Ask:
 
     `cut` ends it from outside: the error then takes the place of the CancelledError.
 
-        with Ask(server, max_tokens) as ask:
+        with Ask(server, prompt_tokens, max_tokens) as ask:
             ...
     """
 
-    def __init__(self, server: PoolServer, max_tokens: int) -> None:
+    def __init__(self, server: PoolServer, prompt_tokens: int, max_tokens: int) -> None:
         task = asyncio.current_task()
         assert task is not None, "a request belongs to a task"
         self._server, self._task, self._cancelling = server, task, task.cancelling()
         self._error: Exception | None = None
         self._changes, self._tokens = server.num_changes, server.num_tokens
         self.version = server.latest  # of the weights at the beginning; None: not verified
-        self.max_tokens = max_tokens
+        self.prompt_tokens, self.max_tokens = prompt_tokens, max_tokens
         self.num_tokens: int | None = None  # of its reply
+        self.done: Done | None = None  # its reply
+        self._loads, self._pauses = server.loads.read(), server.pauses.read()
         self.begun = time.monotonic()
         self.rid = ""  # of the request; empty: not sent yet
         self.timer: asyncio.TimerHandle | None = None
@@ -213,6 +218,15 @@ class Ask:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+
+    def so_far(self, new_tokens: int, cached_tokens: int = 0) -> Done:
+        """What it would be, if its reply came now with so many tokens, `cached_tokens` of the prompt not computed."""
+        now, server = time.monotonic(), self._server
+        passed = max(now - self.begun, 1e-9)
+        load = max(1.0, (server.loads.read() - self._loads) / passed)
+        seconds = max(0.0, passed - (server.pauses.read() - self._pauses))
+        computed = max(0, self.prompt_tokens - cached_tokens)
+        return Done(computed, new_tokens, seconds, load, self.begun, now)
 
     @property
     def is_hung(self) -> bool:

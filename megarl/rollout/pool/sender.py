@@ -151,6 +151,7 @@ class Sender:
         server.succeeded()
         server.num_tokens += num_tokens
         server.wrote_s += time.monotonic() - ask.begun
+        ask.done = ask.so_far(num_tokens, cached_tokens or 0)
         if adapter is not None:  # the server reports the version of the base weights
             completion = replace(completion, versions=(VersionSpan(adapter[1], 0, num_tokens),))
         if ask.version is not None and (oldest := completion.versions[0].version) < ask.version:
@@ -212,13 +213,17 @@ class Sender:
             self._run(self._abort(server.url, ask.rid))
         ask.timer = asyncio.get_running_loop().call_later(min(GRACE_S, self._timeout_s), ask.cut, TakenOut())
 
+    def hurry(self, server: PoolServer, ask: Ask) -> None:
+        """The server is to return what it has written before the time of the request is over."""
+        ask.is_overdue = True
+        self._run(self._abort(server.url, ask.rid))
+
     def _end(self, server: PoolServer, ask: Ask) -> None:
         """The time of a request is over: the server is to return what it has written."""
         if server.held:  # it may be paused, and returns nothing before it goes on
             ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask)
             return
-        ask.is_overdue = True
-        self._run(self._abort(server.url, ask.rid))
+        self.hurry(server, ask)
         self._await_end(server, ask)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

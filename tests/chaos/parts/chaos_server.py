@@ -18,6 +18,7 @@ from megarl.hf_server.routes import HFServer
 SLOW_S = 3.0
 _generate = HFServer.generate
 _hangs = False
+_is_slow = False
 
 
 def of_each(change: Callable[[dict[str, Any]], None]) -> Callable[[web.Response], web.Response]:
@@ -66,14 +67,14 @@ SPOILED: dict[str, Callable[[web.Response], web.Response]] = {
 
 
 async def generate(self: HFServer, request: web.Request) -> web.Response:
-    global _hangs
+    global _hangs, _is_slow
     kind = take("reply")
-    _hangs = _hangs or kind == "hang"
+    _hangs, _is_slow = _hangs or kind == "hang", _is_slow or kind == "throttle"
     if _hangs:  # for ever, while /health answers
         await asyncio.Event().wait()
     if kind == "restart":  # with the weights of its folder, and under the same process id
         os.execv(sys.executable, [sys.executable, *sys.argv])
-    if kind == "slow":
+    if kind == "slow" or _is_slow:
         await asyncio.sleep(SLOW_S)
     if kind == "reset":
         assert request.transport is not None, "the client is there"

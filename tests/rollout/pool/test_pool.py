@@ -15,6 +15,8 @@ from fake_servers import Writer, babbling, broken, completion_of, good, nothing,
 
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.pieces import write
+from megarl.rollout.pool import pace
+from megarl.rollout.pool import pool as pool_module
 from megarl.rollout.pool.pool import WASTE, EnginePool, RolloutFailed
 from megarl.rollout.pool.pool_server import FAULTS, NoFilesLeft
 from megarl.rollout.protocol import SamplingParams
@@ -918,5 +920,43 @@ def test_a_server_that_joins_writes_when_it_is_trusted_and_brings_its_slots():
                 await asyncio.sleep(0.005)
             there.go.set()
             assert [(await task).token_ids for task in asked] == [LONG] * 4
+
+    run(test)
+
+
+async def in_its_own_time(request):
+    await asyncio.sleep(0.5)
+    return await good(request)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_server_that_is_slow_is_reported_and_its_requests_are_written_elsewhere(stops, monkeypatch):
+    """Long before the time limit of a request.
+
+    If it `stops`, it writes one token, and no other one before it is told to end the request: that one is kept.
+    """
+    monkeypatch.setattr(pace, "LEAST_S", 0.0)
+    monkeypatch.setattr(pool_module, "_PACE_LOOK_S", 0.05)
+
+    async def test():
+        unfit, slow, fast, wanted = [], in_its_own_time, good, [4, 1]
+        if stops:
+            slow, fast, wanted = Writer(stops_after=1), Writer(), LONG
+            slow.go.set()
+        options = {"timeout_s": 600, "max_in_flight": 8, "slow_factor": 5.0}
+        options["on_unfit"] = lambda url, reason: unfit.append((url, reason))
+        async with serving(slow, fast) as (urls, _), EnginePool(urls, "", **options) as pool:
+
+            async def ask(url):
+                while not unfit:
+                    assert (await write(pool, [3], SEEDED, prefer=url)).token_ids == wanted
+
+            assert (await pool.generate([3], SEEDED, prefer=urls[0])).url == urls[0]  # its start is over
+            if stops:
+                slow.go.clear()
+            await asyncio.gather(*(ask(url) for url in [*urls, *urls]))
+            assert len(unfit) == 1 and unfit[0][0] == urls[0], unfit
+            assert re.match(r"it is slow: 3 of its last 5 replies took more than 5 times as long as ", unfit[0][1])
+            assert pool.counters()["slow_servers"] == 1
 
     run(test)
