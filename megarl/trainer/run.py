@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from megarl.algo.finite import BadNumber
 from megarl.config import Config, layout_of, to_yaml
 from megarl.config.placement import pushes_over_nccl
 from megarl.data.ledger import Ledger
@@ -25,7 +26,7 @@ from megarl.metrics.tokens import TOKENS, TokenLog
 from megarl.metrics.trackers import Trackers
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Rewards
-from megarl.rollout.collector.collector_client import Collectors
+from megarl.rollout.collector.collector_client import CollectorError, Collectors
 from megarl.rollout.prefetch import Prefetcher
 from megarl.rollout.protocol import Abilities, SamplingParams
 from megarl.rollout.trust import Trusts
@@ -33,6 +34,7 @@ from megarl.sample import Sample
 from megarl.servers import supervisor
 from megarl.servers.nccl import check_one_nccl
 from megarl.servers.router import Routed
+from megarl.servers.server_process import ServerDied
 from megarl.servers.sglang_environment import sglang_python
 from megarl.trainer.algorithm import check_vocabularies, make_algorithm
 from megarl.trainer.bad_numbers import ROLLBACKS, BadNumbers, left_out, spikes_of, watch
@@ -68,6 +70,8 @@ from megarl.trainer.servers.pushes import canary, canary_tokens, keeps_kv, push_
 from megarl.trainer.servers.server_manager import Push, ServerManager
 from megarl.trainer.teachers import check_taught, check_teachers, make_teachers
 from megarl.weights.verify.canary import Canary
+
+_LEAVE_RANKS_WELL = (BadNumber, CollectorError, ServerDied)  # so that a save they write is finished first
 
 
 class Run:
@@ -180,7 +184,11 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        self._stack.close()
+        try:
+            if self.saver is not None and isinstance(error, _LEAVE_RANKS_WELL):
+                self.saver.settle()
+        finally:
+            self._stack.close()
 
     def _start(self) -> None:
         config = self.config

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from megarl.algo.finite import BadNumber
 from megarl.algo.loss import ActorLoss
 from megarl.config import Config, to_yaml
 from megarl.data.chat import load_tokenizer
@@ -121,7 +122,11 @@ def _train(
             timer, signals.is_patient = Timer(on_stage=trackers.stage), True
             for step in range(first_step, num_steps):
                 bad_numbers.begin(step + 1)
-                metrics = _step(step, actor, examples, config.sft.batch_size, timer)
+                try:
+                    metrics = _step(step, actor, examples, config.sft.batch_size, timer)
+                except BadNumber:
+                    saver.settle()
+                    raise
                 trackers.log(step + 1, metrics | bad_numbers.metrics)
                 state["loss"] = metrics.get("sft/loss", state["loss"])
                 state["spikes"] = spikes_of({"actor": actor})

@@ -16,10 +16,14 @@ from ring_cases import lines, make_parts, settings, steps
 from safetensors.torch import load_file
 
 from megarl.cli import main
+from megarl.mcore.checkpoint import files
+from megarl.trainer.checkpoint.checkpoint import all_checkpoints
 
 pytestmark = pytest.mark.dist
 NAN_LOSS, NAN_GRADIENT, EXPLODES, OVERFLOWS = 1000.0, 2000.0, 3000.0, 3e38
 PLUGIN = """
+from pathlib import Path
+
 import torch
 from megarl.algo import register_adv_est, register_policy_loss
 
@@ -34,9 +38,26 @@ def planted(log_probs, old_log_probs, advantages, mask, segment_ids):
     kind = advantages / 10
     loss = -torch.exp(log_probs - old_log_probs) * torch.where(kind > 10, 1.0, advantages)
     loss = torch.where(kind == 1000.0, float("nan"), loss)
+    if (kind == 1000.0).any():
+        Path(__file__).with_name("struck").touch()
     nothing = torch.where(kind == 2000.0, log_probs - log_probs.detach(), 1.0)  # 0 has no derivative under the root
     loss = loss + torch.where(kind == 2000.0, nothing.abs().sqrt(), 0.0)
     return torch.where(kind == 3000.0, 1e6, 1.0) * loss, {}
+"""
+LATE = """
+import time
+from pathlib import Path
+
+from megarl.mcore.checkpoint import files
+
+seal = files.seal
+
+def wait_and_seal(file):
+    while not Path(__file__).with_name("struck").exists():
+        time.sleep(0.01)
+    return seal(file)
+
+files.seal = wait_and_seal
 """
 REWARD = """
 BAD = {bad}
@@ -51,6 +72,7 @@ def score(prompt, completion):
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = make_parts(tmp_path_factory.mktemp("parts"))
     (folder / "planted.py").write_text(PLUGIN)
+    (folder / "late.py").write_text(LATE)
     with tables_kept():
         yield folder
 
@@ -86,9 +108,15 @@ def saved_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_run_stops_at_a_bad_number_with_the_name_of_its_sample(
-    parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(parts, tmp_path, "stops", {5: NAN_LOSS}, "trainer.total_training_steps=3") == 1
+    """The save after step 1 is written while step 2 fails: it counts, although it is finished only then."""
+    (parts / "struck").unlink(missing_ok=True)
+    monkeypatch.setattr(files, "seal", files.seal)  # the plug-in changes it in this process too
+    more = [f"algorithm.plugins=[{parts}/planted.py,{parts}/late.py]", "trainer.save_freq=1"]
+    assert run(parts, tmp_path, "stops", {5: NAN_LOSS}, *more, "trainer.total_training_steps=3") == 1
+    assert (parts / "struck").exists()
+    assert [save.step for save in all_checkpoints(tmp_path / "stops" / "checkpoints")] == [1]
     said = capfd.readouterr().err
     assert "the run stopped: token loss of planted is nan at token" in said
     assert "of sample 0-5#" in said

@@ -113,6 +113,16 @@ class Saver:
         while not self.poll():
             time.sleep(POLL_S)
 
+    def settle(self) -> None:
+        """As `finish`, for a run that ends because of something else: a save without a state yet is left, as is one
+        that fails, which `warn` is told of."""
+        if self._pending is None or self._pending[1] is None:
+            return
+        try:
+            self.finish()
+        except SaveError as error:
+            self._warn(str(error))
+
     def note_score(self, step: int, score: float) -> None:
         """Remember the validation score after `step` iterations, by which the best saves are kept."""
         if self._retention.best == 0:

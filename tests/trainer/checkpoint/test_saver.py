@@ -297,3 +297,44 @@ def test_the_folder_gets_its_name_when_all_files_are_on_the_disk(
 def test_a_manifest_is_json_that_other_programs_read(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
     assert json.loads((tmp_path / "step_00000002" / MANIFEST).read_text())["step"] == 2
+
+
+class Slow(Shard):
+    """Has written its files when it is asked for the third time; the disk is full if `fails`."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.asked, self.fails = 0, fails
+
+    def is_saved(self) -> bool:
+        self.asked += 1
+        if self.asked < 3:
+            return False
+        if self.fails:
+            raise SaveError("rank 0 could not write: no space left")
+        return super().is_saved()
+
+
+def test_a_run_that_ends_for_another_reason_finishes_the_save_it_has_begun(tmp_path: Path) -> None:
+    saver = saver_of(tmp_path, {"actor": Slow()}, in_background=True)
+    saver.settle()
+    saver.start(1)
+    saver.describe({"seed": 0})
+    saver.settle()
+    assert steps_under(tmp_path) == [1] and saver.last is not None and saver.last.step == 1
+    saver.start(2)
+    saver.settle()
+    assert steps_under(tmp_path) == [1], "the run has not come to the state after step 2"
+
+
+def test_such_a_save_that_fails_is_said_and_the_reason_of_the_end_stays(tmp_path: Path) -> None:
+    said: list[str] = []
+    saver = saver_of(tmp_path, {"actor": Slow(fails=True)}, in_background=True, warn=said.append)
+    saver.start(1)
+    saver.describe({"seed": 0})
+    saver.settle()
+    assert names_in(tmp_path) == [] and saver.failed == 1
+    assert said == [
+        "the save of step 1 failed and was deleted: rank 0 could not write: no space left; there is no earlier one to "
+        "go on from"
+    ]
