@@ -97,6 +97,7 @@ class Group:
         self._arrivals: queue.SimpleQueue[tuple[Connection, dict[str, Any]]] = queue.SimpleQueue()
         self._call_id = 0
         self.num_replicas = 0
+        self.device_name = ""  # of rank 0's GPU, or "cpu"
         self._first_of_replica: dict[int, int] = {}  # replica -> the rank that receives its tensors
         self._reporters: dict[int, int] = {}  # rank -> the replica for which it reports
 
@@ -156,8 +157,13 @@ class Group:
             self._first_of_replica.setdefault(where["replica"], rank)
             if where["is_reporter"]:
                 self._reporters[rank] = where["replica"]
+        self.device_name = str(places[0].result.get("device_name", ""))
         self.num_replicas = len(self._first_of_replica)
         assert len(self._reporters) == self.num_replicas, "each replica has exactly one reporter"
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """Predicted seconds of calls, by kind: see `CallLimits`."""
+        self._limits.expect(seconds)
 
     def _welcome(self) -> None:
         deadline = time.monotonic() + self._start_timeout_s

@@ -84,7 +84,9 @@ class Worker:
         self.rank_info = initialize(self.layout, **where)
         self.share = replica_group(timeout_s=arguments["timeout_s"])
         self.has_neighbours = arguments.get("has_neighbours", False)
-        return {"replica": self.rank_info.replica, "is_reporter": self.rank_info.is_reporter}, {}
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        place = {"replica": self.rank_info.replica, "is_reporter": self.rank_info.is_reporter, "device_name": name}
+        return place, {}
 
     def load(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Build a role's model from an HF folder, or on the base of the role that `base` names.

@@ -47,6 +47,7 @@ from megarl.trainer.build import (
     read_prompts,
     start_trackers,
 )
+from megarl.trainer.call_times import predicted_s
 from megarl.trainer.checkpoint import checkpoint
 from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
@@ -231,6 +232,7 @@ class Run:
         self.server_manager = self._make_server_manager(processes, asked, members)
         for group in self._groups.values():
             group.start()
+            group.expect(predicted_s(config, group.device_name))
         self.server_manager.release_memory()
         resumes = self.resumed_from is not None
         load_roles(self.roles, config, self.num_steps, self.algorithm.critic_warmup, resumes=resumes)

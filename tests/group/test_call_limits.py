@@ -40,3 +40,20 @@ def test_without_a_factor_all_calls_may_take_the_longest() -> None:
     limits = CallLimits(600.0)
     limits.took("digest", 0, 1.0)
     assert limits.of("digest", 0) == 600
+
+
+def test_a_first_call_of_which_the_seconds_are_predicted_may_take_a_multiple_and_the_start() -> None:
+    limits = CallLimits(3600.0, factor=5.0, floor_s=120.0, outside=("push",))
+    limits.expect({"update actor": 40.0, "columns actor": 700.0, "push actor": 1.0})
+    assert limits.of("update actor", 100) == 600 + 5 * 40
+    assert limits.of("columns actor", 100) == 3600, "600 + 5 * 700 is more"
+    assert limits.of("update critic", 100) == limits.of("push actor", 100) == 3600, "not predicted, and not counted"
+    limits.took("update actor", 100, 50.0)
+    assert limits.of("update actor", 200) == 250, "5 times the longest so far"
+    assert limits.of("update actor", 201) == 800, "far more data: a first one"
+
+
+def test_a_prediction_makes_no_limit_longer() -> None:
+    limits = CallLimits(600.0, factor=5.0)
+    limits.expect({"update actor": 40.0})
+    assert limits.of("update actor", 100) == 600
