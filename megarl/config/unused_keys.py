@@ -265,18 +265,7 @@ TABLE = (
         "servers at rollout.host={c.rollout.host} use http unless it is always, because no other machine reaches them",
         lambda c: c.rollout.tls != "always" and not c.serves_other_machines,
     ),
-    UnusedKeys(
-        "rollout.slow_factor",
-        "rollout.router=true: of a router nobody knows which server was slow",
-        lambda c: c.rollout.router,
-    ),
-    UnusedKeys(
-        "rollout.slow_factor",
-        "a server is compared with those of the same collector (rollout.num_collectors), and there are none",
-        lambda c: (
-            not c.rollout.join and (len(c.rollout.urls) or c.rollout.num_servers) <= (c.rollout.num_collectors or 1)
-        ),
-    ),
+    UnusedKeys("rollout.slow_factor", "no collector has two servers to compare", lambda c: not c.compares_servers),
     UnusedKeys("rollout.update", "rollout.ahead=0, so nothing runs during a push", lambda c: c.rollout.ahead == 0),
     UnusedKeys(
         "rollout.max_age rollout.order",

@@ -269,6 +269,8 @@ def test_an_expert_is_shared_by_what_is_left() -> None:
         ("rollout.num_servers=2 rollout.urls=['http://a:1']", "rollout.urls names servers that run already"),
         ("rollout.host=b rollout.urls=['http://a:1']", "rollout.urls names servers that run already"),
         ("rollout.tls=always rollout.urls=['http://a:1']", "rollout.urls names servers that run already"),
+        ("rollout.slow_factor=9", "no collector has two servers to compare"),
+        ("rollout.slow_factor=9 rollout.num_servers=2 rollout.num_collectors=2", "no collector has two servers"),
         ("rollout.tls=never", "servers at rollout.host=127.0.0.1 use http unless it is always"),
         ("rollout.host=b trainer.nnodes=2", "with trainer.nnodes=2 servers listen at the addresses of their machines"),
         ("rollout.memory_fraction=0.5 rollout.engine=hf trainer.device=cpu", "trainer.device=cpu uses no GPU"),

@@ -105,6 +105,13 @@ class Config:
         return self.rollout.ahead + 2 if lora.rank > 0 and lora.push == "adapter" else 0
 
     @property
+    def compares_servers(self) -> bool:
+        """Whether a collector has several servers, or may get them, so that it can find a slow one."""
+        rollout = self.rollout
+        num_servers = len(rollout.urls) or rollout.num_servers
+        return not rollout.router and (rollout.join is not None or num_servers > (rollout.num_collectors or 1))
+
+    @property
     def serves_other_machines(self) -> bool:
         """May its servers listen at an address that other machines reach?"""
         return self.trainer.nnodes > 1 or self.rollout.join is not None or not is_loopback(self.rollout.host)
