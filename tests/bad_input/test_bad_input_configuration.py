@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
-from bad_input import Cases, read_refusal
+from bad_input import Cases, nested, read_refusal
 from config_helpers import BASE, KEYS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -49,21 +49,6 @@ def tried(cases: Cases, words: list[str], command: str = "train") -> None:
         return
     assert all(warning.isprintable() for warning in warnings)
     assert from_yaml(to_yaml(config)) == config or "nan" in to_yaml(config)
-
-
-def nested(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """{"a.b": 1} as {"a": {"b": 1}}."""
-    content: dict[str, Any] = {}
-    for key, value in pairs:
-        *groups, name = key.split(".")
-        at = content
-        for group in groups:
-            at = at.setdefault(group, {})
-            if not isinstance(at, dict):
-                break
-        else:
-            at[name] = value
-    return content
 
 
 @settings(PROFILE, max_examples=400)

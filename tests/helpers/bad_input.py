@@ -28,6 +28,21 @@ def read_refusal(error: ValueError, *named: str) -> list[str]:
     return sentences
 
 
+def nested(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """{"a.b": 1} as {"a": {"b": 1}}."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        *groups, name = key.split(".")
+        at = content
+        for group in groups:
+            at = at.setdefault(group, {})
+            if not isinstance(at, dict):
+                break
+        else:
+            at[name] = value
+    return content
+
+
 class Cases:
     """Counts the cases of one test.  Example: cases.add(), once for each input that was tried."""
 
