@@ -93,6 +93,12 @@ SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
             "rollout.urls=[http://a]: http://a is no server; expected http://host:p",
         ),
         ("rollout.n=1", "rollout.urls=['http://a:x']", "http://a:x is no server"),
+        (
+            "rollout.n=1",
+            "rollout.sglang.args=[--ssl-certfile,own.pem]",
+            "rollout.sglang.args=--ssl-certfile: servers that a run starts get its certificate; expected rollout.tls",
+        ),
+        ("rollout.n=1", "rollout.tls=on", "rollout.tls=on: expected one of auto, always, never"),
         ("rollout.n=1", "rollout.urls=['http://a:1','http://a:1']", "expected each server once"),
         ("rollout.placement=shared", "rollout.urls=['http://a:1']", "rollout.urls names servers that run elsewhere"),
         (

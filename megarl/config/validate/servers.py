@@ -52,6 +52,8 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     if given := next((word for word in rollout.sglang.args if word.split("=")[0] == "--quantization"), None):
         once = "without another load format SGLang quantizes the first weights only"
         yield f"rollout.sglang.args={given}: {once}; expected {FP8}"
+    if given := next((word for word in rollout.sglang.args if word.startswith("--ssl-")), None):
+        yield f"rollout.sglang.args={given}: servers that a run starts get its certificate; expected rollout.tls"
     if rollout.turn_s is not None and rollout.placement != "shared":
         turns = "servers and trainer take turns only with rollout.placement=shared"
         yield f"rollout.turn_s={rollout.turn_s}: {turns}; expected null, and rollout.ahead for more at a time"
