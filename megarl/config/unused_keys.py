@@ -367,7 +367,7 @@ UNREAD = {
         "actor.ppo_epochs actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* "
         "actor.router_replay data.*_files data.*_key data.*_batch_size data.max_* data.overlong_prompts data.shuffle "
         "data.val_max_samples trainer.test_freq trainer.val_before_train trainer.keep_best trainer.critic_warmup "
-        "trainer.prepare trainer.check_export trainer.total_epochs trainer.check_only trainer.max_restarts "
+        "trainer.prepare trainer.check_export trainer.total_epochs trainer.check_only "
         "trainer.token_samples"
     ),
     "evaluate": (

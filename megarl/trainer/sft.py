@@ -6,7 +6,7 @@ The loss is REINFORCE with an advantage of 1 on every response token: -log p, av
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from megarl.config import Config, to_yaml
 from megarl.data.chat import load_tokenizer
 from megarl.data.sft import SftExamples
 from megarl.durable_files import write_text
-from megarl.group import Group
+from megarl.group import Group, RankError
+from megarl.machines import NodeLost
 from megarl.metrics.console import warn
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import write_summary
@@ -45,7 +46,7 @@ METRICS = {"sft/loss": "actor/pg_loss", "sft/grad_norm": "actor/grad_norm", "sft
 def sft(config: Config) -> dict[str, Any]:
     """Train for trainer.total_training_steps or sft.epochs, write `hf/` into the run's folder, return the summary.
 
-    Resumes as `megarl train` does.  Raises Terminated after SIGTERM.
+    Resumes, and starts failed ranks again, as `megarl train` does.  Raises Terminated after SIGTERM.
     """
     with reported(config.trainer.run_dir):
         return _sft(config)
@@ -70,15 +71,35 @@ def _sft(config: Config) -> dict[str, Any]:
     return summary
 
 
+@dataclass
+class Progress:
+    """What one start of the ranks has come to."""
+
+    resumed: Checkpoint | None  # where it began
+    finished_steps: int = 0
+    saver: Saver | None = None
+
+    @property
+    def last_save(self) -> Checkpoint | None:
+        return (self.saver.last if self.saver else None) or self.resumed
+
+
 def _trained(
     config: Config, examples: SftExamples, num_steps: int, signals: Signals, infrastructure: Infrastructure
 ) -> dict[str, Any]:
     """The summary of the training, which begins at the newest save that is whole."""
-    trainer = config.trainer
+    trainer, first_examples = config.trainer, examples.state_dict()
     resumed = find(trainer.resume_mode, trainer.run_dir / "checkpoints", warn, verify=trainer.verify_resume)
     while True:
+        examples.load_state_dict(first_examples)
+        progress = Progress(resumed)
         try:
-            return _train(config, examples, num_steps, resumed, signals, infrastructure)
+            return _train(config, examples, num_steps, progress, signals, infrastructure)
+        except (RankError, NodeLost) as error:
+            if signals.ends:
+                raise
+            infrastructure.forgive(error, progress.finished_steps)
+            resumed = progress.last_save
         except Damaged as error:
             assert resumed is not None, "a run that resumes from nothing finds nothing damaged"
             resumed = save_before(resumed, error, trainer, warn)
@@ -88,16 +109,17 @@ def _train(
     config: Config,
     examples: SftExamples,
     num_steps: int,
-    resumed: Checkpoint | None,
+    progress: Progress,
     signals: Signals,
     infrastructure: Infrastructure,
 ) -> dict[str, Any]:
-    """From the start, or from `resumed`, to the exported model; returns the summary."""
-    folder, first_step = config.trainer.run_dir, 0
+    """From the start, or from the save that is resumed, to the exported model; returns the summary."""
+    folder, first_step, resumed = config.trainer.run_dir, 0, progress.resumed
     state: dict[str, Any] = {"loss": None, "wall_s": 0.0}
     folder.mkdir(parents=True, exist_ok=True)
     if resumed is not None:
-        first_step, state = resumed.step, _state_of(resumed)
+        first_step, state = resumed.step, dict(_state_of(resumed))
+        progress.finished_steps = first_step
         announce(resumed, config, num_steps)
         examples.load_state_dict(state["examples"])
     write_text(folder / "config.yaml", to_yaml(config))
@@ -116,6 +138,7 @@ def _train(
                 warn=warn,
                 origin=resumed.origin if resumed else None,
             )
+            progress.saver = saver
             times = SaveTimes(config.trainer, signals, first_step=first_step, num_steps=num_steps)
             bad_numbers = BadNumbers(config.trainer.on_nonfinite, folder)
             watch({"actor": actor}, bad_numbers, config.trainer.spike_sigma, resumed)
@@ -127,6 +150,7 @@ def _train(
                 except BadNumber:
                     saver.settle()
                     raise
+                progress.finished_steps = step + 1
                 trackers.log(step + 1, metrics | bad_numbers.metrics)
                 state["loss"] = metrics.get("sft/loss", state["loss"])
                 state["spikes"] = spikes_of({"actor": actor})

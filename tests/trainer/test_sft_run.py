@@ -42,12 +42,20 @@ def test_a_stage_that_is_struck_is_the_same_to_the_bit(parts: Path, tmp_path: Pa
     log, file = tmp_path / "sft.log", tmp_path / "strikes.json"
     assert start("sft", words_of(parts, tmp_path, "whole"), [], file, log) == 0, log.read_text()
     # What is saved after step 4 is saved in the stages of step 5.
-    plan = [(1, "update", "SIGUSR1"), (3, "update", "SIGTERM"), (5, "save_checkpoint", "all"), (5, "update", "rank")]
+    plan = [
+        (1, "update", "rank"),  # before there is a save
+        (1, "update", "SIGUSR1"),
+        (3, "update", "SIGTERM"),
+        (5, "save_checkpoint", "all"),
+        (5, "update", "rank"),
+    ]
     words = words_of(parts, tmp_path, "struck")
     codes = [start("sft", words, plan, file, log)]
     while codes[-1] != 0 and len(codes) < 5:
         codes.append(start("sft", words, None, file, log))
-    assert codes == [143, -9, 1, 0], log.read_text()
+    assert codes == [143, -9, 0], log.read_text()
+    assert json.loads(file.read_text()) == [], "all strikes fell"
+    assert log.read_text().count("the ranks are started again (1 of 3 without a new step)") == 2
     whole, struck = tmp_path / "whole", tmp_path / "struck"
     for metric in ("sft/loss", "sft/grad_norm", "sft/lr"):
         assert steps(struck, metric) == steps(whole, metric)
