@@ -28,6 +28,7 @@ from megarl.metrics.report import SAMPLES, VISITS, write_samples
 from megarl.metrics.stats import batch_stats, finalise, reward_stats
 from megarl.metrics.timer import Timer
 from megarl.plugins import user_function
+from megarl.processes.presence import watched
 from megarl.processes.signals import NO_STEP, Signals
 from megarl.report.page import reported
 from megarl.rollout.prefetch import Prefetcher
@@ -61,6 +62,7 @@ def train(config: Config) -> dict[str, Any]:
         reported(config.trainer.run_dir),
         owned(config.trainer.run_dir),
         Signals(config.trainer.term_grace_s) as signals,
+        watched(config.trainer.driver_silence_s),
         Infrastructure(config) as infrastructure,
     ):
         run = Run(config, infrastructure)

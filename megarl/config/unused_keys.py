@@ -374,7 +374,7 @@ UNREAD = {
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "
         "trainer.on_nonfinite trainer.spike_sigma trainer.token_samples "
         "trainer.save_* trainer.term_grace_s trainer.max_restarts trainer.start_timeout_s trainer.call_factor "
-        "trainer.call_floor_s trainer.silence_s trainer.spare_nodes rollout.n rollout.temperature rollout.top_p "
+        "trainer.call_floor_s trainer.*silence_s trainer.spare_nodes rollout.n rollout.temperature rollout.top_p "
         "rollout.top_k rollout.ahead rollout.order rollout.update rollout.max_age rollout.turn_s rollout.push "
         "rollout.bucket_bytes rollout.check_every rollout.slow_factor"
     ),

@@ -29,6 +29,7 @@ from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost,
 from megarl.processes.handle import ProcessHandle
 from megarl.processes.links import Direct, Link, RankMessage, Relayed
 from megarl.processes.listener import Listener
+from megarl.processes.presence import show_life
 from megarl.processes.ranks import END_S, RanksLaunch, RanksProcess, Share, shares
 from megarl.sockets import listen
 
@@ -172,6 +173,7 @@ class Group:
             for link in self._links:
                 ready.register(link.sock, selectors.EVENT_READ, link)
             while len(here) < self.num_ranks:
+                show_life()
                 self._check_processes()
                 if time.monotonic() > deadline:
                     raise RankError(
@@ -270,6 +272,7 @@ class Group:
             for link in self._links:
                 ready.register(link.sock, selectors.EVENT_READ, link)
             while len(answers) + len(errors) < self.num_ranks:
+                show_life()
                 for key, _ in ready.select(timeout=0.5):
                     message = key.data.receive()
                     last_sign[message.rank] = time.monotonic()

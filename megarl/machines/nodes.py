@@ -24,6 +24,7 @@ from megarl import __version__
 from megarl.machines.member import Member, NodeLost, RemoteJob
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost
 from megarl.processes.listener import Listener
+from megarl.processes.presence import show_life
 from megarl.processes.ranks import END_S, RanksLaunch
 from megarl.processes.signals import Terminated
 from megarl.servers.launch import EngineLaunch
@@ -162,6 +163,7 @@ class Nodes:
         deadline = time.monotonic() + limit_s
         told: list[int] = []
         while missing := self._missing(on_replaced):
+            show_life()
             if time.monotonic() > deadline:
                 raise NodeLost(f"machines {missing} of {self.num_nodes} did not come within {limit_s:.0f} s")
             if on_wait is not None and missing != told:

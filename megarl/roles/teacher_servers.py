@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.distillation import NO_LOG_PROB
+from megarl.processes.presence import show_life
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.scores import Scores
 from megarl.sample import Batch
@@ -79,6 +80,7 @@ class TeacherServers:
             try:
                 waiting = set(jobs)
                 while waiting:
+                    show_life()
                     done, waiting = wait(waiting, _LOOK_S, FIRST_EXCEPTION)
                     for job in done:
                         job.result()  # raises what it failed with

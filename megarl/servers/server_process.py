@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from megarl.processes.handle import ProcessHandle
 from megarl.processes.lifetime import last_lines
+from megarl.processes.presence import show_life
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.engines import ENGINES
 from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE, EngineLaunch, MakeCommand, flags
@@ -250,6 +251,7 @@ class ServerProcess:
         engine = ServerClient(self.launch.url, self._token, timeout_s=min(_QUESTION_S, limit_s))
         with contextlib.closing(engine):
             while self.alive:
+                show_life()
                 try:
                     return question(engine)
                 except ServerError as error:

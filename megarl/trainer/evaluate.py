@@ -17,6 +17,7 @@ from megarl.config import Config
 from megarl.data.chat import load_tokenizer
 from megarl.data.hf_config import read_config
 from megarl.plugins import load_plugins
+from megarl.processes.presence import show_life
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector.collector_client import Collectors, Ticket
@@ -138,6 +139,7 @@ def transformers_accuracy(folder: str, prompts: Sequence[Prompt], rewards: Rewar
         by_length.setdefault(len(prompt.token_ids), []).append(prompt)
     answers: list[tuple[Prompt, Completion]] = []
     for length, same in by_length.items():
+        show_life()
         ids = torch.tensor([prompt.token_ids for prompt in same])
         written = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens

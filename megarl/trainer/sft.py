@@ -25,6 +25,7 @@ from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
 from megarl.metrics.timer import Timer
+from megarl.processes.presence import watched
 from megarl.processes.signals import Signals
 from megarl.report.page import reported
 from megarl.roles.handles import Actor, Packing, Update
@@ -62,7 +63,7 @@ def _sft(config: Config) -> dict[str, Any]:
                 f"sft.batch_size={config.sft.batch_size}: there are {len(examples)} examples in {config.sft.epochs} "
                 "epochs; use a smaller batch or more epochs"
             )
-        with Infrastructure(config, serves=False) as infrastructure:
+        with watched(trainer.driver_silence_s), Infrastructure(config, serves=False) as infrastructure:
             summary = _trained(config, examples, num_steps, signals, infrastructure)
     metrics = trainer.run_dir / "metrics.jsonl"
     if metrics.exists():

@@ -19,6 +19,7 @@ import torch
 from megarl.group import Group, RankError
 from megarl.group.group import GRACE_S
 from megarl.layout import Layout
+from megarl.processes import presence
 
 pytestmark = pytest.mark.dist
 HELPERS = Path(__file__).parents[1] / "helpers"  # echo_worker
@@ -60,6 +61,13 @@ def test_each_replica_gets_its_tensors_and_its_reporter_answers(four: Group) -> 
 
 def test_the_leader_is_rank_0(four: Group) -> None:
     assert four.call_leader("double", {}).result["rank"] == 0
+
+
+def test_a_driver_that_waits_for_ranks_shows_itself(four: Group) -> None:
+    with presence.watched(600.0):
+        presence._shown = before = time.monotonic() - 10.0  # as after ten seconds
+        four.call("double")
+        assert presence._shown > before
 
 
 def test_an_exception_on_one_rank_reaches_the_driver_with_its_rank(four: Group) -> None:

@@ -55,6 +55,9 @@ class Trainer:
     call_timeout_s: float = 600.0  # a call to the ranks may take so long at most; a server may be silent as long
     call_factor: float = 5.0  # a call may take so many times as long as the longest of its kind in this run so far
     call_floor_s: float = 120.0  # but every call may take this long, or call_timeout_s if that is less
+    driver_silence_s: float = (
+        1800.0  # machine 0 ends itself when its loop does not go on for this long; waits with limits of their own go on
+    )
     silence_s: float = 60.0  # a rank or machine that gives no sign for this long counts as hung; signs come every 2 s
 
     @property

@@ -209,6 +209,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "trainer.call_factor": _AT_LEAST_1,
     "trainer.call_floor_s": _ABOVE_0,
     "trainer.silence_s": (lambda v: v >= 10, "at least 10"),
+    "trainer.driver_silence_s": (lambda v: v >= 60, "at least 60"),
     "trainer.spare_nodes": _AT_LEAST_0,
     "trainer.start_timeout_s": _ABOVE_0,
     "sft.epochs": _AT_LEAST_1,

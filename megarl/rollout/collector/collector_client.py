@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from megarl.processes.presence import show_life
 from megarl.rollout.collect import Completions, MakeWriter
 from megarl.rollout.collector.collector import CollectorSettings, Scorer
 from megarl.rollout.collector.collector_process import CollectorProcess
@@ -164,6 +165,7 @@ class Collectors:
         Waits up to `timeout_s` for a group; False if none came.  Raises CollectorError if a collector reports an error,
         or ends too often.
         """
+        show_life()
         deadline = time.monotonic() + timeout_s
         with self._news:
             self._look()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.durable_files import THREADS, fault_of, write_text
+from megarl.processes.presence import show_life
 
 MANIFEST = "manifest.json"
 
@@ -60,7 +61,12 @@ def faults_in(folder: Path, *, reads: bool, skip: str = "") -> list[str]:
         return fault and f"{folder / name} {fault}"
 
     with ThreadPoolExecutor(THREADS) as threads:  # they read and digest beside each other
-        return [sentence for sentence in threads.map(look, files) if sentence]
+        faults: list[str] = []
+        for sentence in threads.map(look, files):
+            show_life()
+            if sentence:
+                faults.append(sentence)
+        return faults
 
 
 def _text(content: dict[str, Any]) -> str:

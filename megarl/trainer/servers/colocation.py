@@ -13,6 +13,7 @@ import torch
 
 from megarl.config import Config
 from megarl.config.placement import check_shared_seats
+from megarl.processes.presence import wait_for
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.weights.verify.canary import Canary, disagreement
 
@@ -87,7 +88,9 @@ class Colocation:
                 engine.close()
 
         with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="canary") as threads:
-            answers = dict(zip(urls, threads.map(ask, urls), strict=True))
+            asked = {url: threads.submit(ask, url) for url in urls}
+            wait_for(asked.values())
+        answers = {url: answer.result() for url, answer in asked.items()}
         silent = {url: answer for url, answer in answers.items() if isinstance(answer, str)}
         heard = {url: answer for url, answer in answers.items() if not isinstance(answer, str)}
         return silent | disagreement(canary, heard)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from megarl.processes.presence import show_life, wait_for
 from megarl.rollout.client import ServerError
 from megarl.rollout.trust import Trusts
 from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
@@ -130,6 +131,7 @@ class ServerManager:
         """
         with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="turn") as threads:
             orders = {url: threads.submit(act, url) for url in urls}
+            wait_for(orders.values())
         failures = {url: order.exception() for url, order in orders.items()}
         for url, error in failures.items():
             if error is not None:
@@ -166,6 +168,7 @@ class ServerManager:
 
     def _look(self, *, starts: bool = True) -> None:
         """Take dead servers out of service, and restart them if `starts`.  Raises ServerDied if no server is left."""
+        show_life()
         if self._members is not None:
             self.holding -= set(self._members.tend(self.holding))
         for url, reason in self._unfit().items():

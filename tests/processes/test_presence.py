@@ -1,0 +1,101 @@
+"""A driver whose main thread hangs ends itself, and the other machines end with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from megarl.machines import NodeLost, Nodes
+from megarl.machines.agent import Agent, DriverLost
+from megarl.processes import presence
+from megarl.processes.presence import show_life, wait_for, watched
+from megarl.servers.external import RunningServer
+from megarl.servers.server_process import ServerDied
+
+DRIVER = Path(__file__).parent / "one_that_drives.py"
+TOKEN = "the secret of these tests"
+LIMIT_S = 3.0  # the loop of the driver shows itself ten times a second
+STACKS = {"lock": "in waits_for_a_lock", "python": "in keeps_the_lock_of_python", "loop": "in loops"}
+
+
+class AgentThread(threading.Thread):
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self.agent, self.error = Agent(1, f"127.0.0.1:{port}", TOKEN, silence_s=600.0), ""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.agent.serve()
+        except DriverLost as error:
+            self.error = str(error)
+
+
+@pytest.mark.slow
+def test_a_driver_that_hangs_ends_with_its_stacks_and_its_agents_do_not_wait_for_ever() -> None:
+    """In a lock, in a library that never gives Python back, and in a loop; before, its waits are as long as they like.
+
+    The threads that tell the others that it is there go on in the first and the last.
+    """
+    with ExitStack() as stack:
+        drivers = {}
+        for kind in STACKS:
+            command = [sys.executable, str(DRIVER), str(LIMIT_S), kind]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            drivers[kind] = stack.enter_context(process)
+            stack.callback(process.kill)
+        agents = {}
+        for kind, process in drivers.items():
+            assert process.stdout is not None
+            agents[kind] = AgentThread(int(process.stdout.readline()))
+        for kind, process in drivers.items():
+            out, said = process.communicate(timeout=200)
+            assert (process.returncode, out) == (1, "goes on\n"), said
+            assert said.startswith("Timeout (0:00:03)!\n")
+            assert STACKS[kind] in said
+            agents[kind].join(200)
+            assert agents[kind].error.startswith("the driver at 127.0.0.1:"), "long before its own limit of silence"
+
+
+def test_only_the_thread_that_drives_shows_itself() -> None:
+    with watched(600.0):
+        presence._shown = before = time.monotonic() - 10.0  # as after ten seconds
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(show_life).result()
+            assert presence._shown == before
+        show_life()
+        assert presence._shown > before
+    presence._shown = before
+    show_life()
+    assert presence._shown == before, "nobody is watched any more"
+
+
+@pytest.mark.parametrize("what", ["machines", "a server"])
+def test_a_driver_that_waits_shows_itself(what: str) -> None:
+    with watched(600.0):
+        presence._shown = before = time.monotonic() - 10.0
+        if what == "machines":
+            with Nodes(2, 1, "127.0.0.1", 0, TOKEN) as nodes, pytest.raises(NodeLost):
+                nodes.wait(limit_s=0.0)
+        else:
+            server = RunningServer("http://127.0.0.1:9", TOKEN, 0)  # where nobody listens
+            server.spawn()
+            with pytest.raises(ServerDied):
+                server.wait_until_serving(0.1)
+        assert presence._shown > before
+
+
+def test_a_wait_for_others_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = threading.Event()
+    monkeypatch.setattr(presence, "_EVERY_S", 0.01)
+    monkeypatch.setattr(presence, "show_life", shown.set)
+    with ThreadPoolExecutor(1) as threads:
+        wait_for([job := threads.submit(shown.wait, 200.0)])
+    assert job.result(), "it ends when the wait has shown itself"
