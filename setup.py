@@ -53,6 +53,7 @@ setup(
         "plotly>=6.0",  # its plotly.js draws the page of a run
         "aiohttp>=3.9",
         "cryptography>=42",
+        "httpcore>=1.0,<2",
         "httpx>=0.27,<1",
         "pebble>=5.0",
     ],

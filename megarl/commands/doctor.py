@@ -44,6 +44,7 @@ TESTED = {
     "math-verify": "0.9.0",
     "aiohttp": "3.14.5",
     "cryptography": "50.0.2",
+    "httpcore": "1.0.9",
     "httpx": "0.28.1",
     "pebble": "5.2.3",
     "matplotlib": "3.11.2",

@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlencode
 
-import httpx
-
+from megarl.http_calls import Answer, Caller, CallFailed
 from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import (
     FLATTENED,
@@ -22,6 +22,7 @@ from megarl.rollout.protocol import (
     auth_headers,
     error_message,
 )
+from megarl.rollout.reply_sizes import ORDER_BYTES, score_bytes
 from megarl.rollout.scores import Scores, parse_scores, score_body
 from megarl.tls import trusted
 
@@ -40,23 +41,18 @@ class ServerClient:
     """Calls to one server.
 
     Example: server = ServerClient("http://127.0.0.1:30000", token, timeout_s=60); server.pause(); server.resume()
-    Every method raises ServerError when the server refuses, fails, or does not answer within `timeout_s`.
+    Every method raises ServerError when the server refuses, fails, has not sent its whole answer within `timeout_s`, or
+    sends more than an answer to this request may have.
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float = 120.0) -> None:
         self.url = url.rstrip("/")
-        # trust_env=False: a proxy from the environment must neither see the token nor get requests for loopback
-        self._http = httpx.Client(
-            headers=auth_headers(token),
-            timeout=timeout_s,
-            trust_env=False,
-            verify=trusted(url, token),
-            limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
-        )
+        self._caller = Caller(auth_headers(token), trusted(url, token), keep_alive_s=KEEP_ALIVE_S)
+        self._timeout_s = timeout_s
         self._abilities: Abilities | None = None
 
     def close(self) -> None:
-        self._http.close()
+        self._caller.close()
 
     # ---- questions
 
@@ -84,12 +80,13 @@ class ServerClient:
             return ranks[0]
         return {f"{i}:{name}": digest for i, rank in enumerate(ranks) for name, digest in rank.items()}
 
-    def rank_checksums(self) -> list[dict[str, str]]:
+    def rank_checksums(self, most_bytes: int = ORDER_BYTES) -> list[dict[str, str]]:
         """Digest of every tensor by its name on each tensor-parallel rank of the server.
 
-        With attention data parallelism each group answers for all ranks; equal answers count once.
+        With attention data parallelism each group answers for all ranks; equal answers count once.  `most_bytes`: of
+        the reply; see reply_sizes.digest_bytes.
         """
-        reply = self._accepted(Route.WEIGHTS_CHECKER, {"action": "checksum"})
+        reply = self._accepted(Route.WEIGHTS_CHECKER, {"action": "checksum"}, most_bytes=most_bytes)
         found: list[dict[str, Any]] = []
         seen: set[str] = set()
         with self._reading(Route.WEIGHTS_CHECKER):
@@ -105,14 +102,15 @@ class ServerClient:
         body: dict[str, Any] = {"input_ids": list(prompt_ids), "return_logprob": True, "logprob_start_len": 0}
         body |= {} if adapter is None else {"lora_path": adapter}
         body["sampling_params"] = SamplingParams(temperature=0.0, max_new_tokens=1).to_json()
-        reply = self._json(Route.GENERATE, body)
+        reply = self._json(Route.GENERATE, body, most_bytes=score_bytes(len(prompt_ids)))
         with self._reading(Route.GENERATE):
             found = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]]
             return [float(value) for value in found if value is not None]
 
     def scores(self, token_ids: Sequence[int], start: int, top_k: int = 0) -> Scores:
         """Log-probs at temperature 1 of a sequence's tokens from `start` on, and the most likely tokens there."""
-        reply = self._json(Route.GENERATE, score_body(token_ids, start, top_k))
+        most_bytes = score_bytes(len(token_ids) - start, top_k)
+        reply = self._json(Route.GENERATE, score_body(token_ids, start, top_k), most_bytes=most_bytes)
         try:
             return parse_scores(reply, len(token_ids) - start, top_k)
         except ValueError as error:
@@ -253,19 +251,28 @@ class ServerClient:
         *,
         method: str = "POST",
         params: dict[str, float] | None = None,
-    ) -> httpx.Response:
+        most_bytes: int = ORDER_BYTES,
+    ) -> Answer:
+        url = self.url + route + (f"?{urlencode(params)}" if params else "")
         try:
-            reply = self._http.request(method, self.url + route, json=body, params=params)
-        except httpx.HTTPError as error:
-            raise ServerError(self.url, route, 0, f"{type(error).__name__} {error}".strip()) from error
-        if reply.status_code != 200:
-            raise ServerError(self.url, route, reply.status_code, error_message(reply.text, reply.reason_phrase))
+            reply = self._caller.call(method, url, body, within_s=self._timeout_s, most_bytes=most_bytes)
+        except CallFailed as error:
+            raise ServerError(self.url, route, 0, str(error)) from error
+        if reply.status != 200:
+            raise ServerError(self.url, route, reply.status, error_message(reply.text, reply.reason))
         return reply
 
-    def _json(self, route: Route, body: dict[str, Any] | None = None, *, method: str = "POST") -> dict[str, Any]:
-        reply = self._call(route, body, method=method)
+    def _json(
+        self,
+        route: Route,
+        body: dict[str, Any] | None = None,
+        *,
+        method: str = "POST",
+        most_bytes: int = ORDER_BYTES,
+    ) -> dict[str, Any]:
+        reply = self._call(route, body, method=method, most_bytes=most_bytes)
         try:
-            value = reply.json()
+            value = json.loads(reply.content)
         except (ValueError, RecursionError) as error:
             raise ServerError(self.url, route, 200, f"not JSON: {reply.text[:200]!r}") from error
         if not isinstance(value, dict):
@@ -280,9 +287,9 @@ class ServerClient:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ServerError(self.url, route, 200, f"the reply cannot be read: {error!r}") from error
 
-    def _accepted(self, route: Route, body: dict[str, Any]) -> dict[str, Any]:
+    def _accepted(self, route: Route, body: dict[str, Any], *, most_bytes: int = ORDER_BYTES) -> dict[str, Any]:
         """For routes that return {"success": ..., "message": ...}."""
-        value = self._json(route, body)
+        value = self._json(route, body, most_bytes=most_bytes)
         if value.get("success") is not True:
             raise ServerError(self.url, route, 200, str(value.get("message", value)))
         return value

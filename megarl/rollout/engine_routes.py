@@ -33,6 +33,11 @@ class EngineRoutes:
     def name(self) -> str:
         return ROUTED_EXPERTS
 
+    @property
+    def most_bytes(self) -> int:
+        """Base64 of an int32 for each layer and expert."""
+        return 6 * self.of.num_layers * self.of.chosen
+
     def is_of(self, temperature: float, top_p: float, top_k: int) -> bool:
         return self.sampling in (None, (temperature, top_p, top_k))
 

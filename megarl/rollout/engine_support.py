@@ -37,6 +37,11 @@ class EngineSupport:
     def name(self) -> str:
         return SUPPORT
 
+    @property
+    def most_bytes(self) -> int:
+        """The ids of all tokens that could be drawn, and what stands between them."""
+        return 12 * (self.num_ids if self.top_k < 1 else min(self.top_k, self.num_ids))
+
     def is_of(self, temperature: float, top_p: float, top_k: int) -> bool:  # noqa: ARG002
         return (top_p, top_k) == (self.top_p, self.top_k)
 

@@ -36,6 +36,11 @@ class EngineColumn(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def most_bytes(self) -> int:
+        """What its entry of one token may take of a reply."""
+        ...
+
     def is_of(self, temperature: float, top_p: float, top_k: int) -> bool:
         """Whether completions that are sampled with these have it."""
         ...

@@ -7,6 +7,7 @@ The router is slow to notice dead servers: the driver, which health-checks the s
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -15,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from megarl.http_calls import Answer, Caller, CallFailed
 from megarl.rollout.protocol import auth_headers, error_message
+from megarl.rollout.reply_sizes import ORDER_BYTES
 from megarl.rollout.trust import Trusts
 from megarl.servers.launch import EngineLaunch, ServerCommand, flags
 from megarl.servers.server_process import ServerProcess, ThisMachine, free_ports
@@ -25,6 +26,7 @@ from megarl.servers.sglang_environment import foreign_environment, sglang_python
 from megarl.tls import authority_certificate
 
 _POLL_S = 0.05
+_ASK_S = 30.0
 _START_S = 60.0
 _WORKER_S = 60.0  # timeout of adding one server
 _LONGER_S = 60  # by which a request's timeout in the router is longer than its client's
@@ -75,7 +77,7 @@ class Router:
         launch = EngineLaunch("smg", "", host=host, port=port, group_port=metrics_port, python=python, args=args)
         self._token = token
         self._process = ServerProcess(launch, token, log, name="the router", machine=ThisMachine(smg_command))
-        self._http = httpx.Client(headers=auth_headers(token), timeout=30.0, trust_env=False)
+        self._caller = Caller(auth_headers(token))
 
     def __enter__(self) -> Router:
         return self
@@ -107,7 +109,7 @@ class Router:
 
     def stop(self) -> None:
         self._process.end()
-        self._http.close()
+        self._caller.close()
 
     def check(self) -> None:
         """Raises ServerDied when the router has ended."""
@@ -142,16 +144,19 @@ class Router:
         return None if worker is None else str(worker["status"])
 
     def _workers(self) -> dict[str, dict[str, Any]]:
-        return {worker["url"]: worker for worker in self._ask("GET", "/workers", accept=(200,)).json()["workers"]}
+        return {
+            worker["url"]: worker
+            for worker in json.loads(self._ask("GET", "/workers", accept=(200,)).content)["workers"]
+        }
 
-    def _ask(self, method: str, path: str, body: object = None, *, accept: tuple[int, ...]) -> httpx.Response:
+    def _ask(self, method: str, path: str, body: object = None, *, accept: tuple[int, ...]) -> Answer:
         try:
-            reply = self._http.request(method, self.url + path, json=body)
-        except httpx.HTTPError as error:
-            raise RouterError(f"the router: {method} {path} failed: {type(error).__name__} {error}") from error
-        if reply.status_code not in accept:
-            message = error_message(reply.text, reply.reason_phrase)
-            raise RouterError(f"the router: {method} {path} answered {reply.status_code}: {message}")
+            reply = self._caller.call(method, self.url + path, body, within_s=_ASK_S, most_bytes=ORDER_BYTES)
+        except CallFailed as error:
+            raise RouterError(f"the router: {method} {path} failed: {error}") from error
+        if reply.status not in accept:
+            message = error_message(reply.text, reply.reason)
+            raise RouterError(f"the router: {method} {path} answered {reply.status}: {message}")
         return reply
 
 

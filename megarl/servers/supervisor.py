@@ -13,8 +13,9 @@ several machines.  Those that run already (`at`) are health-checked too, but nev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -31,10 +32,12 @@ from megarl.servers.server_process import (
     ServerProcess,
     free_ports,
 )
+from megarl.servers.starting import choose_ports, spawn, spawn_elsewhere
 
 __all__ = ["ServerDied", "ServerEvent", "Servers", "State", "Supervision", "free_ports"]
 
 _PORT_TRIES = 3
+_LOOK_S = 0.1
 _LONGEST_REST_S = 60.0
 _MOST_JOINED = 1024  # servers that are asked at the same time, besides those of the start
 
@@ -69,7 +72,7 @@ class Supervision:
     rest_s: float = 1.0  # before the first restart; doubles with each
 
 
-@dataclass
+@dataclass(eq=False)
 class _Watched:
     process: ServerProcess
     state: State = State.STARTING
@@ -142,6 +145,11 @@ class Servers:
         return [server.process.launch.url for server in self._servers]
 
     @property
+    def serving(self) -> list[str]:
+        """Urls of those that serve."""
+        return [server.process.launch.url for server in self._servers if server.state is State.SERVING]
+
+    @property
     def states(self) -> list[State]:
         return [server.state for server in self._servers]
 
@@ -157,16 +165,16 @@ class Servers:
         """
         processes = [server.process for server in self._servers]
         try:
-            _choose_ports(processes)
+            choose_ports(processes)
             for process in processes:
                 process.spawn()
-            for ready, server in enumerate(self._servers, start=1):
-                try:
-                    _wait_or_move(server.process, self._patience.start_timeout_s)
-                except ServerDied as error:
+            for server in self._servers:
+                self._await_start(server)
+            for ready, (server, failure) in enumerate(self._settled(self._servers), start=1):
+                if failure is not None:
                     if reason := server.process.refusal:
-                        raise ValueError(reason) from error
-                    raise
+                        raise ValueError(reason) from failure
+                    raise failure
                 self._enter(server, State.SERVING)
                 if on_progress is not None:
                     on_progress(ready, len(processes))
@@ -181,8 +189,7 @@ class Servers:
         server.process.spawn()
         self._servers.append(server)
         self.joined.add(server.process.launch.url)
-        self._enter(server, State.STARTING)
-        self._ask(server, server.process.wait_until_serving, self._patience.start_timeout_s)
+        self._await_start(server)
 
     def remove(self, url: str) -> None:
         """Watch a server that came with `add` no more."""
@@ -191,23 +198,63 @@ class Servers:
         self._servers.remove(server)
         self.joined.discard(url)
 
-    def revive(self) -> None:
+    def revive(self) -> list[str]:
         """Start servers that have ended again, each on the machine that now has its place; returns when they serve.
 
         For a run whose ranks start again: others may have been lost with their machine.  Those that joined may be gone
-        for good.  Raises ServerDied, OSError.
+        for good.  One that cannot start rests, or is out, as with `poll`; returns why each of them does not serve.
+        Raises ServerDied if no server is left, MachineGone if a machine is not connected, OSError if it has no port.
         """
         stay = [server for server in self._servers if server.process.launch.url not in self.joined]
         ended = [server for server in stay if server.state is not State.OUT and not server.process.alive]
         for server in ended:
             server.answer = None
+            self._forgive(server)
+            self._enter(server, State.STARTING)
             server.process.move()
-        _choose_ports([server.process for server in ended])
+        choose_ports([server.process for server in ended])
+        failures: list[ServerDied] = []
+        started = []
         for server in ended:
-            server.process.spawn()
-        for server in ended:
-            _wait_or_move(server.process, self._patience.start_timeout_s)
-            self._enter(server, State.SERVING)
+            if failure := spawn(server.process):
+                failures.append(failure)
+                self._fail(server, failure)
+            else:
+                started.append(server)
+                self._await_start(server)
+        for server, failure in self._settled(started):
+            if failure:
+                failures.append(failure)
+                self._fail(server, failure)
+            else:
+                self._enter(server, State.SERVING)
+        reasons = [str(failure) for failure in failures]
+        while State.SERVING not in self.states:
+            if all(state is State.OUT for state in self.states):
+                raise ServerDied(f"no server is left; {reasons[-1] if reasons else 'all were out before'}")
+            time.sleep(_LOOK_S)
+            reasons += [event.reason for event in self.poll() if event.reason]
+        return reasons
+
+    def _settled(self, servers: Sequence[_Watched]) -> Iterator[tuple[_Watched, ServerDied | None]]:
+        """Each of these servers, which are starting, once it serves, or with its failure; all are waited for at once.
+
+        New ports are chosen, up to 3 times, for one whose port another process took before it used it.
+        """
+        waiting, moved = list(servers), Counter[_Watched]()
+        while waiting:
+            wait([server.answer for server in waiting if server.answer is not None], return_when=FIRST_COMPLETED)
+            for server in [server for server in waiting if server.answer is not None and server.answer.done()]:
+                failure, _ = _news(server)
+                server.answer = None
+                if failure and moved[server] < _PORT_TRIES and PORT_TAKEN in server.process.log_tail().lower():
+                    moved[server] += 1
+                    failure = spawn_elsewhere(server.process)
+                    if failure is None:
+                        self._await_start(server)
+                        continue
+                waiting.remove(server)
+                yield server, failure
 
     def watch_too(self, check: Callable[[], None]) -> None:
         """Let `poll` call `check` too: it raises ServerDied if, for example, the router in front of them has ended."""
@@ -269,8 +316,8 @@ class Servers:
         `settles`: reset the count of restarts if it served for `settled_after_s`; False for a restart on request.
         """
         was_serving = server.state is State.SERVING
-        if settles and was_serving and time.monotonic() - server.since >= self._patience.settled_after_s:
-            server.restarts = 0
+        if settles:
+            self._forgive(server)
         server.process.end(grace_s=0)
         server.answer = None
         if server.restarts >= self._patience.max_restarts:
@@ -278,22 +325,30 @@ class Servers:
         event = self._enter(server, State.RESTING, str(failure))
         return [event] if was_serving else []
 
+    def _forgive(self, server: _Watched) -> None:
+        """Count its restarts anew if it has served for long."""
+        if server.state is State.SERVING and time.monotonic() - server.since >= self._patience.settled_after_s:
+            server.restarts = 0
+
     def _rest(self, server: _Watched) -> float:
         return min(_LONGEST_REST_S, self._patience.rest_s * 2**server.restarts)
 
     def _start_again(self, server: _Watched) -> list[ServerEvent]:
         try:
-            server.process.spawn()  # in this thread, which outlives the server; threads of health checks may not
+            failure = spawn(server.process)
         except MachineGone:  # not counted as a restart: wait for its machine
             server.since = time.monotonic()
             return []
-        except OSError as error:  # for example a full disk; assumed to concern this server only
-            server.restarts += 1
-            return self._fail(server, ServerDied(f"server {server.process.launch.index} did not start: {error}"))
         server.restarts += 1
+        if failure:
+            return self._fail(server, failure)
+        self._await_start(server)
+        return []
+
+    def _await_start(self, server: _Watched) -> None:
+        """Its process has been started: ask it until it serves."""
         self._enter(server, State.STARTING)
         self._ask(server, server.process.wait_until_serving, self._patience.start_timeout_s)
-        return []
 
     def _enter(self, server: _Watched, state: State, reason: str = "") -> ServerEvent:
         server.state, server.since = state, time.monotonic()
@@ -316,31 +371,3 @@ def _numbered(launch: EngineLaunch, index: int) -> EngineLaunch:
     """With its index and its own seed: with one seed all servers would draw the same random numbers."""
     seed = None if launch.random_seed is None else launch.random_seed + index
     return replace(launch, index=index, random_seed=seed)
-
-
-def _choose_ports(processes: Sequence[ServerProcess]) -> None:
-    """Set the missing ports of every launch: one for HTTP, and one for the rendezvous of its ranks."""
-    by_machine: dict[Machine, list[ServerProcess]] = {}
-    for process in processes:
-        if process.launch.port is None or process.launch.group_port is None:
-            by_machine.setdefault(process.machine, []).append(process)
-    for machine, its in by_machine.items():
-        ports = iter(machine.free_ports([process.launch.host for process in its for _ in range(2)]))
-        for process in its:
-            launch, port, group_port = process.launch, next(ports), next(ports)
-            process.launch = replace(launch, port=launch.port or port, group_port=launch.group_port or group_port)
-
-
-def _wait_or_move(process: ServerProcess, limit_s: float) -> None:
-    """Wait until it serves; choose new ports, up to 3 times, if another process took one before the server used it."""
-    for _ in range(_PORT_TRIES):
-        try:
-            return process.wait_until_serving(limit_s)
-        except ServerDied:
-            if PORT_TAKEN not in process.log_tail().lower():
-                raise
-        process.end()
-        process.launch = replace(process.launch, port=None, group_port=None)
-        _choose_ports([process])
-        process.spawn()
-    process.wait_until_serving(limit_s)

@@ -92,11 +92,13 @@ class Infrastructure:
         """The servers, started on the first call, with their router, which begins without any server.
 
         With them the server of a reward model, and those of teachers, if the run needs them.  A later call starts
-        servers again that have ended, for example with their machine.  Raises NodeLost if a machine is lost meanwhile.
+        servers again that have ended, for example with their machine, and goes on without those that do not start.
+        Raises NodeLost if a machine is lost meanwhile, ServerDied if no server is left.
         """
         if self._servers is not None:
             try:
-                self._servers.revive()
+                for reason in self._servers.revive():
+                    _say(f"warning: the run goes on without a server: {reason}")
             except MachineGone as error:
                 raise NodeLost(f"servers could not be started again: {error}") from error
         if self._servers is None:

@@ -222,7 +222,7 @@ class Run:
         if teachers is not None:
             keys, longest = config.longest
             teachers.require_room(longest, keys)
-        abilities = self._checked(processes.urls)
+        abilities = self._checked(processes.serving)
         router = site.router
         salted = keeps_kv(config) and all(ability.cache_salt for ability in abilities)
         self._start_collectors([router.url] if router else processes.urls, token, salted=salted)

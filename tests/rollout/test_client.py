@@ -1,10 +1,18 @@
 """Replies of a server that its client has to read with care."""
 
+import json
+from contextlib import closing
 from typing import Any
 
 import pytest
+from endless_servers import Behaviour, drip, endless, flood
 
-from megarl.rollout.client import ServerClient
+from megarl.rollout.client import ServerClient, ServerError
+from megarl.rollout.engine_routes import EngineRoutes
+from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.reply_sizes import ORDER_BYTES, completion_bytes, digest_bytes, score_bytes
+from megarl.routed_experts import RoutedExperts
+from megarl.weights.push.servers import reply_bytes_of_digests
 
 
 def rank(number: int, digest: str) -> dict[str, Any]:
@@ -14,7 +22,7 @@ def rank(number: int, digest: str) -> dict[str, Any]:
 
 def checksums_of(ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     client = ServerClient("http://127.0.0.1:1", "")
-    monkeypatch.setattr(client, "_accepted", lambda route, body: {"ranks": ranks})
+    monkeypatch.setattr(client, "_accepted", lambda route, body, most_bytes: {"ranks": ranks})
     return client.rank_checksums()
 
 
@@ -29,3 +37,30 @@ def test_answers_that_contradict_each_other_are_all_kept(monkeypatch: pytest.Mon
 
 def test_ranks_that_do_not_say_who_they_are_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checksums_of([{"checksums": {"w": "a"}}] * 2, monkeypatch) == [{"w": "a"}, {"w": "a"}]
+
+
+@pytest.mark.parametrize(("behave", "how"), [(drip, "no whole reply within 0.3 s"), (flood, "a reply of more than")])
+def test_a_server_whose_replies_do_not_end_fails_questions_and_orders(behave: Behaviour, how: str) -> None:
+    limit_s = 0.3 if behave is drip else 600.0
+    with endless(behave) as url, closing(ServerClient(url, "", timeout_s=limit_s)) as client:
+        for call in (client.health, client.server_info, client.pause, client.checksums, client.adapters):
+            with pytest.raises(ServerError, match=rf"^{url}/\w+.* failed: {how}"):
+                call()
+
+
+def test_what_a_reply_may_have_follows_what_is_asked_for() -> None:
+    of_one = completion_bytes(100, SamplingParams(max_new_tokens=1))
+    assert completion_bytes(100, SamplingParams(max_new_tokens=4097)) - of_one == 4096 * 512
+    routes = EngineRoutes(RoutedExperts(num_layers=61, layers=(60,), num_experts=256, chosen=8))
+    columns = completion_bytes(1000, SamplingParams(max_new_tokens=24), [routes])
+    assert columns - completion_bytes(1000, SamplingParams(max_new_tokens=24)) == 1024 * 61 * 8 * 6
+    assert score_bytes(1000, 99) - score_bytes(0) == 1000 * 100 * 64
+    assert digest_bytes(1000, 8) - digest_bytes(0) == 64 * 1000 * 256
+    assert digest_bytes(10**6, 64) == 1 << 30
+
+
+def test_the_digests_of_a_model_of_671_billion_parameters_are_within_their_limit() -> None:
+    held = {f"model.layers.{60}.mlp.experts.{255}.down_proj.weight_scale_inv{i}": "0" * 64 for i in range(100_000)}
+    told = json.dumps({"success": True, "ranks": [{"checksums": held}]})
+    deepseek = {"num_hidden_layers": 61, "n_routed_experts": 256, "moe_intermediate_size": 2048}
+    assert ORDER_BYTES < len(told) < reply_bytes_of_digests(deepseek, 1)

@@ -40,6 +40,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
+ENDS, SLEEPS = "import sys; sys.exit('no model here')", "import time; time.sleep(600)"
+
+
 def healthy_command(launch, folder):
     """A server that can do nothing but start at once."""
     return ServerCommand([sys.executable, "-c", HEALTHY, str(launch.port)], dict(os.environ))
@@ -121,7 +124,7 @@ def test_free_ports_differ_and_can_be_bound():
 
 
 def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", python_command("import sys; sys.exit('no model here')"))
+    monkeypatch.setitem(ENGINES, "hf", python_command(ENDS))
     servers = Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path / "logs")
     with pytest.raises(ServerDied, match=r"server 0 .*exit code 1.*server_0\.log(?s:.*)no model here"):
         servers.start()
@@ -139,7 +142,7 @@ def test_a_server_that_refuses_its_model_is_a_mistake_of_the_user(tmp_path, monk
 
 
 def test_a_server_that_never_serves_is_given_up_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", python_command("import time; time.sleep(600)"))
+    monkeypatch.setitem(ENGINES, "hf", python_command(SLEEPS))
     servers = Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(start_timeout_s=0.5))
     with pytest.raises(ServerDied, match=r"server 0 did not serve within 0\.5 s"):
         servers.start()
@@ -234,7 +237,7 @@ def test_a_server_that_dies_too_often_is_given_up_and_the_others_serve_on(tmp_pa
     patience = Supervision(max_restarts=2, rest_s=0.01)
     with Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path, patience) as servers:
         servers.start()
-        monkeypatch.setitem(ENGINES, "hf", python_command("import sys; sys.exit('no model here')"))
+        monkeypatch.setitem(ENGINES, "hf", python_command(ENDS))
         os.kill(servers.pids[0], signal.SIGKILL)
         died, gone = events_until(servers, 2)
         assert (died.state, gone.state) == (State.RESTING, State.OUT)
@@ -373,3 +376,76 @@ def test_engine_errors_are_one_sentence_with_url_route_and_status(server):
     (port,) = free_ports(["127.0.0.1"])
     with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port}/health failed: ConnectError"):
         ServerClient(f"http://127.0.0.1:{port}", "").health()
+
+
+def kill_and_wait(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_all_servers_are_waited_for_at_once(tmp_path, monkeypatch):
+    """The first one serves only after the second one did; then the first one never serves, and the second one ends."""
+    go = tmp_path / "go"
+    waits = "import os, sys, time\nwhile not os.path.exists(sys.argv[2]):\n    time.sleep(0.02)\n"
+
+    def command(launch, folder):
+        code = HEALTHY if launch.index else waits + HEALTHY
+        return ServerCommand([sys.executable, "-c", code, str(launch.port), str(go)], dict(os.environ))
+
+    monkeypatch.setitem(ENGINES, "hf", command)
+    with Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path) as servers:
+        servers.start(lambda ready, total: go.touch())
+        assert servers.states == [State.SERVING] * 2
+    codes = [SLEEPS, ENDS]
+    monkeypatch.setitem(ENGINES, "hf", lambda launch, folder: python_command(codes[launch.index])(launch, folder))
+    with pytest.raises(ServerDied, match=r"server 1 .* ended with exit code 1"):
+        Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path).start()
+
+
+def test_servers_that_ended_are_revived_and_one_that_cannot_start_rests(tmp_path, monkeypatch):
+    def command(launch, folder):
+        return (python_command(ENDS) if launch.index == 1 else healthy_command)(launch, folder)
+
+    monkeypatch.setitem(ENGINES, "hf", healthy_command)
+    with Servers([EngineLaunch("hf", "/m")] * 4, TOKEN, tmp_path, Supervision(rest_s=600)) as servers:
+        servers.start()
+        urls, before = servers.urls, servers.pids
+        for pid in before[:3]:
+            kill_and_wait(pid)
+        monkeypatch.setitem(ENGINES, "hf", command)
+        (reason,) = servers.revive()
+        assert reason.startswith("server 1 (pid ") and "ended with exit code 1" in reason and "no model here" in reason
+        assert servers.states == [State.SERVING, State.RESTING, State.SERVING, State.SERVING]
+        assert servers.serving == [urls[0], urls[2], urls[3]]
+        assert servers.pids[3] == before[3] and not set(servers.pids[:3]) & set(before)
+
+
+def test_a_run_whose_servers_cannot_be_revived_stops_when_none_is_left(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "hf", healthy_command)
+    patience = Supervision(max_restarts=1, rest_s=0.01)
+    with Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path, patience) as servers:
+        servers.start()
+        for pid in servers.pids:
+            kill_and_wait(pid)
+        monkeypatch.setitem(ENGINES, "hf", python_command(ENDS))
+        with pytest.raises(ServerDied, match=r"^no server is left; after 1 restarts, server [01] (?s:.*)no model here"):
+            servers.revive()
+        assert servers.states == [State.OUT, State.OUT]
+
+
+def test_a_run_waits_for_a_server_that_is_revived_at_its_second_start(tmp_path, monkeypatch):
+    starts = []
+
+    def command(launch, folder):
+        starts.append(launch.index)
+        if len(starts) == 1:
+            raise OSError("no space left on device")
+        return healthy_command(launch, folder)
+
+    monkeypatch.setitem(ENGINES, "hf", healthy_command)
+    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(rest_s=0.01)) as servers:
+        servers.start()
+        kill_and_wait(servers.pids[0])
+        monkeypatch.setitem(ENGINES, "hf", command)
+        assert servers.revive() == ["server 0 did not start: no space left on device"]
+        assert servers.states == [State.SERVING] and len(starts) == 2

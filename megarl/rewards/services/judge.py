@@ -11,10 +11,12 @@ from typing import Any
 from megarl.float32 import is_finite
 from megarl.rewards.result import ground_truth_of
 from megarl.rewards.services.limit import Limit, ServiceError
-from megarl.rewards.services.service import Service
+from megarl.rewards.services.service import REPLY_BYTES, Service
 from megarl.sample import Completion, Prompt
 
 JSON = "json:"  # in front of the name of a field
+_LONGEST = 1 << 17  # tokens of an answer where reward.judge.request has no limit
+_TOKEN_BYTES = 512  # of a reply for each token of an answer, with its log-prob
 _SEARCHED = 20_000  # characters at the end of an answer, for JSON
 
 
@@ -44,12 +46,18 @@ class Judge:
         self._service = Service(url, limit, api_key=key)
         self._model, self._prompt, self._votes, self._request = model, prompt, votes, dict(request)
         self._read = reader(read)
+        limits = [request.get(name) for name in ("max_completion_tokens", "max_tokens")]
+        most_tokens = next((limit for limit in limits if isinstance(limit, int) and limit > 0), _LONGEST)
+        self._most_bytes = REPLY_BYTES + _TOKEN_BYTES * most_tokens
 
     async def __call__(self, prompt: Prompt, completion: Completion) -> dict[str, float]:
         """The mean, and with several votes how many of them could be read.  Raises ServiceError if none could."""
         asked = {"role": "user", "content": filled(self._prompt, prompt, completion)}
         body = {"model": self._model, "messages": [asked], **self._request}
-        votes = (self._service.post("/chat/completions", body, self._number) for _ in range(self._votes))
+        votes = (
+            self._service.post("/chat/completions", body, self._number, most_bytes=self._most_bytes)
+            for _ in range(self._votes)
+        )
         found = await asyncio.gather(*votes, return_exceptions=True)
         errors = [one for one in found if isinstance(one, BaseException)]
         numbers = [one for one in found if not isinstance(one, BaseException)]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import aiohttp
 
+from megarl.http_calls import PLAIN, TooLarge, read_at_most
 from megarl.rewards.services.limit import Limit, ServiceError, is_busy, nobody_listens, seconds_of
 
 T = TypeVar("T")
 
 SHOWN = 200  # characters of an error's reply
+REPLY_BYTES = 4 << 20  # what a reply may have, unless its caller says otherwise
 
 
 class Service:
@@ -27,29 +30,34 @@ class Service:
 
     def __init__(self, url: str, limit: Limit, *, api_key: str = "") -> None:
         self._url, self._limit = url.rstrip("/"), limit
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {**PLAIN, **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
         self._http: aiohttp.ClientSession | None = None
         self._closes: asyncio.Task[None] | None = None
 
-    async def post(self, route: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-        """What `read` finds in the reply; a ServiceError of `read`, too, is a reason to try again.
+    async def post(
+        self, route: str, body: Mapping[str, Any], read: Callable[[Any], T], *, most_bytes: int = REPLY_BYTES
+    ) -> T:
+        """What `read` finds in the reply, of at most `most_bytes`; a ServiceError of `read`, too, is tried again.
 
         Raises ServiceError if there is no such reply after all tries.
         """
 
         async def ask() -> T:
-            return read(await self._post(self._url + route, body))
+            return read(await self._post(self._url + route, body, most_bytes))
 
         return await self._limit(ask)
 
-    async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
+    async def _post(self, url: str, body: Mapping[str, Any], most_bytes: int) -> Any:
         try:
             async with self._session().post(url, json=body, headers=self._headers) as reply:
+                content = await read_at_most(reply, most_bytes)
                 if reply.status == 200:
-                    return await reply.json(content_type=None)
-                said = " ".join((await reply.text(errors="replace")).split())[:SHOWN]
+                    return json.loads(content)
+                said = " ".join(content.decode(errors="replace").split())[:SHOWN]
                 after_s = seconds_of(reply.headers.get("Retry-After"))
-        except (aiohttp.ClientError, ValueError) as error:  # ValueError: no JSON, or no text
+        except TooLarge as error:
+            raise ServiceError(f"{url}: {error}") from error
+        except (aiohttp.ClientError, ValueError, RecursionError) as error:  # no JSON, or nested too deeply
             raise ServiceError(f"{url}: {error!r}", is_away=nobody_listens(error)) from error
         raise ServiceError(f"{url} answered {reply.status}: {said}", passes=is_busy(reply.status), after_s=after_s)
 
@@ -57,7 +65,7 @@ class Service:
         if self._http is None or self._http.closed:
             # The limit counts calls and has their time limit.
             connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-            self._http = aiohttp.ClientSession(connector=connector, timeout=timeout)
+            self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
             self._closes = asyncio.create_task(self._close_at_the_end(self._http))
         return self._http
 

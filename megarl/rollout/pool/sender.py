@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from megarl.http_calls import PLAIN, read_at_most
 from megarl.rollout.pool.pool_server import (
     Ask,
     NoFilesLeft,
@@ -38,13 +39,13 @@ from megarl.rollout.protocol import (
     generate_body,
     parse_replies,
 )
+from megarl.rollout.reply_sizes import ORDER_BYTES, completion_bytes
 from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
 from megarl.sample import Completion, VersionSpan
 from megarl.tls import trusted
 
 _CONNECT_S = 10.0
 GRACE_S = 10.0  # a server that was told to end a request returns its tokens within this time
-_MOST_BYTES = 1 << 30  # of a reply
 _FAULTS_OF_THE_REQUEST = (400, 413, 422)
 
 
@@ -89,7 +90,8 @@ class Sender:
 
     async def __aenter__(self) -> Sender:
         self._http = aiohttp.ClientSession(
-            headers=auth_headers(self._token),
+            headers={**PLAIN, **auth_headers(self._token)},
+            auto_decompress=False,
             # The pool's slots limit the connections; a limit here would let the order to end a request wait.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, self._timeout_s)),
@@ -134,7 +136,7 @@ class Sender:
         if adapter is not None:
             body["lora_path"] = adapter[0]
         ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask)
-        reply = await self._post(server.url, body)
+        reply = await self._post(server.url, body, completion_bytes(len(prompt_ids), params, columns))
         ask.stop_clock()
         try:
             (parsed,) = parse_replies(reply, 1, num_asked=len(prompt_ids), columns=columns, num_known=num_known)
@@ -188,20 +190,21 @@ class Sender:
     def _send(self, url: str, route: Route, body: object) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._session.post(url + route, json=body, allow_redirects=False, ssl=trusted(url, self._token))
 
-    async def _post(self, url: str, body: dict[str, Any]) -> Any:
+    async def _post(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
         try:
             async with self._send(url, Route.GENERATE, body) as reply:
                 if reply.status != 200:
-                    message = error_message((await _read(reply)).decode(errors="replace"), reply.reason or "")
+                    said = (await read_at_most(reply, ORDER_BYTES)).decode(errors="replace")
+                    message = error_message(said, reply.reason or "")
                     raise _refusal(reply.status, message, adapter=body.get("lora_path"))
-                return json.loads(await _read(reply))
+                return json.loads(await read_at_most(reply, most_bytes))
         except aiohttp.ClientSSLError as error:  # a wrong certificate does not heal by itself
             raise ServerFailed(f"{type(error).__name__} {error}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NoFilesLeft(_files(error)) from error
             raise Unreachable(f"{type(error).__name__} {error}") from error
-        except (ValueError, RecursionError) as error:  # a body that is no JSON, or whose JSON is nested too deeply
+        except (ValueError, RecursionError) as error:  # a body that is no JSON, nested too deeply, or too large
             raise Senseless(f"{type(error).__name__} {error}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerFailed(f"{type(error).__name__} {error}") from error
@@ -246,17 +249,8 @@ class Sender:
     async def _abort(self, url: str, rid: str) -> None:
         # The request is cut off if this does not help.
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self._send(url, Route.ABORT, {"rid": rid, "abort_all": False}):
+            async with asyncio.timeout(GRACE_S), self._send(url, Route.ABORT, {"rid": rid, "abort_all": False}):
                 pass
-
-
-async def _read(reply: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for part in reply.content.iter_any():
-        body += part
-        if len(body) > _MOST_BYTES:
-            raise Senseless(f"a reply of more than {_MOST_BYTES} bytes")
-    return bytes(body)
 
 
 def _refusal(status: int, message: str, *, adapter: str | None) -> RuntimeError:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarl.layout import numbers_of
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import DTYPE_NAMES
+from megarl.rollout.reply_sizes import digest_bytes
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import stacks_for
 from megarl.weights.mapping.names import ShardCoordinate, some_names
@@ -246,7 +248,7 @@ class Server:
     def look(self) -> list[dict[str, str]]:
         """Checksums of each of its ranks; the update is ended first, because SGLang then post-processes the weights."""
         self.close_update()
-        self.held = self.engine.rank_checksums()
+        self.held = self.engine.rank_checksums(reply_bytes_of_digests(self._hf_config, len(self.nature.coordinates)))
         return self.held
 
     def remember(self, weights: str) -> None:
@@ -275,6 +277,13 @@ class Server:
             if differ:
                 where = f"rank {rank} of {self.url}"
                 raise PushError(f"{where} holds other weights after reading {folder} than before: {some_names(differ)}")
+
+
+def reply_bytes_of_digests(hf_config: HFConfig, num_ranks: int) -> int:
+    """The most that the checksums of a server may take."""
+    numbers = numbers_of(hf_config)
+    of_experts = 8 * (numbers.num_experts or 0)  # matrices and, where there are any, their biases or scales
+    return digest_bytes((64 + of_experts) * ((numbers.num_hidden_layers or 0) + 4), num_ranks)
 
 
 def check_digests(who: str, held: Mapping[str, str], sent: Mapping[str, str], tied: Mapping[str, str]) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from endless_servers import Behaviour, drip, endless, flood
 from virtual_clock import VirtualClock
 
 from megarl.rewards.result import Outcome, RewardResult
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.services.judge import Judge, filled, question_of, reader
-from megarl.rewards.services.limit import Limit
+from megarl.rewards.services.limit import Limit, ServiceError
 from megarl.sample import Completion, Prompt, VersionSpan
 
 PROMPT = Prompt("0-3", [1], [{"role": "user", "content": "How are you?"}], "well")
@@ -170,3 +171,20 @@ def test_several_messages_are_shown_with_their_roles() -> None:
 )
 def test_the_last_number_that_fits_is_read(read: str, text: str, number: float | None) -> None:
     assert reader(read)(text) == number
+
+
+@pytest.mark.parametrize(
+    ("behave", "timeout_s", "said"),
+    [(drip, 0.3, "no answer within 0.3 s"), (flood, 600.0, "more than 4,202,496 bytes")],
+)
+def test_a_judge_whose_reply_does_not_end_has_a_limit_of_time_and_of_bytes(
+    behave: Behaviour, timeout_s: float, said: str
+) -> None:
+    """4 MiB, and 512 bytes for each of 16 tokens."""
+
+    async def ask(url: str) -> None:
+        limit = Limit(1, retries=0, timeout_s=timeout_s)
+        await Judge(url, "wise", TEMPLATE, r"(\d)", 1, {"max_tokens": 16}, limit=limit)(PROMPT, completion("well"))
+
+    with endless(behave) as url, pytest.raises(ServiceError, match=said):
+        asyncio.run(ask(url))

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 from aiohttp import web
+from endless_servers import drip, endless, flood
 from fake_servers import Writer, babbling, broken, completion_of, good, nothing, refusing, reply_to, serving, silent
 
 from megarl.rollout.client import ServerClient, ServerError
@@ -55,6 +56,20 @@ def test_a_failed_request_is_tried_on_another_server(bad, timeout_s):
             assert len(set(names)) == len(names), "two attempts share a name"
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("behave", "timeout_s", "why"), [(drip, 0.3, "no answer within 0.3 s"), (flood, 60, r"more than [0-9,]+ bytes")]
+)
+def test_a_request_whose_reply_does_not_end_is_tried_on_another_server(behave, timeout_s, why, caplog):
+    async def test(bad):
+        async with serving(good) as ([url], _), EnginePool([bad, url], "", timeout_s=timeout_s, rest_s=600) as pool:
+            answers = await asyncio.gather(*(pool.generate([3], PARAMS) for _ in range(4)))
+            assert [answer.completion.token_ids for answer in answers] == [[4, 1]] * 4
+
+    with endless(behave) as bad:
+        run(partial(test, bad))
+    assert re.search(why, caplog.text)
 
 
 def test_requests_wait_for_a_server_that_is_down_for_longer_than_all_attempts_would_last(caplog):
