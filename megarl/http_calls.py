@@ -69,13 +69,15 @@ class Caller:
         `most_bytes`, or with something else than HTTP.
         """
         content = b"" if body is None else json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-        headers: dict[bytes | str, bytes | str] = {**self._headers, "Host": urlsplit(url).netloc}
+        headers = {**self._headers, "Host": urlsplit(url).netloc}
         headers |= {"Content-Type": "application/json"} if content else {}
         within_s += len(content) / _SENT_PER_S
         ends = _ENDS.set(time.monotonic() + within_s)
         waits = {"timeout": {"connect": within_s, "pool": within_s}}
         try:
-            with self._pool.stream(method, url, headers=headers, content=content, extensions=waits) as reply:
+            with self._pool.stream(
+                method, url, headers=list(headers.items()), content=content, extensions=waits
+            ) as reply:
                 reason = bytes(reply.extensions.get("reason_phrase", b"")).decode(errors="replace")
                 return Answer(reply.status, reason, _whole(reply.iter_stream(), most_bytes))
         except httpcore.TimeoutException as error:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from megarl.processes.presence import show_life
 from megarl.servers.engines import ENGINES
 from megarl.servers.external import RunningServer
 from megarl.servers.launch import EngineLaunch
@@ -38,6 +39,7 @@ __all__ = ["ServerDied", "ServerEvent", "Servers", "State", "Supervision", "free
 
 _PORT_TRIES = 3
 _LOOK_S = 0.1
+_WAIT_S = 1.0  # at most, before the thread that drives shows that it goes on
 _LONGEST_REST_S = 60.0
 _MOST_JOINED = 1024  # servers that are asked at the same time, besides those of the start
 
@@ -233,6 +235,7 @@ class Servers:
             if all(state is State.OUT for state in self.states):
                 raise ServerDied(f"no server is left; {reasons[-1] if reasons else 'all were out before'}")
             time.sleep(_LOOK_S)
+            show_life()
             reasons += [event.reason for event in self.poll() if event.reason]
         return reasons
 
@@ -243,7 +246,8 @@ class Servers:
         """
         waiting, moved = list(servers), Counter[_Watched]()
         while waiting:
-            wait([server.answer for server in waiting if server.answer is not None], return_when=FIRST_COMPLETED)
+            wait([server.answer for server in waiting if server.answer is not None], _WAIT_S, FIRST_COMPLETED)
+            show_life()
             for server in [server for server in waiting if server.answer is not None and server.answer.done()]:
                 failure, _ = _news(server)
                 server.answer = None
