@@ -51,7 +51,7 @@ def reply_of(rank: int, call: dict[str, Any], replica: int) -> tuple[dict[str, A
     arguments, is_last = call["arguments"], rank % replica == replica - 1
     place = {"replica": rank // replica, "is_reporter": is_last} if call["method"] == "setup" else {}
     tensors = {"x": torch.zeros(arguments["up"], dtype=torch.uint8)} if is_last and arguments.get("up") else None
-    return {"id": call["id"], "ok": True, "result": place}, to_bytes(tensors)
+    return {"id": call["id"], "ok": True, "result": place, "seconds": 0.0}, to_bytes(tensors)
 
 
 class Machines:

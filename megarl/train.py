@@ -98,7 +98,7 @@ def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
     assert run.saver is not None, "the run has started"
     saver = run.saver
     totals = Totals(began, run.resumed_from.state["totals"] if run.resumed_from else {})
-    log = RunLog(run.timer, run.trackers, totals, run.dir, trainer.num_ranks, run.token_log)
+    log = RunLog(run.timer, run.trackers, totals, run.dir, trainer.num_ranks, run.timeline, run.token_log)
     times = SaveTimes(trainer, signals, first_step=run.first_step, num_steps=run.num_steps)
     signals.is_patient = True
     push(run.first_step, servers, totals)
@@ -199,6 +199,8 @@ def train_step(
         write_samples(log.folder / SAMPLES, step + 1, iteration.groups)
         if log.tokens:
             log.tokens.write(step + 1, iteration.groups, batch)
+        if log.timeline:
+            log.timeline.write(step + 1, timer)
         append_lines(log.folder / VISITS, [{"step": step + 1, **iteration.visits}])
         metrics = finalise(stats) | (batch_stats(batch, version=step) if batch is not None else {}) | iteration.metrics
         metrics |= reward_stats(iteration.groups) | bad_numbers.metrics

@@ -53,8 +53,10 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
         try:
             if header["has_payload"]:
                 tensors = share_payload(tensors, share(), is_first())
+            begin = time.perf_counter()
             result, out = handlers[header["method"]](header["arguments"], tensors)
-            connection.send({"id": header["id"], "ok": True, "result": result}, out)
+            seconds = time.perf_counter() - begin
+            connection.send({"id": header["id"], "ok": True, "result": result, "seconds": seconds}, out)
         except (
             BaseException
         ) as error:  # the driver handles every error; torch's CheckpointException is not an Exception

@@ -13,7 +13,7 @@ import queue
 import secrets
 import selectors
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,6 +25,7 @@ from megarl.group.failures import GONE, Places, RankError, may_follow
 from megarl.group.limits import CallLimits
 from megarl.layout import Layout
 from megarl.machines.nodes import SILENCE_S, Nodes
+from megarl.metrics.timeline import Call
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors
 from megarl.processes.handle import ProcessHandle
 from megarl.processes.links import Direct, Link, RankMessage, Relayed
@@ -36,6 +37,7 @@ from megarl.sockets import listen
 GRACE_S = 1.0  # after the first error, wait this long for other errors: the root cause is often not the first
 _SIGNS = 2  # of life, after which a rank is not the cause of an error before them: the first may be an earlier one
 _LOOK_S = 0.1
+_CALLS = 256  # that are remembered until somebody takes them: the last
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Reply:
 
     result: dict[str, Any]
     tensors: Tensors
+    seconds: float = 0.0  # that the rank worked
 
 
 class Group:
@@ -97,6 +100,7 @@ class Group:
         self._listener: Listener | None = None
         self._arrivals: queue.SimpleQueue[tuple[Connection, dict[str, Any]]] = queue.SimpleQueue()
         self._call_id = 0
+        self._calls: deque[Call] = deque(maxlen=_CALLS)
         self.num_replicas = 0
         self.device_name = ""  # of rank 0's GPU, or "cpu"
         self._first_of_replica: dict[int, int] = {}  # replica -> the rank that receives its tensors
@@ -248,6 +252,7 @@ class Group:
         timeout_s: float | None = None,
     ) -> dict[int, Reply]:
         self._call_id += 1
+        sent = time.perf_counter()  # before the first rank has the call
         header = {"id": self._call_id, "method": method, "arguments": arguments, "has_payload": has_payload}
         for link in self._links:
             try:
@@ -259,7 +264,14 @@ class Group:
         begun = time.monotonic()
         answers = self._collect(method, timeout_s or self._limits.of(kind, num_bytes))
         self._limits.took(kind, num_bytes, time.monotonic() - begun)
+        self._calls.append(Call(self.name, kind.strip(), sent, {rank: a.seconds for rank, a in answers.items()}))
         return answers
+
+    def take_calls(self) -> list[Call]:
+        """The last calls that ended, with the seconds of each rank, since this was asked before."""
+        calls = list(self._calls)
+        self._calls.clear()
+        return calls
 
     def _collect(self, method: str, timeout_s: float) -> dict[int, Reply]:
         answers: dict[int, Reply] = {}
@@ -320,7 +332,7 @@ class Group:
             return
         assert header["id"] == self._call_id, f"rank {rank} answered call {header['id']}, not {self._call_id}"
         if header["ok"]:
-            answers[rank] = Reply(header["result"], message.tensors)
+            answers[rank] = Reply(header["result"], message.tensors, header["seconds"])
         else:
             errors[rank] = header
 

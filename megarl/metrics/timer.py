@@ -26,7 +26,8 @@ class Timer:
 
     def start(self) -> None:
         """Start a new step."""
-        self._begin = self._clock()
+        self.began = self._clock()
+        self.stages: list[tuple[str, float, float, int]] = []  # ended ones: name, begin since `began`, seconds, depth
         self._seconds: dict[str, float] = {}
         self._accounted = 0.0
         self._depth = 0
@@ -42,6 +43,7 @@ class Timer:
         finally:
             seconds, self._depth = self._clock() - begin, self._depth - 1
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self.stages.append((name, begin - self.began, seconds, self._depth))
             if self._depth == 0:
                 self._accounted += seconds
 
@@ -52,7 +54,7 @@ class Timer:
             perf/throughput in tokens per second and device; perf/unaccounted, the share of the step outside all stages.
         """
         assert self._depth == 0, "finish() inside a stage"
-        step = self._clock() - self._begin
+        step = self._clock() - self.began
         out = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         out |= {
             "timing_s/step": step,

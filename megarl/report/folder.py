@@ -14,6 +14,7 @@ from megarl.metrics.jsonl import read_lines
 from megarl.metrics.plots import Series, read_series
 from megarl.metrics.report import SAMPLES
 from megarl.metrics.status import read_status
+from megarl.metrics.timeline import TIMELINE
 from megarl.metrics.tokens import TOKENS
 
 METRICS = "metrics.jsonl"
@@ -64,6 +65,9 @@ class RunFolder:
 
     def tokens(self) -> Iterator[dict[str, Any]]:
         return self._lines(TOKENS)
+
+    def timeline(self) -> Iterator[dict[str, Any]]:
+        return self._lines(TIMELINE)
 
     def advice(self) -> list[dict[str, Any]]:
         return list(self._lines("advice.jsonl"))

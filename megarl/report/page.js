@@ -282,6 +282,72 @@ function times() {
   box.append(make("article", { className: "card" }, make("h3", {}, "Seconds of each stage, by step"), legend, area));
 }
 
+/** One step in time: the driver's stages in two lanes, and a lane for each rank with the calls in which it worked. */
+function waterfall() {
+  if (!data.timeline.length) return;
+  let at = data.timeline.length - 1;
+  const named = make("b");
+  const slowest = make("p", { className: "soft small" });
+  const area = make("div", { className: "plot" });
+  const names = [...new Set([...data.time.stages.map(({ name }) => name), ...data.timeline.flatMap(({ stages }) => stages.map(([name]) => name))])];
+  const bars = () => {
+    const { stages, calls } = data.timeline[at];
+    const found = stages.map(([name, begin, seconds, depth]) => ({ lane: depth ? "inside" : "driver", name, stage: name, begin, seconds }));
+    const stageAt = (time) => stages.find(([, begin, seconds, depth]) => !depth && begin <= time && time <= begin + seconds)?.[0];
+    for (const [group, name, begin, ranks] of calls) {
+      for (const [rank, seconds] of Object.entries(ranks)) found.push({ lane: laneOf(group, rank), name, stage: stageAt(begin), begin, seconds });
+    }
+    return found;
+  };
+  const laneOf = (group, rank) => (group === "ranks_0" ? `rank ${rank}` : `${group.replace("ranks_", "group ")}, ${rank}`);
+  const figure = () => {
+    const found = bars();
+    const lanes = [...new Set(found.map(({ lane }) => lane))].sort((a, b) => order(a) - order(b) || a.localeCompare(b, "en", { numeric: true }));
+    area.style.height = `${70 + 24 * lanes.length}px`;
+    return {
+      data: [...new Set(found.map(({ name }) => name))].map((name) => {
+        const mine = found.filter((bar) => bar.name === name);
+        return {
+          type: "bar", orientation: "h", name: plain(name), y: mine.map(({ lane }) => plain(lane)), base: mine.map(({ begin }) => begin),
+          x: mine.map(({ seconds }) => seconds), marker: { color: mine.map(({ stage }) => colour(Math.max(names.indexOf(stage), 0))) },
+          text: mine.map(() => plain(name)), textposition: "inside", insidetextanchor: "middle", textangle: 0,
+          customdata: mine.map(({ begin }) => begin), hovertemplate: "%{x:.3g} s from %{customdata:.3g} s",
+        };
+      }),
+      layout: layout({
+        uniformtext: { minsize: 9, mode: "hide" }, barmode: "overlay", bargap: 0.25, hovermode: "closest", xaxis: { showgrid: true, title: { text: "seconds since the step began" } },
+        yaxis: { type: "category", categoryorder: "array", categoryarray: lanes.map(plain), autorange: "reversed", showgrid: false, nticks: lanes.length },
+      }),
+    };
+  };
+  const order = (lane) => ["driver", "inside"].indexOf(lane) + (lane === "driver" || lane === "inside" ? 0 : 3);
+  const show = () => {
+    const { step, calls } = data.timeline[at];
+    named.textContent = `step ${step}`;
+    slowest.textContent = lastRank(calls);
+    if (drawn.get(area)?.done) draw(area);
+  };
+  const slider = make("input", { type: "range", min: 0, max: at, value: at });
+  slider.setAttribute("aria-label", "step of the timeline");
+  slider.addEventListener("input", () => { at = Number(slider.value); show(); });
+  plot(area, figure);
+  document.getElementById("time").append(make("article", { className: "card later" },
+    make("h3", {}, "One step: the driver's stages, and the ranks at work"), make("div", { className: "bar" }, make("label", {}, slider, named)), slowest, area));
+  show();
+}
+
+/** Which rank worked longest in the longest call: the others may have waited for it. */
+function lastRank(calls) {
+  let [longest, best] = [null, 0];
+  for (const [, name, , ranks] of calls) {
+    for (const [rank, seconds] of Object.entries(ranks)) if (seconds > best) [longest, best] = [[name, rank, Object.values(ranks)], seconds];
+  }
+  if (!longest) return "";
+  const [name, rank, all] = longest;
+  const quickest = all.reduce((a, b) => Math.min(a, b));
+  return `Longest call: ${name}, ${short(best)} s on rank ${rank}, ${short(quickest)} s on the quickest. A rank's time includes its waits for other ranks.`;
+}
+
 /* ---------------------------------------------------------------- samples */
 
 function samples() {
@@ -474,6 +540,7 @@ async function start() {
   notes();
   curves();
   times();
+  waterfall();
   samples();
   tokens();
   settings();

@@ -21,7 +21,7 @@ from megarl import __version__
 from megarl.metrics.console import warn
 from megarl.report.curves import groups_of, stages_of
 from megarl.report.folder import METRICS, RunFolder
-from megarl.report.samples import samples_of, tokens_of
+from megarl.report.samples import samples_of, timeline_of, tokens_of
 from megarl.report.settings import settings_of
 
 REPORT = "report.html"
@@ -81,6 +81,7 @@ def data_of(run: RunFolder, against: RunFolder | None = None, failure: str = "")
         "facts": _facts(run.config),
         "groups": groups_of(run.series, against.series if against else {}),
         "time": stages_of(run.series),
+        "timeline": timeline_of(run.timeline()),
         "samples": samples_of(run.samples()),
         "tokens": tokens_of(run.tokens()),
         "settings": settings_of(run.config, other_config),

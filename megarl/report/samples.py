@@ -1,4 +1,4 @@
-"""The answers of a page: some steps of samples.jsonl and tokens.jsonl, in a bounded number of characters."""
+"""Some steps of samples.jsonl, tokens.jsonl and timeline.jsonl for a page, in a bounded number of characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 MAX_STEPS = 24  # of a page, the first and the last among them
 MAX_PER_STEP = 16
 MAX_TEXT = 4000  # characters of a prompt or an answer; the middle is left out
-MAX_CHARS = 700_000  # of all samples of a page, and again of those token by token
+MAX_CHARS = 700_000  # of all samples of a page, again of those token by token, and again of the timeline
 SHOWN = ("uid", "ground_truth", "reward", "reward_extra", "finish_reason", "versions", "num_tokens", "num_turns")
 Row = Mapping[str, Any]
 
@@ -22,6 +22,12 @@ def samples_of(rows: Iterable[Row]) -> list[dict[str, Any]]:
 def tokens_of(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The same for lines of tokens.jsonl."""
     return _steps_of(rows, _tokens)
+
+
+def timeline_of(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Lines of timeline.jsonl -> [{"step", "stages", "calls"}]."""
+    steps = _steps_of(rows, lambda row: {name: row[name] for name in ("stages", "calls")})
+    return [{"step": step["step"], **step["samples"][-1]} for step in steps]
 
 
 def _steps_of(rows: Iterable[Row], shown: Callable[[Row], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ PAGE = """# {name}
 | `metrics.jsonl` | every number of every step, one JSON object a line |
 | `samples.jsonl` | some completions of every step, with their rewards and the weights that wrote them |
 | `tokens.jsonl` | a few of them token by token, with log-probs, advantages and versions |
+| `timeline.jsonl` | of every step: its stages in time, and the seconds of every rank |
 | `visits.jsonl` | of every step: which visits of prompts were trained, filtered by dynamic sampling, lost, skipped |
 | `checkpoints/` | what `trainer.resume_mode=auto` goes on from |
 | `logs/` | what ranks, servers and the collector wrote |

@@ -21,6 +21,7 @@ from megarl.layout import Layout
 from megarl.metrics.console import warn
 from megarl.metrics.jsonl import drop_after
 from megarl.metrics.report import SAMPLES, VISITS
+from megarl.metrics.timeline import TIMELINE, Timeline
 from megarl.metrics.timer import Timer
 from megarl.metrics.tokens import TOKENS, TokenLog
 from megarl.metrics.trackers import Trackers
@@ -88,6 +89,7 @@ class Run:
     prefetcher: Prefetcher
     evaluator: Evaluator
     timer: Timer
+    timeline: Timeline
     token_log: TokenLog | None
     trackers: Trackers
     bad_numbers: BadNumbers
@@ -205,6 +207,8 @@ class Run:
         drop_after(self.dir / SAMPLES, resume_step)
         drop_after(self.dir / VISITS, resume_step)
         drop_after(self.dir / TOKENS, resume_step)
+        drop_after(self.dir / TIMELINE, resume_step)
+        self.timeline = Timeline(self.dir, lambda: [c for group in self._groups.values() for c in group.take_calls()])
         self.token_log = make_token_log(config)
         self.trackers = start_trackers(config, self.num_steps, resume_step)
         self._stack.callback(self.trackers.close)

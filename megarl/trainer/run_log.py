@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.metrics.timeline import Timeline
 from megarl.metrics.timer import Timer
 from megarl.metrics.tokens import TokenLog
 from megarl.metrics.trackers import Trackers
@@ -21,6 +22,7 @@ class RunLog:
     totals: Totals
     folder: Path  # of the run: samples.jsonl, some completions of every step; visits.jsonl, what became of each visit
     num_devices: int  # for throughput per device
+    timeline: Timeline | None = None  # timeline.jsonl: stages and calls to ranks
     tokens: TokenLog | None = None  # tokens.jsonl: some of these completions token by token
 
 

@@ -98,7 +98,8 @@ def test_costs_of_both_sides_are_one_table() -> None:
 
 def test_a_hollow_rank_knows_its_replica() -> None:
     said, body = reply_of(5, {"id": 3, "method": "setup", "arguments": {}}, 2)
-    assert said == {"id": 3, "ok": True, "result": {"replica": 2, "is_reporter": True}} and body == b""
+    place = {"replica": 2, "is_reporter": True}
+    assert said == {"id": 3, "ok": True, "result": place, "seconds": 0.0} and body == b""
     assert len(reply_of(5, {"id": 3, "method": "nothing", "arguments": {"up": 64}}, 2)[1]) > 64
     assert not reply_of(4, {"id": 3, "method": "nothing", "arguments": {"up": 64}}, 2)[1]
 

@@ -97,6 +97,19 @@ def test_an_answer_that_comes_after_its_call_has_failed_is_not_taken_for_another
     assert [r.result["rank"] for r in four.call("double")] == [1, 3]
 
 
+def test_the_seconds_of_every_rank_in_every_call_are_there_to_take(four: Group) -> None:
+    four.take_calls()
+    before = time.perf_counter()
+    four.call("double")
+    four.call("where", {"role": "actor"})
+    first, second = four.take_calls()
+    assert (first.group, first.name, second.name) == ("four", "double", "where actor")
+    assert before < first.begin < second.begin < time.perf_counter()
+    assert set(first.seconds) == {0, 1, 2, 3}, "those that do not report, too"
+    assert all(0 < seconds < second.begin - first.begin for seconds in first.seconds.values())
+    assert four.take_calls() == []
+
+
 def test_two_groups_work_at_once(four: Group, tmp_path: Path) -> None:
     with make(tmp_path, "two", 2, 1) as two:
         two.start()

@@ -23,6 +23,7 @@ def run_folder(folder: Path, *, steps: int = 40, name: str = "try", lr: float = 
     append_lines(folder / "samples.jsonl", samples)
     append_lines(folder / "advice.jsonl", [{"step": 7, "advice": f"entropy: {HOSTILE}"}])
     append_lines(folder / "tokens.jsonl", [_tokens(step) for step in range(1, steps + 1)])
+    append_lines(folder / "timeline.jsonl", [_timeline(step) for step in range(1, steps + 1)])
     row = {"step": 4, "bad_step": 6, "what": "the loss is NaN", "skipped": [1]}
     append_lines(folder / "rollbacks.jsonl", [row])
     return folder
@@ -53,6 +54,11 @@ def _tokens(step: int) -> dict[str, Any]:
     second = {"version": step, "pieces": ["."], "rollout_log_probs": [-0.1], "log_probs": [-0.1], "advantages": [1.0]}
     parts = [{"text": "12+34="}, first, {"text": f"tool: {HOSTILE}"}, second]
     return {"step": step, "uid": "0-1", "reward": 1.0, "rows": [parts]}
+
+
+def _timeline(step: int) -> dict[str, Any]:
+    stages = [["gen", 0.0, 0.5, 0], ["pass", 0.6, 0.3, 1], ["update_actor", 0.5, 1.0, 0]]
+    return {"step": step, "stages": stages, "calls": [["ranks_0", "update actor", 0.6, {"0": 0.75, "1": 0.5}]]}
 
 
 def _metrics(step: int, steps: int) -> dict[str, float]:

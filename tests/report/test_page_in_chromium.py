@@ -75,6 +75,15 @@ def test_a_token_has_a_colour_for_each_measure_and_tells_its_numbers(browser: Ch
     assert contexts == ["12+34=", f"tool: {HOSTILE}"]
 
 
+def test_the_timeline_has_a_lane_for_each_rank_and_names_the_slowest(browser: Chromium, page: Path) -> None:
+    browser.open(page, width=400)
+    browser.value(DRAW_ALL)
+    lanes = browser.value("document.querySelector('.later .plot').layout.yaxis.categoryarray")
+    assert lanes == ["driver", "inside", "rank 0", "rank 1"]
+    told = browser.value("document.querySelector('.later .small').textContent")
+    assert told.startswith("Longest call: update actor, 0.75 s on rank 0, 0.5 s on the quickest.")
+
+
 def test_controls_change_what_is_shown(browser: Chromium, page: Path) -> None:
     browser.open(page, width=1280)
     set_to = "const e = document.querySelector('{}'); e.value = '{}'; e.dispatchEvent(new Event('{}'))"

@@ -70,7 +70,7 @@ def test_nothing_has_moved_at_the_first_optimizer_step(ppo: Path) -> None:
 def test_the_run_folder_explains_itself(ppo: Path) -> None:
     page = (ppo / "README.md").read_text()
     written = ("summary.json", "learning_curve.png", "report.html", "answers.md", "config.yaml")
-    for name in (*written, "metrics.jsonl", "samples.jsonl", "tokens.jsonl"):
+    for name in (*written, "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "timeline.jsonl"):
         assert (ppo / name).stat().st_size > 0
         assert name in page
     assert list((ppo / "tensorboard").iterdir())

@@ -1,0 +1,50 @@
+"""`timeline.jsonl` in a run's folder: when each stage of a step began, and how long each rank worked in each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.metrics.jsonl import append_lines
+from megarl.metrics.timer import Timer
+
+TIMELINE = "timeline.jsonl"
+MAX_CALLS = 32  # of a step: the longest
+MAX_RANKS = 64  # of a call: the slowest
+
+
+class Call(NamedTuple):
+    """A call to the ranks of a group.  Example: Call("ranks_0", "update actor", 81.2, {0: 0.5, 1: 0.6})"""
+
+    group: str
+    name: str
+    begin: float  # time.perf_counter() of the driver
+    seconds: Mapping[int, float]  # that each rank worked, its waits for other ranks included
+
+
+class Timeline:
+    """Appends a line for each step; times are seconds since the step began.
+
+    {"step": 7, "stages": [["gen", 0.0, 0.42, 0], ...], "calls": [["ranks_0", "update actor", 0.61, {"0": 0.5}], ...]}
+    A stage has its name, begin, seconds and depth: 0, or 1 inside another one.  A call has its group, name, begin, and
+    the seconds of its ranks.
+    """
+
+    def __init__(self, folder: Path, take_calls: Callable[[], Iterable[Call]]) -> None:
+        self._path, self._take_calls = folder / TIMELINE, take_calls
+
+    def write(self, step: int, timer: Timer) -> None:
+        calls = [call for call in self._take_calls() if call.begin >= timer.began]  # others are of an evaluation
+        longest = sorted(calls, key=lambda call: -max(call.seconds.values()))[:MAX_CALLS]
+        rows = [
+            [call.group, call.name, round(call.begin - timer.began, 4), _slowest(call.seconds)]
+            for call in sorted(longest, key=lambda call: call.begin)
+        ]
+        stages = [[name, round(begin, 4), round(seconds, 4), depth] for name, begin, seconds, depth in timer.stages]
+        append_lines(self._path, [{"step": step, "stages": stages, "calls": rows}])
+
+
+def _slowest(seconds: Mapping[int, float]) -> dict[str, float]:
+    chosen = sorted(seconds, key=lambda rank: -seconds[rank])[:MAX_RANKS]
+    return {str(rank): round(seconds[rank], 4) for rank in sorted(chosen)}
