@@ -9,23 +9,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
-from chaos_run import LIMIT_S, ChaosRun
+from chaos_run import LIMIT_S, ChaosCluster, ChaosRun
 
-STAGES = ("gen", "old_log_prob", "values", "update_critic", "update_actor", "update_weights")
+STAGES = ("gen", "old_log_prob", "update_actor", "update_weights")
+WITH_CRITIC = (*STAGES, "values", "update_critic")
 
 
 @dataclass(frozen=True)
 class Fault:
     """`strike` does the damage, and starts the run again if that ended its driver; `rng` chooses among victims.
 
-    `kind`: process | reply | reward | number | file | episode.  `order`: the part whose orders have to be taken before
-    the fault counts as survived.
+    `kind`: process | reply | push | reward | number | file | episode | machine.  The run has to notice it: by words on
+    its console that match `says`, or by a metric `counts` that rises; with neither it must say nothing and count
+    nothing.  `order`: the part whose orders have to be taken before the fault counts as survived.
     """
 
     name: str
     kind: str
     strike: Callable[[ChaosRun, random.Random], None]
+    says: str = ""
+    counts: str = ""
     order: str | None = None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the run has no reason to notice it."""
+        return not self.says and not self.counts
 
 
 def _send(victims: Callable[[ChaosRun], list[psutil.Process]], number: signal.Signals) -> Callable[..., None]:
@@ -60,18 +69,14 @@ def _driver_terminated(run: ChaosRun, rng: random.Random) -> None:
     run.start()
 
 
-def _server_slowed(run: ChaosRun, rng: random.Random) -> None:
-    """From now on a server takes seconds longer for each reply; the run has to find it."""
-    before = run.last.get("rollout/slow_servers", 0.0)
-    run.order("reply", "throttle")
-    run.wait("the end of a slow server", lambda: run.last.get("rollout/slow_servers", 0.0) > before)
+def _asked_to_save(run: ChaosRun, rng: random.Random) -> None:
+    run.driver.send_signal(signal.SIGUSR1)
 
 
 def _save_damaged(run: ChaosRun, rng: random.Random) -> None:
     """One bit of the newest save is flipped while nobody runs."""
     run.kill_all()
-    saves = sorted(file.parent for file in (run.folder / "checkpoints").glob("step_*/manifest.json"))
-    files = [file for file in saves[-1].rglob("*") if file.is_file() and file.stat().st_size > 1000]
+    files = [file for file in run.saves()[-1].rglob("*") if file.is_file() and file.stat().st_size > 1000]
     file = rng.choice(sorted(files))
     content = bytearray(file.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
@@ -94,38 +99,101 @@ def _second_owner(run: ChaosRun, rng: random.Random) -> None:
     assert "Traceback" not in second.stderr
 
 
+def _manifest_torn(run: ChaosRun, rng: random.Random) -> None:
+    """Of the newest save, only a part of the manifest is there."""
+    run.kill_all()
+    manifest = run.saves()[-1] / "manifest.json"
+    content = manifest.read_bytes()
+    manifest.write_bytes(content[: rng.randrange(len(content))])
+    run.start()
+
+
+def _machine_killed(run: ChaosRun, rng: random.Random) -> None:
+    """The one that has a rank and a server; it comes back as the spare one."""
+    assert isinstance(run, ChaosCluster), "there are several machines"
+    run.wait("a machine with a rank", lambda: run.working() is not None)
+    number = run.working()
+    assert number is not None, "nobody else ends machines"
+    run.others[number].kill()
+    run.others[number].wait()
+    run.start_machine(number)
+
+
+def _server_joins(run: ChaosRun, rng: random.Random) -> None:
+    assert isinstance(run, ChaosCluster), "servers may join"
+    run.start_guest()
+
+
+def _server_leaves(number: signal.Signals) -> Callable[..., None]:
+    def strike(run: ChaosRun, rng: random.Random) -> None:
+        assert isinstance(run, ChaosCluster), "servers may join"
+        run.guest().send_signal(number)
+
+    return strike
+
+
+DIED = "the ranks are started again"
+AGAIN = "going on from step"
+COLLECTORS = "rollout/collector_restarts"
+FAILED = "rollout/tokens_wasted_share/failed"
 PROCESSES = [
-    Fault("rank killed", "process", _send(ChaosRun.ranks, signal.SIGKILL)),
-    Fault("rank stopped", "process", _send(ChaosRun.ranks, signal.SIGSTOP)),
-    Fault("collector killed", "process", _send(ChaosRun.collectors, signal.SIGKILL)),
-    Fault("collector stopped", "process", _send(ChaosRun.collectors, signal.SIGSTOP)),
-    Fault("server killed", "process", _send(ChaosRun.servers, signal.SIGKILL)),
-    Fault("server stopped", "process", _send(ChaosRun.servers, signal.SIGSTOP)),
-    Fault("driver killed", "process", _driver_killed),
-    Fault("driver terminated", "process", _driver_terminated),
-    Fault("power lost", "process", _power_lost),
+    Fault("rank killed", "process", _send(ChaosRun.ranks, signal.SIGKILL), says=DIED),
+    Fault("rank stopped", "process", _send(ChaosRun.ranks, signal.SIGSTOP), says=DIED),
+    Fault("rank loops", "process", _order("loss", "loop"), says=DIED, order="loss"),
+    Fault("rank waits for ever", "process", _order("loss", "wait"), says=DIED, order="loss"),
+    Fault("collector killed", "process", _send(ChaosRun.collectors, signal.SIGKILL), counts=COLLECTORS),
+    Fault("collector stopped", "process", _send(ChaosRun.collectors, signal.SIGSTOP), counts=COLLECTORS),
+    Fault("server killed", "process", _send(ChaosRun.servers, signal.SIGKILL), counts="push/servers_died"),
+    Fault("server stopped", "process", _send(ChaosRun.servers, signal.SIGSTOP), counts="push/servers_died"),
+    Fault("driver killed", "process", _driver_killed, says=AGAIN),
+    Fault("driver terminated", "process", _driver_terminated, says=AGAIN),
+    Fault("driver asked to save", "process", _asked_to_save, says="saved"),
+    Fault("power lost", "process", _power_lost, says=AGAIN),
     Fault("second run in the folder", "process", _second_owner),
 ]
 REPLIES = [
     *(
-        Fault(f"reply: {kind}", "reply", _order("reply", kind, 2), order="reply")
-        for kind in ("nan", "null", "short", "negative", "beyond", "text", "cut", "error", "reset", "slow")
+        Fault(f"reply: {kind}", "reply", _order("reply", kind, 2), counts=FAILED, order="reply")
+        for kind in ("nan", "null", "short", "negative", "beyond", "text", "cut", "error", "reset")
     ),
-    Fault("server hangs while healthy", "reply", _order("reply", "hang"), order="reply"),
-    Fault("server slow", "reply", _server_slowed, order="reply"),
-    Fault("server with old weights", "reply", _order("reply", "restart"), order="reply"),
+    Fault("reply: slow", "reply", _order("reply", "slow", 2), order="reply"),  # within rollout.request_timeout_s
+    Fault("server hangs while healthy", "reply", _order("reply", "hang"), counts="push/servers_died", order="reply"),
+    Fault("server slow", "reply", _order("reply", "throttle"), counts="rollout/slow_servers", order="reply"),
+    Fault("server with old weights", "reply", _order("reply", "restart"), counts="push/servers_died", order="reply"),
+]
+PUSHES = [
+    Fault("push fails", "push", _order("push", "error"), says="is out of service", order="push"),
+    Fault("weights with a wrong bit", "push", _order("weights", "bit"), says="is out of service", order="weights"),
 ]
 REWARDS = [
-    Fault(f"reward: {kind}", "reward", _order("reward", kind), order="reward") for kind in ("raise", "hang", "exit")
+    *(
+        Fault(f"reward: {kind}", "reward", _order("reward", kind), counts="reward/reward_error", order="reward")
+        for kind in ("raise", "hang", "exit", "memory", "nan")
+    ),
+    *(Fault(f"reward: {kind}", "reward", _order("reward", kind), order="reward") for kind in ("print", "fork")),
 ]
 NUMBERS = [
-    Fault("loss not finite", "number", _order("loss", "nan"), order="loss"),
-    Fault("loss explodes", "number", _order("loss", "huge"), order="loss"),
+    Fault("loss not finite", "number", _order("loss", "nan"), counts="trainer/skipped_steps", order="loss"),
+    Fault("loss explodes", "number", _order("loss", "huge"), counts="trainer/skipped_steps", order="loss"),
+]
+ROLLBACKS = [  # of a run with trainer.on_nonfinite=rollback and trainer.spike_sigma
+    Fault("loss not finite, rolled back", "number", _order("loss", "nan"), counts="trainer/rollbacks", order="loss"),
+    Fault("spike of the loss, rolled back", "number", _order("loss", "spike"), counts="trainer/spikes", order="loss"),
 ]
 FILES = [
-    Fault("save damaged", "file", _save_damaged),
-    Fault("line torn", "file", _line_torn),
+    Fault("save damaged", "file", _save_damaged, says="is passed over"),
+    Fault("manifest torn", "file", _manifest_torn, says="is passed over"),
+    Fault("line torn", "file", _line_torn, says=AGAIN),
+    Fault("disk full", "file", _order("disk", "full"), counts="checkpoint/failed", order="disk"),
 ]
 EPISODES = [
-    Fault(f"episode: {kind}", "episode", _order("episode", kind), order="episode") for kind in ("raise", "hang", "exit")
+    Fault("episode: raise", "episode", _order("episode", "raise"), counts="agent/errors", order="episode"),
+    Fault("episode: hang", "episode", _order("episode", "hang"), counts="agent/timeouts", order="episode"),
+    Fault("episode: exit", "episode", _order("episode", "exit"), counts=COLLECTORS, order="episode"),
+]
+MACHINES = [
+    Fault("machine killed", "machine", _machine_killed, says="takes the place of"),
+    Fault("server joins", "machine", _server_joins, says="has its first verified weights"),
+    Fault("server leaves", "machine", _server_leaves(signal.SIGTERM), says="leaves the run"),
+    Fault("server disappears", "machine", _server_leaves(signal.SIGKILL), says="leaves the run"),
 ]

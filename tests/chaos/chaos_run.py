@@ -15,6 +15,7 @@ import psutil
 from ring_cases import lines
 
 from megarl.metrics.status import read_status
+from megarl.servers.server_process import free_ports
 
 PARTS = Path(__file__).parent / "parts"
 LOOK_S = 0.002
@@ -66,10 +67,9 @@ class ChaosRun:
         return trained[-1] if trained else 0
 
     @property
-    def last(self) -> Mapping[str, Any]:
-        """The metrics of the last step."""
-        rows = [row for row in lines(self.folder / "metrics.jsonl") if "timing_s/step" in row]
-        return rows[-1] if rows else {}
+    def rows(self) -> list[Mapping[str, Any]]:
+        """The metrics of all steps."""
+        return [row for row in lines(self.folder / "metrics.jsonl") if "timing_s/step" in row]
 
     @property
     def stage(self) -> str:
@@ -88,6 +88,10 @@ class ChaosRun:
             assert not self.is_over, f"the run ended with {self.driver.returncode} before {what}:\n{self.tail()}"
             assert time.monotonic() < deadline, f"{what} did not come in {limit_s:.0f} s:\n{self.tail()}"
             time.sleep(LOOK_S)
+
+    def saves(self) -> list[Path]:
+        """The folders of its finished saves, the oldest first."""
+        return sorted(file.parent for file in (self.folder / "checkpoints").glob("step_*/manifest.json"))
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
@@ -138,3 +142,62 @@ class ChaosRun:
                 continue
         self.driver.wait()
         psutil.wait_procs(processes, timeout=60)
+
+
+class ChaosCluster(ChaosRun):
+    """A run on two machines with a spare one, each an agent with an address of its own, which servers may join."""
+
+    def __init__(self, words: Sequence[str], folder: Path, parts: Path) -> None:
+        """`words`: without those of machines.  There is a server on each machine."""
+        (port,) = free_ports(["127.0.0.1"])
+        self.join = [*words, f"rollout.join=127.0.0.1:{port}"]
+        self.others: dict[int, subprocess.Popen[bytes]] = {}
+        self.guests: list[subprocess.Popen[bytes]] = []
+        more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.spare_nodes=1"]
+        os.environ["MEGARL_TOKEN"] = "the secret of these tests"
+        super().__init__([*self.join, *more], folder, parts, num_servers=2)
+
+    def start(self) -> None:
+        """Start the driver and the other machines."""
+        super().start()
+        for number in (1, 2):
+            self.start_machine(number)
+
+    def start_machine(self, number: int) -> None:
+        """Start a machine, or one that was lost again: it is the spare one then."""
+        environment = {**self.environment, "MEGARL_NODE_ADDR": f"127.0.0.{number + 1}"}
+        with self.log.with_name(f"machine_{number}.log").open("ab") as out:
+            command = [*self.command, f"trainer.node_rank={number}"]
+            self.others[number] = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+
+    def start_guest(self) -> None:
+        """Start a server that joins the run."""
+        self.num_servers += 1
+        with self.log.with_name("guests.log").open("ab") as out:
+            command = [*self.command[:3], "serve", *self.join]
+            self.guests.append(subprocess.Popen(command, stdout=out, stderr=out, env=self.environment))
+
+    def guest(self) -> subprocess.Popen[bytes]:
+        """A server that joined, which the caller lets go; if there is none, one is started."""
+        if not self.guests:
+            self.start_guest()
+            self.wait("the guest", lambda: self.rows[-1].get("push/servers") == self.num_servers)
+        self.num_servers -= 1
+        return self.guests.pop()
+
+    def working(self) -> int | None:
+        """The number of the machine, not the driver's, that has a rank; None while there is none."""
+        return next((number for number, process in self.others.items() if _is_worker(process)), None)
+
+    def kill_all(self) -> None:
+        for process in (*self.others.values(), *self.guests):
+            process.kill()
+            process.wait()
+        super().kill_all()
+
+
+def _is_worker(machine: subprocess.Popen[bytes]) -> bool:
+    if machine.poll() is not None:
+        return False
+    children = psutil.Process(machine.pid).children(recursive=True)
+    return any("megarl.roles.worker" in " ".join(child.cmdline()) for child in children)

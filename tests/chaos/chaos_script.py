@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from chaos_faults import STAGES, Fault
+from chaos_faults import Fault
 from chaos_run import ChaosRun
 from ring_cases import lines
 
@@ -18,51 +20,70 @@ OUTCOMES = ("trained", "filtered", "lost", "skipped")
 
 @dataclass(frozen=True)
 class Strike:
-    """`noticed_s`: until the run said something about it, None if it never did; `recovered_s`: until a later step.
+    """`stage`: of `step`, in which the fault struck, or was ordered; `taken`: in which whoever was ordered to obeyed.
 
-    Both count from the strike on, and with the start of a driver that it ended.
+    `noticed_s`: until the run said or counted it, None for a fault that it has no reason to notice; `recovered_s`:
+    until a later step.  Both count from the strike on, and with the start of a driver that it ended.
     """
 
     fault: str
     stage: str
     step: int
+    taken: str
     noticed_s: float | None
     recovered_s: float
 
 
-def schedule(faults: Sequence[Fault], times: int, seed: int) -> list[tuple[Fault, str]]:
+def schedule(faults: Sequence[Fault], times: int, seed: int, stages: Sequence[str]) -> list[tuple[Fault, str]]:
     """Every fault so many times, in random order; the stages of a step take turns."""
     rng = random.Random(seed)
     order = [fault for fault in faults for _ in range(times)]
     rng.shuffle(order)
-    return [(fault, STAGES[(number + seed) % len(STAGES)]) for number, fault in enumerate(order)]
+    return [(fault, stages[(number + seed) % len(stages)]) for number, fault in enumerate(order)]
 
 
 def strike(run: ChaosRun, fault: Fault, stage: str, rng: random.Random) -> Strike:
-    """Strike in this stage of a step, and wait until the run has trained a step that began after it."""
+    """Strike in this stage of a step, and wait until the run has noticed it and trained a step that began after it."""
     before = run.step
     run.wait(f"a step after {before}", lambda: run.step > before)
     run.wait(stage, lambda: run.stage == stage)
-    step, said, began = run.step, run.log.stat().st_size, time.monotonic()
+    watch, step, began = Watch(run, fault), run.step, time.monotonic()
     fault.strike(run, rng)
-    noticed: list[float] = []
+    taken, noticed = stage if fault.order is None else "", 0.0
 
     def is_over() -> bool:
-        if not noticed and _says_something(run.log, said):
-            noticed.append(time.monotonic() - began)
-        obeyed = fault.order is None or not run.ordered(fault.order)
-        return obeyed and run.step > step + 1 and run.last.get("push/servers") == run.num_servers
+        nonlocal taken, noticed
+        if not taken and fault.order is not None and not run.ordered(fault.order):
+            taken = run.stage
+        if not noticed and watch.sees():
+            noticed = time.monotonic() - began
+        whole = run.step > step + 1 and run.rows[-1].get("push/servers") == run.num_servers
+        return bool(taken) and whole and (fault.is_quiet or noticed > 0)
 
     run.wait(f"the end of: {fault.name}, {stage} of step {step + 1}", is_over)
-    return Strike(fault.name, stage, step + 1, noticed[0] if noticed else None, time.monotonic() - began)
+    assert not (fault.is_quiet and noticed), f"{fault.name} disturbed the run:\n{run.tail()}"
+    return Strike(fault.name, stage, step + 1, taken, noticed or None, time.monotonic() - began)
 
 
-def _says_something(log: Path, offset: int) -> bool:
-    """Whether the console has a line since then that is no step of the progress."""
-    with log.open("rb") as file:
-        file.seek(offset)
-        found = file.read().decode(errors="replace").splitlines()
-    return any(line.strip() and not line.startswith(("step ", "{", "}")) for line in found)
+class Watch:
+    """What a run says and counts from now on."""
+
+    def __init__(self, run: ChaosRun, fault: Fault) -> None:
+        self._run, self._fault = run, fault
+        self._offset, self._step = run.log.stat().st_size, run.step
+
+    def sees(self) -> bool:
+        """Whether the fault was said or counted; of a fault that is quiet, whether anything was."""
+        if self._fault.counts:
+            rows = [row for row in self._run.rows if row["step"] >= self._step]
+            values = [float(row.get(self._fault.counts, 0.0)) for row in rows]
+            return any(later > earlier for earlier, later in pairwise(values))
+        return re.search(self._fault.says or r"warning: ", self._said()) is not None
+
+    def _said(self) -> str:
+        with self._run.log.open("rb") as file:
+            file.seek(self._offset)
+            return file.read().decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -88,10 +109,10 @@ def account(folder: Path) -> Account:
 
 def told(strikes: Sequence[Strike], of: Account) -> str:
     """The account as text, a line for each strike."""
-    rows = [f"  step {one.step:4d} {one.stage:16s} {one.fault:28s} {_seconds(one)}" for one in strikes]
+    rows = [f"  step {one.step:4d} {one.taken:16s} {one.fault:28s} {_seconds(one)}" for one in strikes]
     return "\n".join([f"chaos: {len(strikes)} faults survived", *rows, f"  visits: {asdict(of)}"])
 
 
 def _seconds(one: Strike) -> str:
-    noticed = "said nothing" if one.noticed_s is None else f"noticed after {one.noticed_s:.1f} s"
+    noticed = "nothing to notice" if one.noticed_s is None else f"noticed after {one.noticed_s:.1f} s"
     return f"{noticed}, recovered after {one.recovered_s:.1f} s"

@@ -13,15 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos_faults import EPISODES, FILES, NUMBERS, PROCESSES, REPLIES, REWARDS, Fault
-from chaos_run import LIMIT_S, ChaosRun, copy_parts
+from chaos_faults import (
+    EPISODES,
+    FILES,
+    MACHINES,
+    NUMBERS,
+    PROCESSES,
+    PUSHES,
+    REPLIES,
+    REWARDS,
+    ROLLBACKS,
+    STAGES,
+    WITH_CRITIC,
+    Fault,
+)
+from chaos_run import LIMIT_S, ChaosCluster, ChaosRun, copy_parts
 from chaos_script import Strike, account, schedule, strike, told
 from ring_cases import PPO, make_parts, settings
 
 pytestmark = pytest.mark.dist
 Note = Callable[[str, object], None]
 
-ALL = [*PROCESSES, *REPLIES, *REWARDS, *NUMBERS, *FILES]
+ALL = [*PROCESSES, *REPLIES, *PUSHES, *REWARDS, *NUMBERS, *FILES]
 SAMPLE = {
     *("rank killed", "collector stopped", "server killed", "driver terminated"),
     *("reply: nan", "server slow", "reward: exit", "loss not finite", "save damaged"),
@@ -31,14 +44,14 @@ ACCURACY = 0.04  # two standard errors of the score on 256 held-out prompts at 0
 
 
 def survives(parts: Path) -> list[str]:
-    """Settings of a run that has to survive everything, with servers that can spoil their replies."""
+    """Settings of a run that has to survive everything, with parts that fail by order."""
     return [
         f"algorithm.plugins=[{parts}/chaos_plugin.py]",
+        "algorithm.policy_loss_fn=fragile_ppo",
         "trainer.on_nonfinite=skip",
         "trainer.save_freq=1",
         "trainer.max_restarts=3",
         "trainer.call_timeout_s=20",
-        "reward.on_error=zero",
         "rollout.max_restarts=1000",
         "rollout.request_timeout_s=10",
         "rollout.num_servers=2",
@@ -60,17 +73,34 @@ def under_chaos(run: ChaosRun, script: list[tuple[Fault, str]], seed: int, note:
     assert not found.twice and not found.missing and not found.outcomes["lost"], found
 
 
+def small(tmp_path: Path, *more: str) -> list[str]:
+    """Of a run without end, on a model that learns nothing."""
+    endless = ["trainer.total_training_steps=100000", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+    return settings(make_parts(tmp_path), tmp_path, "chaos", *endless, *more)
+
+
 @pytest.mark.slow
 def test_nine_faults_of_every_kind_lose_no_sample(tmp_path: Path, record_property: Note) -> None:
-    """On a model that learns nothing; whoever has to wait for both servers needs as many steps as that takes."""
+    """Whoever has to wait for both servers needs as many steps as that takes."""
     parts = copy_parts(tmp_path)
-    script = schedule([fault for fault in ALL if fault.name in SAMPLE], 1, seed=0)
+    script = schedule([fault for fault in ALL if fault.name in SAMPLE], 1, 0, WITH_CRITIC)
     assert len(script) == len(SAMPLE) == 9
-    more = [*PPO, *survives(parts), "algorithm.policy_loss_fn=fragile_ppo", f"reward.fn={parts}/chaos_reward.py:digits"]
-    more += ["trainer.total_training_steps=100000", "trainer.test_freq=-1", "trainer.val_before_train=false"]
-    words = settings(make_parts(tmp_path), tmp_path, "chaos", *more)
+    reward = ["reward.on_error=zero", f"reward.fn={parts}/chaos_reward.py:digits"]
+    words = small(tmp_path, *PPO, *survives(parts), *reward)
     with ChaosRun(words, tmp_path / "chaos", parts, num_servers=2) as run:
         under_chaos(run, script, 0, record_property, ends=False)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * 3600)
+def test_machines_that_are_lost_and_servers_that_come_and_go_lose_no_sample(
+    tmp_path: Path, record_property: Note
+) -> None:
+    parts = copy_parts(tmp_path)
+    grpo = ["algorithm.adv_estimator=grpo", f"reward.fn={parts}/chaos_reward.py:digits"]
+    words = small(tmp_path, *grpo, *survives(parts))
+    with ChaosCluster(words, tmp_path / "chaos", parts) as run:
+        under_chaos(run, schedule(MACHINES, 3, 2, STAGES), 2, record_property, ends=False)
 
 
 def accuracy(folder: Path) -> float:
@@ -78,7 +108,9 @@ def accuracy(folder: Path) -> float:
     return float(found["accuracy_after"])
 
 
-def compare(tmp_path: Path, note: Note, faults: list[Fault], words: list[str], of_chaos: list[str]) -> None:
+def compare(
+    tmp_path: Path, note: Note, faults: list[Fault], words: list[str], of_chaos: list[str], stages: tuple[str, ...]
+) -> None:
     """Every fault three times over a run of these words; the same words undisturbed give the accuracy to reach."""
     calm = [*words, "trainer.experiment_name=calm"]
     subprocess.run([sys.executable, "-m", "megarl", "train", *calm], check=True)
@@ -86,7 +118,7 @@ def compare(tmp_path: Path, note: Note, faults: list[Fault], words: list[str], o
     struck = [*words, *survives(parts), *(word.format(parts=parts) for word in of_chaos)]
     struck += ["trainer.experiment_name=struck"]
     with ChaosRun(struck, Path("runs/struck"), parts, num_servers=2) as run:
-        under_chaos(run, schedule(faults, 3, seed=1), 1, note, ends=True)
+        under_chaos(run, schedule(faults, 3, 1, stages), 1, note, ends=True)
     after = {name: accuracy(Path("runs") / name) for name in ("calm", "struck")}
     note("accuracy", json.dumps(after))
     assert after["struck"] > after["calm"] - ACCURACY, after
@@ -98,8 +130,8 @@ def test_a_long_run_of_ppo_learns_under_every_fault_what_it_learns_without(
     tmp_path: Path, record_property: Note
 ) -> None:
     words = ["recipe=quickstart", "trainer.total_training_steps=500", "trainer.test_freq=100"]
-    of_chaos = ["algorithm.policy_loss_fn=fragile_ppo", "reward.fn={parts}/chaos_reward.py:exact"]
-    compare(tmp_path, record_property, ALL, words, of_chaos)
+    of_chaos = ["reward.fn={parts}/chaos_reward.py:exact", "reward.on_error=zero"]
+    compare(tmp_path, record_property, ALL, words, of_chaos, WITH_CRITIC)
 
 
 @pytest.mark.long
@@ -107,7 +139,10 @@ def test_a_long_run_of_ppo_learns_under_every_fault_what_it_learns_without(
 def test_a_long_run_of_agents_learns_under_every_fault_what_it_learns_without(
     tmp_path: Path, record_property: Note
 ) -> None:
+    """Bad numbers send this one back to its last save."""
     Path("examples").symlink_to(EXAMPLES)
-    words = ["--config", "examples/guessing_game.yaml", "trainer.total_training_steps=300", "trainer.test_freq=50"]
+    words = ["--config", "examples/guessing_game.yaml", "trainer.total_training_steps=500", "trainer.test_freq=50"]
     of_chaos = ["agent.fn={parts}/chaos_agent.py:episode", "agent.timeout_s=10", "agent.on_error=zero"]
-    compare(tmp_path, record_property, [*PROCESSES, *REPLIES, *EPISODES, *FILES], words, of_chaos)
+    of_chaos += ["trainer.on_nonfinite=rollback", "trainer.spike_sigma=10"]
+    faults = [*PROCESSES, *REPLIES, *PUSHES, *EPISODES, *ROLLBACKS, *FILES]
+    compare(tmp_path, record_property, faults, words, of_chaos, STAGES)

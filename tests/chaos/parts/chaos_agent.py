@@ -16,6 +16,6 @@ _spec.loader.exec_module(_game)
 
 
 async def episode(chat: Any, prompt: Any) -> Any:
-    if obey("episode"):
+    if obey("episode") == "hang":
         await asyncio.Event().wait()
     return await _game.episode(chat, prompt)

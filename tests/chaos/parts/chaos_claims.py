@@ -23,11 +23,11 @@ def take(part: str) -> str | None:
     return None
 
 
-def obey(part: str) -> bool:
-    """Take an order and raise an error, or end the process; True: the part has to hang, in its own way."""
+def obey(part: str) -> str | None:
+    """Take an order and raise an error, or end the process; returns any other kind, which the part obeys in its way."""
     kind = take(part)
     if kind == "raise":
         raise KeyError(f"no such {part}")
     if kind == "exit":
         os._exit(3)
-    return kind == "hang"
+    return kind

@@ -1,8 +1,11 @@
-"""A plug-in for runs under chaos: servers that spoil replies when they are ordered to, and a loss that is NaN."""
+"""A plug-in for runs under chaos: by order, replies and losses are spoilt, ranks hang, disks are full."""
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,23 @@ ENGINES["hf"] = command
 def fragile_ppo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, segment_ids: Tensor, **clips: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO; of the rank that takes an order, the loss of one micro-batch is NaN or huge."""
+    """PPO; of the rank that takes an order, the loss of one micro-batch is NaN or huge, or it never comes."""
     loss, info = ppo(log_probs, old_log_probs, advantages, mask, segment_ids, **clips)
-    factor = {None: 1.0, "nan": float("nan"), "huge": 1e30}[take("loss")]
+    kind = take("loss")
+    if kind == "wait":  # other ranks wait for it in a collective
+        threading.Event().wait()
+    while kind == "loop":
+        continue
+    factor = {None: 1.0, "nan": float("nan"), "huge": 1e30, "spike": 1e6}[kind]
     return loss * factor, info
+
+
+def full_disk(file: Path) -> Any:
+    """In the place of `seal`, which ranks call for each file of a save that they have written."""
+    if take("disk"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+    return _seal(file)
+
+
+if files := sys.modules.get("megarl.mcore.checkpoint.files"):  # on ranks only
+    _seal, files.seal = files.seal, full_disk  # type: ignore[attr-defined]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from typing import Any
 
 from chaos_claims import obey
 
 
-def fails_if_ordered() -> None:
-    if obey("reward"):
+def or_fails(score: float) -> float:
+    """The score, unless there is an order."""
+    kind = obey("reward")
+    if kind == "hang":
         time.sleep(3600)
+    if kind == "memory":
+        bytearray(1 << 40)
+    if kind == "print":
+        print("x" * (1 << 20))
+    if kind == "fork":  # a child that would outlive its sample
+        subprocess.Popen(["sleep", "100000"])
+    return float("nan") if kind == "nan" else score
 
 
 def exact(prompt: Any, completion: Any) -> float:
     """The quickstart's reward."""
-    fails_if_ordered()
-    return float(completion.text.strip() == prompt.ground_truth)
+    return or_fails(float(completion.text.strip() == prompt.ground_truth))
 
 
 def digits(prompt: Any, completion: Any) -> float:
     """A reward that an untrained model gets a part of."""
-    fails_if_ordered()
-    return sum(map(str.isdigit, completion.text)) / 6
+    return or_fails(sum(map(str.isdigit, completion.text)) / 6)

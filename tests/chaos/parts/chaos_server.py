@@ -1,4 +1,4 @@
-"""The HF server, but it spoils the replies of /generate for which it takes an order."""
+"""The HF server, but it spoils replies and weights for which it takes an order."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from aiohttp import web
 from chaos_claims import take
 
 from megarl.hf_server import main
 from megarl.hf_server.routes import HFServer
+from megarl.hf_server.weights import WeightUpdates
 
 SLOW_S = 3.0
-_generate = HFServer.generate
+_generate, _end, _weights_checker = HFServer.generate, WeightUpdates.end, HFServer.weights_checker
 _hangs = False
 _is_slow = False
 
@@ -83,6 +85,25 @@ async def generate(self: HFServer, request: web.Request) -> web.Response:
     return SPOILED[kind](reply) if kind in SPOILED else reply
 
 
+def end(self: WeightUpdates, body: Mapping[str, Any]) -> str:
+    if take("push") == "error":
+        raise RuntimeError("the last bucket was not loaded")
+    return _end(self, body)
+
+
+async def weights_checker(self: HFServer, request: web.Request) -> web.Response:
+    if take("weights"):
+        await asyncio.wrap_future(self.engine.run_now(lambda: flip_a_bit(self._model.weights)))
+    return await _weights_checker(self, request)
+
+
+def flip_a_bit(weights: Mapping[str, torch.Tensor]) -> None:
+    """As memory that has an error does."""
+    max(weights.values(), key=torch.numel).view(torch.uint8).flatten()[7] ^= 4
+
+
 if __name__ == "__main__":
     HFServer.generate = generate  # type: ignore[method-assign]
+    WeightUpdates.end = end  # type: ignore[method-assign]
+    HFServer.weights_checker = weights_checker  # type: ignore[method-assign]
     main.main()
