@@ -19,8 +19,10 @@ from strikes import Strike, start, weights
 pytestmark = pytest.mark.dist
 
 EXIT = {"SIGTERM": 143, "driver": -9, "all": -9}  # the others do not end the run
-STAGES = ("gen", "old_log_prob", "update_actor", "save_checkpoint", "update_weights", "evaluate")
+STAGES = ("gen", "old_log_prob", "values", "update_critic", "update_actor")
+STAGES += ("save_checkpoint", "update_weights", "evaluate")
 VICTIMS = ("rank", "server", "collector", "driver", "all", "SIGTERM")
+FILTER = ["algorithm.filter_groups.enable=true", "rollout.n=2"]  # two answers are alike often enough
 STEPS = ["trainer.total_training_steps=5", "trainer.max_restarts=3"]
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"]
 SAVES = ["trainer.save_freq=2", "trainer.max_checkpoints_to_keep=9", "trainer.test_freq=2"]
@@ -30,7 +32,7 @@ NUMBERS = ("actor/", "critic/", "val/", "reward/", "response_length/", "prompt_l
 
 
 def words_of(parts: Path, runs: Path, name: str) -> list[str]:
-    return settings(parts, runs, name, *PPO, *KL, *SAVES, *STEPS)
+    return settings(parts, runs, name, *PPO, *KL, *FILTER, *SAVES, *STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +79,20 @@ def strike_and_compare(plan: list[Strike], parts: Path, whole: Path, runs: Path)
 
 @pytest.mark.slow
 def test_a_run_that_is_struck_everywhere_is_the_same_to_the_bit(parts: Path, whole: Path, tmp_path: Path) -> None:
-    """Each victim once, each stage once; the third start begins in the middle of an evaluation's step."""
+    """Each victim, each stage and the start; the fourth start begins in the middle of an evaluation's step."""
     plan = [
+        (1, "starting servers", "driver"),
         (1, "gen", "collector"),
         (1, "update_actor", "SIGUSR1"),
+        (2, "values", "collector"),
         (2, "update_weights", "server"),
         (3, "evaluate", "driver"),
-        (3, "update_actor", "SIGTERM"),
+        (3, "update_critic", "SIGTERM"),
         (4, "save_checkpoint", "all"),
         (5, "old_log_prob", "rank"),
     ]
     strike_and_compare(plan, parts, whole, tmp_path)
+    assert max(steps(whole, "rollout/gen_batches").values()) > 1, "dynamic sampling dropped groups"
     saved = [int(folder.name.removeprefix("step_")) for folder in (tmp_path / "struck" / "checkpoints").glob("step_*")]
     assert sorted(saved) == [1, 2, 3, 4, 5], "by SIGUSR1 after step 1, by SIGTERM after 3"
 
@@ -96,7 +101,7 @@ def test_a_run_that_is_struck_everywhere_is_the_same_to_the_bit(parts: Path, who
 def test_with_a_lead_no_visit_is_lost_or_trained_twice(parts: Path, tmp_path: Path) -> None:
     """The prefetcher is ahead by two iterations, so groups run, wait and are trained when a strike falls."""
     plan = [(2, "gen", "SIGTERM"), (3, "update_weights", "server"), (4, "update_actor", "all")]
-    run = strike_and_go_on(plan, parts, tmp_path, "rollout.ahead=2")
+    run = strike_and_go_on(plan, parts, tmp_path, "rollout.ahead=2", "algorithm.filter_groups.enable=false")
     rows = lines(run / "visits.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert sorted(visit for row in rows for visit in row["trained"]) == list(range(5 * 4))
