@@ -49,19 +49,26 @@ def write_report(run: Path, against: Path | None = None, failure: str = "") -> P
 
 @contextmanager
 def reported(run: Path) -> Iterator[None]:
-    """Write the report at the end of the block, also if it raises; a report that fails is one line of warning."""
-    failure = ""
+    """Write the report at the end of the block, also if it raises; a report that fails is one line of warning.
+
+    Not after Ctrl-C or SIGTERM, which should end a run soon.
+    """
     try:
         yield
     except Exception as error:
-        failure = str(error) or type(error).__name__
+        _try_to_write(run, str(error) or type(error).__name__)
         raise
-    finally:
-        if (run / METRICS).is_file():
-            try:
-                write_report(run, failure=failure)
-            except Exception as error:  # of whatever kind: it must not take a run's result
-                warn(f"{run / REPORT} could not be written: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    _try_to_write(run)
+
+
+def _try_to_write(run: Path, failure: str = "") -> None:
+    """Of a run that has metrics."""
+    if not (run / METRICS).is_file():
+        return
+    try:
+        write_report(run, failure=failure)
+    except Exception as error:  # of whatever kind: it must not take a run's result
+        warn(f"{run / REPORT} could not be written: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def data_of(run: RunFolder, against: RunFolder | None = None, failure: str = "") -> dict[str, Any]:

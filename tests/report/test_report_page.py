@@ -87,6 +87,13 @@ def test_a_run_that_stops_has_the_reason_on_its_page(tmp_path: Path) -> None:
     assert data_in((run / "report.html").read_text())["failure"] == "rank 1 ended"
 
 
+def test_ctrl_c_does_not_wait_for_a_page(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt), reported(run):
+        raise KeyboardInterrupt
+    assert not (run / "report.html").exists()
+
+
 def test_a_page_that_fails_is_one_line_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,11 @@ def test_ranks_learn_the_turns_of_episodes_as_the_servers_wrote_them(parts: Path
         assert sample["reward"] == pytest.approx(sum(sample["turn_rewards"]))
         assert sample["num_rows"] == 2 - int(sample["prompt"][0]) % 2
         assert sample["completion"].startswith(f"<user>{sample['prompt']}<eos><assistant>")
+    for kept in lines(run / "tokens.jsonl"):
+        rows = ["".join(part.get("text") or "".join(part["pieces"]) for part in row) for row in kept["rows"]]
+        assert all("pieces" in row[-1] and "text" in row[0] for row in kept["rows"])
+        texts = [s["completion"] for s in samples if (s["step"], s["uid"]) == (kept["step"], kept["uid"])]
+        assert any(all(row in text for row in rows) for text in texts)
     assert set(steps(run, "agent/turns/mean").values()) == set(steps(run, "agent/turns/max").values()) == {2.0}
     rows = sum(sample["num_rows"] for sample in samples) / len(samples)
     assert sum(steps(run, "agent/branches").values()) / 3 == pytest.approx(rows)
