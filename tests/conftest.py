@@ -16,9 +16,10 @@ os.environ.setdefault("MEGARL_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" 
 os.environ.setdefault("MEGARL_AGENTS_PYTHON", str(ROOT / ".venv-agents" / "bin" / "python"))
 os.environ.setdefault("MEGARL_VERIFIERS_PYTHON", str(ROOT / ".venv-verifiers" / "bin" / "python"))
 
+import bad_input  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from bad_input import summary  # noqa: E402
+import verl_words  # noqa: E402
 from config_helpers import tables_kept  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -62,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # Here and not beside the tests of bad input: with several workers this process loads no other conftest.
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if line := summary(report for reports in terminalreporter.stats.values() for report in reports):
+    found = [report for reports in terminalreporter.stats.values() for report in reports]
+    for line in filter(None, (bad_input.summary(found), verl_words.summary(found))):
         terminalreporter.write_line(line)
 
 

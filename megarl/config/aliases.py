@@ -7,7 +7,10 @@ replacement.  All other keys keep their names, so that an unknown key is still r
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from megarl.config.verl import models, rollouts, runs
+from megarl.config.verl.taken import Command, Rule, Taken
 
 # "actor_rollout.ref." is a widely copied misprint of the first prefix.
 PREFIXES = ("actor_rollout_ref.", "actor_rollout.ref.")
@@ -15,10 +18,7 @@ PREFIXES = ("actor_rollout_ref.", "actor_rollout.ref.")
 # other key -> (our key, index in its list or name in its mapping if the key is one entry of it)
 RENAMED: dict[str, tuple[str, int | str | None]] = {
     "actor.policy_loss.loss_mode": ("algorithm.policy_loss_fn", None),
-    "algorithm.rollout_correction.bypass_mode": ("algorithm.rollout_correction.bypass", None),
-    "algorithm.rollout_correction.rollout_is": ("algorithm.rollout_correction.level", None),
     "algorithm.rollout_correction.rollout_is_batch_normalize": ("algorithm.rollout_correction.normalize", None),
-    "algorithm.rollout_correction.rollout_is_threshold": ("algorithm.rollout_correction.truncate", None),
     "data.truncation": ("data.overlong_prompts", None),
     "data.filter_overlong_prompts": ("data.overlong_prompts", None),
     "algorithm.gae_lambda": ("algorithm.lam", None),
@@ -67,6 +67,7 @@ RENAMED |= {
     "rollout.gpu_memory_utilization": ("rollout.memory_fraction", None),
     "rollout.ep_size": ("rollout.expert_parallel_size", None),
 }
+RENAMED |= models.RENAMED | rollouts.RENAMED | runs.RENAMED
 
 # key -> {other name of a value: our name}
 RENAMED_VALUES: dict[str, dict[str, str]] = {"rollout.engine": {"cpu": "hf"}}
@@ -85,18 +86,23 @@ WITHOUT_MEANING = {
     "*.megatron.vanilla_mbridge": "weights are always read from and written to Hugging Face folders",
     "*.megatron.use_dist_checkpointing": "checkpoints are always written shard by shard",
     "*.overlong_buffer.log": "the penalty is always logged, as reward/overlong_penalty",
-    "*.use_dynamic_bsz": "sequences are always packed, by ppo_max_token_len_per_gpu or ppo_micro_batch_size[_per_gpu]",
+    "*use_dynamic_bsz": "sequences are always packed, by ppo_max_token_len_per_gpu or ppo_micro_batch_size[_per_gpu]",
     "data.filter_overlong_prompts_workers": "the prompts of a file are always encoded together",
-    "model.use_remove_padding": "sequences are always packed and never padded",
     "rollout.free_cache_engine": "rollout.placement=shared makes servers sleep while the trainer works",
-    "rollout.name": "rollout.engine names the program that writes the completions",
 }
 
 # Keys that exist elsewhere and cannot be offered -> why.
 REFUSED = {
     f"rollout.{name}": "a server would draw from other logits than those of which the trainer computes log-probs"
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
-} | {"rollout.min_p": "only rollout.top_p and rollout.top_k narrow what is drawn"}
+} | {
+    "rollout.min_p": "only rollout.top_p and rollout.top_k narrow what is drawn",
+    "sft.val_files": "supervised training evaluates nothing: `megarl evaluate` scores the folder that it writes",
+}
+
+
+_RULES: dict[str, Rule] = models.RULES | rollouts.RULES | runs.RULES
+_SFT_RULES: dict[str, Rule] = runs.SFT_RULES | models.RULES
 
 
 class Canonical(NamedTuple):
@@ -112,6 +118,29 @@ def without_prefix(key: str) -> str:
         if key.startswith(prefix):
             return key.removeprefix(prefix)
     return key
+
+
+def converted(key: str, value: Any, command: Command, *, is_sft: bool = False) -> Taken | None:
+    """What a rule makes of a key without its prefix and its value; None if there is no rule for the key."""
+    of_verls_sft = is_sft and not command.has("sft.")
+    if of_verls_sft and key in runs.SFT_RENAMED:
+        return Taken(((runs.SFT_RENAMED[key], value),))
+    if key in RENAMED and not (of_verls_sft and key in runs.SFT_RULES):
+        return None
+    rule = _rule(key, _SFT_RULES if of_verls_sft else _RULES)
+    try:
+        return rule(key, value, command) if rule else None
+    except (TypeError, ValueError, OverflowError):  # a rule computes with what is no number
+        return Taken(refusal="expected a number")
+
+
+def has_rule(key: str) -> bool:
+    """Is it a key of verl, without its prefix, that a rule takes or refuses?"""
+    return _rule(key, _RULES | _SFT_RULES) is not None
+
+
+def _rule(key: str, rules: dict[str, Rule]) -> Rule | None:
+    return rules.get(key) or next((rule for pattern, rule in rules.items() if fnmatchcase(key, pattern)), None)
 
 
 def canonical(key: str) -> Canonical | str:

@@ -32,6 +32,7 @@ from megarl.config.validate.layouts import failing_roles, layout_faults
 from megarl.config.validate.rewards import advice as advice_on_rewards
 from megarl.config.validate.strategies import without_shards
 from megarl.config.validate.values import invalid_values
+from megarl.config.verl.defaults import defaults
 
 
 def load_config(
@@ -47,8 +48,9 @@ def load_config(
     invalid layout and combination, and for each key without effect.
     """
     assert command in COMMANDS, f"command {command}: expected one of {COMMANDS}"
-    typed = from_command_line(overrides)
+    typed = from_command_line(overrides, command=command)
     layers = _readable_layers(typed)
+    layers = [*_verl_defaults(typed, layers), *layers]
     config = _checked_one_by_one(layers, command)
     if choose_engine is not None and config.rollout.engine == AUTO:
         config.rollout.engine = choose_engine(config)
@@ -62,10 +64,23 @@ def load_config(
     if has_layouts := not faults.sentences:
         config = settled(config)
     faults.sentences += contradictions(config, command)
-    if has_layouts:
+    if has_layouts and typed.command.is_whole:  # verl takes such words without a sound
+        said += without_effect(config, typed.settings, command)
+    elif has_layouts:
         faults.sentences += without_effect(config, typed.settings, command)
     _stop_if_any(faults, layers)
     return config, list(dict.fromkeys([*said, *advice(config), *advice_on_rewards(config)]))
+
+
+def _verl_defaults(typed: Layer, layers: list[Layer]) -> list[Layer]:
+    """The layer of verl's defaults below all others, for a command line that is one of verl's."""
+    known = {setting.key for layer in layers for setting in layer.settings}
+    found = defaults(typed.command, known)
+    if not found:
+        return []
+    told = ", ".join(f"{key}={show(value)}" for key, value in found.items())
+    settings = tuple(Setting(key, value, f"{key}={show(value)}") for key, value in found.items())
+    return [Layer(settings, {}, (f"verl's defaults for what the command does not set: {told}",))]
 
 
 def _readable_layers(typed: Layer) -> list[Layer]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from megarl.config.schema import Config
+from megarl.megatron_fields import OVERRIDES
 
 _TYPE_NAMES = {
     int: "an integer",
@@ -18,16 +19,17 @@ _TYPE_NAMES = {
     NoneType: "null",
     Any: "a value",
 }
-# Mappings with the contents of a model's config.json, a request, or variables of a template: any value, nested
-# mappings too.
+# Mappings with the contents of a model's config.json, a request, variables of a template, or fields of Megatron's: any
+# value, nested mappings too.
 FREE = (
     *("model.config", "critic.model.config", "ref.model.config"),
     *("reward.judge.request", "data.apply_chat_template_kwargs", "teachers.NAME.model.config"),
+    *(f"{role}.megatron.{group}" for role in ("actor", "critic", "ref", "teachers.NAME") for group in OVERRIDES),
 )
 NAME = "NAME"  # stands for any name in a key of a mapping whose entries are groups of keys, such as teachers.NAME.coef
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
-_ALMOST_EQUAL = 0.9  # share of matching characters: a typing error
-_ALIKE = 0.7  # below this a suggestion would confuse
+_ALMOST_EQUAL = 0.87  # share of matching characters: a typing error
+_ALIKE = 0.7  # of the whole key and of its last name: below this a suggestion would confuse
 
 
 @cache
@@ -144,9 +146,17 @@ def nearest(key: str, candidates: list[str] | None = None) -> str | None:
     """
     own = [] if general(key) == key else [entry.replace(NAME, key.split(".")[1], 1) for entry in entry_types()]
     known = [*leaf_types(), *own] if candidates is None else candidates
-    same_leaf = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
-    guesses = get_close_matches(key, known, 1, _ALMOST_EQUAL) or same_leaf or get_close_matches(key, known, 1, _ALIKE)
+    leaf = key.rpartition(".")[2]
+    same_leaf = [other for other in known if other.rpartition(".")[2] == leaf]
+    if len(same_leaf) > 1 and "." in key:  # path, enable: several groups have one
+        same_leaf = [other for other in same_leaf if other.partition(".")[0] == key.partition(".")[0]]
+    alike = [other for other in known if _is_alike(other.rpartition(".")[2], leaf)]
+    guesses = get_close_matches(key, known, 1, _ALMOST_EQUAL) or same_leaf or get_close_matches(key, alike, 1, _ALIKE)
     return guesses[0] if guesses else None
+
+
+def _is_alike(name: str, other: str) -> bool:
+    return name.startswith(other) or SequenceMatcher(None, name, other).ratio() >= _ALIKE
 
 
 def _parses(value: float | str, number: type) -> bool:

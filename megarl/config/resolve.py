@@ -16,6 +16,7 @@ from megarl.config.names import DEFAULT_MOMENTUM
 from megarl.config.schema import Config, Megatron
 from megarl.config.settings import ConfigError, show
 from megarl.layout import KEYS, Layout
+from megarl.megatron_fields import OVERRIDES
 
 _PLAIN = re.compile(r"\$\{([\w.]+)\}")
 RESTARTS = 3  # of failed ranks, without a new step in between, where there are checkpoints
@@ -146,6 +147,9 @@ def followed_by_roles(config: Config) -> Config:
             for key in PIPELINE_KEYS:
                 if getattr(role.megatron, key) is None:
                     setattr(role.megatron, key, getattr(actor.megatron, key))
+        for group in OVERRIDES:
+            if not getattr(role.megatron, group):
+                setattr(role.megatron, group, dict(getattr(actor.megatron, group)))
         if not role.model.config and role.model.path == config.model.path:
             role.model.config = dict(config.model.config)
     for node in (actor, *followers):

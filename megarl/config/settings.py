@@ -15,8 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megarl.config.aliases import REFUSED, SWITCHES, canonical, without_prefix
+from megarl.config.aliases import PREFIXES, REFUSED, SWITCHES, canonical, converted, without_prefix
 from megarl.config.keys import FREE, fits, followed, general, groups, mapping_of, nearest, type_name, type_of
+from megarl.config.verl.taken import Command
 
 # Words that name a file, or a part of a file, below all other settings; `model` and `model.preset` are the same.
 WORDS = {
@@ -94,6 +95,7 @@ class Layer:
     words: dict[str, str]  # the layers below it: {"recipe": "quickstart"}
     warnings: tuple[str, ...]
     faults: tuple[str, ...] = ()  # one sentence for each setting that could not be taken
+    command: Command = Command({})  # all words as they were written
 
     @property
     def recipe(self) -> str | None:
@@ -113,13 +115,13 @@ def show(value: object) -> str:
     return str(value)
 
 
-def from_command_line(overrides: list[str]) -> Layer:
+def from_command_line(overrides: list[str], *, command: str = "train") -> Layer:
     """`key=value` words, in Hydra's grammar; `+key=value` and `++key=value` are the same as `key=value`."""
     faults, written = Faults(), []
     for word in overrides:
         with faults.collect():
             written.append((word, *_parse(word)))
-    return _layer(written, faults)
+    return _layer(written, faults, is_sft=command == "sft")
 
 
 def from_file(path: Path) -> Layer:
@@ -181,24 +183,40 @@ def _flat(content: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
     return out
 
 
-def _layer(written: list[tuple[str, str, Any]], faults: Faults) -> Layer:
+def _layer(written: list[tuple[str, str, Any]], faults: Faults, *, is_sft: bool = False) -> Layer:
     ranked: list[tuple[int, Setting]] = []
     warnings: list[str] = []
     words: dict[str, str] = {}
-    for text, name, value in written:
-        for key, leaf in _flat({name: value}, ""):
-            found = canonical(key)
-            if isinstance(found, str):
-                warnings.append(found)
-                continue
-            with faults.collect():
-                if found.key in (*WORDS, PRESET):
-                    _add_word(words, text, found.key, leaf)
-                else:
-                    value, rank = _switched(key, leaf)
-                    ranked.append((rank, _checked(Setting(found.key, value, text, found.place))))
+    leaves = [(text, *leaf) for text, name, value in written for leaf in _flat({name: value}, "")]
+    command = _command(leaves)
+    for text, key, leaf in leaves:
+        taken = converted(without_prefix(key), leaf, command, is_sft=is_sft)
+        if taken is not None:
+            warnings += [f"{without_prefix(key)}={show(leaf)}: {taken.note}"] if taken.note else []
+            faults.sentences += [f"{text}: {taken.refusal}"] if taken.refusal else []
+            for ours, value in taken.settings:
+                with faults.collect():
+                    ranked.append((0, _checked(Setting(ours, value, text))))
+            continue
+        found = canonical(key)
+        if isinstance(found, str):
+            warnings.append(found)
+            continue
+        with faults.collect():
+            if found.key in (*WORDS, PRESET):
+                _add_word(words, text, found.key, leaf)
+            else:
+                value, rank = _switched(key, leaf)
+                ranked.append((rank, _checked(Setting(found.key, value, text, found.place))))
     settings = tuple(setting for _, setting in sorted(ranked, key=lambda pair: pair[0]))  # else in the order written
-    return Layer(settings, words, tuple(warnings), tuple(faults.sentences))
+    return Layer(settings, words, tuple(warnings), tuple(faults.sentences), command)
+
+
+def _command(leaves: list[tuple[str, str, Any]]) -> Command:
+    """All words; they are a whole run of verl if they name its model as verl does and build on nothing of ours."""
+    keys = {key for _, key, _ in leaves}
+    is_whole = any(f"{prefix}model.path" in keys for prefix in PREFIXES) and not keys & WORDS.keys()
+    return Command({without_prefix(key): value for _, key, value in leaves}, is_whole)
 
 
 def _switched(key: str, value: Any) -> tuple[Any, int]:

@@ -66,6 +66,11 @@ def _role_rows(role: str) -> tuple[UnusedKeys, ...]:
             lambda c: value_of(c, role).strategy == "fsdp",
         ),
         UnusedKeys(
+            f"{group}.override_ddp_config",
+            f"{role}.strategy={{c.{role}.strategy}} has another wrapper",
+            lambda c: value_of(c, role).strategy != "megatron",
+        ),
+        UnusedKeys(
             f"{group_of(role)}.config",
             f"the config.json in {group_of(role)}.path={{c.{group_of(role)}.path}} counts",
             # {} takes away the numbers of a recipe's preset, which are those of another model.
@@ -279,13 +284,13 @@ TABLE = (
     ),
     UnusedKeys(
         "ref.megatron.use_distributed_optimizer ref.megatron.overlap_* ref.megatron.recompute_* "
-        "ref.megatron.optimizer_offload",
+        "ref.megatron.optimizer_offload ref.megatron.override_ddp_config",
         "a reference is not trained",
         lambda c: True,  # noqa: ARG005
     ),
     UnusedKeys(
         "teachers.*.megatron.use_distributed_optimizer teachers.*.megatron.overlap_* teachers.*.megatron.recompute_* "
-        "teachers.*.megatron.optimizer_offload",
+        "teachers.*.megatron.optimizer_offload teachers.*.megatron.override_ddp_config",
         "a teacher is not trained",
         lambda c: True,  # noqa: ARG005
     ),

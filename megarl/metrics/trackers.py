@@ -172,14 +172,14 @@ def make_trackers(
     resume_step: int | None = None,
     console: Console | None = None,
 ) -> Trackers:
-    """Start every tracker of `trainer.logger`, the advice and the status.
+    """Start every tracker of `trainer.logger`, and always jsonl, which curves and summaries read, advice and status.
 
     Raises: ValueError of one sentence for an unknown name or a tracker that does not start; started ones are closed.
     """
     run = Run(Path(run_dir), project, experiment, config_dict, total_steps, resume_step, console or Console())
     run.run_dir.mkdir(parents=True, exist_ok=True)
     started: dict[str, Tracker] = {}
-    for name in names:
+    for name in dict.fromkeys([*names, "jsonl"]):
         if name not in TRACKERS:
             Trackers(started).close()
             raise ValueError(f"trainer.logger has {name!r}: expected some of {', '.join(TRACKERS)}")

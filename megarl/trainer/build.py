@@ -20,6 +20,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
 from megarl.group import Group
 from megarl.machines import Nodes
+from megarl.megatron_fields import OVERRIDES
 from megarl.metrics.tokens import TokenLog
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.projections import chosen, projections_of
@@ -59,7 +60,7 @@ def engine_settings(role: Any) -> dict[str, Any]:
         "recompute_method",
         "recompute_num_layers",
     ]
-    names += ["overlap_grad_reduce", "overlap_param_gather", "param_offload", "optimizer_offload"]
+    names += ["overlap_grad_reduce", "overlap_param_gather", "param_offload", "optimizer_offload", *OVERRIDES]
     chosen = {name: getattr(role.megatron, name) for name in names if hasattr(role.megatron, name)}
     return {"strategy": role.strategy, **chosen}
 

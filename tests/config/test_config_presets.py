@@ -64,9 +64,10 @@ def test_the_layout_of_a_preset_is_checked_as_any_other(preset: str, tmp_path: P
     told = refusal(f"model={preset}", "layout=8x80", "actor.megatron.tensor_model_parallel_size=3")
     assert told.startswith("actor.megatron.tensor_model_parallel_size=3 does not divide the model's num_attention_h")
     wrong = tmp_path / "w.yaml"
-    wrong.write_text("model: {path: m}\nlayouts: {a: {actor: {megatron: {tensor: 3}}}}\n")
+    wrong.write_text("model: {path: m}\nlayouts: {a: {actor: {megatron: {tensor_parallel_size: 3}}}}\n")
     assert refusal(f"model={wrong}", "layout=a").startswith(
-        f"{wrong}: layout=a: actor.megatron.tensor=3: there is no key actor.megatron.tensor; did you mean"
+        f"{wrong}: layout=a: actor.megatron.tensor_parallel_size=3: there is no key "
+        "actor.megatron.tensor_parallel_size; did you mean"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import II
 
@@ -29,6 +30,12 @@ class Megatron:
     overlap_param_gather: bool = False  # distributed optimizer: gather parameters during the forward pass
     param_offload: bool = False  # offload parameters and gradients to host memory while the role is idle
     optimizer_offload: bool = False  # offload the optimizer state to host memory while the role is idle
+    override_transformer_config: dict[str, Any] = field(
+        default_factory=dict
+    )  # further fields of Megatron's TransformerConfig: {tp_comm_overlap:true}; of other roles: empty = the actor's
+    override_ddp_config: dict[str, Any] = field(
+        default_factory=dict
+    )  # further fields of Megatron's DistributedDataParallelConfig: {bucket_size:40000000}; empty = the actor's
 
     @property
     def model_parallel_size(self) -> int:

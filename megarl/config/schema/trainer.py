@@ -22,7 +22,7 @@ class Trainer:
     spare_nodes: int = 0  # machines that wait, numbered from nnodes on, until one of the others is lost
     n_gpus_per_node: int = 1  # training ranks per machine; processes on a machine without a GPU
     device: str = "auto"  # auto | cpu | cuda
-    logger: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # console jsonl tensorboard wandb
+    logger: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # console tensorboard wandb, jsonl always
     token_samples: int = 2  # samples of each iteration that tokens.jsonl keeps token by token; 0 = none
     save_freq: int = -1  # iterations between checkpoints; -1 = none, but those that a signal asks for
     save_every_s: float | None = (

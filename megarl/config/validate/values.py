@@ -15,7 +15,7 @@ from megarl.config.keys import NAME
 from megarl.config.resolve import invalid_cuts
 from megarl.config.schema import Config
 from megarl.config.settings import show
-from megarl.config.validate import models
+from megarl.config.validate import models, overrides
 from megarl.config.validate.layouts import LEARNERS, ROLES, used_roles
 from megarl.projections import ALL
 from megarl.sandbox import layers
@@ -302,4 +302,5 @@ def invalid_values(config: Config, command: str, *, is_whole: bool) -> Iterator[
                 yield f"{key}={show(value)}: expected {wanted}"
     for role in ("actor", "critic", "ref", *config.teacher_roles):
         yield from invalid_cuts(config, role)
+        yield from overrides.invalid_overrides(config, role)
     yield from models.invalid_numbers(config, ("actor", *used_roles(config, command)))

@@ -27,6 +27,7 @@ from megarl.mcore.models.hf import HFConfig
 from megarl.mcore.models.layers import block_spec
 from megarl.mcore.models.rope import make_rope
 from megarl.mcore.training.execution import ExecutionOptions
+from megarl.megatron_fields import FUSIONS
 
 Model = list[nn.Module]  # this rank's chunks in layer order: one, or one for each interleaved stage
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,7 +60,7 @@ def transformer_config(
     # variable_seq_lengths refuses Megatron's default, allgather, for dense models too
     dispatcher = engine.dispatcher(layout.ep * layout.expert_tp, dtype) if numbers_of(hf).num_experts else "alltoall"
     latent = issubclass(family.config, MLATransformerConfig)
-    return family.config(
+    ours = dict(
         **settings,
         **_pipeline(layout),
         **available_fusions(
@@ -85,6 +86,9 @@ def transformer_config(
         moe_token_dispatcher_type=dispatcher,  # of flex, DeepEP is the default backend
         use_cpu_initialization=not torch.cuda.is_available(),
     )
+    set_twice = ours.keys() & engine.override_transformer_config.keys() - set(FUSIONS)
+    assert not set_twice, f"{sorted(set_twice)}: refused when the configuration was read"
+    return family.config(**ours | engine.override_transformer_config)
 
 
 def _check_sinks(layout: Layout, engine: ExecutionOptions) -> None:

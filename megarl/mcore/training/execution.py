@@ -5,7 +5,8 @@ They do not change results, except for the rounding of different kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class ExecutionOptions:
     overlap_param_gather: bool = False  # requires use_distributed_optimizer
     param_offload: bool = False  # parameters and gradient buffers in host memory between a role's calls
     optimizer_offload: bool = False  # the optimizer's state too
+    override_transformer_config: Mapping[str, Any] = field(default_factory=dict)  # further fields of TransformerConfig
+    override_ddp_config: Mapping[str, Any] = field(default_factory=dict)  # of DistributedDataParallelConfig
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGIES)

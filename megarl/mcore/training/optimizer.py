@@ -78,6 +78,7 @@ def wrap_for_training(model: Model, layout: Layout, engine: ExecutionOptions = E
         average_in_collective=False,
         overlap_grad_reduce=engine.overlap_grad_reduce,
         overlap_param_gather=engine.overlap_param_gather,
+        **engine.override_ddp_config,
     )
     # The chunks after the first are reduced while others compute: buckets for them would gain nothing.
     return [DistributedDataParallel(config, settings, x, disable_bucketing=i > 0) for i, x in enumerate(model)]

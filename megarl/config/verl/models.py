@@ -1,0 +1,215 @@
+"""Rules for words about models: actor, critic and reference, their optimizers, their layout, adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, nothing, refused, set_to, switch, unless
+
+DEFAULT_LR = {"actor": 1e-6, "critic": 1e-5}
+FUSED = "Megatron's fused kernels are used wherever this machine has them"
+_CPU_ADAM = (
+    "{role}.megatron.optimizer_offload=true: the state is in host memory between updates, and Adam runs on the GPU"
+)
+
+
+def _cut_by_count(key: str, value: Any, command: Command) -> Taken:
+    """A number of sequences per micro-batch; with use_dynamic_bsz the number of tokens counts instead."""
+    if value is not None and _is_dynamic(key, command) and _other(key, "max_token_len_per_gpu", command) is not None:
+        return Taken(note="use_dynamic_bsz=true: micro-batches are cut by tokens")
+    return Taken(((key, value),))
+
+
+def _cut_by_tokens(key: str, value: Any, command: Command) -> Taken:
+    """A number of tokens per micro-batch, which counts with use_dynamic_bsz only."""
+    counted = [_other(key, name, command) for name in ("micro_batch_size_per_gpu", "micro_batch_size")]
+    is_verls = command.is_whole or any(word.endswith("use_dynamic_bsz") for word in command.words)
+    if is_verls and not _is_dynamic(key, command) and any(count is not None for count in counted):
+        return Taken(note="use_dynamic_bsz=false: micro-batches are cut by sequences")
+    return Taken(((key, value),))
+
+
+def _other(key: str, name: str, command: Command) -> Any:
+    """The word beside `key` that ends with this name: ppo_... or log_prob_..."""
+    role, _, leaf = key.rpartition(".")
+    return command.get(f"{role}.{'ppo' if leaf.startswith('ppo') else 'log_prob'}_{name}")
+
+
+def _is_dynamic(key: str, command: Command) -> bool:
+    role = key.partition(".")[0]
+    own = f"{role}.use_dynamic_bsz" if role in DEFAULT_LR else f"{role}.log_prob_use_dynamic_bsz"
+    return bool(command.get(own, command.is_on("actor.use_dynamic_bsz")))
+
+
+def _min_lr(key: str, value: Any, command: Command) -> Taken:
+    role = key.partition(".")[0]
+    if value is None:
+        return Taken(note="the learning rate decays to 0")
+    return Taken(((f"{role}.optim.min_lr", value * command.get(f"{role}.optim.lr", DEFAULT_LR[role])),))
+
+
+def _warmup(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    return Taken(((key, 0 if value in (-1, None) else value),))
+
+
+def _decay_steps(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    role = key.partition(".")[0]
+    return Taken(((f"{role}.optim.lr_decay_steps", None if value in (-1, None) else value),))
+
+
+def _checkpointing(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    """verl's switch recomputes whole layers."""
+    group = "critic.megatron" if key.startswith("critic.") else "actor.megatron"
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return Taken(tuple((f"{group}.{name}", choice if value else None) for name, choice in full.items()))
+
+
+def _cpu_adam(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    role = key.partition(".")[0]
+    return Taken(((f"{role}.megatron.optimizer_offload", bool(value)),), _CPU_ADAM.format(role=role) if value else "")
+
+
+def _fusion(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    return Taken(note=FUSED) if value is True else Taken(((key, value),))
+
+
+_ROLE_KEYS = ["actor", "critic", "ref"]
+_FUSIONS = (
+    *("apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
+    *("bias_swiglu_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_grouped_gemm"),
+    "persist_layer_norm",
+)
+_SAME_WEIGHTS = "the architecture is that of the model's config.json: expected a folder whose config.json says so"
+_NO_CODE = "no code of a model's folder is run: expected false, and a family of models that is known here"
+
+RULES: dict[str, Rule] = {
+    # micro-batches
+    **{f"{role}.ppo_micro_batch_size{end}": _cut_by_count for role in DEFAULT_LR for end in ("", "_per_gpu")},
+    **{f"{role}.ppo_max_token_len_per_gpu": _cut_by_tokens for role in DEFAULT_LR},
+    **{f"ref.log_prob_micro_batch_size{end}": _cut_by_count for end in ("", "_per_gpu")},
+    "ref.log_prob_max_token_len_per_gpu": _cut_by_tokens,
+    "critic.forward_*": nothing("values are computed with the micro-batches of the critic's training"),
+    # losses
+    "actor.use_torch_compile": nothing("changes time only"),
+    "ref.use_torch_compile": nothing("changes time only"),
+    "*.use_fused_kernels": nothing("log-probs and entropies never exist for the whole vocabulary at once, in any case"),
+    "*.fused_kernel_options.*": nothing("log-probs and entropies are always computed by parts of the vocabulary"),
+    "*.entropy_from_logits_with_chunking": nothing("entropies are always computed by parts of the vocabulary"),
+    "*.entropy_checkpointing": nothing("entropies are always computed by parts of the vocabulary"),
+    "actor.calculate_entropy": nothing("the entropy is always computed"),
+    **{
+        f"{role}.shuffle": harmless(False, why="mini-batches keep the order of prompts", otherwise="expected false")
+        for role in DEFAULT_LR
+    },
+    "actor.tis_imp_ratio_cap": lambda key, value, command: (  # noqa: ARG005
+        Taken(note="no weight, as by default")
+        if value in (-1, None)
+        else Taken(
+            (
+                ("algorithm.rollout_correction.level", "token"),
+                ("algorithm.rollout_correction.truncate", value),
+            )
+        )
+    ),
+    "actor.router_replay.mode": named("actor.router_replay", {"disabled": "off", "R2": "old", "R3": "rollout"}),
+    "critic.enable": nothing("whether there is a critic follows from algorithm.adv_estimator"),
+    "critic.rollout_n": nothing("the critic learns all completions"),
+    **{f"{role}.strategy": named("{role}.strategy", {"fsdp2": "fsdp"}) for role in _ROLE_KEYS},
+    # optimizers
+    "*.optim.lr_warmup_steps": _warmup,
+    "*.optim.lr_warmup_steps_ratio": harmless(
+        0, 0.0, None, why="there is no warm-up", otherwise="expected optim.lr_warmup_steps=STEPS, in optimizer steps"
+    ),
+    "*.optim.warmup_style": named("{role}.optim.lr_decay_style", {}),
+    "*.optim.lr_scheduler_type": named("{role}.optim.lr_decay_style", {}),
+    "*.optim.min_lr_ratio": _min_lr,
+    "*.optim.total_training_steps": _decay_steps,
+    "*.optim.lr_warmup_init": harmless(0, 0.0, why="the warm-up begins at 0", otherwise="expected 0"),
+    "*.optim.weight_decay_incr_style": harmless("constant", why="it never changes", otherwise="expected constant"),
+    "*.optim.lr_wsd_*": nothing("no schedule here reads it"),
+    "*.optim.use_checkpoint_opt_param_scheduler": nothing("the schedule is that of the command, at the step reached"),
+    "*.optim.num_cycles": harmless(0.5, why="cosine is half a period", otherwise="expected 0.5"),
+    "*.optim.optimizer": named("{role}.optim.name", {"adam": "adamw", "AdamW": "adamw", "Adam": "adamw"}),
+    "*.optim.optimizer_impl": harmless("torch.optim", why="Megatron's optimizer", otherwise="expected torch.optim"),
+    "*.optim.override_optimizer_config.optimizer_cpu_offload": _cpu_adam,
+    "*.optim.override_optimizer_config.optimizer_offload_fraction": nothing("the whole state, with optimizer_offload"),
+    "*.optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d": nothing("changes time only"),
+    "*.optim.override_optimizer_config.use_precision_aware_optimizer": nothing(
+        "master weights and moments are float32, as its defaults are"
+    ),
+    # layout
+    "actor.megatron.dtype": named("model.dtype", {"fp32": "float32", "bf16": "bfloat16"}),
+    "*.megatron.dtype": nothing("as the actor's"),
+    "*.megatron.seed": nothing("trainer.seed seeds every role"),
+    "*.megatron.forward_only": nothing("follows from the role"),
+    "*.megatron.dist_checkpointing_path": unless(
+        (None,), "weights come from model.path", refused("weights come from Hugging Face folders: expected model.path")
+    ),
+    "*.megatron.dist_checkpointing_prefix": nothing("weights come from model.path"),
+    "*.megatron.override_mcore_model_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
+    "*.override_transformer_config.attention_backend": nothing("attention takes the fastest kernel of this machine"),
+    "*.override_transformer_config.deallocate_pipeline_outputs": nothing("a stage frees on GPUs what it has sent"),
+    "*.override_transformer_config.moe_enable_deepep": nothing("moe_token_dispatcher_type=flex sends by DeepEP"),
+    "*.override_transformer_config.moe_router_dtype": harmless(
+        "fp32", why="routers compute in float32", otherwise="routers compute in float32: expected fp32"
+    ),
+    **{f"*.override_transformer_config.{name}": _fusion for name in _FUSIONS},
+    # models
+    "model.enable_gradient_checkpointing": _checkpointing,
+    "critic.model.enable_gradient_checkpointing": _checkpointing,
+    "*model.enable_activation_offload": nothing("activations are recomputed, not offloaded"),
+    "*model.use_shm": nothing("the folder is read where it is"),
+    "*model.use_remove_padding": nothing("sequences are always packed and never padded"),
+    "*model.use_liger": nothing("changes time only"),
+    "*model.trust_remote_code": harmless(False, why=_NO_CODE.split(":")[0], otherwise=_NO_CODE),
+    "*model.external_lib": unless((None,), "there is none", named("algorithm.plugins", {})),
+    "*model.hf_config_path": unless((None,), "the model's own config.json", refused(_SAME_WEIGHTS)),
+    "*model.custom_chat_template": unless(
+        (None,), "the tokenizer's own", refused("expected it as chat_template.jinja in the folder model.tokenizer_path")
+    ),
+    "critic.model.tokenizer_path": nothing("the critic reads the actor's tokens"),
+    "*model.override_config*.max_position_embeddings": nothing("positions are rotary: no table of them has to grow"),
+    "*model.override_config*.attn_implementation": nothing("attention takes the fastest kernel of this machine"),
+    "*model.override_config*.*_dropout": harmless(0, 0.0, why="there is no dropout", otherwise="expected 0"),
+    "*model.override_config*.moe_config.freeze_moe_router": harmless(
+        False, why="routers are trained", otherwise="routers are always trained: expected false"
+    ),
+    "*model.override_config.model_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
+    "*model.override_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
+    "*model.override_config.*": refused(_SAME_WEIGHTS),
+    "*model.exclude_modules": unless((None,), "none", refused("expected the others in actor.lora.targets")),
+    "critic.model.lora_*": harmless(0, why="the critic is trained whole", otherwise="only the actor has adapters"),
+    # saves and profiles
+    "*.checkpoint.async_save": named("trainer.async_save", {}),
+    "*.checkpoint.*": nothing("a save has weights, optimizer and all that an exact resume needs"),
+    "*.profiler.*": harmless(
+        *(False, None, [], {}), why="nothing is profiled", otherwise="expected trainer keys of this project's profiler"
+    ),
+    "hybrid_engine": switch(set_to(("rollout.placement", "shared")), set_to(("rollout.placement", "separate"))),
+    "nccl_timeout": named("trainer.call_timeout_s", {}),
+}
+
+RENAMED: dict[str, tuple[str, int | str | None]] = {
+    "actor.grad_clip": ("actor.max_grad_norm", None),
+    "actor.optim.clip_grad": ("actor.max_grad_norm", None),
+    "critic.grad_clip": ("critic.max_grad_norm", None),
+    "critic.optim.clip_grad": ("critic.max_grad_norm", None),
+    "model.lora_rank": ("actor.lora.rank", None),
+    "model.lora.rank": ("actor.lora.rank", None),
+    "model.lora_alpha": ("actor.lora.alpha", None),
+    "model.lora.alpha": ("actor.lora.alpha", None),
+    "model.target_modules": ("actor.lora.targets", None),
+    "actor.megatron.seed": ("trainer.seed", None),
+}
+RENAMED |= {
+    f"{role}{place}.ulysses_sequence_parallel_size": (f"{role}.megatron.context_parallel_size", None)
+    for role in _ROLE_KEYS
+    for place in ("", ".fsdp_config")
+}
+RENAMED |= {
+    f"{role}.megatron.override_transformer_config.moe_token_dispatcher_type": (
+        f"{role}.megatron.moe_token_dispatcher_type",
+        None,
+    )
+    for role in _ROLE_KEYS
+}

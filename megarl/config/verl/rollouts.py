@@ -1,0 +1,203 @@
+"""Rules for words about servers, rollout correction, and training beside generation (`async_training`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, nothing, refused, set_to, switch, unless
+
+_CORRECTION = "algorithm.rollout_correction"
+_ELSEWHERE = (
+    "servers on machines of their own are started there by `megarl serve`, and the run finds them by rollout.urls or "
+    "rollout.join; expected these instead"
+)
+_TOOLS = "expected agent.fn=tools:FILE.py:Class, a class whose methods are the tools (docs/agents.md)"
+_PASS = "old log-probs are computed with the micro-batches of the actor's training"
+_REJECTIONS = {  # verl's name -> our measure and level
+    "token_k1": ("ratio", "token"),
+    "token_k2": ("k2", "token"),
+    "token_k3": ("k3", "token"),
+    "seq_sum_k1": ("ratio", "sequence"),
+    "seq_mean_k1": ("k1", "sequence"),
+    "seq_mean_k2": ("k2", "sequence"),
+    "seq_mean_k3": ("k3", "sequence"),
+}
+# Words that decide how much an iteration of verl's fully asynchronous trainer generates.
+_MINI, _BATCHES = "actor.ppo_mini_batch_size", "async_training.require_batches"
+_SYNC = "async_training.trigger_parameter_sync_step"
+
+
+def _engine(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    if value == "vllm":
+        return Taken((("rollout.engine", "auto"),), "there is no vLLM here: SGLang generates, where it and a GPU are")
+    return Taken((("rollout.engine", value),))
+
+
+def _do_sample(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    if value:
+        return Taken(note="rollout.val_kwargs.temperature says how, and 0 is greedy")
+    return Taken((("rollout.val_kwargs.temperature", 0.0),))
+
+
+def _bounds(value: Any) -> tuple[float | None, float]:
+    """ "0.5_2.0" -> (0.5, 2.0); 2.0 -> (None, 2.0)."""
+    low, _, high = str(value).rpartition("_")
+    return (float(low) if low else None), float(high)
+
+
+def _threshold(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    """Of the weight: one number truncates it, two leave only what lies between them."""
+    if value is None:
+        return Taken(((f"{_CORRECTION}.truncate", None),))
+    try:
+        low, high = _bounds(value)
+    except ValueError:
+        return Taken(refusal="expected a number, or two as LOW_HIGH")
+    if low is None:
+        return Taken(((f"{_CORRECTION}.truncate", high),))
+    return Taken((
+        (f"{_CORRECTION}.truncate", None), (f"{_CORRECTION}.mask_low", low), (f"{_CORRECTION}.mask_high", high)
+    ))  # fmt: skip
+
+
+def _rejection(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    if value is None:
+        return Taken(((f"{_CORRECTION}.reject_by", None),))
+    if str(value) not in _REJECTIONS:
+        return Taken(refusal=f"expected one of {', '.join(_REJECTIONS)}, or {_CORRECTION}.reject_by and its bounds")
+    by, level = _REJECTIONS[value]
+    return Taken(((f"{_CORRECTION}.reject_by", by), (f"{_CORRECTION}.reject_level", level)))
+
+
+def _rejection_bounds(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    """verl's k1 is -log of our ratio, and its bounds are those of 1 / ratio; one number stands for 1/x and x."""
+    by, _ = _REJECTIONS.get(str(command.get(f"{_CORRECTION}.rollout_rs")), (None, None))
+    if value is None or by is None:
+        return Taken(((f"{_CORRECTION}.reject_low", None), (f"{_CORRECTION}.reject_high", None)))
+    try:
+        low, high = _bounds(value)
+    except ValueError:
+        return Taken(refusal="expected a number, or two as LOW_HIGH")
+    if by in ("ratio", "k1"):
+        low = 1 / high if low is None else low
+        low, high = (1 / high, 1 / low) if by == "ratio" else (math.log(low), math.log(high))
+    return Taken(((f"{_CORRECTION}.reject_low", low), (f"{_CORRECTION}.reject_high", high)))
+
+
+def _bypass(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    if value and command.get(f"{_CORRECTION}.loss_type") == "reinforce":
+        return Taken(note="algorithm.policy_loss_fn=reinforce has no ratio that could be changed")
+    return Taken(((f"{_CORRECTION}.bypass", bool(value)),))
+
+
+def _level(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    clips = command.get(f"{_CORRECTION}.loss_type", "ppo_clip") == "ppo_clip"
+    if value is not None and command.is_on(f"{_CORRECTION}.bypass_mode") and clips and command.is_whole:
+        return Taken(note="bypass_mode=true: the ratio of the loss corrects already, there is no further weight")
+    return Taken(((f"{_CORRECTION}.level", value),))
+
+
+def _loss_type(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    if not command.is_on(f"{_CORRECTION}.bypass_mode"):
+        return Taken(note="without bypass_mode the loss is that of algorithm.policy_loss_fn")
+    names = {"reinforce": "reinforce", "ppo_clip": "ppo"}
+    if str(value) not in names:
+        return Taken(refusal=f"expected one of {', '.join(names)}")
+    return Taken((("algorithm.policy_loss_fn", names[value]),))
+
+
+def prompts_of_a_sync(command: Command) -> int:
+    """Prompts between two pushes of the weights; 0 where the command does not say."""
+    mini, batches, steps = command.get(_MINI), command.get(_BATCHES, 1), command.get(_SYNC, 1)
+    whole = all(isinstance(number, int) for number in (mini, batches, steps))
+    return mini * batches * steps if whole else 0
+
+
+def _train_batch(key: str, value: Any, command: Command) -> Taken:
+    size = prompts_of_a_sync(command) if command.has("async_training.") else 0
+    return Taken(((key, size),)) if value == 0 and size else Taken(((key, value),))
+
+
+def _total_steps(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    size = prompts_of_a_sync(command)
+    if not size:
+        return Taken(refusal=f"expected {_MINI} as well, or trainer.total_training_steps=ITERATIONS")
+    return Taken((("trainer.total_training_steps", max(1, value // size)),))
+
+
+def _staleness(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    ahead = math.ceil(value)
+    exact = "" if ahead == value else f"rollout.ahead={ahead}: whole iterations, each of the prompts of one push"
+    return Taken((("rollout.ahead", ahead),), exact)
+
+
+RULES: dict[str, Rule] = {
+    "rollout.name": _engine,
+    "rollout.mode": nothing("servers always answer many requests at once"),
+    "rollout.log_prob_*": nothing(_PASS),
+    "rollout.calculate_log_probs": nothing("every token carries the log-prob that the server computed"),
+    "rollout.enforce_eager": nothing("changes time only; rollout.sglang.args has --disable-cuda-graph"),
+    "rollout.cudagraph_capture_sizes": nothing("changes time only"),
+    "rollout.enable_chunked_prefill": nothing("SGLang always prefills by chunks"),
+    "rollout.max_num_batched_tokens": nothing("changes time only; rollout.sglang.args has --chunked-prefill-size"),
+    "rollout.enable_prefix_caching": nothing("changes time only: SGLang shares prefixes"),
+    "rollout.max_model_len": nothing("follows from data.max_prompt_length and data.max_response_length"),
+    "rollout.prompt_length": nothing("data.max_prompt_length counts"),
+    "rollout.response_length": nothing("data.max_response_length counts"),
+    "rollout.load_format": nothing("servers get the trainer's weights before they answer"),
+    "rollout.layered_summon": nothing("weights travel in buckets, never as a whole"),
+    "rollout.disable_log_stats": nothing("logs of servers are in the run's folder"),
+    "rollout.skip_tokenizer_init": nothing("servers read and write token ids"),
+    "rollout.multi_stage_wake_up": nothing("weights and cache return one after the other"),
+    "rollout.agent.num_workers": nothing("rollout.num_collectors follows from the number of servers"),
+    "rollout.over_sample_rate": harmless(0, why="nothing is asked for in vain", otherwise="expected 0"),
+    "rollout.do_sample": harmless(True, why="completions are always drawn", otherwise="expected true"),
+    "rollout.ignore_eos": harmless(False, why="a completion ends with its end", otherwise="expected false"),
+    **{
+        f"rollout.{kind}_parallel_size": harmless(1, why="a server is cut by tensors alone", otherwise=instead)
+        for kind, instead in (
+            ("data", "expected rollout.num_servers, or rollout.attention_dp inside of a server"),
+            ("pipeline_model", "expected 1, and rollout.tensor_model_parallel_size"),
+        )
+    },
+    "rollout.update_weights_bucket_megabytes": lambda key, value, command: (  # noqa: ARG005
+        Taken((("rollout.bucket_bytes", value * 2**20),))
+    ),
+    "rollout.checkpoint_engine.update_weights_bucket_megabytes": lambda key, value, command: (  # noqa: ARG005
+        Taken((("rollout.bucket_bytes", value * 2**20),))
+    ),
+    "rollout.checkpoint_engine.*": nothing("rollout.push chooses how weights travel"),
+    "rollout.val_kwargs.do_sample": _do_sample,
+    "rollout.val_kwargs.top_k": harmless(
+        *(-1, None), why="evaluation draws from all tokens", otherwise="evaluation has no top_k: expected -1"
+    ),
+    "rollout.multi_turn.enable": switch(refused(_TOOLS), nothing("completions are plain")),
+    "rollout.multi_turn.tool_config_path": unless((None,), "there are no tools", refused(_TOOLS)),
+    "rollout.multi_turn.interaction_config_path": unless((None,), "there are no agents", refused(_TOOLS)),
+    "rollout.nnodes": unless((0, None), "servers are on the trainer's machines", refused(_ELSEWHERE)),
+    "rollout.n_gpus_per_node": unless((0, None), "servers are on the trainer's machines", refused(_ELSEWHERE)),
+    "rollout.total_epochs": named("trainer.total_epochs", {}),
+    "rollout.test_freq": named("trainer.test_freq", {}),
+    "rollout.total_rollout_steps": _total_steps,
+    "data.train_batch_size": _train_batch,
+    "async_training.staleness_threshold": _staleness,
+    _SYNC: nothing("so many optimizer steps are an iteration, after which weights are pushed"),
+    _BATCHES: nothing("it multiplies data.train_batch_size, the prompts between two pushes"),
+    "async_training.partial_rollout": switch(
+        set_to(("rollout.update", "in_place")), set_to(("rollout.update", "drain"))
+    ),
+    "async_training.use_rollout_log_probs": named(f"{_CORRECTION}.bypass", {}),
+    f"{_CORRECTION}.rollout_is": _level,
+    f"{_CORRECTION}.rollout_is_threshold": _threshold,
+    f"{_CORRECTION}.rollout_rs": _rejection,
+    f"{_CORRECTION}.rollout_rs_threshold": _rejection_bounds,
+    f"{_CORRECTION}.bypass_mode": _bypass,
+    f"{_CORRECTION}.loss_type": _loss_type,
+}  # fmt: skip
+
+RENAMED: dict[str, tuple[str, int | str | None]] = {
+    "rollout.max_num_seqs": ("rollout.max_running_requests", None),
+    "rollout.multi_turn.max_assistant_turns": ("agent.max_turns", None),
+    "rollout.multi_turn.format": ("agent.tool_parser", None),
+}

@@ -1,0 +1,197 @@
+"""Rules for words about data, rewards, the length and the records of a run, and supervised training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, nothing, refused, set_to, switch, unless
+
+_SCORED = "reward_model.reward_kwargs"
+_MODEL = "the server of the reward model decides"
+_TEXT = "only text is read"
+_NO_RAY = "there is no Ray"
+_ROWS = "expected rows of a prompt and a response"
+_WARMUP = "expected actor.optim.lr_warmup_steps=STEPS"
+_OWN_RM = "expected reward.model.first_gpu, or reward.model.url of a server that runs already"
+
+
+def _custom_reward(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    """One function out of two words: FILE:NAME."""
+    group = key.rpartition(".")[0]
+    path, name = command.get(f"{group}.path"), command.get(f"{group}.name", "compute_score")
+    if path is None:
+        return Taken(note="there is none: the row's data_source chooses the reward")
+    return Taken((("reward.fn", [f"{path}:{name}"]),))
+
+
+def _reward_model(key: str, value: Any, command: Command) -> Taken:
+    group = key.partition(".")[0]
+    enabled = command.is_on(f"{group}.enable") or command.is_on("reward.reward_model.enable")
+    return Taken((("reward.model.path", value),)) if enabled else Taken(note=f"{key.split('.')[0]}.enable=false")
+
+
+def _metric(key: str, value: Any, command: Command) -> Taken:
+    """`acc` is a number that verl's own rewards return; ours return the score alone."""
+    own = command.has("custom_reward_function.path") or command.has("reward.custom_reward_function.path")
+    if value == "acc" and command.is_whole and not own:
+        return Taken(((key, "score"),), f"{key}=score, before anything is added to it: rewards give no further number")
+    return Taken(((key, value),))
+
+
+def _resume(key: str, value: Any, command: Command) -> Taken:
+    path = command.get("trainer.resume_from_path")
+    if value != "resume_path":
+        return Taken(((key, value),))
+    return Taken(((key, path),)) if path else Taken(refusal="expected trainer.resume_mode=FOLDER")
+
+
+def _resume_path(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    if command.get("trainer.resume_mode") != "resume_path":
+        return Taken(note="trainer.resume_mode names the folder, where one is to be resumed")
+    return Taken((("trainer.resume_mode", value),))
+
+
+def _sandbox(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    if value is None:
+        return Taken(note="code runs in the sandbox of this machine")
+    return Taken((("reward.sandbox", f"url:{str(value).removesuffix('/run_code')}"),))
+
+
+def _all(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    return Taken(((key, None if value == -1 else value),))
+
+
+RULES: dict[str, Rule] = {
+    # data
+    "data.return_raw_chat": nothing("rows keep their messages"),
+    "data.return_raw_input_ids": nothing("rows keep their messages"),
+    "data.return_full_prompt": nothing("samples.jsonl has the whole prompt"),
+    "data.return_multi_modal_inputs": nothing(_TEXT),
+    "data.image_*": nothing(_TEXT),
+    "data.video_key": nothing(_TEXT),
+    "data.use_shm": nothing("files are read where they are"),
+    "data.gen_batch_size": nothing("filter_groups asks for as many further prompts as groups were dropped"),
+    "data.val_batch_size": nothing("the evaluation asks for all its prompts at once"),
+    "data.dataloader_num_workers": nothing("prompts are encoded once, at the start"),
+    "data.validation_shuffle": nothing("the order of an evaluation changes no score"),
+    "data.reward_fn_key": harmless(
+        "data_source", why="reward.fn=auto reads data_source", otherwise="expected data_source, the field of a row"
+    ),
+    "data.train_max_samples": harmless(*(-1, None), why="all rows", otherwise="expected a shorter file"),
+    "data.val_max_samples": _all,
+    "data.trust_remote_code": harmless(False, why="no code of a folder is run", otherwise="expected false"),
+    "data.custom_cls.*": unless((None,), "the reader of rows is ours", refused("expected rows in JSONL or parquet")),
+    "data.sampler.*": unless((None,), "prompts are shuffled by data.seed", refused("expected data.shuffle alone")),
+    "data.datagen.*": unless((None,), "prompts come from files", refused("expected data.train_files")),
+    "data.tool_config_path": unless((None,), "there are no tools", refused("expected agent.fn")),
+    # rewards
+    "custom_reward_function.path": _custom_reward,
+    "custom_reward_function.name": _custom_reward,
+    "reward.custom_reward_function.path": _custom_reward,
+    "reward.custom_reward_function.name": _custom_reward,
+    "custom_reward_function.reward_kwargs*": refused("expected defaults of the function's own parameters"),
+    **{
+        key: unless(
+            ("naive", "dapo", "prime", "batch", "register"),
+            "a row's data_source chooses the reward, and algorithm.overlong_buffer adds DAPO's penalty",
+            refused("expected reward.fn=FILE.py:function"),
+        )
+        for key in ("reward_model.reward_manager", "reward.reward_manager.name", "reward.reward_manager.source")
+    },
+    f"{_SCORED}.overlong_buffer_cfg.log": nothing("the penalty is always logged, as reward/overlong_penalty"),
+    f"{_SCORED}.max_resp_len": nothing("data.max_response_length counts"),
+    f"{_SCORED}.*": refused("expected reward.fn=FILE.py:function, with defaults of its own parameters"),
+    "reward_model.enable": switch(set_to(("reward.fn", ["model"])), nothing("no model scores")),
+    "reward.reward_model.enable": switch(set_to(("reward.fn", ["model"])), nothing("no model scores")),
+    "reward_model.model.path": _reward_model,
+    "reward.reward_model.model_path": _reward_model,
+    "reward_model.model.input_tokenizer": nothing("a reward model on a server reads text, with its own tokenizer"),
+    "reward_model.sandbox_fusion.url": _sandbox,
+    "reward_model.sandbox_fusion.memory_limit_mb": named("reward.memory_mb", {}),
+    "reward_model.sandbox_fusion.max_concurrent": named("reward.num_workers", {}),
+    "reward_model.enable_resource_pool": harmless(False, why=_MODEL, otherwise=_OWN_RM),
+    "reward_model.n_gpus_per_node": harmless(0, None, why=_MODEL, otherwise=_OWN_RM),
+    "reward_model.nnodes": harmless(0, None, why=_MODEL, otherwise=_OWN_RM),
+    "reward_model.launch_reward_fn_async": nothing("rewards are always computed while others generate"),
+    **{
+        f"reward_model.{name}": nothing(_MODEL)
+        for name in (
+            *("strategy", "micro_batch_size*", "max_length", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
+            *("ulysses_sequence_parallel_size", "model.fsdp_config.*", "model.use_*", "model.trust_remote_code"),
+            *("model.external_lib", "megatron.*", "rollout.*"),
+        )
+    },
+    # algorithm
+    "algorithm.filter_groups.metric": _metric,
+    "algorithm.use_pf_ppo": harmless(False, why="samples count alike", otherwise="expected false"),
+    "algorithm.pf_ppo.*": nothing("samples are never drawn again"),
+    # the run
+    "trainer.log_val_generations": nothing("answers of evaluations are kept in samples.jsonl"),
+    "trainer.rollout_data_dir": nothing("answers of every step are kept in samples.jsonl"),
+    "trainer.validation_data_dir": nothing("answers of evaluations are kept in samples.jsonl"),
+    "trainer.balance_batch": nothing("ranks always get equal shares of tokens"),
+    "trainer.max_critic_ckpt_to_keep": nothing("a save holds actor and critic"),
+    "trainer.default_hdfs_dir": unless((None,), "saves stay in the run's folder", refused("expected null")),
+    "trainer.del_local_ckpt_after_load": harmless(False, why="saves stay", otherwise="expected false"),
+    "trainer.resume_mode": _resume,
+    "trainer.resume_from_path": _resume_path,
+    "trainer.esi_redundant_time": nothing("SIGTERM saves, within trainer.term_grace_s"),
+    "trainer.ray_wait_register_center_timeout": nothing(_NO_RAY),
+    "trainer.use_legacy_worker_impl": nothing("there is one implementation"),
+    "trainer.use_v1": nothing("there is one trainer"),
+    "trainer.val_only": harmless(False, why="it trains", otherwise="expected `megarl evaluate` with these words"),
+    "ray_init.*": nothing(_NO_RAY),
+    "ray_kwargs.*": nothing(_NO_RAY),
+    "global_profiler.tool": unless((None,), "nothing is profiled", refused("expected null")),
+    "global_profiler.*": nothing("nothing is profiled"),
+    "model_engine": nothing("actor.strategy chooses it"),
+}  # fmt: skip
+
+RENAMED: dict[str, tuple[str, int | str | None]] = {
+    "data.tokenizer": ("model.tokenizer_path", None),
+    "trainer.max_actor_ckpt_to_keep": ("trainer.max_checkpoints_to_keep", None),
+}
+RENAMED |= {
+    f"{_SCORED}.overlong_buffer_cfg.{name}": (f"algorithm.overlong_buffer.{name}", None)
+    for name in ("enable", "len", "penalty_factor")
+}
+
+# `megarl sft`: words of verl's supervised trainers.  Here these keys are the prompts' of RL, which it does not read.
+SFT_RENAMED: dict[str, str] = {
+    "data.train_files": "sft.train_files",
+    "data.val_files": "sft.val_files",
+    "data.train_batch_size": "sft.batch_size",
+    "data.max_length": "sft.max_length",
+    "data.prompt_key": "sft.prompt_key",
+    "data.response_key": "sft.response_key",
+    "data.micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
+    "data.micro_batch_size": "actor.ppo_micro_batch_size",
+    "data.max_token_len_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    "model.partial_pretrain": "model.path",
+    "model.strategy": "actor.strategy",
+    "trainer.total_epochs": "sft.epochs",
+    "ulysses_sequence_parallel_size": "actor.megatron.context_parallel_size",
+    "engine.tensor_model_parallel_size": "actor.megatron.tensor_model_parallel_size",
+    "engine.pipeline_model_parallel_size": "actor.megatron.pipeline_model_parallel_size",
+    "engine.context_parallel_size": "actor.megatron.context_parallel_size",
+}
+SFT_RULES: dict[str, Rule] = {
+    "data.truncation": harmless("error", why="a longer row is refused", otherwise="expected error"),
+    "data.balance_dp_token": nothing("ranks always get equal shares of tokens"),
+    "data.use_dynamic_bsz": nothing("rows are always packed"),
+    "data.multiturn.enable": harmless(False, why="a row is a prompt and a response", otherwise=_ROWS),
+    "data.*_dict_keys": nothing("sft.prompt_key and sft.response_key name the fields"),
+    "use_remove_padding": nothing("sequences are always packed and never padded"),
+    "optim.lr": named("actor.optim.lr", {}),
+    "optim.weight_decay": named("actor.optim.weight_decay", {}),
+    "optim.betas": named("actor.optim.betas", {}),
+    "optim.clip_grad": named("actor.max_grad_norm", {}),
+    "optim.lr_scheduler": named("actor.optim.lr_decay_style", {}),
+    "optim.lr_scheduler_type": named("actor.optim.lr_decay_style", {}),
+    "optim.lr_warmup_steps": named("actor.optim.lr_warmup_steps", {-1: 0}),
+    "optim.warmup_steps_ratio": harmless(0, 0.0, why="there is no warm-up", otherwise=_WARMUP),
+    "optim.lr_warmup_steps_ratio": harmless(0, 0.0, why="there is no warm-up", otherwise=_WARMUP),
+    "model.fsdp_config.*": nothing("strategy=fsdp shards everything over all data-parallel ranks"),
+    "checkpoint.*": nothing("a save has weights, optimizer and all that an exact resume needs"),
+    "engine.*": nothing("actor.strategy and actor.megatron lay the model out"),
+}  # fmt: skip

@@ -1,0 +1,84 @@
+"""What becomes of a word of another document: settings of ours, a line for the user, or a refusal.
+
+A rule gets the key without its prefix, the value, and the whole command, because some words mean something only
+together with another one: `custom_reward_function.path` and `.name`, or `rollout_rs` and `rollout_rs_threshold`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+
+class Command(NamedTuple):
+    """All words of a command line: key without prefix -> value."""
+
+    words: Mapping[str, Any]
+    is_whole: bool = False  # of a run as verl's scripts start it: defaults that nobody typed are verl's
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a word; the default if it is not there."""
+        return self.words.get(key, default)
+
+    def is_on(self, key: str) -> bool:
+        """Is this switch there, and true?"""
+        return self.words.get(key) is True
+
+    def has(self, prefix: str) -> bool:
+        """Does any key begin so?"""
+        return any(key.startswith(prefix) for key in self.words)
+
+
+class Taken(NamedTuple):
+    """Settings (our key, value); a line about them, or about why there are none; or why the word is refused."""
+
+    settings: tuple[tuple[str, Any], ...] = ()
+    note: str = ""
+    refusal: str = ""
+
+
+Rule = Callable[[str, Any, Command], Taken]
+
+
+def nothing(why: str) -> Rule:
+    """The word is dropped with a line: what it asks for is always so here, or changes no result."""
+    return lambda key, value, command: Taken(note=why)  # noqa: ARG005
+
+
+def harmless(*values: Any, why: str, otherwise: str) -> Rule:
+    """Dropped with a line for these values, refused for any other."""
+    return lambda key, value, command: Taken(note=why) if value in values else Taken(refusal=otherwise)  # noqa: ARG005
+
+
+def refused(why: str) -> Rule:
+    """No value of this key can be taken."""
+    return lambda key, value, command: Taken(refusal=why)  # noqa: ARG005
+
+
+def switch(on: Rule, off: Rule) -> Rule:
+    """One rule for true, one for false and null."""
+    return lambda key, value, command: (on if value is True else off)(key, value, command)
+
+
+def set_to(*settings: tuple[str, Any], note: str = "") -> Rule:
+    """These settings, whatever the value is."""
+    return lambda key, value, command: Taken(settings, note)  # noqa: ARG005
+
+
+def named(ours: str, values: Mapping[Any, Any], note: str = "") -> Rule:
+    """The value under our key; those of `values` have another name here.  {role} is the first part of the key."""
+
+    def rule(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+        name = values.get(value, value) if isinstance(value, Hashable) else value
+        return Taken(((ours.format(role=key.partition(".")[0]), name),), note)
+
+    return rule
+
+
+def unless(values: tuple[Any, ...], why: str, rule: Rule) -> Rule:
+    """Dropped with a line for these values, else the rule."""
+
+    def chosen(key: str, value: Any, command: Command) -> Taken:
+        return Taken(note=why) if value in values else rule(key, value, command)
+
+    return chosen

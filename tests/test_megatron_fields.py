@@ -1,0 +1,78 @@
+"""Fields of Megatron's classes that a run may set: the names and types of Megatron's source, without those we set."""
+
+from dataclasses import fields as dataclass_fields
+
+import pytest
+import torch
+from config_helpers import load, refusal
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tiny_models import FAMILIES, tiny_model
+
+from megarl.layout import Layout
+from megarl.mcore.models.families import family_of
+from megarl.mcore.models.model import transformer_config
+from megarl.mcore.training.execution import ExecutionOptions
+from megarl.megatron_fields import FUSIONS, OVERRIDES, OWN, TRANSFORMER, WRAPPER, fault, fields
+
+CLASSES = {TRANSFORMER: TransformerConfig, WRAPPER: DistributedDataParallelConfig}
+
+
+@pytest.mark.parametrize("group", OVERRIDES)
+def test_the_fields_that_are_read_from_source_are_those_of_the_class(group: str) -> None:
+    there = {field.name for field in dataclass_fields(CLASSES[group])}
+    assert there <= fields(group).keys()
+    assert {name for name in fields(group) if not name.startswith("_")} <= there
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_field_that_is_set_here_is_refused_to_others(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = tiny_model(family, tied=False).config.to_dict()
+    seen: dict[str, object] = {}
+
+    def note(self: TransformerConfig, **settings: object) -> None:  # noqa: ARG001
+        seen.update(settings)
+
+    monkeypatch.setattr(family_of(hf).config, "__init__", note)
+    transformer_config(hf, Layout(), torch.float32)
+    assert seen.keys() <= OWN[TRANSFORMER].keys() | set(FUSIONS)
+
+
+def test_a_field_reaches_megatrons_configuration() -> None:
+    hf = tiny_model("qwen2", tied=False).config.to_dict()
+    engine = ExecutionOptions(
+        override_transformer_config={"tp_comm_overlap_ag": False, "fp32_residual_connection": True}
+    )
+    built = transformer_config(hf, Layout(), torch.float32, engine)
+    assert (built.tp_comm_overlap_ag, built.fp32_residual_connection) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        (f"{TRANSFORMER}.fp32_residual_conection=true", "TransformerConfig has no such field; did you mean fp32_resid"),
+        (f"{TRANSFORMER}.fp32_residual_connection=3", "expected true or false"),
+        (f"{TRANSFORMER}.num_layers=3", "the model's config.json sets it"),
+        (f"{TRANSFORMER}.tensor_model_parallel_size=2", "expected actor.megatron.tensor_model_parallel_size"),
+        (f"{TRANSFORMER}.cuda_graph_impl=mine", "expected one of none, local, transformer_engine"),
+        (f"{TRANSFORMER}.init_method=normal", "cannot be given on a command line"),
+        (f"{WRAPPER}.bucket_size=1.5", "expected an integer or null"),
+        (f"{WRAPPER}.grad_reduce_in_fp32=false", "gradients are always summed in float32"),
+    ],
+)
+def test_a_field_that_is_unknown_set_here_or_of_another_type_is_refused(word: str, told: str) -> None:
+    said = refusal(f"actor.megatron.{word}")
+    assert said.startswith(f"actor.megatron.{word}: ") and told in said
+
+
+def test_other_roles_have_the_actors_fields_unless_they_have_their_own() -> None:
+    same = load(f"actor.megatron.{WRAPPER}.bucket_size=40000000")
+    assert same.critic.megatron.override_ddp_config == {"bucket_size": 40000000}
+    own = load(f"actor.megatron.{WRAPPER}.bucket_size=40000000", f"critic.megatron.{WRAPPER}.bucket_size=1000")
+    assert own.critic.megatron.override_ddp_config == {"bucket_size": 1000}
+    assert own.actor.megatron.override_ddp_config == {"bucket_size": 40000000}
+
+
+def test_a_fusion_can_be_switched_off_only() -> None:
+    assert fault(TRANSFORMER, "apply_rope_fusion", False, "actor") == ""
+    assert "wherever" in fault(TRANSFORMER, "apply_rope_fusion", True, "actor")
