@@ -136,7 +136,7 @@ def converted(key: str, value: Any, command: Command, *, is_sft: bool = False) -
 
 def has_rule(key: str) -> bool:
     """Is it a key of verl, without its prefix, that a rule takes or refuses?"""
-    return _rule(key, _RULES | _SFT_RULES) is not None
+    return key in REFUSED or _rule(key, _RULES | _SFT_RULES) is not None
 
 
 def _rule(key: str, rules: dict[str, Rule]) -> Rule | None:

@@ -88,7 +88,7 @@ def transformer_config(
     )
     set_twice = ours.keys() & engine.override_transformer_config.keys() - set(FUSIONS)
     assert not set_twice, f"{sorted(set_twice)}: refused when the configuration was read"
-    return family.config(**ours | engine.override_transformer_config)
+    return family.config(**ours | dict(engine.override_transformer_config))
 
 
 def _check_sinks(layout: Layout, engine: ExecutionOptions) -> None:
