@@ -9,15 +9,22 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from os.path import expanduser, isfile
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-# The module from which files in verl's documentation import the decorators -> where they are here.
-DOCUMENTED = {"verl.trainer.ppo.core_algos": "megarl.algo"}
+# Modules of verl that files for it import -> what they find here.
+_COMPAT = "megarl.algo.verl_compat"
+DOCUMENTED = {
+    "verl.trainer.ppo.core_algos": f"{_COMPAT}.core_algos",
+    "verl.utils.torch_functional": f"{_COMPAT}.torch_functional",
+    "verl.trainer.config": f"{_COMPAT}.configs",
+    "verl.workers.config": f"{_COMPAT}.configs",
+}
 
 FILE_MODULE = "megarl_file_"  # begins the name of a module that was loaded by its path
 
@@ -26,17 +33,46 @@ def load_plugins(specs: Sequence[str]) -> None:
     """Import each module ("my_package.losses") or file ("my/losses.py"), whose decorators fill the tables.
 
     A file is loaded only once.  In a file, `from verl.trainer.ppo.core_algos import register_policy_loss` means
-    `from megarl.algo import register_policy_loss`, whether verl is installed or not.
+    `from megarl.algo import register_policy_loss`, whether verl is installed or not.  If it is not, the modules of
+    DOCUMENTED can be imported while plug-ins are loaded.
     Raises: ValueError of one sentence for a file or module that does not exist, or that raises an exception.
     """
     for spec in specs:
         load = _loader(spec)
         try:
-            load()
+            with _verl_for_plugins():
+                load()
         except ImportError as error:
             raise ValueError(f"algorithm.plugins has {spec!r}, whose imports fail: {_line(error)}") from error
         except (Exception, SystemExit) as error:
             raise ValueError(f"algorithm.plugins has {spec!r}, which fails: {describe(error)}") from error
+
+
+@contextmanager
+def _verl_for_plugins() -> Iterator[None]:
+    """The modules of DOCUMENTED under verl's names, unless verl is installed."""
+    if importlib.util.find_spec("verl") is not None:
+        yield
+        return
+    added: dict[str, ModuleType] = {}
+    for name, ours in DOCUMENTED.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            package = ".".join(parts[:depth])
+            if package not in added and package not in DOCUMENTED:
+                added[package] = ModuleType(package)
+                added[package].__path__ = []  # a package, in which nothing more is found
+        added[name] = importlib.import_module(ours)
+    for name, module in added.items():
+        package, _, last = name.rpartition(".")
+        if package:
+            setattr(added[package], last, module)
+    sys.modules.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
 
 
 def describe(error: BaseException) -> str:
@@ -85,7 +121,7 @@ def _code(path: Path) -> CodeType:
     """The file's code with its line numbers; imports from DOCUMENTED modules are redirected to this package."""
     tree = ast.parse(path.read_bytes(), str(path))
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module in DOCUMENTED:
+        if isinstance(node, ast.ImportFrom) and node.module in DOCUMENTED and node.module.endswith("core_algos"):
             node.module = DOCUMENTED[node.module]
     return compile(tree, str(path), "exec", dont_inherit=True)
 

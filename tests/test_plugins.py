@@ -33,8 +33,11 @@ def test_the_printed_functions_run_from_one_file_as_they_are_pasted(mine: Path) 
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("from verl.trainer.ppo.core_algos import agg_loss", "cannot import name 'agg_loss' from 'megarl.algo'"),
-        ("import verl", "No module named 'verl'"),
+        (
+            "from verl.trainer.ppo.core_algos import compute_gae",
+            "cannot import name 'compute_gae' from 'megarl.algo.verl_compat.core_algos'",
+        ),
+        ("import verl.protocol", "No module named 'verl.protocol'"),
         ("from no_such_package import helper", "No module named 'no_such_package'"),
     ],
 )

@@ -219,7 +219,7 @@ class ActorLoss:
         x, mask, segment_ids = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
         function = POLICY_LOSSES[self.policy_loss].function
         if isinstance(function, DocumentedLoss):
-            function.rehearse(self.args)
+            function.rehearse(self.hyperparameters)
         extra = {name: torch.zeros(2) for name in self._column_keywords}
         _, info = self._policy(x, x, x, mask, segment_ids, **extra)
         for name in info:

@@ -16,6 +16,10 @@ that do not depend on other sequences.  This condition is tested numerically, va
 
 A function that averages over tokens for loss_agg_mode="token_level" and over sequences for "sample_level" runs with
 every actor.loss_agg_mode; one that does the same for both runs only with that mode; any other is refused.
+
+verl's source has other names than its documentation: old_log_prob, log_prob, the modes token-mean and
+seq-mean-token-mean, a `config` with the clips, and rollout_is_weights, which is None: the weight of rollout correction
+multiplies what the function returns for a sequence.
 """
 
 from __future__ import annotations
@@ -36,11 +40,21 @@ from megarl.algo.verl_compat.signatures import (
     accepted,
     adapted_signature,
     in_one_sentence,
+    is_of_source,
 )
 
 LOSS_COLUMNS = ("old_log_probs", "log_probs", "advantages", "response_mask")
 LOSS_FORM = (*LOSS_COLUMNS, "loss_agg_mode", "config", "rollout_log_probs")
 MODES = {"token_level": "tokens", "sample_level": "sequences"}  # the documented modes, and what each averages over
+SOURCE_NAMES = {"old_log_prob": "old_log_probs", "log_prob": "log_probs"}  # of verl's source -> the documented ones
+SOURCE_FORM = (*SOURCE_NAMES, "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights")
+SOURCE_MODES = {"token-mean": "tokens", "seq-mean-token-mean": "sequences"}
+CLIPS = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "clip_c": "clip_ratio_c"}
+# What `config` has in verl besides the arguments of a loss; the sizes of a batch are those of one sequence.
+SOURCE_CONFIG: dict[str, Any] = {
+    **{"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0},
+    **{"global_batch_info": {}, "loss_scale_factor": None},
+}
 AGG_MODES_OF = {"tokens": ("token-mean", "token_level"), "sequences": ("seq-mean-token-mean", "sample_level")}
 
 
@@ -55,11 +69,16 @@ class DocumentedLoss:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self._function = name, function
-        self._takes = accepted(f"policy loss {name!r}", function, LOSS_FORM)
+        self._is_of_source = is_of_source(function)
+        self._modes = SOURCE_MODES if self._is_of_source else MODES
+        form = SOURCE_FORM if self._is_of_source else LOSS_FORM
+        self._takes = accepted(f"policy loss {name!r}", function, form)
+        reads_clips = self._is_of_source and "config" in self._takes
         self.agg_modes: tuple[str, ...] | None = None  # None: all modes; set by `rehearse`
         self.__signature__ = adapted_signature(
             ("log_probs", "old_log_probs", "advantages", "mask", "segment_ids"),
-            {"rollout_log_probs": inspect.Parameter.empty} if "rollout_log_probs" in self._takes else {},
+            ({"rollout_log_probs": inspect.Parameter.empty} if "rollout_log_probs" in self._takes else {})
+            | (dict.fromkeys(CLIPS) if reads_clips else {}),
             any_keyword="config" in self._takes,
         )
 
@@ -72,7 +91,7 @@ class DocumentedLoss:
         segment_ids: Tensor,
         *,
         rollout_log_probs: Tensor | None = None,
-        **args: float,
+        **args: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Token loss [T], F_b on every trainable token; the diagnostics in the same form."""
         live = mask.nonzero().squeeze(1)
@@ -81,9 +100,9 @@ class DocumentedLoss:
         if rollout_log_probs is not None:
             columns["rollout_log_probs"] = rollout_log_probs
         parts = {name: column[live].split(lengths.tolist()) for name, column in columns.items()}
-        config = Config(args) if args else None
+        config, mode = self._config(args), next(iter(self._modes))
         found = [
-            self._evaluate({name: part[b].unsqueeze(0) for name, part in parts.items()}, "token_level", config)
+            self._evaluate({name: part[b].unsqueeze(0) for name, part in parts.items()}, mode, config)
             for b in range(len(lengths))
         ]
 
@@ -98,25 +117,36 @@ class DocumentedLoss:
         stats = {f"{self.name}/{n}": spread([torch.tensor(info.get(n, 0.0)) for _, info in found]) for n in names}
         return spread([scalar for scalar, _ in found]), stats
 
-    def rehearse(self, args: Mapping[str, float]) -> None:
+    def _config(self, args: Mapping[str, Any]) -> Config | None:
+        """What the function gets as `config`: None for a documented one without arguments."""
+        if not self._is_of_source:
+            return Config(args) if args else None
+        named = {CLIPS.get(name, name): value for name, value in args.items()}
+        return Config(named | {"policy_loss": Config(named, SOURCE_CONFIG)}, SOURCE_CONFIG)
+
+    def rehearse(self, args: Mapping[str, Any]) -> None:
         """Test whether the function gives the same result under any split, and with which modes.
 
         Raises: ValueError with the reason if it does not.
         """
-        config = Config(args) if args else None
-        kinds = {mode: self._averages_over(mode, config) for mode in MODES}
-        self.agg_modes = None if kinds == MODES else _common(kinds.values())
-        if kinds != MODES and self.agg_modes is None:
+        config = self._config(args)
+        kinds = {mode: self._averages_over(mode, config) for mode in self._modes}
+        self.agg_modes = None if kinds == self._modes else _common(kinds.values())
+        if kinds != self._modes and self.agg_modes is None:
+            tokens, sequences = self._modes
             raise ValueError(
-                f"policy loss {self.name}: it averages over {kinds['token_level']} for loss_agg_mode='token_level' and "
-                f"over {kinds['sample_level']} for 'sample_level', expected it the other way round"
+                f"policy loss {self.name}: it averages over {kinds[tokens]} for loss_agg_mode={tokens!r} and over "
+                f"{kinds[sequences]} for {sequences!r}, expected it the other way round"
             )
-        unread = sorted(set(args) - config.read) if config else []
-        if unread:
-            raise ValueError(
-                f"algorithm.policy_loss_args.{unread[0]}={args[unread[0]]}: the policy loss {self.name} does not read "
-                f"config.{unread[0]}, leave it out"
-            )
+        read = set(config.read) if config else set()
+        read |= config.policy_loss.read if config and self._is_of_source else set()
+        for name in sorted(args):
+            if config and CLIPS.get(name, name) not in read:
+                key = f"actor.{CLIPS[name]}" if name in CLIPS else f"algorithm.policy_loss_args.{name}"
+                raise ValueError(
+                    f"{key}={args[name]}: the policy loss {self.name} does not read config.{CLIPS.get(name, name)}, "
+                    "leave it out"
+                )
 
     def _averages_over(self, mode: str, config: Config | None) -> str:
         """ "tokens" or "sequences": what the function averages over, on short and on long sequences."""
@@ -161,7 +191,8 @@ class DocumentedLoss:
             return torch.stack([torch.nn.functional.pad(parts[b], (0, width - len(parts[b]))) for b in rows])
 
         mask = padded(torch.ones_like(flat["advantages"]))
-        columns = {name: padded(column) for name, column in flat.items() if name in self._takes}
+        taken = {SOURCE_NAMES.get(name, name) for name in self._takes}
+        columns = {name: padded(column) for name, column in flat.items() if name in taken}
         what = f"policy loss {self.name}: on sequences of {' and '.join(map(str, lengths))} tokens it"
         hint = " (config holds algorithm.policy_loss_args, and is None without any)"
         with in_one_sentence(what, self._function, hint):
@@ -182,7 +213,9 @@ class DocumentedLoss:
             "response_mask": torch.ones_like(log_probs, requires_grad=False) if mask is None else mask,
             "loss_agg_mode": mode,
             "config": config,
+            "rollout_is_weights": None,
         }
+        offered |= {theirs: offered[ours] for theirs, ours in SOURCE_NAMES.items()}
         found = self._function(**{name: value for name, value in offered.items() if name in self._takes})
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
             raise RefusedError(f"policy loss {self.name}: expected it to return (scalar tensor, {{name: number}})")
@@ -190,7 +223,7 @@ class DocumentedLoss:
         if not (isinstance(scalar, Tensor) and scalar.shape == ()):
             shape = f"shape {tuple(scalar.shape)}" if isinstance(scalar, Tensor) else type(scalar).__name__
             raise RefusedError(f"policy loss {self.name}: it returns {shape}, expected a scalar tensor in this form")
-        return scalar, {name: _number(self.name, name, value) for name, value in info.items()}
+        return scalar, {name.removeprefix("actor/"): _number(self.name, name, value) for name, value in info.items()}
 
 
 def _common(kinds: Iterable[str]) -> tuple[str, ...] | None:

@@ -21,12 +21,17 @@ class RefusedError(ValueError):
 def is_documented_loss(function: Callable[..., Any]) -> bool:
     """Our form has `mask`, verl's has `response_mask`."""
     names = inspect.signature(function).parameters
-    return "response_mask" in names and "log_probs" in names
+    return "response_mask" in names and ("log_probs" in names or is_of_source(function))
 
 
 def is_documented_estimator(function: Callable[..., Any]) -> bool:
-    """Only verl's form has `dones`; in ours a sequence ends with its segment."""
-    return "dones" in inspect.signature(function).parameters
+    """Only verl's forms have `dones` or `token_level_rewards`; in ours a sequence ends with its segment."""
+    return "dones" in inspect.signature(function).parameters or is_of_source(function)
+
+
+def is_of_source(function: Callable[..., Any]) -> bool:
+    """Has it the names of verl's source, not those of its documentation?"""
+    return bool({"log_prob", "token_level_rewards"} & inspect.signature(function).parameters.keys())
 
 
 def accepted(what: str, function: Callable[..., Any], form: Sequence[str]) -> tuple[str, ...]:
@@ -73,15 +78,24 @@ def in_one_sentence(what: str, function: Callable[..., Any], hint: str = "") -> 
 
 
 class Config:
-    """algorithm.policy_loss_args as the attributes of a documented `config`; records which were read."""
+    """algorithm.policy_loss_args as the attributes of a documented `config`; records which were read.
 
-    def __init__(self, args: Mapping[str, float]) -> None:
-        self._args, self.read = dict(args), set[str]()
+    `more`: values that nobody has to read, of a form whose config has more than these arguments.
+    """
 
-    def __getattr__(self, name: str) -> float:
+    def __init__(self, args: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> None:
+        self._args, self.read = {**(more or {}), **args}, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._args:
             raise AttributeError(f"config.{name} is not set, expected a number in algorithm.policy_loss_args.{name}")
         return self.get(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._args
 
     def get(self, name: str, default: Any = None) -> Any:
         """As `dict.get`."""

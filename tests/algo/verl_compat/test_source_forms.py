@@ -1,0 +1,192 @@
+"""Losses and estimators with the parameters of verl's own source run unchanged from a plug-in's file."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from algo_reference import random_packed
+from config_helpers import tables_kept
+
+from megarl import algo
+from megarl.algo import ActorLoss, load_plugins, step_columns
+from megarl.algo.hyperparameters import keyword_names
+from megarl.algo.segments import clean
+
+LENGTHS = [5, 4, 9, 3, 7, 2]
+LOSS = """
+from typing import Any, Optional
+
+import torch
+import verl.utils.torch_functional as verl_F
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.workers.config import ActorConfig
+
+
+@register_policy_loss("clipped_twice")
+def clipped_twice(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Optional[ActorConfig] = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    low, high, c = config.clip_ratio_low, config.clip_ratio_high, config.get("clip_ratio_c", 3.0)
+    gap = torch.clamp(log_prob - old_log_prob, min=-20.0, max=20.0)
+    ratio = gap.exp()
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    losses = torch.maximum(plain, clipped)
+    losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * c), losses)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    loss = agg_loss(
+        loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
+    )
+    return loss, {"actor/kl_of_mine": verl_F.masked_mean(-gap, response_mask).detach().item()}
+"""
+ESTIMATORS = """
+from collections import defaultdict
+
+import numpy as np
+import torch
+import verl.utils.torch_functional as F
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo.core_algos import register_adv_est
+
+
+@register_adv_est("groups_of_mine")
+def groups_of_mine(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: AlgoConfig | None = None,
+):
+    scores = token_level_rewards.sum(dim=-1)
+    found = defaultdict(list)
+    for row, prompt in enumerate(index):
+        found[prompt].append(scores[row])
+    out = []
+    for row, prompt in enumerate(index):
+        group = torch.stack(found[prompt])
+        out.append((scores[row] - group.mean()) / (group.std() + epsilon) if len(group) > 1 else scores[row])
+    advantages = torch.stack(out).unsqueeze(-1) * response_mask
+    return advantages, advantages
+
+
+@register_adv_est("returns_of_mine")
+def returns_of_mine(token_level_rewards, response_mask, config=None, **kwargs):
+    returns, running = torch.zeros_like(token_level_rewards), 0
+    for t in reversed(range(token_level_rewards.shape[1])):
+        running = token_level_rewards[:, t] + config.gamma * running
+        returns[:, t] = running
+        running = running * response_mask[:, t]
+    return F.masked_whiten(returns, response_mask) * response_mask, returns
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mine(tmp_path_factory):
+    """Both files, loaded; what they register is gone afterwards."""
+    folder = tmp_path_factory.mktemp("mine")
+    with tables_kept():
+        for name, text in (("loss", LOSS), ("estimators", ESTIMATORS)):
+            (folder / f"{name}.py").write_text(text)
+            load_plugins([str(folder / f"{name}.py")])
+        yield
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("clips", [{}, {"clip_low": 0.1, "clip_high": 0.3, "clip_c": 2.0}])
+def test_the_vanilla_loss_in_verls_form_is_ours_however_a_step_is_split(mode, clips):
+    batch = random_packed(LENGTHS, 1).batch
+    step = step_columns(batch, loss=ActorLoss(), agg_mode=mode)
+    values = []
+    for name in ("ppo", "clipped_twice"):
+        total, slopes = 0.0, []
+        for indices in ([[0, 1, 2, 3, 4, 5]], [[0], [1, 2, 3], [4, 5]])[name == "clipped_twice"]:
+            micro = step.select(indices)
+            log_probs = micro.columns["log_probs"].clone().requires_grad_()
+            out = ActorLoss(name, **clips)(micro, {"log_probs": log_probs})
+            total += out.loss.item()
+            slopes.append(torch.autograd.grad(out.loss, log_probs)[0])
+        values.append((total, torch.cat(slopes)))
+    (ours, our_slopes), (theirs, their_slopes) = values
+    assert theirs == pytest.approx(ours, rel=1e-12)
+    assert torch.allclose(our_slopes, their_slopes, rtol=1e-10, atol=1e-14)
+
+
+def test_statistics_have_the_losss_name_once():
+    batch = random_packed(LENGTHS, 1).batch
+    step = step_columns(batch, loss=ActorLoss(), agg_mode="token-mean")
+    stats = ActorLoss("clipped_twice")(step, {"log_probs": step.columns["log_probs"].clone().requires_grad_()}).stats
+    assert "actor/clipped_twice/kl_of_mine" in stats
+
+
+def test_both_modes_are_honoured_and_no_other_is_needed():
+    ActorLoss("clipped_twice").require_agg_mode("seq-mean-token-sum-norm")
+
+
+def batch_of(seed):
+    packed = random_packed(LENGTHS, seed).batch
+    mask = packed.columns["response_mask"] != 0
+    rewards = clean(packed.columns["advantages"], mask)
+    return packed, mask, rewards
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_group_estimator_in_verls_form_is_grpo(seed):
+    packed, mask, rewards = batch_of(seed)
+    groups = torch.tensor([0, 0, 0, 1, 1, 1])
+    how = {"group_ids": groups, "norm_adv_by_std_in_grpo": True}
+    theirs, _ = algo.ADV_ESTIMATORS["groups_of_mine"](rewards, mask, packed.segment_ids, **how)
+    ours, _ = algo.ADV_ESTIMATORS["grpo"](rewards, mask, packed.segment_ids, **how)
+    assert torch.allclose(theirs.double(), ours.double(), atol=1e-5)  # theirs has the dtype of the rewards
+
+
+def test_an_estimator_that_reads_config_is_reinforce_plus_plus():
+    packed, mask, rewards = batch_of(4)
+    theirs, _ = algo.ADV_ESTIMATORS["returns_of_mine"](
+        rewards, mask, packed.segment_ids, gamma=0.9, lam=1.0, norm_adv_by_std_in_grpo=True
+    )
+    ours, _ = algo.ADV_ESTIMATORS["reinforce_plus_plus"](rewards, mask, packed.segment_ids, gamma=0.9)
+    assert torch.allclose(theirs, ours, atol=1e-6)
+
+
+def test_they_ask_for_what_the_driver_has():
+    assert keyword_names(algo.ADV_ESTIMATORS["groups_of_mine"]) == {
+        **{"group_ids": False, "norm_adv_by_std_in_grpo": False, "gamma": False, "lam": False}
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("from verl.trainer.ppo.core_algos import compute_gae", "cannot import name 'compute_gae'"),
+        ("import verl.workers.rollout", "No module named 'verl.workers.rollout'"),
+        (LOSS.replace("clipped_twice", "other").replace("advantages: t", "teacher: int, advantages: t"), "teacher"),
+    ],
+)
+def test_what_verl_has_and_a_plug_in_does_not_is_one_sentence(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "more.py").write_text(text)
+    with pytest.raises(ValueError, match="algorithm.plugins has") as refused:
+        load_plugins([str(tmp_path / "more.py")])
+    assert told in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_loss_that_sums_is_refused(tmp_path: Path) -> None:
+    text = LOSS.replace("clipped_twice", "summed").replace("loss_agg_mode=loss_agg_mode", "loss_agg_mode='x'")
+    (tmp_path / "more.py").write_text(text)
+    load_plugins([str(tmp_path / "more.py")])
+    with pytest.raises(ValueError, match="loss_agg_mode='x': expected the mode"):
+        ActorLoss("summed")
+
+
+def test_a_clip_that_a_loss_does_not_read_is_refused(tmp_path: Path) -> None:
+    text = LOSS.replace("clipped_twice", "unclipped").replace("config.clip_ratio_low", "0.2")
+    (tmp_path / "more.py").write_text(text)
+    load_plugins([str(tmp_path / "more.py")])
+    with pytest.raises(ValueError, match=r"actor.clip_ratio_low=0.1: .* does not read config.clip_ratio_low"):
+        ActorLoss("unclipped", clip_low=0.1)
