@@ -402,7 +402,7 @@ function different(group) {
 function answer(sample) {
   const { reward, num_tokens: tokens, finish_reason: end, num_turns: turns, versions } = sample;
   const written = [...new Set(versions.map(([version]) => version))];
-  const extra = Object.entries(sample.reward_extra ?? {}).map(([name, value]) => make("span", {}, `${name} ${short(value)}`));
+  const extra = Object.entries(sample.reward_extra ?? {}).filter(([, value]) => value !== 0).map(([name, value]) => make("span", {}, `${name} ${short(value)}`));
   return make("div", { className: "answer" },
     make("div", { className: "meta" },
       make("span", { className: `reward ${reward > 0 ? "good" : "bad"}` }, `reward ${short(reward)}`),

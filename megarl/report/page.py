@@ -79,7 +79,7 @@ def data_of(run: RunFolder, against: RunFolder | None = None, failure: str = "")
     other_config = against.config if against else {}
     return {
         "name": run.name,
-        "other": against.name if against else None,
+        "other": _name_beside(against, run) if against else None,
         "made_by": f"megarl {__version__}",
         "seconds": run.seconds,
         "status": run.status,
@@ -95,6 +95,11 @@ def data_of(run: RunFolder, against: RunFolder | None = None, failure: str = "")
         "advice": run.advice(),
         "rollbacks": [{name: row[name] for name in ("step", "bad_step", "what")} for row in run.rollbacks()],
     }
+
+
+def _name_beside(other: RunFolder, run: RunFolder) -> str:
+    """The name of the other run, or its folder if both have the same name."""
+    return other.name if other.name != run.name else str(other.path)
 
 
 def _facts(config: Mapping[str, Any]) -> dict[str, str]:

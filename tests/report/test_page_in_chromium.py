@@ -46,6 +46,20 @@ def test_the_page_draws_all_without_an_error_a_request_or_a_horizontal_scroll(
     assert paper == ("rgb(14, 17, 22)" if dark else "rgb(246, 247, 249)")
 
 
+def test_a_pointer_on_a_curve_shows_its_values(browser: Chromium, page: Path) -> None:
+    browser.open(page, width=1280)
+    browser.value(DRAW_ALL)
+    browser.wait_for(f"{PLOTS} === drawn.size")
+    middle = (
+        "(() => { const plot = document.querySelector('.plot'); plot.scrollIntoView({block: 'center'});"
+        " const r = plot.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2] })()"
+    )
+    x, y = browser.value(middle)
+    for step in range(2):  # the pointer comes, and moves
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + step, y=y)
+    browser.wait_for("document.querySelector('.plot .hoverlayer').textContent.includes('critic/score/mean')")
+
+
 def test_what_a_model_wrote_is_shown_and_never_run(browser: Chromium, page: Path) -> None:
     browser.open(page, width=1280)
     browser.value(DRAW_ALL)

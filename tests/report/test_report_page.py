@@ -56,6 +56,8 @@ def test_the_command_writes_the_page_and_names_it(tmp_path: Path, capsys: pytest
     data = data_in((run / "report.html").read_text())
     assert data["other"] == "other"
     assert not (other / "report.html").exists()
+    again = run_folder(tmp_path / "again")
+    assert data_in(write_report(run, again).read_text())["other"] == str(again), "both are called the same"
 
 
 @pytest.mark.parametrize(
