@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.aliases import RENAMED_VALUES
-from megarl.config.keys import entry_groups, followed, general
+from megarl.config.keys import entry_groups, fits, followed, general, type_name, type_of
 from megarl.config.names import DEFAULT_MOMENTUM
 from megarl.config.schema import Config, Megatron
 from megarl.config.settings import ConfigError, show
@@ -103,7 +103,9 @@ def _put_in_references(composed: DictConfig) -> None:
     """Replace each plain "${a.b}" by the value of a.b, because OmegaConf takes a millisecond for each.
 
     References that are not plain, have no target or have the wrong type are left to OmegaConf and its error messages.
+    Raises ConfigError for a value in the place of a list, which OmegaConf would take.
     """
+    faults = []
     raw = dict(_leaves(OmegaConf.to_container(composed, resolve=False), ""))
     for key, value in raw.items():
         reference, seen = _PLAIN.fullmatch(str(value)), {key}
@@ -112,8 +114,12 @@ def _put_in_references(composed: DictConfig) -> None:
             value = raw[reference[1]]
             reference = _PLAIN.fullmatch(str(value))
         if len(seen) > 1 and not (isinstance(value, str) and "${" in value):
+            if get_origin(wanted := type_of(key)) is list and not fits(value, wanted):
+                faults.append(f"{key}={show(raw[key])}: it is {show(value)}; expected {type_name(wanted)}")
             with suppress(OmegaConfBaseException):
                 OmegaConf.update(composed, key, value)
+    if faults:
+        raise ConfigError(*faults)
 
 
 def _wrong_references(composed: DictConfig) -> list[str]:

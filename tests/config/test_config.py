@@ -231,6 +231,9 @@ def test_a_single_file_or_name_stands_for_a_list_of_one():
 def test_a_value_may_refer_to_another_key():
     assert load("actor.optim.lr=0.25", "critic.optim.lr=${actor.optim.lr}").critic.optim.lr == 0.25
     assert "actor.optim.lr=${nope.x}: Interpolation key 'nope.x' not found" in refusal("actor.optim.lr=${nope.x}")
+    assert refusal("actor.optim.betas=${trainer.seed}") == (
+        "actor.optim.betas=${trainer.seed}: it is 0; expected a list of numbers"
+    )
 
 
 # ---- what follows what
