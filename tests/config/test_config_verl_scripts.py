@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from config_helpers import refusal
 from verl_words import PROPERTY, SCRIPTS, paste, says_what_happens_instead, words_of
 
 from megarl.config import load_config
@@ -113,3 +114,16 @@ def test_verls_defaults_are_told_and_belong_to_verls_commands_only() -> None:
     theirs, lines = load_config([*words, "actor_rollout_ref.model.path=m"])
     assert (theirs.rollout.placement, theirs.model.dtype, theirs.trainer.total_epochs) == ("shared", "bfloat16", 30)
     assert any("trainer.total_epochs=30" in line and line.startswith("verl's defaults") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("hybrid_engine=3", "expected true or false"),
+        ("reward_model.enable=maybe", "expected true or false"),
+        ("async_training.staleness_threshold=inf", "expected a number"),
+        ("actor.optim.min_lr_ratio=[1]", "expected a number"),
+    ],
+)
+def test_a_value_that_a_rule_cannot_read_is_refused(word: str, told: str) -> None:
+    assert refusal(word) == f"{word}: {told}"

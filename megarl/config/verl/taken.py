@@ -56,8 +56,14 @@ def refused(why: str) -> Rule:
 
 
 def switch(on: Rule, off: Rule) -> Rule:
-    """One rule for true, one for false and null."""
-    return lambda key, value, command: (on if value is True else off)(key, value, command)
+    """One rule for true, one for false and null; any other value is refused."""
+
+    def rule(key: str, value: Any, command: Command) -> Taken:
+        if value not in (True, False, None):
+            return Taken(refusal="expected true or false")
+        return (on if value is True else off)(key, value, command)
+
+    return rule
 
 
 def set_to(*settings: tuple[str, Any], note: str = "") -> Rule:
