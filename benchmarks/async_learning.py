@@ -23,10 +23,10 @@ from async_reward import DOT
 from bench_peer import ROOT, execute
 from sglang_sleep import installed
 
-from megarl.auth import SERVER_VARIABLE
 from megarl.data.arithmetic import write_task
 from megarl.data.tiny import write_tiny_model
 from megarl.metrics.jsonl import read_lines
+from megarl.network.auth import SERVER_VARIABLE
 from megarl.servers.engines import ENGINES
 from megarl.servers.launch import EngineLaunch, ServerCommand
 from megarl.servers.server_process import ThisMachine

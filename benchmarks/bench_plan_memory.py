@@ -33,7 +33,7 @@ from memory_ranks import PARTS, Case, predicted
 from megarl.config import config_dir
 from megarl.layout import Layout
 from megarl.mcore.training.execution import has_transformer_engine
-from megarl.sockets import interface_variables
+from megarl.network.sockets import interface_variables
 
 GPU_MODELS = ("qwen2_5_0_5b", "qwen2_5_1_5b", "qwen2_5_7b")
 HERE = Path(__file__).parent

@@ -15,10 +15,10 @@ ROOT = Path(megarl.__file__).parent
 
 FLOORS = {
     0: (
-        "sample float32 ragged token_age layout model_types projections plugins declared auth sockets sandbox "
-        "durable_files http_calls megatron_fields"
+        "sample float32 ragged token_age layout model_types projections plugins declared network sandbox "
+        "durable_files megatron_fields"
     ),
-    1: "config algo data rewards metrics processes routed_experts rank_files http_limits tls",
+    1: "config algo data rewards metrics processes routed_experts rank_files",
     2: "rollout mcore report",
     3: "servers plan agents",
     4: "weights machines",

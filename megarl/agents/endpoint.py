@@ -20,7 +20,7 @@ from megarl.agents import anthropic_messages, chat_completions, responses
 from megarl.agents.refusals import Refused, check_fields, expect
 from megarl.agents.session import Policy, Session, closed
 from megarl.float32 import EXPECTED, is_finite
-from megarl.http_limits import body_of, limited_runner, parse_json
+from megarl.network.http_limits import body_of, limited_runner, parse_json
 from megarl.rollout.pool.pool import RolloutFailed
 
 logger = logging.getLogger(__name__)

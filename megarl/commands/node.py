@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from megarl.auth import needed_token
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
 from megarl.config.schema import Trainer
 from megarl.machines.agent import Agent
 from megarl.machines.meeting import announced
+from megarl.network.auth import needed_token
 from megarl.processes.signals import ASKS, handled
 
 

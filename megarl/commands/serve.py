@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from megarl.auth import SERVER_VARIABLE, needed_token, server_token
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
 from megarl.machines.joining import Membership
 from megarl.machines.nodes import JOIN_S
+from megarl.network.auth import SERVER_VARIABLE, needed_token, server_token
 from megarl.servers.external import place
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import ServerDied

@@ -26,13 +26,13 @@ from megarl.group.limits import CallLimits
 from megarl.layout import Layout
 from megarl.machines.nodes import SILENCE_S, Nodes
 from megarl.metrics.timeline import Call
+from megarl.network.sockets import listen
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors
 from megarl.processes.handle import ProcessHandle
 from megarl.processes.links import Direct, Link, RankMessage, Relayed
 from megarl.processes.listener import Listener
 from megarl.processes.presence import show_life
 from megarl.processes.ranks import END_S, RanksLaunch, RanksProcess, Share, shares
-from megarl.sockets import listen
 
 GRACE_S = 1.0  # after the first error, wait this long for other errors: the root cause is often not the first
 _SIGNS = 2  # of life, after which a rank is not the cause of an error before them: the first may be an earlier one

@@ -27,7 +27,7 @@ from megarl.hf_server.generation.model import HFModel
 from megarl.hf_server.requests import logger
 from megarl.hf_server.routes import HFServer
 from megarl.hf_server.scoring import ScoreModel, ScoreServer
-from megarl.http_limits import limited_runner
+from megarl.network.http_limits import limited_runner
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.protocol import DTYPES
 from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE

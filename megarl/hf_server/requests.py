@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megarl.http_limits import body_of, parse_json
+from megarl.network.http_limits import body_of, parse_json
 from megarl.rollout.protocol import Route
 
 logger = logging.getLogger("megarl.hf_server.main")

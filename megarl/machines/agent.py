@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
-from megarl.auth import server_token
 from megarl.machines.nodes import JOIN_S, SILENCE_S, allow_all_files
+from megarl.network.auth import server_token
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, WireRefused
 from megarl.processes.greeting import connect
 from megarl.processes.handle import ProcessHandle

@@ -15,10 +15,10 @@ from typing import Self
 
 from megarl import __version__
 from megarl.machines.nodes import SILENCE_S, address_of
+from megarl.network.sockets import listen
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, WireRefused
 from megarl.processes.greeting import connect
 from megarl.processes.listener import Listener
-from megarl.sockets import listen
 
 _CONNECT_S = 10.0
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from megarl import __version__
 from megarl.machines.member import Member, NodeLost, RemoteJob
+from megarl.network.sockets import listen
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost
 from megarl.processes.listener import Listener
 from megarl.processes.presence import show_life
@@ -29,7 +30,6 @@ from megarl.processes.ranks import END_S, RanksLaunch
 from megarl.processes.signals import Terminated
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machine, MachineGone
-from megarl.sockets import listen
 
 SILENCE_S = 60.0  # a rank or a machine without a heartbeat for this long counts as lost
 USUAL_PORT = 29500  # of the driver

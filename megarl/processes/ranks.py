@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.auth import without_tokens
+from megarl.network.auth import without_tokens
+from megarl.network.sockets import host_store, interface_variables
 from megarl.processes import stacks
 from megarl.processes.lifetime import last_lines
-from megarl.sockets import host_store, interface_variables
 
 ADDRESS, TOKEN, PARENT = "MEGARL_GROUP_ADDRESS", "MEGARL_GROUP_TOKEN", "MEGARL_PARENT_PID"
 FIRST_GPU = "MEGARL_FIRST_GPU"

@@ -11,9 +11,9 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from megarl.network.sockets import listen
 from megarl.processes.connection import Connection, ConnectionLost
 from megarl.processes.listener import Listener
-from megarl.sockets import listen
 
 
 class Relay:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlencode
 
-from megarl.http_calls import Answer, Caller, CallFailed
+from megarl.network.http_calls import Answer, Caller, CallFailed
+from megarl.network.tls import trusted
 from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import (
     FLATTENED,
@@ -24,7 +25,6 @@ from megarl.rollout.protocol import (
 )
 from megarl.rollout.reply_sizes import ORDER_BYTES, score_bytes
 from megarl.rollout.scores import Scores, parse_scores, score_body
-from megarl.tls import trusted
 
 __all__ = ["ServerClient", "ServerError", "EnginePool", "RolloutFailed"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.auth import SERVER_VARIABLE, without_tokens
-from megarl.sockets import interface_variables, is_loopback
+from megarl.network.auth import SERVER_VARIABLE, without_tokens
+from megarl.network.sockets import interface_variables, is_loopback
 
 RETURNS_ROUTES = "--enable-return-routed-experts"  # of both engines
 TOKEN_VARIABLE = SERVER_VARIABLE  # passes the servers' key: every user can read a command line

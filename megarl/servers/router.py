@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.http_calls import Answer, Caller, CallFailed
+from megarl.network.http_calls import Answer, Caller, CallFailed
+from megarl.network.tls import authority_certificate
 from megarl.rollout.protocol import auth_headers, error_message
 from megarl.rollout.reply_sizes import ORDER_BYTES
 from megarl.rollout.trust import Trusts
 from megarl.servers.launch import EngineLaunch, ServerCommand, flags
 from megarl.servers.server_process import ServerProcess, ThisMachine, free_ports
 from megarl.servers.sglang_environment import foreign_environment, sglang_python
-from megarl.tls import authority_certificate
 
 _POLL_S = 0.05
 _ASK_S = 30.0

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.network.tls import server_certificate
 from megarl.processes.handle import ProcessHandle
 from megarl.processes.lifetime import last_lines
 from megarl.processes.presence import show_life
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.engines import ENGINES
 from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE, EngineLaunch, MakeCommand, flags
-from megarl.tls import server_certificate
 
 PORT_TAKEN = "already in use"  # "address ..." of the system, "port is ..." of SGLang
 _QUIET_PORTS = range(20_000, 32_000)  # ephemeral ports are 32768 and above on Linux, 49152 and above elsewhere

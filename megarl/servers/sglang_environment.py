@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megarl
-from megarl.auth import without_tokens
+from megarl.network.auth import without_tokens
+from megarl.network.sockets import interface_variables
 from megarl.servers.nccl import versions_in
-from megarl.sockets import interface_variables
 
 PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
 DEFAULT_PYTHON = ".venv-sglang/bin/python"

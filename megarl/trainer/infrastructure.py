@@ -11,11 +11,11 @@ from typing import Self
 
 from rich.console import Console
 
-from megarl.auth import given_token, needed_token, server_token
 from megarl.config import Config
 from megarl.machines import NodeLost, Nodes
 from megarl.machines.joining import Door
 from megarl.machines.meeting import announce, forget
+from megarl.network.auth import given_token, needed_token, server_token
 from megarl.processes.failure_report import write_report
 from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _BackendRendezvousStateHolder,
 )
 
-from megarl.sockets import host_store
+from megarl.network.sockets import host_store
 
 __all__ = ["worker_on_path"]  # a fixture
 

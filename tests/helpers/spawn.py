@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Self
 
-from megarl.sockets import host_store, interface_variables
+from megarl.network.sockets import host_store, interface_variables
 
 DEVICE = os.environ.get("MEGARL_TEST_DEVICE", "cpu")  # | cuda
 # What each rank needs: loaded once, in a process that only forks, since importing costs more than most cases.

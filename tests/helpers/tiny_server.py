@@ -21,13 +21,13 @@ from spawn import DEVICE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
+from megarl.network.tls import trusted
 from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Route, auth_headers
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.router import Router
 from megarl.servers.sglang_environment import PYTHON_VARIABLE
 from megarl.servers.supervisor import Servers
-from megarl.tls import trusted
 
 VOCAB = 32
 CONTEXT = 4096

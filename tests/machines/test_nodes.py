@@ -16,13 +16,13 @@ import psutil
 import pytest
 import torch
 
-from megarl.auth import SERVER_VARIABLE
 from megarl.group import Group, RankError
 from megarl.layout import Layout
 from megarl.machines import NodeLost, Nodes, meeting
 from megarl.machines import nodes as nodes_module
 from megarl.machines.agent import Agent, DriverLost
 from megarl.machines.nodes import address_of, allow_files
+from megarl.network.auth import SERVER_VARIABLE
 from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch
 from megarl.servers.server_process import MachineGone
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.network.sockets import interface_of
 from megarl.processes.ranks import FIRST_GPU, RanksLaunch, RanksProcess, Share, _environment, _world, shares
-from megarl.sockets import interface_of
 
 HERE = Path(__file__).parent
 
@@ -98,7 +98,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         import sys, time
         from megarl.processes.ranks import RanksLaunch, RanksProcess
         from megarl.processes.greeting import greet
-        from megarl.sockets import listen
+        from megarl.network.sockets import listen
         listener = listen("127.0.0.1")
         home = f"127.0.0.1:{{listener.getsockname()[1]}}"
         ranks = RanksProcess(RanksLaunch("one_that_hangs", "cpu", {str(tmp_path)!r}, 1), home, "a token")

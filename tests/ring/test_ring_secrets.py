@@ -10,7 +10,7 @@ import psutil
 import pytest
 from ring_cases import make_parts, settings, train_in_a_process, wait_for_step
 
-from megarl.auth import VARIABLE
+from megarl.network.auth import VARIABLE
 from megarl.processes.ranks import TOKEN
 from megarl.servers.launch import TOKEN_VARIABLE
 

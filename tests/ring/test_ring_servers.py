@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from ring_cases import lines, make_parts, settings, steps, wait_for_step
 
-from megarl.auth import derived
 from megarl.metrics.report import SAMPLES, VISITS
+from megarl.network.auth import derived
 from megarl.rollout.client import ServerClient
 from megarl.servers.server_process import free_ports
 

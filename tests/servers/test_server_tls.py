@@ -14,12 +14,12 @@ import psutil
 import pytest
 from tiny_server import TOKEN, Served
 
+from megarl.network.sockets import listen
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
-from megarl.sockets import listen
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 LISTS = [b"[11,12,13,14,15,16,17", b"[11, 12, 13, 14, 15, 16, 17"]

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from shared_buckets import flat_bytes, in_shared_memory
 
+from megarl.network.sockets import listen
 from megarl.rollout.client import ServerError
 from megarl.rollout.protocol import DTYPE_NAMES, Route, tensor_digest
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
-from megarl.sockets import listen
 
 numbers = itertools.count()
 

@@ -20,7 +20,7 @@ from megarl.config.schema.roles import Actor, Critic, Model, Ref
 from megarl.config.schema.rollout import Rollout
 from megarl.config.schema.teachers import Distill, Teacher
 from megarl.config.schema.trainer import Trainer
-from megarl.sockets import is_loopback
+from megarl.network.sockets import is_loopback
 
 __all__ = ["Algorithm", "Config", "Megatron", "Optim"]
 

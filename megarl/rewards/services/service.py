@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from megarl.http_calls import PLAIN, TooLarge, read_at_most
+from megarl.network.http_calls import PLAIN, TooLarge, read_at_most
 from megarl.rewards.services.limit import Limit, ServiceError, is_busy, nobody_listens, seconds_of
 
 T = TypeVar("T")

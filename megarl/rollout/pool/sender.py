@@ -17,7 +17,8 @@ from typing import Any
 
 import aiohttp
 
-from megarl.http_calls import PLAIN, read_at_most
+from megarl.network.http_calls import PLAIN, read_at_most
+from megarl.network.tls import trusted
 from megarl.rollout.pool.pool_server import (
     Ask,
     NoFilesLeft,
@@ -42,7 +43,6 @@ from megarl.rollout.protocol import (
 from megarl.rollout.reply_sizes import ORDER_BYTES, completion_bytes
 from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
 from megarl.sample import Completion, VersionSpan
-from megarl.tls import trusted
 
 _CONNECT_S = 10.0
 GRACE_S = 10.0  # a server that was told to end a request returns its tokens within this time

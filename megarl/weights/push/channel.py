@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from megarl.network.sockets import listen
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
-from megarl.sockets import listen
 
 _numbers = itertools.count()  # group names are never reused: a broken group keeps its name until the process ends
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.tls import authority_certificate, server_certificate, trusted
+from megarl.network.tls import authority_certificate, server_certificate, trusted
 
 KEY = "the key of these servers"
 

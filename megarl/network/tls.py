@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from megarl.sockets import address_in
+from megarl.network.sockets import address_in
 
 # Clocks of machines differ.  The end means "no well-defined expiration date" (RFC 5280, 4.1.2.5).
 _FROM, _TO = datetime(2020, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)

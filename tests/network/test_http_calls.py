@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from endless_servers import Behaviour, drip, drip_headers, endless, flood, take_nothing
 
-from megarl.http_calls import Caller, CallFailed, TooLarge, read_at_most
+from megarl.network.http_calls import Caller, CallFailed, TooLarge, read_at_most
 
 LIMIT_S = 0.5
 MUCH = "x" * (12 << 20)  # more than the buffers of sockets take

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from megarl.sockets import host_store, interface_of, interface_variables, listen
+from megarl.network.sockets import host_store, interface_of, interface_variables, listen
 
 
 def listening(port: int) -> set[str]:

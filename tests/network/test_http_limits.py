@@ -12,8 +12,8 @@ import pytest
 from agent_endpoint import Scripted, endpoint_of
 from aiohttp import web
 
-from megarl import http_limits
 from megarl.hf_server.requests import application, json_body
+from megarl.network import http_limits
 
 KEY = "a key that callers need"
 Ask = Callable[[bytes], Awaitable[bytes]]

@@ -1,0 +1,1 @@
+"""Tokens, sockets, certificates, and the limits of HTTP on both sides."""
