@@ -23,7 +23,8 @@ class Usage:
 
         Returns: servers_idle_share: of the servers' time without a request.  tokens_wasted_share, and for each cause
             tokens_wasted_share/CAUSE: of the tokens that servers wrote.  stale_prefix: replies with KV of other
-            weights.  collector_restarts, slow_servers: in total.  agent/*: what happened to episodes.
+            weights.  failed_requests: sent again.  collector_restarts, slow_servers: in total.  agent/*: what happened
+            to episodes.
         """
         new = {name: value - self._before.get(name, 0.0) for name, value in counters.items()}
         self._before = dict(counters)
@@ -34,6 +35,7 @@ class Usage:
         if (servers_s := new.get("servers_s", 0.0)) > 0:
             out["servers_idle_share"] = min(1.0, max(0.0, 1 - new["busy_s"] / servers_s))
         out["stale_prefix"] = new.get("stale_prefixes", 0.0)
+        out["failed_requests"] = new.get("failed_requests", 0.0)
         out["collector_restarts"] = counters.get("restarts", 0.0)
         out["slow_servers"] = counters.get("slow_servers", 0.0)
         return out | {name: value for name, value in new.items() if name.startswith(OF_AGENTS)}

@@ -135,7 +135,7 @@ def _server_leaves(number: signal.Signals) -> Callable[..., None]:
 DIED = "the ranks are started again"
 AGAIN = "going on from step"
 COLLECTORS = "rollout/collector_restarts"
-FAILED = "rollout/tokens_wasted_share/failed"
+FAILED = "rollout/failed_requests"
 PROCESSES = [
     Fault("rank killed", "process", _send(ChaosRun.ranks, signal.SIGKILL), says=DIED),
     Fault("rank stopped", "process", _send(ChaosRun.ranks, signal.SIGSTOP), says=DIED),

@@ -49,6 +49,7 @@ __all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed"]
 # lost: their completion, or another one of their group, failed.  unscored: no reward could score them, or too few of
 # their group.
 WASTE = ("fenced", "failed", "stale", "retracted", "cancelled", "lost", "unscored")
+_COUNTED = ("tokens", "pieces", "stale_prefixes", "failed_requests", "slow_servers")
 
 
 _LEAVE_LOOK_S = 0.05
@@ -226,6 +227,7 @@ class EnginePool:
                 continue
             except (ServerFailed, Unreachable) as error:
                 failed.add(server)
+                self._counts["failed_requests"] += 1
                 self._blame(server, error)
                 if isinstance(error, ServerFailed):
                     reasons.append(f"{server.url}: {error}")
@@ -353,8 +355,8 @@ class EnginePool:
         """`in_flight`: requests that are running now; the others are totals since the start.
 
         tokens, pieces: written by servers.  wasted_*: tokens of these that are in no finished group, by cause; those of
-        a request without a reply are estimated.  stale_prefixes: replies with KV of other weights.  slow_servers: that
-        were taken out of service because they were slow.
+        a request without a reply are estimated.  stale_prefixes: replies with KV of other weights.  failed_requests:
+        without a reply, or with one that cannot be right.  slow_servers: that were taken out of service as slow.
         busy_s: sum over the servers of the time with a running request; servers_s: of all the time.
         """
         servers = self._servers.values()
@@ -362,6 +364,6 @@ class EnginePool:
             "in_flight": float(sum(server.load for server in servers)),
             "busy_s": self._gone["busy_s"] + sum(server.busy.read() for server in servers),
             "servers_s": self._gone["servers_s"] + sum(time.monotonic() - server.since for server in servers),
-            **{name: float(self._counts[name]) for name in ("tokens", "pieces", "stale_prefixes", "slow_servers")},
+            **{name: float(self._counts[name]) for name in _COUNTED},
             **{f"wasted_{cause}": float(self._counts[f"wasted_{cause}"]) for cause in WASTE},
         }

@@ -263,6 +263,7 @@ def test_senseless_replies_among_good_ones_are_counted_too():
                 if turn == 1:
                     pool.trust(urls[0], 0)
                 assert len(unfit) == (turn == 4)
+            assert pool.counters()["failed_requests"] == 5
 
     run(test)
 
