@@ -59,8 +59,8 @@ def train(config: Config) -> dict[str, Any]:
     began = time.monotonic()
     prepare(config)
     with (
-        reported(config.trainer.run_dir),
         owned(config.trainer.run_dir),
+        reported(config.trainer.run_dir),
         Signals(config.trainer.term_grace_s) as signals,
         watched(config.trainer.driver_silence_s),
         Infrastructure(config) as infrastructure,

@@ -51,20 +51,24 @@ def write_report(run: Path, against: Path | None = None, failure: str = "") -> P
 def reported(run: Path) -> Iterator[None]:
     """Write the report at the end of the block, also if it raises; a report that fails is one line of warning.
 
-    Not after Ctrl-C or SIGTERM, which should end a run soon.
+    Not after Ctrl-C or SIGTERM, which should end a run soon, nor of a run that has added no metrics.
     """
+    before = _size_of(run / METRICS)
     try:
         yield
     except Exception as error:
-        _try_to_write(run, str(error) or type(error).__name__)
+        if _size_of(run / METRICS) != before:
+            _try_to_write(run, str(error) or type(error).__name__)
         raise
-    _try_to_write(run)
+    if (run / METRICS).is_file():
+        _try_to_write(run)
+
+
+def _size_of(file: Path) -> int | None:
+    return file.stat().st_size if file.is_file() else None
 
 
 def _try_to_write(run: Path, failure: str = "") -> None:
-    """Of a run that has metrics."""
-    if not (run / METRICS).is_file():
-        return
     try:
         write_report(run, failure=failure)
     except Exception as error:  # of whatever kind: it must not take a run's result

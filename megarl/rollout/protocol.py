@@ -245,7 +245,7 @@ def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn
     if not isinstance(log_probs, list) or len(log_probs) != len(token_ids):
         number = len(log_probs) if isinstance(log_probs, list) else "no list of"
         raise ValueError(f"a completion has {len(token_ids)} tokens and {number} log-probs of its sampling")
-    if wrong := [value for value in log_probs if not _is_log_prob(value)]:
+    if wrong := [value for value in (log_probs if drawn is None else [*of_all, *drawn]) if not _is_log_prob(value)]:
         raise ValueError(f"a completion has the log-prob {wrong[0]!r}: expected a finite number of at most 0")
     return Completion(
         token_ids=token_ids,

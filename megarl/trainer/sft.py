@@ -49,13 +49,13 @@ def sft(config: Config) -> dict[str, Any]:
 
     Resumes, and starts failed ranks again, as `megarl train` does.  Raises Terminated after SIGTERM.
     """
-    with reported(config.trainer.run_dir):
+    with owned(config.trainer.run_dir), reported(config.trainer.run_dir):
         return _sft(config)
 
 
 def _sft(config: Config) -> dict[str, Any]:
     trainer = config.trainer
-    with owned(trainer.run_dir), Signals(trainer.term_grace_s) as signals:
+    with Signals(trainer.term_grace_s) as signals:
         examples = _examples(config)
         num_steps = trainer.total_training_steps or config.sft.epochs * len(examples) // config.sft.batch_size
         if num_steps < 1:

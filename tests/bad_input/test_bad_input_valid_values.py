@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError, layout_names, load_config, preset_names, read_yaml, recipe_names, to_yaml
-from megarl.config.keys import entry_groups, entry_types, general, groups, leaf_types, type_of
+from megarl.config.keys import entry_groups, entry_types, general, groups, leaf_types, mapping_of, type_of
 from megarl.config.settings import show
 from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
 
@@ -95,7 +95,7 @@ def tried(cases: Cases, folder: Path, drawn: tuple[list[str], dict[str, Any], bo
     except ConfigError as error:
         sentences = read_refusal(error)
         named = {key for one in sentences for key in re.findall(r"\b[a-z]+(?:\.\w+)+", one)}
-        assert any(type_of(key) or key in groups() for key in named), sentences
+        assert any(type_of(key) or mapping_of(key) or key in groups() for key in named), sentences
         return
     file.write_text(to_yaml(config))
     assert read_yaml(file) == config

@@ -48,7 +48,7 @@ def test_one_flipped_bit_anywhere_is_named_with_exit_code_2(run: Path, capsys: p
         assert main(["checkpoint", "verify", str(run)]) == 2
         said = capsys.readouterr()
         assert f"{save_folder}: 1 damaged" in said.out
-        assert said.out.count("whole") == 2
+        assert said.out.count(": whole\n") == 2
         assert said.err.startswith(f"  {file} is damaged")
         file.write_bytes(whole)
 

@@ -129,6 +129,7 @@ def test_what_a_killed_process_left_is_no_model_and_goes_at_the_next_try(tmp_pat
 def test_a_megatron_folder_carries_what_it_takes_to_convert_back(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     folder.mkdir()
+    (folder / "checkpoint.json").write_text('{"ranks": 0}')
     finish_megatron(folder, model, {"role": "actor"})
     shutil.rmtree(model)
     names = {path.name for path in (folder / "hf").iterdir()}

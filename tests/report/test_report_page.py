@@ -84,7 +84,12 @@ def test_the_end_of_a_run_makes_its_page(tmp_path: Path) -> None:
 
 def test_a_run_that_stops_has_the_reason_on_its_page(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
+    with pytest.raises(ValueError), reported(run):
+        raise ValueError("a mistake in the settings")
+    assert not (run / "report.html").exists(), "it added nothing to the run that was there"
     with pytest.raises(RuntimeError), reported(run):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 9}\n')
         raise RuntimeError("rank 1 ended")
     assert data_in((run / "report.html").read_text())["failure"] == "rank 1 ended"
 
