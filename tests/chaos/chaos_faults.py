@@ -168,9 +168,10 @@ PUSHES = [
 REWARDS = [
     *(
         Fault(f"reward: {kind}", "reward", _order("reward", kind), counts="reward/reward_error", order="reward")
-        for kind in ("raise", "hang", "exit", "memory", "nan")
+        for kind in ("raise", "hang", "memory", "nan")
     ),
-    *(Fault(f"reward: {kind}", "reward", _order("reward", kind), order="reward") for kind in ("print", "fork")),
+    # A process that ends is started again, and its sample scored once more.
+    *(Fault(f"reward: {kind}", "reward", _order("reward", kind), order="reward") for kind in ("exit", "print", "fork")),
 ]
 NUMBERS = [
     Fault("loss not finite", "number", _order("loss", "nan"), counts="trainer/skipped_steps", order="loss"),
