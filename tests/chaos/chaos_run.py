@@ -39,6 +39,7 @@ class ChaosRun:
     def __init__(self, words: Sequence[str], folder: Path, parts: Path, *, num_servers: int) -> None:
         """`folder`: of the run; `parts`: see `copy_parts`."""
         self.folder, self.num_servers = folder, num_servers
+        self._rows, self._read = list[Mapping[str, Any]](), (0, 0)
         self.orders, self.log = parts / "orders", parts / "run.log"
         self.command = [sys.executable, "-m", "megarl", "train", *words]
         path = os.pathsep.join([str(parts), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -52,24 +53,33 @@ class ChaosRun:
         if self.driver.poll() is None:
             self.kill_all()
 
-    def start(self) -> None:
-        """Start the driver."""
+    def start(self, *more: str) -> None:
+        """Start the driver; `more`: words for this start only."""
         with self.log.open("ab") as out:
-            self.driver = subprocess.Popen(self.command, stdout=out, stderr=out, env=self.environment)
+            self.driver = subprocess.Popen([*self.command, *more], stdout=out, stderr=out, env=self.environment)
+
+    def end(self) -> int:
+        """End the driver as a scheduler does; its exit code."""
+        self.driver.terminate()
+        return self.driver.wait(LIMIT_S)
 
     # ---- what it is doing
 
     @property
     def step(self) -> int:
         """The last step that was trained and logged."""
-        file = self.folder / "metrics.jsonl"
-        trained = [row["step"] for row in lines(file) if "timing_s/step" in row] if file.exists() else []
-        return trained[-1] if trained else 0
+        return int(rows[-1]["step"]) if (rows := self.rows) else 0
 
     @property
     def rows(self) -> list[Mapping[str, Any]]:
-        """The metrics of all steps."""
-        return [row for row in lines(self.folder / "metrics.jsonl") if "timing_s/step" in row]
+        """The metrics of all steps; a file that has not changed is not read again."""
+        file = self.folder / "metrics.jsonl"
+        if not file.exists():
+            return []
+        found = file.stat()
+        if (state := (found.st_ino, found.st_size)) != self._read:
+            self._rows, self._read = [row for row in lines(file) if "timing_s/step" in row], state
+        return self._rows
 
     @property
     def stage(self) -> str:
@@ -157,9 +167,9 @@ class ChaosCluster(ChaosRun):
         os.environ["MEGARL_TOKEN"] = "the secret of these tests"
         super().__init__([*self.join, *more], folder, parts, num_servers=2)
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
         """Start the driver and the other machines."""
-        super().start()
+        super().start(*more)
         for number in (1, 2):
             self.start_machine(number)
 
@@ -174,7 +184,7 @@ class ChaosCluster(ChaosRun):
         """Start a server that joins the run."""
         self.num_servers += 1
         with self.log.with_name("guests.log").open("ab") as out:
-            command = [*self.command[:3], "serve", *self.join]
+            command = [*self.command[:3], "serve", *self.join, "rollout.num_servers=1"]
             self.guests.append(subprocess.Popen(command, stdout=out, stderr=out, env=self.environment))
 
     def guest(self) -> subprocess.Popen[bytes]:

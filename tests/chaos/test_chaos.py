@@ -39,6 +39,7 @@ SAMPLE = {
     *("rank killed", "collector stopped", "server killed", "driver terminated"),
     *("reply: nan", "server slow", "reward: exit", "loss not finite", "save damaged"),
 }
+ENDLESS = ["trainer.total_training_steps=100000", "trainer.test_freq=-1", "trainer.val_before_train=false"]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ACCURACY = 0.04  # two standard errors of the score on 256 held-out prompts at 0.9
 
@@ -58,25 +59,25 @@ def survives(parts: Path) -> list[str]:
     ]
 
 
-def under_chaos(run: ChaosRun, script: list[tuple[Fault, str]], seed: int, note: Note, *, ends: bool) -> None:
-    """Strike as the script says; then let the run come to its end, or end it.  Prints and notes the account."""
+def under_chaos(run: ChaosRun, script: list[tuple[Fault, str]], seed: int, note: Note, *, last_steps: int = 0) -> None:
+    """Strike as the script says, then end the run, after `last_steps` more if any.  Prints and notes the account."""
     rng, strikes = random.Random(seed), list[Strike]()
     for fault, stage in script:
         strikes.append(strike(run, fault, stage, rng))
-    if not ends:
-        run.driver.terminate()
-    code = run.driver.wait(20 * LIMIT_S)
+    code = run.end()
+    if last_steps:
+        run.start(f"trainer.total_training_steps={run.step + last_steps}")
+        assert run.driver.wait(LIMIT_S) == 0, run.tail()
     found = account(run.folder)
     print(f"\n{told(strikes, found)}")
     note("chaos", json.dumps({"strikes": [asdict(one) for one in strikes], "visits": asdict(found)}))
-    assert code == (0 if ends else 128 + signal.SIGTERM), run.tail()
+    assert code == 128 + signal.SIGTERM, run.tail()
     assert not found.twice and not found.missing and not found.outcomes["lost"], found
 
 
 def small(tmp_path: Path, *more: str) -> list[str]:
     """Of a run without end, on a model that learns nothing."""
-    endless = ["trainer.total_training_steps=100000", "trainer.test_freq=-1", "trainer.val_before_train=false"]
-    return settings(make_parts(tmp_path), tmp_path, "chaos", *endless, *more)
+    return settings(make_parts(tmp_path), tmp_path, "chaos", *ENDLESS, *more)
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_nine_faults_of_every_kind_lose_no_sample(tmp_path: Path, record_propert
     reward = ["reward.on_error=zero", f"reward.fn={parts}/chaos_reward.py:digits"]
     words = small(tmp_path, *PPO, *survives(parts), *reward)
     with ChaosRun(words, tmp_path / "chaos", parts, num_servers=2) as run:
-        under_chaos(run, script, 0, record_property, ends=False)
+        under_chaos(run, script, 0, record_property)
 
 
 @pytest.mark.long
@@ -100,7 +101,7 @@ def test_machines_that_are_lost_and_servers_that_come_and_go_lose_no_sample(
     grpo = ["algorithm.adv_estimator=grpo", f"reward.fn={parts}/chaos_reward.py:digits"]
     words = small(tmp_path, *grpo, *survives(parts))
     with ChaosCluster(words, tmp_path / "chaos", parts) as run:
-        under_chaos(run, schedule(MACHINES, 3, 2, STAGES), 2, record_property, ends=False)
+        under_chaos(run, schedule(MACHINES, 3, 2, STAGES), 2, record_property)
 
 
 def accuracy(folder: Path) -> float:
@@ -111,14 +112,13 @@ def accuracy(folder: Path) -> float:
 def compare(
     tmp_path: Path, note: Note, faults: list[Fault], words: list[str], of_chaos: list[str], stages: tuple[str, ...]
 ) -> None:
-    """Every fault three times over a run of these words; the same words undisturbed give the accuracy to reach."""
-    calm = [*words, "trainer.experiment_name=calm"]
-    subprocess.run([sys.executable, "-m", "megarl", "train", *calm], check=True)
+    """Every fault three times over a run of these words; as many steps undisturbed give the accuracy to reach."""
     parts = copy_parts(tmp_path)
-    struck = [*words, *survives(parts), *(word.format(parts=parts) for word in of_chaos)]
-    struck += ["trainer.experiment_name=struck"]
-    with ChaosRun(struck, Path("runs/struck"), parts, num_servers=2) as run:
-        under_chaos(run, schedule(faults, 3, 1, stages), 1, note, ends=True)
+    struck = [*words, *ENDLESS, *survives(parts), *(word.format(parts=parts) for word in of_chaos)]
+    with ChaosRun([*struck, "trainer.experiment_name=struck"], Path("runs/struck"), parts, num_servers=2) as run:
+        under_chaos(run, schedule(faults, 3, 1, stages), 1, note, last_steps=20)
+    calm = [*words, *ENDLESS, f"trainer.total_training_steps={run.step}", "trainer.experiment_name=calm"]
+    subprocess.run([sys.executable, "-m", "megarl", "train", *calm], check=True)
     after = {name: accuracy(Path("runs") / name) for name in ("calm", "struck")}
     note("accuracy", json.dumps(after))
     assert after["struck"] > after["calm"] - ACCURACY, after
@@ -129,9 +129,8 @@ def compare(
 def test_a_long_run_of_ppo_learns_under_every_fault_what_it_learns_without(
     tmp_path: Path, record_property: Note
 ) -> None:
-    words = ["recipe=quickstart", "trainer.total_training_steps=500", "trainer.test_freq=100"]
     of_chaos = ["reward.fn={parts}/chaos_reward.py:exact", "reward.on_error=zero"]
-    compare(tmp_path, record_property, ALL, words, of_chaos, WITH_CRITIC)
+    compare(tmp_path, record_property, ALL, ["recipe=quickstart"], of_chaos, WITH_CRITIC)
 
 
 @pytest.mark.long
@@ -141,7 +140,7 @@ def test_a_long_run_of_agents_learns_under_every_fault_what_it_learns_without(
 ) -> None:
     """Bad numbers send this one back to its last save."""
     Path("examples").symlink_to(EXAMPLES)
-    words = ["--config", "examples/guessing_game.yaml", "trainer.total_training_steps=500", "trainer.test_freq=50"]
+    words = ["--config", "examples/guessing_game.yaml"]
     of_chaos = ["agent.fn={parts}/chaos_agent.py:episode", "agent.timeout_s=10", "agent.on_error=zero"]
     of_chaos += ["trainer.on_nonfinite=rollback", "trainer.spike_sigma=10"]
     faults = [*PROCESSES, *REPLIES, *PUSHES, *EPISODES, *ROLLBACKS, *FILES]

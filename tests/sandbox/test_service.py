@@ -1,8 +1,10 @@
 """A service in place of this machine, which answers as SandboxFusion does."""
 
 import base64
+import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from megarl import sandbox
+from megarl.sandbox import service as of_service
 from megarl.sandbox.service import Service
 
 
@@ -23,7 +26,7 @@ def service():
             body = self.rfile.read(int(self.headers["Content-Length"]))
             server.orders.append((self.path, json.loads(body)))
             answer = json.dumps(server.answer).encode()
-            self.send_response(200)
+            self.send_response(server.status)
             self.end_headers()
             self.wfile.write(answer)
 
@@ -31,7 +34,7 @@ def service():
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    server.orders, server.url = [], f"http://127.0.0.1:{server.server_port}"
+    server.orders, server.status, server.url = [], 200, f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -98,6 +101,38 @@ def test_a_service_that_did_not_run_the_code_is_an_error(service):
         sandbox.run("", sandbox=Service(service.url))
     service.answer = [1]
     with pytest.raises(sandbox.SandboxError, match="expected a mapping"):
+        sandbox.run("", sandbox=Service(service.url))
+
+
+def test_a_service_that_answers_byte_by_byte_has_no_more_time_than_the_program(monkeypatch):
+    """A limit of each read would never end this call."""
+    stop = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                with contextlib.suppress(OSError):
+                    while not stop.wait(0.1):
+                        connection.sendall(b" ")
+
+        monkeypatch.setattr(of_service, "_SLACK_S", 0.0)
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with pytest.raises(sandbox.SandboxError, match="gave no answer: no whole reply within"):
+                url = f"http://127.0.0.1:{server.getsockname()[1]}"
+                sandbox.run("", sandbox=Service(url), limits=sandbox.Limits(seconds=0.5))
+        finally:
+            stop.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("status", [302, 500])
+def test_another_status_is_an_error(service, status):
+    service.status, service.answer = status, finished(stdout="no")
+    with pytest.raises(sandbox.SandboxError, match=f"gave no answer: {status}"):
         sandbox.run("", sandbox=Service(service.url))
 
 
