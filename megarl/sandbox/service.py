@@ -5,13 +5,21 @@ from __future__ import annotations
 import base64
 import json
 import math
+import socket
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from megarl.sandbox.limits import Limits
 from megarl.sandbox.result import Result, SandboxError
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection
 
 _SLACK_S = 10.0  # for the way, and for waiting in the service
 # A service limits the clock and the memory, not the processor's time: the program's own process does.
@@ -60,19 +68,33 @@ class Service:
         return Result(kept[0], kept[1], status, time.monotonic() - start, why)
 
     def _ask(self, order: dict[str, object], limits: Limits) -> dict[str, object]:
-        from megarl.network.http_calls import Caller, CallFailed  # pulls in ssl, which nothing else here needs
+        import http.client  # pulls in ssl, which nothing else here needs
 
-        url, caller = f"{self.url.rstrip('/')}/run_code", Caller({})
-        most, within_s = 4 * limits.output_bytes + (1 << 20), limits.seconds + _SLACK_S
+        url, place = f"{self.url.rstrip('/')}/run_code", urlsplit(self.url)
+        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+        within_s = limits.seconds + _SLACK_S
+        connection, ends = kind(place.netloc, timeout=within_s), time.monotonic() + within_s
+        # The timeout is of each read: a service that sends a byte now and then would hold this thread for ever.
+        end = threading.Timer(within_s, _cut, [connection])
+        end.start()
         try:
-            reply = caller.call("POST", url, order, within_s=within_s, most_bytes=most)
+            connection.request("POST", urlsplit(url).path, json.dumps(order), {"Content-Type": "application/json"})
+            reply = connection.getresponse()
             if reply.status != HTTPStatus.OK:
                 raise SandboxError(f"{url} gave no answer: {reply.status} {reply.reason}")
-            answer = json.loads(reply.content)
-        except (CallFailed, ValueError) as error:
-            raise SandboxError(f"{url} gave no answer: {error}") from error
+            answer = json.loads(reply.read(4 * limits.output_bytes + (1 << 20)))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            late = f" within {within_s:.3g} s" if time.monotonic() >= ends else ""
+            raise SandboxError(f"{url} gave no answer{late}: {error}") from error
         finally:
-            caller.close()
+            end.cancel()
+            connection.close()
         if not isinstance(answer, dict):
             raise SandboxError(f"{url} answered {answer!r}; expected a mapping")
         return answer
+
+
+def _cut(connection: HTTPConnection) -> None:
+    """Whoever reads from it is told that it has ended."""
+    with suppress(OSError, AttributeError):  # not connected, or closed meanwhile
+        connection.sock.shutdown(socket.SHUT_RDWR)
