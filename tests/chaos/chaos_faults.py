@@ -108,13 +108,14 @@ def _manifest_torn(run: ChaosRun, rng: random.Random) -> None:
 
 
 def _machine_killed(run: ChaosRun, rng: random.Random) -> None:
-    """The one that has a rank and a server; it comes back as the spare one."""
+    """The one that has a rank and a server; once another one has its place, it comes back as the spare one."""
     assert isinstance(run, ChaosCluster), "there are several machines"
     run.wait("a machine with a rank", lambda: run.working() is not None)
     number = run.working()
     assert number is not None, "nobody else ends machines"
     run.others[number].kill()
     run.others[number].wait()
+    run.wait("a machine in its place", lambda: run.working() is not None)
     run.start_machine(number)
 
 
