@@ -62,6 +62,7 @@ def survives(parts: Path) -> list[str]:
 def under_chaos(run: ChaosRun, script: list[tuple[Fault, str]], seed: int, note: Note, *, last_steps: int = 0) -> None:
     """Strike as the script says, then end the run, after `last_steps` more if any.  Prints and notes the account."""
     rng, strikes = random.Random(seed), list[Strike]()
+    run.wait("the first step, which may come after a cold start", lambda: run.step > 0, 6 * LIMIT_S)
     for fault, stage in script:
         strikes.append(strike(run, fault, stage, rng))
     code = run.end()
