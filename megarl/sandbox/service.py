@@ -8,18 +8,14 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from megarl.sandbox.limits import Limits
 from megarl.sandbox.result import Result, SandboxError
-
-if TYPE_CHECKING:
-    from http.client import HTTPConnection
 
 _SLACK_S = 10.0  # for the way, and for waiting in the service
 # A service limits the clock and the memory, not the processor's time: the program's own process does.
@@ -74,27 +70,38 @@ class Service:
         kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
         within_s = limits.seconds + _SLACK_S
         connection, ends = kind(place.netloc, timeout=within_s), time.monotonic() + within_s
-        # The timeout is of each read: a service that sends a byte now and then would hold this thread for ever.
-        end = threading.Timer(within_s, _cut, [connection])
-        end.start()
         try:
-            connection.request("POST", urlsplit(url).path, json.dumps(order), {"Content-Type": "application/json"})
-            reply = connection.getresponse()
-            if reply.status != HTTPStatus.OK:
-                raise SandboxError(f"{url} gave no answer: {reply.status} {reply.reason}")
-            answer = json.loads(reply.read(4 * limits.output_bytes + (1 << 20)))
+            connection.connect()
+            with _ending(connection.sock, within_s):
+                connection.request("POST", urlsplit(url).path, json.dumps(order), {"Content-Type": "application/json"})
+                reply = connection.getresponse()
+                if reply.status != HTTPStatus.OK:
+                    raise SandboxError(f"{url} gave no answer: {reply.status} {reply.reason}")
+                answer = json.loads(reply.read(4 * limits.output_bytes + (1 << 20)))
         except (OSError, http.client.HTTPException, ValueError) as error:
             late = f" within {within_s:.3g} s" if time.monotonic() >= ends else ""
             raise SandboxError(f"{url} gave no answer{late}: {error}") from error
         finally:
-            end.cancel()
             connection.close()
         if not isinstance(answer, dict):
             raise SandboxError(f"{url} answered {answer!r}; expected a mapping")
         return answer
 
 
-def _cut(connection: HTTPConnection) -> None:
-    """Whoever reads from it is told that it has ended."""
-    with suppress(OSError, AttributeError):  # not connected, or closed meanwhile
-        connection.sock.shutdown(socket.SHUT_RDWR)
+@contextmanager
+def _ending(connection: socket.socket, after_s: float) -> Iterator[None]:
+    """Whoever reads from it later is told that it has ended.
+
+    Its timeout is of each read: a service that sends a byte now and then would hold its caller for ever.
+    """
+    timer = threading.Timer(after_s, _end, [connection])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):  # closed meanwhile
+        connection.shutdown(socket.SHUT_RDWR)

@@ -104,7 +104,8 @@ def test_a_service_that_did_not_run_the_code_is_an_error(service):
         sandbox.run("", sandbox=Service(service.url))
 
 
-def test_a_service_that_answers_byte_by_byte_has_no_more_time_than_the_program(monkeypatch):
+@pytest.mark.parametrize("head", ["HTTP/1.1 200 OK", "HTTP/1.1 200 OK\r\nConnection: close", "HTTP/1.0 200 OK"])
+def test_a_service_that_answers_byte_by_byte_has_no_more_time_than_the_program(monkeypatch, head):
     """A limit of each read would never end this call."""
     stop = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -112,7 +113,7 @@ def test_a_service_that_answers_byte_by_byte_has_no_more_time_than_the_program(m
         def drip():
             connection, _ = server.accept()
             with connection:
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                connection.sendall(f"{head}\r\nContent-Length: 1000\r\n\r\n".encode())
                 with contextlib.suppress(OSError):
                     while not stop.wait(0.1):
                         connection.sendall(b" ")
